@@ -1,0 +1,36 @@
+# The two commands of the README are `make demo` and `make test`; each sets up everything it needs.
+# Variables: PYTHON (3.11 or later) makes the venv; SQLALCHEMY=2.0 tests against that series.
+
+PYTHON ?= python3
+SQLALCHEMY ?= 2.1
+VENV := .venv$(if $(filter-out 2.1,$(SQLALCHEMY)),-sqlalchemy-$(SQLALCHEMY))
+RUN := $(VENV)/bin/
+
+.PHONY: help demo test lint clean
+
+help:
+	@echo "make demo       watch a stale writer being turned away by a real database (under a minute)"
+	@echo "make test       the whole test suite, on real servers"
+	@echo "make lint       ruff and mypy --strict"
+	@echo "make clean      remove the virtual environments"
+
+$(VENV)/installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "fencelock needs Python 3.11 or later; this is $$($(PYTHON) --version). Try: make PYTHON=python3.12 …"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(RUN)pip install --quiet --disable-pip-version-check --editable '.[dev]' 'sqlalchemy~=$(SQLALCHEMY).0'
+	@touch $@
+
+demo: $(VENV)/installed
+	$(RUN)fencelock demo
+
+test: $(VENV)/installed
+	$(RUN)python -m pytest $(PYTEST)
+
+lint: $(VENV)/installed
+	$(RUN)ruff check .
+	$(RUN)ruff format --check .
+	$(RUN)mypy
+
+clean:
+	rm -rf .venv .venv-sqlalchemy-*

@@ -1,0 +1,1 @@
+"""Who grants leases and mints tokens. Knows nothing of the guard, nor of SQLAlchemy."""

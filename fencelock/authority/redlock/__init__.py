@@ -1,0 +1,1 @@
+"""The authority on a quorum of independent Redis or Valkey nodes."""

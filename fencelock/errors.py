@@ -1,0 +1,151 @@
+"""Everything that fencelock raises.
+
+```
+FencelockError
+├── LockError
+│   ├── LockTimeoutError (also TimeoutError)   somebody else held it until the timeout; .holder_ttl
+│   ├── LockLostError                          the lease ended before the work did
+│   └── NotHeldError                           release or extend of what is not held
+├── AuthorityError
+│   ├── QuorumError                            too few nodes answered; .nodes: what each one said
+│   ├── NodesNotInitialisedError               the nodes hold no marker: run `fencelock init`
+│   └── MembershipError                        nodes disagree on who the N nodes are
+└── FenceError                                 never wrapped in SQLAlchemy's StatementError
+    ├── StaleTokenError                        a newer holder has been here; .table .identity .token .current
+    ├── UnfencedWriteError                     no lease guards this write
+    └── AmbiguousFenceError                    several leases could guard this write
+```
+
+"Held by another", "too few nodes answered" and "the nodes refuse" are three different errors, because
+a caller does three different things about them: wait, page somebody, fix the configuration.
+
+Bad arguments (a negative ttl, a malformed URL, an empty resource name) are plain `ValueError` or
+`TypeError`. Every error survives `pickle`, so that it can cross a process boundary whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sqlalchemy.exc import DontWrapMixin
+
+__all__ = [
+    "AmbiguousFenceError",
+    "AuthorityError",
+    "FenceError",
+    "FencelockError",
+    "LockError",
+    "LockLostError",
+    "LockTimeoutError",
+    "MembershipError",
+    "NodesNotInitialisedError",
+    "NotHeldError",
+    "QuorumError",
+    "StaleTokenError",
+    "UnfencedWriteError",
+]
+
+
+class FencelockError(Exception):
+    """Base of everything that fencelock raises on purpose, except for bad arguments."""
+
+
+class LockError(FencelockError):
+    """Something about one lock: who holds it, and for how long."""
+
+
+class LockTimeoutError(LockError, TimeoutError):
+    """Somebody else held the resource until the timeout.
+
+    Attributes:
+        holder_ttl: seconds until the holder's lease ends unless it is renewed, as the nodes last
+            reported it; None where contenders split the votes and nobody held it.
+    """
+
+    def __init__(self, message: str, *, holder_ttl: float | None = None) -> None:
+        super().__init__(message)
+        self.holder_ttl = holder_ttl
+
+
+class LockLostError(LockError):
+    """The lease ended before the work did: somebody else may have taken the resource meanwhile."""
+
+
+class NotHeldError(LockError):
+    """A release or an extension of a lock that is not held."""
+
+
+class AuthorityError(FencelockError):
+    """Whatever grants the leases could not do its work, or must not."""
+
+
+class QuorumError(AuthorityError):
+    """Too few nodes answered to decide anything.
+
+    Attributes:
+        nodes: what each node said, by its address.
+    """
+
+    def __init__(self, message: str, *, nodes: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.nodes: Mapping[str, str] = dict(nodes or {})
+
+
+class NodesNotInitialisedError(AuthorityError):
+    """The nodes are blank. Creating their marker on demand would undo the protection, so it is explicit.
+
+    The message holds the command to run.
+    """
+
+
+class MembershipError(AuthorityError):
+    """The nodes, or the nodes and this client, disagree on who the N nodes are."""
+
+
+class FenceError(DontWrapMixin, FencelockError):
+    """The storage guard refused a write. The transaction must be rolled back."""
+
+
+class StaleTokenError(FenceError):
+    """The row has been claimed or written under a larger token: this writer's lease is over.
+
+    Attributes:
+        table: name of the table.
+        identity: primary key of the row, as a tuple; None where the statement named many rows.
+        token: the fencing token that was refused.
+        current: the row's fence, or None where it could not be read any more.
+    """
+
+    def __init__(
+        self,
+        table: str,
+        identity: tuple[Any, ...] | None,
+        token: int,
+        current: int | None,
+        *,
+        detail: str = "",
+    ) -> None:
+        super().__init__(table, identity, token, current)
+        self.table = table
+        self.identity = identity
+        self.token = token
+        self.current = current
+        self.detail = detail
+
+    def __str__(self) -> str:
+        row = self.table if self.identity is None else f"{self.table}{self.identity!r}"
+        fence = "a larger one" if self.current is None else str(self.current)
+        return (
+            f"token {self.token} is stale: {row} has been fenced with {fence}; "
+            "a newer holder has taken over, so roll back and acquire the lock again"
+            + (f" ({self.detail})" if self.detail else "")
+        )
+
+
+class UnfencedWriteError(FenceError):
+    """A write to a fenced table without the lease that guards it. Nothing was sent to the database."""
+
+
+class AmbiguousFenceError(FenceError):
+    """Several leases could guard this write, and nothing says which. Nothing was sent to the database."""

@@ -1,0 +1,1 @@
+"""The storage side. Knows SQLAlchemy, knows nothing of Redis."""

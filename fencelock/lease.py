@@ -1,0 +1,190 @@
+"""The value that both halves speak of, and which leases the current context holds.
+
+The authority's side makes leases and moves their end; the guard's side reads resource and token. This
+module knows neither Redis nor SQLAlchemy, and is all that the two share besides errors and tokens.
+
+The held leases live in a context variable. It follows the code into coroutines, into greenlets of
+SQLAlchemy's asyncio extension and into `asyncio.to_thread`; it does not reach new threads or executors.
+Leases that have been released are never shown, whoever still has a copy of the context.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+import unicodedata
+from contextvars import ContextVar
+from typing import final
+
+from fencelock import token as tokens
+from fencelock.errors import LockLostError
+
+MAX_RESOURCE_LENGTH = 255
+
+
+def check_resource(resource: object) -> str:
+    """Return `resource` if it can name what is locked.
+
+    A resource is 1 to 255 characters without control characters and without white space at either
+    end. That is what every supported database can keep, and compare, exactly.
+
+    Raises:
+        TypeError: if it is not a string.
+        ValueError: if it is empty, too long, or has characters that a database would change.
+    """
+    if not isinstance(resource, str):
+        raise TypeError(f"a resource is named by a str such as 'order:1', not {type(resource).__name__}")
+    if not resource:
+        raise ValueError("a resource needs a name, such as 'order:1'; this one is empty")
+    if len(resource) > MAX_RESOURCE_LENGTH:
+        raise ValueError(
+            f"a resource's name has at most {MAX_RESOURCE_LENGTH} characters, and this one has "
+            f"{len(resource)}: {resource[:40]!r}…; where names are long by nature, lock a digest of the name"
+        )
+    if resource != resource.strip():
+        raise ValueError(f"a resource's name neither begins nor ends with white space: {resource!r}")
+    for character in resource:
+        if unicodedata.category(character) in {"Cc", "Cs"}:
+            raise ValueError(f"a resource's name has no control characters or surrogates: {resource!r}")
+    return resource
+
+
+class _Process:
+    """Which process this is: a fork starts a new generation, in which inherited leases are lost."""
+
+    generation = 0
+
+    @classmethod
+    def forked(cls) -> None:
+        cls.generation += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_Process.forked)
+
+
+@final
+class Lease:
+    """A time-bounded hold on a resource, and the fencing token that came with it.
+
+    What a lease promises: its token is larger than that of every lease of the same resource whose
+    acquisition had completed before this one's began. What it does *not* promise: that nobody else
+    works on the resource at this moment. Ask the storage, which compares tokens.
+
+    Args:
+        resource: the name of what is locked.
+        fencing_token: 1 … 2**63 - 1.
+        expires_at: when the lease ends, on the clock of `time.monotonic`; for ever by default, which
+            serves tokens that come from elsewhere and are handed over with `bind`.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_expires_at",
+        "_fencing_token",
+        "_generation",
+        "_lost",
+        "_released",
+        "_resource",
+    )
+
+    def __init__(self, resource: str, fencing_token: int, expires_at: float = math.inf) -> None:
+        self._resource = check_resource(resource)
+        self._fencing_token = tokens.check(fencing_token)
+        self._expires_at = expires_at
+        self._generation = _Process.generation
+        self._lost = ""
+        self._released = False
+
+    def __repr__(self) -> str:
+        state = "released" if self._released else "lost" if self.lost else f"{self.remaining:.3f} s left"
+        return f"<Lease {self._resource!r} token={self._fencing_token} {state}>"
+
+    @property
+    def resource(self) -> str:
+        """The name of what is locked."""
+        return self._resource
+
+    @property
+    def fencing_token(self) -> int:
+        """The token to write with. It changes only when the lease is reminted."""
+        return self._fencing_token
+
+    @property
+    def expires_at(self) -> float:
+        """When the lease ends unless it is extended: seconds on the clock of `time.monotonic`."""
+        return self._expires_at
+
+    @property
+    def remaining(self) -> float:
+        """Seconds until the lease ends; 0.0 once it has."""
+        return max(0.0, self._expires_at - time.monotonic())
+
+    @property
+    def released(self) -> bool:
+        """Whether the holder has given it back."""
+        return self._released
+
+    @property
+    def lost(self) -> bool:
+        """Whether the lease is known to have ended before it was released.
+
+        True when its time ran out by this process' clock, when a node majority no longer knew it, and
+        in a forked child, which holds nothing of its parent's.
+        """
+        return not self._released and bool(self._reason_lost() or self.remaining == 0.0)
+
+    def check(self) -> None:
+        """Refuse a lease that must not be written under any more.
+
+        A lease whose time merely ran out passes: only the storage knows whether somebody has taken
+        over, and it says so.
+
+        Raises:
+            LockLostError: if the lease is known to be gone, or belongs to the parent process.
+        """
+        if reason := self._reason_lost():
+            raise LockLostError(f"the lease of {self._resource!r} is lost: {reason}; acquire the lock again")
+
+    def _reason_lost(self) -> str:
+        if self._generation != _Process.generation:
+            return "it belongs to the process that this one was forked from"
+        return self._lost
+
+    # What follows is for whoever granted the lease.
+
+    def extend_to(self, expires_at: float) -> None:
+        """Note that the authority has extended the lease."""
+        self._expires_at = expires_at
+
+    def remint(self, fencing_token: int, expires_at: float) -> None:
+        """Note that the authority has given a larger token to the same hold."""
+        self._fencing_token = tokens.check(fencing_token)
+        self._expires_at = expires_at
+
+    def lose(self, reason: str) -> None:
+        """Note that the lease has ended before the work did; the first reason stays."""
+        self._lost = self._lost or reason
+
+    def release(self) -> None:
+        """Note that the holder has given the lease back."""
+        self._released = True
+
+
+_held: ContextVar[tuple[Lease, ...]] = ContextVar("fencelock_held", default=())
+
+
+def held_leases() -> tuple[Lease, ...]:
+    """Return the leases that the current context holds, in the order in which they were taken."""
+    return tuple(lease for lease in _held.get() if not lease.released)
+
+
+def note_held(*leases: Lease) -> None:
+    """Add leases to those of the current context."""
+    _held.set((*held_leases(), *leases))
+
+
+def note_ended(*leases: Lease) -> None:
+    """Take leases out of the current context; those it never held are passed over."""
+    _held.set(tuple(lease for lease in held_leases() if lease not in leases))

@@ -1,0 +1,50 @@
+"""How a fencing token is made of an epoch and a counter.
+
+`token = epoch << 44 | counter`. In epoch 0 the token *is* the counter, so that it stays readable. The
+halves are put together here and nowhere else: a node's script never sees the whole, because Lua's
+numbers are exact only below 2**53.
+
+A token fits a signed BIGINT: 44 bits of counter (Unix milliseconds until the year 2527, which is where
+counters start by default) and 19 bits of epoch. Whoever would leave that range is refused; a token that
+wrapped around would be below all the older ones.
+"""
+
+from __future__ import annotations
+
+COUNTER_BITS = 44
+EPOCH_BITS = 19
+MAX_COUNTER = (1 << COUNTER_BITS) - 1
+MAX_EPOCH = (1 << EPOCH_BITS) - 1
+MAX_TOKEN = (1 << (COUNTER_BITS + EPOCH_BITS)) - 1
+
+
+def compose(epoch: int, counter: int) -> int:
+    """Return the token of a counter in an epoch.
+
+    Raises:
+        OverflowError: if either half is outside its range.
+    """
+    if not 0 <= epoch <= MAX_EPOCH:
+        raise OverflowError(f"epoch {epoch} does not fit {EPOCH_BITS} bits")
+    if not 0 < counter <= MAX_COUNTER:
+        raise OverflowError(f"counter {counter} does not fit {COUNTER_BITS} bits")
+    return epoch << COUNTER_BITS | counter
+
+
+def split(token: int) -> tuple[int, int]:
+    """Return the epoch and the counter of a token: the inverse of `compose`."""
+    return token >> COUNTER_BITS, token & MAX_COUNTER
+
+
+def check(token: object) -> int:
+    """Return `token` if it is one that a lease can carry.
+
+    Raises:
+        TypeError: if it is not an integer.
+        ValueError: if it is outside 1 … 2**63 - 1.
+    """
+    if isinstance(token, bool) or not isinstance(token, int):
+        raise TypeError(f"a fencing token is an int, not {type(token).__name__}")
+    if not 1 <= token <= MAX_TOKEN:
+        raise ValueError(f"a fencing token lies between 1 and {MAX_TOKEN}, and {token} does not")
+    return token
