@@ -1,0 +1,98 @@
+"""Cleans up behind a process that may be killed at any moment.
+
+Apart from `embedded.py` because it runs as a program of its own, in its own session, and imports nothing
+of fencelock: it has to be there early, stay small, and outlive the process that it watches. Its standard
+input tells it, a JSON object a line, which processes to end when that process is gone. Gone means that
+its end of the pipe is closed, or that this program has got another parent: a worker that was forked
+from the watched process may hold the pipe open for long.
+
+A process is remembered by its pid together with the time of its creation, never by the pid alone.
+"""
+
+import json
+import os
+import select
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+
+import psutil
+
+POLL_SECONDS = 0.25
+PATIENCE_SECONDS = 5.0
+
+
+def listen(parent: int) -> Iterator[dict[str, float]]:
+    """Yield what the parent tells, until it says goodbye or is gone."""
+    unread = b""
+    while os.getppid() == parent or select.select([0], [], [], 0)[0]:
+        if not select.select([0], [], [], POLL_SECONDS)[0]:
+            continue
+        received = os.read(0, 65536)
+        if not received:
+            return
+        *lines, unread = (unread + received).split(b"\n")
+        for line in lines:
+            message = json.loads(line)
+            if not message:
+                return
+            yield message
+
+
+def identify(message: dict[str, float]) -> psutil.Process | None:
+    """Return the process that the parent means, unless its pid has gone to another one since."""
+    with suppress(psutil.Error):
+        process = psutil.Process(int(message["pid"]))
+        # Both readings go back to the same kernel counter; they differ by rounding only.
+        if abs(process.create_time() - message["created"]) < 1.0:
+            return process
+    return None
+
+
+def working_in(folder: str, programs: set[str]) -> Iterator[psutil.Process]:
+    """Yield what runs our programs in our folder: a parent can die between a start and the telling."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            program = process.exe()
+            if lies_in(folder, process.cwd()) and (program in programs or lies_in(folder, program)):
+                yield process
+
+
+def lies_in(folder: str, path: str) -> bool:
+    """Whether a path is the folder or below it."""
+    return (path + os.sep).startswith(folder + os.sep)
+
+
+def end(farewells: dict[psutil.Process, int]) -> None:
+    """Send each process its farewell signal, and kill it and its children if that is not enough."""
+    doomed = set(farewells)
+    for process, farewell in farewells.items():
+        with suppress(psutil.Error):
+            doomed.update(process.children(recursive=True))
+            process.send_signal(farewell)
+            process.resume()
+    _, stubborn = psutil.wait_procs(list(doomed), PATIENCE_SECONDS)
+    for process in stubborn:
+        with suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(stubborn, PATIENCE_SECONDS)
+
+
+def main(parent: int, folder: str, programs: set[str]) -> None:
+    """Wait for the end of the parent, then end what it has left behind and remove its folder."""
+    for harmless in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(harmless, signal.SIG_IGN)
+    farewells: dict[psutil.Process, int] = {}
+    for message in listen(parent):
+        farewells = {process: signum for process, signum in farewells.items() if process.is_running()}
+        if process := identify(message):
+            farewells[process] = int(message["farewell"])
+    end(farewells)
+    end(dict.fromkeys(working_in(folder, programs), signal.SIGKILL))
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], set(sys.argv[3:]))

