@@ -135,6 +135,11 @@ class Lease:
         """
         return not self._released and bool(self._reason_lost() or self.remaining == 0.0)
 
+    @property
+    def inherited(self) -> bool:
+        """Whether this is a forked child's copy of its parent's lease, which it must not release."""
+        return self._generation != _Process.generation
+
     def check(self) -> None:
         """Refuse a lease that must not be written under any more.
 
@@ -148,7 +153,7 @@ class Lease:
             raise LockLostError(f"the lease of {self._resource!r} is lost: {reason}; acquire the lock again")
 
     def _reason_lost(self) -> str:
-        if self._generation != _Process.generation:
+        if self.inherited:
             return "it belongs to the process that this one was forked from"
         return self._lost
 

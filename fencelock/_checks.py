@@ -1,0 +1,44 @@
+"""Refusing settings that cannot work, in words that say what would."""
+
+from __future__ import annotations
+
+import math
+
+MIN_TTL = 0.01
+
+
+def check_seconds(name: str, value: object, *, zero: bool = False) -> float:
+    """Return `value` if it is a positive, finite number of seconds (or 0, where `zero` allows it).
+
+    Raises:
+        TypeError: if it is no number.
+        ValueError: if it is out of range.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is a number of seconds, not {value!r}")
+    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+        raise ValueError(f"{name} is a {'' if zero else 'positive '}number of seconds, not {value!r}")
+    return float(value)
+
+
+def check_ttl(value: object) -> float:
+    """Return `value` if a lease can last so many seconds.
+
+    Raises:
+        TypeError: if it is no number.
+        ValueError: if it is not positive and finite, or too short to leave any validity.
+    """
+    ttl = check_seconds("ttl", value)
+    if ttl < MIN_TTL:
+        raise ValueError(f"a ttl of {ttl:g} s leaves no time to work: use at least {MIN_TTL:g} s")
+    return ttl
+
+
+def check_timeout(value: object) -> float | None:
+    """Return `value` if it says how long to wait: seconds, 0 for one try, None for ever.
+
+    Raises:
+        TypeError: if it is no number.
+        ValueError: if it is negative or not finite.
+    """
+    return None if value is None else check_seconds("timeout", value, zero=True)

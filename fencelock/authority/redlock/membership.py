@@ -1,0 +1,186 @@
+"""Which nodes form the quorum: the list that every node keeps, its fingerprint, and how it comes into being.
+
+Initialisation is explicit. Creating the marker on demand would be the very hole that the marker closes:
+a node that had lost its memory would look like a new one and count from the beginning again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any
+
+from fencelock.authority.redlock.protocol import (
+    STRIPES,
+    Answer,
+    Broadcast,
+    Command,
+    Round,
+    Said,
+)
+from fencelock.errors import MembershipError, QuorumError
+from fencelock.token import MAX_COUNTER
+
+PROTOCOL_VERSION = 1
+STRIPE_HASH = "crc32"
+DEFAULT_MAX_TTL = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """The N seats, and what else all clients must agree on.
+
+    Attributes:
+        seats: (id, address) of each node, sorted by id; the order in which contenders ask after a split.
+        max_ttl: longest lease in seconds. A node that lost its memory stays out for so long.
+    """
+
+    seats: tuple[tuple[str, str], ...]
+    max_ttl: float
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The nodes' ids, in the fixed order."""
+        return tuple(node_id for node_id, _ in self.seats)
+
+    @property
+    def fingerprint(self) -> str:
+        """What every vote names. Addresses are not part of it: clients may know a node by several."""
+        facts = [PROTOCOL_VERSION, STRIPES, STRIPE_HASH, round(self.max_ttl * 1000), *self.ids]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+
+    def to_json(self) -> str:
+        """Return the text that each node keeps."""
+        return json.dumps(
+            {
+                "version": PROTOCOL_VERSION,
+                "stripes": STRIPES,
+                "hash": STRIPE_HASH,
+                "max_ttl_ms": round(self.max_ttl * 1000),
+                "seats": self.seats,
+            },
+            sort_keys=True,
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Membership:
+        """Read what a node keeps.
+
+        Raises:
+            MembershipError: if it was written by a version of the protocol that this one cannot join.
+        """
+        try:
+            facts: dict[str, Any] = json.loads(text)
+            spoken = (facts["version"], facts["stripes"], facts["hash"])
+            seats = tuple(sorted((str(node_id), str(address)) for node_id, address in facts["seats"]))
+            membership = cls(seats, facts["max_ttl_ms"] / 1000)
+        except (ValueError, KeyError, TypeError) as error:
+            raise MembershipError(f"a node's list of members cannot be read: {text[:100]!r}") from error
+        if spoken != (PROTOCOL_VERSION, STRIPES, STRIPE_HASH):
+            raise MembershipError(
+                f"the nodes speak protocol {spoken}, and this client "
+                f"{(PROTOCOL_VERSION, STRIPES, STRIPE_HASH)}: use the version of fencelock that "
+                "initialised them"
+            )
+        return membership
+
+
+def default_base() -> int:
+    """Where counters start unless told otherwise: Unix milliseconds.
+
+    A fleet that is initialised again after losing everything then starts above its old tokens, if no
+    epoch above 0 was used, clocks are sane, and no stripe averaged 1,000 leases a second. Defence in
+    depth, no guarantee.
+    """
+    return time.time_ns() // 1_000_000
+
+
+def check_base(base: int) -> int:
+    """Return `base` if counters can start there.
+
+    Raises:
+        ValueError: if it is negative or leaves no room for counters.
+    """
+    if not 0 <= base < MAX_COUNTER:
+        raise ValueError(f"counters start between 0 and {MAX_COUNTER - 1}, and {base} does not lie there")
+    return base
+
+
+def initialise(
+    names: tuple[str, ...],
+    node_key: str,
+    *,
+    new_id: Callable[[], str],
+    base: int,
+    max_ttl: float,
+    patience: float,
+) -> Generator[Broadcast, Round, tuple[Membership, bool]]:
+    """Open N blank nodes into epoch 0, and tell whether that was still to be done.
+
+    Every node is first given a ticket with its id; whoever comes second finds the same tickets, so that
+    several clients may initialise at once, and an interrupted initialisation is finished by the next
+    one. A node that restarted in between has no ticket any more and is not opened: it cannot be told
+    from one that has voted and forgotten.
+
+    Raises:
+        QuorumError: not every node answered; all of them are needed, this once.
+        MembershipError: some nodes are in use already, or belong to another list.
+    """
+    keys = (node_key, f"{node_key}:ticket")
+    standing: dict[int, Answer] = {}
+    for node in range(len(names)):
+        begin = Command("begin", "", keys, ("", new_id(), round(max_ttl * 1000)))
+        standing[node] = yield from _ask(names, node, begin, patience)
+    ids = {node: answer.facts[0] for node, answer in standing.items()}
+    membership = Membership(tuple(sorted((ids[node], names[node]) for node in ids)), max_ttl)
+    _check_agreement(names, standing, membership)
+    blank = [node for node, answer in standing.items() if answer.said is Said.TICKET]
+    for node in blank:
+        arguments = (membership.fingerprint, ids[node], base, membership.to_json())
+        opened = yield from _ask(names, node, Command("open", "", keys, arguments), patience)
+        if opened.said is Said.NO_TICKET:
+            raise MembershipError(
+                f"{names[node]} restarted while it was being initialised, and is blank again: "
+                "flush all of these nodes, if none of them has been used, and initialise again"
+            )
+    return membership, bool(blank)
+
+
+def _ask(
+    names: tuple[str, ...], node: int, command: Command, patience: float
+) -> Generator[Broadcast, Round, Answer]:
+    done = yield Broadcast(command, [node], bool, patience)
+    answer = done.answers[node]
+    if answer.said not in {Said.TICKET, Said.ADMITTED, Said.OPENED, Said.NO_TICKET}:
+        raise QuorumError(
+            f"to be initialised, all {len(names)} nodes must answer, and {names[node]} is not fit: {answer}",
+            nodes={names[node]: str(answer)},
+        )
+    return answer
+
+
+def _check_agreement(names: tuple[str, ...], standing: dict[int, Answer], membership: Membership) -> None:
+    for node, answer in standing.items():
+        name = names[node]
+        if answer.said is Said.ADMITTED:
+            theirs = Membership.from_json(answer.facts[1])
+            if theirs.ids != membership.ids:
+                others = ", ".join(address for _, address in theirs.seats)
+                raise MembershipError(
+                    f"{name} is in use already, in another list of {len(theirs.seats)} nodes: {others}. Name "
+                    "exactly those nodes; a blank one among them has lost its memory, and is not initialised "
+                    "again"
+                )
+            if theirs.max_ttl != membership.max_ttl:
+                raise MembershipError(
+                    f"{name} was initialised with a longest ttl of {theirs.max_ttl:g} s, and not "
+                    f"{membership.max_ttl:g} s: use the same"
+                )
+        elif float(answer.facts[1]) != round(membership.max_ttl * 1000):
+            raise MembershipError(
+                f"{name} is being initialised with a longest ttl of {float(answer.facts[1]) / 1000:g} s, and "
+                f"not {membership.max_ttl:g} s: use the same"
+            )

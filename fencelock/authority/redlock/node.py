@@ -1,0 +1,333 @@
+"""One node: how to reach it, proof of which server process answers, and its socket.
+
+A token is safe only if the answers on a socket come from the server process that was there when the
+socket was opened. So the run_id is read right after connecting and belongs to that socket for good; the
+scripts compare it with the one that the node was admitted with. Nothing here ever reconnects, retries or
+resends on another socket: a client that silently reconnected after its node had been killed was granted
+the same counter twice.
+
+redis-py opens the connection, with its TLS, ACL and socket settings; afterwards the bare socket is
+written to and read from here, so that commands to N nodes can be under way at once without threads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.resources
+import socket
+import ssl
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import hiredis
+import redis
+from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, RedisError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.retry import Retry
+
+from fencelock.authority.redlock.membership import Membership
+from fencelock.authority.redlock.protocol import Answer, Command, Said
+from fencelock.errors import MembershipError
+
+#: Settings of a client's pool that would make a connection do things by itself.
+_NOT_OURS = frozenset(
+    {
+        "decode_responses",
+        "event_dispatcher",
+        "health_check_interval",
+        "himport_registry",
+        "legacy_responses",
+        "maint_notifications_config",
+        "maint_notifications_pool_handler",
+        "orig_host_address",
+        "orig_socket_connect_timeout",
+        "orig_socket_timeout",
+        "parser_class",
+        "protocol",
+        "retry",
+        "retry_on_error",
+        "retry_on_timeout",
+    }
+)
+#: Error replies of a server that is on its way up, or about to be promoted.
+_PASSING_ERRORS = ("LOADING", "BUSY", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN", "READONLY")
+_SAID: Final = {said.name.encode(): said for said in Said}
+_WITH_FACTS = frozenset({Said.TICKET, Said.ADMITTED})
+_READ_SIZE = 65536
+
+
+def _load_scripts() -> dict[str, str]:
+    folder = importlib.resources.files(__package__).joinpath("scripts")
+    texts = {file.name.removesuffix(".lua"): file.read_text() for file in folder.iterdir()}
+    prelude = texts.pop("prelude")
+    return {name: prelude + text for name, text in texts.items()}
+
+
+_SCRIPTS: Final = _load_scripts()
+_DIGESTS: Final = {
+    name: hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest() for name, text in _SCRIPTS.items()
+}
+
+
+class Unusable(Exception):  # noqa: N818 - it carries a node's answer, and is never seen by users
+    """The node cannot be used; `answer` is what to report as its answer."""
+
+    def __init__(self, said: Said, detail: str) -> None:
+        super().__init__(detail)
+        self.answer = Answer(said, detail=detail)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who answered on a socket when it was opened.
+
+    Attributes:
+        run_id: random id of the server process; a restart changes it.
+        replid: its replication id, where every vote must prove it again; otherwise empty.
+        node_id: the node's own id, given when it was initialised; empty while it is blank.
+        membership: the list that it belongs to; None while it is blank.
+    """
+
+    run_id: str
+    replid: str
+    node_id: str
+    membership: Membership | None
+
+    def admitted(self, node_id: str, members: str) -> Identity:
+        """Return the same server process, as a member of a list.
+
+        Raises:
+            MembershipError: if the list cannot be read.
+        """
+        return replace(self, node_id=node_id, membership=Membership.from_json(members))
+
+
+class Node:
+    """Where a node is, and how to open a socket to it.
+
+    Args:
+        source: a URL (`redis://`, `rediss://`, `unix://`) or a `redis.Redis`, whose settings are kept.
+        connect_timeout: seconds for connecting and for each answer while doing so.
+        verify_votes: have every vote prove its server process, also where the socket would do.
+
+    Raises:
+        ValueError: if the URL cannot be understood.
+        TypeError: if it is neither a URL nor a client.
+    """
+
+    def __init__(self, source: str | redis.Redis, connect_timeout: float, *, verify_votes: bool) -> None:
+        if isinstance(source, str):
+            pool = _pool_of(source)
+        elif isinstance(source, redis.Redis):
+            pool = source.connection_pool
+        else:
+            raise TypeError(f"a node is a redis:// URL or a redis.Redis client, not {type(source).__name__}")
+        self._verify_votes = verify_votes
+        self._connection_class: Any = pool.connection_class
+        self._settings: dict[str, Any] = {
+            **{name: value for name, value in pool.connection_kwargs.items() if name not in _NOT_OURS},
+            "protocol": 2,
+            "retry": Retry(NoBackoff(), 0),
+            "socket_connect_timeout": connect_timeout,
+            "socket_timeout": connect_timeout,
+        }
+        self.name = _name_of(self._connection_class, self._settings)
+
+    def open(self, node_key: str) -> Link:
+        """Connect, and learn who is there.
+
+        Raises:
+            Unusable: with what to report as the node's answer.
+        """
+        connection = self._connection_class(**self._settings)
+        try:
+            connection.connect()
+            identity = _identify(connection, node_key, verify_votes=self._verify_votes)
+        except (RedisError, OSError, MembershipError, Unusable) as error:
+            connection.disconnect()
+            raise _why(error) from error
+        # From here on the socket is ours; the connection object must never touch it again.
+        sock: socket.socket = connection._sock  # noqa: SLF001 - redis-py has no public name for it
+        connection._sock = None  # noqa: SLF001
+        return Link(sock, identity)
+
+
+def _why(error: Exception) -> Unusable:
+    """Return what an error while connecting means for the use of the node."""
+    if isinstance(error, Unusable):
+        return error
+    if isinstance(error, MembershipError):
+        return Unusable(Said.CONFIG, str(error))
+    if isinstance(error, (RedisTimeoutError, TimeoutError)):
+        return Unusable(Said.SILENT, "it took no connection in time")
+    if isinstance(error, AuthenticationError):
+        return Unusable(Said.ERROR, f"it refused the user or password: {error}")
+    if isinstance(error, ResponseError) and not str(error).startswith(_PASSING_ERRORS):
+        return Unusable(Said.ERROR, str(error))
+    return Unusable(Said.UNREACHABLE, str(error))
+
+
+def _pool_of(url: str) -> redis.ConnectionPool:
+    shown = _masked(url)
+    try:
+        pool = redis.ConnectionPool.from_url(url)
+    except ValueError as error:
+        raise ValueError(
+            f"{shown!r} is no URL of a Redis node ({error}); write redis://host:6379, "
+            "rediss://user:password@host:6380 or unix:///path/to/socket"
+        ) from None
+    if not url.startswith("unix://") and not urlsplit(url).hostname:
+        raise ValueError(f"{shown!r} names no host; write redis://host:6379")
+    return pool
+
+
+def _masked(url: str) -> str:
+    head, at, tail = url.rpartition("@")
+    return f"{head.partition('://')[0]}://***@{tail}" if at else url
+
+
+def _name_of(connection_class: Any, settings: dict[str, Any]) -> str:
+    """Return the node's address without its password: for messages, and to type after `fencelock init`."""
+    if "path" in settings:
+        return f"unix://{settings['path']}"
+    scheme = "rediss" if issubclass(connection_class, redis.SSLConnection) else "redis"
+    database = f"/{settings['db']}" if settings.get("db") else ""
+    return f"{scheme}://{settings.get('host', 'localhost')}:{settings.get('port', 6379)}{database}"
+
+
+def _identify(connection: Any, node_key: str, *, verify_votes: bool) -> Identity:
+    connection.send_command("INFO")
+    info = dict(
+        line.split(":", 1)
+        for line in connection.read_response().decode(errors="replace").splitlines()
+        if ":" in line
+    )
+    if info.get("role") not in {"master", None}:
+        raise Unusable(Said.ERROR, f"it is a {info['role']}, and only primaries grant locks")
+    if "run_id" not in info:
+        raise Unusable(Said.ERROR, "its INFO has no run_id, so a restart could not be noticed")
+    # One-to-one TCP to a lone primary: a restart breaks the connection. With anything that can be
+    # promoted in its place, the same run_id may answer on the same socket with older data.
+    alone = info.get("connected_slaves") == "0" and info.get("cluster_enabled", "0") == "0"
+    replid = "" if alone and not verify_votes else info.get("master_replid", "")
+    connection.send_command("HMGET", node_key, "id", "members")
+    node_id, members = connection.read_response()
+    blank = Identity(info["run_id"], replid, "", None)
+    return blank.admitted(node_id.decode(), members.decode()) if members else blank
+
+
+def _bulk(value: str | int) -> bytes:
+    data = str(value).encode()
+    return b"$%d\r\n%b\r\n" % (len(data), data)
+
+
+def pack(command: Command) -> bytes:
+    """Return the part of a command that is the same for every node; the socket appends its own."""
+    return _pack(command, "EVALSHA", _DIGESTS[command.script])
+
+
+def _pack(command: Command, verb: str, script: str) -> bytes:
+    words = [verb, script, len(command.keys), *command.keys, *command.arguments]
+    return b"*%d\r\n" % (len(words) + 2) + b"".join(map(_bulk, words))
+
+
+def read_answer(reply: Any) -> Answer:
+    """Return what a node's reply to a script means."""
+    if isinstance(reply, hiredis.ReplyError):
+        text = str(reply)
+        said = Said.UNREACHABLE if text.startswith(_PASSING_ERRORS) else Said.ERROR
+        return Answer(said, detail=text)
+    said = _SAID[reply[0]]
+    if said is Said.GRANTED or said is Said.HIGHER:
+        return Answer(said, reply[1], tuple(reply[2:]))
+    if said is Said.HELD:
+        return Answer(said, ttl=max(reply[1], 0) / 1000)
+    if said in _WITH_FACTS:
+        return Answer(said, facts=tuple(part.decode() for part in reply[1:]))
+    return Answer(said)
+
+
+class Link:
+    """An open socket to one node: written and read without waiting, answers in the order of the requests.
+
+    Whatever interrupts a write or a read, be it an exception from a signal handler, closes the link:
+    answers could no longer be told apart.
+
+    Attributes:
+        identity: who answered when the socket was opened.
+        descriptor: the socket's, for polling.
+        waiting: what has been sent and not been answered: for each a number that means something to
+            the sender, the command, and when it was sent.
+    """
+
+    __slots__ = ("_own_arguments", "_reader", "_sock", "descriptor", "identity", "waiting")
+
+    def __init__(self, sock: socket.socket, identity: Identity) -> None:
+        sock.setblocking(False)  # noqa: FBT003 - the standard library's signature
+        self._sock = sock
+        self._reader = hiredis.Reader()
+        self._own_arguments = _bulk(identity.run_id) + _bulk(identity.replid)
+        self.identity = identity
+        self.descriptor = sock.fileno()
+        self.waiting: deque[tuple[int, Command, float]] = deque()
+
+    def close(self) -> None:
+        """Close the socket. In a forked child this leaves the parent's alone."""
+        self._sock.close()
+
+    def send(self, number: int, command: Command, packed: bytes, now: float) -> None:
+        """Send a command whose common part has been packed.
+
+        Raises:
+            Unusable: if the connection is broken or its buffer is full.
+        """
+        data = packed + self._own_arguments
+        try:
+            self.waiting.append((number, command, now))
+            complete = self._sock.send(data) == len(data)
+        except (BlockingIOError, ssl.SSLWantWriteError):
+            complete = False
+        except OSError as error:
+            raise Unusable(Said.UNREACHABLE, f"the connection broke: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+        if not complete:
+            self.close()
+            raise Unusable(Said.SILENT, "it reads nothing any more")
+
+    def receive(self, now: float) -> list[tuple[int, Command, Answer]]:
+        """Return the answers that have arrived, with what they answer.
+
+        Raises:
+            Unusable: if the connection is broken.
+        """
+        try:
+            self._reader.feed(self._read())
+            answers = []
+            while (reply := self._reader.gets()) is not False:
+                number, command, _ = self.waiting.popleft()
+                if isinstance(reply, hiredis.ReplyError) and str(reply).startswith("NOSCRIPT"):
+                    # On the same socket, or who knows which server process would answer.
+                    self.send(number, command, _pack(command, "EVAL", _SCRIPTS[command.script]), now)
+                else:
+                    answers.append((number, command, read_answer(reply)))
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return []
+        except OSError as error:
+            raise Unusable(Said.UNREACHABLE, f"the connection broke: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+        return answers
+
+    def _read(self) -> bytes:
+        data = self._sock.recv(_READ_SIZE)
+        if not data:
+            raise ConnectionResetError("closed by the node")
+        while isinstance(self._sock, ssl.SSLSocket) and self._sock.pending():
+            data += self._sock.recv(_READ_SIZE)
+        return data

@@ -1,0 +1,596 @@
+"""What to say to the nodes, and what their answers mean.
+
+The algorithm, top to bottom, with no sockets, no clock and no threads. Each operation is a generator: it
+yields a *request* (`Broadcast` a command, or `Sleep`) and is sent what came of it (a `Round`, or the time
+after sleeping). A blocking driver, an asyncio driver and a simulator run the very same generators, so
+what is proven is what ships.
+
+How a quorum mints one token. Every node grants from a counter of its own, so that a majority may hand
+out the same number twice: client A gets {n0: 1, n1: 1}, B gets {n1: 2, n2: 1}, and C gets {n2: 2, n0: 2},
+which is B's maximum again. Therefore a value is decided only when a majority *stands at* it:
+
+1. ACQUIRE on all nodes. A value that a majority granted is decided: one round trip.
+2. Otherwise T is the maximum over a granted majority, and CONFIRM raises the others to T, each only
+   while the lock there is still ours and *its own grant is not above T*. Why that last condition:
+   counters stand at n0=0, n1=1, n2=1. A is granted n0 (1), expires there, then n1 (2): T = 2. B is
+   granted n0 (2) and n2 (2); n2 expires; A's late ACQUIRE lands on n2 (3); n2 would acknowledge A's
+   raise to 2, and both A and B would hold 2.
+3. Votes of different epochs are never added up.
+
+Two decided values of one resource share a node. There the second was granted after the first had been
+reached, so it is larger; and whoever began after another had completed finds a majority of counters at
+or above that token. No clock takes part in this. Clocks bound only the *validity* of the lease.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import zlib
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from fencelock.errors import (
+    LockLostError,
+    LockTimeoutError,
+    MembershipError,
+    NodesNotInitialisedError,
+    QuorumError,
+)
+
+STRIPES = 1024
+DRIFT_RATE = 0.01
+DRIFT_SECONDS = 0.002
+
+
+class Said(enum.Enum):
+    """What a node said, or why it said nothing."""
+
+    GRANTED = "granted"
+    HELD = "held by another"
+    CONFIRMED = "confirmed"
+    HIGHER = "granted a higher counter"
+    LOST = "does not know the lock any more"
+    EPOCH = "is in another epoch"
+    RELEASED = "released"
+    EXTENDED = "extended"
+    TICKET = "blank, with a ticket"
+    OPENED = "opened"
+    ADMITTED = "admitted"
+    NO_TICKET = "lost its ticket: it restarted in between"
+    AMNESIA = "blank: it holds no marker, and must not vote"
+    RESTARTED = "restarted since it was admitted, and must not vote before it is admitted again"
+    CONFIG = "belongs to another list of nodes"
+    CLOSED = "closed: its list of nodes has been replaced"
+    FULL = "has no counters left in this epoch"
+    UNREACHABLE = "unreachable"
+    SILENT = "no answer in time"
+    ERROR = "error"
+
+
+#: These get better by themselves or with a new connection; the others need an operator.
+_PASSING = frozenset({Said.UNREACHABLE, Said.SILENT})
+_VOTING = frozenset(
+    {Said.GRANTED, Said.HELD, Said.CONFIRMED, Said.HIGHER, Said.LOST, Said.EPOCH, Said.EXTENDED}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One node's answer to one command.
+
+    Attributes:
+        said: the kind of answer.
+        epoch: the node's epoch, where the answer names one.
+        counters: what it granted, a number for each resource.
+        ttl: seconds that the other holder's lock still lives, for HELD.
+        detail: what a person should read, for the kinds that are failures.
+        facts: what the kinds about membership carry, as text.
+    """
+
+    said: Said
+    epoch: int = 0
+    counters: tuple[int, ...] = ()
+    ttl: float = 0.0
+    detail: str = ""
+    facts: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.said.value} ({self.detail})" if self.detail else self.said.value
+
+
+Answers = Mapping[int, Answer]
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A script and its arguments: the same for every node. The socket adds what is its own."""
+
+    script: str
+    nonce: str
+    keys: tuple[str, ...]
+    arguments: tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast:
+    """Request: send `command` to `nodes`, and resume once `enough` holds or `patience` is over.
+
+    Answers that come later are not lost: whoever runs this reads them, and releases a grant that came
+    for an acquisition that had been given up.
+    """
+
+    command: Command
+    nodes: Sequence[int]
+    enough: Callable[[Answers], bool]
+    patience: float
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What came of a `Broadcast`: an answer for each node it went to, and when it began and ended."""
+
+    began: float
+    ended: float
+    answers: Answers
+
+
+@dataclass(frozen=True, slots=True)
+class Sleep:
+    """Request: resume after so many seconds, with the time."""
+
+    seconds: float
+
+
+Request = Broadcast | Sleep
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The N nodes as this client sees them.
+
+    Attributes:
+        names: for messages: the nodes' addresses without passwords.
+        node_key: key of each node's hash, `{namespace}`. Its braces keep all keys in one slot.
+        fingerprint: of the membership, which every vote must name.
+        order: the nodes' indexes in the fixed order that all clients agree on.
+        max_ttl: longest lease in seconds that this membership allows.
+        patience: seconds to wait for a silent node before deciding without it.
+    """
+
+    names: tuple[str, ...]
+    node_key: str
+    fingerprint: str
+    order: tuple[int, ...]
+    max_ttl: float
+    patience: float = 1.0
+
+    @property
+    def everybody(self) -> range:
+        """Index of every node."""
+        return range(len(self.names))
+
+    @property
+    def quorum(self) -> int:
+        """How many nodes are a majority."""
+        return len(self.names) // 2 + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Bid:
+    """One attempt at a lock: which resources, under which nonce, for how long.
+
+    Attributes:
+        resources: in canonical order, which is the same for everybody.
+        nonce: new for every attempt, so that a late duplicate of an old message means nothing.
+        ttl: seconds.
+    """
+
+    resources: tuple[str, ...]
+    nonce: str
+    ttl: float
+    keys: tuple[str, ...] = field(default=())
+    stripes: tuple[int, ...] = field(default=())
+
+    @classmethod
+    def of(cls, fleet: Fleet, resources: tuple[str, ...], nonce: str, ttl: float) -> Bid:
+        """Return a bid with the keys and stripes that the resources have on this fleet."""
+        locks = (f"{fleet.node_key}:l:{resource}" for resource in resources)
+        stripes = (zlib.crc32(resource.encode()) % STRIPES for resource in resources)
+        return cls(resources, nonce, ttl, (fleet.node_key, *locks), tuple(stripes))
+
+    @property
+    def ttl_ms(self) -> int:
+        """The ttl as it goes over the wire."""
+        return round(self.ttl * 1000)
+
+    @property
+    def drift(self) -> float:
+        """Seconds by which clocks may disagree over one lease."""
+        return self.ttl * DRIFT_RATE + DRIFT_SECONDS
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """A bid that a quorum granted, and what it came to.
+
+    Attributes:
+        bid: what was asked for.
+        epoch: the epoch of the decision.
+        counters: the decided counter of each resource; with the epoch it makes the token.
+        expires_at: end of the validity on the driver's clock.
+    """
+
+    bid: Bid
+    epoch: int
+    counters: tuple[int, ...]
+    expires_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A bid that came to nothing. What it left behind must be released.
+
+    Attributes:
+        bid: what was asked for.
+        answers: the last that each node said.
+        began: when it began, on the driver's clock.
+        ended: when it was over.
+        contended: enough nodes vote; it is other clients that stand in the way.
+        split: nobody has a majority, for contenders have divided the votes among them.
+        late: a majority granted, but too slowly for the ttl.
+    """
+
+    bid: Bid
+    answers: Answers
+    began: float
+    ended: float
+    contended: bool = False
+    split: bool = False
+    late: bool = False
+
+    @property
+    def holder_ttl(self) -> float | None:
+        """Seconds until the last of the others' locks ends; None if nobody held any."""
+        return max((a.ttl for a in self.answers.values() if a.said is Said.HELD), default=None)
+
+
+def acquire(
+    see: Callable[[], Fleet],
+    new_bid: Callable[[Fleet], Bid],
+    *,
+    timeout: float | None,
+    grace: float,
+    jitter: Callable[[], float],
+) -> Generator[Request, Round | float, Granted]:
+    """Bid until a quorum grants, or until the time is over.
+
+    Args:
+        see: returns the nodes as they are known at the moment.
+        new_bid: makes the next bid, each with a nonce of its own.
+        timeout: seconds to wait for another holder; None for ever, 0 one try.
+        grace: seconds to go on without a quorum before giving up, so that a short outage is survived.
+        jitter: returns a random number between 0 and 1.
+
+    Raises:
+        LockTimeoutError: somebody else held the resource until the timeout.
+        QuorumError: too few nodes answered.
+        NodesNotInitialisedError: too many nodes are blank.
+        MembershipError: too many nodes belong to another list.
+    """
+    began: float | None = None
+    last_quorum = 0.0
+    tries = 0
+    alone = False
+    while True:
+        fleet = see()
+        bid = new_bid(fleet)
+        outcome = yield from attempt(fleet, bid, alone=alone)
+        if isinstance(outcome, Granted):
+            return outcome
+        yield from abandon(fleet, bid)
+        tries += 1
+        alone = outcome.split and not alone
+        if began is None:
+            began = last_quorum = outcome.began
+            yield from _learn(fleet, outcome.answers)
+            if see() != fleet:
+                continue
+        if outcome.contended:
+            last_quorum = outcome.ended
+        elif not _may_recover(fleet, outcome.answers) or outcome.ended - last_quorum >= grace:
+            _raise_no_quorum(fleet, outcome.answers)
+        left = math.inf if timeout is None else began + timeout - outcome.ended
+        if left <= 0:
+            _raise_timeout(fleet, outcome)
+        yield Sleep(min(left, _pause(outcome, tries, jitter())))
+
+
+def attempt(fleet: Fleet, bid: Bid, *, alone: bool = False) -> Generator[Broadcast, Round, Granted | Failed]:
+    """Make one bid: ACQUIRE, and CONFIRM where the counters disagree.
+
+    With `alone`, the first node of the fixed order that answers is asked before all the others. Two (or
+    four) clients that keep splitting the votes of an even number of nodes would otherwise do so for ever.
+    """
+    command = _acquire_command(bid, fleet)
+    patience = min(fleet.patience, bid.ttl)
+    answers: dict[int, Answer] = {}
+    began: float | None = None
+    if alone:
+        for node in fleet.order:
+            first = yield Broadcast(command, [node], lambda new: len(new) == 1, patience)
+            began = first.began if began is None else began
+            answers.update(first.answers)
+            if answers[node].said is Said.GRANTED:
+                break
+            if answers[node].said is Said.HELD:
+                return Failed(bid, answers, began, first.ended, contended=True, split=True)
+    earlier = dict(answers)
+    others = [node for node in fleet.everybody if node not in earlier]
+    everyone = yield Broadcast(command, others, lambda new: _is_decided(fleet, {**earlier, **new}), patience)
+    began = everyone.began if began is None else began
+    answers.update(everyone.answers)
+
+    granted = len(_largest_epoch(answers)[1])
+    if granted < fleet.quorum:
+        contended = _can_vote(fleet, answers)
+        held = any(answer.said is Said.HELD for answer in answers.values())
+        split = contended and held and granted > 0
+        return Failed(bid, answers, began, everyone.ended, contended=contended, split=split)
+    epoch, counters, ended = yield from _decide(fleet, bid, answers, everyone.ended)
+    if counters is None:
+        return Failed(bid, answers, began, ended, contended=_can_vote(fleet, answers))
+    # The validity counts from before the first request to after the last answer.
+    expires_at = began + bid.ttl - bid.drift
+    if expires_at <= ended:
+        return Failed(bid, answers, began, ended, contended=True, late=True)
+    return Granted(bid, epoch, counters, expires_at)
+
+
+def _decide(
+    fleet: Fleet, bid: Bid, answers: dict[int, Answer], ended: float
+) -> Generator[Broadcast, Round, tuple[int, tuple[int, ...] | None, float]]:
+    """Find the value that a majority stands at, raising nodes to it where they disagree.
+
+    Returns the epoch, the value (None where no majority could be brought to one) and when that was known.
+    """
+    epoch, granted = _largest_epoch(answers)
+    value, votes = Counter(granted.values()).most_common(1)[0]
+    if votes >= fleet.quorum:
+        return epoch, value, ended
+    value = _maximum(granted.values())
+    patience = min(fleet.patience, bid.ttl)
+    acknowledged: set[int] = set()
+    refused = {node for node in answers if node not in granted and answers[node].said is not Said.SILENT}
+    while True:
+        at_value = {node for node, counters in granted.items() if counters == value} | acknowledged
+        if len(at_value) >= fleet.quorum:
+            return epoch, value, ended
+        targets = [node for node in fleet.everybody if node not in at_value and node not in refused]
+        if len(at_value) + len(targets) < fleet.quorum:
+            return epoch, None, ended
+        command = Command(
+            "confirm",
+            bid.nonce,
+            bid.keys,
+            (fleet.fingerprint, bid.nonce, epoch, *_pairs(bid.stripes, value)),
+        )
+        confirmed = yield Broadcast(
+            command, targets, _enough_confirmed(fleet.quorum - len(at_value), len(targets)), patience
+        )
+        ended = confirmed.ended
+        answers.update(confirmed.answers)
+        for node, answer in confirmed.answers.items():
+            if answer.said is Said.CONFIRMED:
+                acknowledged.add(node)
+            elif answer.said is Said.HIGHER:
+                granted[node] = answer.counters
+            else:
+                refused.add(node)
+        larger = _maximum([value, *granted.values()])
+        if larger != value:
+            # A node had granted more: decide again with that, and ask everybody anew.
+            value = larger
+            acknowledged.clear()
+
+
+def release(fleet: Fleet, granted: Granted) -> Generator[Broadcast, Round, bool | None]:
+    """Give the lock back, and let lagging nodes catch up with the token.
+
+    Returns True if a majority still held it for us, False if that can no longer be, None if too few
+    nodes answered to tell; in that case the lock ends by itself with its ttl.
+    """
+    command = _release_command(fleet, granted.bid, granted.epoch, granted.counters)
+    done = yield Broadcast(command, fleet.everybody, _is_clear(fleet, Said.RELEASED), fleet.patience)
+    return _still_ours(fleet, done.answers, Said.RELEASED)
+
+
+def extend(fleet: Fleet, granted: Granted, ttl: float) -> Generator[Broadcast, Round, float]:
+    """Let the lease live on for `ttl` seconds from now; the token stays.
+
+    Returns when the lease ends, on the driver's clock; never earlier than it would have without.
+
+    Raises:
+        LockLostError: a majority can no longer hold the lock for us.
+        QuorumError: too few nodes answered to tell. The lease still ends when it would have.
+    """
+    bid = Bid(granted.bid.resources, granted.bid.nonce, ttl, granted.bid.keys, granted.bid.stripes)
+    command = Command("extend", bid.nonce, bid.keys, (fleet.fingerprint, bid.nonce, bid.ttl_ms))
+    done = yield Broadcast(command, fleet.everybody, _is_clear(fleet, Said.EXTENDED), fleet.patience)
+    ours = _still_ours(fleet, done.answers, Said.EXTENDED)
+    if ours is False:
+        raise LockLostError(
+            f"{_name(bid)} was not extended: the lease has ended; acquire the lock again "
+            f"({_report(fleet, done.answers)})"
+        )
+    expires_at = done.began + bid.ttl - bid.drift
+    if ours is None or expires_at <= done.ended:
+        raise QuorumError(
+            f"{_name(bid)} was not extended: too few nodes answered in time: {_report(fleet, done.answers)}",
+            nodes=_by_name(fleet.names, done.answers),
+        )
+    return max(expires_at, granted.expires_at)
+
+
+def abandon(fleet: Fleet, bid: Bid) -> Generator[Broadcast, Round, None]:
+    """Release a failed bid everywhere, also where the answer was lost; wait for nobody."""
+    nothing = (0,) * len(bid.resources)
+    yield Broadcast(_release_command(fleet, bid, 0, nothing), fleet.everybody, lambda _: True, 0.0)
+
+
+def _learn(fleet: Fleet, answers: Answers) -> Generator[Broadcast, Round, None]:
+    """Ask nodes that name another list which one: they may have been initialised since we last looked."""
+    others = [node for node, answer in answers.items() if answer.said is Said.CONFIG]
+    if others:
+        who = Command("who", "", (fleet.node_key,), ("", ""))
+        yield Broadcast(who, others, lambda new: len(new) == len(others), fleet.patience)
+
+
+def _acquire_command(bid: Bid, fleet: Fleet) -> Command:
+    no_hint = (0,) * len(bid.resources)
+    arguments = (fleet.fingerprint, bid.nonce, bid.ttl_ms, 0, *_pairs(bid.stripes, no_hint))
+    return Command("acquire", bid.nonce, bid.keys, arguments)
+
+
+def _release_command(fleet: Fleet, bid: Bid, epoch: int, counters: Sequence[int]) -> Command:
+    arguments = (fleet.fingerprint, bid.nonce, epoch, *_pairs(bid.stripes, counters))
+    return Command("release", bid.nonce, bid.keys, arguments)
+
+
+def _pairs(stripes: Sequence[int], counters: Sequence[int]) -> list[str | int]:
+    return [number for pair in zip(stripes, counters, strict=True) for number in pair]
+
+
+def _maximum(vectors: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(max(column) for column in zip(*vectors, strict=True))
+
+
+def _largest_epoch(answers: Answers) -> tuple[int, dict[int, tuple[int, ...]]]:
+    """Return the epoch in which most nodes granted, and their counters: epochs are never mixed."""
+    epochs = Counter(answer.epoch for answer in answers.values() if answer.said is Said.GRANTED)
+    if not epochs:
+        return 0, {}
+    epoch = epochs.most_common(1)[0][0]
+    return epoch, {
+        node: answer.counters
+        for node, answer in answers.items()
+        if answer.said is Said.GRANTED and answer.epoch == epoch
+    }
+
+
+def _is_decided(fleet: Fleet, answers: Answers) -> bool:
+    """Whether more answers to ACQUIRE could not change what comes next.
+
+    Where it fails for want of voters, every node is heard: the error will say what each one said.
+    """
+    best = len(_largest_epoch(answers)[1])
+    hopeless = best + len(fleet.names) - len(answers) < fleet.quorum
+    return best >= fleet.quorum or (hopeless and _can_vote(fleet, answers))
+
+
+def _enough_confirmed(needed: int, asked: int) -> Callable[[Answers], bool]:
+    def enough(answers: Answers) -> bool:
+        confirmed = sum(answer.said is Said.CONFIRMED for answer in answers.values())
+        higher = any(answer.said is Said.HIGHER for answer in answers.values())
+        return higher or confirmed >= needed or confirmed + asked - len(answers) < needed
+
+    return enough
+
+
+def _is_clear(fleet: Fleet, good: Said) -> Callable[[Answers], bool]:
+    """Return whether a majority has said, or can no longer say, what is hoped for."""
+
+    def enough(answers: Answers) -> bool:
+        count = sum(answer.said is good for answer in answers.values())
+        return count >= fleet.quorum or count + len(fleet.names) - len(answers) < fleet.quorum
+
+    return enough
+
+
+def _still_ours(fleet: Fleet, answers: Answers, good: Said) -> bool | None:
+    count = sum(answer.said is good for answer in answers.values())
+    unknown = sum(answer.said in _PASSING for answer in answers.values())
+    if count >= fleet.quorum:
+        return True
+    return None if count + unknown >= fleet.quorum else False
+
+
+def _pause(outcome: Failed, tries: int, random: float) -> float:
+    """Seconds until the next try: longer from try to try, never the same for two contenders."""
+    pause = min(0.2, 0.01 * 1.5 ** min(tries, 12)) * (0.5 + random)
+    ends = [answer.ttl for answer in outcome.answers.values() if answer.said is Said.HELD]
+    # A little beyond the first end of a lock: at that very moment the node may still refuse.
+    return min([pause, *(end + 0.001 + 0.01 * random for end in ends)])
+
+
+def _can_vote(fleet: Fleet, answers: Answers) -> bool:
+    return sum(answer.said in _VOTING for answer in answers.values()) >= fleet.quorum
+
+
+def _may_recover(fleet: Fleet, answers: Answers) -> bool:
+    """Whether a quorum could come back without an operator."""
+    hopeful = sum(answer.said in _VOTING or answer.said in _PASSING for answer in answers.values())
+    return hopeful >= fleet.quorum
+
+
+def _name(bid: Bid) -> str:
+    return ", ".join(repr(resource) for resource in bid.resources)
+
+
+def _raise_timeout(fleet: Fleet, outcome: Failed) -> NoReturn:
+    if not outcome.contended:
+        _raise_no_quorum(fleet, outcome.answers)
+    if outcome.late:
+        raise QuorumError(
+            f"the nodes answer too slowly for a ttl of {outcome.bid.ttl:g} s: a majority granted "
+            f"{_name(outcome.bid)}, but no validity was left; use a longer ttl",
+            nodes=_by_name(fleet.names, outcome.answers),
+        )
+    holder_ttl = outcome.holder_ttl
+    if holder_ttl is None:
+        raise LockTimeoutError(
+            f"{_name(outcome.bid)} could not be acquired in time: contenders split the votes"
+        )
+    raise LockTimeoutError(
+        f"{_name(outcome.bid)} is held by another, whose lease ends in {holder_ttl:.3f} s "
+        "unless it is extended; wait longer (timeout=) or try again later",
+        holder_ttl=holder_ttl,
+    )
+
+
+def _raise_no_quorum(fleet: Fleet, answers: Answers) -> NoReturn:
+    said = Counter(answer.said for answer in answers.values())
+    spare = len(fleet.names) - fleet.quorum
+    report = _report(fleet, answers)
+    if said[Said.AMNESIA] == len(fleet.names):
+        raise NodesNotInitialisedError(
+            f"all {len(fleet.names)} nodes are blank: initialise them once with "
+            f"`fencelock init {' '.join(fleet.names)}`"
+        )
+    if said[Said.AMNESIA] > spare:
+        raise NodesNotInitialisedError(
+            f"{said[Said.AMNESIA]} of {len(fleet.names)} nodes are blank, and {fleet.quorum} are needed that "
+            f"are not. If the others were never used either, flush them all and run `fencelock init "
+            f"{' '.join(fleet.names)}`; otherwise the tokens that were given out may be forgotten: "
+            f"do not start below them ({report})"
+        )
+    if said[Said.CONFIG] + said[Said.CLOSED] > spare:
+        raise MembershipError(
+            f"the nodes do not agree with this list of {len(fleet.names)} nodes: configure every client with "
+            f"exactly the nodes that were initialised together ({report})"
+        )
+    voters = sum(answer.said in _VOTING for answer in answers.values())
+    raise QuorumError(
+        f"{voters} of {len(fleet.names)} nodes can vote, and {fleet.quorum} are needed: {report}",
+        nodes=_by_name(fleet.names, answers),
+    )
+
+
+def _by_name(names: Sequence[str], answers: Answers) -> dict[str, str]:
+    return {names[node]: str(answers[node]) for node in sorted(answers)}
+
+
+def _report(fleet: Fleet, answers: Answers) -> str:
+    return "; ".join(f"{name}: {said}" for name, said in _by_name(fleet.names, answers).items())

@@ -1,0 +1,302 @@
+"""The authority: N nodes, what is known about them, and the blocking way to use them."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import secrets
+import threading
+from collections import Counter
+from collections.abc import Generator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import redis
+
+from fencelock import token
+from fencelock._checks import check_seconds, check_ttl
+from fencelock.authority.base import Grant
+from fencelock.authority.redlock import membership, protocol
+from fencelock.authority.redlock.blocking import Channels, Pool, run
+from fencelock.authority.redlock.node import Identity, Node
+from fencelock.errors import MembershipError, NodesNotInitialisedError
+
+if TYPE_CHECKING:
+    from fencelock.lock import FencedLock
+
+_T = TypeVar("_T")
+
+
+class Redlock:
+    """Grants leases on a quorum of independent Redis or Valkey nodes, and mints their fencing tokens.
+
+    Connects when first used. May be shared by threads. A forked child opens connections of its own.
+
+    Args:
+        nodes: the N nodes, each once: URLs (one string may hold several, with commas between) or
+            `redis.Redis` clients, whose TLS, ACL and socket settings are used. One node is a quorum of
+            one.
+        namespace: prefix of every key on the nodes.
+        node_timeout: seconds to wait for a silent node before deciding without it.
+        connect_timeout: seconds that a node may take to accept a connection.
+        outage_grace: seconds to go on trying when no majority answers, within the timeout of the
+            acquisition.
+        verify: "auto" has the connection prove the server process where that is sound and every vote
+            where it is not (replicas, cluster); "vote" has every vote do it.
+
+    Raises:
+        ValueError: for a URL that cannot be understood, a node named twice, or settings out of range.
+        TypeError: for a node that is neither a URL nor a client.
+    """
+
+    def __init__(
+        self,
+        nodes: str | redis.Redis | Sequence[str | redis.Redis],
+        *,
+        namespace: str = "fencelock",
+        node_timeout: float = 1.0,
+        connect_timeout: float = 2.0,
+        outage_grace: float = 2.0,
+        verify: str = "auto",
+    ) -> None:
+        sources = _sources(nodes)
+        if verify not in {"auto", "vote"}:
+            raise ValueError(f"verify is 'auto' or 'vote', not {verify!r}")
+        self._node_timeout = check_seconds("node_timeout", node_timeout)
+        self._connect_timeout = check_seconds("connect_timeout", connect_timeout)
+        self._outage_grace = check_seconds("outage_grace", outage_grace, zero=True)
+        self._namespace = _check_namespace(namespace)
+        self._nodes = [Node(source, connect_timeout, verify_votes=verify == "vote") for source in sources]
+        self._node_key = f"{{{self._namespace}}}"
+        self._names = tuple(node.name for node in self._nodes)
+        for name, count in Counter(self._names).items():
+            if count > 1:
+                raise ValueError(f"{name} is named {count} times: each node has one vote")
+        self._start_over()
+
+    def _start_over(self) -> None:
+        """Begin without connections: at first, and in a forked child."""
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._identities: dict[int, Identity] = {}
+        self._fleet: protocol.Fleet | None = None
+        self._wanted: set[str] = set()
+        self._pool = Pool(self._make_channels)
+
+    def __repr__(self) -> str:
+        return f"<Redlock {', '.join(self._names)} namespace={self._namespace!r}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes' addresses, without passwords."""
+        return self._names
+
+    def close(self) -> None:
+        """Close the connections. Leases that are held end by themselves; using it again connects again."""
+        if self._pid == os.getpid():
+            self._pool.close()
+        self._start_over()
+
+    def lock(
+        self, *resources: str, ttl: float = 30.0, timeout: float | None = 10.0
+    ) -> FencedLock[int] | FencedLock[tuple[int, ...]]:
+        """Return `fenced_lock(*resources, …)` on these nodes."""
+        from fencelock.lock import fenced_lock  # noqa: PLC0415 - the lock stands on the authorities
+
+        return fenced_lock(*resources, ttl=ttl, timeout=timeout, authority=self)
+
+    def acquire(self, resources: tuple[str, ...], *, ttl: float, timeout: float | None) -> Grant:
+        """Return leases of all the resources, or of none: see `Authority.acquire`.
+
+        Raises:
+            LockTimeoutError: somebody else held one of them until the timeout.
+            QuorumError: too few nodes answered.
+            NodesNotInitialisedError: too many nodes are blank.
+            MembershipError: nodes and client disagree on who the N nodes are.
+            ValueError: the ttl is longer than these nodes allow.
+        """
+        try:
+            return self._acquire(resources, ttl, timeout)
+        except NodesNotInitialisedError:
+            if os.environ.get("FENCELOCK_AUTO_INIT") != "1":
+                raise
+        self.init()
+        return self._acquire(resources, ttl, timeout)
+
+    def _acquire(self, resources: tuple[str, ...], ttl: float, timeout: float | None) -> Grant:
+        canonical = tuple(sorted(resources))
+        bids: list[protocol.Bid] = []
+
+        def new_bid(fleet: protocol.Fleet) -> protocol.Bid:
+            if ttl > fleet.max_ttl:
+                raise ValueError(
+                    f"a ttl of {ttl:g} s is longer than the {fleet.max_ttl:g} s that these nodes were "
+                    "initialised for; extend a shorter lease, or initialise with a larger --max-ttl"
+                )
+            if bids:
+                self._wanted.discard(bids.pop().nonce)
+            bids.append(protocol.Bid.of(fleet, canonical, secrets.token_urlsafe(16), ttl))
+            self._wanted.add(bids[0].nonce)
+            return bids[0]
+
+        try:
+            granted = self._run(
+                protocol.acquire(
+                    self._see, new_bid, timeout=timeout, grace=self._outage_grace, jitter=random.random
+                )
+            )
+        except BaseException as error:
+            for bid in bids:
+                self._wanted.discard(bid.nonce)
+                if not isinstance(error, Exception):
+                    # Interrupted between a grant and its use: nobody else would release it.
+                    self._run(protocol.abandon(self._see(), bid))
+            raise
+        counters = dict(zip(canonical, granted.counters, strict=True))
+        tokens = tuple(token.compose(granted.epoch, counters[resource]) for resource in resources)
+        return Grant(resources, tokens, granted.expires_at, granted)
+
+    def extend(self, grant: Grant, ttl: float) -> Grant:
+        """Return the grant with a later end: see `Authority.extend`."""
+        granted: protocol.Granted = grant.proof
+        expires_at = self._run(protocol.extend(self._see(), granted, ttl))
+        granted = protocol.Granted(granted.bid, granted.epoch, granted.counters, expires_at)
+        return Grant(grant.resources, grant.tokens, expires_at, granted)
+
+    def release(self, grant: Grant) -> bool | None:
+        """Give the leases back: see `Authority.release`."""
+        granted: protocol.Granted = grant.proof
+        self._wanted.discard(granted.bid.nonce)
+        return self._run(protocol.release(self._see(), granted))
+
+    def init(self, *, base: int | None = None, max_ttl: float = membership.DEFAULT_MAX_TTL) -> bool:
+        """Initialise N blank nodes, once in their life; all of them must answer.
+
+        May be run by several clients at once, and again after an interruption.
+
+        Args:
+            base: where counters start; Unix milliseconds by default. 0 makes the first tokens 1, 2, 3.
+            max_ttl: the longest lease in seconds that these nodes will grant. A node that lost its
+                memory must stay out for so long.
+
+        Returns:
+            True, or False if these nodes had been initialised already.
+
+        Raises:
+            QuorumError: a node did not answer.
+            MembershipError: a node is in use in another list, or has lost its memory.
+            ValueError: for a base or ttl out of range.
+        """
+        base = membership.default_base() if base is None else membership.check_base(base)
+        _, done = self._run(
+            membership.initialise(
+                self._names,
+                self._node_key,
+                new_id=lambda: secrets.token_hex(8),
+                base=base,
+                max_ttl=check_ttl(max_ttl),
+                patience=self._connect_timeout,
+            )
+        )
+        return done
+
+    def _run(self, generator: Generator[protocol.Request, Any, _T]) -> _T:
+        if self._pid != os.getpid():
+            self._start_over()
+        return run(generator, self._pool)
+
+    def _make_channels(self) -> Channels:
+        return Channels(
+            self._nodes,
+            self._node_key,
+            on_identity=self._meet,
+            is_open=self._wanted.__contains__,
+            connect_timeout=self._connect_timeout,
+            patience=self._node_timeout,
+        )
+
+    def _meet(self, node: int, identity: Identity) -> None:
+        """Note who answers for a node; the view of the fleet is made anew."""
+        with self._lock:
+            if self._identities.get(node) != identity:
+                self._identities[node] = identity
+                self._fleet = None
+
+    def _see(self) -> protocol.Fleet:
+        """Return the fleet as it is known now.
+
+        Raises:
+            MembershipError: two of the nodes are one, or the nodes were initialised as another number.
+        """
+        with self._lock:
+            if self._fleet is None:
+                self._fleet = self._look()
+            return self._fleet
+
+    def _look(self) -> protocol.Fleet:
+        self._check_distinct()
+        lists = Counter(
+            identity.membership for identity in self._identities.values() if identity.membership is not None
+        )
+        known = lists.most_common(1)[0][0] if lists else None
+        if known is not None and len(known.seats) != len(self._names):
+            raise MembershipError(
+                f"this client is configured with {len(self._names)} nodes ({', '.join(self._names)}), but "
+                f"they were initialised as {len(known.seats)}: "
+                f"{', '.join(address for _, address in known.seats)}. "
+                "Configure every client with exactly those"
+            )
+
+        def rank(node: int) -> tuple[str, int]:
+            identity = self._identities.get(node)
+            return (identity.node_id if identity is not None else "~", node)
+
+        return protocol.Fleet(
+            names=self._names,
+            node_key=self._node_key,
+            fingerprint=known.fingerprint if known is not None else "",
+            order=tuple(sorted(range(len(self._names)), key=rank)),
+            max_ttl=known.max_ttl if known is not None else math.inf,
+            patience=self._node_timeout,
+        )
+
+    def _check_distinct(self) -> None:
+        """Refuse two addresses of one server: it would have two votes."""
+        seen: dict[str, int] = {}
+        for node, identity in self._identities.items():
+            for trait in filter(None, (identity.run_id, identity.node_id)):
+                if seen.setdefault(trait, node) != node:
+                    raise MembershipError(
+                        f"{self._names[seen[trait]]} and {self._names[node]} are the same server, which "
+                        "would have two votes: name each node once (databases of one server are one node)"
+                    )
+
+
+def _sources(nodes: str | redis.Redis | Sequence[str | redis.Redis]) -> list[str | redis.Redis]:
+    if isinstance(nodes, str):
+        sources: list[str | redis.Redis] = [url.strip() for url in nodes.split(",") if url.strip()]
+    elif isinstance(nodes, redis.Redis):
+        sources = [nodes]
+    else:
+        sources = list(nodes)
+    if not sources:
+        raise ValueError("no nodes are named; write redis://host1:6379,redis://host2:6379,redis://host3:6379")
+    return sources
+
+
+def _check_namespace(namespace: str) -> str:
+    if not namespace or not namespace.isprintable() or set(namespace) & set("{} "):
+        raise ValueError(f"a namespace is a word without braces or spaces, not {namespace!r}")
+    return namespace

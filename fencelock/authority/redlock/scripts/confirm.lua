@@ -1,0 +1,23 @@
+-- CONFIRM: raise the counters to the decided values T, if the locks are still ours.
+-- ARGV[3] the epoch of the decision; then for each lock its stripe and T.
+-- Returns CONFIRMED | LOST | EPOCH, epoch | HIGHER, epoch, counter … | a refusal.
+local state = redis.call('HMGET', NODE, 'e', 'r', 'cfg', 'next', 'b')
+local refused = refusal(state[1], state[2], state[3], state[4])
+if refused then return refused end
+local epoch = tonumber(state[1])
+if epoch ~= tonumber(ARGV[3]) then return {'EPOCH', epoch} end
+
+local answer, higher = {'HIGHER', epoch}, false
+for i = 1, LOCKS do
+  local nonce, its_epoch, counter = read_lock(KEYS[i + 1])
+  if nonce ~= NONCE or its_epoch ~= epoch then return {'LOST'} end
+  answer[2 + i] = counter
+  -- This node granted more than T: somebody else may hold T from it already. It must not be counted.
+  if counter > tonumber(ARGV[3 + 2 * i]) then higher = true end
+end
+if higher then return answer end
+
+for i = 1, LOCKS do
+  catch_up(ARGV[2 + 2 * i], ARGV[3 + 2 * i], state[5])
+end
+return {'CONFIRMED'}

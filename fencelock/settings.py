@@ -1,0 +1,59 @@
+"""Which authority grants leases unless one is named: `configure()`, or the environment's FENCELOCK_URL."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import redis
+
+from fencelock.authority.base import Authority
+from fencelock.authority.redlock.redlock import Redlock
+from fencelock.errors import AuthorityError
+
+_lock = threading.Lock()
+_default: Authority | None = None
+
+
+def configure(
+    authority: str | redis.Redis | Sequence[str | redis.Redis] | Authority, **options: Any
+) -> Authority:
+    """Make an authority the default of this process, and return it.
+
+    Connections are opened when they are first needed. Without this call, FENCELOCK_URL is used.
+
+    Args:
+        authority: URLs of the nodes (with commas between), `redis.Redis` clients, or a ready authority.
+        **options: settings of `Redlock`, where nodes are given.
+
+    Raises:
+        ValueError: for a URL or a setting that cannot be understood.
+        TypeError: for options beside a ready authority.
+    """
+    global _default  # noqa: PLW0603 - the process default is what this module is about
+    if isinstance(authority, (str, redis.Redis, Sequence)):
+        authority = Redlock(authority, **options)
+    elif options:
+        raise TypeError(f"{authority!r} has its settings already; these belong to it: {', '.join(options)}")
+    with _lock:
+        _default = authority
+    return authority
+
+
+def default_authority() -> Authority:
+    """Return the default of this process.
+
+    Raises:
+        AuthorityError: if none has been configured.
+    """
+    if _default is not None:
+        return _default
+    url = os.environ.get("FENCELOCK_URL", "")
+    if not url.strip():
+        raise AuthorityError(
+            "no nodes are configured: call fencelock.configure('redis://host:6379,…') "
+            "or set the environment variable FENCELOCK_URL"
+        )
+    return configure(url)
