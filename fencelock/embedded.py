@@ -287,6 +287,7 @@ class Node:
             reservation.close()  # BSD's SO_REUSEADDR would not let the server listen
 
     def _spawn(self) -> None:
+        self._workspace.check()
         configuration = self._folder / "server.conf"
         configuration.touch(mode=0o600)
         configuration.write_text(self._settings.configuration(self.port))
@@ -479,15 +480,16 @@ def _postgres_installation() -> Path:
 
 
 def _postgres_parent_folder(account: _Account | None) -> Path:
-    """Return a folder whose path is short enough for a socket, and that the server's account can enter."""
+    """Return a folder to work in, whose path a socket can have and which the server's account can enter."""
     candidates = [Path(tempfile.gettempdir()), Path("/tmp")]  # noqa: S108 - mkdtemp makes our folder in it
     for folder in candidates:
-        socket_path = folder.resolve() / "fencelock-12345678" / "data" / ".s.PGSQL.5432"
-        if len(os.fsencode(socket_path)) <= MAX_SOCKET_PATH and (account is None or _open_to_all(folder)):
+        socket_path = os.fsencode(folder.resolve() / "fencelock-12345678" / "data" / ".s.PGSQL.5432")
+        is_usable = len(socket_path) <= MAX_SOCKET_PATH and b"," not in socket_path  # libpq splits at commas
+        if is_usable and (account is None or _open_to_all(folder)):
             return folder
     raise EmbeddedServerError(
-        f"no temporary folder serves PostgreSQL: it needs a short path that every user can enter, and of "
-        f"{' and '.join(map(str, candidates))} none has both; set TMPDIR"
+        "PostgreSQL needs a temporary folder with a short path without commas, which every user can enter; "
+        f"{' and '.join(map(str, candidates))} will not do: set TMPDIR to one"
     )
 
 
@@ -512,6 +514,7 @@ class Postgres:
         _refuse_windows()
         self._settings = {
             "listen_addresses": "",
+            "port": "5432",  # names the socket
             "fsync": "off",
             "full_page_writes": "off",
             "synchronous_commit": "off",
@@ -631,7 +634,8 @@ class Postgres:
         if self._workspace is None:
             raise EmbeddedServerError("this PostgreSQL has no URL yet: start it first")
         socket_folder = quote(str(self._workspace.folder / "data"))
-        return f"{driver}://postgres@/{quote(database, safe='')}?host={socket_folder}"
+        port = self._settings["port"]
+        return f"{driver}://postgres@/{quote(database, safe='')}?host={socket_folder}&port={port}"
 
     def _open_to(self, account: _Account, workspace: Workspace) -> Path:
         """Return a folder of programs that the account can read: the package's, or else a copy."""
@@ -640,10 +644,19 @@ class Postgres:
         if _open_to_all(programs / "postgres"):
             return programs
         copy = workspace.folder / "postgresql"
-        shutil.copytree(self._installation, copy, symlinks=True, ignore=shutil.ignore_patterns("include"))
+        package = self._installation.parent
+        # Next to the installation, where its programs look for them, lie the libraries that the wheel brings.
+        libraries = (package.with_name(f"{package.name}.libs"), package / ".dylibs")
+        for part in (self._installation, *filter(Path.exists, libraries)):
+            shutil.copytree(
+                part,
+                copy / part.relative_to(package.parent),
+                symlinks=True,
+                ignore=shutil.ignore_patterns("include"),
+            )
         for path in (copy, *copy.rglob("*")):
             os.chown(path, account.uid, account.gid, follow_symlinks=False)
-        return copy / "bin"
+        return copy / package.name / self._installation.name / "bin"
 
     def _initialise(self, programs: Path, account: _Account | None, workspace: Workspace) -> None:
         """Make the cluster."""
@@ -671,7 +684,7 @@ class Postgres:
         """Start the server on the cluster and wait until it accepts connections."""
         data = workspace.folder / "data"
         log = workspace.folder / "server.log"
-        # A list of folders: quoted, because there may be commas in ours.
+        # The server reads a list of folders, hence the quotes.
         settings = {"unix_socket_directories": '"{}"'.format(str(data).replace('"', '""')), **self._settings}
         self._server = workspace.spawn(
             [programs / "postgres", "-D", data, *(f"--{name}={value}" for name, value in settings.items())],
