@@ -15,6 +15,7 @@ import select
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -65,6 +66,21 @@ def lies_in(folder: str, path: str) -> bool:
     return (path + os.sep).startswith(folder + os.sep)
 
 
+def still_alive(processes: set[psutil.Process]) -> set[psutil.Process]:
+    """Wait for processes to end, up to a limit, and return those that have not."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while (alive := {process for process in processes if lives(process)}) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return alive
+
+
+def lives(process: psutil.Process) -> bool:
+    """Whether a process can still do anything: a zombie cannot, and init may be slow to wait for it."""
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
 def end(farewells: dict[psutil.Process, int]) -> None:
     """Send each process its farewell signal, and kill it and its children if that is not enough."""
     doomed = set(farewells)
@@ -73,11 +89,10 @@ def end(farewells: dict[psutil.Process, int]) -> None:
             doomed.update(process.children(recursive=True))
             process.send_signal(farewell)
             process.resume()
-    _, stubborn = psutil.wait_procs(list(doomed), PATIENCE_SECONDS)
-    for process in stubborn:
+    for process in still_alive(doomed):
         with suppress(psutil.Error):
             process.kill()
-    psutil.wait_procs(stubborn, PATIENCE_SECONDS)
+    still_alive(doomed)
 
 
 def main(parent: int, folder: str, programs: set[str]) -> None:
