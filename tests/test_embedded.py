@@ -15,6 +15,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ import pytest
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
-from sqlalchemy import Engine, create_engine, inspect, make_url, text
+from sqlalchemy import Engine, create_engine, inspect, text
 
 from fencelock import embedded
 from fencelock.embedded import EmbeddedServerError, Node, Nodes, Postgres
@@ -99,21 +100,21 @@ PROGRAM = """
 import json, multiprocessing, os, signal, subprocess, sys, time
 from fencelock.embedded import EmbeddedServerError, Nodes, Postgres
 
-def report():
+def report(nodes, *others):
+    servers = [nodes, *others]
     print(json.dumps({
-        "pids": [*(node.pid for node in nodes), postgres.pid],
-        "reapers": [servers._workspace._belongings.reaper.pid for servers in (nodes, postgres)],
-        "folders": [str(servers._workspace.folder) for servers in (nodes, postgres)],
+        "pids": [server.pid for server in [*nodes, *others]],
+        "reapers": [each._workspace._belongings.reaper.pid for each in servers],
+        "folders": [str(each._workspace.folder) for each in servers],
     }), flush=True)
 
 nodes = Nodes(2).start()
-postgres = Postgres().start()
 """
 
 
 def run_program(script: str, **environment: str) -> subprocess.Popen[str]:
     """Start a program that begins with PROGRAM."""
-    return subprocess.Popen(  # noqa: S603 - our own program
+    return subprocess.Popen(
         [sys.executable, "-c", PROGRAM + textwrap.dedent(script)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -424,7 +425,9 @@ class TestStart:
 
     def test_nothing_is_looked_for_on_path(self) -> None:
         """The wheels bring all the programs that are needed."""
-        program = run_program("report(); nodes.stop(); postgres.stop()", PATH="")
+        program = run_program(
+            "postgres = Postgres().start(); report(nodes, postgres); nodes.stop(); postgres.stop()", PATH=""
+        )
         report = read_report(program)
         assert program.wait(30) == 0, program.communicate()[1]
         program.communicate()
@@ -528,13 +531,14 @@ class TestPostgres:
                 engine.connect().close()
                 engine.dispose()
 
-    @pytest.mark.parametrize("name", ["d" * 100, "a,b"])
     def test_a_temporary_folder_without_room_for_a_socket(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         """A socket's path is short and without commas; where the temporary folder's is not, /tmp serves."""
-        (tmp_path / name).mkdir()
-        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / name))
+        for name in ("a,b", "d" * 100):
+            (tmp_path / name).mkdir()
+            monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / name))
+            assert embedded._postgres_parent_folder(None) == Path("/tmp")  # noqa: S108
         with Postgres() as postgres, psycopg.connect(postgres.dsn) as connection:
             assert connection.execute("SELECT 1").fetchone() == (1,)
 
@@ -581,7 +585,6 @@ class TestEndOfTheProgram:
     @pytest.mark.parametrize(
         ("ending", "status"),
         [
-            ("time.sleep(600)", -signal.SIGKILL),
             ("time.sleep(600)", -signal.SIGTERM),
             ("sys.exit(3)", 3),
             ("os._exit(4)", 4),
@@ -589,12 +592,29 @@ class TestEndOfTheProgram:
         ],
     )
     def test_nothing_is_left(self, ending: str, status: int) -> None:
-        """Killed, terminated, exited or crashed: no process and no folder stay, a paused node neither."""
-        program = run_program(f"nodes[0].pause(); report(); {ending}")
+        """Terminated, exited or crashed: no process and no folder stay, a paused node neither."""
+        program = run_program(f"nodes[0].pause(); report(nodes); {ending}")
         report = read_report(program)
         if status < 0:
             program.send_signal(-status)
         assert program.wait(30) == status
+        program.communicate()
+        assert_nothing_left(report)
+
+    def test_nothing_is_left_after_sigkill(self) -> None:
+        """The same where the program could do nothing, for both kinds of server, busy ones included."""
+        program = run_program("""
+            nodes[0].pause()
+            postgres = Postgres().start()
+            import psycopg
+            busy = psycopg.connect(postgres.dsn, autocommit=True)
+            busy.pgconn.send_query(b"SELECT pg_sleep(600)")
+            report(nodes, postgres)
+            time.sleep(600)
+        """)
+        report = read_report(program)
+        report["pids"] += [child.pid for child in psutil.Process(report["pids"][-1]).children()]
+        program.kill()
         program.communicate()
         assert_nothing_left(report)
 
@@ -605,7 +625,7 @@ class TestEndOfTheProgram:
             if worker == 0:
                 os.close(1), os.close(2)
                 time.sleep(600)
-            report()
+            report(nodes)
             print(worker, flush=True)
             time.sleep(600)
         """)
@@ -626,9 +646,9 @@ class TestEndOfTheProgram:
             worker = os.fork()
             if worker == 0:
                 time.sleep(600)
-            report()
+            report(nodes)
             begin = time.monotonic()
-            nodes.stop(), postgres.stop()
+            nodes.stop()
             os.kill(worker, signal.SIGKILL)
             assert time.monotonic() - begin < 5
         """)
@@ -646,7 +666,7 @@ class TestEndOfTheProgram:
             )
             while not os.path.exists(nodes._workspace.folder / "node0" / "socket"):
                 time.sleep(0.01)
-            report()
+            report(nodes)
             print(untold.pid, flush=True)
             time.sleep(600)
         """)
@@ -661,6 +681,7 @@ class TestEndOfTheProgram:
     def test_a_forked_child_ends_nothing(self, leave: str) -> None:
         """A child may use the servers and leave as it likes; it is refused what would act on them."""
         program = run_program(f"""
+            postgres = Postgres().start()
             child = os.fork()
             if child == 0:
                 nodes.stop(), postgres.stop()
@@ -687,7 +708,7 @@ class TestEndOfTheProgram:
             for node in nodes:
                 assert redis.Redis.from_url(node.url).ping()
             postgres.drop_database(postgres.create_database())
-            report()
+            report(nodes, postgres)
         """)
         report = read_report(program)
         errors = program.communicate()[1]
@@ -698,9 +719,10 @@ class TestEndOfTheProgram:
     def test_ctrl_c_reaches_the_program_only(self) -> None:
         """Servers and reapers are in other sessions, and the program's own signal handling stays."""
         program = run_program("""
+            postgres = Postgres().start()
             assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
             assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-            report()
+            report(nodes, postgres)
             time.sleep(600)
         """)
         report = read_report(program)
@@ -728,10 +750,22 @@ class TestFixtures:
         nodes[0].kill()
         nodes[1].pause()
 
+    @pytest.fixture
+    def late_cleanup(self) -> Iterator[ExitStack]:
+        """Runs after the fixtures that are named behind it."""
+        with ExitStack() as stack:
+            yield stack
+
     @pytest.mark.parametrize("round_", [1, 2])
-    def test_each_test_has_an_empty_database(self, engine: Engine, round_: int) -> None:
-        """What a test has created, the next one does not see, on any database."""
+    def test_each_test_has_an_empty_database(
+        self, late_cleanup: ExitStack, engine: Engine, round_: int
+    ) -> None:
+        """What a test has created and left locked, the next one does not see, on any database."""
         assert inspect(engine).get_table_names() == [], round_
-        with engine.begin() as connection:
-            connection.execute(text("CREATE TABLE t (id int)"))
-        assert make_url(str(engine.url)).database
+        leftover = engine.connect()
+        late_cleanup.callback(leftover.invalidate)
+        leftover.execute(text("CREATE TABLE t (id int)"))
+        if engine.dialect.name == "postgresql":
+            leftover.execute(text("CREATE SCHEMA other CREATE TABLE u ()"))
+        leftover.commit()
+        leftover.execute(text("SELECT * FROM t"))
