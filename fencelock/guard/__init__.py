@@ -1,1 +1,37 @@
-"""The storage side. Knows SQLAlchemy, knows nothing of Redis."""
+"""The storage guard: makes the database refuse every write whose token is below the row's fence.
+
+The check and the write are one statement, `UPDATE … SET …, last_fencing_token = :token WHERE … AND
+last_fencing_token <= :token`. Everything here is there so that no write can forget it. Nothing here knows who
+grants the leases.
+"""
+
+from fencelock.guard.claim import claim, claim_all, gate
+from fencelock.guard.fences import FENCE_TABLE, fence_table
+from fencelock.guard.model import FencedDataclassModel, FencedModel, fence_column
+from fencelock.guard.session import bind
+from fencelock.guard.sql import (
+    conditional_delete,
+    conditional_update,
+    execute_fenced,
+    fenced_delete,
+    fenced_update,
+)
+from fencelock.guard.sqlite import begin_immediate
+
+__all__ = [
+    "FENCE_TABLE",
+    "FencedDataclassModel",
+    "FencedModel",
+    "begin_immediate",
+    "bind",
+    "claim",
+    "claim_all",
+    "conditional_delete",
+    "conditional_update",
+    "execute_fenced",
+    "fence_column",
+    "fence_table",
+    "fenced_delete",
+    "fenced_update",
+    "gate",
+]

@@ -1,0 +1,33 @@
+"""Puts the guard's listeners in place, once.
+
+They listen to SQLAlchemy's `Engine` class, since a table does not know the engines that it will be used
+with, and an engine that nobody has told the guard about must not be a way around it. A process that has
+never defined a fenced table has no listener at all. Facades made by `engine.execution_options()` share their
+parent's listeners, so no statement passes twice.
+"""
+
+from __future__ import annotations
+
+from threading import Lock
+
+from sqlalchemy import event
+from sqlalchemy.engine import Engine
+
+from fencelock.guard import refusal, rewrite, session
+
+_lock = Lock()
+_installed = False
+
+
+def install() -> None:
+    """Listen to every engine and session of this process, those to come included."""
+    global _installed  # noqa: PLW0603  SQLAlchemy's listeners are global too
+    with _lock:
+        if _installed:
+            return
+        event.listen(Engine, "before_execute", rewrite.before_execute, retval=True)
+        event.listen(Engine, "after_execute", rewrite.after_execute)
+        event.listen(Engine, "before_cursor_execute", refusal.before_cursor_execute)
+        event.listen(Engine, "handle_error", refusal.explain_missing_column)
+        session.watch_sessions()
+        _installed = True

@@ -1,0 +1,196 @@
+"""Which tables are fenced, and which resource guards each of their rows.
+
+A fenced table is one whose column `last_fencing_token` carries the mark that `fence_column` puts on it; the
+models' mixins make their column with it. What the guard knows of such a table is kept in `Table.info`, so it
+lives and dies with the table, and a copy made by `to_metadata` takes it along.
+
+Apart from the rest because nothing here executes anything: it answers questions about schema objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from string import Formatter
+from typing import TYPE_CHECKING, Any, Final
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet
+
+from sqlalchemy import Column, Table
+from sqlalchemy.sql import FromClause
+from sqlalchemy.sql.selectable import AliasedReturnsRows
+
+from fencelock.errors import AmbiguousFenceError
+from fencelock.lease import check_resource
+
+if TYPE_CHECKING:
+    from sqlalchemy.engine import Dialect
+    from sqlalchemy.orm import Mapper
+
+FENCE_COLUMN: Final = "last_fencing_token"
+FENCE_MARK: Final[dict[Any, Any]] = {"fencelock": "fence"}
+_FENCED: Final = "fencelock.fenced"
+_SUB_TABLE_OF: Final = "fencelock.sub_table_of"
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceTemplate:
+    """`__fence_resource__`: how the resource's name is made of a row's columns.
+
+    Attributes:
+        text: as the model has it, such as `"order:{id}"`.
+        columns: the column behind each name in braces.
+    """
+
+    text: str
+    columns: Mapping[str, Column[Any]]
+
+    def render(self, values: Mapping[str, Any]) -> str:
+        """Return the name of the resource that guards the row with these values, by name in braces."""
+        return self.text.format_map(values)
+
+    @property
+    def in_key(self) -> bool:
+        """Whether the primary key alone tells the resource."""
+        return all(column.primary_key for column in self.columns.values())
+
+    @classmethod
+    def parse(cls, template: str, attributes: Mapping[str, Column[Any]], owner: str) -> ResourceTemplate:
+        """Return the template of the model `owner`, whose attributes lead to these columns.
+
+        Raises:
+            TypeError: if it is not a string.
+            ValueError: if it is not a format string, or names what is no column of the fenced table.
+        """
+        if not isinstance(template, str):
+            raise TypeError(
+                f"{owner}.__fence_resource__ is a str such as 'order:{{id}}', not {type(template).__name__}"
+            )
+        try:
+            names = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
+        except ValueError as error:
+            raise ValueError(
+                f"{owner}.__fence_resource__ = {template!r} is no format string: {error}"
+            ) from error
+        if unknown := sorted(names - attributes.keys()):
+            raise ValueError(
+                f"{owner}.__fence_resource__ = {template!r} names {', '.join(map(repr, unknown))}, but the "
+                f"columns of its fenced table are {', '.join(sorted(attributes))}"
+            )
+        if not names:
+            check_resource(template)
+        return cls(template, {name: attributes[name] for name in sorted(names)})
+
+
+@dataclass(eq=False, slots=True)
+class FencedTable:
+    """What the guard knows of one fenced table.
+
+    Attributes:
+        table: the table.
+        fence: its column `last_fencing_token`.
+        template: how the resource of a row is named; None where one fixed resource guards the whole table.
+        mapper: the model it belongs to, if any.
+    """
+
+    table: Table
+    template: ResourceTemplate | None = None
+    mapper: ReferenceType[Mapper[Any]] | None = None
+    fence: Column[int] = field(init=False)
+    _fixed: WeakKeyDictionary[Dialect, str] = field(init=False, default_factory=WeakKeyDictionary)
+
+    def __post_init__(self) -> None:
+        self.fence = self.table.c[FENCE_COLUMN]
+
+    @property
+    def name(self) -> str:
+        """The table's name as error messages and users know it."""
+        return self.table.name
+
+    def fix(self, dialect: Dialect, resource: str) -> None:
+        """Note that `resource` guards this table, where no template says so; refuse any other from then on.
+
+        Tokens of different resources are not comparable, so rows written under one would be refused, or
+        worse accepted, under the other. What is remembered is per process and per engine (an engine and
+        its `execution_options()` facades share one dialect object, two engines never do): it catches the
+        mistake where it is made, in the process that mixes, and forgets nothing while the process lives.
+
+        Raises:
+            AmbiguousFenceError: if another resource has guarded the table before.
+        """
+        fixed = self._fixed.setdefault(dialect, resource)
+        if fixed != resource:
+            raise AmbiguousFenceError(
+                f"table {self.name!r} was written under the lease of {fixed!r} and now under that of "
+                f"{resource!r}, and tokens of different resources are not comparable; say which resource "
+                f"guards a row with __fence_resource__, or always lock the same one for this table"
+            )
+
+
+_names: dict[str, WeakSet[Table]] = {}
+
+
+def register(fenced: FencedTable) -> FencedTable:
+    """Make a table known as fenced."""
+    fenced.table.info[_FENCED] = fenced
+    _names.setdefault(fenced.table.name.lower(), WeakSet()).add(fenced.table)
+    return fenced
+
+
+def register_sub_table(table: Table, base: FencedTable) -> None:
+    """Make `table` known as one that holds the rest of the rows of a fenced one (joined inheritance)."""
+    table.info[_SUB_TABLE_OF] = base
+    _names.setdefault(table.name.lower(), WeakSet()).add(table)
+
+
+def fenced_names() -> list[str]:
+    """Return the names, in lower case, of the fenced tables that are alive, and of their sub-tables."""
+    return [name for name, tables in _names.items() if len(tables)]
+
+
+def fenced_table(target: object) -> FencedTable | None:
+    """Return what is known of a table (or an alias of one), or None if it is not fenced."""
+    table = underlying(target)
+    info: dict[Any, Any] = getattr(table, "info", {})
+    fenced: FencedTable | None = info.get(_FENCED)
+    if fenced is not None and hash(fenced.table) == hash(table):  # annotated tables hash like the original
+        return fenced
+    if not isinstance(table, Table):
+        return None
+    fence = table.c.get(FENCE_COLUMN)
+    if fence is None or "fencelock" not in fence.info:
+        return None
+    return register(_copied(table, fenced))
+
+
+def _copied(table: Table, original: FencedTable | None) -> FencedTable:
+    """Describe a marked table met for the first time: a Core table, or a copy of a known one."""
+    if original is None or original.template is None:
+        return FencedTable(table)
+    columns = {name: table.c[column.key] for name, column in original.template.columns.items()}
+    return FencedTable(table, ResourceTemplate(original.template.text, columns), original.mapper)
+
+
+def sub_table_of(target: object) -> FencedTable | None:
+    """Return the fenced table whose rows this table completes, if it is such a one."""
+    found: FencedTable | None = getattr(underlying(target), "info", {}).get(_SUB_TABLE_OF)
+    return found
+
+
+def impersonates_fenced(target: object) -> bool:
+    """Tell whether this table object has a fenced table's name without being known as one.
+
+    Reflected tables and `sqlalchemy.table("orders")` are such; writes through them would go unseen.
+    """
+    table = underlying(target)
+    schema = getattr(table, "schema", None)
+    return any(
+        schema is None or known.schema is None or known.schema == schema
+        for known in _names.get(getattr(table, "name", "").lower(), ())
+    )
+
+
+def underlying(target: object) -> Any:
+    """Return the table behind aliases."""
+    while isinstance(target, AliasedReturnsRows):
+        target = target.element
+    return target if isinstance(target, FromClause) else None

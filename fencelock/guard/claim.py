@@ -1,0 +1,349 @@
+"""Claim before reading: raise the fence, take the lock, then read.
+
+Fenced writes alone lose updates. The new holder reads, the paused old holder wakes up and writes (nothing
+newer has been seen yet, so it is accepted), the new holder writes back what it made of its stale read. A
+claim closes this: one UPDATE raises the row's fence to the holder's token and takes the row lock. From then
+on the old holder is turned away, and what is read afterwards stays true until the transaction ends.
+
+The row is read again after the UPDATE, into the object that the session may have had of it for long.
+Nothing is remembered as claimed: a rollback to a savepoint gives the row lock back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any, Final, Literal, TypeVar, overload
+from weakref import ref
+
+from sqlalchemy import (
+    ColumnElement,
+    Insert,
+    Select,
+    Table,
+    and_,
+    bindparam,
+    func,
+    inspect,
+    select,
+    tuple_,
+    update,
+)
+from sqlalchemy.dialects import mysql, postgresql, sqlite
+from sqlalchemy.engine import Connection
+from sqlalchemy.exc import InvalidRequestError, NoInspectionAvailable, NoResultFound
+from sqlalchemy.orm import Mapper, Session
+
+from fencelock.errors import AmbiguousFenceError, UnfencedWriteError
+from fencelock.guard._install import install
+from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table
+from fencelock.guard.fences import FENCES
+from fencelock.guard.rewrite import LOCKING_READS, TOKEN_OPTION
+from fencelock.guard.session import BYPASS, Tokens, writer_of
+from fencelock.lease import check_resource
+
+T = TypeVar("T")
+
+_ROUNDS: Final = 3
+"""How often to claim again a row that was deleted and inserted between the UPDATE and the SELECT."""
+
+
+@overload
+def claim(
+    session: Session,
+    model: type[T],
+    identity: object,
+    *,
+    nowait: bool = ...,
+    skip_locked: Literal[False] = ...,
+) -> T: ...
+@overload
+def claim(
+    session: Session, model: type[T], identity: object, *, nowait: bool = ..., skip_locked: bool
+) -> T | None: ...
+def claim(
+    session: Session, model: type[T], identity: object, *, nowait: bool = False, skip_locked: bool = False
+) -> T | None:
+    """Raise a row's fence to the lease's token, lock the row, and return it freshly loaded.
+
+    What is read from the object afterwards is safe to compute with and to write back in this transaction:
+    older holders are refused, and nobody can change the row until the transaction ends. Make it the first
+    thing that the transaction does: under REPEATABLE READ (MariaDB's default) *other* rows are read as they
+    were when the transaction first read anything, and on SQLite a transaction that has read before cannot
+    wait for its turn to write (see `begin_immediate`).
+
+    Pending changes of the session are flushed first, as before any query. Columns with `onupdate` keep their
+    values: a claim is no change that users would see.
+
+    Args:
+        session: where the object is to live.
+        model: a fenced model.
+        identity: the primary key as `Session.get` takes it: a value, a tuple or a dict.
+        nowait: raise the database's error at once if the row is locked (no effect on SQLite, which has no
+            row locks).
+        skip_locked: return None at once if the row is locked (no effect on SQLite).
+
+    Raises:
+        StaleTokenError: if a newer holder has claimed or written the row.
+        UnfencedWriteError: if the row's lease is not held.
+        AmbiguousFenceError: if several leases are held and the model does not say which one counts.
+        LockLostError: if the lease is known to be lost.
+        sqlalchemy.exc.NoResultFound: if there is no such row.
+        sqlalchemy.exc.InvalidRequestError: if the session holds unflushed changes of this very row.
+
+    Example:
+        ```python
+        with fenced_lock("order:1"), Session(engine) as session:
+            order = claim(session, Order, 1)
+            order.status = "paid"
+            session.commit()
+        ```
+    """
+    mapper, fenced = _fenced_model(model)
+    key = _key_of(mapper, identity)
+    if session.autoflush:
+        session.flush()
+    _refuse_to_discard(session, mapper, key)
+    connection = _connection(session, mapper)
+    for _ in range(_ROUNDS):
+        token = _token_for(connection, fenced, key)
+        if token is None:
+            break
+        if (nowait or skip_locked) and not _try_lock(connection, fenced, key, skip_locked=skip_locked):
+            return None
+        _raise_fences(connection, fenced, [key], token)
+        found = _load(session, connection, model, key)
+        if found is None:
+            break
+        if getattr(found, FENCE_COLUMN) == token:
+            return found
+    raise NoResultFound(f"there is no {mapper.class_.__name__} with the primary key {key!r} to claim")
+
+
+def claim_all(session: Session, statement: Select[Any]) -> list[Any]:
+    """Claim every row that a query finds, and return those that still match it once they are locked.
+
+    The rows are claimed in the order of their primary keys whatever the query's own order, so that two
+    holders who claim overlapping sets wait for each other instead of deadlocking. The result has the query's
+    order. Rows that come to match only while it works are not claimed and not returned.
+
+    Args:
+        session: where the objects are to live.
+        statement: a SELECT of one fenced model.
+
+    Raises:
+        StaleTokenError: if a newer holder has claimed or written one of the rows.
+        UnfencedWriteError: if the lease of one of the rows is not held.
+        AmbiguousFenceError: if several leases are held and the model does not say which one counts.
+        LockLostError: if a lease is known to be lost.
+
+    Example:
+        ```python
+        items = claim_all(session, select(Item).where(Item.order_id == 1))
+        ```
+    """
+    model = _selected_model(statement)
+    mapper, fenced = _fenced_model(model)
+    resource = fenced.template.columns if fenced.template else {}
+    columns = (*fenced.table.primary_key, *resource.values())
+    found = session.execute(statement.with_only_columns(*columns, maintain_column_froms=True)).unique().all()
+    if not found:
+        return []
+    connection = _connection(session, mapper)
+    tokens = Tokens(connection, fenced)
+    width = len(fenced.table.primary_key)
+    token_of: dict[tuple[Any, ...], int] = {}
+    for row in sorted(found, key=lambda row: tuple(row[:width])):
+        values = dict(zip(resource, row[width:], strict=True))
+        token_of[tuple(row[:width])] = tokens.of_row(values) if fenced.template else tokens.of_table()
+    for token, keys in groupby(token_of, key=token_of.__getitem__):
+        _raise_fences(connection, fenced, list(keys), token)
+    return _load_claimed(session, connection, statement, fenced, token_of)
+
+
+def gate(session: Session, resource: str | None = None) -> None:
+    """Claim the resource's own row in the fence table, making it where there is none.
+
+    It guards what rows cannot guard themselves: INSERTs, a DELETE followed by an INSERT, and whole
+    aggregates of rows that are not fenced one by one. Until the transaction ends, no other holder passes
+    the gate of this resource; afterwards, older ones never do. Pass it before reading, as with `claim`. The
+    fence table comes with a migration (`op.create_fence_table`).
+
+    Args:
+        session: whose transaction passes the gate.
+        resource: which gate; by default that of the one lease held.
+
+    Raises:
+        StaleTokenError: if a newer holder has passed.
+        UnfencedWriteError: if the resource's lease is not held.
+        AmbiguousFenceError: if several leases are held and no resource is given.
+        LockLostError: if the lease is known to be lost.
+    """
+    install()
+    if session.autoflush:
+        session.flush()
+    connection = _connection(session, None)
+    fenced = fenced_table(FENCES)
+    assert fenced is not None  # noqa: S101  it is registered where it is defined
+    name = _only_resource(connection) if resource is None else check_resource(resource)
+    token = Tokens(connection, fenced).of_row({"resource": name})
+    connection.execute(_raise_or_make(connection, name, token), execution_options={"fencelock": BYPASS})
+    _raise_fences(connection, fenced, [(name,)], token)
+
+
+def _fenced_model(model: type[Any]) -> tuple[Mapper[Any], FencedTable]:
+    try:
+        mapper: Mapper[Any] = inspect(model)
+        tables = mapper.tables
+    except (NoInspectionAvailable, AttributeError):
+        raise TypeError(f"expected a mapped class, not {model!r}") from None
+    for table in tables:
+        fenced = fenced_table(table)
+        if fenced is not None:
+            return mapper, fenced
+    raise TypeError(f"{mapper.class_.__name__} has no fence; give it the mixin FencedModel")
+
+
+def _selected_model(statement: Select[Any]) -> type[Any]:
+    described = statement.column_descriptions
+    entity = described[0]["entity"] if len(described) == 1 else None
+    if entity is None or described[0]["expr"] is not entity or not isinstance(entity, type):
+        raise TypeError("claim_all takes a SELECT of one model, such as select(Order).where(…)")
+    return entity
+
+
+def _key_of(mapper: Mapper[Any], identity: object) -> tuple[Any, ...]:
+    names = [mapper.get_property_by_column(column).key for column in mapper.primary_key]
+    if isinstance(identity, Mapping):
+        values = [identity.get(name) for name in names] if identity.keys() == set(names) else []
+    else:
+        values = list(identity) if isinstance(identity, tuple | list) else [identity]
+    if len(values) != len(names) or None in values:
+        raise ValueError(
+            f"{mapper.class_.__name__} is identified by {', '.join(names)}, and {identity!r} is no such key"
+        )
+    return tuple(values)
+
+
+def _refuse_to_discard(session: Session, mapper: Mapper[Any], key: tuple[Any, ...]) -> None:
+    known = session.identity_map.get(mapper.identity_key_from_primary_key(key))
+    if known is not None and inspect(known).modified:
+        raise InvalidRequestError(
+            f"{mapper.class_.__name__} {key!r} has changes that a claim would overwrite; claim it before "
+            f"changing it, or flush first"
+        )
+
+
+def _connection(session: Session, mapper: Mapper[Any] | None) -> Connection:
+    connection = session.connection(bind_arguments={"mapper": mapper} if mapper else None)
+    writer_of(connection).session = ref(session)
+    return connection
+
+
+def _only_resource(connection: Connection) -> str:
+    held = writer_of(connection).candidates(connection)
+    if not held:
+        raise UnfencedWriteError("no lease is held to pass a gate with; acquire a fenced_lock around it")
+    if len(held) > 1:
+        raise AmbiguousFenceError(f"{', '.join(map(repr, held))} are held; say which one's gate to pass")
+    return next(iter(held))
+
+
+def _token_for(connection: Connection, fenced: FencedTable, key: tuple[Any, ...]) -> int | None:
+    """Return the token to claim a row with; None if the row is needed to tell and is not there.
+
+    Reading it before the claim is safe, because what a resource's name is made of never changes.
+    """
+    tokens = Tokens(connection, fenced)
+    if fenced.template is None:
+        return tokens.of_table()
+    columns = fenced.template.columns
+    if fenced.template.in_key:
+        by_column = dict(zip(fenced.table.primary_key, key, strict=True))
+        return tokens.of_row({name: by_column[column] for name, column in columns.items()})
+    row = connection.execute(select(*columns.values()).where(_equals(fenced.table, key))).first()
+    return None if row is None else tokens.of_row(dict(zip(columns, row, strict=True)))
+
+
+def _equals(table: Table, key: Sequence[Any]) -> ColumnElement[bool]:
+    return and_(*(column == value for column, value in zip(table.primary_key, key, strict=True)))
+
+
+def _raise_fences(
+    connection: Connection, fenced: FencedTable, keys: Sequence[tuple[Any, ...]], token: int
+) -> None:
+    """Raise the fence of rows and lock them, in this order; the guard adds the fence and the check."""
+    table = fenced.table
+    unchanged = {
+        column: column
+        for column in table.c
+        if (column.onupdate is not None or column.server_onupdate is not None) and column.computed is None
+    }
+    names = [f"key_{number}" for number in range(len(table.primary_key))]
+    matches = (column == bindparam(name) for column, name in zip(table.primary_key, names, strict=True))
+    connection.execute(
+        update(table).where(*matches).values(unchanged),
+        [dict(zip(names, key, strict=True)) for key in keys],
+        execution_options={TOKEN_OPTION: token},
+    )
+
+
+def _try_lock(
+    connection: Connection, fenced: FencedTable, key: tuple[Any, ...], *, skip_locked: bool
+) -> bool:
+    """Lock the row without waiting; return whether it is ours, or gone."""
+    row = select(*fenced.table.primary_key).where(_equals(fenced.table, key))
+    locking = row.with_for_update(nowait=not skip_locked, skip_locked=skip_locked, key_share=True)
+    return connection.execute(locking).first() is not None or connection.execute(row).first() is None
+
+
+def _load(session: Session, connection: Connection, model: type[T], key: tuple[Any, ...]) -> T | None:
+    """Read the row as it is now, into the session's object of it if there is one."""
+    locking = {"read": True} if connection.dialect.name in LOCKING_READS else None
+    return session.get(model, key, populate_existing=True, with_for_update=locking)
+
+
+def _load_claimed(
+    session: Session,
+    connection: Connection,
+    statement: Select[Any],
+    fenced: FencedTable,
+    token_of: Mapping[tuple[Any, ...], int],
+) -> list[Any]:
+    key = tuple(fenced.table.primary_key)
+    one_of = tuple_(*key).in_(token_of) if len(key) > 1 else key[0].in_([value for (value,) in token_of])
+    fresh = statement.where(one_of).execution_options(populate_existing=True)
+    if connection.dialect.name in LOCKING_READS:
+        fresh = fresh.with_for_update(read=True)
+    found = session.scalars(fresh).unique().all()
+    return [_surely_claimed(session, instance, token_of) for instance in found]
+
+
+def _surely_claimed(session: Session, instance: T, token_of: Mapping[tuple[Any, ...], int]) -> T:
+    """Return the object; claim the row again if it was deleted and inserted meanwhile."""
+    key = tuple(inspect(instance).identity)
+    if getattr(instance, FENCE_COLUMN) == token_of[key]:
+        return instance
+    return claim(session, type(instance), key)
+
+
+def _raise_or_make(connection: Connection, resource: str, token: int) -> Insert:
+    """Return the statement that makes the resource's fence, or raises it, and locks its row either way.
+
+    One statement, because two deadlock: InnoDB's shared lock of a missed INSERT, or its gap lock of a missed
+    UPDATE, is held by both contenders when each wants to write.
+    """
+    row = {"resource": resource, FENCE_COLUMN: token}
+    fence = FENCES.c[FENCE_COLUMN]
+    if connection.dialect.name in {"mysql", "mariadb"}:
+        of_mysql = mysql.insert(FENCES).values(row)
+        return of_mysql.on_duplicate_key_update(
+            {FENCE_COLUMN: func.greatest(fence, of_mysql.inserted[FENCE_COLUMN])}
+        )
+    if connection.dialect.name == "postgresql":
+        of_postgresql = postgresql.insert(FENCES).values(row)
+        higher = func.greatest(fence, of_postgresql.excluded[FENCE_COLUMN])
+        return of_postgresql.on_conflict_do_update(index_elements=["resource"], set_={FENCE_COLUMN: higher})
+    of_sqlite = sqlite.insert(FENCES).values(row)
+    higher = func.max(fence, of_sqlite.excluded[FENCE_COLUMN])
+    return of_sqlite.on_conflict_do_update(index_elements=["resource"], set_={FENCE_COLUMN: higher})

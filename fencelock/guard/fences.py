@@ -1,0 +1,45 @@
+"""The fence table: one row per resource, which outlives every row that the resource guards.
+
+A row that does not exist yet, or not any more, has no fence. The resource's own row in this table has, and is
+never deleted; `gate` claims it. Apart from `claim` because migrations need the table and nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from sqlalchemy import BigInteger, Column, MetaData, String, Table, text
+from sqlalchemy.dialects import mysql
+
+from fencelock.guard._tables import FENCE_COLUMN, FencedTable, ResourceTemplate, fenced_table, register
+from fencelock.lease import MAX_RESOURCE_LENGTH
+
+FENCE_TABLE: Final = "fencelock_fences"
+
+_COMPARED_EXACTLY: Final = String(MAX_RESOURCE_LENGTH).with_variant(
+    mysql.VARCHAR(MAX_RESOURCE_LENGTH, charset="utf8mb4", collation="utf8mb4_bin"), "mysql", "mariadb"
+)
+"""Resources differ where their characters differ: MariaDB's default collations would merge "A" and "a"."""
+
+
+def fence_table(metadata: MetaData, *, schema: str | None = None) -> Table:
+    """Return the fence table as part of `metadata`, defining it there at the first call.
+
+    Its columns are `resource VARCHAR(255) PRIMARY KEY` (compared exactly, on MariaDB too) and
+    `last_fencing_token BIGINT NOT NULL DEFAULT 0`. It is fenced itself: each row by its own resource.
+    """
+    table = Table(
+        FENCE_TABLE,
+        metadata,
+        Column("resource", _COMPARED_EXACTLY, primary_key=True),
+        Column(FENCE_COLUMN, BigInteger, nullable=False, server_default=text("0")),
+        schema=schema,
+        keep_existing=True,
+    )
+    if fenced_table(table) is None:
+        register(FencedTable(table, ResourceTemplate("{resource}", {"resource": table.c.resource})))
+    return table
+
+
+FENCES: Final = fence_table(MetaData())
+"""The fence table in the connection's default schema, as `gate` writes to it."""

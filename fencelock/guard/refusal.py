@@ -1,0 +1,109 @@
+"""Refuses what cannot be guarded, at the last moment before the cursor sees it.
+
+What has come this far is SQL text and parameters, and, where SQLAlchemy compiled it, the compiled statement.
+Whatever may write to a fenced table and does not carry the token is refused: driver SQL, textual SQL, DML
+inside a WITH clause, and a guarded statement that somebody else's listener has replaced.
+
+Textual SQL is looked at for a fenced table's name together with a word that writes. That errs on the side of
+refusing: text that mentions both in passing needs `execution_options(fencelock="bypass")`.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import Any, Final
+
+from sqlalchemy import DDL
+from sqlalchemy.engine import Connection, ExceptionContext
+
+from fencelock.errors import FenceError, UnfencedWriteError
+from fencelock.guard._tables import FENCE_COLUMN, fenced_names, fenced_table
+from fencelock.guard.rewrite import TOKEN_BIND
+from fencelock.guard.session import BYPASS
+
+_WRITES: Final = re.compile(
+    r"\b(insert|delete|merge|replace|truncate|copy|load|call|(?<!for )(?<!no key )update)\b", re.IGNORECASE
+)
+_MISSING_COLUMN: Final = re.compile(
+    r"no such column|no column named|unknown column|does not exist|undefined column", re.IGNORECASE
+)
+
+
+def before_cursor_execute(
+    _connection: Connection,
+    _cursor: object,
+    statement: str,
+    _parameters: object,
+    context: Any,
+    _executemany: bool,
+) -> None:
+    """Refuse a statement that may write to a fenced table and was not guarded."""
+    if context is None or context.execution_options.get("fencelock") == BYPASS:
+        return
+    compiled = context.compiled
+    if context.isddl:
+        if isinstance(compiled.statement, DDL):
+            _refuse_text(statement)
+    elif compiled is None or compiled.isplaintext:
+        _refuse_text(statement)
+    elif compiled.isupdate or compiled.isdelete or compiled.isinsert:
+        _refuse_unguarded(compiled)
+    elif compiled.ctes:
+        _refuse_writing_ctes(compiled)
+
+
+def _refuse_text(statement: str) -> None:
+    text = " ".join(statement.split())
+    table = _mentioned(text, tuple(fenced_names()))
+    if table is not None and _WRITES.search(text):
+        raise UnfencedWriteError(
+            f"textual SQL that may write to the fenced table {table!r} cannot be guarded; use "
+            f"fenced_update() or fenced_delete() with execute_fenced(), or, if no fence is wanted, "
+            f'execution_options(fencelock="bypass")'
+        )
+
+
+def _mentioned(text: str, names: tuple[str, ...]) -> str | None:
+    if not names:
+        return None
+    found = _pattern(names).search(text)
+    return found and found[0]
+
+
+@lru_cache(maxsize=64)
+def _pattern(names: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, names))})(?!\w)", re.IGNORECASE)
+
+
+def _refuse_unguarded(compiled: Any) -> None:
+    """Check that the token is still in the statement, whoever has had it in hand since."""
+    fenced = fenced_table(compiled.compile_state.dml_table)
+    if fenced is not None:
+        wanted = fenced.fence.key if compiled.isinsert else TOKEN_BIND
+        if not any(name.startswith(wanted) for name in compiled.binds):
+            raise UnfencedWriteError(
+                f"a write to {fenced.name!r} has lost its fence on the way to the database; another listener "
+                f"for before_execute has replaced the statement"
+            )
+    _refuse_writing_ctes(compiled)
+
+
+def _refuse_writing_ctes(compiled: Any) -> None:
+    for cte in compiled.ctes or ():
+        element = cte.element
+        if getattr(element, "is_dml", False) and _mentioned(element.table.name, tuple(fenced_names())):
+            raise UnfencedWriteError(
+                f"a write to the fenced table {element.table.name!r} inside a WITH clause cannot be guarded; "
+                f"make it a statement of its own"
+            )
+
+
+def explain_missing_column(context: ExceptionContext) -> None:
+    """Say what to do when the database lacks the column that the model has."""
+    message = str(context.original_exception)
+    if FENCE_COLUMN in message and _MISSING_COLUMN.search(message):
+        raise FenceError(
+            f"the database lacks the column {FENCE_COLUMN!r} of a fenced model ({message.splitlines()[0]}); "
+            f'run the migration that adds it: op.add_fence("<table>")'
+        ) from context.original_exception

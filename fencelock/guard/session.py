@@ -1,0 +1,353 @@
+"""Which lease guards a row, and what the unit of work must do so that the statements can be guarded.
+
+A database transaction remembers the leases that it was first written under: the context variable behind
+`held_leases` does not reach other threads, leaks out of suspended generators, and is empty once the block
+around the work has been left while the session still has something to flush. What is remembered hangs on
+SQLAlchemy's transaction object, not on a thread and not on a task, so it is right wherever the code runs.
+
+Where a transaction has written under a lease of a resource and the context now holds a *newer* lease of the
+same resource, the older one stays in use: what the transaction has read, it read before somebody else may
+have come and gone, and only the older token lets the database see that.
+
+Attributes are stamped here (so that objects show the fence they were written with, and so that a change in a
+collection, a link table or a joined sub-table writes the base row too); which token really goes into a
+statement is decided once more, and finally, when the statement is rewritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+from sqlalchemy import event
+from sqlalchemy.engine import Connection, Transaction
+from sqlalchemy.orm import Mapper, Session
+from sqlalchemy.orm.base import INCLUDE_PENDING_MUTATIONS, NO_VALUE, PASSIVE_NO_INITIALIZE
+
+from fencelock.errors import AmbiguousFenceError, UnfencedWriteError
+from fencelock.guard._tables import FENCE_COLUMN, FencedTable
+from fencelock.lease import Lease, held_leases
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
+    from sqlalchemy.orm import InstanceState, scoped_session
+
+BYPASS = "bypass"
+"""The value of the execution option `fencelock` that lets a statement pass unguarded."""
+
+_CHANGES_ONLY = PASSIVE_NO_INITIALIZE | INCLUDE_PENDING_MUTATIONS
+"""Ask an attribute for its changes without loading anything."""
+
+_bound: WeakKeyDictionary[Session | Connection, tuple[Lease, ...]] = WeakKeyDictionary()
+_writers: WeakKeyDictionary[Transaction, Writer] = WeakKeyDictionary()
+
+
+def bind(
+    target: Session | Connection | AsyncSession | AsyncConnection | scoped_session[Any], *leases: Lease
+) -> None:
+    """Hand leases to a session or connection: its writes are guarded by these, whatever the context holds.
+
+    For code that the held leases do not reach by themselves: other threads, executors, generators; and for
+    tokens that come from elsewhere (`Lease("order:1", token)`). It lasts as long as the session or
+    connection, or until the next `bind`; without leases it undoes an earlier one. A transaction that is
+    already open forgets the leases that it was written under before.
+
+    It does not keep the lock: whoever took the lease still releases it.
+
+    Example:
+        ```python
+        def work(lease: Lease) -> None:  # in a thread of its own
+            with Session(engine) as session:
+                bind(session, lease)
+                ...
+        ```
+
+    Raises:
+        TypeError: if what is bound is no lease, or is bound to something else than a session or connection.
+    """
+    for lease in leases:
+        if not isinstance(lease, Lease):
+            raise TypeError(f"bind takes leases, such as fenced_lock(...).lease, not {type(lease).__name__}")
+    owner = _blocking(target)
+    if leases:
+        _bound[owner] = leases
+    else:
+        _bound.pop(owner, None)
+
+
+def _blocking(target: object) -> Session | Connection:
+    """Return the session or connection behind the asyncio and scoped facades."""
+    for attribute in ("sync_session", "sync_connection"):
+        target = getattr(target, attribute, target)
+    registry = getattr(target, "registry", None)
+    if callable(registry):
+        target = registry()
+    if not isinstance(target, Session | Connection):
+        raise TypeError(f"expected a session or a connection, not {type(target).__name__}")
+    return target
+
+
+class Writer:
+    """What one database transaction writes under.
+
+    Attributes:
+        session: the session that the transaction belongs to, if any.
+        remembered: the leases it was written under so far, by resource.
+    """
+
+    __slots__ = ("_bound_before", "remembered", "session")
+
+    def __init__(self) -> None:
+        self.session: ReferenceType[Session] | None = None
+        self.remembered: dict[str, Lease] = {}
+        self._bound_before: tuple[Lease, ...] | None = None
+
+    def owner(self) -> Session | None:
+        """Return the session that the transaction belongs to, if it is alive."""
+        return self.session() if self.session else None
+
+    def candidates(self, connection: Connection) -> dict[str, Lease]:
+        """Return the leases that may guard a write now, by resource."""
+        session = self.owner()
+        bound = (session and _bound.get(session)) or _bound.get(connection)
+        if bound != self._bound_before:
+            self.remembered.clear()
+            self._bound_before = bound
+        current: Iterable[Lease] = held_leases() if bound is None else bound
+        found = {lease.resource: lease for lease in current if not lease.released}
+        found.update(self.remembered)
+        return found
+
+
+def writer_of(connection: Connection) -> Writer:
+    """Return what the connection's transaction writes under, beginning one where there is none.
+
+    SQLAlchemy would begin it a moment later, when the statement is executed.
+    """
+    transaction = connection.get_transaction()
+    if transaction is None:
+        transaction = connection.begin()
+    writer = _writers.get(transaction)
+    if writer is None:
+        writer = _writers[transaction] = Writer()
+    return writer
+
+
+class Tokens:
+    """The tokens for the rows of one statement: resolves, checks and remembers each lease once."""
+
+    __slots__ = ("_candidates", "_connection", "_found", "_of_table", "_writer", "fenced")
+
+    def __init__(self, connection: Connection, fenced: FencedTable) -> None:
+        self.fenced = fenced
+        self._connection = connection
+        self._writer = writer_of(connection)
+        self._candidates = self._writer.candidates(connection)
+        self._found: dict[str, int] = {}
+        self._of_table: int | None = None
+        if not self._candidates:
+            raise UnfencedWriteError(
+                f"no lease is held for this write to {fenced.name!r}; acquire "
+                f"{self._wanted()} around it, or hand a lease over with bind()"
+            )
+
+    def _wanted(self) -> str:
+        template = self.fenced.template
+        return f"fenced_lock({template.text!r})" if template else "the fenced_lock of its resource"
+
+    def of_table(self) -> int:
+        """Return the token of the one resource that guards the whole table.
+
+        Raises:
+            AmbiguousFenceError: if several leases are held, or another resource has guarded the table.
+            LockLostError: if the lease is known to be lost.
+        """
+        if self._of_table is not None:
+            return self._of_table
+        if len(self._candidates) > 1:
+            raise AmbiguousFenceError(
+                f"{', '.join(map(repr, self._candidates))} are held and any of them could guard this write "
+                f"to {self.fenced.name!r}; say which with __fence_resource__, or bind() one of them"
+            )
+        (lease,) = self._candidates.values()
+        self.fenced.fix(self._connection.dialect, lease.resource)
+        self._of_table = self._use(lease)
+        return self._of_table
+
+    def of_row(self, values: Mapping[str, Any]) -> int:
+        """Return the token of the resource that guards the row with these values.
+
+        Raises:
+            UnfencedWriteError: if that resource's lease is not among those held.
+            LockLostError: if the lease is known to be lost.
+        """
+        template = self.fenced.template
+        assert template is not None  # noqa: S101  callers ask of_table() otherwise
+        resource = template.render(values)
+        token = self._found.get(resource)
+        if token is None:
+            lease = self._candidates.get(resource)
+            if lease is None:
+                raise UnfencedWriteError(
+                    f"this write to {self.fenced.name!r} needs the lease of {resource!r}, and held are "
+                    f"{', '.join(map(repr, self._candidates))}; acquire fenced_lock({resource!r}) around it"
+                )
+            token = self._found[resource] = self._use(lease)
+        return token
+
+    def _use(self, lease: Lease) -> int:
+        lease.check()
+        self._writer.remembered[lease.resource] = lease
+        return lease.fencing_token
+
+
+def row_of(
+    connection: Connection, fenced: FencedTable, identity: tuple[Any, ...]
+) -> Mapping[str, Any] | None:
+    """Return the template's values of a row that the session knows, as they were loaded; None if unknown."""
+    session = writer_of(connection).owner()
+    mapper = fenced.mapper() if fenced.mapper else None
+    if session is None or mapper is None:
+        return None
+    instance = session.identity_map.get(mapper.identity_key_from_primary_key(identity))
+    if instance is not None:
+        return _template_values(fenced, instance._sa_instance_state)  # noqa: SLF001  what inspect() returns
+    for state in _flushes[session].unsaved if session in _flushes else ():
+        if tuple(mapper.primary_key_from_instance(state.obj())) == identity:
+            return _template_values(fenced, state)
+    return None
+
+
+def _template_values(fenced: FencedTable, state: InstanceState[Any]) -> Mapping[str, Any] | None:
+    """Return the values that make the resource's name; None where one of them is not known yet."""
+    assert fenced.template is not None  # noqa: S101  only asked for tables with a template
+    values: dict[str, Any] = {}
+    for name in fenced.template.columns:
+        value = state.committed_state.get(name, NO_VALUE)
+        if value is NO_VALUE:
+            value = getattr(state.obj(), name)
+        if value is None:
+            return None
+        values[name] = value
+    return values
+
+
+def roll_back(connection: Connection) -> None:
+    """Roll back what a refused statement belongs to: the innermost savepoint, or the whole transaction.
+
+    A flush does it itself.
+    """
+    session = writer_of(connection).owner()
+    if session is None:
+        transaction = connection.get_nested_transaction() or connection.get_transaction()
+        if transaction is not None:
+            transaction.rollback()
+    elif not session._flushing:  # noqa: SLF001  SQLAlchemy has no public way to ask
+        of_session = session.get_nested_transaction() or session.get_transaction()
+        if of_session is not None:
+            of_session.rollback()
+
+
+def in_unit_of_work(connection: Connection) -> bool:
+    """Tell whether a flush is executing its statements; bulk operations are no flush."""
+    session = writer_of(connection).owner()
+    return session is not None and session._warn_on_events  # noqa: SLF001  SQLAlchemy has no public way to ask
+
+
+class _Flush:
+    """What one flush has found out so far.
+
+    Attributes:
+        unsaved: new objects, for tables whose resources cannot be told from the key alone.
+    """
+
+    __slots__ = ("_tokens", "unsaved")
+
+    def __init__(self) -> None:
+        self._tokens: dict[tuple[FencedTable, Connection], Tokens | None] = {}
+        self.unsaved: list[InstanceState[Any]] = []
+
+    def tokens(self, fenced: FencedTable, connection: Connection) -> Tokens | None:
+        """Return the tokens for rows of a table, or None where the connection bypasses the guard."""
+        key = (fenced, connection)
+        if key not in self._tokens:
+            bypassed = connection.get_execution_options().get("fencelock") == BYPASS
+            self._tokens[key] = None if bypassed else Tokens(connection, fenced)
+        return self._tokens[key]
+
+
+_flushes: WeakKeyDictionary[Session, _Flush] = WeakKeyDictionary()
+
+
+def _on_begin(session: Session, _transaction: object, connection: Connection) -> None:
+    writer_of(connection).session = ref(session)
+
+
+def _on_flush(session: Session, *_: object) -> None:
+    _flushes[session] = _Flush()
+
+
+def _on_flushed(session: Session, *_: object) -> None:
+    _flushes.pop(session, None)
+
+
+def watch_sessions() -> None:
+    """Listen to every session of the process."""
+    event.listen(Session, "after_begin", _on_begin)
+    event.listen(Session, "before_flush", _on_flush)
+    event.listen(Session, "after_flush_postexec", _on_flushed)
+
+
+def watch_mapper(mapper: Mapper[Any], fenced: FencedTable) -> None:
+    """Listen to the unit of work of a fenced model.
+
+    The mapper's events are used, not the session's `before_flush`: they see also what other listeners and
+    cascades have added to the flush, for each object, just before its columns are looked at.
+    """
+
+    def on_insert(_mapper: object, connection: Connection, state: InstanceState[Any]) -> None:
+        flush = _flush_of(state)
+        if fenced.template and not fenced.template.in_key:
+            flush.unsaved.append(state)
+        tokens = flush.tokens(fenced, connection)
+        if tokens is not None:
+            state.dict[FENCE_COLUMN] = _token_of(tokens, state)
+
+    def on_update(_mapper: object, connection: Connection, state: InstanceState[Any]) -> None:
+        if not _has_changed(state):
+            return
+        tokens = _flush_of(state).tokens(fenced, connection)
+        if tokens is not None:
+            state.dict[FENCE_COLUMN] = _token_of(tokens, state)
+            state.committed_state[FENCE_COLUMN] = NO_VALUE  # so that the base row is written in any case
+
+    event.listen(mapper, "before_insert", on_insert, raw=True)
+    event.listen(mapper, "before_update", on_update, raw=True)
+
+
+def _flush_of(state: InstanceState[Any]) -> _Flush:
+    session = state.session
+    assert session is not None  # noqa: S101  an object that is being flushed has a session
+    return _flushes[session]
+
+
+def _token_of(tokens: Tokens, state: InstanceState[Any]) -> int:
+    if tokens.fenced.template is None:
+        return tokens.of_table()
+    values = _template_values(tokens.fenced, state)
+    return 0 if values is None else tokens.of_row(values)
+
+
+def _has_changed(state: InstanceState[Any]) -> bool:
+    """Tell whether anything of a dirty object is to be written: a column, a link or a collection."""
+    current, manager = state.dict, state.manager
+    for key, loaded in tuple(state.committed_state.items()):
+        impl: Any = manager[key].impl
+        if impl.collection or impl.uses_objects:
+            history = impl.get_history(state, current, _CHANGES_ONLY)
+            if (history.added or history.deleted) and not manager[key].property.viewonly:
+                return True
+        elif key not in current or impl.is_equal(current[key], loaded) is not True:
+            return True
+    return False

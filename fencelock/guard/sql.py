@@ -1,0 +1,267 @@
+"""Fenced writes for those who write SQL: Core constructs, and bare DB-API cursors.
+
+The Core constructs carry the condition visibly and go through the same guard as everything else. For a bare
+cursor nothing stands between the program and the database, so `conditional_update` makes the whole statement.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Literal, TypeAlias, overload
+
+from sqlalchemy import BigInteger, Delete, Insert, Table, Update, bindparam, delete, inspect, update
+from sqlalchemy.dialects import mysql, postgresql, sqlite
+from sqlalchemy.engine import Connection, CursorResult
+from sqlalchemy.orm import Session
+from sqlalchemy.sql import FromClause
+from sqlalchemy.sql.selectable import AliasedReturnsRows
+
+from fencelock.guard._install import install
+from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table, register, underlying
+from fencelock.guard.rewrite import TOKEN_BIND, TOKEN_OPTION
+from fencelock.token import check as check_token
+
+ParamStyle: TypeAlias = Literal["qmark", "numeric", "numeric_dollar", "format", "named", "pyformat"]
+
+
+def fenced_update(target: Any) -> Update:
+    """Return `update(target)` with the condition that the row's fence is not above the token.
+
+    Go on with `where()` and `values()`; the guard fills in the token and raises the fence when it is
+    executed, through `execute_fenced` or any session or connection. Objects that a session has of the rows
+    are not refreshed (`synchronize_session=False`, as the option of the same name says).
+
+    Args:
+        target: a fenced model, a `Table` that has the column `last_fencing_token`, or an alias of either.
+
+    Raises:
+        ValueError: if the target has no such column.
+    """
+    return _conditional(update(target))
+
+
+def fenced_delete(target: Any) -> Delete:
+    """Return `delete(target)` with the condition that the row's fence is not above the token.
+
+    See `fenced_update`.
+
+    Raises:
+        ValueError: if the target has no column `last_fencing_token`.
+    """
+    return _conditional(delete(target))
+
+
+def execute_fenced(
+    connection: Connection | Session,
+    statement: Update | Delete | Insert,
+    parameters: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+    *,
+    token: int | None = None,
+) -> CursorResult[Any]:
+    """Execute a write to a fenced table, with an explicit token or that of the lease held.
+
+    A row that is not there gives a rowcount of 0 and no error. A row that a newer holder has fenced raises,
+    and the transaction (or the innermost savepoint) is rolled back.
+
+    Args:
+        connection: a connection or session.
+        statement: an UPDATE, DELETE or INSERT of a fenced table, by `fenced_update` or otherwise.
+        parameters: of the statement; a list of them executes it for each.
+        token: the fencing token to write with, whatever leases are held.
+
+    Raises:
+        StaleTokenError: where rows matched the statement but for their fence.
+        UnfencedWriteError: if no token is given and the lease needed is not held.
+        AmbiguousFenceError: if no token is given and several leases could be meant.
+        LockLostError: if no token is given and the lease is known to be lost.
+        ValueError: if the table has no fence, or the token is not 1 … 2**63 - 1.
+        TypeError: if the token is no int, or the statement no UPDATE, DELETE or INSERT.
+
+    Example:
+        ```python
+        paid = fenced_update(Order).where(Order.id == 1).values(status="paid")
+        if execute_fenced(connection, paid, token=token).rowcount == 0:
+            print("no such order")
+        ```
+    """
+    if not isinstance(statement, Update | Delete | Insert):
+        raise TypeError(f"execute_fenced takes an UPDATE, DELETE or INSERT, not {type(statement).__name__}")
+    _known(statement.table)
+    options = {} if token is None else {TOKEN_OPTION: check_token(token)}
+    result: CursorResult[Any] = connection.execute(statement, parameters, execution_options=options)  # type: ignore[assignment]
+    return result
+
+
+@overload
+def _conditional(statement: Update) -> Update: ...
+@overload
+def _conditional(statement: Delete) -> Delete: ...
+def _conditional(statement: Update | Delete) -> Update | Delete:
+    target = statement.table
+    fenced = _known(target)
+    source = target if isinstance(target, AliasedReturnsRows) else fenced.table
+    condition = source.c[fenced.fence.key] <= bindparam(TOKEN_BIND, type_=BigInteger)
+    return statement.where(condition).execution_options(synchronize_session=False)
+
+
+def _known(target: FromClause) -> FencedTable:
+    """Return what is known of a fenced table; a `Table` with the column is known from now on."""
+    install()
+    fenced = fenced_table(target)
+    if fenced is not None:
+        return fenced
+    table = underlying(target)
+    if not isinstance(table, Table) or FENCE_COLUMN not in table.c:
+        raise ValueError(
+            f"{getattr(table, 'name', target)!r} is not fenced: it has no column {FENCE_COLUMN!r}; give the "
+            f"model the mixin FencedModel, or the Table a fence_column()"
+        )
+    return register(FencedTable(table))
+
+
+_QUOTES: Final[Mapping[str, str]] = {"postgresql": '"', "mysql": "`", "mariadb": "`", "sqlite": '"'}
+_RESERVED: Final[frozenset[str]] = frozenset().union(
+    postgresql.dialect.preparer.reserved_words,
+    mysql.dialect.preparer.reserved_words,
+    sqlite.dialect.preparer.reserved_words,
+)
+_PLAIN_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_PLACEHOLDERS: Final[Mapping[str, Callable[[int], str]]] = {
+    "qmark": lambda _: "?",
+    "format": lambda _: "%s",
+    "numeric": lambda number: f":{number}",
+    "numeric_dollar": lambda number: f"${number}",
+    "named": lambda number: f":p{number}",
+    "pyformat": lambda number: f"%(p{number})s",
+}
+
+
+def conditional_update(
+    table: Any,
+    values: Mapping[str, Any],
+    key: Mapping[str, Any],
+    token: int,
+    paramstyle: ParamStyle = "pyformat",
+    *,
+    dialect: str | None = None,
+) -> tuple[str, Any]:
+    """Return the SQL and the parameters of a fenced UPDATE, for a bare DB-API cursor.
+
+    It writes the row only if its fence is not above the token, and raises the fence. Without values it does
+    nothing but raise the fence and lock the row: claim it so before reading it. A rowcount of 0 means that
+    the row is gone or that a newer holder has fenced it; either way, roll back.
+
+    Names go into the SQL unquoted where `dialect` is not given, which every database understands, and only
+    if they need no quotes: letters, digits and underscores, and no reserved word of any of the databases.
+    With `dialect` they are always quoted, in its way.
+
+    Args:
+        table: its name, with the schema before a dot where needed; or a `Table`, or a model.
+        values: the columns to set.
+        key: the columns that identify the row, joined with AND.
+        token: the fencing token to write with.
+        paramstyle: as PEP 249 calls it, in the `paramstyle` of the driver's module (psycopg and PyMySQL
+            `"pyformat"`, sqlite3 `"qmark"`), or `"numeric_dollar"`, as asyncpg has it.
+        dialect: `"postgresql"`, `"mysql"`, `"mariadb"` or `"sqlite"`: quote the names for this database.
+
+    Returns:
+        The SQL, and a dict of parameters for the styles `"named"` and `"pyformat"`, else a tuple.
+
+    Raises:
+        ValueError: if the token is not 1 … 2**63 - 1; the key is empty or has a None, which no row equals;
+            the values or the key name `last_fencing_token`; a name needs quotes; the style is unknown.
+        TypeError: if the token is no int.
+
+    Example:
+        ```python
+        sql, params = conditional_update("orders", {"status": "paid"}, {"id": 1}, token)
+        if cursor.execute(sql, params).rowcount == 0: ...
+        ```
+    """
+    write = _RawWrite(paramstyle, dialect)
+    fence = write.name(FENCE_COLUMN)
+    _check_raw(values, key, token)
+    assignments = [f"{write.name(column)} = {write.bind(value)}" for column, value in values.items()]
+    assignments.append(f"{fence} = {write.bind(token)}")
+    where = write.where(key, token)
+    sql = f"UPDATE {write.table(table)} SET {', '.join(assignments)} WHERE {where}"  # noqa: S608  see name()
+    return sql, write.parameters()
+
+
+def conditional_delete(
+    table: Any,
+    key: Mapping[str, Any],
+    token: int,
+    paramstyle: ParamStyle = "pyformat",
+    *,
+    dialect: str | None = None,
+) -> tuple[str, Any]:
+    """Return the SQL and the parameters of a fenced DELETE, for a bare DB-API cursor.
+
+    See `conditional_update` for the arguments, what is returned and what is raised. The fence goes with the
+    row: a stale holder could insert it again, which only a gate or a trigger prevents.
+    """
+    write = _RawWrite(paramstyle, dialect)
+    _check_raw({}, key, token)
+    sql = f"DELETE FROM {write.table(table)} WHERE {write.where(key, token)}"  # noqa: S608  see name()
+    return sql, write.parameters()
+
+
+def _check_raw(values: Mapping[str, Any], key: Mapping[str, Any], token: int) -> None:
+    check_token(token)
+    if not key:
+        raise ValueError(
+            "without a key the statement would write every row; name the columns that identify it"
+        )
+    if missing := [column for column, value in key.items() if value is None]:
+        raise ValueError(f"no row has {missing[0]} = NULL; the key needs a value for it")
+    if FENCE_COLUMN in values or FENCE_COLUMN in key:
+        raise ValueError(f"{FENCE_COLUMN} is not set or compared by hand; the token does both")
+
+
+class _RawWrite:
+    """Collects the parameters of one statement, and writes names and placeholders as its database wants."""
+
+    def __init__(self, paramstyle: str, dialect: str | None) -> None:
+        if paramstyle not in _PLACEHOLDERS:
+            raise ValueError(f"paramstyle is one of {', '.join(_PLACEHOLDERS)}, not {paramstyle!r}")
+        if dialect is not None and dialect not in _QUOTES:
+            raise ValueError(f"dialect is one of {', '.join(_QUOTES)} or None, not {dialect!r}")
+        self._paramstyle = paramstyle
+        self._quote = _QUOTES[dialect] if dialect else ""
+        self._values: list[Any] = []
+
+    def bind(self, value: Any) -> str:
+        """Note a value and return its placeholder."""
+        self._values.append(value)
+        return _PLACEHOLDERS[self._paramstyle](len(self._values))
+
+    def parameters(self) -> dict[str, Any] | tuple[Any, ...]:
+        """Return the values in the form that the style wants."""
+        if self._paramstyle in {"named", "pyformat"}:
+            return {f"p{number}": value for number, value in enumerate(self._values, 1)}
+        return tuple(self._values)
+
+    def where(self, key: Mapping[str, Any], token: int) -> str:
+        """Return the criteria: the key, and the condition on the fence."""
+        equal = [f"{self.name(column)} = {self.bind(value)}" for column, value in key.items()]
+        return " AND ".join([*equal, f"{self.name(FENCE_COLUMN)} <= {self.bind(token)}"])
+
+    def table(self, table: Any) -> str:
+        """Return a table's name, with its schema if it has one."""
+        if isinstance(table, str):
+            return ".".join(map(self.name, table.split(".")))
+        found = table if isinstance(table, Table) else inspect(table).local_table
+        return ".".join(map(self.name, filter(None, (found.schema, found.name))))
+
+    def name(self, name: str) -> str:
+        """Return a name as it can stand in the SQL."""
+        if self._quote and name and "\0" not in name:
+            quoted = f"{self._quote}{name.replace(self._quote, self._quote * 2)}{self._quote}"
+            return quoted.replace("%", "%%") if self._paramstyle in {"format", "pyformat"} else quoted
+        if not _PLAIN_NAME.fullmatch(name) or name.lower() in _RESERVED:
+            raise ValueError(
+                f"the name {name!r} needs quotes, which differ by database; say which with dialect="
+            )
+        return name
