@@ -248,8 +248,9 @@ def _add_faults(table: Table, outcome: Outcome) -> None:
         )
 
 
-def print_verdict(outcome: Outcome, console: Console) -> None:
-    """Print the verdict, with the first few of what was found."""
+def report(outcome: Outcome, console: Console) -> int:
+    """Print what happened, the first few problems and the verdict; return the exit status."""
+    console.print(summary(outcome))
     for problem in outcome.problems[:10]:
         console.print(f"  {problem}", style="red", highlight=False)
     claim = (
@@ -258,8 +259,9 @@ def print_verdict(outcome: Outcome, console: Console) -> None:
     seed = f"(seed {outcome.settings.seed})"
     if outcome.as_claimed:
         console.print(f"[bold green]PASS[/]: {claim} {seed}")
-    else:
-        console.print(f"[bold red]FAIL[/], the claim was: {claim} {seed}")
+        return 0
+    console.print(f"[bold red]FAIL[/], the claim was: {claim} {seed}")
+    return 1
 
 
 def parse(arguments: Sequence[str] | None) -> Settings:
@@ -280,10 +282,7 @@ def parse(arguments: Sequence[str] | None) -> Settings:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print, and return the exit status."""
     console = Console()
-    outcome = run(parse(arguments), console)
-    console.print(summary(outcome))
-    print_verdict(outcome, console)
-    return 0 if outcome.as_claimed else 1
+    return report(run(parse(arguments), console), console)
 
 
 if __name__ == "__main__":
