@@ -53,8 +53,8 @@ def pay_whatever_comes(
         try:
             return pay(engine, worker, cents, charge_card, lease)
         except StaleTokenError as error:
-            # What it was computed from is out of date. So all of it again: the lock, which brings a new token,
-            # then the claim, then the reading.
+            # What it was computed from is out of date. So all of it again: the lock, which brings a new
+            # token, then the claim, then the reading.
             print(f"{worker}: refused by the database: {error}")
             refusals.append(error)
             lease = 30.0

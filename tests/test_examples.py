@@ -1,0 +1,123 @@
+"""The examples, run as a reader would run them: each in a process of its own, on real servers."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Engine, text
+
+from fencelock import Redlock
+from fencelock.embedded import Nodes
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def run(example: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run an example, warnings as errors, and return how it ended."""
+    command = [sys.executable, "-W", "error", str(EXAMPLES / example), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def story(example: str, *arguments: str) -> str:
+    """Run an example that has to succeed, and return what it printed."""
+    ended = run(example, *arguments)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert not ended.stderr
+    return ended.stdout
+
+
+@pytest.fixture
+def quorum_url(nodes: Nodes) -> str:
+    """The URL of initialised nodes."""
+    with Redlock(nodes.url) as quorum:
+        quorum.init()
+    return nodes.url
+
+
+def assert_both_payments_count(told: str) -> None:
+    """Check the story of `order_payment.py`: the slow worker was refused once, and paid then."""
+    quick = int(re.findall(r"quick: token (\d+), wrote 50\.00", told)[0])
+    refused, current = map(int, re.findall(r"token (\d+) is stale: .* fenced with (\d+)", told)[0])
+    again = int(re.findall(r"slow: token (\d+), wrote 80\.00", told)[0])
+    assert refused < quick == current < again
+    assert told.endswith("80.00 of 100.00 are paid\nnothing is lost\n")
+
+
+def assert_stale_holder_got_nowhere(told: str) -> None:
+    """Check the story of `raw_sql.py`: Core and the cursor wrote for the new holder only."""
+    stale = int(re.findall(r"first worker has token (\d+)", told)[0])
+    token = int(re.findall(r"second worker has token (\d+)", told)[0])
+    assert stale < token
+    assert re.findall(r"(Core|psycopg) took \d with token (\d+)", told) == [
+        ("Core", str(token)),
+        ("psycopg", str(token)),
+    ]
+    assert f"Core: token {stale} is stale" in told
+    assert f"psycopg: no row for token {stale}" in told
+    assert told.endswith("5 pieces are left\n")
+
+
+def test_slow_worker_is_refused_and_pays_again(engine: Engine, database_url: str, quorum_url: str) -> None:
+    """The paused holder's write is refused, its second attempt keeps both payments, on every database."""
+    assert_both_payments_count(story("order_payment.py", "--database", database_url, "--nodes", quorum_url))
+    with engine.connect() as connection:
+        assert connection.scalar(text("SELECT paid_cents FROM shop_orders")) == 80_00
+
+
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+def test_stale_holder_gets_nowhere_with_raw_sql(engine: Engine, database_url: str, quorum_url: str) -> None:
+    """Neither Core nor a bare psycopg cursor writes with a stale token."""
+    assert_stale_holder_got_nowhere(story("raw_sql.py", "--database", database_url, "--nodes", quorum_url))
+    with engine.connect() as connection:
+        assert connection.scalar(text("SELECT quantity FROM shop_stock_items")) == 5
+
+
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+@pytest.mark.parametrize("example", ["order_payment.py", "raw_sql.py"])
+def test_example_can_be_run_again(example: str, database_url: str, quorum_url: str) -> None:
+    """An example that finds what its last run has left behind tells the same story."""
+    first, second = (
+        re.sub(r"\d{5,}", "TOKEN", story(example, "--database", database_url, "--nodes", quorum_url))
+        for _ in range(2)
+    )
+    assert first == second
+
+
+def test_order_payment_brings_its_own_servers() -> None:
+    """Without arguments, the ORM example starts what it needs."""
+    assert_both_payments_count(story("order_payment.py"))
+
+
+def test_raw_sql_brings_its_own_servers() -> None:
+    """Without arguments, the raw SQL example starts what it needs."""
+    assert_stale_holder_got_nowhere(story("raw_sql.py"))
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+def test_story_that_does_not_come_true_ends_with_status_1(
+    engine: Engine, database_url: str, quorum_url: str
+) -> None:
+    """An example tells a broken fence from a good one: here a trigger forgets it with every payment."""
+    story("order_payment.py", "--database", database_url, "--nodes", quorum_url)
+    forget = text("""
+        CREATE TRIGGER forget AFTER UPDATE OF paid_cents ON shop_orders
+        BEGIN UPDATE shop_orders SET last_fencing_token = 0; END
+    """)
+    with engine.begin() as connection:
+        connection.execute(forget, execution_options={"fencelock": "bypass"})
+    ended = run("order_payment.py", "--database", database_url, "--nodes", quorum_url)
+    assert ended.returncode == 1
+    assert ended.stdout.endswith("30.00 of 100.00 are paid\nthis is not what should have happened\n")
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+def test_blank_nodes_are_named_with_the_command_to_run(database_url: str, node_urls: list[str]) -> None:
+    """An example on nodes that nobody has initialised ends with the error that says how to."""
+    ended = run("order_payment.py", "--database", database_url, "--nodes", ",".join(node_urls))
+    assert ended.returncode == 1
+    assert "NodesNotInitialisedError" in ended.stderr
+    assert "fencelock init" in ended.stderr
