@@ -44,7 +44,7 @@ def check_resource(resource: object) -> str:
         )
     if resource != resource.strip():
         raise ValueError(f"a resource's name neither begins nor ends with white space: {resource!r}")
-    for character in resource:
+    for character in "" if resource.isprintable() else resource:
         if unicodedata.category(character) in {"Cc", "Cs"}:
             raise ValueError(f"a resource's name has no control characters or surrogates: {resource!r}")
     return resource

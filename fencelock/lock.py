@@ -75,14 +75,17 @@ class FencedLock(Generic[_Token]):
         waiting = self._timeout if timeout is ... else check_timeout(timeout)
         authority = self._authority or default_authority()
         grant = authority.acquire(self._resources, ttl=self._ttl, timeout=waiting)
-        self._leases = tuple(
-            Lease(resource, token, grant.expires_at)
-            for resource, token in zip(grant.resources, grant.tokens, strict=True)
-        )
-        self._grant = grant
-        self._authority = authority
-        note_held(*self._leases)
-        return self._leases[0]
+        try:
+            self._grant, self._authority = grant, authority
+            self._leases = tuple(
+                Lease(resource, token, grant.expires_at)
+                for resource, token in zip(grant.resources, grant.tokens, strict=True)
+            )
+            note_held(*self._leases)
+            return self._leases[0]
+        except BaseException:  # a signal handler's: the caller does not learn that it holds the lock
+            self._give_back()
+            raise
 
     def try_acquire(self) -> Lease | None:
         """Try once: return the lease, or None if somebody else holds the lock.
@@ -107,9 +110,11 @@ class FencedLock(Generic[_Token]):
             AuthorityError: it could not be decided; the lease still ends when it would have.
         """
         grant = self._held_grant()
+        for lease in self._leases:
+            lease.check()
+            if lease.lost:
+                raise LockLostError(f"the lease of {lease.resource!r} has ended; acquire the lock again")
         try:
-            for lease in self._leases:
-                lease.check()
             self._grant = self._of_authority().extend(grant, self._ttl if ttl is None else check_ttl(ttl))
         except LockLostError as error:
             for lease in self._leases:
@@ -143,13 +148,13 @@ class FencedLock(Generic[_Token]):
         name = ", ".join(map(repr, self._resources))
         if inherited:
             return f"the lease of {name} belongs to the process that this one was forked from"
+        ours: bool | None = None
         try:
             ours = self._of_authority().release(grant)
+            if ours is None:
+                logger.warning("%s: too few nodes answered to release it; it ends by itself", name)
         except AuthorityError as error:
             logger.warning("%s could not be released and ends by itself: %s", name, error)
-            ours = None
-        if ours is None:
-            logger.warning("%s: too few nodes answered to release it; it ends by itself", name)
         if lost is not None or ours is False:
             return (
                 f"the lease of {name} (token {grant.tokens[0]}) ended before the work did: somebody else may "
@@ -167,8 +172,12 @@ class FencedLock(Generic[_Token]):
 
     def __enter__(self) -> _Token:
         self.acquire()
-        tokens = tuple(lease.fencing_token for lease in self._leases)
-        return tokens if len(self._resources) > 1 else tokens[0]  # type: ignore[return-value]
+        try:
+            tokens = tuple(lease.fencing_token for lease in self._leases)
+            return tokens if len(self._resources) > 1 else tokens[0]  # type: ignore[return-value]
+        except BaseException:  # a signal handler's: the body will not run, and nobody would release
+            self._give_back()
+            raise
 
     def __exit__(
         self,

@@ -35,6 +35,8 @@ def configure(
     global _default  # noqa: PLW0603 - the process default is what this module is about
     if isinstance(authority, (str, redis.Redis, Sequence)):
         authority = Redlock(authority, **options)
+    elif not callable(getattr(authority, "acquire", None)):
+        raise TypeError(f"an authority is made of URLs or redis.Redis clients, and not of {authority!r}")
     elif options:
         raise TypeError(f"{authority!r} has its settings already; these belong to it: {', '.join(options)}")
     with _lock:
@@ -48,12 +50,14 @@ def default_authority() -> Authority:
     Raises:
         AuthorityError: if none has been configured.
     """
-    if _default is not None:
+    global _default  # noqa: PLW0603 - the process default is what this module is about
+    with _lock:
+        if _default is None:
+            url = os.environ.get("FENCELOCK_URL", "")
+            if not url.strip():
+                raise AuthorityError(
+                    "no nodes are configured: call fencelock.configure('redis://host:6379,…') "
+                    "or set the environment variable FENCELOCK_URL"
+                )
+            _default = Redlock(url)
         return _default
-    url = os.environ.get("FENCELOCK_URL", "")
-    if not url.strip():
-        raise AuthorityError(
-            "no nodes are configured: call fencelock.configure('redis://host:6379,…') "
-            "or set the environment variable FENCELOCK_URL"
-        )
-    return configure(url)

@@ -11,15 +11,18 @@ connected to costs the others nothing; only the very first exchange waits for th
 
 from __future__ import annotations
 
+import contextlib
 import random
 import select
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
 
 from fencelock.authority.redlock.node import Identity, Link, Node, Unusable, pack
 from fencelock.authority.redlock.protocol import Answer, Broadcast, Command, Request, Round, Said
+from fencelock.errors import MembershipError
 
 _T = TypeVar("_T")
 
@@ -27,6 +30,10 @@ _BACKOFF = 0.05
 _LONGEST_BACKOFF = 2.0
 _OTHERS_GRACE = 0.05
 _MOST_IDLE = 16
+#: Seconds after which a link is looked at before it is used: it may be gone, or have old answers.
+_FRESH = 0.01
+#: Releases that are owed to a node which could not be reached; the rest ends with its ttl.
+_MOST_OWED = 1000
 
 
 class _Seat:
@@ -36,14 +43,23 @@ class _Seat:
         self.node = node
         self.link: Link | None = None
         self.arrived: Link | None = None
-        self.dialling = False
+        self.dialler: threading.Thread | None = None
+        self.lost_bids: deque[Command] = deque(maxlen=_MOST_OWED)
         self.failure = Answer(Said.UNREACHABLE, detail="not connected yet")
         self.failures = 0
         self.retry_at = 0.0
 
+    @property
+    def dialling(self) -> bool:
+        """Whether a thread is at work on a new link."""
+        return self.dialler is not None and self.dialler.is_alive()
+
 
 class Channels:
     """One connection to each node. Not for two threads at once.
+
+    Where an exception leaves a broadcast, be it a signal handler's in the middle of a write, nobody knows
+    any more which answer belongs to what: `usable` stays false, and it must be closed.
 
     Args:
         nodes: where the nodes are.
@@ -77,6 +93,7 @@ class Channels:
         self._number = 0
         self._last_used = 0.0
         self._closed = False
+        self.usable = True
 
     def close(self) -> None:
         """Close every connection, also those that are still being opened."""
@@ -103,8 +120,10 @@ class Channels:
 
     def broadcast(self, request: Broadcast) -> Round:
         """Send a command to its nodes, and read until there are answers enough."""
+        self.usable = False
+        if time.monotonic() - self._last_used > _FRESH:
+            self._read({}, 0, 0.0)
         self.connect()
-        self._catch_up()
         self._number += 1
         packed = pack(request.command)
         answers: dict[int, Answer] = {}
@@ -122,38 +141,29 @@ class Channels:
             self._read(answers, self._number, deadline - now)
             unanswered.difference_update(answers)
             now = time.monotonic()
-        self._last_used = now
         for index in unanswered:
             answers[index] = Answer(Said.SILENT)
+        self._last_used = now
+        self.usable = True
         return Round(began, now, answers)
-
-    def _catch_up(self) -> None:
-        """Read what nobody has looked at yet: old answers, and the news that a connection is gone."""
-        now = time.monotonic()
-        idle = now - self._last_used > self._patience
-        if idle or any(seat.link and self._owes_too_long(seat.link, now) for seat in self._seats):
-            self._read({}, 0, 0.0)
-            self.connect()
 
     def _send(self, index: int, command: Command, packed: bytes, now: float) -> Answer | None:
         seat = self._seats[index]
         link = seat.link
         if link is None:
             return seat.failure
-        if self._owes_too_long(link, now):
-            owes_this = any(waiting.nonce == command.nonce for _, waiting, _ in link.waiting)
-            # A hung node gets only what undoes what it was sent before.
-            if not (command.script == "release" and owes_this):
-                return Answer(Said.SILENT, detail=f"it owes an answer for {now - link.waiting[0][2]:.1f} s")
+        if link.waiting:
+            owing = now - link.waiting[0][2]
+            # A hung node gets only what undoes what it was sent before, and not for ever.
+            may_undo = command.script == "release" and len(link.waiting) < _MOST_OWED
+            if owing > self._patience and not may_undo:
+                return Answer(Said.SILENT, detail=f"it owes an answer for {owing:.1f} s")
         try:
             link.send(self._number, command, packed, now)
         except Unusable as error:
             self._drop(index, error.answer)
             return error.answer
         return None
-
-    def _owes_too_long(self, link: Link, now: float) -> bool:
-        return bool(link.waiting) and now - link.waiting[0][2] > self._patience
 
     def _read(self, answers: dict[int, Answer], number: int, timeout: float) -> None:
         """Read what has arrived: answers to `number` are noted, earlier ones dealt with."""
@@ -162,30 +172,40 @@ class Channels:
             link = self._seats[index].link
             if link is None:
                 continue
-            now = time.monotonic()
+            late: dict[str, Command] = {}
             try:
-                for answered, command, answer in link.receive(now):
+                for answered, command, answer in link.receive(time.monotonic()):
                     if answered == number:
                         answers[index] = self._noted(index, link, answer)
-                    else:
-                        self._deal_with_late(link, command, answer, now)
+                    elif answer.said is Said.GRANTED:
+                        late[command.nonce] = command
+                    if command.script == "release":
+                        late.pop(command.nonce, None)
+                for command in late.values():
+                    self._undo(link, command)
             except Unusable as error:
-                self._drop(index, error.answer)
                 if any(owed == number for owed, _, _ in link.waiting):
                     answers[index] = error.answer
+                self._drop(index, error.answer)
 
     def _noted(self, index: int, link: Link, answer: Answer) -> Answer:
         if answer.said is Said.ADMITTED:
-            link.identity = link.identity.admitted(*answer.facts)
+            try:
+                link.identity = link.identity.admitted(*answer.facts)
+            except MembershipError as error:
+                return Answer(Said.CONFIG, detail=str(error))
             self._on_identity(index, link.identity)
         return answer
 
-    def _deal_with_late(self, link: Link, command: Command, answer: Answer, now: float) -> None:
-        if answer.said is not Said.GRANTED or self._is_open(command.nonce):
+    def _undo(self, link: Link, bid: Command) -> None:
+        """Release what an ACQUIRE may have locked, if its acquisition is over and nobody else has."""
+        if self._is_open(bid.nonce):
             return
-        locks = len(command.keys) - 1
-        undo = Command("release", command.nonce, command.keys, ("", command.nonce, 0, *(0, 0) * locks))
-        link.send(0, undo, pack(undo), now)
+        if any(sent.nonce == bid.nonce and sent.script == "release" for _, sent, _ in link.waiting):
+            return
+        locks = len(bid.keys) - 1
+        undo = Command("release", bid.nonce, bid.keys, ("", bid.nonce, 0, *(0, 0) * locks))
+        link.send(0, undo, pack(undo), time.monotonic())
 
     def _drop(self, index: int, failure: Answer) -> None:
         seat = self._seats[index]
@@ -193,14 +213,18 @@ class Channels:
             self._poll.unregister(seat.link.descriptor)
             del self._by_descriptor[seat.link.descriptor]
             seat.link.close()
+            seat.lost_bids.extend(sent for _, sent, _ in seat.link.waiting if sent.script == "acquire")
             seat.link = None
         seat.failure = failure
 
     def _dial(self, index: int, seat: _Seat) -> None:
-        seat.dialling = True
-        threading.Thread(
+        seat.dialler = threading.Thread(
             target=self._open, args=(index, seat), name=f"fencelock-connect-{seat.node.name}", daemon=True
-        ).start()
+        )
+        try:
+            seat.dialler.start()
+        except RuntimeError as error:  # too many threads, or the interpreter is on its way out
+            seat.failure = Answer(Said.UNREACHABLE, detail=f"no thread to connect with: {error}")
 
     def _open(self, index: int, seat: _Seat) -> None:
         try:
@@ -211,12 +235,12 @@ class Channels:
                 pause = min(_LONGEST_BACKOFF, _BACKOFF * 2**seat.failures) * random.uniform(0.5, 1.0)  # noqa: S311
                 seat.retry_at = time.monotonic() + pause
                 seat.failure = error.answer
-                seat.dialling = False
+                seat.dialler = None
                 self._news.notify_all()
             return
         self._on_identity(index, link.identity)
         with self._news:
-            seat.dialling = False
+            seat.dialler = None
             seat.failures = 0
             if self._closed:
                 link.close()
@@ -242,11 +266,27 @@ class Channels:
 
     def _adopt(self) -> None:
         with self._news:
-            for index, seat in enumerate(self._seats):
-                if seat.arrived is not None:
-                    seat.link, seat.arrived = seat.arrived, None
-                    self._by_descriptor[seat.link.descriptor] = index
-                    self._poll.register(seat.link.descriptor, select.POLLIN)
+            arrived = [(index, seat) for index, seat in enumerate(self._seats) if seat.arrived is not None]
+            for index, seat in arrived:
+                link, seat.arrived = seat.arrived, None
+                if link is not None:
+                    self._seat(index, seat, link)
+
+    def _seat(self, index: int, seat: _Seat, link: Link) -> None:
+        """Use a link that has been opened, unless its server has a seat already: it would vote twice."""
+        for other in self._seats:
+            if other.link is not None and other.link.identity.run_id == link.identity.run_id:
+                link.close()
+                seat.failure = Answer(Said.CONFIG, detail=f"the same server as {other.node.name}")
+                return
+        seat.link = link
+        self._by_descriptor[link.descriptor] = index
+        self._poll.register(link.descriptor, select.POLLIN)
+        try:
+            while seat.lost_bids:
+                self._undo(link, seat.lost_bids.popleft())
+        except Unusable as error:
+            self._drop(index, error.answer)
 
 
 def run(generator: Generator[Request, Any, _T], pool: Pool) -> _T:
@@ -292,13 +332,16 @@ class Pool:
 
     def give_back(self, channels: Channels) -> None:
         """Take back what was lent."""
-        if self._closed or len(self._idle) >= _MOST_IDLE:
+        if not channels.usable or len(self._idle) >= _MOST_IDLE:
             channels.close()
-        else:
-            self._idle.append(channels)
+            return
+        self._idle.append(channels)
+        if self._closed:
+            self.close()
 
     def close(self) -> None:
         """Close what is idle now, and what is lent when it comes back."""
         self._closed = True
-        while self._idle:
-            self._idle.pop().close()
+        with contextlib.suppress(IndexError):  # another thread may take the last one
+            while True:
+                self._idle.pop().close()

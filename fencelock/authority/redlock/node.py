@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.resources
+import math
 import socket
 import ssl
 from collections import deque
@@ -24,7 +25,7 @@ from urllib.parse import urlsplit
 import hiredis
 import redis
 from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, RedisError, ResponseError
+from redis.exceptions import AuthenticationError, InvalidResponse, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
@@ -57,6 +58,8 @@ _PASSING_ERRORS = ("LOADING", "BUSY", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN", "
 _SAID: Final = {said.name.encode(): said for said in Said}
 _WITH_FACTS = frozenset({Said.TICKET, Said.ADMITTED})
 _READ_SIZE = 65536
+_OWN_ARGUMENTS: Final = 2
+_WORDLESS: Final = {said: Answer(said) for said in Said}
 
 
 def _load_scripts() -> dict[str, str]:
@@ -134,6 +137,10 @@ class Node:
             "socket_connect_timeout": connect_timeout,
             "socket_timeout": connect_timeout,
         }
+        try:
+            self._connection_class(**self._settings)  # opens nothing yet, but knows its settings
+        except TypeError as error:
+            raise ValueError(f"{_masked(str(source))!r} has a setting that is unknown: {error}") from None
         self.name = _name_of(self._connection_class, self._settings)
 
     def open(self, node_key: str) -> Link:
@@ -146,7 +153,11 @@ class Node:
         try:
             connection.connect()
             identity = _identify(connection, node_key, verify_votes=self._verify_votes)
-        except (RedisError, OSError, MembershipError, Unusable) as error:
+        except Unusable:
+            connection.disconnect()
+            raise
+        except Exception as error:
+            # Whatever a stranger on that port says, or a user's own connection class raises.
             connection.disconnect()
             raise _why(error) from error
         # From here on the socket is ours; the connection object must never touch it again.
@@ -157,16 +168,17 @@ class Node:
 
 def _why(error: Exception) -> Unusable:
     """Return what an error while connecting means for the use of the node."""
-    if isinstance(error, Unusable):
-        return error
     if isinstance(error, MembershipError):
         return Unusable(Said.CONFIG, str(error))
     if isinstance(error, (RedisTimeoutError, TimeoutError)):
         return Unusable(Said.SILENT, "it took no connection in time")
     if isinstance(error, AuthenticationError):
         return Unusable(Said.ERROR, f"it refused the user or password: {error}")
-    if isinstance(error, ResponseError) and not str(error).startswith(_PASSING_ERRORS):
-        return Unusable(Said.ERROR, str(error))
+    if isinstance(error, ResponseError):
+        passing = str(error).startswith(_PASSING_ERRORS)
+        return Unusable(Said.UNREACHABLE if passing else Said.ERROR, str(error))
+    if isinstance(error, InvalidResponse) or not isinstance(error, (RedisError, OSError)):
+        return Unusable(Said.ERROR, f"it does not speak like a node: {error!r}")
     return Unusable(Said.UNREACHABLE, str(error))
 
 
@@ -185,8 +197,8 @@ def _pool_of(url: str) -> redis.ConnectionPool:
 
 
 def _masked(url: str) -> str:
-    head, at, tail = url.rpartition("@")
-    return f"{head.partition('://')[0]}://***@{tail}" if at else url
+    head, at, tail = url.partition("?")[0].rpartition("@")
+    return f"{head.partition('://')[0]}://***@{tail}" if at else tail
 
 
 def _name_of(connection_class: Any, settings: dict[str, Any]) -> str:
@@ -219,19 +231,21 @@ def _identify(connection: Any, node_key: str, *, verify_votes: bool) -> Identity
     return blank.admitted(node_id.decode(), members.decode()) if members else blank
 
 
-def _bulk(value: str | int) -> bytes:
-    data = str(value).encode()
-    return b"$%d\r\n%b\r\n" % (len(data), data)
-
-
 def pack(command: Command) -> bytes:
     """Return the part of a command that is the same for every node; the socket appends its own."""
     return _pack(command, "EVALSHA", _DIGESTS[command.script])
 
 
 def _pack(command: Command, verb: str, script: str) -> bytes:
-    words = [verb, script, len(command.keys), *command.keys, *command.arguments]
-    return b"*%d\r\n" % (len(words) + 2) + b"".join(map(_bulk, words))
+    words = (verb, script, len(command.keys), *command.keys, *command.arguments)
+    return b"*%d\r\n" % (len(words) + _OWN_ARGUMENTS) + _pack_words(words)
+
+
+def _pack_words(words: tuple[str | int, ...]) -> bytes:
+    """Return the words of a command without the line that counts them."""
+    # The stub of hiredis knows tuples of one word only.
+    packed: bytes = hiredis.pack_command(words)  # type: ignore[arg-type]
+    return packed[packed.index(b"\n") + 1 :]
 
 
 def read_answer(reply: Any) -> Answer:
@@ -244,17 +258,18 @@ def read_answer(reply: Any) -> Answer:
     if said is Said.GRANTED or said is Said.HIGHER:
         return Answer(said, reply[1], tuple(reply[2:]))
     if said is Said.HELD:
-        return Answer(said, ttl=max(reply[1], 0) / 1000)
+        # A lock without an end was put there by somebody else than a client of ours.
+        return Answer(said, ttl=reply[1] / 1000 if reply[1] >= 0 else math.inf)
     if said in _WITH_FACTS:
         return Answer(said, facts=tuple(part.decode() for part in reply[1:]))
-    return Answer(said)
+    return _WORDLESS[said]
 
 
 class Link:
     """An open socket to one node: written and read without waiting, answers in the order of the requests.
 
-    Whatever interrupts a write or a read, be it an exception from a signal handler, closes the link:
-    answers could no longer be told apart.
+    Where a write or a read is interrupted by an exception from outside, such as a signal handler's, the
+    link must not be used again: answers could no longer be told apart.
 
     Attributes:
         identity: who answered when the socket was opened.
@@ -269,7 +284,7 @@ class Link:
         sock.setblocking(False)  # noqa: FBT003 - the standard library's signature
         self._sock = sock
         self._reader = hiredis.Reader()
-        self._own_arguments = _bulk(identity.run_id) + _bulk(identity.replid)
+        self._own_arguments = _pack_words((identity.run_id, identity.replid))
         self.identity = identity
         self.descriptor = sock.fileno()
         self.waiting: deque[tuple[int, Command, float]] = deque()
@@ -285,29 +300,30 @@ class Link:
             Unusable: if the connection is broken or its buffer is full.
         """
         data = packed + self._own_arguments
+        self.waiting.append((number, command, now))
         try:
-            self.waiting.append((number, command, now))
             complete = self._sock.send(data) == len(data)
         except (BlockingIOError, ssl.SSLWantWriteError):
             complete = False
         except OSError as error:
             raise Unusable(Said.UNREACHABLE, f"the connection broke: {error}") from error
-        except BaseException:
-            self.close()
-            raise
         if not complete:
-            self.close()
             raise Unusable(Said.SILENT, "it reads nothing any more")
 
     def receive(self, now: float) -> list[tuple[int, Command, Answer]]:
         """Return the answers that have arrived, with what they answer.
 
         Raises:
-            Unusable: if the connection is broken.
+            Unusable: if the connection is broken, or what answers is no node.
         """
         try:
             self._reader.feed(self._read())
-            answers = []
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return []
+        except OSError as error:
+            raise Unusable(Said.UNREACHABLE, f"the connection broke: {error}") from error
+        answers = []
+        try:
             while (reply := self._reader.gets()) is not False:
                 number, command, _ = self.waiting.popleft()
                 if isinstance(reply, hiredis.ReplyError) and str(reply).startswith("NOSCRIPT"):
@@ -315,13 +331,8 @@ class Link:
                     self.send(number, command, _pack(command, "EVAL", _SCRIPTS[command.script]), now)
                 else:
                     answers.append((number, command, read_answer(reply)))
-        except (BlockingIOError, ssl.SSLWantReadError):
-            return []
-        except OSError as error:
-            raise Unusable(Said.UNREACHABLE, f"the connection broke: {error}") from error
-        except BaseException:
-            self.close()
-            raise
+        except (hiredis.HiredisError, LookupError, TypeError, ValueError) as error:
+            raise Unusable(Said.ERROR, f"it does not speak like a node: {error!r}") from error
         return answers
 
     def _read(self) -> bytes:

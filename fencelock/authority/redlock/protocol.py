@@ -72,6 +72,9 @@ class Said(enum.Enum):
 
 #: These get better by themselves or with a new connection; the others need an operator.
 _PASSING = frozenset({Said.UNREACHABLE, Said.SILENT})
+#: Answers of a node on which the lock no longer exists. Others leave that open: a restarted node that has
+#: kept its data refuses to vote, but has the lock still.
+_GONE = frozenset({Said.LOST, Said.AMNESIA})
 _VOTING = frozenset(
     {Said.GRANTED, Said.HELD, Said.CONFIRMED, Said.HIGHER, Said.LOST, Said.EPOCH, Said.EXTENDED}
 )
@@ -178,7 +181,7 @@ class Fleet:
         return len(self.names) // 2 + 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Bid:
     """One attempt at a lock: which resources, under which nonce, for how long.
 
@@ -469,15 +472,11 @@ def _maximum(vectors: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
 
 def _largest_epoch(answers: Answers) -> tuple[int, dict[int, tuple[int, ...]]]:
     """Return the epoch in which most nodes granted, and their counters: epochs are never mixed."""
-    epochs = Counter(answer.epoch for answer in answers.values() if answer.said is Said.GRANTED)
-    if not epochs:
-        return 0, {}
-    epoch = epochs.most_common(1)[0][0]
-    return epoch, {
-        node: answer.counters
-        for node, answer in answers.items()
-        if answer.said is Said.GRANTED and answer.epoch == epoch
-    }
+    epochs: dict[int, dict[int, tuple[int, ...]]] = {}
+    for node, answer in answers.items():
+        if answer.said is Said.GRANTED:
+            epochs.setdefault(answer.epoch, {})[node] = answer.counters
+    return max(epochs.items(), key=lambda item: len(item[1]), default=(0, {}))
 
 
 def _is_decided(fleet: Fleet, answers: Answers) -> bool:
@@ -510,11 +509,10 @@ def _is_clear(fleet: Fleet, good: Said) -> Callable[[Answers], bool]:
 
 
 def _still_ours(fleet: Fleet, answers: Answers, good: Said) -> bool | None:
-    count = sum(answer.said is good for answer in answers.values())
-    unknown = sum(answer.said in _PASSING for answer in answers.values())
-    if count >= fleet.quorum:
+    if sum(answer.said is good for answer in answers.values()) >= fleet.quorum:
         return True
-    return None if count + unknown >= fleet.quorum else False
+    gone = sum(answer.said in _GONE for answer in answers.values())
+    return None if len(fleet.names) - gone >= fleet.quorum else False
 
 
 def _pause(outcome: Failed, tries: int, random: float) -> float:
@@ -552,6 +550,12 @@ def _raise_timeout(fleet: Fleet, outcome: Failed) -> NoReturn:
     if holder_ttl is None:
         raise LockTimeoutError(
             f"{_name(outcome.bid)} could not be acquired in time: contenders split the votes"
+        )
+    if holder_ttl == math.inf:
+        raise LockTimeoutError(
+            f"{_name(outcome.bid)} is held for ever: something else than fencelock has written its key "
+            f"({', '.join(outcome.bid.keys[1:])}) without an end; remove it on the nodes",
+            holder_ttl=holder_ttl,
         )
     raise LockTimeoutError(
         f"{_name(outcome.bid)} is held by another, whose lease ends in {holder_ttl:.3f} s "

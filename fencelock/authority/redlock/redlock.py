@@ -10,7 +10,8 @@ import threading
 from collections import Counter
 from collections.abc import Generator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
+from weakref import WeakValueDictionary
 
 import redis
 
@@ -20,7 +21,7 @@ from fencelock.authority.base import Grant
 from fencelock.authority.redlock import membership, protocol
 from fencelock.authority.redlock.blocking import Channels, Pool, run
 from fencelock.authority.redlock.node import Identity, Node
-from fencelock.errors import MembershipError, NodesNotInitialisedError
+from fencelock.errors import FencelockError, MembershipError, NodesNotInitialisedError, QuorumError
 
 if TYPE_CHECKING:
     from fencelock.lock import FencedLock
@@ -81,7 +82,8 @@ class Redlock:
         self._lock = threading.Lock()
         self._identities: dict[int, Identity] = {}
         self._fleet: protocol.Fleet | None = None
-        self._wanted: set[str] = set()
+        # Of acquisitions under way and grants in use. Grants that are let expire leave by themselves.
+        self._wanted: WeakValueDictionary[str, protocol.Bid] = WeakValueDictionary()
         self._pool = Pool(self._make_channels)
 
     def __repr__(self) -> str:
@@ -105,9 +107,17 @@ class Redlock:
 
     def close(self) -> None:
         """Close the connections. Leases that are held end by themselves; using it again connects again."""
-        if self._pid == os.getpid():
-            self._pool.close()
-        self._start_over()
+        self._check_process()
+        pool, self._pool = self._pool, Pool(self._make_channels)
+        pool.close()
+
+    @overload
+    def lock(self, resource: str, /, *, ttl: float = ..., timeout: float | None = ...) -> FencedLock[int]: ...
+
+    @overload
+    def lock(
+        self, *resources: str, ttl: float = ..., timeout: float | None = ...
+    ) -> FencedLock[tuple[int, ...]]: ...
 
     def lock(
         self, *resources: str, ttl: float = 30.0, timeout: float | None = 10.0
@@ -137,19 +147,17 @@ class Redlock:
 
     def _acquire(self, resources: tuple[str, ...], ttl: float, timeout: float | None) -> Grant:
         canonical = tuple(sorted(resources))
-        bids: list[protocol.Bid] = []
+        latest: tuple[protocol.Fleet, protocol.Bid] | None = None
 
         def new_bid(fleet: protocol.Fleet) -> protocol.Bid:
-            if ttl > fleet.max_ttl:
-                raise ValueError(
-                    f"a ttl of {ttl:g} s is longer than the {fleet.max_ttl:g} s that these nodes were "
-                    "initialised for; extend a shorter lease, or initialise with a larger --max-ttl"
-                )
-            if bids:
-                self._wanted.discard(bids.pop().nonce)
-            bids.append(protocol.Bid.of(fleet, canonical, secrets.token_urlsafe(16), ttl))
-            self._wanted.add(bids[0].nonce)
-            return bids[0]
+            nonlocal latest
+            _check_max_ttl(ttl, fleet)
+            if latest is not None:
+                self._wanted.pop(latest[1].nonce, None)
+            bid = protocol.Bid.of(fleet, canonical, secrets.token_urlsafe(16), ttl)
+            latest = fleet, bid
+            self._wanted[bid.nonce] = bid
+            return bid
 
         try:
             granted = self._run(
@@ -157,28 +165,30 @@ class Redlock:
                     self._see, new_bid, timeout=timeout, grace=self._outage_grace, jitter=random.random
                 )
             )
+            counters = dict(zip(canonical, granted.counters, strict=True))
+            tokens = tuple(token.compose(granted.epoch, counters[resource]) for resource in resources)
+            return Grant(resources, tokens, granted.expires_at, granted)
         except BaseException as error:
-            for bid in bids:
-                self._wanted.discard(bid.nonce)
-                if not isinstance(error, Exception):
-                    # Interrupted between a grant and its use: nobody else would release it.
-                    self._run(protocol.abandon(self._see(), bid))
+            if latest is not None:
+                self._wanted.pop(latest[1].nonce, None)
+                if not isinstance(error, FencelockError):
+                    # Interrupted, by a signal handler say: nobody else would release it.
+                    self._run(protocol.abandon(*latest))
             raise
-        counters = dict(zip(canonical, granted.counters, strict=True))
-        tokens = tuple(token.compose(granted.epoch, counters[resource]) for resource in resources)
-        return Grant(resources, tokens, granted.expires_at, granted)
 
     def extend(self, grant: Grant, ttl: float) -> Grant:
         """Return the grant with a later end: see `Authority.extend`."""
         granted: protocol.Granted = grant.proof
-        expires_at = self._run(protocol.extend(self._see(), granted, ttl))
+        fleet = self._see()
+        _check_max_ttl(ttl, fleet)
+        expires_at = self._run(protocol.extend(fleet, granted, ttl))
         granted = protocol.Granted(granted.bid, granted.epoch, granted.counters, expires_at)
         return Grant(grant.resources, grant.tokens, expires_at, granted)
 
     def release(self, grant: Grant) -> bool | None:
         """Give the leases back: see `Authority.release`."""
         granted: protocol.Granted = grant.proof
-        self._wanted.discard(granted.bid.nonce)
+        self._wanted.pop(granted.bid.nonce, None)
         return self._run(protocol.release(self._see(), granted))
 
     def init(self, *, base: int | None = None, max_ttl: float = membership.DEFAULT_MAX_TTL) -> bool:
@@ -200,22 +210,28 @@ class Redlock:
             ValueError: for a base or ttl out of range.
         """
         base = membership.default_base() if base is None else membership.check_base(base)
-        _, done = self._run(
-            membership.initialise(
-                self._names,
-                self._node_key,
-                new_id=lambda: secrets.token_hex(8),
-                base=base,
-                max_ttl=check_ttl(max_ttl),
-                patience=self._connect_timeout,
-            )
+        generator = membership.initialise(
+            self._names,
+            self._node_key,
+            new_id=lambda: secrets.token_hex(8),
+            base=base,
+            max_ttl=check_ttl(max_ttl),
+            patience=self._connect_timeout,
         )
+        try:
+            _, done = self._run(generator)
+        except QuorumError:
+            self._see()  # two names of one server have a better error
+            raise
         return done
 
     def _run(self, generator: Generator[protocol.Request, Any, _T]) -> _T:
+        self._check_process()
+        return run(generator, self._pool)
+
+    def _check_process(self) -> None:
         if self._pid != os.getpid():
             self._start_over()
-        return run(generator, self._pool)
 
     def _make_channels(self) -> Channels:
         return Channels(
@@ -240,6 +256,7 @@ class Redlock:
         Raises:
             MembershipError: two of the nodes are one, or the nodes were initialised as another number.
         """
+        self._check_process()
         with self._lock:
             if self._fleet is None:
                 self._fleet = self._look()
@@ -250,14 +267,17 @@ class Redlock:
         lists = Counter(
             identity.membership for identity in self._identities.values() if identity.membership is not None
         )
-        known = lists.most_common(1)[0][0] if lists else None
-        if known is not None and len(known.seats) != len(self._names):
-            raise MembershipError(
-                f"this client is configured with {len(self._names)} nodes ({', '.join(self._names)}), but "
-                f"they were initialised as {len(known.seats)}: "
-                f"{', '.join(address for _, address in known.seats)}. "
-                "Configure every client with exactly those"
-            )
+        known: membership.Membership | None = None
+        for candidate, members in lists.most_common():
+            if len(candidate.seats) == len(self._names):
+                known = known or candidate
+            elif 2 * members >= len(self._names):  # a stray node does not speak for all
+                raise MembershipError(
+                    f"this client is configured with {len(self._names)} nodes ({', '.join(self._names)}), "
+                    f"but they were initialised as {len(candidate.seats)}: "
+                    f"{', '.join(address for _, address in candidate.seats)}. "
+                    "Configure every client with exactly those"
+                )
 
         def rank(node: int) -> tuple[str, int]:
             identity = self._identities.get(node)
@@ -294,6 +314,15 @@ def _sources(nodes: str | redis.Redis | Sequence[str | redis.Redis]) -> list[str
     if not sources:
         raise ValueError("no nodes are named; write redis://host1:6379,redis://host2:6379,redis://host3:6379")
     return sources
+
+
+def _check_max_ttl(ttl: float, fleet: protocol.Fleet) -> None:
+    if ttl > fleet.max_ttl:
+        raise ValueError(
+            f"a ttl of {ttl:g} s is longer than the {fleet.max_ttl:g} s that these nodes were initialised "
+            "for: a node that lost its memory stays out for no longer than that. Use a shorter one and "
+            "extend it in time, or initialise with a larger --max-ttl"
+        )
 
 
 def _check_namespace(namespace: str) -> str:
