@@ -1,0 +1,100 @@
+"""The floor: the same scripts to the same nodes over bare sockets, with nothing around them.
+
+No protocol, no errors, no reconnecting, no token: the least that a process can do to have a majority of
+nodes run ACQUIRE and then RELEASE. What fencelock takes longer than this is its own.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import select
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import hiredis
+import redis
+
+
+@dataclass(slots=True)
+class _Node:
+    sock: socket.socket
+    acquire: bytes
+    release: bytes
+    owed: int = 0
+    reader: hiredis.Reader = field(default_factory=hiredis.Reader)
+
+
+class BareSockets:
+    """Acquires and releases one resource, over and over, on nodes that have been initialised.
+
+    Args:
+        urls: the nodes.
+        namespace: which they were initialised in.
+        resource: what to lock.
+    """
+
+    def __init__(self, urls: Sequence[str], namespace: str, resource: str) -> None:
+        self._quorum = len(urls) // 2 + 1
+        self._poll = select.poll()
+        self._nodes: dict[int, _Node] = {}
+        for url in urls:
+            node = _open(url, f"{{{namespace}}}", resource)
+            self._nodes[node.sock.fileno()] = node
+            self._poll.register(node.sock, select.POLLIN)
+
+    def close(self) -> None:
+        """Close the sockets."""
+        for node in self._nodes.values():
+            node.sock.close()
+
+    def acquire_and_release(self) -> None:
+        """Have a majority acquire, then a majority release."""
+        for node in self._nodes.values():
+            node.sock.send(node.acquire)
+            node.owed += 1
+        self._await_majority(b"GRANTED")
+        for node in self._nodes.values():
+            node.sock.send(node.release)
+            node.owed += 1
+        self._await_majority(b"RELEASED")
+
+    def _await_majority(self, wanted: bytes) -> None:
+        """Read until a majority has answered everything; each answer that is read last must be as wanted."""
+        while sum(not node.owed for node in self._nodes.values()) < self._quorum:
+            for descriptor, _ in self._poll.poll():
+                node = self._nodes[descriptor]
+                node.reader.feed(node.sock.recv(65536))
+                while (reply := node.reader.gets()) is not False:
+                    node.owed -= 1
+                    if not node.owed and reply[0] != wanted:
+                        raise RuntimeError(f"a node says {reply!r}, and not {wanted!r}")
+
+
+def _open(url: str, node_key: str, resource: str) -> _Node:
+    with redis.Redis.from_url(url) as client:
+        about: Any = client.info("server")
+        fingerprint: Any = client.hget(node_key, "cfg")
+        acquire, release = (client.script_load(_script(name)) for name in ("acquire", "release"))
+        address = client.connection_pool.connection_kwargs
+    sock = socket.create_connection((address["host"], address["port"]))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    keys = (node_key, f"{node_key}:l:{resource}")
+    common, own = (fingerprint, "a nonce that is never changed"), (about["run_id"], "")
+    stripe, ttl_ms, epoch, nothing = 0, 10_000, 0, 0
+    return _Node(
+        sock,
+        _pack("EVALSHA", acquire, len(keys), *keys, *common, ttl_ms, epoch, stripe, nothing, *own),
+        _pack("EVALSHA", release, len(keys), *keys, *common, epoch, stripe, nothing, *own),
+    )
+
+
+def _pack(*words: str | bytes | int) -> bytes:
+    packed: bytes = hiredis.pack_command(words)  # type: ignore[arg-type] # its stub knows one word only
+    return packed
+
+
+def _script(name: str) -> str:
+    folder = importlib.resources.files("fencelock.authority.redlock") / "scripts"
+    return (folder / "prelude.lua").read_text() + (folder / f"{name}.lua").read_text()
