@@ -1,0 +1,143 @@
+"""A worker process of the demo: does what its director says, one line of JSON at a time.
+
+Run as `python -m fencelock.demo.worker DATABASE NODES`. The director decides only the order of the
+steps; what each step does is what an application would do.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import redis
+from redis.exceptions import LockNotOwnedError
+from sqlalchemy import create_engine, update
+from sqlalchemy.orm import Session
+
+import fencelock
+from fencelock.demo.models import ACCOUNT, RESOURCE, Account, PlainAccount
+from fencelock.guard import claim, conditional_update, execute_fenced, fenced_update
+
+
+class Worker:
+    """The steps that a worker can be told to take."""
+
+    def __init__(self, database: str, nodes: str) -> None:
+        self._engine = create_engine(database)
+        self._ordinary_client = redis.Redis.from_url(nodes.split(",", maxsplit=1)[0])
+        self._quorum = fencelock.Redlock(nodes)
+        self._session = Session(self._engine, expire_on_commit=False)
+        self._account: Account | None = None
+
+    # With an ordinary lock, and nothing in the database.
+
+    def lock_plainly(self, ttl: float) -> str:
+        """Take redis-py's lock on one node."""
+        self._ordinary_lock = self._ordinary_client.lock("demo:account", timeout=ttl, blocking_timeout=20)
+        if not self._ordinary_lock.acquire():
+            raise TimeoutError("the ordinary lock was not to be had")
+        return "got the lock"
+
+    def read_plainly(self) -> int:
+        """Read the balance."""
+        with Session(self._engine) as session:
+            return session.get_one(PlainAccount, ACCOUNT).balance
+
+    def write_plainly(self, balance: int) -> int:
+        """Write the balance, as computed from what was read."""
+        with Session(self._engine) as session:
+            session.execute(update(PlainAccount).where(PlainAccount.id == ACCOUNT).values(balance=balance))
+            session.commit()
+        return balance
+
+    def unlock_plainly(self) -> str:
+        """Release redis-py's lock."""
+        try:
+            self._ordinary_lock.release()
+        except LockNotOwnedError:
+            return "finds out, too late, that the lock was no longer its own"
+        return "released the lock"
+
+    # With fencelock.
+
+    def lock(self, ttl: float) -> int:
+        """Take the quorum's lock, and return the fencing token."""
+        self._lock = self._quorum.lock(RESOURCE, ttl=ttl, timeout=20)
+        return self._lock.acquire().fencing_token
+
+    def claim(self) -> int:
+        """Raise the fence to our token and read the balance, in one short transaction."""
+        self._account = claim(self._session, Account, ACCOUNT)
+        self._session.commit()
+        return self._account.balance
+
+    def write_with_orm(self, balance: int) -> int:
+        """Write the balance through the unit of work."""
+        assert self._account is not None  # noqa: S101 - the story claims first
+        try:
+            self._account.balance = balance
+            self._session.commit()
+        finally:
+            self._session.rollback()
+        return balance
+
+    def write_with_core(self, balance: int) -> int:
+        """Write the balance with a Core statement."""
+        statement = fenced_update(Account).where(Account.id == ACCOUNT).values(balance=balance)
+        with self._engine.begin() as connection:
+            execute_fenced(connection, statement, token=self._lock.lease.fencing_token)
+        return balance
+
+    def write_with_cursor(self, balance: int) -> int:
+        """Write the balance with a bare DB-API cursor, and return how many rows the database let through."""
+        connection = self._engine.raw_connection()
+        sql, parameters = conditional_update(
+            Account.__tablename__,
+            {"balance": balance},
+            {"id": ACCOUNT},
+            self._lock.lease.fencing_token,
+            paramstyle=self._engine.dialect.paramstyle,
+        )
+        cursor = connection.cursor()
+        cursor.execute(sql, parameters)
+        rows = cursor.rowcount
+        connection.commit()
+        connection.close()
+        return rows
+
+    def unlock(self) -> str:
+        """Release the quorum's lock."""
+        try:
+            self._lock.release()
+        except fencelock.LockLostError:
+            return "hears on leaving that its lease had ended: LockLostError"
+        return "released the lock"
+
+    def add(self, amount: int) -> int:
+        """Do the whole job the way an application does, and return the new balance."""
+        with self._quorum.lock(RESOURCE), Session(self._engine) as session:
+            account = claim(session, Account, ACCOUNT)
+            account.balance += amount
+            balance = account.balance
+            session.commit()
+        return balance
+
+
+def _serve(worker: Worker) -> None:
+    for line in sys.stdin:
+        order: dict[str, Any] = json.loads(line)
+        step: Callable[..., Any] = getattr(worker, order["step"])
+        try:
+            answer: dict[str, Any] = {"value": step(*order["arguments"])}
+        except fencelock.StaleTokenError as error:
+            answer = {"stale": [error.token, error.current]}
+        except Exception as error:  # noqa: BLE001 - whatever went wrong is the director's to judge
+            answer = {"error": type(error).__name__, "message": str(error)}
+        print(json.dumps({**answer, "at": time.monotonic()}), flush=True)  # noqa: T201 - to the director
+
+
+if __name__ == "__main__":
+    _serve(Worker(sys.argv[1], sys.argv[2]))
