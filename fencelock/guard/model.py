@@ -134,9 +134,8 @@ def _template(mapper: Mapper[Any], model: type[Any], base: Table) -> ResourceTem
     if template is None:
         return None
     attributes: dict[str, Column[Any]] = {
-        prop.key: column
-        for prop in mapper.column_attrs
-        for column in prop.columns
+        name: column
+        for name, column in mapper.columns.items()  # not column_attrs: that would configure the mappers
         if isinstance(column, Column) and column.table is base
     }
     return ResourceTemplate.parse(template, attributes, model.__name__)

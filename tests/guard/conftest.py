@@ -1,0 +1,43 @@
+"""Databases that many of the guard's tests share: making one costs far more than emptying its tables."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+
+import pytest
+from sqlalchemy import Engine, NullPool, create_engine, make_url, text
+
+from fencelock.embedded import Postgres
+
+
+@pytest.fixture(scope="module", params=["sqlite", "postgresql", "mariadb"])
+def shared_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a database that the tests of one file share, one for each kind of database."""
+    if request.param == "sqlite":
+        yield f"sqlite:///{tmp_path_factory.mktemp('guard') / 'test.sqlite'}"
+    elif request.param == "postgresql":
+        server: Postgres = request.getfixturevalue("postgres")
+        url = server.create_database()
+        yield url
+        server.drop_database(url)
+    else:
+        yield from _mariadb(request.getfixturevalue("mariadb_url"))
+
+
+def _mariadb(server_url: str) -> Iterator[str]:
+    name = f"fencelock_test_{secrets.token_hex(6)}"
+    server = create_engine(server_url, poolclass=NullPool, isolation_level="AUTOCOMMIT")
+    with server.connect() as connection:
+        connection.execute(text(f"CREATE DATABASE {name} CHARACTER SET utf8mb4"))
+    yield make_url(server_url).set(database=name).render_as_string(hide_password=False)
+    with server.connect() as connection:
+        connection.execute(text(f"DROP DATABASE {name}"))
+
+
+@pytest.fixture
+def shared_engine(shared_url: str) -> Iterator[Engine]:
+    """An engine of its own for each test, on the shared database."""
+    made = create_engine(shared_url)
+    yield made
+    made.dispose()

@@ -1,0 +1,535 @@
+"""Claims and gates: what two holders see of each other, on two connections."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, ForeignKey, String, create_engine, delete, event, func, insert, select, update
+from sqlalchemy.exc import DBAPIError, InvalidRequestError, NoResultFound, OperationalError
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, joinedload, mapped_column, relationship
+
+from fencelock.errors import AmbiguousFenceError, StaleTokenError, UnfencedWriteError
+from fencelock.guard import FencedModel, begin_immediate, bind, claim, claim_all, fence_table, gate
+from fencelock.lease import Lease, note_ended, note_held
+
+OLD = Lease("account:1", 1)
+NEW = Lease("account:1", 2)
+
+
+class Base(DeclarativeBase):
+    """The models of this file."""
+
+
+class Account(FencedModel, Base):
+    """The row that everybody wants."""
+
+    __tablename__ = "cl_accounts"
+    __fence_resource__ = "account:{id}"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    balance: Mapped[int]
+    changed: Mapped[int] = mapped_column(default=0, onupdate=1)
+    notes: Mapped[list[Note]] = relationship()
+
+
+class Note(Base):
+    """Not fenced; hangs on an account."""
+
+    __tablename__ = "cl_notes"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    account_id: Mapped[int] = mapped_column(ForeignKey("cl_accounts.id"))
+    text: Mapped[str] = mapped_column(String(20))
+
+
+class Task(FencedModel, Base):
+    """Guarded by a resource that the key does not tell."""
+
+    __tablename__ = "cl_tasks"
+    __fence_resource__ = "queue:{queue}"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    queue: Mapped[str] = mapped_column(String(20))
+    done: Mapped[bool] = mapped_column(default=False)
+
+
+class Seat(FencedModel, Base):
+    """Guarded as a whole table, with a composite key."""
+
+    __tablename__ = "cl_seats"
+    row: Mapped[int] = mapped_column(primary_key=True)
+    letter: Mapped[str] = mapped_column(String(1), primary_key=True)
+    guest: Mapped[str | None] = mapped_column(String(20))
+
+
+fences = fence_table(Base.metadata)
+
+
+@pytest.fixture(scope="module")
+def _tables(shared_url: str) -> None:
+    engine = create_engine(shared_url)
+    Base.metadata.create_all(engine)
+    engine.dispose()
+
+
+@pytest.fixture
+def engine(shared_engine: Engine, _tables: None) -> Engine:
+    """An engine on a database with an account of balance 100, three tasks and two seats."""
+    with shared_engine.execution_options(fencelock="bypass").begin() as connection:
+        for table in reversed(Base.metadata.sorted_tables):
+            connection.execute(delete(table))
+        connection.execute(insert(Account), {"id": 1, "balance": 100})
+        connection.execute(insert(Note), {"id": 1, "account_id": 1, "text": "first"})
+        tasks = [{"id": number, "queue": "b" if number == 2 else "a"} for number in (1, 2, 3)]
+        connection.execute(insert(Task), tasks)
+        connection.execute(insert(Seat), [{"row": 1, "letter": "a"}, {"row": 1, "letter": "b"}])
+    return shared_engine
+
+
+@pytest.fixture
+def old(engine: Engine) -> Iterator[Session]:
+    """The session of the older holder of the account."""
+    with Session(engine) as session:
+        bind(session, OLD)
+        yield session
+
+
+@pytest.fixture
+def new(engine: Engine) -> Iterator[Session]:
+    """The session of the newer holder of the account."""
+    with Session(engine) as session:
+        bind(session, NEW)
+        yield session
+
+
+def balance(engine: Engine) -> int:
+    with engine.connect() as connection:
+        return connection.scalars(select(Account.balance)).one()
+
+
+def fence(engine: Engine) -> int:
+    with engine.connect() as connection:
+        return connection.scalars(select(Account.last_fencing_token)).one()
+
+
+def in_thread(work: Callable[[], object]) -> Callable[[], Any]:
+    """Start work in a thread; return what waits for its result or raises its error."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(work())
+        except Exception as error:  # noqa: BLE001  handed over to the caller
+            outcome.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+
+    def wait() -> Any:
+        thread.join(30)
+        assert not thread.is_alive()
+        if isinstance(outcome[0], Exception):
+            raise outcome[0]
+        return outcome[0]
+
+    return wait
+
+
+def test_without_a_claim_an_update_is_lost(engine: Engine, old: Session, new: Session) -> None:
+    """The read hole: fenced writes alone accept the old holder's write between a read and a write."""
+    read_by_new = new.get_one(Account, 1).balance
+    new.rollback()
+    account = old.get_one(Account, 1)
+    account.balance -= 10
+    old.commit()
+    new.get_one(Account, 1).balance = read_by_new - 50
+    new.commit()
+    assert balance(engine) == 50, "the old holder's 10 is lost, though every write was fenced"
+
+
+def test_with_a_claim_no_update_is_lost(engine: Engine, old: Session, new: Session) -> None:
+    """The same schedule with a claim before the read: the old holder is turned away."""
+    account = claim(new, Account, 1)
+    read_by_new = account.balance
+    new.commit()
+    stale = old.get_one(Account, 1)
+    stale.balance -= 10
+    with pytest.raises(StaleTokenError) as caught:
+        old.commit()
+    assert (caught.value.token, caught.value.current) == (1, 2)
+    new.get_one(Account, 1).balance = read_by_new - 50
+    new.commit()
+    assert balance(engine) == 50
+
+
+def test_an_accepted_write_is_seen_by_the_claim_after_it(engine: Engine, old: Session, new: Session) -> None:
+    """A claim loads what has been committed, into an object that the session has had for long."""
+    known = new.get_one(Account, 1)
+    assert known.balance == 100
+    new.rollback()
+    claim(old, Account, 1).balance -= 10
+    old.commit()
+    assert claim(new, Account, 1) is known
+    assert known.balance == 90
+    known.balance -= 50
+    new.commit()
+    assert (balance(engine), fence(engine)) == (40, 2)
+
+
+def test_claim_reads_past_the_snapshot_of_its_transaction(engine: Engine, old: Session, new: Session) -> None:
+    """MariaDB's REPEATABLE READ keeps an old snapshot; what a claim returns does not come from it."""
+    if engine.dialect.name == "sqlite":
+        pytest.skip("SQLite's transaction with an old snapshot cannot write at all")
+    claim(new, Account, 1)
+    new.commit()
+    assert new.get_one(Account, 1).balance == 100
+    with Session(engine) as same_lease:
+        bind(same_lease, NEW)
+        claim(same_lease, Account, 1).balance = 70
+        same_lease.commit()
+    assert claim(new, Account, 1).balance == 70
+    new.rollback()
+
+
+def test_claim_holds_off_the_old_holder_until_the_commit(engine: Engine, old: Session, new: Session) -> None:
+    """The claim's row lock makes an older write wait, and the raised fence then refuses it."""
+    if engine.dialect.name == "sqlite":
+        begin_immediate(engine)
+        engine.dispose()
+    account = claim(new, Account, 1)
+    refused = in_thread(
+        lambda: old.execute(update(Account).where(Account.id == 1).values(balance=0)).rowcount
+    )
+    time.sleep(0.2)
+    account.balance = 70
+    new.commit()
+    with pytest.raises(StaleTokenError) as caught:
+        refused()
+    assert caught.value.identity == (1,)
+    assert (caught.value.token, caught.value.current) == (1, 2)
+    old.rollback()
+    assert balance(engine) == 70
+
+
+def test_a_claim_waits_for_the_older_writer_and_sees_its_write(
+    engine: Engine, old: Session, new: Session
+) -> None:
+    """An older holder in the middle of its transaction is waited for, and its accepted write is read."""
+    if engine.dialect.name == "sqlite":
+        begin_immediate(engine)
+        engine.dispose()
+    claim(old, Account, 1).balance = 90
+    old.flush()
+    claimed = in_thread(lambda: claim(new, Account, 1).balance)
+    time.sleep(0.2)
+    old.commit()
+    assert claimed() == 90
+    new.rollback()
+
+
+def test_a_stale_claim_is_refused(engine: Engine, old: Session, new: Session) -> None:
+    """A claim below the fence raises StaleTokenError and leaves the session usable after a rollback."""
+    claim(new, Account, 1)
+    new.commit()
+    with pytest.raises(StaleTokenError) as caught:
+        claim(old, Account, 1)
+    assert (caught.value.table, caught.value.identity) == ("cl_accounts", (1,))
+    old.rollback()
+    assert old.get_one(Account, 1).balance == 100
+
+
+def test_a_claim_of_the_same_token_is_no_refusal(engine: Engine, new: Session) -> None:
+    """Claiming twice changes nothing the second time, which not every driver counts as a matched row."""
+    claim(new, Account, 1)
+    new.commit()
+    assert claim(new, Account, 1).balance == 100
+    new.commit()
+    assert fence(engine) == 2
+
+
+def test_a_claim_without_found_rows_is_no_refusal(engine: Engine) -> None:
+    """A MariaDB connection that counts changed rows only says 0 for a claim that changes nothing."""
+    if engine.dialect.name != "mysql":
+        pytest.skip("only MariaDB has the flag FOUND_ROWS")
+    import pymysql  # noqa: PLC0415  the driver of this one test
+
+    url = engine.url
+    counting = create_engine(
+        url,
+        creator=lambda: pymysql.connect(
+            host=url.host or "",
+            port=url.port or 3306,
+            user=url.username,
+            database=url.database,
+            client_flag=0,
+        ),
+    )
+    with Session(counting) as session:
+        bind(session, NEW)
+        claim(session, Account, 1)
+        session.commit()
+        assert claim(session, Account, 1).last_fencing_token == 2
+        session.rollback()
+        bind(session, OLD)
+        with pytest.raises(StaleTokenError):
+            claim(session, Account, 1)
+    counting.dispose()
+
+
+def test_a_rollback_to_a_savepoint_gives_the_claim_back(engine: Engine, old: Session, new: Session) -> None:
+    """After ROLLBACK TO SAVEPOINT the row must be claimed again: nothing is remembered as claimed."""
+    if engine.dialect.name == "sqlite":
+        begin_immediate(engine)
+        engine.dispose()
+    with new.begin_nested() as savepoint:
+        claim(new, Account, 1)
+        savepoint.rollback()
+    if engine.dialect.name == "postgresql":  # the others keep the lock until the transaction ends
+        claim(old, Account, 1).balance = 90
+        old.commit()
+        assert claim(new, Account, 1).balance == 90
+    else:
+        assert claim(new, Account, 1).balance == 100
+    new.commit()
+    assert fence(engine) == 2
+
+
+def test_a_refusal_inside_a_savepoint_leaves_the_outer_transaction(
+    engine: Engine, old: Session, new: Session
+) -> None:
+    """Only the innermost savepoint is rolled back; what the transaction did before it stays."""
+    claim(new, Account, 1)
+    new.commit()
+    bind(old, OLD, Lease("queue:a", 7))
+    if engine.dialect.name == "sqlite":
+        begin_immediate(engine)
+        engine.dispose()
+    claim(old, Task, 1).done = True
+    with pytest.raises(StaleTokenError), old.begin_nested():
+        claim(old, Account, 1)
+    old.commit()
+    assert old.get_one(Task, 1).done
+
+
+def test_a_missing_row_is_no_result(engine: Engine, new: Session) -> None:
+    """Claiming what is not there raises SQLAlchemy's NoResultFound, and the transaction goes on."""
+    bind(new, Lease("account:9", 1))
+    with pytest.raises(NoResultFound, match="no Account with the primary key"):
+        claim(new, Account, 9)
+    with pytest.raises(NoResultFound):
+        claim(new, Account, 9, skip_locked=True)
+    bind(new, Lease("queue:a", 1))
+    with pytest.raises(NoResultFound):
+        claim(new, Task, 9)
+    assert not claim(new, Task, 1).done
+
+
+@pytest.mark.parametrize("identity", [None, (1, 2), {"other": 1}, ()])
+def test_a_malformed_identity_is_refused(new: Session, identity: object) -> None:
+    """What cannot be a primary key raises ValueError, before anything is sent."""
+    with pytest.raises(ValueError, match="identified by id"):
+        claim(new, Account, identity)
+
+
+@pytest.mark.parametrize("model", [Note, str, Base])
+def test_only_fenced_models_can_be_claimed(new: Session, model: type[Any]) -> None:
+    """A model without a fence, or no model at all, raises TypeError."""
+    with pytest.raises(TypeError):
+        claim(new, model, 1)
+
+
+def test_identity_as_session_get_takes_it(engine: Engine) -> None:
+    """A tuple or a dict name a composite key."""
+    with Session(engine) as session:
+        bind(session, Lease("room", 1))
+        assert claim(session, Seat, (1, "a")) is claim(session, Seat, {"letter": "a", "row": 1})
+
+
+def test_nowait_and_skip_locked(engine: Engine, old: Session, new: Session) -> None:
+    """A locked row raises the database's error at once, or gives None; a free one is claimed."""
+    if engine.dialect.name == "sqlite":
+        assert claim(new, Account, 1, nowait=True).balance == 100
+        return
+    claim(old, Account, 1)
+    begun = time.monotonic()
+    assert claim(new, Account, 1, skip_locked=True) is None
+    with pytest.raises(OperationalError):
+        claim(new, Account, 1, nowait=True)
+    assert time.monotonic() - begun < 5
+    new.rollback()
+    old.rollback()
+    assert claim(new, Account, 1, nowait=True).last_fencing_token == 2
+
+
+def test_pending_changes_are_flushed_not_discarded(engine: Engine, new: Session) -> None:
+    """Changes made before a claim are written by it; where autoflush is off, the claim refuses."""
+    account = claim(new, Account, 1)
+    account.balance = 90
+    assert claim(new, Account, 1).balance == 90
+    account.balance = 80
+    with new.no_autoflush, pytest.raises(InvalidRequestError, match="claim it before changing it"):
+        claim(new, Account, 1)
+    new.commit()
+    assert balance(engine) == 80
+
+
+def test_a_claim_leaves_onupdate_columns_alone(engine: Engine, new: Session) -> None:
+    """Raising the fence is no change of the row that users would see."""
+    account = claim(new, Account, 1)
+    assert account.changed == 0
+    account.balance = 1
+    new.commit()
+    assert account.changed == 1
+
+
+def test_a_claim_loads_related_rows_freshly(engine: Engine, new: Session) -> None:
+    """Collections that the session had loaded before are read again."""
+    account = new.get_one(Account, 1, options=[joinedload(Account.notes)])
+    new.rollback()
+    assert len(account.notes) == 1
+    new.rollback()
+    with engine.begin() as connection:
+        connection.execute(insert(Note), {"id": 2, "account_id": 1, "text": "second"})
+    assert len(claim(new, Account, 1).notes) == 2
+
+
+def test_a_resource_that_the_key_does_not_tell(engine: Engine, new: Session) -> None:
+    """Where __fence_resource__ names other columns, the claim reads them to find the lease."""
+    bind(new, Lease("queue:a", 3))
+    claim(new, Task, 1).done = True
+    with pytest.raises(UnfencedWriteError, match="'queue:b'"):
+        claim(new, Task, 2)
+    new.commit()
+    assert new.scalars(select(Task.last_fencing_token).order_by(Task.id)).all() == [3, 0, 0]
+
+
+def test_claim_all_claims_in_key_order_and_returns_in_query_order(engine: Engine, new: Session) -> None:
+    """Two holders of overlapping sets cannot deadlock, whatever order their queries ask for."""
+    bind(new, Lease("queue:a", 3), Lease("queue:b", 8))
+    claimed: list[Any] = []
+
+    def note(_c: object, _s: object, many: Any, params: Any, _o: object, _r: object) -> None:
+        claimed.extend(row["key_0"] for row in many or [params] if "key_0" in row)
+
+    event.listen(engine, "after_execute", note)
+    tasks = claim_all(new, select(Task).order_by(Task.id.desc()))
+    assert [task.id for task in tasks] == [3, 2, 1]
+    assert claimed == [1, 2, 3]
+    assert [task.last_fencing_token for task in tasks] == [3, 8, 3]
+
+
+def test_claim_all_is_refused_as_a_whole(engine: Engine, new: Session) -> None:
+    """One row with a larger fence refuses all of them."""
+    bind(new, Lease("room", 5))
+    claim(new, Seat, (1, "b"))
+    new.commit()
+    with Session(engine) as stale:
+        bind(stale, Lease("room", 4))
+        with pytest.raises(StaleTokenError) as caught:
+            claim_all(stale, select(Seat))
+        assert caught.value.identity == (1, "b")
+        stale.rollback()
+        assert stale.scalars(select(Seat.last_fencing_token).order_by(Seat.letter)).all() == [0, 5]
+
+
+def test_claim_all_of_nothing_is_empty(engine: Engine, new: Session) -> None:
+    """A query without rows claims nothing, and takes only SELECTs of one model."""
+    assert claim_all(new, select(Account).where(Account.id == 9)) == []
+    for statement in (select(Account.id), select(Account, Task)):
+        with pytest.raises(TypeError):
+            claim_all(new, statement)
+
+
+def test_a_gate_stops_the_stale_insert(engine: Engine, old: Session, new: Session) -> None:
+    """A row that does not exist has no fence; the resource's own fence refuses the stale INSERT."""
+    gate(new)
+    new.commit()
+    with pytest.raises(StaleTokenError) as caught:
+        gate(old)
+    assert (caught.value.table, caught.value.identity) == ("fencelock_fences", ("account:1",))
+    old.rollback()
+    gate(new, "account:1")
+    new.commit()
+    assert new.execute(select(fences)).all() == [("account:1", 2)]
+
+
+def test_a_gate_wants_one_lease(engine: Engine, new: Session) -> None:
+    """Without a resource the one lease held is meant; none or several are refused."""
+    bind(new)
+    with pytest.raises(UnfencedWriteError):
+        gate(new)
+    with pytest.raises(UnfencedWriteError):
+        gate(new, "account:1")
+    bind(new, OLD, Lease("room", 1))
+    with pytest.raises(AmbiguousFenceError):
+        gate(new)
+    gate(new, "room")
+    new.commit()
+    assert new.scalars(select(fences.c.resource)).all() == ["room"]
+
+
+def test_gates_compare_resources_exactly(engine: Engine, new: Session) -> None:
+    """Case, accents and emoji tell resources apart on every database."""
+    names = ["room", "Room", "röom", "room🚪", "roöm"]
+    for token, name in enumerate(names, 1):
+        bind(new, Lease(name, token))
+        gate(new)
+        new.commit()
+    assert new.scalar(select(func.count()).select_from(fences)) == len(names)
+
+
+def test_two_first_comers_pass_a_gate_one_after_the_other(engine: Engine) -> None:
+    """The first use of a resource by two holders at once makes its row once, and deadlocks nobody."""
+    if engine.dialect.name == "sqlite":
+        begin_immediate(engine)
+        engine.dispose()
+    barrier = threading.Barrier(2)
+
+    def pass_gate(token: int) -> str:
+        with Session(engine) as session:
+            bind(session, Lease("first", token))
+            barrier.wait()
+            try:
+                gate(session)
+            except StaleTokenError:
+                return "stale"
+            session.commit()
+            return "passed"
+
+    for _ in range(10):
+        waits = [in_thread(lambda token=token: pass_gate(token)) for token in (1, 2)]  # type: ignore[misc]
+        outcomes = [wait() for wait in waits]
+        assert outcomes[1] == "passed"
+        with engine.execution_options(fencelock="bypass").begin() as connection:
+            assert connection.execute(select(fences)).all() == [("first", 2)]
+            connection.execute(delete(fences))
+
+
+def test_claims_by_the_held_lease(engine: Engine) -> None:
+    """No bind is needed where the context holds the lease."""
+    lease = Lease("account:1", 4)
+    note_held(lease)
+    try:
+        with Session(engine) as session:
+            claim(session, Account, 1).balance = 1
+            session.commit()
+    finally:
+        note_ended(lease)
+    assert fence(engine) == 4
+
+
+def test_repeatable_read_conflicts_stay_the_databases_own(engine: Engine, old: Session, new: Session) -> None:
+    """PostgreSQL's serialization failure is retryable and not reported as a stale token."""
+    if engine.dialect.name != "postgresql":
+        pytest.skip("only PostgreSQL raises 40001 here")
+    strict = Session(engine.execution_options(isolation_level="REPEATABLE READ"))
+    bind(strict, NEW)
+    strict.get_one(Account, 1)
+    claim(old, Account, 1).balance = 90
+    old.commit()
+    with pytest.raises(DBAPIError, match="could not serialize"):
+        claim(strict, Account, 1)
+    strict.rollback()
+    assert claim(strict, Account, 1).balance == 90
+    strict.close()

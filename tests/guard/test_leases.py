@@ -1,0 +1,510 @@
+"""Which lease guards which row, and what a transaction remembers of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, ForeignKey, String, bindparam, create_engine, insert, select, update
+from sqlalchemy.orm import (
+    DeclarativeBase,
+    Mapped,
+    Session,
+    mapped_column,
+    relationship,
+    scoped_session,
+    sessionmaker,
+)
+
+from fencelock.errors import (
+    AmbiguousFenceError,
+    FenceError,
+    LockLostError,
+    StaleTokenError,
+    UnfencedWriteError,
+)
+from fencelock.guard import FencedModel, bind
+from fencelock.lease import Lease, note_ended, note_held
+from fencelock.token import MAX_TOKEN
+
+
+class Base(DeclarativeBase):
+    """The models of this file."""
+
+
+class Customer(Base):
+    """Not fenced."""
+
+    __tablename__ = "le_customers"
+    id: Mapped[int] = mapped_column(primary_key=True)
+
+
+class Order(FencedModel, Base):
+    """Guarded by its customer's resource, which is not in the key."""
+
+    __tablename__ = "le_orders"
+    __fence_resource__ = "customer:{customer_id}"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    customer_id: Mapped[int] = mapped_column(ForeignKey("le_customers.id"))
+    status: Mapped[str] = mapped_column(String(20), default="new")
+    next_id: Mapped[int | None] = mapped_column(ForeignKey("le_orders.id"))
+    next: Mapped[Order | None] = relationship(remote_side=[id], post_update=True)
+    customer: Mapped[Customer] = relationship()
+
+
+class Ticket(FencedModel, Base):
+    """Guarded row by row, with a key that the database makes."""
+
+    __tablename__ = "le_tickets"
+    __fence_resource__ = "ticket:{id}"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    seat: Mapped[str] = mapped_column(String(20), default="none")
+
+
+class Setting(FencedModel, Base):
+    """Guarded by one resource, named in full; or by the tenant's, whose default is a plain value."""
+
+    __tablename__ = "le_settings"
+    __fence_resource__ = "tenant:{tenant}"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    tenant: Mapped[str] = mapped_column(String(20), default="main")
+    value: Mapped[int] = mapped_column(default=0)
+
+
+class Ledger(FencedModel, Base):
+    """Guarded by one resource, named in full."""
+
+    __tablename__ = "le_ledger"
+    __fence_resource__ = "ledger"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    value: Mapped[int] = mapped_column(default=0)
+
+
+class Stock(FencedModel, Base):
+    """Guarded by whatever one resource is locked."""
+
+    __tablename__ = "le_stock"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    count: Mapped[int] = mapped_column(default=0)
+
+
+@pytest.fixture
+def engine(tmp_path: Any) -> Iterator[Engine]:
+    """An engine on SQLite: none of this depends on the database."""
+    made = create_engine(f"sqlite:///{tmp_path / 'test.sqlite'}")
+    Base.metadata.create_all(made)
+    with made.execution_options(fencelock="bypass").begin() as connection:
+        connection.execute(insert(Customer), [{"id": 1}, {"id": 2}])
+        for number in (1, 2):
+            connection.execute(insert(Order), {"id": number, "customer_id": number})
+            connection.execute(insert(Ticket), {"id": number})
+            connection.execute(insert(Stock), {"id": number})
+    yield made
+    made.dispose()
+
+
+@pytest.fixture
+def session(engine: Engine) -> Iterator[Session]:
+    """A session on it."""
+    with Session(engine) as made:
+        yield made
+
+
+@pytest.fixture
+def held() -> Iterator[list[Lease]]:
+    """Leases that the context holds for the length of the test."""
+    leases = [Lease("ticket:1", 3), Lease("customer:1", 4)]
+    note_held(*leases)
+    yield leases
+    note_ended(*leases)
+
+
+def test_the_held_lease_of_each_row_is_found(session: Session, held: list[Lease]) -> None:
+    """With several leases held, __fence_resource__ says which token goes where, in one flush."""
+    session.get_one(Ticket, 1).seat = "a"
+    session.get_one(Order, 1).status = "paid"
+    session.commit()
+    assert session.get_one(Ticket, 1).last_fencing_token == 3
+    assert session.get_one(Order, 1).last_fencing_token == 4
+
+
+def test_rows_of_one_flush_get_their_own_tokens(session: Session) -> None:
+    """One executemany carries a token per row, and refuses if any of them is stale."""
+    bind(session, Lease("ticket:1", 3), Lease("ticket:2", 30))
+    for number in (1, 2):
+        session.get_one(Ticket, number).seat = "a"
+    session.commit()
+    assert session.scalars(select(Ticket.last_fencing_token).order_by(Ticket.id)).all() == [3, 30]
+    bind(session, Lease("ticket:1", 4), Lease("ticket:2", 29))
+    tickets = session.scalars(select(Ticket)).all()
+    for ticket in tickets:
+        ticket.seat = "b"
+    with pytest.raises(StaleTokenError) as caught:
+        session.commit()
+    assert (caught.value.identity, caught.value.token, caught.value.current) == ((2,), 29, 30)
+    session.rollback()
+    assert [ticket.seat for ticket in tickets] == ["a", "a"]
+
+
+def test_the_wrong_lease_is_refused_by_name(session: Session) -> None:
+    """The error says which resource is needed and which are held; nothing is sent."""
+    bind(session, Lease("ticket:1", 3))
+    session.get_one(Ticket, 2).seat = "a"
+    with pytest.raises(UnfencedWriteError, match=r"'ticket:2'.*'ticket:1'"):
+        session.commit()
+    session.rollback()
+    session.get_one(Ticket, 1).seat = "a"
+    session.commit()
+
+
+def test_several_leases_without_a_mapping_are_ambiguous(session: Session) -> None:
+    """Nothing says which token counts, so nothing is sent."""
+    bind(session, Lease("a", 1), Lease("b", 1))
+    session.get_one(Stock, 1).count = 1
+    with pytest.raises(AmbiguousFenceError, match="__fence_resource__"):
+        session.commit()
+
+
+def test_an_unmapped_table_keeps_to_one_resource(engine: Engine) -> None:
+    """A second resource for the same table is refused, in another session and transaction too."""
+    with Session(engine) as session:
+        bind(session, Lease("a", 1))
+        session.get_one(Stock, 1).count = 1
+        session.commit()
+    with Session(engine.execution_options(other="facade")) as session:
+        bind(session, Lease("b", 9))
+        session.get_one(Stock, 2).count = 1
+        with pytest.raises(AmbiguousFenceError, match=r"'a'.*'b'"):
+            session.commit()
+        session.rollback()
+        bind(session, Lease("a", 2))
+        session.get_one(Stock, 2).count = 1
+        session.commit()
+
+
+def test_another_database_may_use_another_resource(engine: Engine) -> None:
+    """What is remembered of an unmapped table is remembered per engine."""
+    other = create_engine("sqlite://")
+    Base.metadata.create_all(other)
+    for each, resource in ((engine, "a"), (other, "b")):
+        with Session(each) as session:
+            bind(session, Lease(resource, 1))
+            session.add(Stock(id=7))
+            session.commit()
+    other.dispose()
+
+
+def test_a_table_can_have_one_named_resource(session: Session) -> None:
+    """A template without columns names the resource of the whole table."""
+    bind(session, Lease("ledger", 5), Lease("other", 6))
+    session.add(Ledger(id=1))
+    session.commit()
+    session.execute(update(Ledger).values(value=1))
+    session.commit()
+    assert session.get_one(Ledger, 1).last_fencing_token == 5
+    bind(session, Lease("other", 6))
+    with pytest.raises(UnfencedWriteError, match="'ledger'"):
+        session.execute(update(Ledger).values(value=2))
+
+
+def test_a_resource_outside_the_key_is_taken_from_the_object(session: Session) -> None:
+    """The unit of work knows the row's columns, loaded or expired, so any of them may name the resource."""
+    bind(session, Lease("customer:1", 4))
+    order = session.get_one(Order, 1)
+    order.status = "paid"
+    session.commit()
+    session.expire(order)
+    session.delete(order)
+    session.commit()
+    order = session.get_one(Order, 2)
+    order.status = "paid"
+    with pytest.raises(UnfencedWriteError, match="'customer:2'"):
+        session.commit()
+
+
+def test_a_resource_outside_the_key_of_a_new_row_with_post_update(session: Session) -> None:
+    """A row inserted and updated in one flush is found although the session has no key for it yet."""
+    bind(session, Lease("customer:1", 4))
+    first = Order(customer_id=1)
+    first.next = Order(customer=session.get_one(Customer, 1))
+    session.add(first)
+    session.commit()
+    assert first.last_fencing_token == 4
+    assert first.next is not None
+
+
+def test_statements_must_pin_the_resource(session: Session) -> None:
+    """A WHERE clause that leaves the resource open is refused; one that names it is guarded."""
+    bind(session, Lease("customer:1", 4))
+    for criterion in (Order.status == "new", Order.id == 2, (Order.customer_id == 1) | (Order.id == 2)):
+        with pytest.raises(UnfencedWriteError, match="customer_id"):
+            session.execute(update(Order).where(criterion).values(status="paid"))
+    pinned = update(Order).where(Order.customer_id == 1, Order.status == "new").values(status="paid")
+    assert session.execute(pinned).rowcount == 1  # type: ignore[attr-defined]
+    with pytest.raises(UnfencedWriteError, match="'customer:2'"):
+        session.execute(update(Order).where(Order.customer_id == 2).values(status="paid"))
+
+
+def test_pins_may_be_parameters(session: Session) -> None:
+    """With executemany, each execution's own value names its resource."""
+    bind(session, Lease("ticket:1", 3), Lease("ticket:2", 30))
+    statement = update(Ticket.__table__).where(Ticket.__table__.c.id == bindparam("which"))  # type: ignore[arg-type]
+    session.connection().execute(statement, [{"which": 1, "seat": "a"}, {"which": 2, "seat": "b"}])
+    session.commit()
+    assert session.scalars(select(Ticket.last_fencing_token).order_by(Ticket.id)).all() == [3, 30]
+
+
+def test_a_column_of_the_resource_must_not_change(session: Session) -> None:
+    """Moving a row to another resource is refused, by the unit of work and by statements."""
+    bind(session, Lease("customer:1", 4), Lease("customer:2", 5), Lease("ticket:1", 6))
+    session.get_one(Order, 1).customer_id = 2
+    with pytest.raises(UnfencedWriteError, match="customer_id of 'le_orders' must not change"):
+        session.commit()
+    session.rollback()
+    session.get_one(Ticket, 1).id = 9
+    with pytest.raises(UnfencedWriteError, match="must not change"):
+        session.commit()
+    session.rollback()
+    for assigned in ({"customer_id": 2}, {Order.customer_id: 2}):
+        with pytest.raises(UnfencedWriteError, match="must not change"):
+            session.execute(update(Order).where(Order.customer_id == 1).values(assigned))
+
+
+def test_a_generated_key_begins_open(session: Session) -> None:
+    """Nobody can have locked a row before the database made its key: the fence is 0, some lease is held."""
+    session.add(Ticket())
+    with pytest.raises(UnfencedWriteError):
+        session.commit()
+    session.rollback()
+    bind(session, Lease("customer:1", 4))
+    ticket = Ticket()
+    session.add(ticket)
+    session.commit()
+    assert ticket.last_fencing_token == 0
+    bind(session, Lease(f"ticket:{ticket.id}", 1))
+    ticket.seat = "a"
+    session.commit()
+    assert ticket.last_fencing_token == 1
+
+
+def test_a_default_names_the_resource_of_a_new_row(session: Session) -> None:
+    """A plain default counts as the column's value; the wrong lease is refused."""
+    bind(session, Lease("tenant:main", 2))
+    setting = Setting()
+    session.add(setting)
+    session.commit()
+    assert (setting.tenant, setting.last_fencing_token) == ("main", 2)
+    session.add(Setting(tenant="other"))
+    with pytest.raises(UnfencedWriteError, match="'tenant:other'"):
+        session.commit()
+
+
+def test_an_unknown_resource_of_a_new_row_is_refused(session: Session) -> None:
+    """Where the database computes what names the resource, the INSERT cannot be checked."""
+    bind(session, Lease("customer:1", 4))
+    statement = insert(Order).values(
+        customer_id=select(Customer.id).where(Customer.id == 1).scalar_subquery()
+    )
+    with pytest.raises(UnfencedWriteError, match="give customer_id a plain value"):
+        session.execute(statement)
+
+
+def test_a_transaction_remembers_its_lease(session: Session) -> None:
+    """Work flushed after the lock's block was left is still guarded by the lease it was done under."""
+    lease = Lease("ticket:1", 3)
+    note_held(lease)
+    ticket = session.get_one(Ticket, 1)
+    ticket.seat = "a"
+    session.flush()
+    lease.release()
+    note_ended(lease)
+    ticket.seat = "b"
+    session.commit()
+    assert (ticket.seat, ticket.last_fencing_token) == ("b", 3)
+    ticket.seat = "c"
+    with pytest.raises(UnfencedWriteError):
+        session.commit()
+
+
+def test_a_transaction_keeps_the_older_lease_of_a_resource(session: Session) -> None:
+    """What was read under the first lease may be out of date under the second, so the first one counts."""
+    first, second = Lease("ticket:1", 3), Lease("ticket:1", 5)
+    note_held(first)
+    ticket = session.get_one(Ticket, 1)
+    ticket.seat = "a"
+    session.flush()
+    note_ended(first)
+    note_held(second)
+    ticket.seat = "b"
+    session.flush()
+    assert ticket.last_fencing_token == 3
+    session.commit()
+    ticket.seat = "c"
+    session.commit()
+    assert ticket.last_fencing_token == 5
+    note_ended(second)
+
+
+def test_bind_wins_over_the_context(session: Session, held: list[Lease]) -> None:
+    """A bound session does not look at the context, until it is unbound."""
+    bind(session, Lease("ticket:1", 50))
+    ticket = session.get_one(Ticket, 1)
+    ticket.seat = "a"
+    session.commit()
+    assert ticket.last_fencing_token == 50
+    bind(session)
+    ticket.seat = "b"
+    with pytest.raises(StaleTokenError):
+        session.commit()
+
+
+def test_bind_again_replaces_what_the_transaction_remembers(session: Session) -> None:
+    """The last word of an explicit hand-over counts."""
+    ticket = session.get_one(Ticket, 1)
+    for token in (3, 5):
+        bind(session, Lease("ticket:1", token))
+        ticket.seat = f"seat {token}"
+        session.flush()
+        assert ticket.last_fencing_token == token
+
+
+def test_bind_a_connection(engine: Engine) -> None:
+    """Core without a session: the connection is what the lease is handed to."""
+    tickets: Any = Ticket.__table__
+    with engine.connect() as connection:
+        bind(connection, Lease("ticket:1", 3))
+        connection.execute(update(tickets).where(tickets.c.id == 1).values(seat="a"))
+        connection.commit()
+        assert connection.scalar(select(tickets.c.last_fencing_token).where(tickets.c.id == 1)) == 3
+
+
+def test_bind_a_scoped_session(engine: Engine) -> None:
+    """The session behind the facade is what is bound."""
+    scoped = scoped_session(sessionmaker(engine))
+    bind(scoped, Lease("ticket:1", 3))
+    scoped.get_one(Ticket, 1).seat = "a"
+    scoped.commit()
+    scoped.remove()
+
+
+@pytest.mark.parametrize(("target", "lease"), [("session", "lease"), (object(), Lease("a", 1)), (None, 5)])
+def test_bind_refuses_what_is_neither(session: Session, target: object, lease: Any) -> None:
+    """Something that is no session, or no lease, raises TypeError."""
+    with pytest.raises(TypeError):
+        bind(session if target == "session" else target, lease)  # type: ignore[arg-type]
+
+
+def test_a_released_lease_guards_nothing(session: Session) -> None:
+    """A lease that was given back before anything was written under it is as good as none."""
+    lease = Lease("ticket:1", 3)
+    bind(session, lease)
+    lease.release()
+    session.get_one(Ticket, 1).seat = "a"
+    with pytest.raises(UnfencedWriteError, match="no lease is held"):
+        session.commit()
+
+
+def test_a_lost_lease_is_refused_before_anything_is_sent(session: Session) -> None:
+    """A lease known to be lost raises LockLostError; one whose time ran out is the database's to judge."""
+    expired = Lease("ticket:1", 3, expires_at=0.0)
+    bind(session, expired)
+    ticket = session.get_one(Ticket, 1)
+    ticket.seat = "a"
+    session.commit()
+    expired.lose("the nodes said so")
+    ticket.seat = "b"
+    with pytest.raises(LockLostError, match="the nodes said so"):
+        session.commit()
+    session.rollback()
+    assert ticket.seat == "a"
+
+
+def test_a_forked_child_writes_nothing(engine: Engine) -> None:
+    """The child's copy of a lease is lost, bound or held."""
+    lease = Lease("ticket:1", 3)
+    note_held(lease)
+    engine.dispose()
+    child = os.fork()
+    if child == 0:
+        with Session(engine) as session:
+            session.get_one(Ticket, 1).seat = "a"
+            try:
+                session.commit()
+            except LockLostError:
+                os._exit(7)
+        os._exit(1)
+    note_ended(lease)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_a_reminted_token_is_used_at_once(session: Session) -> None:
+    """A lease that was reminted fences out its own older integer."""
+    lease = Lease("ticket:1", 3)
+    bind(session, lease)
+    ticket = session.get_one(Ticket, 1)
+    ticket.seat = "a"
+    session.commit()
+    lease.remint(8, lease.expires_at)
+    ticket.seat = "b"
+    session.commit()
+    assert ticket.last_fencing_token == 8
+
+
+def test_other_threads_do_not_see_the_held_lease(engine: Engine, held: list[Lease]) -> None:
+    """A new thread has no lease until one is handed over."""
+    seen: list[object] = []
+
+    def write(lease: Lease | None) -> None:
+        with Session(engine) as session:
+            if lease:
+                bind(session, lease)
+            session.get_one(Ticket, 1).seat = "a"
+            try:
+                session.commit()
+                seen.append("written")
+            except FenceError as error:
+                seen.append(type(error))
+
+    for lease in (None, held[0]):
+        thread = threading.Thread(target=contextvars.Context().run, args=(write, lease))
+        thread.start()
+        thread.join()
+    assert seen == [UnfencedWriteError, "written"]
+
+
+def test_tasks_keep_their_leases_apart(engine: Engine) -> None:
+    """Interleaved tasks in one thread each write under their own lease."""
+
+    async def work(number: int) -> int:
+        note_held(Lease(f"ticket:{number}", number * 10))
+        with Session(engine) as session:
+            await asyncio.sleep(0)
+            ticket = session.get_one(Ticket, number)
+            ticket.seat = "a"
+            await asyncio.sleep(0)
+            session.commit()
+            return ticket.last_fencing_token
+
+    async def both() -> list[int]:
+        return await asyncio.gather(work(1), work(2))
+
+    assert asyncio.run(both()) == [10, 20]
+
+
+def test_the_largest_token_works(session: Session) -> None:
+    """The 63-bit limit fits the column and the comparison."""
+    bind(session, Lease("ticket:1", MAX_TOKEN))
+    ticket = session.get_one(Ticket, 1)
+    ticket.seat = "a"
+    session.commit()
+    assert ticket.last_fencing_token == MAX_TOKEN
+    bind(session, Lease("ticket:1", MAX_TOKEN - 1))
+    ticket.seat = "b"
+    with pytest.raises(StaleTokenError) as caught:
+        session.commit()
+    assert caught.value.current == MAX_TOKEN

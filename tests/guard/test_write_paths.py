@@ -1,0 +1,534 @@
+"""Every way that SQLAlchemy has to write a fenced row, with no lease, a stale one and a fresh one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import (
+    Column,
+    Engine,
+    ForeignKey,
+    Integer,
+    String,
+    Table,
+    bindparam,
+    create_engine,
+    delete,
+    insert,
+    select,
+    text,
+    update,
+)
+from sqlalchemy.orm import (
+    DeclarativeBase,
+    Mapped,
+    MappedAsDataclass,
+    Session,
+    aliased,
+    mapped_column,
+    registry,
+    relationship,
+)
+
+from fencelock.errors import StaleTokenError, UnfencedWriteError
+from fencelock.guard import (
+    FencedDataclassModel,
+    FencedModel,
+    bind,
+    execute_fenced,
+    fence_column,
+    fenced_delete,
+    fenced_update,
+)
+from fencelock.lease import Lease
+
+FENCE = 5
+STALE = 4
+FRESH = 6
+
+
+class Base(DeclarativeBase):
+    """The models of this file."""
+
+
+class DataclassBase(MappedAsDataclass, DeclarativeBase):
+    """The same, for dataclasses."""
+
+    metadata = Base.metadata
+
+
+labels = Table(
+    "wp_labels",
+    Base.metadata,
+    Column("order_id", ForeignKey("wp_orders.id"), primary_key=True),
+    Column("tag_id", ForeignKey("wp_tags.id"), primary_key=True),
+)
+
+
+class Tag(Base):
+    """Not fenced; linked to orders."""
+
+    __tablename__ = "wp_tags"
+    id: Mapped[int] = mapped_column(primary_key=True)
+
+
+class Item(Base):
+    """Not fenced; in the collection of an order."""
+
+    __tablename__ = "wp_items"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    order_id: Mapped[int | None] = mapped_column(ForeignKey("wp_orders.id"))
+    order: Mapped[Order | None] = relationship(back_populates="items", foreign_keys=order_id)
+
+
+class Order(FencedModel, Base):
+    """Guarded row by row."""
+
+    __tablename__ = "wp_orders"
+    __fence_resource__ = "order:{id}"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    status: Mapped[str] = mapped_column(String(20))
+    first_item_id: Mapped[int | None] = mapped_column(
+        ForeignKey("wp_items.id", use_alter=True, name="wp_first_item")
+    )
+    tags: Mapped[list[Tag]] = relationship(secondary=labels)
+    items: Mapped[list[Item]] = relationship(back_populates="order", foreign_keys=Item.order_id)
+    first_item: Mapped[Item | None] = relationship(foreign_keys=first_item_id, post_update=True)
+
+
+class Employee(FencedModel, Base):
+    """Guarded as a whole table; the base of joined and single-table inheritance."""
+
+    __tablename__ = "wp_employees"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    kind: Mapped[str] = mapped_column(String(20))
+    name: Mapped[str] = mapped_column(String(20))
+    __mapper_args__ = {"polymorphic_on": "kind", "polymorphic_identity": "employee"}  # noqa: RUF012
+
+
+class Engineer(Employee):
+    """Joined inheritance: the fence is in the base table."""
+
+    __tablename__ = "wp_engineers"
+    id: Mapped[int] = mapped_column(ForeignKey("wp_employees.id"), primary_key=True)
+    tool: Mapped[str] = mapped_column(String(20))
+    __mapper_args__ = {"polymorphic_identity": "engineer"}  # noqa: RUF012
+
+
+class Manager(Employee):
+    """Single-table inheritance."""
+
+    office: Mapped[str | None] = mapped_column(String(20))
+    __mapper_args__ = {"polymorphic_identity": "manager"}  # noqa: RUF012
+
+
+class Place(FencedModel, Base):
+    """A composite key, of which the resource is made, and nothing generated."""
+
+    __tablename__ = "wp_places"
+    __fence_resource__ = "order:{row}"
+    row: Mapped[int] = mapped_column(primary_key=True)
+    seat: Mapped[str] = mapped_column(String(5), primary_key=True)
+    taken: Mapped[int]
+
+
+class Point(FencedDataclassModel, DataclassBase):
+    """A dataclass."""
+
+    __tablename__ = "wp_points"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    x: Mapped[int]
+
+
+class Box(FencedModel):
+    """Mapped imperatively."""
+
+    def __init__(self, id: int, size: int) -> None:  # noqa: A002  as the column is called
+        self.id = id
+        self.size = size
+
+
+boxes = Table(
+    "wp_boxes",
+    Base.metadata,
+    Column("id", Integer, primary_key=True),
+    Column("size", Integer),
+    fence_column(),
+)
+registry().map_imperatively(Box, boxes)
+
+orders: Table = Order.__table__  # type: ignore[assignment]
+employees: Table = Employee.__table__  # type: ignore[assignment]
+
+
+def seed(engine: Engine) -> None:
+    """Make one row of each table, all with the same fence."""
+    fence = {"last_fencing_token": FENCE}
+    with engine.execution_options(fencelock="bypass").begin() as connection:
+        connection.execute(update(orders).values(first_item_id=None))
+        for table in reversed(Base.metadata.sorted_tables):
+            connection.execute(delete(table))
+        connection.execute(insert(Tag), [{"id": 1}, {"id": 2}])
+        connection.execute(insert(Order), {"id": 1, "status": "new", **fence})
+        connection.execute(insert(Item), [{"id": 1, "order_id": 1}, {"id": 2, "order_id": None}])
+        connection.execute(insert(labels), {"order_id": 1, "tag_id": 1})
+        for number, kind in enumerate(["employee", "engineer", "manager"], 1):
+            connection.execute(insert(employees), {"id": number, "kind": kind, "name": "new", **fence})
+        connection.execute(insert(Engineer.__table__), {"id": 2, "tool": "new"})
+        if connection.dialect.name == "postgresql":
+            connection.execute(text("SELECT setval('wp_employees_id_seq', 100)"))
+        connection.execute(insert(Place), {"row": 1, "seat": "a", "taken": 0, **fence})
+        connection.execute(insert(Point), {"id": 1, "x": 0, **fence})
+        connection.execute(insert(boxes), {"id": 1, "size": 0, **fence})
+
+
+@pytest.fixture(scope="module")
+def _tables(shared_url: str) -> None:
+    engine = create_engine(shared_url)
+    Base.metadata.create_all(engine)
+    engine.dispose()
+
+
+@pytest.fixture
+def engine(shared_engine: Engine, _tables: None) -> Engine:
+    """An engine on a database where every row's fence is FENCE."""
+    seed(shared_engine)
+    return shared_engine
+
+
+@pytest.fixture
+def session(engine: Engine) -> Iterator[Session]:
+    """A session on that database."""
+    with Session(engine) as made:
+        yield made
+
+
+def contents(engine: Engine) -> dict[str, list[tuple[Any, ...]]]:
+    """Return every row of every table."""
+    with engine.connect() as connection:
+        return {
+            table.name: sorted((tuple(row) for row in connection.execute(select(table))), key=repr)
+            for table in Base.metadata.sorted_tables
+        }
+
+
+def get(session: Session, model: type[Any], identity: Any = 1) -> Any:
+    return session.get_one(model, identity)
+
+
+def setting(model: type[Any], attribute: str, value: Any, identity: Any = 1) -> Callable[[Session], None]:
+    """Return the unit of work's plain update."""
+
+    def write(session: Session) -> None:
+        setattr(get(session, model, identity), attribute, value)
+        session.flush()
+
+    return write
+
+
+def deleting(model: type[Any], identity: Any = 1) -> Callable[[Session], None]:
+    """Return the unit of work's plain delete."""
+
+    def write(session: Session) -> None:
+        session.delete(get(session, model, identity))
+        session.flush()
+
+    return write
+
+
+def merge(session: Session) -> None:
+    session.merge(Order(id=1, status="paid", last_fencing_token=3))
+    session.flush()
+
+
+def change_primary_key(session: Session) -> None:
+    get(session, Employee).id = 77
+    session.flush()
+
+
+def switch_row(session: Session) -> None:
+    session.delete(get(session, Employee))
+    session.add(Employee(id=1, name="switched"))
+    session.flush()
+
+
+def update_after_the_fact(session: Session) -> None:
+    get(session, Order).first_item = get(session, Item)
+    session.flush()
+
+
+def link(session: Session) -> None:
+    order = get(session, Order)
+    order.tags.append(get(session, Tag, 2))
+    session.flush()
+
+
+def unlink(session: Session) -> None:
+    order = get(session, Order)
+    order.tags.clear()
+    session.flush()
+
+
+def append_to_collection(session: Session) -> None:
+    order = get(session, Order)
+    order.items.append(get(session, Item, 2))
+    session.flush()
+
+
+def append_from_the_other_side(session: Session) -> None:
+    get(session, Item, 2).order = get(session, Order)
+    session.flush()
+
+
+def set_by_expression(session: Session) -> None:
+    get(session, Employee).name = Employee.name + "!"
+    session.flush()
+
+
+def bulk_update_mappings(session: Session) -> None:
+    session.bulk_update_mappings(Order, [{"id": 1, "status": "paid"}])
+
+
+def bulk_save_objects(session: Session) -> None:
+    order = get(session, Order)
+    order.status = "paid"
+    session.bulk_save_objects([order])
+
+
+def update_where(session: Session) -> None:
+    session.execute(update(Order).where(Order.id == 1).values(status="paid"))
+
+
+def update_with_more_criteria(session: Session) -> None:
+    paid = update(Order).where((Order.id == 1) & Order.status.in_(["new", "old"])).values(status="paid")
+    session.execute(paid)
+
+
+def update_many_rows(session: Session) -> None:
+    session.execute(update(Employee).where(Employee.name == "new").values(name="old"))
+
+
+def update_by_key_list(session: Session) -> None:
+    session.execute(update(Order), [{"id": 1, "status": "paid"}])
+
+
+def update_query(session: Session) -> None:
+    session.query(Order).filter(Order.id == 1).update({"status": "paid"})
+
+
+def update_alias(session: Session) -> None:
+    other = aliased(Order)
+    statement = update(other).where(other.id == 1).values(status="paid")
+    session.execute(statement, execution_options={"synchronize_session": False})
+
+
+def update_in_order(session: Session) -> None:
+    session.execute(update(orders).where(orders.c.id == 1).ordered_values((orders.c.status, "paid")))
+
+
+def update_from(session: Session) -> None:
+    statement = update(Order).where(Order.id == 1, Item.order_id == Order.id).values(status="paid")
+    session.execute(statement, execution_options={"synchronize_session": False})
+
+
+def update_from_subquery(session: Session) -> None:
+    has_items = select(Item.id).where(Item.order_id == Order.id).exists()
+    statement = update(Order).where(Order.id == 1, has_items).values(status="paid")
+    session.execute(statement, execution_options={"synchronize_session": False})
+
+
+def core_update(session: Session) -> None:
+    session.connection().execute(update(orders).where(orders.c.id == 1).values(status="paid"))
+
+
+def core_executemany(session: Session) -> None:
+    places: Table = Place.__table__  # type: ignore[assignment]
+    statement = update(places).where(places.c.row == bindparam("r"), places.c.seat == bindparam("s"))
+    session.connection().execute(
+        statement, [{"r": 1, "s": "a", "taken": 1}, {"r": 1, "s": "none", "taken": 1}]
+    )
+
+
+def core_fenced_update(session: Session) -> None:
+    execute_fenced(session, fenced_update(Order).where(Order.id == 1).values(status="paid"))
+
+
+def core_fenced_delete(session: Session) -> None:
+    execute_fenced(session.connection(), fenced_delete(boxes).where(boxes.c.id == 1))
+
+
+def delete_where(session: Session) -> None:
+    session.execute(delete(Point).where(Point.id == 1))
+
+
+def delete_many_rows(session: Session) -> None:
+    session.execute(delete(Box).where(boxes.c.size == 0))
+
+
+def delete_query(session: Session) -> None:
+    session.query(Place).filter(Place.row == 1).delete()
+
+
+UPDATES: dict[str, Callable[[Session], None]] = {
+    "unit of work": setting(Order, "status", "paid"),
+    "expression": set_by_expression,
+    "composite key": setting(Place, "taken", 1, (1, "a")),
+    "dataclass": setting(Point, "x", 1),
+    "imperative mapping": setting(Box, "size", 1),
+    "joined, base table": setting(Engineer, "name", "old", 2),
+    "joined, sub-table only": setting(Engineer, "tool", "old", 2),
+    "single-table": setting(Manager, "office", "old", 3),
+    "merge": merge,
+    "primary key change": change_primary_key,
+    "row switch": switch_row,
+    "post_update": update_after_the_fact,
+    "link": link,
+    "unlink": unlink,
+    "collection": append_to_collection,
+    "collection, by backref": append_from_the_other_side,
+    "bulk_update_mappings": bulk_update_mappings,
+    "bulk_save_objects": bulk_save_objects,
+    "session.execute(update)": update_where,
+    "session.execute(update), more criteria": update_with_more_criteria,
+    "session.execute(update), many rows": update_many_rows,
+    "session.execute(update), key list": update_by_key_list,
+    "Query.update": update_query,
+    "aliased target": update_alias,
+    "ordered_values": update_in_order,
+    "UPDATE … FROM": update_from,
+    "UPDATE … WHERE EXISTS": update_from_subquery,
+    "Core": core_update,
+    "Core executemany": core_executemany,
+    "fenced_update": core_fenced_update,
+}
+
+DELETES: dict[str, Callable[[Session], None]] = {
+    "unit of work": deleting(Point),
+    "joined": deleting(Engineer, 2),
+    "single-table": deleting(Manager, 3),
+    "composite key": deleting(Place, (1, "a")),
+    "session.execute(delete)": delete_where,
+    "session.execute(delete), many rows": delete_many_rows,
+    "Query.delete": delete_query,
+    "fenced_delete": core_fenced_delete,
+}
+
+INSERTS: dict[str, Callable[[Session], None]] = {
+    "unit of work": lambda session: add(session, Place(row=1, seat="b", taken=0)),
+    "unit of work, many": lambda session: add(session, *[Box(id=n, size=0) for n in range(2, 9)]),
+    "generated key": lambda session: add(session, Employee(name="new"), Employee(name="new")),
+    "dataclass": lambda session: add(session, Point(id=2, x=0)),
+    "joined": lambda session: add(session, Engineer(name="new", tool="new")),
+    "bulk_insert_mappings": lambda session: session.bulk_insert_mappings(Point, [{"id": 2, "x": 1}]),
+    "session.execute(insert)": lambda session: session.execute(insert(Point), [{"id": 2, "x": 1}]),
+    "insert().values()": lambda session: session.execute(insert(Point).values(id=2, x=1)),
+    "insert().values([])": lambda session: session.execute(
+        insert(Point).values([{"id": 2, "x": 1}, {"id": 3, "x": 1}])
+    ),
+    "Core": lambda session: session.connection().execute(insert(boxes), [{"id": 2}, {"id": 3}]),
+}
+
+
+def add(session: Session, *objects: object) -> None:
+    session.add_all(objects)
+    session.flush()
+
+
+def paths(*groups: dict[str, Callable[[Session], None]]) -> Any:
+    named = [(name, write) for group in groups for name, write in group.items()]
+    return pytest.mark.parametrize("write", [pytest.param(write, id=name) for name, write in named])
+
+
+@paths(UPDATES, DELETES, INSERTS)
+def test_without_a_lease_nothing_is_written(
+    session: Session, engine: Engine, write: Callable[[Session], None]
+) -> None:
+    """No lease, no write: each path raises UnfencedWriteError, and the session works after a rollback."""
+    before = contents(engine)
+    with pytest.raises(UnfencedWriteError):
+        write(session)
+    session.rollback()
+    assert get(session, Order).status == "new"
+    session.rollback()
+    assert contents(engine) == before
+
+
+@paths(UPDATES, DELETES)
+def test_a_stale_lease_writes_nothing(
+    session: Session, engine: Engine, write: Callable[[Session], None]
+) -> None:
+    """A token below the fence raises StaleTokenError with both tokens, and changes nothing anywhere."""
+    before = contents(engine)
+    bind(session, Lease("order:1", STALE))
+    with pytest.raises(StaleTokenError) as caught:
+        write(session)
+    assert (caught.value.token, caught.value.current) == (STALE, FENCE)
+    assert caught.value.table.startswith("wp_")
+    session.rollback()
+    assert get(session, Order).status == "new"
+    session.commit()
+    assert contents(engine) == before
+
+
+@paths(UPDATES)
+def test_a_fresh_lease_writes_and_raises_the_fence(
+    session: Session, engine: Engine, write: Callable[[Session], None]
+) -> None:
+    """A token above the fence writes, and leaves its token on exactly the rows that were written."""
+    before = contents(engine)
+    bind(session, Lease("order:1", FRESH))
+    write(session)
+    session.commit()
+    after = contents(engine)
+    assert after != before
+    fences = [
+        fence
+        for table in Base.metadata.sorted_tables
+        if "last_fencing_token" in table.c
+        for (fence,) in session.execute(select(table.c.last_fencing_token))
+    ]
+    assert FRESH in fences
+    assert set(fences) <= {FENCE, FRESH}
+
+
+@paths(DELETES)
+def test_a_fresh_lease_deletes(session: Session, engine: Engine, write: Callable[[Session], None]) -> None:
+    """A token above the fence deletes the row."""
+    before = contents(engine)
+    bind(session, Lease("order:1", FRESH))
+    write(session)
+    session.commit()
+    after = contents(engine)
+    assert sum(map(len, after.values())) < sum(map(len, before.values()))
+
+
+@paths(INSERTS)
+def test_new_rows_carry_the_token(session: Session, engine: Engine, write: Callable[[Session], None]) -> None:
+    """Every INSERT stamps the lease's token."""
+    before = contents(engine)
+    bind(session, Lease("order:1", FRESH))
+    write(session)
+    session.commit()
+    after = contents(engine)
+    new = [
+        row[column]
+        for table in Base.metadata.sorted_tables
+        if "last_fencing_token" in table.c
+        for column in [list(table.c.keys()).index("last_fencing_token")]
+        for row in after[table.name]
+        if row not in before[table.name]
+    ]
+    assert new
+    assert set(new) == {FRESH}
+
+
+def test_same_token_writes_again(session: Session) -> None:
+    """A holder's second write is not below its own fence."""
+    bind(session, Lease("order:1", FENCE))
+    for status in ("paid", "sent"):
+        get(session, Order).status = status
+        session.commit()
+    assert get(session, Order).status == "sent"
+    assert session.scalar(text("SELECT last_fencing_token FROM wp_orders WHERE id = 1")) == FENCE
