@@ -53,7 +53,10 @@ def identify(message: dict[str, float]) -> psutil.Process | None:
 
 
 def working_in(folder: str, programs: set[str]) -> Iterator[psutil.Process]:
-    """Yield what runs our programs in our folder: a parent can die between a start and the telling."""
+    """Yield what runs our programs in our folder.
+
+    A parent can die between the start of a server and the telling, and a server before its children.
+    """
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             program = process.exe()
@@ -82,17 +85,16 @@ def lives(process: psutil.Process) -> bool:
 
 
 def end(farewells: dict[psutil.Process, int]) -> None:
-    """Send each process its farewell signal, and kill it and its children if that is not enough."""
-    doomed = set(farewells)
+    """Send each process its farewell signal, and kill it if that is not enough."""
     for process, farewell in farewells.items():
         with suppress(psutil.Error):
-            doomed.update(process.children(recursive=True))
             process.send_signal(farewell)
             process.resume()
-    for process in still_alive(doomed):
+    stubborn = still_alive(set(farewells))
+    for process in stubborn:
         with suppress(psutil.Error):
             process.kill()
-    still_alive(doomed)
+    still_alive(stubborn)
 
 
 def main(parent: int, folder: str, programs: set[str]) -> None:

@@ -15,9 +15,9 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import psutil
 import psycopg
@@ -29,6 +29,8 @@ from sqlalchemy import Engine, create_engine, inspect, text
 
 from fencelock import embedded
 from fencelock.embedded import EmbeddedServerError, Node, Nodes, Postgres
+
+RunProgram: TypeAlias = Callable[..., "subprocess.Popen[str]"]
 
 needs_root = pytest.mark.skipif(
     os.geteuid() != 0, reason="only root's servers change their account: run as root"
@@ -119,16 +121,28 @@ nodes = Nodes(2).start()
 """
 
 
-def run_program(script: str, **environment: str) -> subprocess.Popen[str]:
-    """Start a program that begins with PROGRAM."""
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM + textwrap.dedent(script)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **environment},
-    )
+@pytest.fixture
+def run_program() -> Iterator[RunProgram]:
+    """A function that starts a program which begins with PROGRAM, and does not outlive the test."""
+    programs = []
+
+    def run(script: str, **environment: str) -> subprocess.Popen[str]:
+        program = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM + textwrap.dedent(script)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment},
+        )
+        programs.append(program)
+        return program
+
+    yield run
+    for program in programs:
+        program.kill()
+        if program.stdout and not program.stdout.closed:
+            program.communicate()
 
 
 def read_report(program: subprocess.Popen[str]) -> dict[str, Any]:
@@ -430,7 +444,7 @@ class TestStart:
         nodes.stop()
         assert not folder.exists()
 
-    def test_nothing_is_looked_for_on_path(self) -> None:
+    def test_nothing_is_looked_for_on_path(self, run_program: RunProgram) -> None:
         """The wheels bring all the programs that are needed."""
         program = run_program(
             "postgres = Postgres().start(); report(nodes, postgres); nodes.stop(); postgres.stop()", PATH=""
@@ -598,7 +612,7 @@ class TestEndOfTheProgram:
             ("raise RuntimeError", 1),
         ],
     )
-    def test_nothing_is_left(self, ending: str, status: int) -> None:
+    def test_nothing_is_left(self, run_program: RunProgram, ending: str, status: int) -> None:
         """Terminated, exited or crashed: no process and no folder stay, a paused node neither."""
         program = run_program(f"nodes[0].pause(); report(nodes); {ending}")
         report = read_report(program)
@@ -608,7 +622,7 @@ class TestEndOfTheProgram:
         program.communicate()
         assert_nothing_left(report)
 
-    def test_nothing_is_left_after_sigkill(self) -> None:
+    def test_nothing_is_left_after_sigkill(self, run_program: RunProgram) -> None:
         """The same where the program could do nothing, for both kinds of server, busy ones included."""
         program = run_program("""
             nodes[0].pause()
@@ -625,7 +639,7 @@ class TestEndOfTheProgram:
         program.communicate()
         assert_nothing_left(report)
 
-    def test_workers_that_live_on_do_not_keep_servers_alive(self) -> None:
+    def test_workers_that_live_on_do_not_keep_servers_alive(self, run_program: RunProgram) -> None:
         """A forked worker holds the pipe to the reaper open; its parent's death is noticed all the same."""
         program = run_program("""
             worker = os.fork()
@@ -647,7 +661,7 @@ class TestEndOfTheProgram:
         finally:
             worker.kill()
 
-    def test_a_clean_end_does_not_wait_for_workers(self) -> None:
+    def test_a_clean_end_does_not_wait_for_workers(self, run_program: RunProgram) -> None:
         """`stop` is over at once while a forked worker still holds the pipe to the reaper open."""
         program = run_program("""
             worker = os.fork()
@@ -664,12 +678,12 @@ class TestEndOfTheProgram:
         assert program.returncode == 0, errors
         assert_nothing_left(report)
 
-    def test_a_server_that_the_reaper_was_not_told_of(self) -> None:
+    def test_a_server_that_the_reaper_was_not_told_of(self, run_program: RunProgram) -> None:
         """A program killed between the start of a server and telling the reaper leaves nothing either."""
         program = run_program("""
             untold = subprocess.Popen(
                 [nodes._settings.executable, "--port", "0", "--unixsocket", "socket", "--save", ""],
-                cwd=nodes._workspace.folder / "node0", stdout=subprocess.DEVNULL, start_new_session=True,
+                cwd=nodes._workspace.folder / "node0", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )
             while not os.path.exists(nodes._workspace.folder / "node0" / "socket"):
                 time.sleep(0.01)
@@ -679,13 +693,17 @@ class TestEndOfTheProgram:
         """)
         report = read_report(program)
         assert program.stdout is not None
-        report["pids"].append(int(program.stdout.readline()))
-        program.kill()
-        program.communicate()
-        assert_nothing_left(report)
+        untold = psutil.Process(int(program.stdout.readline()))
+        try:
+            program.kill()
+            program.communicate()
+            assert_nothing_left({**report, "pids": [*report["pids"], untold.pid]})
+        finally:
+            with suppress(psutil.NoSuchProcess):
+                untold.kill()
 
     @pytest.mark.parametrize("leave", ["sys.exit()", "os._exit(0)"])
-    def test_a_forked_child_ends_nothing(self, leave: str) -> None:
+    def test_a_forked_child_ends_nothing(self, run_program: RunProgram, leave: str) -> None:
         """A child may use the servers and leave as it likes; it is refused what would act on them."""
         program = run_program(f"""
             postgres = Postgres().start()
@@ -723,7 +741,7 @@ class TestEndOfTheProgram:
         assert errors == ""
         assert_nothing_left(report)
 
-    def test_ctrl_c_reaches_the_program_only(self) -> None:
+    def test_ctrl_c_reaches_the_program_only(self, run_program: RunProgram) -> None:
         """Servers and reapers are in other sessions, and the program's own signal handling stays."""
         program = run_program("""
             postgres = Postgres().start()
