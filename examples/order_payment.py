@@ -17,9 +17,7 @@ from shop import Order
 from sqlalchemy import Engine
 from sqlalchemy.orm import Session
 
-from fencelock import fenced_lock
-from fencelock.errors import StaleTokenError
-from fencelock.guard import claim
+from fencelock import StaleTokenError, claim, fenced_lock
 
 ORDER = 1
 TOTAL, SLOW_PAYMENT, QUICK_PAYMENT = 100_00, 30_00, 50_00

@@ -18,9 +18,14 @@ from shop import StockItem
 from sqlalchemy import Engine, select
 from sqlalchemy.orm import Session
 
-from fencelock import fenced_lock
-from fencelock.errors import LockLostError, StaleTokenError
-from fencelock.guard import conditional_update, execute_fenced, fenced_update
+from fencelock import (
+    LockLostError,
+    StaleTokenError,
+    conditional_update,
+    execute_fenced,
+    fenced_lock,
+    fenced_update,
+)
 
 ITEM = 7
 RESOURCE = f"stock:{ITEM}"

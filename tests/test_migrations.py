@@ -19,9 +19,7 @@ from pymysql.constants import CLIENT
 from sqlalchemy import Engine, String, inspect, make_url, select, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from fencelock import Lease
-from fencelock.errors import FenceError, UnfencedWriteError
-from fencelock.guard import FencedModel, bind, claim
+from fencelock import FencedModel, FenceError, Lease, UnfencedWriteError, bind, claim
 
 ROOT = Path(__file__).parent.parent
 DIALECT_URLS = {

@@ -1,4 +1,6 @@
-"""A shop without fences: the tables as a project has them before it meets fencelock.
+"""A shop without fences.
+
+These are the tables of a project as they are before it meets fencelock.
 
 Revision ID: 0001
 Revises:

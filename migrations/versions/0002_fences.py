@@ -1,8 +1,9 @@
-"""The shop gets its fences: a column in every table that is written under a lease, and the fence table.
+"""Fences for the shop.
 
-Adding the column is quick however many rows there are: databases note the default in their catalogue and
-touch no row. (They do wait for open transactions on the table, and new ones queue behind: where that may
-take long, set PostgreSQL's lock_timeout, or MariaDB's lock_wait_timeout, and try again.)
+Every table that is written under leases gets the column `last_fencing_token`, and the database gets the
+fence table. Adding the column is quick however many rows there are: databases note the default in their
+catalogue and touch no row. (They do wait for open transactions on the table, and new ones queue behind:
+where that may take long, set PostgreSQL's lock_timeout, or MariaDB's lock_wait_timeout, and try again.)
 
 Migrate first, then deploy the models with `FencedModel`. Programs that know nothing of the column go on
 working, thanks to its default, but nothing fences them either: the guard is complete when the last of them
