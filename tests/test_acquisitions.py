@@ -9,7 +9,7 @@ from rich.console import Console
 
 from benchmarks.acquisitions import Settings, report, run
 
-SETTINGS = Settings(count=4000, processes=8, resources=50, nodes=5, seed=11, pauses=2.0, control=False)
+SETTINGS = Settings(count=2500, processes=8, resources=50, nodes=5, seed=11, pauses=2.0, control=False)
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_tokens_are_unique_and_in_order_while_nodes_lose_their_memory(console: C
 
 def test_naive_tokens_are_caught(console: Console) -> None:
     """With the largest counter for a token, tokens are given twice; passed off as fencelock's, it fails."""
-    settings = replace(SETTINGS, count=3000, resources=10, control=True)
+    settings = replace(SETTINGS, count=1500, resources=10, control=True)
     outcome = run(settings, console)
     assert report(outcome, console) == 0
     outcome.settings = replace(settings, control=False)
