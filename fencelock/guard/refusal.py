@@ -23,7 +23,9 @@ from fencelock.guard.rewrite import TOKEN_BIND
 from fencelock.guard.session import BYPASS
 
 _WRITES: Final = re.compile(
-    r"\b(insert|delete|merge|replace|truncate|copy|load|call|(?<!for )(?<!no key )update)\b", re.IGNORECASE
+    r"\b(?:delete|(?:insert|merge|replace|truncate)(?! ?\()|(?<!for )(?<!no key )update)\b"
+    r"|^(?:call|copy|do|load)\b",
+    re.IGNORECASE,
 )
 _MISSING_COLUMN: Final = re.compile(
     r"no such column|no column named|unknown column|does not exist|undefined column", re.IGNORECASE
@@ -45,12 +47,13 @@ def before_cursor_execute(
     if context.isddl:
         if isinstance(compiled.statement, DDL):
             _refuse_text(statement)
-    elif compiled is None or compiled.isplaintext:
+    elif compiled is None:
         _refuse_text(statement)
     elif compiled.isupdate or compiled.isdelete or compiled.isinsert:
         _refuse_unguarded(compiled)
-    elif compiled.ctes:
+    elif not statement.startswith("SELECT"):
         _refuse_writing_ctes(compiled)
+        _refuse_text(statement)
 
 
 def _refuse_text(statement: str) -> None:
@@ -90,7 +93,7 @@ def _refuse_unguarded(compiled: Any) -> None:
 
 
 def _refuse_writing_ctes(compiled: Any) -> None:
-    for cte in compiled.ctes or ():
+    for cte in getattr(compiled, "ctes", None) or ():
         element = cte.element
         if getattr(element, "is_dml", False) and _mentioned(element.table.name, tuple(fenced_names())):
             raise UnfencedWriteError(

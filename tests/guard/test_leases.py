@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import os
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -429,7 +430,9 @@ def test_a_forked_child_writes_nothing(engine: Engine) -> None:
     lease = Lease("ticket:1", 3)
     note_held(lease)
     engine.dispose()
-    child = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12: pytest has threads
+        child = os.fork()
     if child == 0:
         with Session(engine) as session:
             session.get_one(Ticket, 1).seat = "a"

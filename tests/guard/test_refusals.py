@@ -1,0 +1,438 @@
+"""What cannot be guarded is refused before the database sees it, and what is refused changes nothing."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import (
+    DDL,
+    Column,
+    Engine,
+    ForeignKey,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    create_engine,
+    delete,
+    event,
+    insert,
+    literal,
+    select,
+    text,
+    update,
+)
+from sqlalchemy import column as sql_column
+from sqlalchemy import table as sql_table
+from sqlalchemy.dialects import mysql, sqlite
+from sqlalchemy.exc import StatementError
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+from sqlalchemy.orm.exc import StaleDataError
+
+from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
+from fencelock.guard import FencedModel, bind, claim
+from fencelock.lease import Lease
+from fencelock.token import MAX_TOKEN
+
+
+class Base(DeclarativeBase):
+    """The models of this file."""
+
+
+class Order(FencedModel, Base):
+    """Guarded as a whole table."""
+
+    __tablename__ = "re_orders"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    status: Mapped[str] = mapped_column(String(20), default="new")
+    kind: Mapped[str] = mapped_column(String(20), default="order")
+    __mapper_args__ = {"polymorphic_on": "kind", "polymorphic_identity": "order"}  # noqa: RUF012
+
+
+class Gift(Order):
+    """Joined to it."""
+
+    __tablename__ = "re_gifts"
+    id: Mapped[int] = mapped_column(ForeignKey("re_orders.id"), primary_key=True)
+    ribbon: Mapped[str] = mapped_column(String(20), default="none")
+    __mapper_args__ = {"polymorphic_identity": "gift"}  # noqa: RUF012
+
+
+class Free(Base):
+    """Not fenced."""
+
+    __tablename__ = "re_free"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    note: Mapped[str] = mapped_column(String(20), default="none")
+
+
+class LateBase(DeclarativeBase):
+    """Of the model whose table is not made by this file's metadata."""
+
+
+class Late(FencedModel, LateBase):
+    """Its table was made before the model was fenced."""
+
+    __tablename__ = "re_late"
+    id: Mapped[int] = mapped_column(primary_key=True)
+
+
+orders: Any = Order.__table__
+gifts: Any = Gift.__table__
+free: Any = Free.__table__
+
+
+@pytest.fixture(scope="module")
+def _tables(shared_url: str) -> None:
+    engine = create_engine(shared_url)
+    Base.metadata.create_all(engine)
+    engine.dispose()
+
+
+@pytest.fixture
+def engine(shared_engine: Engine, _tables: None) -> Engine:
+    """An engine on a database with an order, a gift and something unfenced; the fences are 5."""
+    with shared_engine.execution_options(fencelock="bypass").begin() as connection:
+        for table in reversed(Base.metadata.sorted_tables):
+            connection.execute(delete(table))
+        connection.execute(insert(orders), {"id": 1, "last_fencing_token": 5})
+        connection.execute(insert(orders), {"id": 2, "last_fencing_token": 5, "kind": "gift"})
+        connection.execute(insert(gifts), {"id": 2})
+        connection.execute(insert(free), {"id": 1})
+    return shared_engine
+
+
+@pytest.fixture
+def session(engine: Engine) -> Iterator[Session]:
+    """A session that holds a fresh lease."""
+    with Session(engine) as made:
+        bind(made, Lease("orders", 6))
+        yield made
+
+
+def rows(engine: Engine) -> list[tuple[Any, ...]]:
+    with engine.connect() as connection:
+        found = [*connection.execute(select(orders)), *connection.execute(select(gifts))]
+        return sorted((tuple(row) for row in found), key=repr)
+
+
+UNGUARDABLE: dict[str, Callable[[Session], object]] = {
+    "text UPDATE": lambda s: s.execute(text("UPDATE re_orders SET status = 'x'")),
+    "text DELETE": lambda s: s.execute(text("delete\nfrom re_orders where id = :id"), {"id": 1}),
+    "text INSERT": lambda s: s.execute(text("INSERT INTO re_orders (id, status, kind) VALUES (9, 'x', 'y')")),
+    "text REPLACE": lambda s: s.execute(text("REPLACE INTO re_orders (id) VALUES (1)")),
+    "text, quoted name": lambda s: s.execute(text("""UPDATE "re_orders" SET status = 'x'""")),
+    "text, upper case": lambda s: s.execute(text("UPDATE RE_ORDERS SET status = 'x'")),
+    "text, sub-table": lambda s: s.execute(text("UPDATE re_gifts SET ribbon = 'x'")),
+    "text with columns": lambda s: s.execute(
+        text("UPDATE re_orders SET status = 'x' RETURNING id").columns(id=Integer)
+    ),
+    "text, TRUNCATE": lambda s: s.execute(text("TRUNCATE re_orders")),
+    "text, MERGE": lambda s: s.execute(
+        text("MERGE INTO re_orders USING re_free ON true WHEN MATCHED THEN DELETE")
+    ),
+    "text, WITH": lambda s: s.execute(
+        text("WITH gone AS (DELETE FROM re_orders RETURNING id) SELECT * FROM gone")
+    ),
+    "driver SQL": lambda s: s.connection().exec_driver_sql("UPDATE re_orders SET status = 'x'"),
+    "DDL": lambda s: s.execute(DDL("UPDATE re_orders SET status = 'x'")),
+    "sqlalchemy.table()": lambda s: s.execute(
+        update(sql_table("re_orders", sql_column("status"))).values(status="x")
+    ),
+    "another Table object": lambda s: s.execute(
+        update(Table("re_orders", MetaData(), Column("status", String(20)))).values(status="x")
+    ),
+    "reflected Table": lambda s: s.execute(
+        delete(Table("re_orders", MetaData(), autoload_with=s.connection())).where(literal(value=True))
+    ),
+    "DML in a CTE of a SELECT": lambda s: s.execute(
+        select(update(orders).values(status="x").returning(orders.c.id).cte("gone"))
+    ),
+    "DML in a CTE of an UPDATE": lambda s: s.execute(
+        update(free)
+        .values(note="x")
+        .where(free.c.id.in_(select(delete(orders).returning(orders.c.id).cte("gone"))))
+    ),
+    "DML in an added CTE": lambda s: s.execute(select(free).add_cte(delete(orders).cte("gone"))),
+    "sub-table, UPDATE": lambda s: s.execute(update(gifts).values(ribbon="x")),
+    "sub-table, DELETE": lambda s: s.connection().execute(delete(gifts).where(gifts.c.id == 2)),
+    "sub-table, INSERT": lambda s: s.connection().execute(insert(gifts), {"id": 1}),
+    "sub-table, bulk": lambda s: s.bulk_update_mappings(Gift, [{"id": 2, "ribbon": "x"}]),
+    "sub-table, ORM UPDATE": lambda s: s.execute(
+        update(Gift).where(Gift.id == 2).values(ribbon="x"), execution_options={"synchronize_session": False}
+    ),
+    "ON CONFLICT": lambda s: s.execute(
+        sqlite.insert(orders).values(id=1, status="x").on_conflict_do_update(set_={"status": "x"})
+    ),
+    "ON DUPLICATE KEY": lambda s: s.execute(
+        mysql.insert(orders).values(id=1, status="x").on_duplicate_key_update(status="x")
+    ),
+    "OR REPLACE": lambda s: s.execute(insert(orders).prefix_with("OR REPLACE").values(id=1, status="x")),
+    "IGNORE": lambda s: s.execute(insert(orders).prefix_with("IGNORE").values(id=1, status="x")),
+    "INSERT … SELECT": lambda s: s.execute(
+        insert(orders).from_select(["id", "status", "kind"], select(free.c.id + 10, free.c.note, free.c.note))
+    ),
+    "INSERT by position": lambda s: s.connection().execute(
+        insert(orders).values([(8, "x", "y"), (9, "x", "y")])
+    ),
+    "UPDATE of several tables": lambda s: s.connection().execute(
+        update(free).where(free.c.id == orders.c.id).values({free.c.note: "x", orders.c.status: "x"})
+    ),
+    "AUTOCOMMIT": lambda s: s.connection(execution_options={"isolation_level": "AUTOCOMMIT"}).execute(
+        update(orders).where(orders.c.id == 1).values(status="x")
+    ),
+}
+
+
+@pytest.mark.parametrize("write", [pytest.param(write, id=name) for name, write in UNGUARDABLE.items()])
+def test_what_cannot_be_guarded_is_refused(
+    session: Session, engine: Engine, write: Callable[[Session], object]
+) -> None:
+    """Even with a fresh lease: UnfencedWriteError says what to do instead, and no row has changed."""
+    before = rows(engine)
+    with pytest.raises(UnfencedWriteError):
+        write(session)
+    session.rollback()
+    assert rows(engine) == before
+
+
+HARMLESS: dict[str, Callable[[Session], object]] = {
+    "text SELECT": lambda s: s.execute(text("SELECT * FROM re_orders")),
+    "text, another table": lambda s: s.execute(text("UPDATE re_free SET note = 'x'")),
+    "text, longer name": lambda s: s.execute(text("SELECT 'delete', 'not_re_orders', 're_orders2'")),
+    "driver SQL": lambda s: s.connection().exec_driver_sql("SELECT * FROM re_orders"),
+    "unfenced model": lambda s: (s.add(Free(id=7)), s.flush()),
+    "DML in a CTE, unfenced": lambda s: s.execute(select(free).where(free.c.id == 1).cte("x").select()),
+    "SELECT of all": lambda s: s.execute(select(Order, Free).join(Free, Free.id == Order.id)),
+    "text, functions": lambda s: s.execute(text("SELECT replace(status, 'new', 'x') FROM re_orders")),
+    "DML in a CTE, of another": lambda s: s.execute(
+        select(select(Order.id).cte("mine")).where(literal(value=True))
+    ),
+}
+
+
+@pytest.mark.parametrize("work", [pytest.param(work, id=name) for name, work in HARMLESS.items()])
+def test_what_writes_no_fenced_row_passes(engine: Engine, work: Callable[[Session], object]) -> None:
+    """Reading fenced tables and writing others needs no lease."""
+    with Session(engine) as session:
+        work(session)
+
+
+def test_text_for_update_is_no_write(engine: Engine) -> None:
+    """A locking read in text mentions UPDATE and writes nothing."""
+    if engine.dialect.name == "sqlite":
+        pytest.skip("SQLite has no FOR UPDATE")
+    with engine.connect() as connection:
+        assert connection.execute(text("SELECT id FROM re_orders\n FOR  UPDATE")).all() == [(1,), (2,)]
+
+
+@pytest.mark.parametrize("level", ["engine", "connection", "session", "statement"])
+def test_bypass_is_explicit_and_complete(engine: Engine, level: str) -> None:
+    """execution_options(fencelock="bypass") lets everything pass, at each level where options are given."""
+    chosen = engine.execution_options(fencelock="bypass") if level == "engine" else engine
+    with Session(chosen) as session:
+        if level in {"connection", "session"}:
+            session.connection(execution_options={"fencelock": "bypass"})
+        options = {"fencelock": "bypass"} if level == "statement" else {}
+        session.execute(text("UPDATE re_gifts SET ribbon = 'red'"), execution_options=options)
+        session.execute(update(Order).where(Order.id == 1).values(status="a"), execution_options=options)
+        if level != "statement":
+            session.add(Order(id=3))
+            session.get_one(Gift, 2).ribbon = "blue"
+            session.delete(session.get_one(Order, 1))
+        session.commit()
+        assert set(session.scalars(select(Order.last_fencing_token))) <= {0, 5}
+
+
+def test_only_bypass_is_an_option(session: Session) -> None:
+    """A misspelt option is refused, not taken for either meaning."""
+    with pytest.raises(ValueError, match="'bypass'"):
+        session.execute(update(Order).values(status="x"), execution_options={"fencelock": "byepass"})
+
+
+def test_a_listener_that_drops_the_fence_is_caught(session: Session, engine: Engine) -> None:
+    """A statement that somebody else's listener has replaced does not get through."""
+
+    def replace(_c: object, statement: Any, many: Any, params: Any, _o: object) -> Any:
+        if getattr(statement, "is_delete", False):
+            return delete(orders), [], {}
+        return statement, many, params
+
+    event.listen(engine, "before_execute", replace, retval=True)
+    before = rows(engine)
+    with pytest.raises(UnfencedWriteError, match="another listener"):
+        session.execute(delete(Order).where(Order.id == 1))
+    session.rollback()
+    assert rows(engine) == before
+
+
+def test_errors_are_plain_and_unwrapped(engine: Engine) -> None:
+    """The error is no StatementError, holds plain data, and survives pickling after the session is gone."""
+    with Session(engine) as session:
+        bind(session, Lease("orders", 4))
+        session.get_one(Order, 1).status = "x"
+        with pytest.raises(StaleTokenError) as caught:
+            session.commit()
+    error = pickle.loads(pickle.dumps(caught.value))  # noqa: S301  our own bytes
+    assert not isinstance(error, StatementError)
+    assert (error.table, error.identity, error.token, error.current) == ("re_orders", (1,), 4, 5)
+    assert "token 4 is stale" in str(error)
+
+
+@pytest.mark.parametrize("through", ["session", "session, begun", "connection", "connection, begun"])
+def test_a_refused_statement_rolls_back_its_transaction(engine: Engine, through: str) -> None:
+    """Rows that the statement has written before the refused one are not there after a careless commit."""
+    with engine.execution_options(fencelock="bypass").begin() as connection:
+        connection.execute(update(orders).where(orders.c.id == 2).values(last_fencing_token=50))
+    before = rows(engine)
+    statement = update(orders).values(status="x")
+    if through.startswith("session"):
+        with Session(engine) as session:
+            bind(session, Lease("orders", 6))
+            if through.endswith("begun"):
+                with pytest.raises(StaleTokenError), session.begin():
+                    session.execute(statement)
+            else:
+                with pytest.raises(StaleTokenError):
+                    session.execute(statement)
+            session.commit()
+            assert session.get_one(Order, 1).status == "new"
+    else:
+        with engine.connect() as connection:
+            bind(connection, Lease("orders", 6))
+            if through.endswith("begun"):
+                with pytest.raises(StaleTokenError), connection.begin():
+                    connection.execute(statement)
+            else:
+                with pytest.raises(StaleTokenError):
+                    connection.execute(statement)
+            connection.commit()
+    assert rows(engine) == before
+
+
+def test_a_refused_executemany_rolls_back_its_transaction(session: Session, engine: Engine) -> None:
+    """One stale row among many takes the others back with it, in the unit of work."""
+    with engine.execution_options(fencelock="bypass").begin() as connection:
+        connection.execute(insert(orders), [{"id": n, "last_fencing_token": 5} for n in range(10, 700)])
+        connection.execute(update(orders).where(orders.c.id == 650).values(last_fencing_token=MAX_TOKEN))
+    for order in session.scalars(select(Order).where(Order.id >= 10)):
+        order.status = "x"
+    with pytest.raises(StaleTokenError) as caught:
+        session.commit()
+    assert (caught.value.identity, caught.value.current) == ((650,), MAX_TOKEN)
+    session.rollback()
+    assert set(session.scalars(select(Order.status))) == {"new"}
+
+
+def test_a_missing_row_is_sqlalchemys_own_error(session: Session, engine: Engine) -> None:
+    """A row that is simply gone stays StaleDataError in a flush, and rowcount 0 elsewhere."""
+    order = session.get_one(Order, 1)
+    session.expunge(order)
+    session.rollback()
+    with engine.execution_options(fencelock="bypass").begin() as connection:
+        connection.execute(delete(orders).where(orders.c.id == 1))
+    session.add(order)
+    order.status = "x"
+    with pytest.raises(StaleDataError):
+        session.flush()
+    session.rollback()
+    gone = session.connection().execute(update(orders).where(orders.c.id == 1).values(status="x"))
+    assert gone.rowcount == 0
+
+
+def test_an_unknown_rowcount_is_looked_into(session: Session, engine: Engine) -> None:
+    """Where a driver reports -1, as asyncpg does for executemany, the rows are asked."""
+    dialect: Any = engine.dialect
+    dialect.supports_sane_multi_rowcount = False
+    both = session.scalars(select(Order)).all()
+    for order in both:
+        order.status = "x"
+    session.commit()
+    bind(session, Lease("orders", 5))
+    with session.no_autoflush:
+        for order in both:
+            order.status = "y"
+    with pytest.raises(StaleTokenError) as caught:
+        session.commit()
+    assert (caught.value.token, caught.value.current) == (5, 6)
+
+
+def test_returning_gives_rows_or_refuses(session: Session, engine: Engine) -> None:
+    """UPDATE … RETURNING returns what it wrote, and a stale one raises instead of returning nothing."""
+    if engine.dialect.name == "mysql":
+        pytest.skip("MariaDB has no UPDATE … RETURNING")
+    statement = update(Order).where(Order.id == 1).values(status="x").returning(Order.status)
+    assert session.execute(statement).all() == [("x",)]
+    session.commit()
+    bind(session, Lease("orders", 4))
+    with pytest.raises(StaleTokenError):
+        session.execute(statement)
+    session.rollback()
+
+
+def test_the_fence_is_never_set_by_hand(session: Session) -> None:
+    """What objects and mappings bring along is replaced by the token; an assignment in SQL is refused."""
+    order = session.get_one(Order, 1)
+    order.last_fencing_token = 99
+    session.add(Order(id=3, last_fencing_token=99))
+    session.flush()
+    session.bulk_update_mappings(Order, [{"id": 2, "status": "x", "last_fencing_token": 99}])
+    session.bulk_insert_mappings(Order, [{"id": 4, "last_fencing_token": 99}])
+    session.execute(insert(Order), [{"id": 5, "last_fencing_token": 99}])
+    session.execute(update(Order).where(Order.id == 1), {"last_fencing_token": 99})
+    session.commit()
+    assert set(session.scalars(select(Order.last_fencing_token))) == {6}
+    assert order.last_fencing_token == 6
+    for statement in (
+        update(Order).where(Order.id == 1).values(last_fencing_token=99),
+        update(Order).where(Order.id == 1).values({Order.last_fencing_token: Order.last_fencing_token + 1}),
+        update(orders).ordered_values((orders.c.last_fencing_token, 1)),
+        insert(Order).values(id=6, last_fencing_token=99),
+        insert(Order).values([{"id": 6, "last_fencing_token": 99}]),
+    ):
+        with pytest.raises(ValueError, match="belongs to the guard"):
+            session.execute(statement)
+    order.last_fencing_token = Order.last_fencing_token - 1
+    session.flush()
+    session.commit()
+    assert order.last_fencing_token == 6
+
+
+def test_untouched_objects_need_no_lease(engine: Engine) -> None:
+    """Setting an attribute to the value it has writes nothing, so it needs nothing."""
+    with Session(engine) as session:
+        order = session.get_one(Order, 1)
+        order.status = order.status
+        session.commit()
+        assert order.last_fencing_token == 5
+
+
+def test_the_largest_token_is_exact(session: Session) -> None:
+    """The 63-bit limit is stored and compared exactly on every database."""
+    bind(session, Lease("orders", MAX_TOKEN))
+    claim(session, Order, 1).status = "x"
+    session.commit()
+    bind(session, Lease("orders", MAX_TOKEN - 1))
+    with pytest.raises(StaleTokenError) as caught:
+        claim(session, Order, 1)
+    assert caught.value.current == MAX_TOKEN
+
+
+def test_a_missing_column_says_to_migrate(session: Session, engine: Engine) -> None:
+    """A database whose table lacks the column gives one error that names the migration."""
+
+    with engine.begin() as connection:
+        connection.execute(text("DROP TABLE IF EXISTS re_late"), execution_options={"fencelock": "bypass"})
+        connection.execute(text("CREATE TABLE re_late (id INTEGER PRIMARY KEY)"))
+    for work in (
+        lambda: session.get(Late, 1),
+        lambda: (session.add(Late(id=1)), session.flush()),
+        lambda: claim(session, Late, 1),
+        lambda: session.execute(delete(Late)),
+    ):
+        with pytest.raises(FenceError, match="op.add_fence"):
+            work()
+        session.rollback()
