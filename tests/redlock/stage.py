@@ -1,0 +1,192 @@
+"""A stage on which the protocol's generators are stepped by hand, message by message.
+
+The generators are the ones that ship. A `Bidder` stands between one of them and the nodes: a test (or a
+random schedule) decides which command reaches which node when, and which answer finds its way back. A
+node is either a real server, whose scripts a test may replace to show what breaks without a rule, or the
+model of `model.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import select
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import redis
+
+from fencelock import token
+from fencelock.authority.redlock import node as nodes
+from fencelock.authority.redlock import protocol
+from fencelock.authority.redlock.node import Link, Node
+from fencelock.authority.redlock.protocol import (
+    Answer,
+    Answers,
+    Bid,
+    Broadcast,
+    Command,
+    Failed,
+    Fleet,
+    Granted,
+    Round,
+    Said,
+)
+from fencelock.authority.redlock.redlock import Redlock
+
+NODE_KEY = "{fencelock}"
+_nonces = itertools.count()
+
+
+class Station(Protocol):
+    """What executes a command atomically: a node, real or modelled."""
+
+    def execute(self, command: Command) -> Answer:
+        """Return the node's answer."""
+
+
+class RealNode:
+    """A link to a real server, which executes the shipped scripts, or those that a test put in their place."""
+
+    def __init__(self, url: str, scripts: Mapping[str, str] | None = None) -> None:
+        self.client = redis.Redis.from_url(url, decode_responses=True)
+        self.node = Node(url, 2.0, verify_votes=False)
+        self.scripts = dict(scripts or {})
+        self.link: Link = self.node.open(NODE_KEY)
+
+    def close(self) -> None:
+        """Close both connections."""
+        self.link.close()
+        self.client.close()
+
+    def reconnect(self) -> None:
+        """Open a new link, as a client does after the node has restarted."""
+        self.link.close()
+        self.link = self.node.open(NODE_KEY)
+
+    def execute(self, command: Command) -> Answer:
+        """Send the command, and wait for its answer."""
+        text = self.scripts.get(command.script)
+        packed = nodes.pack(command) if text is None else nodes._pack(command, "EVAL", text)
+        self.link.send(1, command, packed, 0.0)
+        poll = select.poll()
+        poll.register(self.link.descriptor, select.POLLIN)
+        while True:
+            assert poll.poll(5000), f"{self.node.name} does not answer"
+            for _, _, answer in self.link.receive(0.0):
+                return answer
+
+    def stand_at(self, resource: str, counter: int) -> None:
+        """Let the counter of a resource's stripe stand where a schedule wants it."""
+        self.client.hset(NODE_KEY, f"c{stripe_of(resource)}", str(counter))
+
+    def expire(self, resource: str) -> None:
+        """End the lock of a resource, as its ttl does."""
+        self.client.delete(f"{NODE_KEY}:l:{resource}")
+
+
+def stripe_of(resource: str) -> int:
+    """Return the stripe whose counter serves a resource."""
+    return Bid.of(fleet_of("", 1), (resource,), "n", 1.0).stripes[0]
+
+
+def fleet_of(fingerprint: str, count: int) -> Fleet:
+    """Return the view that a client has of `count` nodes."""
+    return Fleet(
+        names=tuple(f"n{number}" for number in range(count)),
+        node_key=NODE_KEY,
+        fingerprint=fingerprint,
+        order=tuple(range(count)),
+        max_ttl=300.0,
+    )
+
+
+class Bidder:
+    """One client: its generator rests at a request until `resume`, while messages come and go.
+
+    Attributes:
+        request: what it asks for at the moment.
+        answers: what has come back to that request.
+        outcome: what the attempt came to, once it is over.
+    """
+
+    def __init__(
+        self, fleet: Fleet, *resources: str, ttl: float = 30.0, alone: bool = False, nonce: str = ""
+    ) -> None:
+        self.fleet = fleet
+        self.bid = Bid.of(fleet, tuple(sorted(resources)), nonce or f"nonce-{next(_nonces)}", ttl)
+        self._generator = protocol.attempt(fleet, self.bid, alone=alone)
+        self.outcome: Granted | Failed | None = None
+        self.answers: dict[int, Answer] = {}
+        self.request: Broadcast = next(self._generator)
+
+    def deliver(self, stations: Sequence[Station], *nodes: int) -> Answers:
+        """Have nodes execute the present command, and bring the answers back; return them."""
+        for node in nodes:
+            self.answers[node] = stations[node].execute(self.request.command)
+        return {node: self.answers[node] for node in nodes}
+
+    def resume(self, now: float = 0.0) -> None:
+        """Let the generator go on with what has come back; the rest has been silent."""
+        silent = Answer(Said.SILENT)
+        answers = {node: self.answers.get(node, silent) for node in self.request.nodes}
+        self.answers = {}
+        try:
+            self.request = self._generator.send(Round(now, now, answers))
+        except StopIteration as stop:
+            self.outcome = stop.value
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The tokens that were granted, in canonical order; empty where the attempt failed."""
+        if not isinstance(self.outcome, Granted):
+            return ()
+        return tuple(token.compose(self.outcome.epoch, counter) for counter in self.outcome.counters)
+
+    @property
+    def token(self) -> int | None:
+        """The token of the only resource; None where the attempt failed or goes on."""
+        return self.tokens[0] if self.tokens else None
+
+    def undo(self) -> Command:
+        """Return the RELEASE that follows: with the decided values, or without."""
+        if isinstance(self.outcome, Granted):
+            granted = self.outcome
+            return protocol._release_command(self.fleet, self.bid, granted.epoch, granted.counters)
+        return protocol._release_command(self.fleet, self.bid, 0, (0,) * len(self.bid.resources))
+
+
+class Stage:
+    """Real nodes, initialised with counters at 0, and bidders on them."""
+
+    def __init__(self, urls: Sequence[str], scripts: Mapping[str, str] | None = None) -> None:
+        with Redlock(urls) as authority:
+            authority.init(base=0)
+        self.nodes = [RealNode(url, scripts) for url in urls]
+        membership = self.nodes[0].link.identity.membership
+        assert membership is not None
+        self.fleet = fleet_of(membership.fingerprint, len(urls))
+
+    def close(self) -> None:
+        """Close all connections."""
+        for node in self.nodes:
+            node.close()
+
+    def bidder(self, *resources: str) -> Bidder:
+        """Return a client that is about to ACQUIRE."""
+        return Bidder(self.fleet, *(resources or ("r",)))
+
+    def stand_at(self, *counters: int, resource: str = "r") -> None:
+        """Let the nodes' counters of a resource stand where a schedule wants them."""
+        for node, counter in zip(self.nodes, counters, strict=True):
+            node.stand_at(resource, counter)
+
+    def release(self, bidder: Bidder, *nodes: int) -> list[Said]:
+        """Have nodes execute a bidder's RELEASE."""
+        return [self.nodes[node].execute(bidder.undo()).said for node in nodes]
+
+
+def without(script: str, line: str, instead: str = "") -> dict[str, str]:
+    """Return a mutant of a shipped script, in which one piece of text is gone."""
+    text = nodes._SCRIPTS[script]
+    assert text.count(line) == 1, f"{line!r} stands {text.count(line)} times in {script}"
+    return {script: text.replace(line, instead)}

@@ -1,0 +1,312 @@
+"""The schedules that break weaker protocols, replayed message by message on real nodes.
+
+Each is shown twice: the shipped code survives it, and a mutant without the rule in question does not.
+The mutants exist only here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from fencelock.authority.redlock import protocol
+from fencelock.authority.redlock.protocol import Answer, Answers, Bid, Broadcast, Fleet, Round, Said
+from fencelock.embedded import Nodes
+from tests.redlock.stage import NODE_KEY, Stage, without
+
+MakeStage = Callable[..., Stage]
+
+
+@pytest.fixture
+def make_stage(nodes: Nodes) -> Iterator[MakeStage]:
+    """A factory of stages on three blank nodes, with mutants of scripts where a test wants them."""
+    made = []
+
+    def make(scripts: Mapping[str, str] | None = None) -> Stage:
+        made.append(Stage(nodes.urls[:3], scripts))
+        return made[-1]
+
+    yield make
+    for stage in made:
+        stage.close()
+
+
+def maximum_without_write_back(
+    fleet: Fleet, bid: Bid, answers: dict[int, Answer], ended: float
+) -> Generator[Broadcast, Round, tuple[int, tuple[int, ...] | None, float]]:
+    """Decide the maximum and tell nobody: a mutant of `_decide`."""
+    epoch, granted = protocol._largest_epoch(answers)
+    yield from ()
+    return epoch, protocol._maximum(granted.values()), ended
+
+
+def play_three_overlapping_majorities(stage: Stage) -> list[int | None]:
+    """A is granted by n0 and n1, B by n1 and n2, C by n2 and n0, one after the other."""
+    tokens = []
+    for majority in ([0, 1], [1, 2], [2, 0]):
+        bidder = stage.bidder()
+        while bidder.outcome is None:
+            bidder.deliver(stage.nodes, *(node for node in bidder.request.nodes if node in majority))
+            bidder.resume()
+        stage.release(bidder, *majority)
+        tokens.append(bidder.token)
+    return tokens
+
+
+def test_maximum_of_overlapping_majorities_is_written_back(make_stage: MakeStage) -> None:
+    """Three winners in a row get three tokens, although the counters of each pair of nodes disagree."""
+    assert play_three_overlapping_majorities(make_stage()) == [1, 2, 3]
+
+
+def test_maximum_without_write_back_gives_a_token_twice(
+    make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control: without CONFIRM, and without the catch-up of RELEASE, the second token comes again."""
+    monkeypatch.setattr(protocol, "_decide", maximum_without_write_back)
+    mutant = without("release", "for i = 1, LOCKS do catch_up", "for i = 1, 0 do catch_up")
+    assert play_three_overlapping_majorities(make_stage(mutant)) == [1, 2, 2]
+
+
+def play_confirm_after_the_lock_changed_hands(stage: Stage) -> tuple[int | None, int | None]:
+    """A's CONFIRM reaches n0 when the lock there has expired and gone to B."""
+    stage.stand_at(0, 1, 1)
+    a, b = stage.bidder(), stage.bidder()
+    a.deliver(stage.nodes, 0, 1)
+    a.resume()
+    stage.nodes[0].expire("r")
+    b.deliver(stage.nodes, 0, 2)
+    b.resume()
+    a.deliver(stage.nodes, 0)
+    a.resume()
+    return a.token, b.token
+
+
+def test_confirm_is_refused_where_the_lock_changed_hands(make_stage: MakeStage) -> None:
+    """A confirmation that comes too late counts for nothing."""
+    assert play_confirm_after_the_lock_changed_hands(make_stage()) == (None, 2)
+
+
+def test_confirm_without_ownership_gives_a_token_twice(make_stage: MakeStage) -> None:
+    """Control: a CONFIRM that does not ask whose the lock is lets both complete with 2."""
+    mutant = without("confirm", "if nonce ~= NONCE or its_epoch ~= epoch then return {'LOST'} end")
+    assert play_confirm_after_the_lock_changed_hands(make_stage(mutant)) == (2, 2)
+
+
+def play_confirm_where_the_own_grant_was_higher(stage: Stage) -> tuple[int | None, int | None]:
+    """A's T is 2, and n2 has granted 3 to A itself, after B was granted 2 there."""
+    stage.stand_at(0, 1, 1)
+    a, b = stage.bidder(), stage.bidder()
+    late = a.request.command
+    a.deliver(stage.nodes, 0)
+    stage.nodes[0].expire("r")
+    a.deliver(stage.nodes, 1)
+    a.resume()
+    b.deliver(stage.nodes, 0, 2)
+    b.resume()
+    stage.nodes[2].expire("r")
+    assert stage.nodes[2].execute(late).counters == (3,)
+    while a.outcome is None:
+        a.deliver(stage.nodes, *a.request.nodes)
+        a.resume()
+    return a.token, b.token
+
+
+def test_confirm_below_the_nodes_own_grant_decides_again(make_stage: MakeStage) -> None:
+    """A node that granted more than T does not confirm T; the larger value is decided instead."""
+    assert play_confirm_where_the_own_grant_was_higher(make_stage()) == (3, 2)
+
+
+def test_confirm_below_the_nodes_own_grant_must_not_count(make_stage: MakeStage) -> None:
+    """Control: without `g <= T` both A and B complete with 2."""
+    mutant = without("confirm", "then higher = true end", "then higher = false end")
+    assert play_confirm_where_the_own_grant_was_higher(make_stage(mutant)) == (2, 2)
+
+
+def mixed_epochs(answers: Answers) -> tuple[int, dict[int, tuple[int, ...]]]:
+    """Add up the votes of all epochs: a mutant of `_largest_epoch`."""
+    granted = {node: answer for node, answer in answers.items() if answer.said is Said.GRANTED}
+    epoch = min((answer.epoch for answer in granted.values()), default=0)
+    return epoch, {node: answer.counters for node, answer in granted.items()}
+
+
+def play_votes_of_two_epochs(stage: Stage) -> tuple[int | None, int | None]:
+    """Z is granted 6 in epoch 0; n1 moves to epoch 1; A is granted 6 by n0 in epoch 0 and by n1 in epoch 1."""
+    stage.stand_at(5, 5, 5)
+    z, a = stage.bidder(), stage.bidder()
+    z.deliver(stage.nodes, 1, 2)
+    z.resume()
+    stage.release(z, 1, 2)
+    stage.nodes[1].client.hset(NODE_KEY, mapping={"e": "1", "p": "1"})
+    stage.nodes[1].stand_at("r", 5)
+    a.deliver(stage.nodes, 0, 1)
+    a.resume()
+    return z.token, a.token
+
+
+def test_votes_of_two_epochs_are_not_added_up(make_stage: MakeStage) -> None:
+    """One vote of each epoch is no majority of either."""
+    assert play_votes_of_two_epochs(make_stage()) == (6, None)
+
+
+def test_votes_of_two_epochs_added_up_give_a_token_twice(
+    make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control: a client that adds them up completes with a token that was given before."""
+    monkeypatch.setattr(protocol, "_largest_epoch", mixed_epochs)
+    assert play_votes_of_two_epochs(make_stage()) == (6, 6)
+
+
+def play_a_node_that_loses_its_data(stage: Stage) -> tuple[int | None, int | None, dict[int, Said]]:
+    """A is granted by n0 and n1; n1 forgets everything; B asks n1 and n2."""
+    a, b = stage.bidder(), stage.bidder()
+    a.deliver(stage.nodes, 0, 1)
+    a.resume()
+    stage.nodes[1].client.flushall()
+    said = {node: answer.said for node, answer in b.deliver(stage.nodes, 1, 2).items()}
+    b.resume()
+    return a.token, b.token, said
+
+
+def test_node_that_lost_its_data_does_not_vote(make_stage: MakeStage) -> None:
+    """A blank node says so, and is not counted."""
+    a, b, said = play_a_node_that_loses_its_data(make_stage())
+    assert (a, b) == (1, None)
+    assert said == {1: Said.AMNESIA, 2: Said.GRANTED}
+
+
+def test_marker_made_on_demand_gives_a_token_twice(make_stage: MakeStage) -> None:
+    """Control: a node that makes its marker when it misses it counts from the beginning again."""
+    on_demand = "if redis.call('EXISTS', NODE) == 0 then redis.call('HSET', NODE, 'e', 0, 'b', 0, "
+    on_demand += "'r', ARGV[#ARGV - 1], 'cfg', ARGV[1]) end\n"
+    start = "local fields = {'e', 'r', 'cfg', 'next', 'b'}"
+    mutant = without("acquire", start, on_demand + start)
+    a, b, _ = play_a_node_that_loses_its_data(make_stage(mutant))
+    assert (a, b) == (1, 1)
+
+
+def play_a_node_that_comes_back_with_older_data(
+    make_nodes: Callable[..., Nodes], scripts: Mapping[str, str]
+) -> tuple[int | None, int | None, Said]:
+    """A is granted by n0 and n1; n1 restarts from a file that is older than its vote; B asks n1 and n2."""
+    servers = make_nodes(3, appendfsync="always")
+    stage = Stage(servers.urls, scripts)
+    try:
+        a, b = stage.bidder(), stage.bidder()
+        a.deliver(stage.nodes, 0, 1)
+        a.resume()
+        servers[1].restart(keep_data=True)
+        stage.nodes[1].client.hdel(NODE_KEY, *_counters(stage))
+        stage.nodes[1].expire("r")
+        stage.nodes[1].reconnect()
+        said = b.deliver(stage.nodes, 1, 2)[1].said
+        b.resume()
+        return a.token, b.token, said
+    finally:
+        stage.close()
+
+
+def _counters(stage: Stage) -> list[str]:
+    fields: Any = stage.nodes[1].client.hkeys(NODE_KEY)
+    return [field for field in fields if field[1:].isdigit()]
+
+
+def test_node_that_restarted_with_its_data_does_not_vote(make_nodes: Callable[..., Nodes]) -> None:
+    """A marker that survived a restart proves nothing about the counters beside it."""
+    assert play_a_node_that_comes_back_with_older_data(make_nodes, {}) == (1, None, Said.RESTARTED)
+
+
+def test_marker_without_the_run_id_gives_a_token_twice(make_nodes: Callable[..., Nodes]) -> None:
+    """Control: a node that is known by its marker alone grants what it had granted before."""
+    mutant = without("acquire", "if admitted_run_id ~= run_id then return {'RESTARTED'} end")
+    assert play_a_node_that_comes_back_with_older_data(make_nodes, mutant) == (1, 1, Said.GRANTED)
+
+
+def test_link_of_a_restarted_node_is_broken(make_nodes: Callable[..., Nodes]) -> None:
+    """The run_id belongs to the socket: after a restart nothing is answered on the old one."""
+    servers = make_nodes(1, appendfsync="always")
+    stage = Stage(servers.urls)
+    servers[0].restart(keep_data=True)
+    bidder = stage.bidder()
+    with pytest.raises(Exception, match="broke"):
+        bidder.deliver(stage.nodes, 0)
+    stage.close()
+
+
+def test_resent_acquire_gets_the_same_answer(make_stage: MakeStage) -> None:
+    """A duplicate of an ACQUIRE neither mints nor extends."""
+    stage = make_stage()
+    a = stage.bidder()
+    first = a.deliver(stage.nodes, 0)[0]
+    stage.nodes[0].client.pexpire(f"{NODE_KEY}:l:r", 5000)
+    assert a.deliver(stage.nodes, 0)[0] == first == Answer(Said.GRANTED, 0, (1,))
+    assert stage.nodes[0].client.pttl(f"{NODE_KEY}:l:r") <= 5000
+
+
+def test_late_acquire_of_a_released_bid_takes_no_token_from_anybody(make_stage: MakeStage) -> None:
+    """A late duplicate locks one node for nobody, and tokens still grow past it."""
+    stage = make_stage()
+    a, b = stage.bidder(), stage.bidder()
+    late = a.request.command
+    a.deliver(stage.nodes, 0, 1, 2)
+    a.resume()
+    stage.release(a, 0, 1, 2)
+    assert stage.nodes[0].execute(late).counters == (2,)
+    b.deliver(stage.nodes, 0, 1, 2)
+    b.resume()
+    assert (a.token, b.token) == (1, 2)
+
+
+def test_late_release_leaves_another_holder_alone(make_stage: MakeStage) -> None:
+    """A RELEASE that comes twice, or after the lock has gone to somebody else, deletes nothing of theirs."""
+    stage = make_stage()
+    a, b = stage.bidder(), stage.bidder()
+    a.deliver(stage.nodes, 0, 1, 2)
+    a.resume()
+    assert stage.release(a, 0, 1, 2) == [Said.RELEASED] * 3
+    b.deliver(stage.nodes, 0, 1, 2)
+    b.resume()
+    assert stage.release(a, 0, 1, 2) == [Said.LOST] * 3
+    assert all(node.client.get(f"{NODE_KEY}:l:r") == f"{b.bid.nonce}|0|2" for node in stage.nodes)
+
+
+def test_late_confirm_after_release_is_refused(make_stage: MakeStage) -> None:
+    """A CONFIRM that comes after the RELEASE raises no counter."""
+    stage = make_stage()
+    stage.stand_at(4, 9, 9)
+    a = stage.bidder()
+    a.deliver(stage.nodes, 0, 1)
+    a.resume()
+    confirm = a.request.command
+    assert confirm.script == "confirm"
+    stage.release(a, 0, 1)
+    assert stage.nodes[0].execute(confirm).said is Said.LOST
+    assert stage.nodes[0].execute(stage.bidder().request.command).counters == (6,)
+
+
+def test_confirm_overtaking_the_acquire_is_refused(make_stage: MakeStage) -> None:
+    """A node that has not seen the ACQUIRE yet cannot confirm; its grant afterwards is not counted twice."""
+    stage = make_stage()
+    stage.stand_at(0, 5, 0)
+    a = stage.bidder()
+    acquire = a.request.command
+    a.deliver(stage.nodes, 0, 1)
+    a.resume()
+    assert a.deliver(stage.nodes, 2)[2].said is Said.LOST
+    assert stage.nodes[2].execute(acquire).counters == (1,)
+    a.deliver(stage.nodes, 0)
+    a.resume()
+    assert a.token == 6
+
+
+def test_release_lets_a_laggard_catch_up(make_stage: MakeStage) -> None:
+    """The node that missed the acquisition learns the token from its release."""
+    stage = make_stage()
+    stage.stand_at(7, 7, 0)
+    a = stage.bidder()
+    a.deliver(stage.nodes, 0, 1)
+    a.resume()
+    assert a.token == 8
+    assert stage.release(a, 2) == [Said.LOST]
+    assert stage.nodes[2].execute(stage.bidder().request.command).counters == (9,)
