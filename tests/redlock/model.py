@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fencelock.authority.redlock.protocol import Answer, Bid, Command, Failed, Fleet, Granted, Said
@@ -28,8 +28,10 @@ class Lock:
 
 
 class ModelNode:
-    """A node that has been initialised; `epoch` None makes it blank. Time does not pass here: locks expire
-    when somebody calls `expire`."""
+    """A node that has been initialised; `epoch` None makes it blank.
+
+    Time does not pass here: locks expire when somebody calls `expire`.
+    """
 
     def __init__(self, fingerprint: str = FINGERPRINT, base: int = 0) -> None:
         self.epoch: int | None = 0
@@ -185,9 +187,7 @@ class History:
             if token in self.seen.setdefault(resource, set()):
                 self.violations.append(f"P1: {resource} was granted {token} twice")
             if token <= contender.floor.get(resource, 0):
-                self.violations.append(
-                    f"P2: {resource} was granted {token} after {contender.floor[resource]}"
-                )
+                self.violations.append(f"P2: {resource} was granted {token} after a larger one")
             self.seen[resource].add(token)
             self.largest[resource] = max(self.largest.get(resource, 0), token)
 
@@ -217,7 +217,7 @@ class World:
         resources: Sequence[str] = ("r",),
         raise_epochs: float = 0.0,
     ) -> None:
-        self.random = random.Random(seed)  # noqa: S311 - it must be repeatable, not secret
+        self.random = random.Random(seed)
         self.expiring = self.random.uniform(0.01, 0.2)
         self.impatient = self.random.uniform(0.01, 0.1)
         self.duplicating = self.random.uniform(0.0, 0.15)
@@ -267,11 +267,7 @@ class World:
         if message.answer is None:
             answer = self.nodes[message.node].execute(message.command)
             if message.command.script != "release":
-                self.messages.append(
-                    Message(
-                        message.contender, message.bid, message.round, message.node, message.command, answer
-                    )
-                )
+                self.messages.append(replace(message, answer=answer))
         else:
             self._arrive(message, message.answer)
 

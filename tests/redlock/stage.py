@@ -45,7 +45,7 @@ class Station(Protocol):
 
 
 class RealNode:
-    """A link to a real server, which executes the shipped scripts, or those that a test put in their place."""
+    """A link to a real server, which executes the shipped scripts or those of a test."""
 
     def __init__(self, url: str, scripts: Mapping[str, str] | None = None) -> None:
         self.client = redis.Redis.from_url(url, decode_responses=True)

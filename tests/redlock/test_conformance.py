@@ -124,7 +124,7 @@ def state_of(real: RealNode) -> tuple[int | None, dict[int, int], dict[str, Lock
     epoch = int(fields["e"]) if "e" in fields else None
     counters = {int(name[1:]): int(value) for name, value in fields.items() if name[1:].isdigit()}
     locks = {}
-    for key in real.client.keys(f"{NODE_KEY}:l:*"):  # type: ignore[union-attr]
+    for key in real.client.keys(f"{NODE_KEY}:l:*"):
         nonce, its_epoch, counter = str(real.client.get(key)).split("|")
         locks[str(key)] = Lock(nonce, int(its_epoch), int(counter))
     return epoch, counters, locks

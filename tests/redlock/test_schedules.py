@@ -34,7 +34,7 @@ def make_stage(nodes: Nodes) -> Iterator[MakeStage]:
 
 
 def maximum_without_write_back(
-    fleet: Fleet, bid: Bid, answers: dict[int, Answer], ended: float
+    _fleet: Fleet, _bid: Bid, answers: dict[int, Answer], ended: float
 ) -> Generator[Broadcast, Round, tuple[int, tuple[int, ...] | None, float]]:
     """Decide the maximum and tell nobody: a mutant of `_decide`."""
     epoch, granted = protocol._largest_epoch(answers)
@@ -132,7 +132,7 @@ def mixed_epochs(answers: Answers) -> tuple[int, dict[int, tuple[int, ...]]]:
 
 
 def play_votes_of_two_epochs(stage: Stage) -> tuple[int | None, int | None]:
-    """Z is granted 6 in epoch 0; n1 moves to epoch 1; A is granted 6 by n0 in epoch 0 and by n1 in epoch 1."""
+    """Z is granted 6 in epoch 0; n1 moves to epoch 1; A is granted 6 by n0 in 0 and n1 in 1."""
     stage.stand_at(5, 5, 5)
     z, a = stage.bidder(), stage.bidder()
     z.deliver(stage.nodes, 1, 2)
