@@ -200,7 +200,7 @@ def run(arguments: argparse.Namespace, console: Console) -> bool:
             final = session.get_one(model, 1).value
 
     table = Table(
-        title=f"{'Control: ordinary table' if arguments.control else 'Fenced'}, {arguments.database}"
+        title=f"{'Control: ordinary table' if arguments.control else 'Fenced'}, {engine.dialect.name}"
     )
     table.add_column("")
     table.add_column("", justify="right")

@@ -12,12 +12,12 @@ import sys
 from collections.abc import Callable
 from threading import Event, Thread
 
-from servers import shop_database
-from shop import Order
 from sqlalchemy import Engine
 from sqlalchemy.orm import Session
 
 from fencelock import StaleTokenError, claim, fenced_lock
+from servers import shop_database
+from shop import Order
 
 ORDER = 1
 TOTAL, SLOW_PAYMENT, QUICK_PAYMENT = 100_00, 30_00, 50_00

@@ -13,8 +13,6 @@ from __future__ import annotations
 import sys
 
 import psycopg
-from servers import shop_database
-from shop import StockItem
 from sqlalchemy import Engine, select
 from sqlalchemy.orm import Session
 
@@ -26,6 +24,8 @@ from fencelock import (
     fenced_lock,
     fenced_update,
 )
+from servers import shop_database
+from shop import StockItem
 
 ITEM = 7
 RESOURCE = f"stock:{ITEM}"

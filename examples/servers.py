@@ -9,11 +9,11 @@ import argparse
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from shop import Base
 from sqlalchemy import Engine, create_engine
 
 import fencelock
 from fencelock.embedded import Nodes, Postgres
+from shop import Base
 
 
 @contextmanager

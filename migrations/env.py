@@ -16,8 +16,9 @@ from typing import Any, Final
 
 from alembic import context
 from alembic.util import CommandError
-from shop import Base
 from sqlalchemy import NullPool, create_engine
+
+from shop import Base
 
 OPTIONS: Final[dict[str, Any]] = {
     "target_metadata": Base.metadata,
