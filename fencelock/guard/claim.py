@@ -36,9 +36,10 @@ from sqlalchemy.orm import Mapper, Session
 
 from fencelock.errors import AmbiguousFenceError, UnfencedWriteError
 from fencelock.guard._install import install
+from fencelock.guard._statement import TOKEN_OPTION
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table
+from fencelock.guard._write import LOCKING_READS
 from fencelock.guard.fences import FENCES
-from fencelock.guard.rewrite import LOCKING_READS, TOKEN_OPTION
 from fencelock.guard.session import BYPASS, Tokens, writer_of
 from fencelock.lease import check_resource
 

@@ -7,6 +7,7 @@ are unhashable.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, ClassVar, Final
 from weakref import ref
 
@@ -133,11 +134,8 @@ def _template(mapper: Mapper[Any], model: type[Any], base: Table) -> ResourceTem
     template = model.__fence_resource__
     if template is None:
         return None
-    attributes: dict[str, Column[Any]] = {
-        name: column
-        for name, column in mapper.columns.items()  # not column_attrs: that would configure the mappers
-        if isinstance(column, Column) and column.table is base
-    }
+    columns: Iterable[tuple[str, Any]] = mapper.columns.items()  # column_attrs would configure the mappers
+    attributes = {name: column for name, column in columns if getattr(column, "table", None) is base}
     return ResourceTemplate.parse(template, attributes, model.__name__)
 
 

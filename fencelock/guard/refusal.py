@@ -18,8 +18,8 @@ from sqlalchemy import DDL
 from sqlalchemy.engine import Connection, ExceptionContext
 
 from fencelock.errors import FenceError, UnfencedWriteError
+from fencelock.guard._statement import TOKEN_BIND
 from fencelock.guard._tables import FENCE_COLUMN, fenced_names, fenced_table
-from fencelock.guard.rewrite import TOKEN_BIND
 from fencelock.guard.session import BYPASS
 
 _WRITES: Final = re.compile(

@@ -18,8 +18,8 @@ from sqlalchemy.sql import FromClause
 from sqlalchemy.sql.selectable import AliasedReturnsRows
 
 from fencelock.guard._install import install
+from fencelock.guard._statement import TOKEN_BIND, TOKEN_OPTION
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table, register, underlying
-from fencelock.guard.rewrite import TOKEN_BIND, TOKEN_OPTION
 from fencelock.token import check as check_token
 
 ParamStyle: TypeAlias = Literal["qmark", "numeric", "numeric_dollar", "format", "named", "pyformat"]

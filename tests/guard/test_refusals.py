@@ -423,7 +423,6 @@ def test_the_largest_token_is_exact(session: Session) -> None:
 
 def test_a_missing_column_says_to_migrate(session: Session, engine: Engine) -> None:
     """A database whose table lacks the column gives one error that names the migration."""
-
     with engine.begin() as connection:
         connection.execute(text("DROP TABLE IF EXISTS re_late"), execution_options={"fencelock": "bypass"})
         connection.execute(text("CREATE TABLE re_late (id INTEGER PRIMARY KEY)"))

@@ -1,0 +1,109 @@
+"""INSERT into a fenced table: which token a new row begins with.
+
+A new row has no fence to compare with, so a stale holder's INSERT is not refused here: that takes `gate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import Insert
+from sqlalchemy.engine import Connection
+from sqlalchemy.sql import ClauseElement
+from sqlalchemy.sql.elements import BindParameter
+from sqlalchemy.sql.schema import ScalarElementColumnDefault
+
+from fencelock.errors import UnfencedWriteError
+from fencelock.guard._statement import TOKEN_OPTION, Row, assigned, key_of, refuse_fence_assignment
+from fencelock.guard._tables import FencedTable
+from fencelock.guard.session import Tokens
+
+
+def stamp_insert(
+    connection: Connection,
+    statement: Insert,
+    fenced: FencedTable,
+    rows: Sequence[Row],
+    options: Mapping[str, Any],
+) -> tuple[Insert, list[dict[str, Any]]]:
+    """Add the token to the rows of an INSERT."""
+    _refuse_overwriting_insert(statement, fenced)
+    own = {key_of(column): value for column, value in assigned(statement)}
+    refuse_fence_assignment(own, fenced)
+    token_of = _token_source(connection, fenced, own, options)
+    fence = fenced.fence.key
+    if statement._multi_values:  # noqa: SLF001  no public way to read them
+        return _stamp_multi_values(statement, fenced, token_of), [dict(row) for row in rows]
+    return statement, [{**row, fence: token_of(row)} for row in rows]
+
+
+def _stamp_multi_values(statement: Insert, fenced: FencedTable, token_of: Callable[[Row], int]) -> Insert:
+    """Add the token to `insert().values([{…}, {…}])`, whose rows are part of the statement."""
+    stamped = []
+    for group in statement._multi_values:  # noqa: SLF001  no public way to read them
+        for row in group:
+            if not isinstance(row, Mapping):
+                raise UnfencedWriteError(
+                    f"rows inserted into {fenced.name!r} by position cannot be stamped; give them as dicts"
+                )
+            named = {key_of(column): value for column, value in row.items()}
+            refuse_fence_assignment(named, fenced)
+            stamped.append({**row, fenced.fence: token_of(named)})
+    bare = statement._generate()  # noqa: SLF001  values() only ever adds rows
+    bare._multi_values = ()  # noqa: SLF001  the same
+    return bare.values(stamped)
+
+
+def _refuse_overwriting_insert(statement: Insert, fenced: FencedTable) -> None:
+    """Refuse an INSERT that may write to rows that exist, or whose rows nobody has seen yet."""
+    if statement._post_values_clause is not None or statement._prefixes:  # noqa: SLF001  no public way
+        raise UnfencedWriteError(
+            f"INSERT with ON CONFLICT, ON DUPLICATE KEY, OR REPLACE or IGNORE into {fenced.name!r} may touch "
+            f"rows that a newer holder has fenced; claim the row and update it, or insert it"
+        )
+    if statement.select is not None:
+        raise UnfencedWriteError(
+            f"INSERT … SELECT into {fenced.name!r} cannot be stamped; read the rows and insert them"
+        )
+
+
+def _token_source(
+    connection: Connection,
+    fenced: FencedTable,
+    own: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> Callable[[Row], int]:
+    token: int | None = options.get(TOKEN_OPTION)
+    if token is None:
+        tokens = Tokens(connection, fenced)
+        if fenced.template is not None:
+            return lambda row: _new_row_token(tokens, {**own, **row})
+        token = tokens.of_table()
+    return lambda _row: token
+
+
+def _new_row_token(tokens: Tokens, row: Row) -> int:
+    """Return the token to stamp a new row with.
+
+    Where the database makes the key, and the key makes the resource's name, nobody can have locked the
+    resource yet: some lease must be held, and the row begins with the fence 0, open to its first holder.
+    """
+    template = tokens.fenced.template
+    assert template is not None  # noqa: S101  only asked for tables with a template
+    values: dict[str, Any] = {}
+    for name, column in template.columns.items():
+        value = row.get(column.key, row.get(name))
+        if value is None and isinstance(column.default, ScalarElementColumnDefault):
+            value = column.default.arg
+        if isinstance(value, BindParameter):
+            value = value.effective_value
+        if value is None and column.primary_key:
+            return 0
+        if value is None or isinstance(value, ClauseElement):
+            raise UnfencedWriteError(
+                f"which resource guards a new row of {tokens.fenced.name!r} is not known before the database "
+                f"has made it: give {name} a plain value, because {template.text!r} is made of it"
+            )
+        values[name] = value
+    return tokens.of_row(values)

@@ -1,0 +1,439 @@
+"""What happens when a fenced class is mapped, and what listens on whose account."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Engine,
+    ForeignKey,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    create_engine,
+    event,
+    insert,
+    update,
+)
+from sqlalchemy.orm import (
+    DeclarativeBase,
+    Mapped,
+    MappedAsDataclass,
+    Session,
+    configure_mappers,
+    declared_attr,
+    deferred,
+    mapped_column,
+    registry,
+    relationship,
+)
+
+import fencelock.guard
+from fencelock.errors import StaleTokenError, UnfencedWriteError
+from fencelock.guard import FencedDataclassModel, FencedModel, bind, claim, fence_column
+from fencelock.guard import rewrite as rewrite_room
+from fencelock.guard import session as session_room
+from fencelock.lease import Lease
+
+
+def new_base() -> Any:
+    """Return a declarative base of its own."""
+
+    class Base(DeclarativeBase):
+        pass
+
+    return Base
+
+
+def in_memory(metadata: MetaData) -> Engine:
+    engine = create_engine("sqlite://")
+    metadata.create_all(engine)
+    return engine
+
+
+def test_the_column_is_as_promised() -> None:
+    """BIGINT NOT NULL DEFAULT 0, last in the table."""
+
+    class Order(FencedModel, new_base()):  # type: ignore[misc]
+        __tablename__ = "mo_orders"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        status: Mapped[str]
+
+    column = Order.__table__.c.last_fencing_token
+    assert isinstance(column.type, BigInteger)
+    assert not column.nullable
+    assert str(column.server_default.arg) == "0"
+    assert [each.name for each in Order.__table__.c][-1] == "last_fencing_token"
+
+
+@pytest.mark.parametrize(
+    ("template", "error", "message"),
+    [
+        ("order:{nmae}", ValueError, "names 'nmae', but the columns of its fenced table are"),
+        ("order:{}", ValueError, "names ''"),
+        ("order:{id.real}", ValueError, "names 'id.real'"),
+        ("order:{id[0]}", ValueError, r"names 'id\[0\]'"),
+        ("order:{items}", ValueError, "names 'items'"),
+        ("order:{id", ValueError, "is no format string"),
+        ("", ValueError, "empty"),
+        (" order", ValueError, "white space"),
+        (7, TypeError, "is a str"),
+    ],
+)
+def test_a_wrong_template_is_refused_when_the_class_is_mapped(
+    template: Any, error: type[Exception], message: str
+) -> None:
+    """The error comes at the class statement, and names the columns that there are."""
+    base = new_base()
+    with pytest.raises(error, match=message):
+
+        class Order(FencedModel, base):  # type: ignore[misc]
+            __tablename__ = "mo_orders"
+            __fence_resource__ = template
+            id: Mapped[int] = mapped_column(primary_key=True)
+            name: Mapped[str]
+            items: Mapped[list[Item]] = relationship()
+
+        class Item(base):  # type: ignore[misc]
+            __tablename__ = "mo_items"
+            id: Mapped[int] = mapped_column(primary_key=True)
+            order_id: Mapped[int] = mapped_column(ForeignKey("mo_orders.id"))
+
+    base.registry.dispose()
+
+
+def test_mapping_a_class_configures_nothing() -> None:
+    """A relationship to a class that comes later in the file is no obstacle."""
+    base = new_base()
+
+    class Order(FencedModel, base):  # type: ignore[misc]
+        __tablename__ = "mo_orders"
+        __fence_resource__ = "order:{id}"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        items: Mapped[list[Any]] = relationship("Item")
+
+    class Item(base):  # type: ignore[misc]
+        __tablename__ = "mo_items"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        order_id: Mapped[int] = mapped_column(ForeignKey("mo_orders.id"))
+
+    configure_mappers()
+    assert Order.items.property.mapper.class_ is Item
+
+
+def test_a_mapped_table_without_the_column_is_refused() -> None:
+    """An imperative or reflected table that lacks the column says what to do."""
+
+    class Box(FencedModel):
+        pass
+
+    table = Table("mo_boxes", MetaData(), Column("id", Integer, primary_key=True))
+    with pytest.raises(ValueError, match=r"op\.add_fence"):
+        registry().map_imperatively(Box, table)
+
+
+def test_a_reflected_table_with_the_column_is_fenced() -> None:
+    """A model on a reflected table needs no fence_column()."""
+    metadata = MetaData()
+    Table("mo_boxes", metadata, Column("id", Integer, primary_key=True), fence_column())
+    engine = in_memory(metadata)
+
+    class Box(FencedModel, new_base()):  # type: ignore[misc]
+        __table__ = Table("mo_boxes", MetaData(), autoload_with=engine)
+
+    with Session(engine) as session:
+        session.add(Box(id=1))
+        with pytest.raises(UnfencedWriteError):
+            session.flush()
+
+
+def test_two_resources_for_one_table_are_refused() -> None:
+    """A subclass in the same table cannot be guarded by another resource."""
+
+    class Order(FencedModel, new_base()):  # type: ignore[misc]
+        __tablename__ = "mo_orders"
+        __fence_resource__ = "order:{id}"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        kind: Mapped[str]
+        __mapper_args__ = {"polymorphic_on": "kind"}  # noqa: RUF012
+
+    with pytest.raises(ValueError, match="two resources"):
+
+        class Gift(Order):
+            __fence_resource__ = "gift:{id}"
+            __mapper_args__ = {"polymorphic_identity": "gift"}  # noqa: RUF012
+
+
+def test_a_fenced_base_fences_every_model() -> None:
+    """The mixin on the declarative base itself reaches all its models."""
+
+    class Base(FencedModel, DeclarativeBase):
+        pass
+
+    class Order(Base):
+        __tablename__ = "mo_orders"
+        id: Mapped[int] = mapped_column(primary_key=True)
+
+    engine = in_memory(Base.metadata)
+    with Session(engine) as session:
+        session.add(Order(id=1))
+        with pytest.raises(UnfencedWriteError):
+            session.flush()
+
+
+def test_column_and_attribute_names_may_differ() -> None:
+    """__fence_resource__ speaks of attributes; statements speak of columns."""
+
+    class Order(FencedModel, new_base()):  # type: ignore[misc]
+        __tablename__ = "mo_orders"
+        __fence_resource__ = "order:{number}"
+        number: Mapped[int] = mapped_column("order_no", primary_key=True)
+        status: Mapped[str] = mapped_column("st", String(10))
+
+    engine = in_memory(Order.metadata)
+    with Session(engine) as session:
+        bind(session, Lease("order:1", 3))
+        session.add(Order(number=1, status="new"))
+        session.commit()
+        claim(session, Order, {"number": 1}).status = "paid"
+        session.commit()
+        session.execute(update(Order).where(Order.number == 1).values(status="sent"))
+        session.delete(session.get_one(Order, 1))
+        session.commit()
+
+
+def test_concrete_inheritance_has_a_fence_in_each_table() -> None:
+    """Each concrete table guards its own rows."""
+
+    class Order(FencedModel, new_base()):  # type: ignore[misc]
+        __tablename__ = "mo_orders"
+        id: Mapped[int] = mapped_column(primary_key=True)
+
+    class Gift(Order):
+        __tablename__ = "mo_gifts"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        last_fencing_token: Mapped[int] = mapped_column(BigInteger, server_default="0")
+        ribbon: Mapped[str]
+        __mapper_args__ = {"concrete": True}  # noqa: RUF012
+
+    engine = in_memory(Order.metadata)
+    with Session(engine) as session:
+        session.add(Gift(id=1, ribbon="red"))
+        with pytest.raises(UnfencedWriteError):
+            session.flush()
+        session.rollback()
+        bind(session, Lease("gifts", 2))
+        session.add(Gift(id=1, ribbon="red"))
+        session.commit()
+        assert session.get_one(Gift, 1).last_fencing_token == 2
+
+
+def test_an_abstract_mixin_chain() -> None:
+    """The mixin works behind another mixin with declared attributes."""
+
+    class Named(FencedModel):
+        @declared_attr.directive
+        def __tablename__(cls) -> str:  # noqa: N805  SQLAlchemy's way
+            return f"mo_{cls.__name__.lower()}"
+
+    class Order(Named, new_base()):  # type: ignore[misc]
+        id: Mapped[int] = mapped_column(primary_key=True)
+        blob: Mapped[str] = deferred(mapped_column(String, default=""))
+
+    engine = in_memory(Order.metadata)
+    with Session(engine) as session:
+        bind(session, Lease("o", 4))
+        session.add(Order(id=1))
+        session.commit()
+        session.get_one(Order, 1).blob = "x"
+        session.commit()
+
+
+def test_plain_models_stay_hashable_and_dataclasses_stay_dataclasses() -> None:
+    """Neither mixin changes what kind of class the model is."""
+
+    class Base(MappedAsDataclass, DeclarativeBase):
+        pass
+
+    class Point(FencedDataclassModel, Base):
+        __tablename__ = "mo_points"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        x: Mapped[int] = mapped_column(default=7)
+
+    class Order(FencedModel, new_base()):  # type: ignore[misc]
+        __tablename__ = "mo_orders"
+        id: Mapped[int] = mapped_column(primary_key=True)
+
+    assert Point(id=1) == Point(id=1, x=7)
+    assert repr(Point(id=1)).endswith("Point(id=1, x=7)")
+    assert len({Order(id=1), Order(id=1)}) == 2
+
+
+def test_a_copied_table_is_guarded_like_the_original() -> None:
+    """to_metadata keeps the fence and the template."""
+
+    class Order(FencedModel, new_base()):  # type: ignore[misc]
+        __tablename__ = "mo_orders"
+        __fence_resource__ = "order:{id}"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        status: Mapped[str] = mapped_column(default="new")
+
+    copy = Order.__table__.to_metadata(MetaData())
+    engine = in_memory(copy.metadata)
+    with engine.begin() as connection:
+        with pytest.raises(UnfencedWriteError):
+            connection.execute(insert(copy), {"id": 1})
+        bind(connection, Lease("order:1", 3))
+        connection.execute(insert(copy), {"id": 1, "status": "new"})
+        connection.execute(update(copy).where(copy.c.id == 1).values(status="x"))
+        with pytest.raises(UnfencedWriteError, match="'order:2'"):
+            connection.execute(update(copy).where(copy.c.id == 2).values(status="x"))
+
+
+class Base(DeclarativeBase):
+    """For what follows."""
+
+
+class Row(FencedModel, Base):
+    """A row among many."""
+
+    __tablename__ = "mo_rows"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    value: Mapped[int] = mapped_column(default=0)
+
+
+def executions(engine: Engine) -> list[tuple[str, bool]]:
+    """Note what reaches the cursor: the SQL, and whether it is an executemany."""
+    seen: list[tuple[str, bool]] = []
+
+    def note(_c: object, _cursor: object, sql: str, _p: object, _x: object, many: bool) -> None:
+        if not sql.startswith(("SELECT", "PRAGMA", "CREATE")):
+            seen.append((sql, many))
+
+    event.listen(engine, "before_cursor_execute", note)
+    return seen
+
+
+def test_facades_do_not_guard_twice() -> None:
+    """An engine made by execution_options() adds the condition once."""
+    engine = in_memory(Base.metadata).execution_options(a=1).execution_options(b=2)
+    seen = executions(engine)
+    with Session(engine) as session:
+        bind(session, Lease("rows", 1))
+        session.add(Row(id=1))
+        session.flush()
+        session.execute(update(Row).values(value=1))
+    assert seen[-1][0].count("<=") == 1
+
+
+def test_executemany_is_kept() -> None:
+    """A thousand dirty objects are one executemany, and new ones are inserted many at a time."""
+    engine = in_memory(Base.metadata)
+    seen = executions(engine)
+    with Session(engine) as session:
+        bind(session, Lease("rows", 1))
+        rows = [Row(id=number) for number in range(1, 1001)]
+        session.add_all(rows)
+        session.flush()
+        inserts = len(seen)
+        assert inserts <= 2
+        for row in rows:
+            row.value = 1
+        session.flush()
+        assert [many for _, many in seen[inserts:]] == [True]
+
+
+def test_the_compiled_cache_is_kept() -> None:
+    """Other tokens and other values compile nothing again."""
+    engine = in_memory(Base.metadata)
+    with Session(engine) as session:
+        bind(session, Lease("rows", 1))
+        session.add(Row(id=1))
+        session.commit()
+        sizes = []
+        for token in range(2, 12):
+            bind(session, Lease("rows", token))
+            session.get_one(Row, 1).value = token
+            session.commit()
+            session.execute(update(Row).where(Row.id == 1).values(value=-token))
+            claim(session, Row, 1)
+            session.commit()
+            assert engine._compiled_cache is not None
+            sizes.append(len(engine._compiled_cache) + len(Row.__mapper__._compiled_cache))
+    assert len(set(sizes[1:])) == 1
+
+
+def test_no_fenced_table_no_listener() -> None:
+    """Importing the package costs engines nothing; the first fenced model puts the listeners in place."""
+    script = """
+import fencelock.guard, sqlalchemy as sa
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+engine = sa.create_engine("sqlite://")
+assert not engine._has_events
+class Base(DeclarativeBase): pass
+class Row(fencelock.guard.FencedModel, Base):
+    __tablename__ = "rows"
+    id: Mapped[int] = mapped_column(primary_key=True)
+assert engine._has_events
+try:
+    with engine.begin() as connection:
+        Base.metadata.create_all(connection)
+        connection.execute(sa.delete(Row.__table__))
+except fencelock.errors.UnfencedWriteError:
+    print("refused")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.stdout, done.stderr) == ("refused\n", "")
+
+
+def test_the_guard_knows_nothing_of_authorities() -> None:
+    """No module of the guard imports Redis, or the package of those who grant leases."""
+    folder = Path(str(fencelock.guard.__file__)).parent
+    imported = {
+        name
+        for source in folder.glob("*.py")
+        for node in ast.walk(ast.parse(source.read_text()))
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
+    assert "fencelock.lease" in imported
+    assert not [name for name in imported if name.startswith(("redis", "fencelock.authority"))]
+
+
+def test_what_the_guard_remembers_dies_with_its_owner() -> None:
+    """Transactions, sessions and statements that are gone leave nothing behind."""
+    engine = in_memory(Base.metadata)
+    stores = (session_room._writers, session_room._bound, session_room._flushes, rewrite_room._writes)
+
+    def work(tokens: range) -> list[int]:
+        for token in tokens:
+            with Session(engine) as session:
+                bind(session, Lease("rows", token))
+                session.add(Row(id=token))
+                session.flush()
+                session.execute(update(Row).values(value=token))
+                session.commit()
+                bind(session, Lease("rows", token - 1))
+                with pytest.raises(StaleTokenError):
+                    session.execute(update(Row).values(value=-1))
+        del session
+        gc.collect()
+        return [len(store) for store in stores]
+
+    assert work(range(2, 12)) == work(range(12, 40))

@@ -1,0 +1,351 @@
+"""Core constructs that carry the condition, and whole statements for bare cursors."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from typing import Any
+
+import psycopg
+import pytest
+from sqlalchemy import (
+    Column,
+    Engine,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    bindparam,
+    create_engine,
+    delete,
+    insert,
+    select,
+    text,
+    update,
+)
+from sqlalchemy.exc import StatementError
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, mapped_column
+
+from fencelock.embedded import Postgres
+from fencelock.errors import StaleTokenError, UnfencedWriteError
+from fencelock.guard import (
+    FencedModel,
+    bind,
+    conditional_delete,
+    conditional_update,
+    execute_fenced,
+    fence_column,
+    fenced_delete,
+    fenced_update,
+)
+from fencelock.lease import Lease
+from fencelock.token import MAX_TOKEN
+
+
+class Base(DeclarativeBase):
+    """The models of this file."""
+
+
+class Order(FencedModel, Base):
+    """Guarded row by row."""
+
+    __tablename__ = "sq_orders"
+    __fence_resource__ = "order:{id}"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    status: Mapped[str] = mapped_column(String(20), default="new")
+
+
+odd = Table(
+    'sq odd "table" %s `x`',
+    Base.metadata,
+    Column("select", Integer, primary_key=True),
+    Column("Mixed Case %", Integer),
+    fence_column(),
+)
+plain = Table(
+    "sq_plain",
+    Base.metadata,
+    Column("id", Integer, primary_key=True),
+    Column("note", String(20)),
+    Column("last_fencing_token", Integer, nullable=False, server_default="0"),
+)
+
+
+@pytest.fixture(scope="module")
+def _tables(shared_url: str) -> None:
+    engine = create_engine(shared_url)
+    Base.metadata.create_all(engine)
+    engine.dispose()
+
+
+@pytest.fixture
+def engine(shared_engine: Engine, _tables: None) -> Engine:
+    """An engine on a database with two orders whose fences are 5."""
+    with shared_engine.execution_options(fencelock="bypass").begin() as connection:
+        for table in Base.metadata.sorted_tables:
+            connection.execute(delete(table))
+        connection.execute(
+            insert(Order), [{"id": n, "status": "new", "last_fencing_token": 5} for n in (1, 2)]
+        )
+        connection.execute(insert(odd), {"select": 1, "Mixed Case %": 0})
+        connection.execute(insert(plain), {"id": 1, "note": "new"})
+    return shared_engine
+
+
+def order(engine: Engine, identity: int = 1) -> tuple[str, int]:
+    with engine.connect() as connection:
+        columns = select(Order.status, Order.last_fencing_token).where(Order.id == identity)
+        return tuple(connection.execute(columns).one())  # type: ignore[return-value]
+
+
+PAID = fenced_update(Order).where(Order.id == 1).values(status="paid")
+
+
+def test_the_condition_is_in_the_sql() -> None:
+    """Printing the construct shows what makes it fenced."""
+    assert "last_fencing_token <= :fencelock_token" in str(PAID)
+    assert "last_fencing_token <= :fencelock_token" in str(fenced_delete(aliased(Order)))
+
+
+@pytest.mark.parametrize("through", ["session", "connection"])
+def test_an_explicit_token_needs_no_lease(engine: Engine, through: str) -> None:
+    """execute_fenced writes with the token that it is given, and counts the rows."""
+    with Session(engine) as session:
+        target = session if through == "session" else session.connection()
+        assert execute_fenced(target, PAID, token=6).rowcount == 1
+        session.commit()
+    assert order(engine) == ("paid", 6)
+
+
+def test_an_explicit_token_below_the_fence_is_stale(engine: Engine) -> None:
+    """Nothing matched because of the fence: StaleTokenError, and the transaction is rolled back."""
+    with engine.connect() as connection:
+        execute_fenced(connection, fenced_update(Order).where(Order.id == 2).values(status="x"), token=9)
+        with pytest.raises(StaleTokenError) as caught:
+            execute_fenced(connection, PAID, token=4)
+        connection.commit()
+    assert (caught.value.identity, caught.value.token, caught.value.current) == ((1,), 4, 5)
+    assert order(engine, 2) == ("new", 5)
+
+
+def test_a_missing_row_gives_rowcount_0(engine: Engine) -> None:
+    """A row that is not there is no error."""
+    gone = fenced_delete(Order).where(Order.id == 9)
+    with engine.begin() as connection:
+        assert execute_fenced(connection, gone, token=6).rowcount == 0
+        assert execute_fenced(connection, fenced_delete(Order).where(Order.id == 1), token=6).rowcount == 1
+
+
+def test_the_held_lease_is_used_without_a_token(engine: Engine) -> None:
+    """Without an explicit token the ordinary rules apply."""
+    with Session(engine) as session:
+        with pytest.raises(UnfencedWriteError):
+            execute_fenced(session, PAID)
+        bind(session, Lease("order:1", 7))
+        execute_fenced(session, PAID)
+        session.execute(fenced_update(Order).where(Order.id == 1).values(status="sent"))
+        session.commit()
+    assert order(engine) == ("sent", 7)
+
+
+def test_parameters_execute_for_each(engine: Engine) -> None:
+    """A list of parameters is an executemany; one stale row refuses them all."""
+    statement = fenced_update(Order.__table__).where(Order.__table__.c.id == bindparam("which"))
+    several = [{"which": n, "status": "paid"} for n in (1, 2, 3)]
+    with engine.begin() as connection:
+        execute_fenced(connection, statement, several, token=6)
+    assert order(engine, 2) == ("paid", 6)
+    with engine.connect() as connection, pytest.raises(StaleTokenError) as caught:
+        execute_fenced(connection, statement, several, token=5)
+    assert caught.value.identity == (1,)
+
+
+def test_an_ordinary_statement_is_guarded_as_well(engine: Engine) -> None:
+    """execute_fenced takes any UPDATE, DELETE or INSERT of a fenced table."""
+    with engine.begin() as connection:
+        execute_fenced(connection, update(Order).where(Order.id == 1).values(status="x"), token=6)
+        execute_fenced(connection, insert(Order).values(id=3, status="x"), token=6)
+    assert order(engine) == order(engine, 3) == ("x", 6)
+
+
+def test_a_core_table_with_the_column_becomes_fenced(engine: Engine) -> None:
+    """A Table without the mark is guarded from the first fenced statement on."""
+    with engine.begin() as connection:
+        execute_fenced(connection, fenced_update(plain).where(plain.c.id == 1).values(note="x"), token=3)
+    with engine.begin() as connection, pytest.raises(UnfencedWriteError):
+        connection.execute(update(plain).values(note="y"))
+
+
+def test_a_statement_whose_token_is_missing_cannot_run(engine: Engine) -> None:
+    """Compiled and executed past the guard, the construct still lacks its token."""
+    with engine.connect() as connection, pytest.raises(StatementError, match="fencelock_token"):
+        connection.execute(PAID, execution_options={"fencelock": "bypass"})
+
+
+@pytest.mark.parametrize("token", [0, -1, MAX_TOKEN + 1])
+def test_a_token_out_of_range_is_refused(engine: Engine, token: int) -> None:
+    """Only 1 … 2**63 - 1 are tokens."""
+    with engine.connect() as connection, pytest.raises(ValueError, match="fencing token"):
+        execute_fenced(connection, PAID, token=token)
+    with pytest.raises(ValueError, match="fencing token"):
+        conditional_update("orders", {}, {"id": 1}, token)
+
+
+@pytest.mark.parametrize("token", [True, "7", 7.0, None])
+def test_a_token_of_another_type_is_refused(token: Any) -> None:
+    """A token is an int, and True is none."""
+    with pytest.raises(TypeError):
+        conditional_delete("orders", {"id": 1}, token)
+
+
+def test_what_has_no_fence_is_refused(engine: Engine) -> None:
+    """A table without the column, and what is no write at all, are mistakes of the caller."""
+    free = Table("sq_free", MetaData(), Column("id", Integer))
+    with pytest.raises(ValueError, match="not fenced"):
+        fenced_update(free)
+    with engine.connect() as connection:
+        with pytest.raises(ValueError, match="not fenced"):
+            execute_fenced(connection, insert(free), token=1)
+        with pytest.raises(TypeError):
+            execute_fenced(connection, select(Order), token=1)  # type: ignore[arg-type]
+
+
+PARAMSTYLES = {
+    "qmark": ("a = ?, last_fencing_token = ? WHERE k = ? AND last_fencing_token <= ?", (None, 6, 1, 6)),
+    "format": ("a = %s, last_fencing_token = %s WHERE k = %s AND last_fencing_token <= %s", (None, 6, 1, 6)),
+    "numeric": ("a = :1, last_fencing_token = :2 WHERE k = :3 AND last_fencing_token <= :4", (None, 6, 1, 6)),
+    "numeric_dollar": (
+        "a = $1, last_fencing_token = $2 WHERE k = $3 AND last_fencing_token <= $4",
+        (None, 6, 1, 6),
+    ),
+    "named": (
+        "a = :p1, last_fencing_token = :p2 WHERE k = :p3 AND last_fencing_token <= :p4",
+        {"p1": None, "p2": 6, "p3": 1, "p4": 6},
+    ),
+    "pyformat": (
+        "a = %(p1)s, last_fencing_token = %(p2)s WHERE k = %(p3)s AND last_fencing_token <= %(p4)s",
+        {"p1": None, "p2": 6, "p3": 1, "p4": 6},
+    ),
+}
+
+
+@pytest.mark.parametrize("style", PARAMSTYLES)
+def test_every_paramstyle(style: Any) -> None:
+    """Each style of PEP 249, and asyncpg's, has its own placeholders and form of parameters."""
+    sql, parameters = conditional_update("s.t", {"a": None}, {"k": 1}, 6, style)
+    assert (sql.removeprefix("UPDATE s.t SET "), parameters) == PARAMSTYLES[style]
+
+
+@pytest.fixture
+def cursor(engine: Engine) -> Iterator[tuple[Any, list[str]]]:
+    """A bare cursor, and the styles that its driver understands."""
+    raw = engine.raw_connection()
+    styles = ["qmark", "named"] if engine.dialect.name == "sqlite" else ["pyformat", "format"]
+    yield raw.cursor(), styles
+    raw.commit()
+    raw.close()
+
+
+def test_a_bare_cursor_writes_or_matches_nothing(engine: Engine, cursor: tuple[Any, list[str]]) -> None:
+    """A fresh token writes one row and raises its fence; a stale one matches none."""
+    bare, styles = cursor
+    for number, style in enumerate(styles):
+        fresh, stale = 6 + number, 5 + number - 1
+        key = {"id": 1}
+        bare.execute(*conditional_update("sq_orders", {"status": style}, key, fresh, style))  # type: ignore[arg-type]
+        assert bare.rowcount == 1
+        bare.execute(*conditional_update("sq_orders", {"status": "no"}, key, stale, style))  # type: ignore[arg-type]
+        assert bare.rowcount == 0
+        bare.connection.commit()
+        assert order(engine) == (style, fresh)
+        bare.execute(*conditional_delete(Order, key, stale, style))  # type: ignore[arg-type]
+        assert bare.rowcount == 0
+    bare.execute(*conditional_update(Order, {}, {"id": 2}, MAX_TOKEN, styles[0]))  # type: ignore[arg-type]
+    bare.execute(*conditional_delete(Order, {"id": 2}, MAX_TOKEN, styles[0]))  # type: ignore[arg-type]
+    assert bare.rowcount == 1
+
+
+def test_names_are_quoted_for_a_dialect(engine: Engine, cursor: tuple[Any, list[str]]) -> None:
+    """Reserved words, mixed case, blanks, quotes and percent signs in names reach the database as they are."""
+    bare, styles = cursor
+    for number, style in enumerate(styles, 1):
+        statement = conditional_update(
+            odd,
+            {"Mixed Case %": number},
+            {"select": 1},
+            number,
+            style,
+            dialect=engine.dialect.name,  # type: ignore[arg-type]
+        )
+        bare.execute(*statement)
+        assert bare.rowcount == 1
+    bare.connection.commit()
+    with engine.connect() as connection:
+        assert connection.execute(select(odd)).one() == (1, len(styles), len(styles))
+
+
+def test_numeric_dollar_on_a_real_server(postgres: Postgres) -> None:
+    """PostgreSQL's own placeholders, as asyncpg and psycopg's raw cursor take them."""
+    url = postgres.create_database().replace("postgresql+psycopg", "postgresql")
+    with psycopg.connect(url) as connection, psycopg.RawCursor(connection) as bare:
+        bare.execute("CREATE TABLE t (id int, a text, last_fencing_token bigint NOT NULL DEFAULT 0)")
+        bare.execute("INSERT INTO t VALUES (1, 'x')")
+        bare.execute(*conditional_update("t", {"a": "y"}, {"id": 1}, 3, "numeric_dollar"))
+        assert bare.rowcount == 1
+        bare.execute(*conditional_delete("t", {"id": 1}, 2, "numeric_dollar"))
+        assert bare.rowcount == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["select", "Robert'); DROP TABLE x;--", 'a"b', "", "a b", "é", "1a", "a;b", "a."]
+)
+def test_names_that_need_quotes_are_refused(name: str) -> None:
+    """Without a dialect nobody knows the quotes, so such names do not get into the SQL."""
+    for arguments in ((name, {"a": 1}, {"id": 1}), ("t", {name: 1}, {"id": 1}), ("t", {"a": 1}, {name: 1})):
+        with pytest.raises(ValueError, match="needs quotes"):
+            conditional_update(*arguments, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (({"a": 1}, {}, 1), "every row"),
+        (({"a": 1}, {"id": None}, 1), "NULL"),
+        (({"last_fencing_token": 9}, {"id": 1}, 1), "by hand"),
+        (({"a": 1}, {"last_fencing_token": 9}, 1), "by hand"),
+        (({"a": 1}, {"id": 1}, 1, "percent"), "paramstyle"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments: Any, message: str) -> None:
+    """Each mistake has its own sentence."""
+    with pytest.raises(ValueError, match=message):
+        conditional_update("t", *arguments)
+
+
+def test_an_unknown_dialect_is_refused() -> None:
+    """Only the databases whose quotes are known can be named; a NUL fits in no name."""
+    with pytest.raises(ValueError, match="dialect"):
+        conditional_delete("t", {"id": 1}, 1, dialect="oracle")
+    with pytest.raises(ValueError, match="needs quotes"):
+        conditional_delete("t\0", {"id": 1}, 1, dialect="sqlite")
+
+
+def test_hostile_names_stay_names(tmp_path: Any) -> None:
+    """A quoted name that tries to end its quotes is looked up as a column, not run."""
+    connection = sqlite3.connect(tmp_path / "test.sqlite")
+    connection.execute("CREATE TABLE t (id, last_fencing_token)")
+    hostile = 'id" = id; DROP TABLE t; --'
+    statement = conditional_update("t", {hostile: 1}, {"id": 1}, 1, "qmark", dialect="sqlite")
+    with pytest.raises(sqlite3.OperationalError, match="no such column"):
+        connection.execute(*statement)
+    assert connection.execute("SELECT count(*) FROM t").fetchone() == (0,)
+    connection.close()
+
+
+def test_text_in_values_is_data(engine: Engine, cursor: tuple[Any, list[str]]) -> None:
+    """Values travel as parameters only."""
+    bare, styles = cursor
+    bare.execute(*conditional_update("sq_orders", {"status": "'; --%s"}, {"id": 1}, 6, styles[0]))  # type: ignore[arg-type]
+    bare.connection.commit()
+    with engine.connect() as connection:
+        assert connection.scalar(text("SELECT status FROM sq_orders WHERE id = 1")) == "'; --%s"
