@@ -88,7 +88,7 @@ class Faults:
             self.voted.update(f"node {victim}, blank since its restart, holds {key!r}" for key in keys)
 
     def finish(self) -> None:
-        """Do what is still to be done, and look at the blank nodes for the last time."""
+        """Look at the blank nodes for the last time, while they still run."""
         self.inspect()
         for victim in self._blank:
             self.scripts += _scripts_run(self._nodes[victim])

@@ -8,6 +8,7 @@ the others are there to make leases end in every way that they can end in.
 from __future__ import annotations
 
 import contextvars
+import ctypes
 import logging
 import os
 import random
@@ -16,7 +17,6 @@ from collections import Counter
 from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.sharedctypes import SynchronizedArray
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -111,7 +111,7 @@ class ObservedRedlock(Redlock):
             reply = yield request
 
 
-def work(number: int, assignment: Assignment, done: SynchronizedArray[int]) -> None:
+def work(number: int, assignment: Assignment, done: ctypes.Array[ctypes.c_ulonglong]) -> None:
     """Acquire locks until told to stop.
 
     Args:
