@@ -16,6 +16,7 @@ import time
 import unicodedata
 from contextvars import ContextVar
 from typing import final
+from weakref import ref
 
 from fencelock import token as tokens
 from fencelock.errors import LockLostError
@@ -177,17 +178,23 @@ class Lease:
         self._released = True
 
 
-_held: ContextVar[tuple[Lease, ...]] = ContextVar("fencelock_held", default=())
+_held: ContextVar[tuple[Lease | ref[Lease], ...]] = ContextVar("fencelock_held", default=())
 
 
 def held_leases() -> tuple[Lease, ...]:
     """Return the leases that the current context holds, in the order in which they were taken."""
-    return tuple(lease for lease in _held.get() if not lease.released)
+    leases = (entry if isinstance(entry, Lease) else entry() for entry in _held.get())
+    return tuple(lease for lease in leases if lease is not None and not lease.released)
 
 
 def note_held(*leases: Lease) -> None:
-    """Add leases to those of the current context."""
-    _held.set((*held_leases(), *leases))
+    """Add leases to those of the current context.
+
+    Those that were let expire stay only as long as somebody else knows them: who still works under one is
+    to hear from the storage that it is stale, but what nobody releases must not pile up.
+    """
+    earlier = (lease if lease.remaining else ref(lease) for lease in held_leases())
+    _held.set((*earlier, *leases))
 
 
 def note_ended(*leases: Lease) -> None:

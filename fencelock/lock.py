@@ -76,14 +76,15 @@ class FencedLock(Generic[_Token]):
         authority = self._authority or default_authority()
         grant = authority.acquire(self._resources, ttl=self._ttl, timeout=waiting)
         try:
-            self._grant, self._authority = grant, authority
             self._leases = tuple(
                 Lease(resource, token, grant.expires_at)
                 for resource, token in zip(grant.resources, grant.tokens, strict=True)
             )
             note_held(*self._leases)
+            self._grant, self._authority = grant, authority
             return self._leases[0]
         except BaseException:  # a signal handler's: the caller does not learn that it holds the lock
+            self._grant, self._authority = grant, authority
             self._give_back()
             raise
 

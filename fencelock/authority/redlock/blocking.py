@@ -122,7 +122,9 @@ class Channels:
         """Send a command to its nodes, and read until there are answers enough."""
         self.usable = False
         if time.monotonic() - self._last_used > _FRESH:
-            self._read({}, 0, 0.0)
+            self._adopt()
+            while self._read({}, 0, 0.0):
+                pass  # behind an old answer there may be the end of the connection
         self.connect()
         self._number += 1
         packed = pack(request.command)
@@ -165,9 +167,13 @@ class Channels:
             return error.answer
         return None
 
-    def _read(self, answers: dict[int, Answer], number: int, timeout: float) -> None:
-        """Read what has arrived: answers to `number` are noted, earlier ones dealt with."""
-        for descriptor, _ in self._poll.poll(timeout * 1000):
+    def _read(self, answers: dict[int, Answer], number: int, timeout: float) -> bool:
+        """Read what has arrived: answers to `number` are noted, earlier ones dealt with.
+
+        Returns whether anything had arrived.
+        """
+        ready = self._poll.poll(timeout * 1000)
+        for descriptor, _ in ready:
             index = self._by_descriptor[descriptor]
             link = self._seats[index].link
             if link is None:
@@ -187,6 +193,7 @@ class Channels:
                 if any(owed == number for owed, _, _ in link.waiting):
                     answers[index] = error.answer
                 self._drop(index, error.answer)
+        return bool(ready)
 
     def _noted(self, index: int, link: Link, answer: Answer) -> Answer:
         if answer.said is Said.ADMITTED:

@@ -257,10 +257,11 @@ class Redlock:
             MembershipError: two of the nodes are one, or the nodes were initialised as another number.
         """
         self._check_process()
+        if (fleet := self._fleet) is not None:
+            return fleet
         with self._lock:
-            if self._fleet is None:
-                self._fleet = self._look()
-            return self._fleet
+            self._fleet = fleet = self._look()
+            return fleet
 
     def _look(self) -> protocol.Fleet:
         self._check_distinct()

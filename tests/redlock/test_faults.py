@@ -1,0 +1,474 @@
+"""The blocking driver on real nodes that die, hang, come back blank or old, and on sockets that break.
+
+What is looked at is always the same: no answer is mistaken for another's, nothing is waited for twice, and
+no lock stays behind on a node that could have been told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import linecache
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
+from typing import Any
+
+import pytest
+import redis
+
+from fencelock import FencedLock, Redlock
+from fencelock.authority.redlock import blocking
+from fencelock.authority.redlock.node import pack
+from fencelock.authority.redlock.protocol import Answer, Said
+from fencelock.embedded import Nodes
+from fencelock.errors import LockLostError, LockTimeoutError, QuorumError
+from fencelock.lease import held_leases
+from tests.redlock.stage import NODE_KEY
+
+
+@pytest.fixture
+def authority(nodes: Nodes) -> Iterator[Redlock]:
+    """A Redlock on five initialised nodes, with counters from 0 and little patience."""
+    with Redlock(nodes.urls, node_timeout=0.3, connect_timeout=1.0, outage_grace=0.3) as made:
+        made.init(base=0)
+        yield made
+
+
+def locked_on(nodes: Nodes, resource: str = "r") -> list[int]:
+    """Return on which running nodes a resource is locked."""
+    found = []
+    for number, node in enumerate(nodes):
+        if node.is_running:
+            with redis.Redis.from_url(node.url, socket_timeout=2) as client:
+                if client.exists(f"{NODE_KEY}:l:{resource}"):
+                    found.append(number)
+    return found
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 3.0) -> bool:
+    """Return whether a condition comes true in time."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.01)
+    return condition()
+
+
+def take(authority: Redlock, resource: str = "r", **options: Any) -> int:
+    """Acquire and release once; return the token."""
+    with authority.lock(resource, **options) as token:
+        return int(token)
+
+
+def test_minority_may_be_killed_while_clients_hold_connections(authority: Redlock, nodes: Nodes) -> None:
+    """Two of five nodes die: the next acquisitions go on at once, and tokens grow."""
+    first = take(authority)
+    nodes[0].kill()
+    nodes[3].kill()
+    began = time.monotonic()
+    assert [take(authority) for _ in range(10)] == [first + 1 + number for number in range(10)]
+    assert time.monotonic() - began < 0.5
+
+
+def test_hung_minority_costs_nothing(authority: Redlock, nodes: Nodes) -> None:
+    """Two of five nodes hang: a majority answers, and nobody waits for the others."""
+    take(authority)
+    nodes[1].pause()
+    nodes[2].pause()
+    began = time.monotonic()
+    for number in range(100):
+        take(authority, f"r{number}")
+    assert time.monotonic() - began < 1.0
+
+
+def test_hung_node_is_waited_for_once(authority: Redlock, nodes: Nodes) -> None:
+    """Where a refusal needs the hung node's word, it is waited for once, and then known to be hung."""
+    with authority.lock("r"):
+        for node in nodes[:2]:
+            with redis.Redis.from_url(node.url) as client:
+                client.delete(f"{NODE_KEY}:l:r")
+        nodes[4].pause()
+        durations = []
+        for _ in range(4):
+            began = time.monotonic()
+            with pytest.raises(LockTimeoutError):
+                take(authority, timeout=0)
+            durations.append(time.monotonic() - began)
+    assert max(durations[1:]) < 0.25, durations
+
+
+def test_hung_node_that_wakes_up_keeps_no_lock(authority: Redlock, nodes: Nodes) -> None:
+    """What was sent to a hung node is undone on it once it goes on, before its ttl."""
+    take(authority)
+    nodes[2].pause()
+    for _ in range(5):
+        take(authority)
+    time.sleep(0.35)
+    with authority.lock("r"):
+        pass
+    nodes[2].resume()
+    assert eventually(lambda: take(authority, "other") > 0 and locked_on(nodes) == [])
+
+
+def test_late_grant_of_a_given_up_acquisition_is_released(authority: Redlock, nodes: Nodes) -> None:
+    """Without a quorum nothing is granted, and what hung nodes grant afterwards does not stay."""
+    take(authority)
+    for node in nodes[:3]:
+        node.pause()
+    with pytest.raises(QuorumError) as failure:
+        take(authority, timeout=0)
+    assert sorted(failure.value.nodes) == sorted(authority.nodes)
+    for node in nodes[:3]:
+        node.resume()
+    assert eventually(lambda: locked_on(nodes) == [])
+    assert take(authority) > 1
+
+
+def test_grant_that_comes_after_the_release_on_other_connections_is_released(
+    authority: Redlock, nodes: Nodes
+) -> None:
+    """The lock is released over other sockets than it was asked for on: the late grant goes all the same."""
+    take(authority)
+    nodes[0].pause()
+    lock = authority.lock("r")
+    lock.acquire()
+    asked = authority._pool.lend()  # as if another thread were using them
+    lock.release()
+    authority._pool.give_back(asked)
+    nodes[0].resume()
+    time.sleep(0.1)
+    take(authority, "other")
+    assert eventually(lambda: locked_on(nodes) == [])
+
+
+def test_blank_node_does_not_vote_again(authority: Redlock, nodes: Nodes) -> None:
+    """A node that comes back empty is not written to, and a majority of the others is still needed."""
+    take(authority)
+    nodes[0].restart(keep_data=False)
+    nodes[1].restart(keep_data=False)
+    assert [take(authority) for _ in range(3)] == [2, 3, 4]
+    for node in nodes[:2]:
+        with redis.Redis.from_url(node.url) as client:
+            assert client.keys("*") == []
+    nodes[2].kill()
+    with pytest.raises(QuorumError) as failure:
+        take(authority, timeout=0.1)
+    assert sum("blank" in said for said in failure.value.nodes.values()) == 2
+
+
+def test_restarted_node_with_its_data_does_not_vote(make_nodes: Callable[..., Nodes]) -> None:
+    """Clients that were connected before the restart refuse it as well as new ones."""
+    nodes = make_nodes(3, appendfsync="always")
+    with Redlock(nodes.urls, outage_grace=0.2) as old, Redlock(nodes.urls, outage_grace=0.2) as new:
+        old.init(base=0)
+        take(old)
+        nodes[0].restart(keep_data=True)
+        assert take(old) == 2
+        nodes[1].kill()
+        for client in (old, new):
+            with pytest.raises(QuorumError) as failure:
+                take(client, timeout=0.5)
+            assert any("restarted since it was admitted" in said for said in failure.value.nodes.values())
+
+
+def test_script_cache_may_be_flushed_at_any_time(authority: Redlock, nodes: Nodes) -> None:
+    """NOSCRIPT is answered with the text, on the same socket."""
+    for number in range(5):
+        assert take(authority) == number + 1
+        with redis.Redis.from_url(nodes[number].url) as client:
+            client.script_flush()
+            client.config_resetstat()
+    with authority.lock("r") as token:
+        for node in nodes:
+            with redis.Redis.from_url(node.url) as client:
+                client.script_flush()
+    assert token == 6
+    assert eventually(lambda: locked_on(nodes) == [])
+
+
+def test_connections_closed_while_idle_are_opened_again(authority: Redlock, nodes: Nodes) -> None:
+    """A server's idle timeout, or an operator's CLIENT KILL, costs no acquisition."""
+    for number in range(3):
+        assert take(authority, timeout=0) == number + 1
+        for node in nodes:
+            with redis.Redis.from_url(node.url) as client:
+                client.client_kill_filter(_type="normal", skipme=True)
+        time.sleep(0.02)
+
+
+def test_release_that_a_broken_connection_prevented_is_made_up_for(nodes: Nodes) -> None:
+    """A quorum of one whose connection breaks after the grant was made: nobody waits for the ttl."""
+    with Redlock(nodes.urls[0], node_timeout=0.3) as authority:
+        authority.init(base=0)
+        take(authority)
+        nodes[0].pause()
+        with pytest.raises(QuorumError):
+            take(authority, timeout=0)
+        channels = authority._pool.lend()
+        link = channels._seats[0].link
+        assert link is not None
+        assert [sent.script for _, sent, _ in link.waiting] == ["acquire", "release"]
+        link.waiting.pop()  # as if it had never been written
+        link.send(0, link.waiting[0][1], pack(link.waiting[0][1]), 0.0)
+        nodes[0].resume()
+        channels._drop(0, link_failure())
+        authority._pool.give_back(channels)
+        began = time.monotonic()
+        take(authority, timeout=5)
+        assert time.monotonic() - began < 2.0
+
+
+def link_failure() -> Answer:
+    """Return an answer that stands for a broken connection."""
+    return Answer(Said.UNREACHABLE, detail="broken by the test")
+
+
+def test_many_threads_share_one_redlock(authority: Redlock, nodes: Nodes) -> None:
+    """16 threads on 5 resources: no token twice, none below one that was complete before, nothing left."""
+    tokens: dict[str, list[int]] = {f"r{number}": [] for number in range(5)}
+    overlaps = []
+
+    def work(worker: int) -> None:
+        for turn in range(12):
+            resource = f"r{(worker + turn) % 5}"
+            with authority.lock(resource, timeout=60) as token:
+                before = len(tokens[resource])
+                tokens[resource].append(token)
+                if len(tokens[resource]) != before + 1:
+                    overlaps.append(resource)
+
+    with ThreadPoolExecutor(16) as threads:
+        list(threads.map(work, range(16)))
+    assert sum(map(len, tokens.values())) == 16 * 12
+    assert all(seen == sorted(set(seen)) for seen in tokens.values())
+    assert not overlaps
+    assert locked_on(nodes, "r0") == []
+    assert not authority._wanted
+
+
+def test_leases_that_are_let_expire_leave_nothing_in_memory(authority: Redlock) -> None:
+    """Taking a lock so that nobody else does the job within a ttl is a use, and must not leak."""
+    for number in range(50):
+        assert authority.lock(f"once-{number}", ttl=0.05).try_acquire()
+    gc.collect()
+    assert len(authority._wanted) == 0
+
+
+def test_extension_of_a_lost_lease_is_refused(authority: Redlock, nodes: Nodes) -> None:
+    """A majority that no longer knows the lock ends the lease for good."""
+    lock = authority.lock("r", ttl=5)
+    lease = lock.acquire()
+    lock.extend(10)
+    assert 9 < lease.remaining < 10
+    for node in nodes[:3]:
+        with redis.Redis.from_url(node.url) as client:
+            client.delete(f"{NODE_KEY}:l:r")
+    for _ in range(2):
+        with pytest.raises(LockLostError):
+            lock.extend(10)
+    assert lease.lost
+    with pytest.raises(LockLostError):
+        lock.release()
+
+
+def test_extension_that_cannot_be_decided_loses_nothing(authority: Redlock, nodes: Nodes) -> None:
+    """Too few nodes answer: the lease still ends when it would have, and can be extended afterwards."""
+    lock = authority.lock("r", ttl=5)
+    lease = lock.acquire()
+    for node in nodes[:3]:
+        node.pause()
+    with pytest.raises(QuorumError):
+        lock.extend(10)
+    assert not lease.lost
+    for node in nodes[:3]:
+        node.resume()
+    assert eventually(lambda: can_extend(lock))
+    assert lease.remaining > 9
+    lock.release()
+
+
+def can_extend(lock: FencedLock[int]) -> bool:
+    """Return whether the nodes answer in time again."""
+    with contextlib.suppress(QuorumError):
+        lock.extend(10)
+        return True
+    return False
+
+
+def test_nodes_that_restarted_under_a_lease_do_not_make_it_lost(make_nodes: Callable[..., Nodes]) -> None:
+    """They have the lock still, but must not vote: an extension cannot be decided, and is not refused."""
+    nodes = make_nodes(3, appendfsync="always")
+    with Redlock(nodes.urls, node_timeout=0.5) as authority:
+        authority.init(base=0)
+        lock = authority.lock("r", ttl=20)
+        lease = lock.acquire()
+        for node in nodes[:2]:
+            node.restart(keep_data=True)
+        with pytest.raises(QuorumError):
+            lock.extend()
+        assert not lease.lost
+        lock.release()
+
+
+def test_lease_can_be_extended_after_the_authority_was_closed(authority: Redlock) -> None:
+    """Closing closes connections; it does not forget who the nodes are."""
+    lock = authority.lock("r", ttl=5)
+    lease = lock.acquire()
+    authority.close()
+    lock.extend(20)
+    assert lease.remaining > 15
+    lock.release()
+
+
+def test_forked_child_holds_nothing_and_uses_sockets_of_its_own(authority: Redlock, nodes: Nodes) -> None:
+    """Its copies of leases are lost, it cannot release them, and its traffic is apart from the parent's."""
+    lock = authority.lock("r", ttl=20)
+    lease = lock.acquire()
+    authority._lock.acquire()  # as if another thread were just looking: it does not exist in the child
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if _child_is_right(lock, lease, authority) else 1)
+    authority._lock.release()
+    for number in range(20):
+        assert take(authority, "parent") == number + 1
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert len(locked_on(nodes)) == 5
+    lock.release()
+    assert locked_on(nodes) == []
+
+
+def _child_is_right(lock: Any, lease: Any, authority: Redlock) -> bool:
+    signal.alarm(20)
+    with contextlib.suppress(BaseException):
+        assert lease.lost
+        assert all(held.lost for held in held_leases())
+        with pytest.raises(LockLostError):
+            lock.extend()
+        with pytest.raises(LockLostError):
+            lock.release()
+        assert [take(authority, "child") for _ in range(20)] == list(range(1, 21))
+        with pytest.raises(LockTimeoutError):
+            take(authority, "r", timeout=0)
+        return True
+    return False
+
+
+class InterruptionError(Exception):
+    """What a signal handler raises: an Exception, as the time limits of task queues are."""
+
+
+def _is_atomic(frame: FrameType) -> bool:
+    """Whether no signal handler can run here: Python looks for signals after calls and when it jumps back."""
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    return line == "try:" or line.startswith("with ")
+
+
+def interrupt_at(line: int, action: Callable[[], object]) -> bool:
+    """Run an action, and raise at the n-th line of the library that it executes; tell whether that came."""
+    left = line
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left
+        if "/fencelock/" not in frame.f_code.co_filename:
+            return None
+        if event == "line" and not _is_atomic(frame):
+            left -= 1
+            if left == 0:
+                sys.settrace(None)
+                raise InterruptionError
+        return trace
+
+    sys.settrace(trace)
+    try:
+        action()
+    except InterruptionError:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.parametrize("warm", [True, False], ids=["connected", "connecting"])
+def test_interruption_at_any_line_of_an_acquisition_leaves_no_lock(nodes: Nodes, warm: bool) -> None:
+    """Whatever line a signal handler raises at: the lock is free afterwards, and answers still match."""
+    urls = nodes.urls[:3]
+    with Redlock(urls) as authority:
+        authority.init(base=0)
+        line, interrupted, last = 0, True, 0
+        while interrupted:
+            line += 1 if warm else 5
+            if not warm:
+                authority.close()
+            lock = authority.lock("r", ttl=60)
+            interrupted = interrupt_at(line, lock.acquire)
+            if not interrupted:
+                lock.release()
+            assert lock.leases == ()
+            assert held_leases() == ()
+            token = take(authority, timeout=0.5)
+            assert token > last, f"at line {line}"
+            last = token
+    assert line > (150 if warm else 300)
+
+
+def test_keyboard_interrupt_while_waiting_leaves_no_lock(authority: Redlock, nodes: Nodes) -> None:
+    """Ctrl-C during the wait for another holder."""
+    with authority.lock("r"):
+        timer = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            take(authority, timeout=5)
+        timer.join()
+        assert len(locked_on(nodes)) == 5
+    assert eventually(lambda: locked_on(nodes) == [])
+    assert take(authority, timeout=0) > 0
+
+
+def test_descriptor_that_is_used_again_is_not_confused(authority: Redlock) -> None:
+    """A link that was closed under our feet must not take a newer one out of the poll."""
+    take(authority)
+    channels = authority._pool.lend()
+    old = channels._seats[0].link
+    assert old is not None
+    old.close()
+    other = channels._seats[1].link
+    assert other is not None
+    channels._drop(1, link_failure())
+    channels.usable = True
+    authority._pool.give_back(channels)
+    time.sleep(0.02)
+    assert eventually(lambda: take(authority) > 0 and all(seat.link for seat in channels._seats))
+    assert {seat.link.descriptor for seat in channels._seats if seat.link} == set(channels._by_descriptor)
+    for _ in range(20):
+        take(authority)
+
+
+def test_idle_waiting_burns_no_processor_time(authority: Redlock, nodes: Nodes) -> None:
+    """A second of waiting for a holder, with one node dead and one hung, is not spent in a loop."""
+    with authority.lock("r"):
+        nodes[0].kill()
+        nodes[1].pause()
+        began = time.process_time()
+        with pytest.raises(LockTimeoutError):
+            take(authority, timeout=1.0)
+        assert time.process_time() - began < 0.35
+
+
+def test_nodes_that_die_for_good_leave_no_growth(authority: Redlock, nodes: Nodes) -> None:
+    """What is owed to a hung node stays within bounds, however long that lasts."""
+    take(authority)
+    nodes[0].pause()
+    end = time.monotonic() + 1.0
+    while time.monotonic() < end:
+        take(authority)
+    link = authority._pool._idle[-1]._seats[0].link
+    assert link is None or len(link.waiting) <= blocking._MOST_OWED + 2000
