@@ -6,7 +6,7 @@ to compare with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -50,6 +50,7 @@ class GuardedWrite:
         changed: the columns that the statement itself assigns, by key.
         where: the criteria without the condition.
         pins: by column key, the parameter that the WHERE clause says the column equals.
+        named: the parameters that make the resource's name, where the WHERE clause pins them all.
         keyed: whether the whole primary key is pinned, so that one execution writes one row at most.
     """
 
@@ -59,6 +60,7 @@ class GuardedWrite:
     changed: frozenset[str]
     where: tuple[ColumnElement[bool], ...]
     pins: Mapping[str, BindParameter[Any]]
+    named: tuple[tuple[str, BindParameter[Any]], ...] | None
     keyed: bool
 
     def stamp(
@@ -66,24 +68,23 @@ class GuardedWrite:
     ) -> list[dict[str, Any]]:
         """Return the parameters of each execution with its token added."""
         self._refuse_moving(rows[0])
-        token_of = self._token_source(connection, options)
-        return [{**row, **dict.fromkeys(self.stamped, token_of(row))} for row in rows]
-
-    def _token_source(self, connection: Connection, options: Mapping[str, Any]) -> Callable[[Row], int]:
         token: int | None = options.get(TOKEN_OPTION)
         if token is None:
             tokens = Tokens(connection, self.fenced)
             if self.fenced.template is not None:
-                return lambda row: tokens.of_row(self._resource_values(connection, row))
+                return [self._with_token(row, tokens.of_row(self._values(connection, row))) for row in rows]
             token = tokens.of_table()
-        return lambda _row: token
+        stamp = dict.fromkeys(self.stamped, token)
+        return [{**row, **stamp} for row in rows]
 
-    def _resource_values(self, connection: Connection, row: Row) -> Mapping[str, Any]:
+    def _with_token(self, row: Row, token: int) -> dict[str, Any]:
+        return {**row, **dict.fromkeys(self.stamped, token)}
+
+    def _values(self, connection: Connection, row: Row) -> Mapping[str, Any]:
         template = self.fenced.template
         assert template is not None  # noqa: S101  only asked for tables with a template
-        pins = self.pins
-        if all(column.key in pins for column in template.columns.values()):
-            return {name: value_of(pins[column.key], row) for name, column in template.columns.items()}
+        if self.named is not None:
+            return {name: value_of(bind, row) for name, bind in self.named}
         known = row_of(connection, self.fenced, self._identity(row)) if self.keyed else None
         if known is None:
             raise UnfencedWriteError(
@@ -183,8 +184,19 @@ def guard(statement: Update | Delete, fenced: FencedTable) -> tuple[Update | Del
         changed=changed,
         where=where,
         pins=pinned,
+        named=_named(fenced, pinned),
         keyed=bool(key) and key <= pinned.keys(),
     )
     if len(where) == len(parts):
         statement = statement.where(source.c[fenced.fence.key] <= bindparam(TOKEN_BIND, type_=BigInteger))
     return statement, write
+
+
+def _named(
+    fenced: FencedTable, pinned: Mapping[str, BindParameter[Any]]
+) -> tuple[tuple[str, BindParameter[Any]], ...] | None:
+    if fenced.template is None or any(
+        column.key not in pinned for column in fenced.template.columns.values()
+    ):
+        return None
+    return tuple((name, pinned[column.key]) for name, column in fenced.template.columns.items())

@@ -117,6 +117,7 @@ def claim(
         if found is None:
             break
         if getattr(found, FENCE_COLUMN) == token:
+            _refuse_another_row(fenced, mapper, key, found)
             return found
     raise NoResultFound(f"there is no {mapper.class_.__name__} with the primary key {key!r} to claim")
 
@@ -268,6 +269,32 @@ def _token_for(connection: Connection, fenced: FencedTable, key: tuple[Any, ...]
 
 def _equals(table: Table, key: Sequence[Any]) -> ColumnElement[bool]:
     return and_(*(column == value for column, value in zip(table.primary_key, key, strict=True)))
+
+
+def _refuse_another_row(
+    fenced: FencedTable, mapper: Mapper[Any], key: tuple[Any, ...], found: object
+) -> None:
+    """Refuse a row whose key the database calls equal to the one asked for, and Python does not.
+
+    A collation that ignores case finds "main" where "MAIN" was asked for; their resources are two.
+    """
+    if fenced.template is not None and fenced.template.in_key:
+        asked, loaded = (
+            _resource(fenced, each) for each in (key, tuple(mapper.primary_key_from_instance(found)))
+        )
+        if asked != loaded:
+            raise UnfencedWriteError(
+                f"{key!r} led to a row of {fenced.name!r} that {loaded!r} guards, not {asked!r}; lock it by "
+                f"the name that the row itself has, or give its key an exact collation"
+            )
+
+
+def _resource(fenced: FencedTable, key: tuple[Any, ...]) -> str:
+    assert fenced.template is not None  # noqa: S101  only asked for tables with a template
+    by_column = dict(zip(fenced.table.primary_key, key, strict=True))
+    return fenced.template.render(
+        {name: by_column[column] for name, column in fenced.template.columns.items()}
+    )
 
 
 def _raise_fences(

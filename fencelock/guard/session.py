@@ -220,14 +220,15 @@ def row_of(
 
 
 def _template_values(fenced: FencedTable, state: InstanceState[Any]) -> Mapping[str, Any] | None:
-    """Return the values that make the resource's name; None where one of them is not known yet."""
+    """Return the values that make the resource's name, as they were loaded; None where one is not known."""
     assert fenced.template is not None  # noqa: S101  only asked for tables with a template
     values: dict[str, Any] = {}
     for name in fenced.template.columns:
-        value = state.committed_state.get(name, NO_VALUE)
-        if value is NO_VALUE:
+        if state.key is not None and name in state.committed_state:
+            value = state.committed_state[name]
+        else:
             value = getattr(state.obj(), name)
-        if value is None:
+        if value is None or value is NO_VALUE:
             return None
         values[name] = value
     return values
@@ -305,6 +306,12 @@ def watch_mapper(mapper: Mapper[Any], fenced: FencedTable) -> None:
     The mapper's events are used, not the session's `before_flush`: they see also what other listeners and
     cascades have added to the flush, for each object, just before its columns are looked at.
     """
+    columns: Iterable[tuple[str, Any]] = mapper.columns.items()
+    in_row = frozenset(
+        key
+        for key, column in columns
+        if key != FENCE_COLUMN and getattr(column, "table", None) is fenced.table
+    )
 
     def on_insert(_mapper: object, connection: Connection, state: InstanceState[Any]) -> None:
         flush = _flush_of(state)
@@ -315,12 +322,14 @@ def watch_mapper(mapper: Mapper[Any], fenced: FencedTable) -> None:
             state.dict[FENCE_COLUMN] = _token_of(tokens, state)
 
     def on_update(_mapper: object, connection: Connection, state: InstanceState[Any]) -> None:
-        if not _has_changed(state):
+        writes_row = _writes_row(state, in_row)
+        if not writes_row and not _has_changed(state):
             return
         tokens = _flush_of(state).tokens(fenced, connection)
         if tokens is not None:
             state.dict[FENCE_COLUMN] = _token_of(tokens, state)
-            state.committed_state[FENCE_COLUMN] = NO_VALUE  # so that the base row is written in any case
+            if not writes_row:
+                state.committed_state[FENCE_COLUMN] = NO_VALUE  # it looks changed, so the row is written
 
     event.listen(mapper, "before_insert", on_insert, raw=True)
     event.listen(mapper, "before_update", on_update, raw=True)
@@ -337,6 +346,15 @@ def _token_of(tokens: Tokens, state: InstanceState[Any]) -> int:
         return tokens.of_table()
     values = _template_values(tokens.fenced, state)
     return 0 if values is None else tokens.of_row(values)
+
+
+def _writes_row(state: InstanceState[Any], in_row: frozenset[str]) -> bool:
+    """Tell whether the unit of work will write the fenced row of a dirty object by itself."""
+    current, manager = state.dict, state.manager
+    for key, loaded in state.committed_state.items():
+        if key in in_row and manager[key].impl.is_equal(current.get(key), loaded) is not True:
+            return True
+    return False
 
 
 def _has_changed(state: InstanceState[Any]) -> bool:

@@ -63,6 +63,14 @@ class Seat(FencedModel, Base):
     guest: Mapped[str | None] = mapped_column(String(20))
 
 
+class Named(FencedModel, Base):
+    """Guarded by a name, which a database may compare more loosely than Python does."""
+
+    __tablename__ = "cl_named"
+    __fence_resource__ = "named:{name}"
+    name: Mapped[str] = mapped_column(String(20), primary_key=True)
+
+
 fences = fence_table(Base.metadata)
 
 
@@ -533,3 +541,16 @@ def test_repeatable_read_conflicts_stay_the_databases_own(engine: Engine, old: S
     strict.rollback()
     assert claim(strict, Account, 1).balance == 90
     strict.close()
+
+
+def test_a_collation_that_ignores_case_does_not_merge_resources(engine: Engine) -> None:
+    """MariaDB's default collation finds "main" for "MAIN"; the lease of the one does not claim the other."""
+    with engine.execution_options(fencelock="bypass").begin() as connection:
+        connection.execute(insert(Named), {"name": "main"})
+    with Session(engine) as session:
+        bind(session, Lease("named:MAIN", 3))
+        with pytest.raises((UnfencedWriteError, NoResultFound)):
+            claim(session, Named, "MAIN")
+        session.rollback()
+        bind(session, Lease("named:main", 3))
+        assert claim(session, Named, "main").last_fencing_token == 3

@@ -436,4 +436,5 @@ def test_what_the_guard_remembers_dies_with_its_owner() -> None:
         gc.collect()
         return [len(store) for store in stores]
 
-    assert work(range(2, 12)) == work(range(12, 40))
+    some, many = work(range(2, 12)), work(range(12, 100))
+    assert sum(many) < sum(some) + 20, "compiled statements are cached, 88 rounds' worth of them is a leak"
