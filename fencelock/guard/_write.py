@@ -195,8 +195,7 @@ def guard(statement: Update | Delete, fenced: FencedTable) -> tuple[Update | Del
 def _named(
     fenced: FencedTable, pinned: Mapping[str, BindParameter[Any]]
 ) -> tuple[tuple[str, BindParameter[Any]], ...] | None:
-    if fenced.template is None or any(
-        column.key not in pinned for column in fenced.template.columns.values()
-    ):
+    template = fenced.template
+    if template is None or any(column.key not in pinned for column in template.columns.values()):
         return None
-    return tuple((name, pinned[column.key]) for name, column in fenced.template.columns.items())
+    return tuple((name, pinned[column.key]) for name, column in template.columns.items())

@@ -290,11 +290,10 @@ def _refuse_another_row(
 
 
 def _resource(fenced: FencedTable, key: tuple[Any, ...]) -> str:
-    assert fenced.template is not None  # noqa: S101  only asked for tables with a template
+    template = fenced.template
+    assert template is not None  # noqa: S101  only asked for tables with a template
     by_column = dict(zip(fenced.table.primary_key, key, strict=True))
-    return fenced.template.render(
-        {name: by_column[column] for name, column in fenced.template.columns.items()}
-    )
+    return template.render({name: by_column[column] for name, column in template.columns.items()})
 
 
 def _raise_fences(

@@ -112,11 +112,13 @@ def new(engine: Engine) -> Iterator[Session]:
 
 
 def balance(engine: Engine) -> int:
+    """Read the account's balance on another connection."""
     with engine.connect() as connection:
         return connection.scalars(select(Account.balance)).one()
 
 
 def fence(engine: Engine) -> int:
+    """Read the account's fence on another connection."""
     with engine.connect() as connection:
         return connection.scalars(select(Account.last_fencing_token)).one()
 
@@ -185,7 +187,7 @@ def test_an_accepted_write_is_seen_by_the_claim_after_it(engine: Engine, old: Se
     assert (balance(engine), fence(engine)) == (40, 2)
 
 
-def test_claim_reads_past_the_snapshot_of_its_transaction(engine: Engine, old: Session, new: Session) -> None:
+def test_claim_reads_past_the_snapshot_of_its_transaction(engine: Engine, new: Session) -> None:
     """MariaDB's REPEATABLE READ keeps an old snapshot; what a claim returns does not come from it."""
     if engine.dialect.name == "sqlite":
         pytest.skip("SQLite's transaction with an old snapshot cannot write at all")
@@ -206,9 +208,7 @@ def test_claim_holds_off_the_old_holder_until_the_commit(engine: Engine, old: Se
         begin_immediate(engine)
         engine.dispose()
     account = claim(new, Account, 1)
-    refused = in_thread(
-        lambda: old.execute(update(Account).where(Account.id == 1).values(balance=0)).rowcount
-    )
+    refused = in_thread(lambda: old.execute(update(Account).where(Account.id == 1).values(balance=0)))
     time.sleep(0.2)
     account.balance = 70
     new.commit()
@@ -236,7 +236,7 @@ def test_a_claim_waits_for_the_older_writer_and_sees_its_write(
     new.rollback()
 
 
-def test_a_stale_claim_is_refused(engine: Engine, old: Session, new: Session) -> None:
+def test_a_stale_claim_is_refused(old: Session, new: Session) -> None:
     """A claim below the fence raises StaleTokenError and leaves the session usable after a rollback."""
     claim(new, Account, 1)
     new.commit()
@@ -320,7 +320,7 @@ def test_a_refusal_inside_a_savepoint_leaves_the_outer_transaction(
     assert old.get_one(Task, 1).done
 
 
-def test_a_missing_row_is_no_result(engine: Engine, new: Session) -> None:
+def test_a_missing_row_is_no_result(new: Session) -> None:
     """Claiming what is not there raises SQLAlchemy's NoResultFound, and the transaction goes on."""
     bind(new, Lease("account:9", 1))
     with pytest.raises(NoResultFound, match="no Account with the primary key"):
@@ -382,7 +382,7 @@ def test_pending_changes_are_flushed_not_discarded(engine: Engine, new: Session)
     assert balance(engine) == 80
 
 
-def test_a_claim_leaves_onupdate_columns_alone(engine: Engine, new: Session) -> None:
+def test_a_claim_leaves_onupdate_columns_alone(new: Session) -> None:
     """Raising the fence is no change of the row that users would see."""
     account = claim(new, Account, 1)
     assert account.changed == 0
@@ -402,7 +402,7 @@ def test_a_claim_loads_related_rows_freshly(engine: Engine, new: Session) -> Non
     assert len(claim(new, Account, 1).notes) == 2
 
 
-def test_a_resource_that_the_key_does_not_tell(engine: Engine, new: Session) -> None:
+def test_a_resource_that_the_key_does_not_tell(new: Session) -> None:
     """Where __fence_resource__ names other columns, the claim reads them to find the lease."""
     bind(new, Lease("queue:a", 3))
     claim(new, Task, 1).done = True
@@ -441,15 +441,16 @@ def test_claim_all_is_refused_as_a_whole(engine: Engine, new: Session) -> None:
         assert stale.scalars(select(Seat.last_fencing_token).order_by(Seat.letter)).all() == [0, 5]
 
 
-def test_claim_all_of_nothing_is_empty(engine: Engine, new: Session) -> None:
+def test_claim_all_of_nothing_is_empty(new: Session) -> None:
     """A query without rows claims nothing, and takes only SELECTs of one model."""
     assert claim_all(new, select(Account).where(Account.id == 9)) == []
-    for statement in (select(Account.id), select(Account, Task)):
+    statements: list[Any] = [select(Account.id), select(Account, Task)]
+    for statement in statements:
         with pytest.raises(TypeError):
             claim_all(new, statement)
 
 
-def test_a_gate_stops_the_stale_insert(engine: Engine, old: Session, new: Session) -> None:
+def test_a_gate_stops_the_stale_insert(old: Session, new: Session) -> None:
     """A row that does not exist has no fence; the resource's own fence refuses the stale INSERT."""
     gate(new)
     new.commit()
@@ -462,7 +463,7 @@ def test_a_gate_stops_the_stale_insert(engine: Engine, old: Session, new: Sessio
     assert new.execute(select(fences)).all() == [("account:1", 2)]
 
 
-def test_a_gate_wants_one_lease(engine: Engine, new: Session) -> None:
+def test_a_gate_wants_one_lease(new: Session) -> None:
     """Without a resource the one lease held is meant; none or several are refused."""
     bind(new)
     with pytest.raises(UnfencedWriteError):
@@ -477,7 +478,7 @@ def test_a_gate_wants_one_lease(engine: Engine, new: Session) -> None:
     assert new.scalars(select(fences.c.resource)).all() == ["room"]
 
 
-def test_gates_compare_resources_exactly(engine: Engine, new: Session) -> None:
+def test_gates_compare_resources_exactly(new: Session) -> None:
     """Case, accents and emoji tell resources apart on every database."""
     names = ["room", "Room", "röom", "room🚪", "roöm"]
     for token, name in enumerate(names, 1):
@@ -527,7 +528,7 @@ def test_claims_by_the_held_lease(engine: Engine) -> None:
     assert fence(engine) == 4
 
 
-def test_repeatable_read_conflicts_stay_the_databases_own(engine: Engine, old: Session, new: Session) -> None:
+def test_repeatable_read_conflicts_stay_the_databases_own(engine: Engine, old: Session) -> None:
     """PostgreSQL's serialization failure is retryable and not reported as a stale token."""
     if engine.dialect.name != "postgresql":
         pytest.skip("only PostgreSQL raises 40001 here")

@@ -53,8 +53,8 @@ class Order(FencedModel, Base):
     id: Mapped[int] = mapped_column(primary_key=True)
     customer_id: Mapped[int] = mapped_column(ForeignKey("le_customers.id"))
     status: Mapped[str] = mapped_column(String(20), default="new")
-    next_id: Mapped[int | None] = mapped_column(ForeignKey("le_orders.id"))
-    next: Mapped[Order | None] = relationship(remote_side=[id], post_update=True)
+    successor_id: Mapped[int | None] = mapped_column(ForeignKey("le_orders.id"))
+    successor: Mapped[Order | None] = relationship(remote_side="Order.id", post_update=True)
     customer: Mapped[Customer] = relationship()
 
 
@@ -125,7 +125,8 @@ def held() -> Iterator[list[Lease]]:
     note_ended(*leases)
 
 
-def test_the_held_lease_of_each_row_is_found(session: Session, held: list[Lease]) -> None:
+@pytest.mark.usefixtures("held")
+def test_the_held_lease_of_each_row_is_found(session: Session) -> None:
     """With several leases held, __fence_resource__ says which token goes where, in one flush."""
     session.get_one(Ticket, 1).seat = "a"
     session.get_one(Order, 1).status = "paid"
@@ -232,11 +233,11 @@ def test_a_resource_outside_the_key_of_a_new_row_with_post_update(session: Sessi
     """A row inserted and updated in one flush is found although the session has no key for it yet."""
     bind(session, Lease("customer:1", 4))
     first = Order(customer_id=1)
-    first.next = Order(customer=session.get_one(Customer, 1))
+    first.successor = Order(customer=session.get_one(Customer, 1))
     session.add(first)
     session.commit()
     assert first.last_fencing_token == 4
-    assert first.next is not None
+    assert first.successor is not None
 
 
 def test_statements_must_pin_the_resource(session: Session) -> None:
@@ -351,7 +352,8 @@ def test_a_transaction_keeps_the_older_lease_of_a_resource(session: Session) -> 
     note_ended(second)
 
 
-def test_bind_wins_over_the_context(session: Session, held: list[Lease]) -> None:
+@pytest.mark.usefixtures("held")
+def test_bind_wins_over_the_context(session: Session) -> None:
     """A bound session does not look at the context, until it is unbound."""
     bind(session, Lease("ticket:1", 50))
     ticket = session.get_one(Ticket, 1)
@@ -493,10 +495,10 @@ def test_tasks_keep_their_leases_apart(engine: Engine) -> None:
             session.commit()
             return ticket.last_fencing_token
 
-    async def both() -> list[int]:
+    async def both() -> tuple[int, int]:
         return await asyncio.gather(work(1), work(2))
 
-    assert asyncio.run(both()) == [10, 20]
+    assert tuple(asyncio.run(both())) == (10, 20)
 
 
 def test_the_largest_token_works(session: Session) -> None:

@@ -55,6 +55,7 @@ def new_base() -> Any:
 
 
 def in_memory(metadata: MetaData) -> Engine:
+    """Return an engine on a new SQLite database with these tables."""
     engine = create_engine("sqlite://")
     metadata.create_all(engine)
     return engine
@@ -94,20 +95,15 @@ def test_a_wrong_template_is_refused_when_the_class_is_mapped(
 ) -> None:
     """The error comes at the class statement, and names the columns that there are."""
     base = new_base()
+    attributes = {
+        "__tablename__": "mo_orders",
+        "__fence_resource__": template,
+        "id": mapped_column(Integer, primary_key=True),
+        "name": mapped_column(String(20)),
+        "items": relationship("Item"),
+    }
     with pytest.raises(error, match=message):
-
-        class Order(FencedModel, base):  # type: ignore[misc]
-            __tablename__ = "mo_orders"
-            __fence_resource__ = template
-            id: Mapped[int] = mapped_column(primary_key=True)
-            name: Mapped[str]
-            items: Mapped[list[Item]] = relationship()
-
-        class Item(base):  # type: ignore[misc]
-            __tablename__ = "mo_items"
-            id: Mapped[int] = mapped_column(primary_key=True)
-            order_id: Mapped[int] = mapped_column(ForeignKey("mo_orders.id"))
-
+        type("Order", (FencedModel, base), attributes)
     base.registry.dispose()
 
 
@@ -115,13 +111,13 @@ def test_mapping_a_class_configures_nothing() -> None:
     """A relationship to a class that comes later in the file is no obstacle."""
     base = new_base()
 
-    class Order(FencedModel, base):  # type: ignore[misc]
+    class Order(FencedModel, base):  # type: ignore[misc,valid-type]
         __tablename__ = "mo_orders"
         __fence_resource__ = "order:{id}"
         id: Mapped[int] = mapped_column(primary_key=True)
         items: Mapped[list[Any]] = relationship("Item")
 
-    class Item(base):  # type: ignore[misc]
+    class Item(base):  # type: ignore[misc,valid-type]
         __tablename__ = "mo_items"
         id: Mapped[int] = mapped_column(primary_key=True)
         order_id: Mapped[int] = mapped_column(ForeignKey("mo_orders.id"))
@@ -243,7 +239,7 @@ def test_an_abstract_mixin_chain() -> None:
     class Named(FencedModel):
         @declared_attr.directive
         def __tablename__(cls) -> str:  # noqa: N805  SQLAlchemy's way
-            return f"mo_{cls.__name__.lower()}"
+            return "mo_named"
 
     class Order(Named, new_base()):  # type: ignore[misc]
         id: Mapped[int] = mapped_column(primary_key=True)

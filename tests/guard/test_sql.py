@@ -93,6 +93,7 @@ def engine(shared_engine: Engine, _tables: None) -> Engine:
 
 
 def order(engine: Engine, identity: int = 1) -> tuple[str, int]:
+    """Read an order's status and fence."""
     with engine.connect() as connection:
         columns = select(Order.status, Order.last_fencing_token).where(Order.id == identity)
         return tuple(connection.execute(columns).one())  # type: ignore[return-value]
@@ -266,7 +267,7 @@ def test_a_bare_cursor_writes_or_matches_nothing(engine: Engine, cursor: tuple[A
 
 
 def test_names_are_quoted_for_a_dialect(engine: Engine, cursor: tuple[Any, list[str]]) -> None:
-    """Reserved words, mixed case, blanks, quotes and percent signs in names reach the database as they are."""
+    """Reserved words, mixed case, blanks, quotes and percent signs reach the database as they are."""
     bare, styles = cursor
     for number, style in enumerate(styles, 1):
         statement = conditional_update(
@@ -274,8 +275,8 @@ def test_names_are_quoted_for_a_dialect(engine: Engine, cursor: tuple[Any, list[
             {"Mixed Case %": number},
             {"select": 1},
             number,
-            style,
-            dialect=engine.dialect.name,  # type: ignore[arg-type]
+            style,  # type: ignore[arg-type]
+            dialect=engine.dialect.name,
         )
         bare.execute(*statement)
         assert bare.rowcount == 1

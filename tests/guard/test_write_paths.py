@@ -161,6 +161,7 @@ registry().map_imperatively(Box, boxes)
 
 orders: Table = Order.__table__  # type: ignore[assignment]
 employees: Table = Employee.__table__  # type: ignore[assignment]
+engineers: Table = Engineer.__table__  # type: ignore[assignment]
 
 
 def seed(engine: Engine) -> None:
@@ -176,7 +177,7 @@ def seed(engine: Engine) -> None:
         connection.execute(insert(labels), {"order_id": 1, "tag_id": 1})
         for number, kind in enumerate(["employee", "engineer", "manager"], 1):
             connection.execute(insert(employees), {"id": number, "kind": kind, "name": "new", **fence})
-        connection.execute(insert(Engineer.__table__), {"id": 2, "tool": "new"})
+        connection.execute(insert(engineers), {"id": 2, "tool": "new"})
         if connection.dialect.name == "postgresql":
             connection.execute(text("SELECT setval('wp_employees_id_seq', 100)"))
         connection.execute(insert(Place), {"row": 1, "seat": "a", "taken": 0, **fence})
@@ -215,10 +216,13 @@ def contents(engine: Engine) -> dict[str, list[tuple[Any, ...]]]:
 
 
 def get(session: Session, model: type[Any], identity: Any = 1) -> Any:
-    return session.get_one(model, identity)
+    """Return an object that the session keeps."""
+    found = session.get_one(model, identity)
+    session.info.setdefault("kept", []).append(found)
+    return found
 
 
-def setting(model: type[Any], attribute: str, value: Any, identity: Any = 1) -> Callable[[Session], None]:
+def setting(model: type[Any], attribute: str, value: Any, identity: Any = 1) -> Callable[[Session], object]:
     """Return the unit of work's plain update."""
 
     def write(session: Session) -> None:
@@ -228,7 +232,7 @@ def setting(model: type[Any], attribute: str, value: Any, identity: Any = 1) -> 
     return write
 
 
-def deleting(model: type[Any], identity: Any = 1) -> Callable[[Session], None]:
+def deleting(model: type[Any], identity: Any = 1) -> Callable[[Session], object]:
     """Return the unit of work's plain delete."""
 
     def write(session: Session) -> None:
@@ -239,111 +243,133 @@ def deleting(model: type[Any], identity: Any = 1) -> Callable[[Session], None]:
 
 
 def merge(session: Session) -> None:
+    """Merge a detached object that brings an old fence along."""
     session.merge(Order(id=1, status="paid", last_fencing_token=3))
     session.flush()
 
 
 def change_primary_key(session: Session) -> None:
+    """Move a row to another key."""
     get(session, Employee).id = 77
     session.flush()
 
 
 def switch_row(session: Session) -> None:
+    """Delete and add the same key in one flush."""
     session.delete(get(session, Employee))
     session.add(Employee(id=1, name="switched"))
     session.flush()
 
 
 def update_after_the_fact(session: Session) -> None:
+    """Set a post_update relationship."""
     get(session, Order).first_item = get(session, Item)
     session.flush()
 
 
 def link(session: Session) -> None:
+    """Add to a many-to-many collection."""
     order = get(session, Order)
     order.tags.append(get(session, Tag, 2))
     session.flush()
 
 
 def unlink(session: Session) -> None:
+    """Empty a many-to-many collection."""
     order = get(session, Order)
     order.tags.clear()
     session.flush()
 
 
 def append_to_collection(session: Session) -> None:
+    """Add to a one-to-many collection."""
     order = get(session, Order)
     order.items.append(get(session, Item, 2))
     session.flush()
 
 
 def append_from_the_other_side(session: Session) -> None:
+    """Add to a collection that is not loaded."""
     get(session, Item, 2).order = get(session, Order)
     session.flush()
 
 
 def set_by_expression(session: Session) -> None:
+    """Assign a SQL expression."""
     get(session, Employee).name = Employee.name + "!"
     session.flush()
 
 
 def bulk_update_mappings(session: Session) -> None:
+    """Update without the unit of work, by mappings."""
     session.bulk_update_mappings(Order, [{"id": 1, "status": "paid"}])
 
 
 def bulk_save_objects(session: Session) -> None:
+    """Update without the unit of work, by objects."""
     order = get(session, Order)
     order.status = "paid"
     session.bulk_save_objects([order])
 
 
 def update_where(session: Session) -> None:
+    """Update by key."""
     session.execute(update(Order).where(Order.id == 1).values(status="paid"))
 
 
 def update_with_more_criteria(session: Session) -> None:
+    """Update by key and more."""
     paid = update(Order).where((Order.id == 1) & Order.status.in_(["new", "old"])).values(status="paid")
     session.execute(paid)
 
 
 def update_many_rows(session: Session) -> None:
+    """Update whatever matches."""
     session.execute(update(Employee).where(Employee.name == "new").values(name="old"))
 
 
 def update_by_key_list(session: Session) -> None:
+    """Update by a list of keys."""
     session.execute(update(Order), [{"id": 1, "status": "paid"}])
 
 
 def update_query(session: Session) -> None:
+    """Update the legacy way."""
     session.query(Order).filter(Order.id == 1).update({"status": "paid"})
 
 
 def update_alias(session: Session) -> None:
+    """Update through an alias."""
     other = aliased(Order)
     statement = update(other).where(other.id == 1).values(status="paid")
     session.execute(statement, execution_options={"synchronize_session": False})
 
 
 def update_in_order(session: Session) -> None:
+    """Update with the order of SET given."""
     session.execute(update(orders).where(orders.c.id == 1).ordered_values((orders.c.status, "paid")))
 
 
 def update_from(session: Session) -> None:
+    """Update with a second table."""
     statement = update(Order).where(Order.id == 1, Item.order_id == Order.id).values(status="paid")
     session.execute(statement, execution_options={"synchronize_session": False})
 
 
 def update_from_subquery(session: Session) -> None:
+    """Update with a correlated subquery."""
     has_items = select(Item.id).where(Item.order_id == Order.id).exists()
     statement = update(Order).where(Order.id == 1, has_items).values(status="paid")
     session.execute(statement, execution_options={"synchronize_session": False})
 
 
 def core_update(session: Session) -> None:
+    """Update on the session's connection."""
     session.connection().execute(update(orders).where(orders.c.id == 1).values(status="paid"))
 
 
 def core_executemany(session: Session) -> None:
+    """Update many, one of which is not there."""
     places: Table = Place.__table__  # type: ignore[assignment]
     statement = update(places).where(places.c.row == bindparam("r"), places.c.seat == bindparam("s"))
     session.connection().execute(
@@ -352,26 +378,31 @@ def core_executemany(session: Session) -> None:
 
 
 def core_fenced_update(session: Session) -> None:
+    """Update with the fenced construct."""
     execute_fenced(session, fenced_update(Order).where(Order.id == 1).values(status="paid"))
 
 
 def core_fenced_delete(session: Session) -> None:
+    """Delete with the fenced construct."""
     execute_fenced(session.connection(), fenced_delete(boxes).where(boxes.c.id == 1))
 
 
 def delete_where(session: Session) -> None:
+    """Delete by key."""
     session.execute(delete(Point).where(Point.id == 1))
 
 
 def delete_many_rows(session: Session) -> None:
+    """Delete whatever matches."""
     session.execute(delete(Box).where(boxes.c.size == 0))
 
 
 def delete_query(session: Session) -> None:
+    """Delete the legacy way."""
     session.query(Place).filter(Place.row == 1).delete()
 
 
-UPDATES: dict[str, Callable[[Session], None]] = {
+UPDATES: dict[str, Callable[[Session], object]] = {
     "unit of work": setting(Order, "status", "paid"),
     "expression": set_by_expression,
     "composite key": setting(Place, "taken", 1, (1, "a")),
@@ -404,7 +435,7 @@ UPDATES: dict[str, Callable[[Session], None]] = {
     "fenced_update": core_fenced_update,
 }
 
-DELETES: dict[str, Callable[[Session], None]] = {
+DELETES: dict[str, Callable[[Session], object]] = {
     "unit of work": deleting(Point),
     "joined": deleting(Engineer, 2),
     "single-table": deleting(Manager, 3),
@@ -415,7 +446,7 @@ DELETES: dict[str, Callable[[Session], None]] = {
     "fenced_delete": core_fenced_delete,
 }
 
-INSERTS: dict[str, Callable[[Session], None]] = {
+INSERTS: dict[str, Callable[[Session], object]] = {
     "unit of work": lambda session: add(session, Place(row=1, seat="b", taken=0)),
     "unit of work, many": lambda session: add(session, *[Box(id=n, size=0) for n in range(2, 9)]),
     "generated key": lambda session: add(session, Employee(name="new"), Employee(name="new")),
@@ -432,18 +463,20 @@ INSERTS: dict[str, Callable[[Session], None]] = {
 
 
 def add(session: Session, *objects: object) -> None:
+    """Add objects and flush."""
     session.add_all(objects)
     session.flush()
 
 
-def paths(*groups: dict[str, Callable[[Session], None]]) -> Any:
+def paths(*groups: dict[str, Callable[[Session], object]]) -> pytest.MarkDecorator:
+    """Parametrise a test with ways to write."""
     named = [(name, write) for group in groups for name, write in group.items()]
     return pytest.mark.parametrize("write", [pytest.param(write, id=name) for name, write in named])
 
 
 @paths(UPDATES, DELETES, INSERTS)
 def test_without_a_lease_nothing_is_written(
-    session: Session, engine: Engine, write: Callable[[Session], None]
+    session: Session, engine: Engine, write: Callable[[Session], object]
 ) -> None:
     """No lease, no write: each path raises UnfencedWriteError, and the session works after a rollback."""
     before = contents(engine)
@@ -457,7 +490,7 @@ def test_without_a_lease_nothing_is_written(
 
 @paths(UPDATES, DELETES)
 def test_a_stale_lease_writes_nothing(
-    session: Session, engine: Engine, write: Callable[[Session], None]
+    session: Session, engine: Engine, write: Callable[[Session], object]
 ) -> None:
     """A token below the fence raises StaleTokenError with both tokens, and changes nothing anywhere."""
     before = contents(engine)
@@ -474,7 +507,7 @@ def test_a_stale_lease_writes_nothing(
 
 @paths(UPDATES)
 def test_a_fresh_lease_writes_and_raises_the_fence(
-    session: Session, engine: Engine, write: Callable[[Session], None]
+    session: Session, engine: Engine, write: Callable[[Session], object]
 ) -> None:
     """A token above the fence writes, and leaves its token on exactly the rows that were written."""
     before = contents(engine)
@@ -494,7 +527,7 @@ def test_a_fresh_lease_writes_and_raises_the_fence(
 
 
 @paths(DELETES)
-def test_a_fresh_lease_deletes(session: Session, engine: Engine, write: Callable[[Session], None]) -> None:
+def test_a_fresh_lease_deletes(session: Session, engine: Engine, write: Callable[[Session], object]) -> None:
     """A token above the fence deletes the row."""
     before = contents(engine)
     bind(session, Lease("order:1", FRESH))
@@ -505,7 +538,9 @@ def test_a_fresh_lease_deletes(session: Session, engine: Engine, write: Callable
 
 
 @paths(INSERTS)
-def test_new_rows_carry_the_token(session: Session, engine: Engine, write: Callable[[Session], None]) -> None:
+def test_new_rows_carry_the_token(
+    session: Session, engine: Engine, write: Callable[[Session], object]
+) -> None:
     """Every INSERT stamps the lease's token."""
     before = contents(engine)
     bind(session, Lease("order:1", FRESH))

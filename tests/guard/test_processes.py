@@ -1,0 +1,100 @@
+"""Real processes that claim and increment one row, each with a token of its own and no lock at all."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, create_engine, event, insert, select
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+
+from fencelock.errors import StaleTokenError
+from fencelock.guard import FencedModel, begin_immediate, bind, claim
+from fencelock.lease import Lease
+
+PROCESSES = 4
+INCREMENTS = 15
+
+
+class Base(DeclarativeBase):
+    """The model of this file."""
+
+
+class Counter(FencedModel, Base):
+    """What everybody increments."""
+
+    __tablename__ = "pr_counters"
+    __fence_resource__ = "counter:{id}"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    value: Mapped[int] = mapped_column(default=0)
+
+
+def work(url: str, tokens: Any, acknowledged: Any, reading_first: bool) -> None:
+    """Increment until enough commits are acknowledged; a refused attempt takes a new token."""
+    engine = create_engine(url)
+    if engine.dialect.name == "sqlite" and reading_first:
+        begin_immediate(engine)
+    done = 0
+    while done < INCREMENTS:
+        with tokens.get_lock():
+            tokens.value += 1
+            token = tokens.value
+        with Session(engine) as session:
+            bind(session, Lease("counter:1", token))
+            try:
+                if reading_first:
+                    session.scalars(select(Counter.value)).all()
+                claim(session, Counter, 1).value += 1
+                session.commit()
+            except StaleTokenError:
+                continue
+        done += 1
+        with acknowledged.get_lock():
+            acknowledged.value += 1
+
+
+@pytest.mark.parametrize("reading_first", [False, True])
+def test_no_acknowledged_increment_is_lost(engine: Engine, database_url: str, reading_first: bool) -> None:
+    """The value equals the number of acknowledged commits, and the fence is the highest token written."""
+    Base.metadata.create_all(engine)
+    with engine.execution_options(fencelock="bypass").begin() as connection:
+        connection.execute(insert(Counter), {"id": 1})
+    engine.dispose()
+    context = mp.get_context("spawn")
+    tokens, acknowledged = context.Value("q", 0), context.Value("q", 0)
+    workers = [
+        context.Process(target=work, args=(database_url, tokens, acknowledged, reading_first))
+        for _ in range(PROCESSES)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+        assert worker.exitcode == 0
+    with engine.connect() as connection:
+        value, fence = connection.execute(select(Counter.value, Counter.last_fencing_token)).one()
+    assert value == acknowledged.value == PROCESSES * INCREMENTS
+    assert PROCESSES * INCREMENTS <= fence <= tokens.value
+
+
+def test_a_deferred_transaction_that_has_read_cannot_claim(tmp_path: Any) -> None:
+    """Why begin_immediate is there: on SQLite the upgrade of a read transaction fails at once."""
+    url = f"sqlite:///{tmp_path / 'test.sqlite'}"
+    deferred, other = create_engine(url), create_engine(url)
+    event.listen(deferred, "connect", lambda connection, _: setattr(connection, "isolation_level", None))
+    event.listen(deferred, "begin", lambda connection: connection.exec_driver_sql("BEGIN DEFERRED"))
+    Base.metadata.create_all(other)
+    with other.execution_options(fencelock="bypass").begin() as connection:
+        connection.exec_driver_sql("PRAGMA journal_mode = WAL")
+    with other.execution_options(fencelock="bypass").begin() as connection:
+        connection.execute(insert(Counter), {"id": 1})
+    with Session(deferred) as reader, Session(other) as writer:
+        reader.scalars(select(Counter.value)).all()
+        for token, session in ((1, writer), (2, reader)):
+            bind(session, Lease("counter:1", token))
+        claim(writer, Counter, 1)
+        writer.commit()
+        with pytest.raises(DBAPIError, match="locked"):
+            claim(reader, Counter, 1)
