@@ -1,0 +1,486 @@
+"""What a Redlock is given as nodes: URLs and clients of every kind, strangers, lists that disagree.
+
+Each gets one clear error, or works.
+"""
+
+from __future__ import annotations
+
+import http.server
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import redis
+from redis.backoff import ExponentialBackoff
+from redis.retry import Retry
+
+import fencelock
+from fencelock import Redlock
+from fencelock.authority.redlock import membership
+from fencelock.authority.redlock.blocking import run
+from fencelock.authority.redlock.protocol import Bid, Failed, attempt
+from fencelock.embedded import Nodes
+from fencelock.errors import (
+    AuthorityError,
+    FencelockError,
+    MembershipError,
+    NodesNotInitialisedError,
+    QuorumError,
+)
+from fencelock.token import MAX_COUNTER
+from tests.redlock.stage import NODE_KEY
+
+
+def free_port() -> int:
+    """Return a port on which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def failure_of(authority: Redlock) -> FencelockError:
+    """Return what an acquisition comes to."""
+    with authority, pytest.raises(FencelockError) as failure:
+        authority.lock("r", timeout=0).acquire()
+    return failure.value
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        " , ",
+        "127.0.0.1:6379",
+        "http://127.0.0.1:6379",
+        "redis://",
+        "redis://:6379",
+        "redis://h:port",
+        "redis://h?no_such_setting=1",
+        "redis://h:6379,nonsense",
+    ],
+)
+def test_url_that_cannot_be_understood_is_refused_at_once(url: str) -> None:
+    """Before anything is connected to, and with a word on what to write."""
+    with pytest.raises(ValueError, match=r"redis://|setting"):
+        Redlock(url)
+
+
+@pytest.mark.parametrize("url", ["redis://me:secret@h:x", "redis://h:x?password=secret", "rediss://:secret@"])
+def test_error_shows_no_password(url: str) -> None:
+    """A URL in a message has lost its password, wherever that stood."""
+    with pytest.raises(ValueError, match=r".") as failure:
+        Redlock(url)
+    assert "secret" not in str(failure.value)
+    assert "secret" not in repr(Redlock("redis://me:secret@h:1"))
+
+
+@pytest.mark.parametrize("nodes", [5, None, [5], [None], {"a": 1}.values(), redis.asyncio.Redis()])
+def test_node_of_the_wrong_kind_is_refused(nodes: Any) -> None:
+    """Neither a URL nor a client."""
+    with pytest.raises(TypeError):
+        Redlock(nodes)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("namespace", ""),
+        ("namespace", "a b"),
+        ("namespace", "{x}"),
+        ("node_timeout", 0),
+        ("node_timeout", -1),
+        ("connect_timeout", float("nan")),
+        ("outage_grace", float("inf")),
+        ("outage_grace", -0.1),
+        ("verify", "always"),
+    ],
+)
+def test_setting_out_of_range_is_refused(setting: str, value: Any) -> None:
+    """Before anything is connected to."""
+    with pytest.raises(ValueError, match=r"."):
+        Redlock("redis://h", **{setting: value})
+
+
+def test_node_that_is_named_twice_is_refused() -> None:
+    """The very same URL twice is seen without asking."""
+    with pytest.raises(ValueError, match="named 2 times"):
+        Redlock("redis://h:1,redis://h:2,redis://h:1")
+
+
+def test_unreachable_node_is_named_with_its_reason() -> None:
+    """Nobody listens there."""
+    url = f"redis://127.0.0.1:{free_port()}"
+    error = failure_of(Redlock(url, outage_grace=0.1))
+    assert isinstance(error, QuorumError)
+    assert "refused" in error.nodes[url]
+
+
+def test_name_that_does_not_resolve_is_reported() -> None:
+    """DNS failure: as unreachable, with what the resolver said; malformed names too."""
+    for url in ("redis://no-such-host.invalid:6379", "redis://a..b:6379", f"redis://{'x' * 70}.invalid:1"):
+        error = failure_of(Redlock(url, outage_grace=0))
+        assert isinstance(error, QuorumError)
+        assert len(error.nodes) == 1
+
+
+class _Page(http.server.BaseHTTPRequestHandler):
+    """Answers as a web server does."""
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+def test_web_server_is_no_node() -> None:
+    """Something else than Redis on the port: said at once, without waiting for an outage to pass."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Page) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            began = time.monotonic()
+            error = failure_of(Redlock(f"redis://127.0.0.1:{server.server_port}"))
+            assert isinstance(error, QuorumError)
+            assert time.monotonic() - began < 1.5
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_server_that_never_answers_costs_no_more_than_the_timeout() -> None:
+    """A port that takes connections and says nothing."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        began = time.monotonic()
+        error = failure_of(
+            Redlock(f"redis://127.0.0.1:{silent.getsockname()[1]}", connect_timeout=0.3, outage_grace=0.1)
+        )
+    assert isinstance(error, QuorumError)
+    assert time.monotonic() - began < 1.5
+
+
+def test_wrong_password_is_reported_as_such(make_nodes: Callable[..., Nodes]) -> None:
+    """At once, and without showing it; the right one works."""
+    nodes = make_nodes(1, password="right")
+    began = time.monotonic()
+    for url in (f"redis://:wrong@127.0.0.1:{nodes[0].port}", f"redis://127.0.0.1:{nodes[0].port}"):
+        error = failure_of(Redlock(url))
+        assert isinstance(error, QuorumError)
+        assert "error" in next(iter(error.nodes.values()))
+        assert "wrong@" not in str(error)
+    assert time.monotonic() - began < 1.5
+    with Redlock(nodes.urls) as authority:
+        assert authority.init()
+
+
+def test_user_without_rights_is_told_what_is_missing(nodes: Nodes) -> None:
+    """An ACL that forbids scripts."""
+    with redis.Redis.from_url(nodes[0].url) as admin, Redlock(nodes[0].url) as authority:
+        authority.init()
+        admin.acl_setuser(
+            "weak", enabled=True, passwords=["+pw"], keys=["*"], commands=["+@all", "-evalsha", "-eval"]
+        )
+        try:
+            error = failure_of(Redlock(f"redis://weak:pw@127.0.0.1:{nodes[0].port}"))
+        finally:
+            admin.acl_deluser("weak")
+    assert "evalsha" in str(error).lower()
+
+
+def test_replica_is_no_node(make_nodes: Callable[..., Nodes]) -> None:
+    """Only primaries grant locks."""
+    nodes = make_nodes(2)
+    with redis.Redis.from_url(nodes[1].url) as client:
+        client.replicaof("127.0.0.1", nodes[0].port)
+    error = failure_of(Redlock(nodes[1].url))
+    assert "only primaries" in str(error)
+
+
+def test_two_names_of_one_server_are_refused(nodes: Nodes) -> None:
+    """Two host names, and two databases: one server has one vote, also when it is initialised."""
+    port = nodes[0].port
+    for other in (f"redis://localhost:{port}", f"redis://127.0.0.1:{port}/1"):
+        names = [nodes[0].url, other, nodes[1].url]
+        with Redlock(names) as authority, pytest.raises(MembershipError, match="same server"):
+            authority.init()
+        for url in names:
+            with redis.Redis.from_url(url) as client:
+                client.flushall()
+
+
+class SlowDoor:
+    """Passes connections on to a port, each only after `open` has been set."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self.open = threading.Event()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._threads = ThreadPoolExecutor(8)
+        self._threads.submit(self._serve)
+
+    def _serve(self) -> None:
+        while True:
+            inside, _ = self._listener.accept()
+            self.open.wait()
+            outside = socket.create_connection(("127.0.0.1", self._target))
+            for pair in ((inside, outside), (outside, inside)):
+                self._threads.submit(self._pump, *pair)
+
+    @staticmethod
+    def _pump(source: socket.socket, sink: socket.socket) -> None:
+        with source:
+            while data := source.recv(65536):
+                sink.sendall(data)
+
+    def close(self) -> None:
+        """Accept no more."""
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._threads.shutdown(wait=False)
+
+
+def test_second_name_of_a_server_that_connects_late_gets_no_second_vote(nodes: Nodes) -> None:
+    """Its connection comes up between two rounds of one attempt; a majority of one server must not arise."""
+    with Redlock(nodes.urls[:3]) as right:
+        right.init(base=0)
+        door = SlowDoor(nodes[0].port)
+        names = [nodes[0].url, f"redis://localhost:{door.port}", f"redis://127.0.0.1:{free_port()}"]
+        with Redlock(names, connect_timeout=0.5, outage_grace=0.0) as wrong:
+            with pytest.raises(AuthorityError):
+                wrong.lock("r", timeout=0).acquire()
+            channels = wrong._pool.lend()
+            time.sleep(0.3)
+            fleet = wrong._see()
+            door.open.set()
+            time.sleep(0.3)
+            wrong._pool.give_back(channels)
+            outcome = run(attempt(fleet, Bid.of(fleet, ("r",), "nonce", 5.0)), wrong._pool)
+            assert isinstance(outcome, Failed)
+        door.close()
+
+
+def test_client_with_other_nodes_than_were_initialised_is_refused(nodes: Nodes) -> None:
+    """Too few, too many, and one exchanged: too few would let two majorities live side by side."""
+    with Redlock(nodes.urls[:3]) as authority:
+        authority.init()
+    error = failure_of(Redlock(nodes.urls[:2]))
+    assert isinstance(error, MembershipError)
+    assert nodes[2].url in str(error)
+    assert isinstance(failure_of(Redlock(nodes.urls[:4])), MembershipError)
+    assert isinstance(failure_of(Redlock(nodes.urls)), MembershipError)
+    with Redlock([*nodes.urls[:2], nodes[3].url]) as exchanged, exchanged.lock("r") as token:
+        assert token > 0  # two of its three are a majority of the right list
+
+
+def test_one_stray_node_does_not_stop_the_others(nodes: Nodes) -> None:
+    """A node of another list, which is even of another size, has no vote and no say."""
+    with Redlock(nodes.urls[:3]) as authority, Redlock(nodes[3].url) as stray:
+        authority.init(base=0)
+        stray.init()
+    with Redlock([*nodes.urls[:2], nodes[3].url]) as mixed:
+        for number in range(3):
+            with mixed.lock("r") as token:
+                assert token == number + 1
+
+
+def test_mixed_lists_are_told_apart(nodes: Nodes) -> None:
+    """Two nodes of one list and two of another: nobody has a majority."""
+    with Redlock(nodes.urls[:2]) as first, Redlock(nodes.urls[2:4]) as second:
+        first.init()
+        second.init()
+    assert isinstance(failure_of(Redlock(nodes.urls[:4])), MembershipError)
+
+
+def test_blank_nodes_say_which_command_to_run(nodes: Nodes) -> None:
+    """All blank, and most blank, are two different stories."""
+    error = failure_of(Redlock(nodes.urls[:3]))
+    assert isinstance(error, NodesNotInitialisedError)
+    assert f"fencelock init {' '.join(nodes.urls[:3])}" in str(error)
+    with Redlock(nodes.urls[:3]) as authority:
+        authority.init()
+    for node in nodes[:2]:
+        with redis.Redis.from_url(node.url) as client:
+            client.flushall()
+    error = failure_of(Redlock(nodes.urls[:3]))
+    assert isinstance(error, NodesNotInitialisedError)
+    assert "2 of 3 nodes are blank" in str(error)
+
+
+def test_auto_init_is_for_blank_nodes_only(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FENCELOCK_AUTO_INIT=1 initialises blank nodes; a fleet of which most lost their memory it leaves."""
+    monkeypatch.setenv("FENCELOCK_AUTO_INIT", "1")
+    with Redlock(nodes.urls[:3]) as authority, authority.lock("r") as token:
+        assert token > 1_600_000_000_000
+    for node in nodes[:2]:
+        with redis.Redis.from_url(node.url) as client:
+            client.flushall()
+    with Redlock(nodes.urls[:3]) as authority, pytest.raises(MembershipError, match="lost its memory"):
+        authority.lock("r", timeout=0).acquire()
+    with redis.Redis.from_url(nodes[0].url) as client:
+        assert client.exists(NODE_KEY) == 0
+
+
+def test_fleet_that_is_initialised_again_is_recognised(nodes: Nodes) -> None:
+    """A client that was there before learns of the new list by itself."""
+    with Redlock(nodes.urls[:3]) as client, Redlock(nodes.urls[:3]) as operator:
+        client.init(base=0)
+        with client.lock("r") as token:
+            assert token == 1
+        for node in nodes[:3]:
+            with redis.Redis.from_url(node.url) as admin:
+                admin.flushall()
+        operator.init(base=100)
+        with client.lock("r", timeout=0) as token:
+            assert token == 101
+
+
+def interrupted_init(urls: list[str], rounds: int) -> None:
+    """Run an initialisation that dies after so many requests."""
+    with Redlock(urls) as authority:
+        generator = membership.initialise(
+            authority.nodes,
+            NODE_KEY,
+            new_id=lambda: f"id-{time.perf_counter_ns()}",
+            base=0,
+            max_ttl=membership.DEFAULT_MAX_TTL,
+            patience=2.0,
+        )
+        channels = authority._pool.lend()
+        request = next(generator)
+        for _ in range(rounds):
+            request = generator.send(channels.broadcast(request))
+        channels.close()
+
+
+@pytest.mark.parametrize("rounds", range(1, 6))
+def test_interrupted_init_is_finished_by_the_next(nodes: Nodes, rounds: int) -> None:
+    """Wherever the first stopped, the second finds its tickets and completes the same list."""
+    urls = nodes.urls[:3]
+    interrupted_init(urls, rounds)
+    with Redlock(urls) as authority:
+        assert authority.init(base=0) is True
+        assert authority.init(base=0) is False
+        with authority.lock("r") as token:
+            assert token == 1
+
+
+def test_init_refuses_a_node_that_restarted_in_between(nodes: Nodes) -> None:
+    """Half the list is open, and a node has lost its ticket: it cannot be told from one that has voted."""
+    urls = nodes.urls[:3]
+    interrupted_init(urls, 4)
+    nodes[2].restart(keep_data=False)
+    with Redlock(urls) as authority, pytest.raises(MembershipError, match="lost its memory"):
+        authority.init(base=0)
+
+
+def test_several_clients_may_initialise_at_once(nodes: Nodes) -> None:
+    """One list comes out of it, whoever was first."""
+    clients = [Redlock(nodes.urls) for _ in range(6)]
+    with ThreadPoolExecutor(6) as threads:
+        assert any(threads.map(lambda client: client.init(base=0), clients))
+    tokens = []
+    for client in clients:
+        with client, client.lock("r") as token:
+            tokens.append(token)
+    assert tokens == [1, 2, 3, 4, 5, 6]
+
+
+def test_init_needs_every_node_and_none_in_use_elsewhere(nodes: Nodes) -> None:
+    """One that is down, and one of another list."""
+    with Redlock(nodes.urls[:3]) as authority:
+        authority.init()
+    with Redlock(nodes.urls[2:5]) as other, pytest.raises(MembershipError, match="in use already"):
+        other.init()
+    nodes[4].kill()
+    with (
+        Redlock(nodes.urls[3:5], connect_timeout=0.3) as other,
+        pytest.raises(QuorumError, match="must answer"),
+    ):
+        other.init()
+
+
+@pytest.mark.parametrize(
+    "settings", [{"base": -1}, {"base": MAX_COUNTER}, {"max_ttl": 0}, {"max_ttl": float("nan")}]
+)
+def test_init_out_of_range_is_refused(settings: dict[str, Any]) -> None:
+    """Before anything is connected to."""
+    with Redlock("redis://127.0.0.1:1") as authority, pytest.raises(ValueError, match=r"."):
+        authority.init(**settings)
+
+
+def test_longest_ttl_binds_acquisitions_and_extensions(nodes: Nodes) -> None:
+    """A node that lost its memory stays out for no longer than that."""
+    with Redlock(nodes.urls[:3]) as authority:
+        authority.init(max_ttl=10)
+        with pytest.raises(ValueError, match="longer than the 10 s"):
+            authority.lock("r", ttl=11).acquire()
+        lock = authority.lock("r", ttl=10)
+        with lock:
+            with pytest.raises(ValueError, match="longer than the 10 s"):
+                lock.extend(11)
+            lock.extend(10)
+
+
+@pytest.fixture
+def clients(nodes: Nodes) -> Iterator[Callable[..., list[redis.Redis]]]:
+    """A factory of existing clients of three nodes."""
+    made: list[redis.Redis] = []
+
+    def make(**settings: Any) -> list[redis.Redis]:
+        made.extend(redis.Redis(host="127.0.0.1", port=node.port, **settings) for node in nodes[:3])
+        return made[-3:]
+
+    yield make
+    for client in made:
+        client.close()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"decode_responses": True},
+        {"health_check_interval": 1},
+        {"retry": Retry(ExponentialBackoff(), 3)},
+        {"protocol": 3},
+        {"protocol": 3, "decode_responses": True, "client_name": "mine", "socket_timeout": 0.5},
+        {"single_connection_client": True},
+    ],
+    ids=["plain", "decoding", "health-checks", "retrying", "resp3", "everything", "single"],
+)
+def test_existing_clients_serve_as_nodes(
+    clients: Callable[..., list[redis.Redis]], settings: dict[str, Any]
+) -> None:
+    """Their settings are kept, except for those that would make a connection do things by itself."""
+    with Redlock(clients(**settings)) as authority:
+        authority.init(base=0)
+        with authority.lock("r") as token:
+            assert token == 1
+    for client in clients(**settings):
+        assert client.ping()
+
+
+def test_unix_socket_is_a_node(
+    make_nodes: Callable[..., Nodes], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """`unix://` URLs, in all three slashes."""
+    path = tmp_path_factory.mktemp("s") / "n.sock"
+    make_nodes(1, settings={"unixsocket": str(path)})
+    with Redlock(f"unix://{path}") as authority:
+        authority.init(base=0)
+        with authority.lock("r") as token:
+            assert token == 1
+        assert authority.nodes == (f"unix://{path}",)
+
+
+def test_configure_refuses_what_is_no_authority() -> None:
+    """Nothing that could only fail later becomes the default."""
+    for nonsense in (None, 5, object()):
+        with pytest.raises(TypeError, match="authority"):
+            fencelock.configure(nonsense)  # type: ignore[arg-type]
+    with Redlock("redis://h") as authority, pytest.raises(TypeError, match="settings"):
+        fencelock.configure(authority, namespace="x")

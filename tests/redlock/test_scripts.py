@@ -1,0 +1,325 @@
+"""The Lua scripts alone, on every server program there is: each answer, and what they leave on the node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from fencelock.authority.redlock.node import read_answer
+from fencelock.authority.redlock.protocol import Answer, Bid, Command, Fleet, Said, _pairs, _release_command
+from fencelock.authority.redlock.redlock import Redlock
+from fencelock.embedded import Node
+from fencelock.token import MAX_COUNTER
+from tests.redlock.stage import NODE_KEY, RealNode, fleet_of, stripe_of
+
+
+class Scripts:
+    """Sends single commands to one node that has been initialised with counters from `base`."""
+
+    def __init__(self, url: str, base: int) -> None:
+        with redis.Redis.from_url(url) as client:
+            client.flushall()
+        with Redlock(url) as authority:
+            authority.init(base=base)
+        self.real = RealNode(url)
+        self.client = self.real.client
+        membership = self.real.link.identity.membership
+        assert membership is not None
+        self.fleet: Fleet = fleet_of(membership.fingerprint, 1)
+
+    def acquire(
+        self, nonce: str, *resources: str, hint: int = 0, epoch: int = 0, ttl: float = 30.0
+    ) -> Answer:
+        """ACQUIRE."""
+        bid = Bid.of(self.fleet, tuple(sorted(resources)), nonce, ttl)
+        pairs = _pairs(bid.stripes, [hint] * len(resources))
+        arguments = (self.fleet.fingerprint, nonce, bid.ttl_ms, epoch, *pairs)
+        return self.real.execute(Command("acquire", nonce, bid.keys, arguments))
+
+    def confirm(self, nonce: str, counters: dict[str, int], *, epoch: int = 0) -> Answer:
+        """CONFIRM the values of some resources."""
+        bid = Bid.of(self.fleet, tuple(sorted(counters)), nonce, 30.0)
+        pairs = _pairs(bid.stripes, [counters[resource] for resource in bid.resources])
+        return self.real.execute(
+            Command("confirm", nonce, bid.keys, (self.fleet.fingerprint, nonce, epoch, *pairs))
+        )
+
+    def release(self, nonce: str, counters: dict[str, int], *, epoch: int = 0) -> Answer:
+        """RELEASE with the decided values of some resources."""
+        bid = Bid.of(self.fleet, tuple(sorted(counters)), nonce, 30.0)
+        decided = [counters[resource] for resource in bid.resources]
+        return self.real.execute(_release_command(self.fleet, bid, epoch, decided))
+
+    def extend(self, nonce: str, *resources: str, ttl: float = 30.0) -> Answer:
+        """EXTEND."""
+        bid = Bid.of(self.fleet, tuple(sorted(resources)), nonce, ttl)
+        return self.real.execute(
+            Command("extend", nonce, bid.keys, (self.fleet.fingerprint, nonce, bid.ttl_ms))
+        )
+
+    def lock(self, resource: str) -> str | None:
+        """Return what the lock key of a resource holds."""
+        value = self.client.get(key_of(resource))
+        return None if value is None else str(value)
+
+    def counter(self, resource: str) -> int:
+        """Return where the counter of a resource stands."""
+        value = self.client.hget(NODE_KEY, f"c{stripe_of(resource)}")
+        return int(str(value or self.client.hget(NODE_KEY, "b")))
+
+
+def key_of(resource: str) -> str:
+    """Return the lock key of a resource."""
+    return f"{NODE_KEY}:l:{resource}"
+
+
+@pytest.fixture
+def scripts(shared_nodes: list[Node]) -> Iterator[Scripts]:
+    """One node with counters from 0."""
+    shared_nodes[3].resume()
+    made = Scripts(shared_nodes[3].url, 0)
+    yield made
+    made.real.close()
+
+
+def test_grant_writes_lock_and_counter(scripts: Scripts) -> None:
+    """GRANTED: the lock holds nonce, epoch and counter, and ends by itself."""
+    assert scripts.acquire("n", "r", ttl=7) == Answer(Said.GRANTED, 0, (1,))
+    assert scripts.lock("r") == "n|0|1"
+    assert 6000 < int(str(scripts.client.pttl(key_of("r")))) <= 7000
+    assert scripts.counter("r") == 1
+
+
+def test_held_lock_is_refused_with_its_remaining_time(scripts: Scripts) -> None:
+    """HELD: nothing changes, and the answer says how long it may last."""
+    scripts.acquire("n", "r", ttl=7)
+    answer = scripts.acquire("other", "r")
+    assert answer.said is Said.HELD
+    assert 6 < answer.ttl <= 7
+    assert scripts.counter("r") == 1
+
+
+def test_several_locks_are_granted_together_or_not_at_all(scripts: Scripts) -> None:
+    """One of three is held: neither locks nor counters of the others are touched."""
+    scripts.acquire("n", "b")
+    assert scripts.acquire("other", "a", "b", "c").said is Said.HELD
+    assert (scripts.lock("a"), scripts.lock("c")) == (None, None)
+    assert scripts.counter("a") == scripts.counter("c") == 0
+    scripts.release("n", {"b": 1})
+    assert scripts.acquire("other", "a", "b", "c").counters == (1, 2, 1)
+
+
+def test_two_locks_on_one_stripe_get_different_counters(scripts: Scripts) -> None:
+    """The second counts on from the first, and the stripe stands at the larger one."""
+    assert stripe_of("a") == stripe_of("b6")
+    assert scripts.acquire("n", "a", "b6").counters == (1, 2)
+    assert scripts.counter("a") == 2
+    assert scripts.acquire("n", "a", "b6").counters == (1, 2)
+    assert scripts.confirm("n", {"a": 5, "b6": 4}).said is Said.CONFIRMED
+    assert scripts.counter("a") == 5
+
+
+def test_resent_request_mints_only_what_had_expired(scripts: Scripts) -> None:
+    """Of two locks one has expired: the other keeps its counter."""
+    scripts.acquire("n", "a", "c")
+    scripts.client.delete(key_of("c"))
+    assert scripts.acquire("n", "a", "c").counters == (1, 2)
+
+
+def test_grant_of_an_earlier_epoch_is_minted_anew(scripts: Scripts) -> None:
+    """Our own lock of an older epoch is no answer in the present one."""
+    scripts.acquire("n", "r")
+    scripts.client.hset(NODE_KEY, "e", "1")
+    assert scripts.confirm("n", {"r": 1}).said is Said.EPOCH
+    assert scripts.confirm("n", {"r": 1}, epoch=1).said is Said.LOST
+    assert scripts.acquire("n", "r") == Answer(Said.GRANTED, 1, (2,))
+
+
+def test_hint_raises_the_counter_in_its_own_epoch_only(scripts: Scripts) -> None:
+    """A hint above the counter is granted itself; below it, or of another epoch, it means nothing."""
+    assert scripts.acquire("n1", "a", hint=50).counters == (50,)
+    assert scripts.acquire("n2", "c", hint=50, epoch=1).counters == (1,)
+    scripts.release("n1", {"a": 50})
+    assert scripts.acquire("n3", "a", hint=7).counters == (51,)
+
+
+def test_counter_at_the_limit_of_44_bits_is_refused(scripts: Scripts) -> None:
+    """FULL: a token never wraps around, and nothing is half granted."""
+    scripts.real.stand_at("r", MAX_COUNTER - 1)
+    assert scripts.acquire("n", "r").counters == (MAX_COUNTER,)
+    assert scripts.client.hget(NODE_KEY, f"c{stripe_of('r')}") == str(MAX_COUNTER)
+    scripts.release("n", {"r": MAX_COUNTER})
+    assert scripts.acquire("n", "a", "r").said is Said.FULL
+    assert scripts.lock("a") is None
+    assert scripts.counter("a") == 0
+
+
+def test_large_counters_keep_every_digit(scripts: Scripts) -> None:
+    """Milliseconds since 1970 and beyond are written without an exponent."""
+    scripts.real.stand_at("r", 17_000_000_000_000)
+    assert scripts.acquire("n", "r").counters == (17_000_000_000_001,)
+    assert scripts.lock("r") == "n|0|17000000000001"
+    assert scripts.confirm("n", {"r": 17_000_000_000_009}).said is Said.CONFIRMED
+    assert scripts.counter("r") == 17_000_000_000_009
+
+
+def test_confirm_raises_and_never_lowers(scripts: Scripts) -> None:
+    """CONFIRMED raises the counter to T; a smaller T after a larger one changes nothing."""
+    scripts.acquire("n", "r")
+    assert scripts.confirm("n", {"r": 9}).said is Said.CONFIRMED
+    assert scripts.confirm("n", {"r": 4}).said is Said.CONFIRMED
+    assert scripts.counter("r") == 9
+
+
+def test_confirm_below_the_own_grant_answers_with_it(scripts: Scripts) -> None:
+    """HIGHER carries what this node had granted, for all the locks."""
+    scripts.real.stand_at("c", 7)
+    scripts.acquire("n", "a", "c")
+    assert scripts.confirm("n", {"a": 5, "c": 7}) == Answer(Said.HIGHER, 0, (1, 8))
+    assert scripts.counter("a") == 1
+
+
+def test_confirm_of_somebody_elses_lock_is_lost(scripts: Scripts) -> None:
+    """LOST: expired, or held by another."""
+    assert scripts.confirm("n", {"r": 1}).said is Said.LOST
+    scripts.acquire("other", "r")
+    assert scripts.confirm("n", {"r": 1}).said is Said.LOST
+
+
+@pytest.mark.parametrize("base", [0, 1_000])
+def test_catch_up_never_lowers_a_counter(shared_nodes: list[Node], base: int) -> None:
+    """RELEASE with a small T leaves a counter, and a stripe that was never used, where they stand."""
+    scripts = Scripts(shared_nodes[3].url, base)
+    scripts.release("n", {"r": 5})
+    assert scripts.counter("r") == max(base, 5)
+    scripts.acquire("n", "r")
+    scripts.release("n", {"r": 3})
+    assert scripts.acquire("m", "r").counters == (max(base, 5) + 2,)
+    scripts.real.close()
+
+
+def test_release_in_another_epoch_or_list_changes_no_counter(scripts: Scripts) -> None:
+    """The values of an older epoch mean nothing in this one; the lock goes all the same."""
+    scripts.acquire("n", "r")
+    assert scripts.release("n", {"r": 90}, epoch=3).said is Said.RELEASED
+    assert scripts.counter("r") == 1
+    bid = Bid.of(fleet_of("another list", 1), ("r",), "n", 1.0)
+    scripts.real.execute(_release_command(fleet_of("another list", 1), bid, 0, [90]))
+    assert scripts.counter("r") == 1
+
+
+def test_release_wakes_waiters_only_where_a_lock_went(scripts: Scripts) -> None:
+    """A RELEASE of nothing publishes nothing: losers would wake losers for ever."""
+    with scripts.client.pubsub(  # type: ignore[no-untyped-call]
+        ignore_subscribe_messages=True
+    ) as listener:
+        listener.subscribe(f"{NODE_KEY}:w:r")
+        listener.get_message(timeout=1)
+        scripts.acquire("n", "r")
+        scripts.release("other", {"r": 0})
+        scripts.release("n", {"r": 1})
+        scripts.release("n", {"r": 1})
+        heard = [listener.get_message(timeout=0.2) for _ in range(3)]
+    assert [message is not None for message in heard] == [True, False, False]
+
+
+def test_blank_node_stays_blank(scripts: Scripts) -> None:
+    """No script leaves anything on a node that has lost its marker."""
+    scripts.client.flushall()
+    assert scripts.acquire("n", "r").said is Said.AMNESIA
+    assert scripts.confirm("n", {"r": 4}).said is Said.AMNESIA
+    assert scripts.extend("n", "r").said is Said.AMNESIA
+    assert scripts.release("n", {"r": 4}).said is Said.LOST
+    assert scripts.client.keys("*") == []
+
+
+def test_extension_never_shortens(scripts: Scripts) -> None:
+    """A shorter ttl leaves the longer one; a longer one takes its place."""
+    scripts.acquire("n", "r", ttl=20)
+    assert scripts.extend("n", "r", ttl=5).said is Said.EXTENDED
+    assert int(str(scripts.client.pttl(key_of("r")))) > 19_000
+    assert scripts.extend("n", "r", ttl=60).said is Said.EXTENDED
+    assert int(str(scripts.client.pttl(key_of("r")))) > 59_000
+
+
+def test_extension_is_of_all_locks_or_of_none(scripts: Scripts) -> None:
+    """One of two has expired: it is not made again, and the other is not extended."""
+    scripts.acquire("n", "a", "c", ttl=20)
+    scripts.client.delete(key_of("c"))
+    assert scripts.extend("n", "a", "c", ttl=60).said is Said.LOST
+    assert scripts.lock("c") is None
+    assert int(str(scripts.client.pttl(key_of("a")))) <= 20_000
+
+
+def test_foreign_value_under_a_lock_key_is_somebody_elses(scripts: Scripts) -> None:
+    """Whatever another program wrote there is held, and neither confirmed, extended nor deleted."""
+    for value in ("", "n", "n|0", "n|0|1|2", "|0|1", "n|x|1"):
+        scripts.client.set(key_of("r"), value, px=5000)
+        assert scripts.acquire("n2", "r").said is Said.HELD, value
+        assert scripts.confirm("n2", {"r": 9}).said is Said.LOST, value
+        assert scripts.extend("n2", "r").said is Said.LOST, value
+        assert scripts.release("n2", {"r": 9}).said is Said.LOST, value
+        assert scripts.lock("r") == value
+
+
+def test_lock_without_an_end_is_said_to_have_none(scripts: Scripts) -> None:
+    """PTTL -1 is not zero: nobody should come back in a millisecond."""
+    scripts.client.set(key_of("r"), "foreign")
+    assert scripts.acquire("n", "r").ttl == float("inf")
+
+
+def test_wrong_type_under_a_lock_key_is_an_error_that_names_it(scripts: Scripts) -> None:
+    """A list where a lock should be: the node says so, and grants nothing of the rest."""
+    scripts.client.rpush(key_of("r"), "x")
+    answer = scripts.acquire("n", "a", "r")
+    assert answer.said is Said.ERROR
+    assert "WRONGTYPE" in answer.detail
+    assert scripts.lock("a") is None
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"r": "0" * 40}, Said.RESTARTED), ({"cfg": "another"}, Said.CONFIG), ({"next": "x"}, Said.CLOSED)],
+    ids=["restarted", "config", "closed"],
+)
+def test_node_that_must_not_vote_says_why(scripts: Scripts, change: dict[str, str], said: Said) -> None:
+    """Every voting script refuses, and changes nothing."""
+    scripts.acquire("n", "r", ttl=20)
+    scripts.client.hset(NODE_KEY, mapping=change)  # type: ignore[arg-type]
+    before = scripts.client.hgetall(NODE_KEY)
+    assert scripts.acquire("m", "other").said is said
+    assert scripts.confirm("n", {"r": 50}).said is said
+    assert scripts.extend("n", "r", ttl=60).said is said
+    assert scripts.client.hgetall(NODE_KEY) == before
+    assert int(str(scripts.client.pttl(key_of("r")))) <= 20_000
+
+
+def test_every_vote_proves_the_server_where_the_socket_cannot(any_server: Node) -> None:
+    """With `verify="vote"` the scripts ask the server itself, and notice a new replication id."""
+    with redis.Redis.from_url(any_server.url) as client, Redlock(any_server.url, verify="vote") as authority:
+        authority.init(base=0)
+        with authority.lock("r") as token:
+            assert token == 1
+        client.hset(NODE_KEY, "m", "f" * 40)
+        with pytest.raises(Exception, match="restarted since it was admitted"):
+            authority.lock("r", timeout=0).acquire()
+
+
+def test_scripts_run_on_every_server_program(any_server: Node) -> None:
+    """Valkey and Redis, where there is one: acquire, extend, release, several resources."""
+    with Redlock(any_server.url) as authority:
+        authority.init(base=0)
+        for number in range(3):
+            lock = authority.lock("a", "b6")
+            with lock as tokens:
+                assert tokens == (1 + 2 * number, 2 + 2 * number)
+                lock.extend(60)
+
+
+@pytest.mark.parametrize("reply", [b"+OK", [b"NONSENSE"], [], 7, None, [[b"GRANTED"]]])
+def test_reply_that_no_script_gives_is_an_error(reply: object) -> None:
+    """Who answers so is no node of ours; the link translates the error."""
+    with pytest.raises((LookupError, TypeError, ValueError)):
+        read_answer(reply)
