@@ -187,6 +187,19 @@ def test_an_accepted_write_is_seen_by_the_claim_after_it(engine: Engine, old: Se
     assert (balance(engine), fence(engine)) == (40, 2)
 
 
+def test_a_claim_refreshes_an_object_that_is_not_expired(engine: Engine, old: Session) -> None:
+    """Where the session expires nothing on commit, the claim still loads what is in the database."""
+    with Session(engine, expire_on_commit=False) as session:
+        bind(session, NEW)
+        known = session.get_one(Account, 1)
+        session.commit()
+        claim(old, Account, 1).balance = 90
+        old.commit()
+        assert known.balance == 100
+        assert claim(session, Account, 1).balance == 90
+        assert known.balance == 90
+
+
 def test_claim_reads_past_the_snapshot_of_its_transaction(engine: Engine, new: Session) -> None:
     """MariaDB's REPEATABLE READ keeps an old snapshot; what a claim returns does not come from it."""
     if engine.dialect.name == "sqlite":
