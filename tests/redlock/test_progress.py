@@ -1,0 +1,80 @@
+"""Nobody waits for ever: contenders that split the votes, of 2 to 5 nodes, all get through."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from fencelock import Redlock
+from fencelock.authority.redlock.protocol import Answer, Bid, Failed, Said, attempt
+from fencelock.embedded import Nodes
+from tests.redlock.stage import Bidder, fleet_of
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5])
+@pytest.mark.parametrize("contenders", [2, 4, 16])
+def test_contenders_all_get_their_turns(nodes: Nodes, count: int, contenders: int) -> None:
+    """Each of them twice, starting together, each with connections of its own, within a bound."""
+    urls = nodes.urls[:count]
+    with Redlock(urls) as operator:
+        operator.init(base=0)
+    barrier = threading.Barrier(contenders)
+    tokens: list[int] = []
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with Redlock(urls) as authority:
+                barrier.wait(20)
+                for _ in range(2):
+                    with authority.lock("r", timeout=20) as token:
+                        tokens.append(token)
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    began = time.monotonic()
+    threads = [threading.Thread(target=work) for _ in range(contenders)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not failures
+    assert tokens == sorted(set(tokens))
+    assert len(tokens) == 2 * contenders
+    assert time.monotonic() - began < 10
+
+
+def test_first_node_of_the_fixed_order_is_asked_alone() -> None:
+    """After a split: nobody else hears of the bid before the first node has granted."""
+    bidder = Bidder(fleet_of("f", 4), "r", alone=True)
+    assert list(bidder.request.nodes) == [0]
+    bidder.answers = {0: Answer(Said.GRANTED, 0, (1,))}
+    bidder.resume()
+    assert list(bidder.request.nodes) == [1, 2, 3]
+
+
+def test_refusal_of_the_first_node_ends_the_attempt() -> None:
+    """Whoever holds it there is ahead; the votes of the others stay together."""
+    bidder = Bidder(fleet_of("f", 4), "r", alone=True)
+    bidder.answers = {0: Answer(Said.HELD, ttl=9.0)}
+    bidder.resume()
+    assert isinstance(bidder.outcome, Failed)
+    assert bidder.outcome.contended
+
+
+@pytest.mark.parametrize("said", [Said.UNREACHABLE, Said.SILENT, Said.AMNESIA, Said.RESTARTED])
+def test_next_node_of_the_fixed_order_stands_in_for_one_that_cannot_vote(said: Said) -> None:
+    """A dead first node does not end the rule, and is not asked again."""
+    fleet = fleet_of("f", 4)
+    generator = attempt(fleet, Bid.of(fleet, ("r",), "n", 9.0), alone=True)
+    assert list(next(generator).nodes) == [0]
+    bidder = Bidder(fleet, "r", alone=True)
+    bidder.answers = {0: Answer(said)}
+    bidder.resume()
+    assert list(bidder.request.nodes) == [1]
+    bidder.answers = {1: Answer(Said.GRANTED, 0, (1,))}
+    bidder.resume()
+    assert list(bidder.request.nodes) == [2, 3]

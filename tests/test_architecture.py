@@ -1,0 +1,96 @@
+"""Which room may know what, checked rather than hoped for."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import fencelock
+
+PACKAGE = Path(fencelock.__file__).parent
+
+
+def imports_of(path: Path) -> set[str]:
+    """Return the full names of what a module imports, wherever in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def loaded_by(module: str) -> set[str]:
+    """Return the modules that a fresh interpreter has loaded after importing one, without `fencelock` itself.
+
+    The package's own `__init__` names both halves, so it is put aside: what counts is what the half needs.
+    """
+    code = (
+        "import sys, types; package = types.ModuleType('fencelock'); "
+        f"package.__path__ = [{str(PACKAGE)!r}]; sys.modules['fencelock'] = package; "
+        f"import {module}; print(*sys.modules)"
+    )
+    return set(
+        subprocess.run(
+            [sys.executable, "-c", code], check=True, capture_output=True, text=True
+        ).stdout.split()
+    )
+
+
+@pytest.mark.parametrize(("room", "other"), [("guard", "authority"), ("authority", "guard")])
+def test_halves_never_import_each_other(room: str, other: str) -> None:
+    """Neither directly nor in a function."""
+    for path in (PACKAGE / room).rglob("*.py"):
+        assert not [name for name in imports_of(path) if name.startswith(f"fencelock.{other}")], path
+
+
+def test_guard_loads_nothing_of_redis() -> None:
+    """Also not through a third module."""
+    loaded = loaded_by("fencelock.guard")
+    assert "sqlalchemy" in loaded
+    assert not {name for name in loaded if name.split(".")[0] in {"redis", "hiredis", "valkey"}}
+    assert not {name for name in loaded if name.startswith("fencelock.authority")}
+
+
+def test_authority_loads_no_engine_and_no_orm() -> None:
+    """The errors need one mixin of SQLAlchemy; that is all the two halves share with it."""
+    loaded = loaded_by("fencelock.authority.redlock.redlock")
+    assert "redis" in loaded
+    assert "sqlalchemy.orm" not in loaded
+    assert not {name for name in loaded if name.startswith("fencelock.guard")}
+
+
+def test_protocol_knows_no_sockets_no_clock_and_no_threads() -> None:
+    """It is pure: what is proven by simulation is what ships."""
+    allowed = {
+        "__future__",
+        "collections",
+        "dataclasses",
+        "enum",
+        "fencelock",
+        "math",
+        "typing",
+        "zlib",
+    }
+    names = imports_of(PACKAGE / "authority" / "redlock" / "protocol.py")
+    assert {name.split(".")[0] for name in names} <= allowed
+    assert {name.rpartition(".")[0] for name in names if name.startswith("fencelock.")} == {
+        "fencelock.errors"
+    }
+
+
+def test_public_names_are_listed_and_documented() -> None:
+    """`fencelock.__all__` lists all that is visible, and each name in it says what it promises."""
+    assert {"FencedLock", "Lease", "Redlock", "configure", "fenced_lock"} <= set(fencelock.__all__)
+    for name in fencelock.__all__:
+        assert getattr(fencelock, name).__doc__, name
+    visible = {name for name, value in vars(fencelock).items() if not name.startswith("_")}
+    modules = {name for name in visible if isinstance(getattr(fencelock, name), types.ModuleType)}
+    assert visible - modules == {name for name in fencelock.__all__ if not name.startswith("_")} - modules

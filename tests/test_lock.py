@@ -1,0 +1,394 @@
+"""`fenced_lock` as its users see it, on five real nodes: arguments, waiting, losing and leaving."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import copy
+import math
+import pickle
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, assert_type
+
+import pytest
+import redis
+
+import fencelock
+from fencelock import FencedLock, Redlock, errors, fenced_lock, settings
+from fencelock.embedded import Nodes
+from fencelock.errors import AuthorityError, LockError, LockLostError, LockTimeoutError, NotHeldError
+from fencelock.lease import Lease, held_leases
+
+
+@pytest.fixture
+def authority(nodes: Nodes) -> Iterator[Redlock]:
+    """A Redlock on five initialised nodes, with counters from 0."""
+    with Redlock(nodes.urls) as made:
+        made.init(base=0)
+        yield made
+
+
+def forget(nodes: Nodes, resource: str) -> None:
+    """End the lock of a resource on every node."""
+    for node in nodes:
+        with redis.Redis.from_url(node.url) as client:
+            client.delete(f"{{fencelock}}:l:{resource}")
+
+
+@pytest.mark.parametrize("ttl", [-1, 0, -0.0, math.nan, math.inf, 0.009, -math.inf])
+def test_ttl_out_of_range_is_refused(ttl: float) -> None:
+    """Where the lock is made, not where it is entered."""
+    with pytest.raises(ValueError, match="ttl"):
+        fenced_lock("r", ttl=ttl)
+
+
+@pytest.mark.parametrize("ttl", ["30", None, True, b"1", 1j, [1]])
+def test_ttl_of_the_wrong_kind_is_refused(ttl: Any) -> None:
+    """True is no second."""
+    with pytest.raises(TypeError, match="ttl"):
+        fenced_lock("r", ttl=ttl)
+
+
+@pytest.mark.parametrize("timeout", [-1, math.nan, math.inf, -0.001])
+def test_timeout_out_of_range_is_refused(timeout: float) -> None:
+    """None is how to wait for ever."""
+    with pytest.raises(ValueError, match="timeout"):
+        fenced_lock("r", timeout=timeout)
+    with pytest.raises(ValueError, match="timeout"):
+        fenced_lock("r").acquire(timeout=timeout)
+
+
+@pytest.mark.parametrize("timeout", ["1", True, [1]])
+def test_timeout_of_the_wrong_kind_is_refused(timeout: Any) -> None:
+    """Neither text nor truth."""
+    with pytest.raises(TypeError, match="timeout"):
+        fenced_lock("r", timeout=timeout)
+
+
+@pytest.mark.parametrize(
+    "resource",
+    ["", " ", "a ", "\ta", "a\n", "a\x00b", "a\x7fb", "\ud800", "x" * 256, "x" * 10_000, "\u3000x"],
+    ids=repr,
+)
+def test_resource_that_cannot_be_kept_exactly_is_refused(resource: str) -> None:
+    """Empty, 10 kB, control characters, white space at an end, surrogates."""
+    with pytest.raises(ValueError, match="resource"):
+        fenced_lock("good", resource)
+
+
+@pytest.mark.parametrize("resource", [b"r", 1, None, ("r",)])
+def test_resource_of_the_wrong_kind_is_refused(resource: Any) -> None:
+    """A name is a str."""
+    with pytest.raises(TypeError, match="str"):
+        fenced_lock(resource)
+
+
+def test_lock_names_each_resource_once_and_at_least_one() -> None:
+    """Nothing to lock, and one thing twice."""
+    with pytest.raises(ValueError, match="name what to lock"):
+        fenced_lock()
+    with pytest.raises(ValueError, match="named twice"):
+        fenced_lock("a", "b", "a")
+
+
+@pytest.mark.parametrize(
+    "resource",
+    ["straße:1", "订单:1", "🔒", "a b", "x" * 255, "{a}:b", "a|b", "%s", "é", "e\u0301", "\u200bx"],
+)
+def test_unusual_names_are_names(authority: Redlock, resource: str) -> None:
+    """Any other text works, and is a resource of its own."""
+    with authority.lock(resource) as token:
+        assert token == 1
+        assert held_leases()[-1].resource == resource
+
+
+def test_token_is_an_int_and_several_are_a_tuple(authority: Redlock) -> None:
+    """At run time and for the type checker, in the order in which they were named."""
+    with fenced_lock("b", authority=authority) as token:
+        assert_type(token, int)
+        assert token == 1
+    with fenced_lock("b", "a", authority=authority) as tokens:
+        assert_type(tokens, tuple[int, ...])
+        assert tokens == (2, 1)
+    with authority.lock("b") as token:
+        assert_type(token, int)
+    assert_type(authority.lock("a", "b"), FencedLock[tuple[int, ...]])
+
+
+def test_several_resources_are_held_together_or_not_at_all(authority: Redlock) -> None:
+    """Who wants one of them waits; who holds one of them keeps the whole from being granted."""
+    with authority.lock("b"), pytest.raises(LockTimeoutError):
+        authority.lock("a", "b", "c", timeout=0.1).acquire()
+    with authority.lock("a", timeout=0), authority.lock("c", timeout=0):
+        pass
+    both = authority.lock("c", "a")
+    with both:
+        assert [lease.resource for lease in both.leases] == ["c", "a"]
+        assert both.lease is both.leases[0]
+        assert authority.lock("a").try_acquire() is None
+
+
+def test_opposite_orders_do_not_deadlock(authority: Redlock) -> None:
+    """Two threads that want the same two, named in different orders."""
+    done = []
+
+    def work(*resources: str) -> None:
+        for _ in range(15):
+            with authority.lock(*resources, timeout=30):
+                done.append(resources)
+
+    threads = [threading.Thread(target=work, args=names) for names in (("a", "b"), ("b", "a"))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(40)
+    assert len(done) == 30
+
+
+def test_timeout_of_zero_is_one_try(authority: Redlock) -> None:
+    """Free: granted. Held: refused at once, with the holder's remaining time."""
+    with authority.lock("r", ttl=20, timeout=0):
+        began = time.monotonic()
+        with pytest.raises(LockTimeoutError) as failure:
+            authority.lock("r", timeout=0).acquire()
+        assert time.monotonic() - began < 0.3
+    assert failure.value.holder_ttl is not None
+    assert 18 < failure.value.holder_ttl <= 20
+    assert isinstance(failure.value, TimeoutError)
+
+
+def test_waiting_ends_with_the_timeout(authority: Redlock) -> None:
+    """Neither before nor much later; what the lock was made with, or what acquire says."""
+    with authority.lock("r"):
+        for lock, options in (
+            (authority.lock("r", timeout=0.3), {}),
+            (authority.lock("r"), {"timeout": 0.3}),
+        ):
+            began = time.monotonic()
+            with pytest.raises(LockTimeoutError):
+                lock.acquire(**options)
+            assert 0.29 < time.monotonic() - began < 0.8
+
+
+def test_waiting_for_ever_ends_with_the_holders_lease(authority: Redlock) -> None:
+    """`timeout=None` outlasts a holder who never releases."""
+    authority.lock("r", ttl=0.5).acquire()
+    began = time.monotonic()
+    with authority.lock("r", timeout=None) as token:
+        assert token > 1
+    assert 0.3 < time.monotonic() - began < 2
+
+
+def test_lock_held_by_a_foreign_value_says_so(authority: Redlock, nodes: Nodes) -> None:
+    """A key without an end, written by something else: the message names it."""
+    for node in nodes:
+        with redis.Redis.from_url(node.url) as client:
+            client.set("{fencelock}:l:r", "foreign")
+    with pytest.raises(LockTimeoutError, match=r"held for ever.*\{fencelock\}:l:r") as failure:
+        authority.lock("r", timeout=0.1).acquire()
+    assert failure.value.holder_ttl == math.inf
+
+
+def test_lease_tells_what_is_held_and_for_how_long(authority: Redlock) -> None:
+    """Validity is a little less than the ttl: clocks drift, and the answers took time."""
+    lock = authority.lock("r", ttl=10)
+    with pytest.raises(NotHeldError):
+        _ = lock.lease
+    with lock as token:
+        lease = lock.lease
+        assert (lease.resource, lease.fencing_token) == ("r", token)
+        assert 9.5 < lease.remaining < 9.9
+        assert lease.expires_at == pytest.approx(time.monotonic() + lease.remaining, abs=0.05)
+        assert not lease.lost
+    assert lease.released
+    assert not lease.lost
+    assert lock.leases == ()
+
+
+def test_what_is_not_held_is_neither_released_nor_extended() -> None:
+    """Before the first use, without asking any node."""
+    lock = fenced_lock("r", authority=Redlock("redis://127.0.0.1:1"))
+    with pytest.raises(NotHeldError):
+        lock.release()
+    with pytest.raises(NotHeldError):
+        lock.extend()
+
+
+def test_lock_may_be_used_again_but_not_twice_at_once(authority: Redlock) -> None:
+    """The object is free after its release; entering it twice is refused, and spoils nothing."""
+    lock = authority.lock("r")
+    for expected in (1, 2, 3):
+        with lock as token:
+            assert token == expected
+            with pytest.raises(LockError, match="held by this very object"):
+                lock.acquire()
+            assert lock.lease.fencing_token == expected
+    with pytest.raises(NotHeldError):
+        lock.release()
+
+
+def test_body_may_release_by_itself(authority: Redlock) -> None:
+    """Leaving the block then does nothing."""
+    lock = authority.lock("r")
+    with lock:
+        lock.release()
+        with authority.lock("r", timeout=0) as token:
+            assert token == 2
+
+
+def test_lease_that_ended_before_the_work_raises_on_leaving(authority: Redlock, nodes: Nodes) -> None:
+    """By time, and where the nodes no longer know it."""
+    with pytest.raises(LockLostError, match="ended before the work did"), authority.lock("r", ttl=0.05):
+        time.sleep(0.1)
+    with pytest.raises(LockLostError), authority.lock("r"):
+        forget(nodes, "r")
+    with authority.lock("r", timeout=0) as token:
+        assert token == 3
+
+
+def test_lost_lease_does_not_hide_the_bodys_own_exception(authority: Redlock) -> None:
+    """It is told as a note on it."""
+
+    def work() -> None:
+        with authority.lock("r", ttl=0.05):
+            time.sleep(0.1)
+            raise KeyError("the body's own")
+
+    with pytest.raises(KeyError) as failure:
+        work()
+    assert any("ended before the work did" in note for note in failure.value.__notes__)
+
+
+def test_exception_in_the_body_releases(authority: Redlock) -> None:
+    """And passes unchanged."""
+    with pytest.raises(KeyError) as failure, authority.lock("r"):
+        raise KeyError("r")
+    assert not hasattr(failure.value, "__notes__")
+    with authority.lock("r", timeout=0) as token:
+        assert token == 2
+
+
+def test_extension_moves_the_end_and_keeps_the_token(authority: Redlock) -> None:
+    """By what the lock was made with, or what is asked for; never nearer."""
+    lock = authority.lock("r", ttl=1)
+    with lock as token:
+        lock.extend(30)
+        assert lock.lease.remaining > 29
+        lock.extend()
+        assert lock.lease.remaining > 29
+        assert lock.lease.fencing_token == token
+        with pytest.raises(ValueError, match="ttl"):
+            lock.extend(0)
+    with authority.lock("r", timeout=0):
+        pass
+
+
+def test_lease_whose_time_ran_out_is_not_extended(authority: Redlock) -> None:
+    """Once it was seen to be over, it stays over."""
+    lock = authority.lock("r", ttl=0.05)
+    lock.acquire()
+    time.sleep(0.06)
+    with pytest.raises(LockLostError):
+        lock.extend(10)
+    with pytest.raises(LockLostError):
+        lock.release()
+
+
+def test_failed_acquisition_never_runs_the_body(authority: Redlock) -> None:
+    """Nor does it leave anything in the context."""
+    ran = False
+    with authority.lock("r"), pytest.raises(LockTimeoutError), authority.lock("r", timeout=0):
+        ran = True
+    assert not ran
+    assert held_leases() == ()
+
+
+def test_held_leases_are_those_of_the_context(authority: Redlock) -> None:
+    """In order; not in other threads; gone after the release, also in copies of the context."""
+    with authority.lock("a") as first, authority.lock("b", "c") as others:
+        assert [lease.resource for lease in held_leases()] == ["a", "b", "c"]
+        assert [lease.fencing_token for lease in held_leases()] == [first, *others]
+        elsewhere: list[tuple[Lease, ...]] = []
+        thread = threading.Thread(target=lambda: elsewhere.append(held_leases()))
+        thread.start()
+        thread.join()
+        assert elsewhere == [()]
+        snapshot = contextvars.copy_context()
+        assert len(snapshot.run(held_leases)) == 3
+    assert held_leases() == ()
+    assert snapshot.run(held_leases) == ()
+
+
+def test_tasks_see_the_leases_of_their_creator_and_keep_their_own(authority: Redlock) -> None:
+    """A task starts with a copy; what it takes is not its parent's."""
+
+    async def child() -> list[str]:
+        with authority.lock("inner"):
+            return [lease.resource for lease in held_leases()]
+
+    async def parent() -> list[str]:
+        with authority.lock("outer"):
+            seen = await asyncio.create_task(child())
+            assert [lease.resource for lease in held_leases()] == ["outer"]
+            return seen
+
+    assert asyncio.run(parent()) == ["outer", "inner"]
+
+
+def test_lock_released_in_another_thread_is_released_everywhere(authority: Redlock) -> None:
+    """The context that took it no longer shows it."""
+    lock = authority.lock("r")
+    lock.acquire()
+    thread = threading.Thread(target=lock.release)
+    thread.start()
+    thread.join()
+    assert held_leases() == ()
+    with authority.lock("r", timeout=0) as token:
+        assert token == 2
+
+
+def test_errors_survive_pickling() -> None:
+    """Whole, with what they carry; so that they may cross a process boundary."""
+    samples = [
+        LockTimeoutError("held", holder_ttl=1.5),
+        LockLostError("lost"),
+        NotHeldError("not held"),
+        errors.QuorumError("too few", nodes={"redis://a": "silent"}),
+        errors.NodesNotInitialisedError("blank"),
+        errors.MembershipError("others"),
+        errors.StaleTokenError("orders", (1,), 3, 4, detail="x"),
+        errors.UnfencedWriteError("none"),
+        errors.AmbiguousFenceError("several"),
+    ]
+    assert {type(sample).__name__ for sample in samples} | {
+        "FencelockError",
+        "LockError",
+        "AuthorityError",
+        "FenceError",
+    } == set(errors.__all__)
+    for sample in samples:
+        for twin in (pickle.loads(pickle.dumps(sample)), copy.copy(sample)):  # noqa: S301 - our own
+            assert type(twin) is type(sample)
+            assert str(twin) == str(sample)
+            assert vars(twin) == vars(sample)
+
+
+def test_default_authority_comes_from_the_environment(
+    authority: Redlock, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`configure` before FENCELOCK_URL before an error that names both."""
+    monkeypatch.setattr(settings, "_default", None)
+    monkeypatch.delenv("FENCELOCK_URL", raising=False)
+    with pytest.raises(AuthorityError, match="FENCELOCK_URL"):
+        fenced_lock("r").acquire()
+    monkeypatch.setenv("FENCELOCK_URL", nodes.url)
+    with fenced_lock("r") as token:
+        assert token == 1
+    from_environment = settings.default_authority()
+    assert isinstance(from_environment, Redlock)
+    from_environment.close()
+    assert fencelock.configure(authority) is authority
+    with fenced_lock("r") as token:
+        assert token == 2
