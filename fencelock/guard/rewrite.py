@@ -75,11 +75,14 @@ def after_execute(  # noqa: PLR0917  SQLAlchemy's signature
     result: CursorResult[Any],
 ) -> None:
     """Raise where the fence has turned a guarded statement away."""
-    if not getattr(statement, "is_dml", False):
+    if not getattr(statement, "is_dml", False) or isinstance(statement, Insert) or _bypassed(options):
         return
     write = _writes.get(statement)
-    if write is None or _bypassed(options):
-        return
+    if write is None:  # not a fenced table, or a listener after ours has added something of its own
+        fenced = fenced_table(statement.table)
+        if fenced is None:
+            return
+        _, write = guard(statement, fenced)
     stale = write.refused(connection, multiparams or [params], options, result)
     if stale is not None:
         result.close()

@@ -568,3 +568,21 @@ def test_a_collation_that_ignores_case_does_not_merge_resources(engine: Engine) 
         session.rollback()
         bind(session, Lease("named:main", 3))
         assert claim(session, Named, "main").last_fencing_token == 3
+
+
+def test_a_row_that_appears_after_the_claim_is_claimed(engine: Engine, new: Session) -> None:
+    """A row inserted between the claim's UPDATE and its SELECT is not returned without its fence raised."""
+    if engine.dialect.name != "postgresql":
+        pytest.skip("SQLite and MariaDB lock the place where the row would be")
+    bind(new, Lease("account:5", 3))
+    inserted: list[bool] = []
+
+    def appear(_c: object, statement: Any, *_: object) -> None:
+        if getattr(statement, "is_update", False) and not inserted:
+            inserted.append(True)
+            with engine.execution_options(fencelock="bypass").begin() as connection:
+                connection.execute(insert(Account), {"id": 5, "balance": 1})
+
+    event.listen(engine, "after_execute", appear)
+    assert claim(new, Account, 5).last_fencing_token == 3
+    assert new.connection().scalar(select(Account.last_fencing_token).where(Account.id == 5)) == 3

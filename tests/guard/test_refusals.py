@@ -276,6 +276,20 @@ def test_a_listener_that_drops_the_fence_is_caught(session: Session, engine: Eng
     assert rows(engine) == before
 
 
+def test_a_listener_that_adds_to_the_statement_hides_no_refusal(session: Session, engine: Engine) -> None:
+    """A statement that a later listener has decorated is still checked afterwards."""
+
+    def decorate(_c: object, statement: Any, many: Any, params: Any, _o: object) -> Any:
+        if getattr(statement, "is_update", False):
+            statement = statement.where(literal(value=1) == 1)
+        return statement, many, params
+
+    event.listen(engine, "before_execute", decorate, retval=True)
+    bind(session, Lease("orders", 4))
+    with pytest.raises(StaleTokenError):
+        session.connection().execute(update(orders).where(orders.c.id == 1).values(status="x"))
+
+
 def test_errors_are_plain_and_unwrapped(engine: Engine) -> None:
     """The error is no StatementError, holds plain data, and survives pickling after the session is gone."""
     with Session(engine) as session:
@@ -351,7 +365,7 @@ def test_a_missing_row_is_sqlalchemys_own_error(session: Session, engine: Engine
 
 
 def test_an_unknown_rowcount_is_looked_into(session: Session, engine: Engine) -> None:
-    """Where the dialect does not stand by its number for executemany, even the right number, rows are asked."""
+    """Where the dialect does not stand by its number for executemany, the rows are asked."""
     dialect: Any = engine.dialect
     dialect.supports_sane_multi_rowcount = False
 
