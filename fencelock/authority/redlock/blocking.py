@@ -173,35 +173,40 @@ class Channels:
         Returns whether anything had arrived.
         """
         ready = self._poll.poll(timeout * 1000)
+        now = time.monotonic()
         for descriptor, _ in ready:
             index = self._by_descriptor[descriptor]
             link = self._seats[index].link
             if link is None:
                 continue
-            late: dict[str, Command] = {}
             try:
-                for answered, command, answer in link.receive(time.monotonic()):
-                    if answered == number:
-                        answers[index] = self._noted(index, link, answer)
-                    elif answer.said is Said.GRANTED:
-                        late[command.nonce] = command
-                    if command.script == "release":
-                        late.pop(command.nonce, None)
-                for command in late.values():
-                    self._undo(link, command)
+                self._take(index, link, answers, number, now)
             except Unusable as error:
                 if any(owed == number for owed, _, _ in link.waiting):
                     answers[index] = error.answer
                 self._drop(index, error.answer)
         return bool(ready)
 
+    def _take(self, index: int, link: Link, answers: dict[int, Answer], number: int, now: float) -> None:
+        late: dict[str, Command] = {}
+        for answered, command, answer in link.receive(now):
+            if answered == number:
+                answers[index] = answer
+                if answer.said is Said.ADMITTED:
+                    answers[index] = self._noted(index, link, answer)
+            elif answer.said is Said.GRANTED:
+                late[command.nonce] = command
+            if command.script == "release":
+                late.pop(command.nonce, None)
+        for command in late.values():
+            self._undo(link, command)
+
     def _noted(self, index: int, link: Link, answer: Answer) -> Answer:
-        if answer.said is Said.ADMITTED:
-            try:
-                link.identity = link.identity.admitted(*answer.facts)
-            except MembershipError as error:
-                return Answer(Said.CONFIG, detail=str(error))
-            self._on_identity(index, link.identity)
+        try:
+            link.identity = link.identity.admitted(*answer.facts)
+        except MembershipError as error:
+            return Answer(Said.CONFIG, detail=str(error))
+        self._on_identity(index, link.identity)
         return answer
 
     def _undo(self, link: Link, bid: Command) -> None:

@@ -56,10 +56,11 @@ _NOT_OURS = frozenset(
 #: Error replies of a server that is on its way up, or about to be promoted.
 _PASSING_ERRORS = ("LOADING", "BUSY", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN", "READONLY")
 _SAID: Final = {said.name.encode(): said for said in Said}
-_WITH_FACTS = frozenset({Said.TICKET, Said.ADMITTED})
 _READ_SIZE = 65536
 _OWN_ARGUMENTS: Final = 2
-_WORDLESS: Final = {said: Answer(said) for said in Said}
+_TELLING = {Said.GRANTED, Said.HIGHER, Said.HELD, Said.TICKET, Said.ADMITTED}
+#: Answers that are complete with their first word.
+_BARE: Final = {name: Answer(said) for name, said in _SAID.items() if said not in _TELLING}
 
 
 def _load_scripts() -> dict[str, str]:
@@ -254,15 +255,15 @@ def read_answer(reply: Any) -> Answer:
         text = str(reply)
         said = Said.UNREACHABLE if text.startswith(_PASSING_ERRORS) else Said.ERROR
         return Answer(said, detail=text)
+    if (bare := _BARE.get(reply[0])) is not None:
+        return bare
     said = _SAID[reply[0]]
-    if said is Said.GRANTED or said is Said.HIGHER:
-        return Answer(said, reply[1], tuple(reply[2:]))
     if said is Said.HELD:
         # A lock without an end was put there by somebody else than a client of ours.
         return Answer(said, ttl=reply[1] / 1000 if reply[1] >= 0 else math.inf)
-    if said in _WITH_FACTS:
+    if said is Said.TICKET or said is Said.ADMITTED:
         return Answer(said, facts=tuple(part.decode() for part in reply[1:]))
-    return _WORDLESS[said]
+    return Answer(said, reply[1], tuple(reply[2:]))
 
 
 class Link:
@@ -278,11 +279,13 @@ class Link:
             the sender, the command, and when it was sent.
     """
 
-    __slots__ = ("_own_arguments", "_reader", "_sock", "descriptor", "identity", "waiting")
+    __slots__ = ("_own_arguments", "_pending", "_reader", "_sock", "descriptor", "identity", "waiting")
 
     def __init__(self, sock: socket.socket, identity: Identity) -> None:
         sock.setblocking(False)  # noqa: FBT003 - the standard library's signature
         self._sock = sock
+        # With TLS, data may wait inside the socket object where no poll sees it.
+        self._pending = sock.pending if isinstance(sock, ssl.SSLSocket) else None
         self._reader = hiredis.Reader()
         self._own_arguments = _pack_words((identity.run_id, identity.replid))
         self.identity = identity
@@ -317,16 +320,21 @@ class Link:
             Unusable: if the connection is broken, or what answers is no node.
         """
         try:
-            self._reader.feed(self._read())
+            data = self._sock.recv(_READ_SIZE)
+            while self._pending is not None and self._pending():
+                data += self._sock.recv(_READ_SIZE)
         except (BlockingIOError, ssl.SSLWantReadError):
             return []
         except OSError as error:
             raise Unusable(Said.UNREACHABLE, f"the connection broke: {error}") from error
+        if not data:
+            raise Unusable(Said.UNREACHABLE, "the connection broke: closed by the node")
         answers = []
         try:
+            self._reader.feed(data)
             while (reply := self._reader.gets()) is not False:
                 number, command, _ = self.waiting.popleft()
-                if isinstance(reply, hiredis.ReplyError) and str(reply).startswith("NOSCRIPT"):
+                if type(reply) is not list and str(reply).startswith("NOSCRIPT"):
                     # On the same socket, or who knows which server process would answer.
                     self.send(number, command, _pack(command, "EVAL", _SCRIPTS[command.script]), now)
                 else:
@@ -334,11 +342,3 @@ class Link:
         except (hiredis.HiredisError, LookupError, TypeError, ValueError) as error:
             raise Unusable(Said.ERROR, f"it does not speak like a node: {error!r}") from error
         return answers
-
-    def _read(self) -> bytes:
-        data = self._sock.recv(_READ_SIZE)
-        if not data:
-            raise ConnectionResetError("closed by the node")
-        while isinstance(self._sock, ssl.SSLSocket) and self._sock.pending():
-            data += self._sock.recv(_READ_SIZE)
-        return data

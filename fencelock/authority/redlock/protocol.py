@@ -484,6 +484,8 @@ def _is_decided(fleet: Fleet, answers: Answers) -> bool:
 
     Where it fails for want of voters, every node is heard: the error will say what each one said.
     """
+    if len(answers) < fleet.quorum:
+        return False
     best = len(_largest_epoch(answers)[1])
     hopeless = best + len(fleet.names) - len(answers) < fleet.quorum
     return best >= fleet.quorum or (hopeless and _can_vote(fleet, answers))
