@@ -24,7 +24,7 @@ import time
 from collections import Counter as Tally
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.table import Table
@@ -196,8 +196,8 @@ def run(arguments: argparse.Namespace, console: Console) -> bool:
         for report in reports:
             seen.update(json.loads(report)["seen"] if report else {"worker crashed": 1})
         with Session(engine) as session:
-            model = PlainCounter if arguments.control else Counter
-            final = session.get_one(model, 1).value
+            model: Any = PlainCounter if arguments.control else Counter
+            final: int = session.get_one(model, 1).value
 
     table = Table(
         title=f"{'Control: ordinary table' if arguments.control else 'Fenced'}, {engine.dialect.name}"

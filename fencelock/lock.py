@@ -159,8 +159,8 @@ class FencedLock(Generic[_Token]):
         if lost is not None or ours is False:
             return (
                 f"the lease of {name} (token {grant.tokens[0]}) ended before the work did: somebody else may "
-                "have worked on it meanwhile. What was committed stays committed, and fenced tables are safe; "
-                "make the ttl longer or the work shorter"
+                "have worked on it meanwhile. What was committed stays committed, and fenced tables are "
+                "safe; make the ttl longer or the work shorter"
             )
         return ""
 

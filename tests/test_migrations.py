@@ -220,8 +220,8 @@ def run_script(database_url: str, script: str) -> None:
         connection.executescript(script)
         connection.close()
     elif url.get_backend_name() == "postgresql":
-        with psycopg.connect(database_url.replace("+psycopg", ""), autocommit=True) as server:
-            server.execute(script.encode())
+        with psycopg.connect(database_url.replace("+psycopg", ""), autocommit=True) as postgres:
+            postgres.execute(script.encode())
     else:
         with (
             pymysql.connect(

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import redis
 from rich.console import Console
-from sqlalchemy import Engine, create_engine, make_url
+from sqlalchemy import Engine, create_engine, make_url, select
 from sqlalchemy.orm import Session
 
 from fencelock import Redlock
@@ -90,7 +90,7 @@ def _create_tables(engine: Engine) -> None:
 
 def _balance(engine: Engine, model: type[Account | PlainAccount]) -> int:
     with Session(engine) as session:
-        return session.get_one(model, ACCOUNT).balance
+        return session.scalars(select(model.balance)).one()
 
 
 def _without_a_guard(page: Page, engine: Engine, a: Actor, b: Actor) -> None:

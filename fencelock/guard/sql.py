@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal, TypeAlias, overload
+from typing import Any, Final, overload
 
 from sqlalchemy import BigInteger, Delete, Insert, Table, Update, bindparam, delete, inspect, update
 from sqlalchemy.dialects import mysql, postgresql, sqlite
@@ -22,7 +22,6 @@ from fencelock.guard._statement import TOKEN_BIND, TOKEN_OPTION
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table, register, underlying
 from fencelock.token import check as check_token
 
-ParamStyle: TypeAlias = Literal["qmark", "numeric", "numeric_dollar", "format", "named", "pyformat"]
 
 
 def fenced_update(target: Any) -> Update:
@@ -142,7 +141,7 @@ def conditional_update(
     values: Mapping[str, Any],
     key: Mapping[str, Any],
     token: int,
-    paramstyle: ParamStyle = "pyformat",
+    paramstyle: str = "pyformat",
     *,
     dialect: str | None = None,
 ) -> tuple[str, Any]:
@@ -193,7 +192,7 @@ def conditional_delete(
     table: Any,
     key: Mapping[str, Any],
     token: int,
-    paramstyle: ParamStyle = "pyformat",
+    paramstyle: str = "pyformat",
     *,
     dialect: str | None = None,
 ) -> tuple[str, Any]:
