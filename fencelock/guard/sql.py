@@ -23,7 +23,6 @@ from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table, reg
 from fencelock.token import check as check_token
 
 
-
 def fenced_update(target: Any) -> Update:
     """Return `update(target)` with the condition that the row's fence is not above the token.
 

@@ -253,16 +253,16 @@ def test_a_bare_cursor_writes_or_matches_nothing(engine: Engine, cursor: tuple[A
     for number, style in enumerate(styles):
         fresh, stale = 6 + number, 5 + number - 1
         key = {"id": 1}
-        bare.execute(*conditional_update("sq_orders", {"status": style}, key, fresh, style))  # type: ignore[arg-type]
+        bare.execute(*conditional_update("sq_orders", {"status": style}, key, fresh, style))
         assert bare.rowcount == 1
-        bare.execute(*conditional_update("sq_orders", {"status": "no"}, key, stale, style))  # type: ignore[arg-type]
+        bare.execute(*conditional_update("sq_orders", {"status": "no"}, key, stale, style))
         assert bare.rowcount == 0
         bare.connection.commit()
         assert order(engine) == (style, fresh)
-        bare.execute(*conditional_delete(Order, key, stale, style))  # type: ignore[arg-type]
+        bare.execute(*conditional_delete(Order, key, stale, style))
         assert bare.rowcount == 0
-    bare.execute(*conditional_update(Order, {}, {"id": 2}, MAX_TOKEN, styles[0]))  # type: ignore[arg-type]
-    bare.execute(*conditional_delete(Order, {"id": 2}, MAX_TOKEN, styles[0]))  # type: ignore[arg-type]
+    bare.execute(*conditional_update(Order, {}, {"id": 2}, MAX_TOKEN, styles[0]))
+    bare.execute(*conditional_delete(Order, {"id": 2}, MAX_TOKEN, styles[0]))
     assert bare.rowcount == 1
 
 
@@ -275,7 +275,7 @@ def test_names_are_quoted_for_a_dialect(engine: Engine, cursor: tuple[Any, list[
             {"Mixed Case %": number},
             {"select": 1},
             number,
-            style,  # type: ignore[arg-type]
+            style,
             dialect=engine.dialect.name,
         )
         bare.execute(*statement)
@@ -346,7 +346,7 @@ def test_hostile_names_stay_names(tmp_path: Any) -> None:
 def test_text_in_values_is_data(engine: Engine, cursor: tuple[Any, list[str]]) -> None:
     """Values travel as parameters only."""
     bare, styles = cursor
-    bare.execute(*conditional_update("sq_orders", {"status": "'; --%s"}, {"id": 1}, 6, styles[0]))  # type: ignore[arg-type]
+    bare.execute(*conditional_update("sq_orders", {"status": "'; --%s"}, {"id": 1}, 6, styles[0]))
     bare.connection.commit()
     with engine.connect() as connection:
         assert connection.scalar(text("SELECT status FROM sq_orders WHERE id = 1")) == "'; --%s"

@@ -519,7 +519,7 @@ def _still_ours(fleet: Fleet, answers: Answers, good: Said) -> bool | None:
 
 def _pause(outcome: Failed, tries: int, random: float) -> float:
     """Seconds until the next try: longer from try to try, never the same for two contenders."""
-    pause = min(0.2, 0.01 * 1.5 ** min(tries, 12)) * (0.5 + random)
+    pause = min(0.1, 0.01 * 1.5 ** min(tries, 12)) * (0.5 + random)
     ends = [answer.ttl for answer in outcome.answers.values() if answer.said is Said.HELD]
     # A little beyond the first end of a lock: at that very moment the node may still refuse.
     return min([pause, *(end + 0.001 + 0.01 * random for end in ends)])
