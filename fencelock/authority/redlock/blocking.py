@@ -290,6 +290,7 @@ class Channels:
             if other.link is not None and other.link.identity.run_id == link.identity.run_id:
                 link.close()
                 seat.failure = Answer(Said.CONFIG, detail=f"the same server as {other.node.name}")
+                seat.retry_at = time.monotonic() + _LONGEST_BACKOFF
                 return
         seat.link = link
         self._by_descriptor[link.descriptor] = index
