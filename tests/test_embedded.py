@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -29,6 +28,7 @@ from sqlalchemy import Engine, create_engine, inspect, text
 
 from fencelock import embedded
 from fencelock.embedded import EmbeddedServerError, Node, Nodes, Postgres
+from tests.polling import eventually
 
 RunProgram: TypeAlias = Callable[..., "subprocess.Popen[str]"]
 
@@ -66,16 +66,6 @@ def folder_of(servers: Nodes | Postgres) -> Path:
     """Return the temporary folder of running servers."""
     assert servers._workspace is not None
     return servers._workspace.folder
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 15.0) -> bool:
-    """Poll until a condition holds; False if it never does."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def has_ended(pid: int) -> bool:

@@ -16,6 +16,7 @@ from fencelock.token import MAX_COUNTER, compose
 from tests.redlock.stage import NODE_KEY, Bidder, fleet_of
 
 FINGERPRINT = "fleet"
+_NO_EPOCH = -1
 
 
 @dataclass
@@ -44,9 +45,12 @@ class ModelNode:
         """Answer a command as the script of its name does."""
         if self.epoch is None and command.script != "release":
             return Answer(Said.AMNESIA)
-        if command.arguments[0] != self.fingerprint and command.script != "release":
-            return Answer(Said.CONFIG)
-        answer: Answer = getattr(self, command.script)(command.keys[1:], command.nonce, command.arguments[2:])
+        arguments = command.arguments[2:]
+        if command.arguments[0] != self.fingerprint:
+            if command.script != "release":
+                return Answer(Said.CONFIG)
+            arguments = (_NO_EPOCH, *arguments[1:])  # a stranger's counters mean nothing here
+        answer: Answer = getattr(self, command.script)(command.keys[1:], command.nonce, arguments)
         return answer
 
     def expire(self, key: str) -> None:

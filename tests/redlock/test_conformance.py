@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from fencelock.authority.redlock.protocol import Answer, Bid, Command, _pairs
@@ -82,6 +82,13 @@ def test_two_of_the_resources_share_a_stripe() -> None:
     assert stripes[0] == stripes[1] != stripes[2]
 
 
+@example(
+    base=0,
+    history=[
+        Operation("acquire", ("a",), "n1", 0, (0, 0, 0), stranger=False),
+        Operation("release", ("a",), "n1", 0, (2, 0, 0), stranger=True),
+    ],
+)
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(base=st.sampled_from([0, 5, MAX_COUNTER - 2]), history=st.lists(operations, min_size=1, max_size=25))
 def test_model_answers_as_the_scripts_do(real: RealNode, base: int, history: list[Operation]) -> None:

@@ -29,6 +29,7 @@ from fencelock.authority.redlock.protocol import Answer, Said
 from fencelock.embedded import Nodes
 from fencelock.errors import LockLostError, LockTimeoutError, QuorumError
 from fencelock.lease import held_leases
+from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY
 
 
@@ -49,16 +50,6 @@ def locked_on(nodes: Nodes, resource: str = "r") -> list[int]:
                 if client.exists(f"{NODE_KEY}:l:{resource}"):
                     found.append(number)
     return found
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 3.0) -> bool:
-    """Return whether a condition comes true in time."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.01)
-    return condition()
 
 
 def take(authority: Redlock, resource: str = "r", **options: Any) -> int:

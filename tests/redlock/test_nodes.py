@@ -22,6 +22,7 @@ import fencelock
 from fencelock import Redlock
 from fencelock.authority.redlock import membership
 from fencelock.authority.redlock.blocking import run
+from fencelock.authority.redlock.node import Node
 from fencelock.authority.redlock.protocol import Bid, Failed, attempt
 from fencelock.embedded import Nodes
 from fencelock.errors import (
@@ -32,6 +33,7 @@ from fencelock.errors import (
     QuorumError,
 )
 from fencelock.token import MAX_COUNTER
+from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY
 
 
@@ -197,6 +199,45 @@ def test_replica_is_no_node(make_nodes: Callable[..., Nodes]) -> None:
         client.replicaof("127.0.0.1", nodes[0].port)
     error = failure_of(Redlock(nodes[1].url))
     assert "only primaries" in str(error)
+
+
+def test_user_without_rights_to_channels_can_release(nodes: Nodes) -> None:
+    """Waking the waiters is a courtesy; that it is forbidden must not leave locks behind."""
+    with redis.Redis.from_url(nodes[0].url) as admin, Redlock(nodes[0].url) as authority:
+        authority.init()
+        admin.acl_setuser(
+            "mute", enabled=True, passwords=["+pw"], keys=["*"], commands=["+@all"], reset_channels=True
+        )
+        try:
+            with Redlock(f"redis://mute:pw@127.0.0.1:{nodes[0].port}") as mute, mute.lock("a", "b"):
+                pass
+            keys: Any = admin.keys()
+            assert not [key for key in keys if b":l:" in key]
+        finally:
+            admin.acl_deluser("mute")
+
+
+def test_votes_prove_their_server_once_there_has_been_a_replica(make_nodes: Callable[..., Nodes]) -> None:
+    """Also while it happens to be detached: what may be promoted in its place is not told by the socket."""
+    primary, replica = make_nodes(2)
+
+    def replid_of_a_vote() -> str:
+        link = Node(primary.url, 1.0, verify_votes=False).open(NODE_KEY)
+        link.close()
+        return link.identity.replid
+
+    def has_replicas(count: int) -> bool:
+        facts: Any = admin.info("replication")
+        return bool(facts["connected_slaves"] == count)
+
+    with redis.Redis.from_url(replica.url) as follower, redis.Redis.from_url(primary.url) as admin:
+        assert not replid_of_a_vote()
+        follower.replicaof("127.0.0.1", primary.port)
+        assert eventually(lambda: has_replicas(1))
+        follower.replicaof("NO", "ONE")
+        assert eventually(lambda: has_replicas(0))
+        facts: Any = admin.info("replication")
+    assert replid_of_a_vote() == facts["master_replid"]
 
 
 def test_two_names_of_one_server_are_refused(nodes: Nodes) -> None:

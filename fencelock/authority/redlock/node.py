@@ -224,8 +224,12 @@ def _identify(connection: Any, node_key: str, *, verify_votes: bool) -> Identity
         raise Unusable(Said.ERROR, "its INFO has no run_id, so a restart could not be noticed")
     # One-to-one TCP to a lone primary: a restart breaks the connection. With anything that can be
     # promoted in its place, the same run_id may answer on the same socket with older data.
-    alone = info.get("connected_slaves") == "0" and info.get("cluster_enabled", "0") == "0"
-    replid = "" if alone and not verify_votes else info.get("master_replid", "")
+    # A backlog says that there has been a replica, though it may be detached at this moment.
+    company = ("connected_slaves", "cluster_enabled", "repl_backlog_active")
+    verify = verify_votes or any(info.get(fact, "0") != "0" for fact in company)
+    replid = info.get("master_replid", "") if verify else ""
+    if verify and not replid:
+        raise Unusable(Said.ERROR, "its INFO has no master_replid, so a failover could not be noticed")
     connection.send_command("HMGET", node_key, "id", "members")
     node_id, members = connection.read_response()
     blank = Identity(info["run_id"], replid, "", None)

@@ -12,8 +12,9 @@ local released = 0
 for i = 1, LOCKS do
   if read_lock(KEYS[i + 1]) == NONCE then
     redis.call('DEL', KEYS[i + 1])
-    -- Only a lock that went away wakes anybody up, else losers wake losers for ever.
-    redis.call('PUBLISH', NODE .. ':w:' .. string.sub(KEYS[i + 1], #NODE + 4), '')
+    -- Only a lock that went away wakes anybody up, else losers wake losers for ever. A user without
+    -- rights to the channel must still be able to release.
+    redis.pcall('PUBLISH', NODE .. ':w:' .. string.sub(KEYS[i + 1], #NODE + 4), '')
     released = released + 1
   end
 end
