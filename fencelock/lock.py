@@ -37,6 +37,7 @@ class FencedLock(Generic[_Token]):
         self._timeout = check_timeout(timeout)
         self._authority = authority
         self._grant: Grant | None = None
+        self._granted_by: Authority | None = None
         self._leases: tuple[Lease, ...] = ()
 
     def __repr__(self) -> str:
@@ -81,10 +82,10 @@ class FencedLock(Generic[_Token]):
                 for resource, token in zip(grant.resources, grant.tokens, strict=True)
             )
             note_held(*self._leases)
-            self._grant, self._authority = grant, authority
+            self._grant, self._granted_by = grant, authority
             return self._leases[0]
         except BaseException:  # a signal handler's: the caller does not learn that it holds the lock
-            self._grant, self._authority = grant, authority
+            self._grant, self._granted_by = grant, authority
             self._give_back()
             raise
 
@@ -116,7 +117,7 @@ class FencedLock(Generic[_Token]):
             if lease.lost:
                 raise LockLostError(f"the lease of {lease.resource!r} has ended; acquire the lock again")
         try:
-            self._grant = self._of_authority().extend(grant, self._ttl if ttl is None else check_ttl(ttl))
+            self._grant = self._grantor().extend(grant, self._ttl if ttl is None else check_ttl(ttl))
         except LockLostError as error:
             for lease in self._leases:
                 lease.lose(str(error))
@@ -151,7 +152,7 @@ class FencedLock(Generic[_Token]):
             return f"the lease of {name} belongs to the process that this one was forked from"
         ours: bool | None = None
         try:
-            ours = self._of_authority().release(grant)
+            ours = self._grantor().release(grant)
             if ours is None:
                 logger.warning("%s: too few nodes answered to release it; it ends by itself", name)
         except AuthorityError as error:
@@ -169,8 +170,9 @@ class FencedLock(Generic[_Token]):
             raise NotHeldError(f"{self!r}: acquire it first")
         return self._grant
 
-    def _of_authority(self) -> Authority:
-        return self._authority or default_authority()
+    def _grantor(self) -> Authority:
+        """Return who granted what is held: the default may have been configured anew since."""
+        return self._granted_by or self._authority or default_authority()
 
     def __enter__(self) -> _Token:
         self.acquire()

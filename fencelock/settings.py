@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import redis
 
@@ -13,10 +13,16 @@ from fencelock.authority.base import Authority
 from fencelock.authority.redlock.redlock import Redlock
 from fencelock.errors import AuthorityError
 
+_Authority = TypeVar("_Authority", bound=Authority)
+
 _lock = threading.Lock()
 _default: Authority | None = None
 
 
+@overload
+def configure(authority: str | redis.Redis | Sequence[str | redis.Redis], **options: Any) -> Redlock: ...
+@overload
+def configure(authority: _Authority) -> _Authority: ...
 def configure(
     authority: str | redis.Redis | Sequence[str | redis.Redis] | Authority, **options: Any
 ) -> Authority:

@@ -392,3 +392,17 @@ def test_default_authority_comes_from_the_environment(
     assert fencelock.configure(authority) is authority
     with fenced_lock("r") as token:
         assert token == 2
+
+
+def test_lock_is_released_where_it_was_granted(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when the process default is configured anew while it is held; the next hold is of the new one."""
+    monkeypatch.setattr(settings, "_default", None)
+    lock = fenced_lock("r")
+    with Redlock(nodes[0].url) as first, Redlock(nodes[1].url) as second:
+        for authority in (first, second):
+            authority.init(base=0)
+        fencelock.configure(first)
+        with lock:
+            fencelock.configure(second)
+        with first.lock("r", timeout=0), lock as token:
+            assert token == 1
