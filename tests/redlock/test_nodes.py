@@ -522,6 +522,6 @@ def test_configure_refuses_what_is_no_authority() -> None:
     """Nothing that could only fail later becomes the default."""
     for nonsense in (None, 5, object()):
         with pytest.raises(TypeError, match="authority"):
-            fencelock.configure(nonsense)  # type: ignore[arg-type]
+            fencelock.configure(nonsense)  # type: ignore[call-overload]
     with Redlock("redis://h") as authority, pytest.raises(TypeError, match="settings"):
-        fencelock.configure(authority, namespace="x")
+        fencelock.configure(authority, namespace="x")  # type: ignore[call-overload]
