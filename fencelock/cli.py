@@ -11,7 +11,7 @@ try:
 except ImportError:  # pragma: no cover - reached by a test in an environment of its own
     sys.exit("the command line needs two more packages: pip install 'fencelock[cli]'")
 
-from sqlalchemy import create_engine
+from sqlalchemy import NullPool, create_engine
 from sqlalchemy.exc import SQLAlchemyError
 
 from fencelock._workspace import EmbeddedServerError
@@ -69,7 +69,7 @@ def demo(
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
         if database not in {"postgresql", "sqlite"}:
-            create_engine(database).connect().close()
+            create_engine(database, poolclass=NullPool).connect().close()
         from fencelock.demo.story import play  # noqa: PLC0415 - `init` needs no server packages
 
         holds = play(Console(), database)
