@@ -1,0 +1,422 @@
+------------------------------- MODULE Fencelock -------------------------------
+(* The whole protocol in one model: how a quorum mints a token, what becomes of   *)
+(* nodes that lose their memory, how the list of nodes changes, what the storage   *)
+(* accepts. README.md explains it to people who have never read TLA+.              *)
+(*                                                                                 *)
+(* Messages. No message is ever taken away: a request that was sent once may be    *)
+(* executed at any later time, any number of times, or never. That is loss, delay, *)
+(* duplication and reordering. So no network is stored: an action "the node        *)
+(* executes request R" is enabled from the moment that R may have been sent. A     *)
+(* reply is what its action adds to the sender's knowledge; the sender may act on  *)
+(* it at once, late, or never (the next action simply does not happen).            *)
+(* What TCP gives, and all that is used of it: a request reaches only the          *)
+(* incarnation (run_id) of the server to which its connection was opened. A reply  *)
+(* may outlive its server.                                                         *)
+(*                                                                                 *)
+(* Clocks. There are none: a lock may end at any moment, so "it ends, and another  *)
+(* gets it" is one step (Grant ignores the owner). An expired lock that nobody has *)
+(* taken enables nothing that a living one forbids, so expiry needs no action of   *)
+(* its own; neither does the deletion by RELEASE.                                  *)
+EXTENDS Naturals, FiniteSets, TLC
+
+CONSTANTS
+    Node,                          \* all servers
+    Lists,                         \* Lists[0] the first list of nodes, Lists[1].. those that operators want
+    Acqs, Recs, Ops,               \* how many acquisitions, recoverers, operators
+    MaxG, MaxE,                    \* largest counter and epoch that are looked at
+    Losses, Rollbacks, Restarts,   \* how often a server is blanked, comes back older, comes back unharmed
+    Feature,                       \* which optional parts take part
+    Mutant                         \* which rules are left out
+
+VARIABLES
+    run,     \* run[n]: the server's incarnation
+    disk,    \* disk[n]: all that the server stores
+    snap,    \* snap[n]: an older state of it, to which it may fall back
+    out,     \* out[n]: it has lost memory and not yet been admitted again (nobody can see this)
+    acq,     \* the acquisitions: what each has heard
+    rec,     \* the recoverers
+    op,      \* the operators who change the list of nodes
+    raises,  \* <<fingerprint, epoch>> for which RAISE has been sent
+    db,      \* the storage: fence and row
+    left     \* how many faults are still to come
+
+vars == <<run, disk, snap, out, acq, rec, op, raises, db, left>>
+
+Broken(rule) == rule \in Mutant
+With(part) == part \in Feature
+Max(a, b) == IF a > b THEN a ELSE b
+Majority(S) == Cardinality(S) \div 2 + 1
+Below(s, t) == s[1] < t[1] \/ (s[1] = t[1] /\ s[2] < t[2])  \* of tokens <<epoch, counter>>
+NoToken == <<0, 0>>
+
+\* A list's fingerprint covers the tickets under which its new nodes were opened.
+NoTickets == [n \in Node |-> 0]
+First == [l |-> 0, tk |-> NoTickets]
+None == [l |-> 99, tk |-> NoTickets]
+Members(f) == Lists[f.l]
+Quorum(f) == Majority(Members(f))
+
+NoLock == [a |-> 0, e |-> 0, g |-> 0, m |-> FALSE]
+Blank == [adm |-> FALSE, e |-> 0, p |-> 0, r |-> 0, cfg |-> None, nxt |-> None, c |-> 0,
+          lk |-> NoLock, tk |-> 0, tr |-> 0, tp |-> 0]
+Fresh == [Blank EXCEPT !.adm = TRUE, !.r = 1, !.cfg = First]
+
+Init ==
+    /\ run = [n \in Node |-> 1]
+    /\ disk = [n \in Node |-> IF n \in Lists[0] /\ ~With("init") THEN Fresh ELSE Blank]
+    /\ snap = disk
+    /\ out = [n \in Node |-> FALSE]
+    /\ acq = [a \in 1..Acqs |-> [begun |-> FALSE, done |-> FALSE, cfg |-> None, floor |-> NoToken,
+                                 votes |-> {}, acks |-> {}, tok |-> NoToken, at |-> 0, v |-> 0]]
+    /\ rec = [k \in 1..Recs |-> [ph |-> "idle", all |-> FALSE, cfg |-> None, tk |-> NoTickets,
+                                 tr |-> NoTickets, rd |-> {}, mx |-> 0, mc |-> 0, e |-> 0, ack |-> {}]]
+    /\ op = [o \in 1..Ops |-> [ph |-> "idle", f |-> None, tr |-> NoTickets, q1 |-> {}, q2 |-> {}, mx |-> 0,
+                               e |-> 0, ack |-> {}]]
+    /\ raises = {}
+    /\ db = [fence |-> NoToken, by |-> 0, v |-> 0, writes |-> 0, stale |-> FALSE]
+    /\ left = [lose |-> Losses, roll |-> Rollbacks, restart |-> Restarts]
+
+-------------------------------------------------------------------------------
+(* What a node checks before it votes: marker, run_id, fingerprint, not closed.  *)
+
+Admitted(n) == disk[n].adm /\ disk[n].r = run[n]
+Member(n, f) == Admitted(n) /\ disk[n].cfg = f
+Voting(n, f) == Member(n, f) /\ disk[n].nxt = None
+
+-------------------------------------------------------------------------------
+(* Acquisitions.                                                                 *)
+
+Tokens == {acq[a].tok : a \in {b \in 1..Acqs : acq[b].done}} \cup {NoToken}
+Highest == CHOOSE t \in Tokens : \A s \in Tokens : s = t \/ Below(s, t)
+Fingerprints == {f \in {disk[n].cfg : n \in Node} \cup {First} : f /= None}
+
+\* The node grants g, whoever had the lock. A vote that comes after the decision is of no use to anybody.
+Granting(a, n, g, known) ==
+    /\ g <= MaxG
+    /\ disk' = [disk EXCEPT ![n].c = g, ![n].lk = [a |-> a, e |-> disk[n].e, g |-> g, m |-> FALSE]]
+    /\ acq' = [acq EXCEPT ![a] = [known EXCEPT
+                   !.votes = IF known.done THEN @ ELSE @ \cup {<<n, disk[n].e, g>>}]]
+    /\ UNCHANGED <<run, snap, out, rec, op, raises, db, left>>
+
+Grants(n) == IF With("hint") THEN (disk[n].c + 1)..MaxG ELSE {disk[n].c + 1}
+
+\* An acquisition begins with its first grant: beginning earlier would only weaken P2.
+Begin(a, n, f) ==
+    /\ ~acq[a].begun /\ (a > 1 => acq[a-1].begun)
+    /\ Voting(n, f)
+    /\ \E g \in Grants(n) :
+           Granting(a, n, g, [acq[a] EXCEPT !.begun = TRUE, !.cfg = f, !.floor = Highest])
+
+\* ACQUIRE, first or resent or delayed. (If the lock is still ours the answer is the stored one: no change.)
+Grant(a, n) ==
+    /\ acq[a].begun /\ Voting(n, acq[a].cfg)
+    /\ \E g \in Grants(n) : Granting(a, n, g, acq[a])
+
+\* REMINT: the holder b's RELEASE and a's ACQUIRE in one step.
+Remint(a, b, n) ==
+    /\ With("remint") /\ acq[b].done /\ a /= b
+    /\ Voting(n, acq[b].cfg)
+    /\ IF acq[a].begun THEN acq[a].cfg = acq[b].cfg ELSE a > 1 => acq[a-1].begun
+    /\ LET c == IF disk[n].e = acq[b].tok[1] THEN Max(disk[n].c, acq[b].tok[2]) ELSE disk[n].c
+       IN Granting(a, n, c + 1, IF acq[a].begun THEN acq[a]
+             ELSE [acq[a] EXCEPT !.begun = TRUE, !.cfg = acq[b].cfg, !.floor = Highest])
+
+\* T may be decided: the largest of one grant from each of a majority, all of one epoch.
+Decidable(a) ==
+    {<<e, T>> \in {<<v[2], v[3]>> : v \in acq[a].votes} :
+        Cardinality({n \in Node : \E v \in acq[a].votes :
+            v[1] = n /\ v[3] <= T /\ (v[2] = e \/ Broken("mixed_epochs"))}) >= Quorum(acq[a].cfg)}
+
+Confirm(a, n) ==
+    /\ acq[a].begun /\ Voting(n, acq[a].cfg)
+    /\ \E d \in Decidable(a) : LET lk == disk[n].lk IN
+        /\ disk[n].e = d[1]
+        /\ (lk.a = a /\ lk.e = d[1] /\ ~lk.m) \/ Broken("no_ownership")
+        /\ lk.g <= d[2] \/ Broken("no_own_limit") \/ (Broken("no_ownership") /\ lk.a /= a)
+        /\ disk' = [disk EXCEPT ![n].c = Max(@, d[2])]
+        /\ acq' = IF acq[a].done THEN acq ELSE [acq EXCEPT ![a].acks = @ \cup {<<n, d[1], d[2]>>}]
+    /\ UNCHANGED <<run, snap, out, rec, op, raises, db, left>>
+
+\* <<e, T>> stands on a majority.
+Standing(a) ==
+    LET heard == acq[a].votes \cup acq[a].acks IN
+    IF Broken("no_write_back") THEN Decidable(a)
+    ELSE {<<e, T>> \in {<<v[2], v[3]>> : v \in heard} :
+          Cardinality({n \in Node : \E v \in heard : v[1] = n /\ v[3] = T
+              /\ (v[2] = e \/ Broken("mixed_epochs"))}) >= Quorum(acq[a].cfg)}
+
+Complete(a) ==
+    /\ acq[a].begun /\ ~acq[a].done
+    /\ \E t \in Standing(a) :
+        /\ With("sealed") => Below(db.fence, t) \/ (Broken("seal_le") /\ db.fence = t)
+        /\ acq' = [acq EXCEPT ![a].done = TRUE, ![a].tok = t, ![a].acks = {}]
+        /\ db' = IF With("sealed") THEN [db EXCEPT !.fence = t, !.by = a] ELSE db
+    /\ UNCHANGED <<run, disk, snap, out, rec, op, raises, left>>
+
+\* RELEASE asks for no run_id: it never votes.
+Release(a, n) ==
+    /\ acq[a].done /\ disk[n].adm /\ disk[n].cfg = acq[a].cfg /\ disk[n].e = acq[a].tok[1]
+    /\ disk' = [disk EXCEPT ![n].c = Max(@, acq[a].tok[2])]
+    /\ UNCHANGED <<run, snap, out, acq, rec, op, raises, db, left>>
+
+\* EXTEND where the key is missing: with a mark, and only once the lease is completed.
+Restore(a, n) ==
+    /\ With("restore") /\ acq[a].begun /\ Voting(n, acq[a].cfg)
+    /\ \/ /\ acq[a].done
+          /\ disk' = [disk EXCEPT ![n].lk = [a |-> a, e |-> acq[a].tok[1], g |-> acq[a].tok[2], m |-> TRUE]]
+       \/ /\ Broken("restore_early")
+          /\ \E v \in acq[a].votes : v[1] = n /\ disk' =
+                 [disk EXCEPT ![n].lk = [a |-> a, e |-> v[2], g |-> v[3], m |-> FALSE]]
+    /\ UNCHANGED <<run, snap, out, acq, rec, op, raises, db, left>>
+
+-------------------------------------------------------------------------------
+(* The storage: claim, read, write. A write that is under way may still land      *)
+(* after its sender has given up (COMMIT in doubt), as any action may come late.  *)
+
+Claim(a) ==
+    /\ With("guard") /\ acq[a].done /\ acq[a].at = 0 /\ ~Broken("no_claim")
+    /\ ~Below(acq[a].tok, db.fence)
+    /\ db' = [db EXCEPT !.fence = acq[a].tok]
+    /\ acq' = [acq EXCEPT ![a].at = 1]
+    /\ UNCHANGED <<run, disk, snap, out, rec, op, raises, left>>
+
+Read(a) ==
+    /\ With("guard") /\ acq[a].done /\ acq[a].at = (IF Broken("no_claim") THEN 0 ELSE 1)
+    /\ acq' = [acq EXCEPT ![a].at = 2, ![a].v = db.v]
+    /\ UNCHANGED <<run, disk, snap, out, rec, op, raises, db, left>>
+
+Write(a) ==
+    /\ With("guard") /\ acq[a].at = 2 /\ db.writes < 4
+    /\ ~Below(acq[a].tok, db.fence) \/ Broken("no_guard")
+    /\ db' = [db EXCEPT !.fence = IF Below(@, acq[a].tok) THEN acq[a].tok ELSE @, !.v = acq[a].v + 1,
+                        !.writes = @ + 1, !.stale = @ \/ Below(acq[a].tok, db.fence)]
+    /\ acq' = [acq EXCEPT ![a].at = IF Broken("no_claim") THEN 0 ELSE 1]
+    /\ UNCHANGED <<run, disk, snap, out, rec, op, raises, left>>
+
+-------------------------------------------------------------------------------
+(* Tickets. The node makes each up anew (`id`); in the mutant the client does.    *)
+
+InUse == {disk[n].tk : n \in Node} \cup {snap[n].tk : n \in Node}
+    \cup UNION {{rec[k].tk[n] : n \in Node} : k \in 1..Recs}
+    \cup UNION {{op[o].f.tk[n] : n \in Node} : o \in 1..Ops}
+    \cup UNION {{disk[m].cfg.tk[n] : n \in Node} : m \in Node}
+    \cup UNION {{snap[m].cfg.tk[n] : n \in Node} : m \in Node}
+    \cup UNION {{disk[m].nxt.tk[n] : n \in Node} : m \in Node}
+    \cup UNION {{snap[m].nxt.tk[n] : n \in Node} : m \in Node}
+    \cup UNION {{acq[a].cfg.tk[n] : n \in Node} : a \in 1..Acqs}
+NewId(mine) == IF Broken("client_ticket") THEN mine ELSE CHOOSE i \in 1..50 : i \notin InUse /\ \A j \in 1..(i-1) : j \in InUse
+
+HasTicket(n) == disk[n].tk /= 0 /\ disk[n].tr = run[n]
+\* What BEGIN makes of node n, by a sender whose own ticket would be `mine`.
+Ticketed(n, mine) == IF HasTicket(n) THEN disk[n]
+                     ELSE [disk[n] EXCEPT !.tk = NewId(mine), !.tr = run[n], !.tp = 0]
+Holds(n, t) == t /= 0 /\ disk[n].tk = t /\ (disk[n].tr = run[n] \/ Broken("ticket_unbound"))
+Open(n) == disk[n].nxt = None \/ Broken("closed_read")
+
+-------------------------------------------------------------------------------
+(* Recovery of a node that is blank or restarted.                                 *)
+
+Begins(k, n) ==
+    /\ disk' = [disk EXCEPT ![n] = Ticketed(n, k)]
+    /\ UNCHANGED <<run, snap, out, acq, op, raises, db, left>>
+
+RecBegin(k, n, f) ==
+    /\ rec[k].ph = "idle" /\ n \in Members(f) /\ ~Admitted(n) /\ Open(n)
+    /\ \E all \in (IF With("all_restarted") THEN BOOLEAN ELSE {FALSE}) :
+       rec' = [rec EXCEPT ![k].ph = IF all THEN "begin" ELSE "read", ![k].all = all, ![k].cfg = f,
+                          ![k].tk[n] = Ticketed(n, k).tk, ![k].tr[n] = run[n]]
+    /\ Begins(k, n)
+
+\* More than a minority has restarted: tickets first, on every node that is not admitted.
+RecBeginMore(k, n) ==
+    /\ (rec[k].ph = "begin") \/ (Broken("read_begin") /\ rec[k].ph = "read" /\ rec[k].all)
+    /\ n \in Members(rec[k].cfg) /\ rec[k].tk[n] = 0 /\ ~Admitted(n) /\ Open(n) /\ n \notin rec[k].rd
+    /\ rec' = [rec EXCEPT ![k].tk[n] = Ticketed(n, k).tk, ![k].tr[n] = run[n]]
+    /\ Begins(k, n)
+
+\* A BEGIN that arrives once more, on a connection of the same incarnation.
+BeginAgain(k, n) ==
+    /\ rec[k].tk[n] /= 0 /\ rec[k].tr[n] = run[n] /\ ~Admitted(n) /\ ~HasTicket(n)
+    /\ UNCHANGED rec
+    /\ Begins(k, n)
+
+Readable(k, n) ==
+    IF rec[k].tk[n] /= 0
+    THEN rec[k].all /\ disk[n].adm /\ disk[n].cfg = rec[k].cfg /\ ~Admitted(n) /\ Holds(n, rec[k].tk[n]) /\ Open(n)
+    ELSE Member(n, rec[k].cfg) /\ Open(n)
+
+RecRead(k, n) ==
+    /\ rec[k].ph \in {"begin", "read"} /\ n \in Members(rec[k].cfg) \ rec[k].rd /\ Readable(k, n)
+    /\ LET rd == rec[k].rd \cup {n}
+           mx == Max(rec[k].mx, IF Broken("no_promise_field") THEN disk[n].e ELSE Max(disk[n].e, disk[n].p))
+           enough == Cardinality(rd) >= (IF rec[k].all THEN Cardinality(Members(rec[k].cfg)) ELSE Quorum(rec[k].cfg))
+           e == IF Broken("no_epoch") THEN mx ELSE mx + 1
+       IN /\ enough => e <= MaxE
+          /\ rec' = [rec EXCEPT ![k].rd = rd, ![k].mx = mx, ![k].mc = IF Broken("no_epoch") THEN Max(@, disk[n].c) ELSE 0,
+                                ![k].ph = IF enough THEN "chosen" ELSE "read", ![k].e = IF enough THEN e ELSE 0]
+          /\ raises' = IF enough /\ Broken("raise_first") THEN raises \cup {<<rec[k].cfg, e>>} ELSE raises
+    /\ UNCHANGED <<run, disk, snap, out, acq, op, db, left>>
+
+RecPromise(k, n) ==
+    /\ rec[k].ph = "chosen" /\ n \in Members(rec[k].cfg) /\ Readable(k, n)
+    /\ disk' = [disk EXCEPT ![n].p = Max(@, rec[k].e)]
+    /\ rec' = [rec EXCEPT ![k].ack = @ \cup {n}]
+    /\ raises' = IF Cardinality(rec'[k].ack) >= Quorum(rec[k].cfg) THEN raises \cup {<<rec[k].cfg, rec[k].e>>} ELSE raises
+    /\ UNCHANGED <<run, snap, out, acq, op, db, left>>
+
+\* RAISE, by the recoverer, or by whoever saw that epoch on another node.
+Raise(n, f, e) ==
+    /\ Member(n, f) /\ Open(n) /\ disk[n].e < e
+    /\ disk' = [disk EXCEPT ![n].e = e, ![n].p = Max(@, e)]
+    /\ UNCHANGED <<run, snap, out, acq, rec, op, raises, db, left>>
+
+\* ADMIT. It does not wait for RAISE: the promises suffice. `p` is never lowered.
+Admit(k, n) ==
+    /\ rec[k].ph = "chosen" /\ rec[k].tk[n] /= 0 /\ ~Admitted(n)
+    /\ Holds(n, rec[k].tk[n]) \/ Broken("no_ticket")
+    /\ Open(n)
+    /\ Cardinality(rec[k].ack) >= Quorum(rec[k].cfg) \/ Broken("raise_first") \/ Broken("no_epoch")
+    /\ disk' = [disk EXCEPT ![n] = [Blank EXCEPT !.adm = TRUE, !.e = rec[k].e, !.r = run[n], !.cfg = rec[k].cfg,
+            !.p = IF Broken("admit_lowers_p") THEN rec[k].e ELSE Max(rec[k].e, disk[n].p),
+            !.c = rec[k].mc, !.lk = disk[n].lk]]
+    /\ out' = [out EXCEPT ![n] = FALSE]
+    /\ UNCHANGED <<run, snap, acq, rec, op, raises, db, left>>
+
+-------------------------------------------------------------------------------
+(* Operators: initialise, or close one list and open another.                     *)
+
+Seats(f) == Members(f) \ (IF With("init") THEN {} ELSE Lists[0])  \* those that are new
+OpTicket(o) == 20 + o
+
+OpBegin(o, n, l) ==
+    /\ op[o].ph \in {"idle", "begin"} /\ (op[o].ph = "begin" => op[o].f.l = l)
+    /\ n \in Seats([l |-> l, tk |-> NoTickets]) /\ ~disk[n].adm /\ op[o].f.tk[n] = 0
+    /\ LET f == [l |-> l, tk |-> [op[o].f.tk EXCEPT ![n] = Ticketed(n, OpTicket(o)).tk]]
+       IN op' = [op EXCEPT ![o].f = f, ![o].tr[n] = run[n],
+                 ![o].ph = IF \A m \in Seats(f) : f.tk[m] /= 0 THEN (IF With("init") THEN "open" ELSE "close") ELSE "begin"]
+    /\ disk' = [disk EXCEPT ![n] = Ticketed(n, OpTicket(o))]
+    /\ UNCHANGED <<run, snap, out, acq, rec, raises, db, left>>
+
+OpBeginAgain(o, n) ==
+    /\ op[o].f.tk[n] /= 0 /\ op[o].tr[n] = run[n] /\ ~disk[n].adm /\ ~HasTicket(n)
+    /\ disk' = [disk EXCEPT ![n] = Ticketed(n, OpTicket(o))]
+    /\ UNCHANGED <<run, snap, out, acq, rec, op, raises, db, left>>
+
+OpClose(o, n) ==
+    /\ op[o].ph \in {"close", "check", "open"} /\ ~With("init") /\ n \in Lists[0] /\ Member(n, First)
+    /\ disk[n].nxt \in {None, op[o].f} \/ Broken("no_next")
+    /\ disk' = [disk EXCEPT ![n].nxt = op[o].f]
+    /\ IF op[o].ph = "close"
+       THEN LET q1 == op[o].q1 \cup {n}
+                enough == Cardinality(q1) >= Quorum(First)
+                mx == Max(op[o].mx, Max(disk[n].e, disk[n].p))
+            IN IF Broken("one_pass")
+               THEN /\ enough => mx + 1 <= MaxE
+                    /\ op' = [op EXCEPT ![o].q1 = q1, ![o].mx = mx, ![o].ph = IF enough THEN "open" ELSE "close",
+                                        ![o].e = IF enough THEN mx + 1 ELSE 0]
+               ELSE op' = [op EXCEPT ![o].q1 = q1, ![o].ph = IF enough THEN "check" ELSE "close"]
+       ELSE UNCHANGED op
+    /\ UNCHANGED <<run, snap, out, acq, rec, raises, db, left>>
+
+\* The second pass.
+OpCheck(o, n) ==
+    /\ op[o].ph = "check" /\ n \in op[o].q1 \ op[o].q2
+    /\ Member(n, First) /\ disk[n].nxt = op[o].f
+    /\ LET q2 == op[o].q2 \cup {n}
+           mx == Max(op[o].mx, Max(disk[n].e, disk[n].p))
+           enough == q2 = op[o].q1
+       IN /\ enough => mx + 1 <= MaxE
+          /\ op' = [op EXCEPT ![o].q2 = q2, ![o].mx = mx, ![o].ph = IF enough THEN "open" ELSE "check",
+                              ![o].e = IF enough THEN mx + 1 ELSE 0]
+    /\ UNCHANGED <<run, disk, snap, out, acq, rec, raises, db, left>>
+
+OpAgain(o) ==
+    /\ op[o].ph = "check"
+    /\ op' = [op EXCEPT ![o].ph = "close", ![o].q1 = {}, ![o].q2 = {}, ![o].mx = 0]
+    /\ UNCHANGED <<run, disk, snap, out, acq, rec, raises, db, left>>
+
+\* A new node that still has its ticket, or an old one that stays and is closed in favour of this very list.
+Awaits(o, n) == \/ n \in Seats(op[o].f) /\ ~disk[n].adm /\ Holds(n, op[o].f.tk[n])
+                \/ n \in Lists[0] /\ Member(n, First) /\ disk[n].nxt = op[o].f
+
+\* PROMISE to the new list, before any of its nodes may vote.
+OpPromise(o, n) ==
+    /\ op[o].ph = "open" /\ n \in Members(op[o].f)
+    /\ \/ Awaits(o, n) /\ disk' = [disk EXCEPT ![n].tp = Max(@, op[o].e)]
+       \/ Voting(n, op[o].f) /\ disk' = [disk EXCEPT ![n].p = Max(@, op[o].e)]
+    /\ op' = [op EXCEPT ![o].ack = @ \cup {n}]
+    /\ UNCHANGED <<run, snap, out, acq, rec, raises, db, left>>
+
+OpOpen(o, n) ==
+    /\ op[o].ph = "open" /\ n \in Members(op[o].f) /\ Awaits(o, n)
+    /\ Cardinality(op[o].ack) >= Quorum(op[o].f) \/ Broken("open_unpromised") \/ With("init")
+    /\ disk' = [disk EXCEPT ![n] = [Blank EXCEPT !.adm = TRUE, !.e = op[o].e, !.p = Max(op[o].e, disk[n].tp),
+                                    !.r = run[n], !.cfg = op[o].f, !.lk = disk[n].lk]]
+    /\ raises' = raises \cup {<<op[o].f, op[o].e>>}
+    /\ UNCHANGED <<run, snap, out, acq, rec, op, db, left>>
+
+-------------------------------------------------------------------------------
+(* Faults. THE ASSUMPTION: of no list is a majority out at one time. A server     *)
+(* that comes back with all its data (Restart) has lost nothing and is not out.   *)
+
+Bearable == \A l \in DOMAIN Lists : Cardinality({n \in Lists[l] : out'[n]}) < Majority(Lists[l])
+
+Remember(n) ==
+    /\ left.roll > 0 /\ snap[n] /= disk[n]
+    /\ snap' = [snap EXCEPT ![n] = disk[n]]
+    /\ UNCHANGED <<run, disk, out, acq, rec, op, raises, db, left>>
+
+RollBack(n) ==
+    /\ left.roll > 0 /\ left' = [left EXCEPT !.roll = @ - 1]
+    /\ run' = [run EXCEPT ![n] = @ + 1]
+    /\ disk' = [disk EXCEPT ![n] = snap[n]]
+    /\ out' = [out EXCEPT ![n] = TRUE] /\ (With("sealed") \/ Bearable)
+    /\ UNCHANGED <<snap, acq, rec, op, raises, db>>
+
+\* FLUSHALL or eviction: same incarnation. A blank restart differs only in cutting connections, which forbids.
+Lose(n) ==
+    /\ left.lose > 0 /\ left' = [left EXCEPT !.lose = @ - 1]
+    /\ \/ disk' = [disk EXCEPT ![n] = Blank]
+       \/ disk[n].tk /= 0 /\ disk' = [disk EXCEPT ![n] = [Blank EXCEPT !.tk = disk[n].tk, !.tr = disk[n].tr]]
+    /\ out' = [out EXCEPT ![n] = TRUE] /\ (With("sealed") \/ Bearable)
+    /\ UNCHANGED <<run, snap, acq, rec, op, raises, db>>
+
+Restart(n) ==
+    /\ left.restart > 0 /\ left' = [left EXCEPT !.restart = @ - 1]
+    /\ run' = [run EXCEPT ![n] = @ + 1]
+    /\ UNCHANGED <<disk, snap, out, acq, rec, op, raises, db>>
+
+\* Sealed mode must hold even where nodes forget, and nobody asks for a marker.
+Careless(n) ==
+    /\ With("sealed") /\ ~Admitted(n)
+    /\ disk' = [disk EXCEPT ![n] = [Fresh EXCEPT !.r = run[n], !.c = disk[n].c]]
+    /\ UNCHANGED <<run, snap, out, acq, rec, op, raises, db, left>>
+
+-------------------------------------------------------------------------------
+Next ==
+    \/ \E a \in 1..Acqs :
+        \/ Complete(a) \/ Claim(a) \/ Read(a) \/ Write(a)
+        \/ \E n \in Node : \/ Grant(a, n) \/ Confirm(a, n) \/ Release(a, n) \/ Restore(a, n)
+                           \/ \E f \in Fingerprints : Begin(a, n, f)
+                           \/ \E b \in 1..Acqs : Remint(a, b, n)
+    \/ \E k \in 1..Recs, n \in Node :
+        \/ RecBeginMore(k, n) \/ BeginAgain(k, n) \/ RecRead(k, n) \/ RecPromise(k, n) \/ Admit(k, n)
+        \/ \E f \in Fingerprints : (k > 1 => rec[k-1].ph /= "idle") /\ RecBegin(k, n, f)
+    \/ \E n \in Node, r \in raises : Raise(n, r[1], r[2])
+    \/ \E o \in 1..Ops : \/ OpAgain(o)
+        \/ \E n \in Node : \/ OpBeginAgain(o, n) \/ OpClose(o, n) \/ OpCheck(o, n) \/ OpPromise(o, n) \/ OpOpen(o, n)
+                           \/ \E l \in DOMAIN Lists \ (IF With("init") THEN {} ELSE {0}) : OpBegin(o, n, l)
+    \/ \E n \in Node : Remember(n) \/ RollBack(n) \/ Lose(n) \/ Restart(n) \/ Careless(n)
+
+Spec == Init /\ [][Next]_vars
+
+-------------------------------------------------------------------------------
+P1 == \A a, b \in 1..Acqs : a /= b /\ acq[a].done /\ acq[b].done => acq[a].tok /= acq[b].tok
+P2 == \A a \in 1..Acqs : acq[a].done => Below(acq[a].floor, acq[a].tok)
+NoStaleWrite == ~db.stale
+NoLostUpdate == db.v = db.writes
+\* Why recovery is right: nobody votes in an epoch that a majority has not promised, lost memories apart.
+Promised == \A n \in Node : Admitted(n) /\ disk[n].e > 0 /\ ~With("sealed") =>
+    LET L == Members(disk[n].cfg) IN
+    Cardinality({m \in L : out[m] \/ Max(disk[m].p, disk[m].tp) >= disk[n].e}) >= Majority(L)
+================================================================================
