@@ -188,14 +188,13 @@ def held_leases() -> tuple[Lease, ...]:
 
 
 def note_held(*leases: Lease) -> None:
-    """Add leases to those of the current context; one that it holds already stays where it is.
+    """Add leases to those of the current context.
 
     Those that were let expire stay only as long as somebody else knows them: who still works under one is
     to hear from the storage that it is stale, but what nobody releases must not pile up.
     """
-    held = held_leases()
-    earlier = (lease if lease.remaining else ref(lease) for lease in held)
-    _held.set((*earlier, *(lease for lease in leases if lease not in held)))
+    earlier = (lease if lease.remaining else ref(lease) for lease in held_leases())
+    _held.set((*earlier, *leases))
 
 
 def note_ended(*leases: Lease) -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from types import EllipsisType, TracebackType
 from typing import Generic, TypeVar, overload
 
 from fencelock._checks import check_timeout, check_ttl
-from fencelock._holds import Hold, add, current_owner, find, remove
 from fencelock.authority.base import Authority, Grant
-from fencelock.errors import AuthorityError, LockLostError, LockTimeoutError, NotHeldError
-from fencelock.lease import Lease, check_resource
+from fencelock.errors import AuthorityError, LockError, LockLostError, LockTimeoutError, NotHeldError
+from fencelock.lease import Lease, check_resource, note_ended, note_held
 from fencelock.settings import default_authority
 
 _Token = TypeVar("_Token", int, tuple[int, ...])
@@ -19,47 +17,11 @@ _Token = TypeVar("_Token", int, tuple[int, ...])
 logger = logging.getLogger(__name__)
 
 
-class _Entry:
-    """One time that a lock was entered.
-
-    Attributes:
-        owner: the thread or task that did.
-        holds: what it is inside.
-        leases: what it yields, in the order of the lock's resources.
-    """
-
-    __slots__ = ("holds", "leases", "owner")
-
-    def __init__(self, owner: object) -> None:
-        self.owner = owner
-        self.holds: tuple[Hold, ...] = ()
-        self.leases: tuple[Lease, ...] = ()
-
-    def enter(self, holds: Iterable[Hold], resources: Iterable[str]) -> None:
-        """Be inside holds, which have all of the resources between them."""
-        self.holds = tuple(dict.fromkeys(holds))
-        by_name = {lease.resource: lease for hold in self.holds for lease in hold.leases}
-        self.leases = tuple(by_name[resource] for resource in resources)
-        for hold in self.holds:
-            hold.blocks.add(self)
-            add(hold)
-
-    def leave(self) -> str:
-        """Give back what no block is inside any more; return how a lease had been lost, or nothing."""
-        lost = ""
-        for hold in reversed(self.holds):
-            hold.blocks.discard(self)
-            if not hold.blocks:
-                lost = _release(hold) or lost
-        return lost
-
-
 class FencedLock(Generic[_Token]):
     """A lock on one or several resources; a context manager that yields the fencing token.
 
-    Made by `fenced_lock` or `Redlock.lock`. The thread (or asyncio task) that holds a resource enters it
-    again at no cost and gets the same token, with this object or another; what is held is given back when
-    the last block is left. May be used again afterwards.
+    Made by `fenced_lock` or `Redlock.lock`. May be used again after it has been released, but holds one
+    grant at a time: two threads use two objects.
     """
 
     def __init__(
@@ -74,16 +36,18 @@ class FencedLock(Generic[_Token]):
         self._ttl = check_ttl(ttl)
         self._timeout = check_timeout(timeout)
         self._authority = authority
-        self._entries: list[_Entry] = []
+        self._grant: Grant | None = None
+        self._granted_by: Authority | None = None
+        self._leases: tuple[Lease, ...] = ()
 
     def __repr__(self) -> str:
         names = ", ".join(map(repr, self._resources))
-        return f"<fenced_lock {names} {'held' if self._entries else 'not held'}>"
+        return f"<fenced_lock {names} {'held' if self._grant else 'not held'}>"
 
     @property
     def leases(self) -> tuple[Lease, ...]:
         """The leases while held, in the order of the resources; empty otherwise."""
-        return self._innermost().leases if self._entries else ()
+        return self._leases
 
     @property
     def lease(self) -> Lease:
@@ -92,7 +56,8 @@ class FencedLock(Generic[_Token]):
         Raises:
             NotHeldError: if the lock is not held.
         """
-        return self._innermost().leases[0]
+        self._held_grant()
+        return self._leases[0]
 
     def acquire(self, timeout: float | EllipsisType | None = ...) -> Lease:
         """Wait for the lock and return its lease: of the first resource, where there are several.
@@ -104,30 +69,24 @@ class FencedLock(Generic[_Token]):
         Raises:
             LockTimeoutError: somebody else held it until the timeout.
             AuthorityError: it could not be decided.
-            LockLostError: this thread or task holds it already, but its lease has ended.
+            LockError: this object holds it already.
         """
+        if self._grant is not None:
+            raise LockError(f"{self!r} is held by this very object; release it first, or make another")
         waiting = self._timeout if timeout is ... else check_timeout(timeout)
         authority = self._authority or default_authority()
-        owner = current_owner()
-        held = [hold for name in self._resources if (hold := find(authority, owner, name))]
-        for hold in held:
-            _check_still_held(hold)
-        known = {name for hold in held for name in hold.grant.resources}
-        missing = tuple(name for name in self._resources if name not in known)
-        grant: Grant | None = None
-        entry = _Entry(owner)
+        grant = authority.acquire(self._resources, ttl=self._ttl, timeout=waiting)
         try:
-            if missing:
-                grant = authority.acquire(missing, ttl=self._ttl, timeout=waiting)
-                held.append(Hold(authority, grant, owner))
-            self._entries.append(entry)
-            entry.enter(held, self._resources)
-            return entry.leases[0]
-        except BaseException:  # perhaps a signal handler's: the caller does not learn that it holds the lock
-            if entry.leases:
-                self._give_back()
-            elif grant is not None:
-                authority.release(grant)
+            self._leases = tuple(
+                Lease(resource, token, grant.expires_at)
+                for resource, token in zip(grant.resources, grant.tokens, strict=True)
+            )
+            note_held(*self._leases)
+            self._grant, self._granted_by = grant, authority
+            return self._leases[0]
+        except BaseException:  # a signal handler's: the caller does not learn that it holds the lock
+            self._grant, self._granted_by = grant, authority
+            self._give_back()
             raise
 
     def try_acquire(self) -> Lease | None:
@@ -135,7 +94,7 @@ class FencedLock(Generic[_Token]):
 
         Raises:
             AuthorityError: it could not be decided.
-            LockLostError: this thread or task holds it already, but its lease has ended.
+            LockError: this object holds it already.
         """
         try:
             return self.acquire(timeout=0)
@@ -152,20 +111,22 @@ class FencedLock(Generic[_Token]):
             LockLostError: the lease has ended; it stays lost.
             AuthorityError: it could not be decided; the lease still ends when it would have.
         """
-        seconds = self._ttl if ttl is None else check_ttl(ttl)
-        for hold in self._innermost().holds:
-            _check_still_held(hold)
-            try:
-                hold.grant = hold.authority.extend(hold.grant, seconds)
-            except LockLostError as error:
-                for lease in hold.leases:
-                    lease.lose(str(error))
-                raise
-            for lease in hold.leases:
-                lease.extend_to(hold.grant.expires_at)
+        grant = self._held_grant()
+        for lease in self._leases:
+            lease.check()
+            if lease.lost:
+                raise LockLostError(f"the lease of {lease.resource!r} has ended; acquire the lock again")
+        try:
+            self._grant = self._grantor().extend(grant, self._ttl if ttl is None else check_ttl(ttl))
+        except LockLostError as error:
+            for lease in self._leases:
+                lease.lose(str(error))
+            raise
+        for lease in self._leases:
+            lease.extend_to(self._grant.expires_at)
 
     def release(self) -> None:
-        """Give the lock back; where it was entered several times, leave one block.
+        """Give the lock back.
 
         Where too few nodes answer to do so, it ends by itself with its ttl, and a warning is logged.
 
@@ -177,23 +138,46 @@ class FencedLock(Generic[_Token]):
             raise LockLostError(lost)
 
     def _give_back(self) -> str:
-        """Leave one block; return in what way a lease had been lost before, or nothing."""
-        entry = self._innermost()
-        self._entries.remove(entry)
-        return entry.leave()
+        """Release; return in what way the lease had been lost before, or nothing."""
+        grant = self._held_grant()
+        leases = self._leases
+        lost = next((lease for lease in leases if lease.lost), None)
+        inherited = any(lease.inherited for lease in leases)
+        self._grant, self._leases = None, ()
+        for lease in leases:
+            lease.release()
+        note_ended(*leases)
+        name = ", ".join(map(repr, self._resources))
+        if inherited:
+            return f"the lease of {name} belongs to the process that this one was forked from"
+        ours: bool | None = None
+        try:
+            ours = self._grantor().release(grant)
+            if ours is None:
+                logger.warning("%s: too few nodes answered to release it; it ends by itself", name)
+        except AuthorityError as error:
+            logger.warning("%s could not be released and ends by itself: %s", name, error)
+        if lost is not None or ours is False:
+            return (
+                f"the lease of {name} (token {grant.tokens[0]}) ended before the work did: somebody else may "
+                "have worked on it meanwhile. What was committed stays committed, and fenced tables are "
+                "safe; make the ttl longer or the work shorter"
+            )
+        return ""
 
-    def _innermost(self) -> _Entry:
-        """Return where this thread or task entered last; or else where anybody did."""
-        if not self._entries:
+    def _held_grant(self) -> Grant:
+        if self._grant is None:
             raise NotHeldError(f"{self!r}: acquire it first")
-        owner = current_owner()
-        ours = (entry for entry in reversed(self._entries) if entry.owner is owner)
-        return next(ours, self._entries[-1])
+        return self._grant
+
+    def _grantor(self) -> Authority:
+        """Return who granted what is held: the default may have been configured anew since."""
+        return self._granted_by or self._authority or default_authority()
 
     def __enter__(self) -> _Token:
         self.acquire()
         try:
-            tokens = tuple(lease.fencing_token for lease in self.leases)
+            tokens = tuple(lease.fencing_token for lease in self._leases)
             return tokens if len(self._resources) > 1 else tokens[0]  # type: ignore[return-value]
         except BaseException:  # a signal handler's: the body will not run, and nobody would release
             self._give_back()
@@ -205,43 +189,13 @@ class FencedLock(Generic[_Token]):
         exc_value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if not self._entries:
+        if self._grant is None:
             return  # the body has released it
         lost = self._give_back()
         if lost and exc_value is None:
             raise LockLostError(lost)
         if lost and exc_value is not None:
             exc_value.add_note(lost)
-
-
-def _check_still_held(hold: Hold) -> None:
-    for lease in hold.leases:
-        lease.check()
-        if lease.lost:
-            raise LockLostError(f"the lease of {lease.resource!r} has ended; acquire the lock again")
-
-
-def _release(hold: Hold) -> str:
-    """Give a hold back; return in what way it had been lost before, or nothing."""
-    name = ", ".join(map(repr, hold.grant.resources))
-    lost = any(lease.lost for lease in hold.leases)
-    remove(hold)
-    if hold.inherited:
-        return f"the lease of {name} belongs to the process that this one was forked from"
-    ours: bool | None = None
-    try:
-        ours = hold.authority.release(hold.grant)
-        if ours is None:
-            logger.warning("%s: too few nodes answered to release it; it ends by itself", name)
-    except AuthorityError as error:
-        logger.warning("%s could not be released and ends by itself: %s", name, error)
-    if lost or ours is False:
-        return (
-            f"the lease of {name} (token {hold.grant.tokens[0]}) ended before the work did: somebody else "
-            "may have worked on it meanwhile. What was committed stays committed, and fenced tables are "
-            "safe; make the ttl longer or the work shorter"
-        )
-    return ""
 
 
 @overload

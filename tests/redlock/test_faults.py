@@ -41,14 +41,6 @@ def authority(nodes: Nodes) -> Iterator[Redlock]:
         yield made
 
 
-@pytest.fixture
-def rival(nodes: Nodes) -> Iterator[Redlock]:
-    """Another client of the same nodes: for what this very thread could enter again otherwise."""
-    with Redlock(nodes.urls, node_timeout=0.3, connect_timeout=1.0, outage_grace=0.3) as made:
-        made.init(base=0)  # whoever comes first
-        yield made
-
-
 def locked_on(nodes: Nodes, resource: str = "r") -> list[int]:
     """Return on which running nodes a resource is locked."""
     found = []
@@ -87,7 +79,7 @@ def test_hung_minority_costs_nothing(authority: Redlock, nodes: Nodes) -> None:
     assert time.monotonic() - began < 1.0
 
 
-def test_hung_node_is_waited_for_once(authority: Redlock, rival: Redlock, nodes: Nodes) -> None:
+def test_hung_node_is_waited_for_once(authority: Redlock, nodes: Nodes) -> None:
     """Where a refusal needs the hung node's word, it is waited for once, and then known to be hung."""
     with authority.lock("r"):
         for node in nodes[:2]:
@@ -98,7 +90,7 @@ def test_hung_node_is_waited_for_once(authority: Redlock, rival: Redlock, nodes:
         for _ in range(4):
             began = time.monotonic()
             with pytest.raises(LockTimeoutError):
-                take(rival, timeout=0)
+                take(authority, timeout=0)
             durations.append(time.monotonic() - began)
     assert max(durations[1:]) < 0.25, durations
 
@@ -421,15 +413,13 @@ def test_interruption_at_any_line_of_an_acquisition_leaves_no_lock(nodes: Nodes,
     assert line > (150 if warm else 300)
 
 
-def test_keyboard_interrupt_while_waiting_leaves_no_lock(
-    authority: Redlock, rival: Redlock, nodes: Nodes
-) -> None:
+def test_keyboard_interrupt_while_waiting_leaves_no_lock(authority: Redlock, nodes: Nodes) -> None:
     """Ctrl-C during the wait for another holder."""
     with authority.lock("r"):
         timer = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT))
         timer.start()
         with pytest.raises(KeyboardInterrupt):
-            take(rival, timeout=5)
+            take(authority, timeout=5)
         timer.join()
         assert len(locked_on(nodes)) == 5
     assert eventually(lambda: locked_on(nodes) == [])
@@ -455,14 +445,14 @@ def test_descriptor_that_is_used_again_is_not_confused(authority: Redlock) -> No
         take(authority)
 
 
-def test_idle_waiting_burns_no_processor_time(authority: Redlock, rival: Redlock, nodes: Nodes) -> None:
+def test_idle_waiting_burns_no_processor_time(authority: Redlock, nodes: Nodes) -> None:
     """A second of waiting for a holder, with one node dead and one hung, is not spent in a loop."""
     with authority.lock("r"):
         nodes[0].kill()
         nodes[1].pause()
         began = time.process_time()
         with pytest.raises(LockTimeoutError):
-            take(rival, timeout=1.0)
+            take(authority, timeout=1.0)
         assert time.process_time() - began < 0.35
 
 
