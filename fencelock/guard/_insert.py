@@ -76,7 +76,7 @@ def _token_source(
 ) -> Callable[[Row], int]:
     token: int | None = options.get(TOKEN_OPTION)
     if token is None:
-        tokens = Tokens(connection, fenced)
+        tokens = Tokens(connection, fenced, options)
         if fenced.template is not None:
             return lambda row: _new_row_token(tokens, {**own, **row})
         token = tokens.of_table()
@@ -91,7 +91,7 @@ def _new_row_token(tokens: Tokens, row: Row) -> int:
     """
     template = tokens.fenced.template
     assert template is not None  # noqa: S101  only asked for tables with a template
-    values: dict[str, Any] = {}
+    values: list[Any] = []
     for name, column in template.columns.items():
         value = row.get(column.key, row.get(name))
         if value is None and isinstance(column.default, ScalarElementColumnDefault):
@@ -105,5 +105,5 @@ def _new_row_token(tokens: Tokens, row: Row) -> int:
                 f"which resource guards a new row of {tokens.fenced.name!r} is not known before the database "
                 f"has made it: give {name} a plain value, because {template.text!r} is made of it"
             )
-        values[name] = value
-    return tokens.of_row(values)
+        values.append(value)
+    return tokens.of_row(tuple(values))

@@ -12,15 +12,17 @@ from threading import Lock
 
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
+from sqlalchemy.orm import Mapper
 
 from fencelock.guard import refusal, rewrite, session
+from fencelock.guard._mapping import on_any_mapped
 
 _lock = Lock()
 _installed = False
 
 
 def install() -> None:
-    """Listen to every engine and session of this process, those to come included."""
+    """Listen to every engine, mapper and session of this process, those to come included."""
     global _installed  # noqa: PLW0603  SQLAlchemy's listeners are global too
     with _lock:
         if _installed:
@@ -29,5 +31,6 @@ def install() -> None:
         event.listen(Engine, "after_execute", rewrite.after_execute)
         event.listen(Engine, "before_cursor_execute", refusal.before_cursor_execute)
         event.listen(Engine, "handle_error", refusal.explain_missing_column)
+        event.listen(Mapper, "after_mapper_constructed", on_any_mapped)
         session.watch_sessions()
         _installed = True

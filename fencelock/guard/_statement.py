@@ -10,8 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, TypeAlias
 
 from sqlalchemy import Delete, Insert, Update
-from sqlalchemy.sql import FromClause, operators
+from sqlalchemy.sql import ColumnElement, FromClause, operators
 from sqlalchemy.sql.elements import BinaryExpression, BindParameter, BooleanClauseList, Grouping
+from sqlalchemy.types import TypeDecorator
 
 from fencelock.errors import UnfencedWriteError
 from fencelock.guard._tables import (
@@ -65,10 +66,15 @@ def _conjuncts(clauses: Iterable[Any]) -> Iterator[Any]:
             yield clause
 
 
-def is_condition(clause: Any) -> bool:
-    """Tell whether this is the condition on the fence, as `fenced_update` builds it."""
-    right = getattr(clause, "right", None)
-    return isinstance(right, BindParameter) and right.key == TOKEN_BIND
+def is_condition(clause: Any, fence: ColumnElement[int]) -> bool:
+    """Tell whether this is the condition `fence <= token` and nothing else, as `fenced_update` builds it."""
+    return (
+        isinstance(clause, BinaryExpression)
+        and clause.operator is operators.le
+        and isinstance(clause.right, BindParameter)
+        and clause.right.key == TOKEN_BIND
+        and hash(clause.left) == hash(fence)  # annotated columns hash like the original
+    )
 
 
 def pins(
@@ -80,8 +86,13 @@ def pins(
     for clause in clauses:
         if isinstance(clause, BinaryExpression) and clause.operator is operators.eq:
             for column, value in ((clause.left, clause.right), (clause.right, clause.left)):
-                if isinstance(value, BindParameter) and column in keys:
+                if isinstance(value, BindParameter) and column in keys and not _transformed(value, column):
                     yield keys[column], value
+
+
+def _transformed(value: BindParameter[Any], column: ColumnElement[Any]) -> bool:
+    """Tell whether a parameter's own type may send something else than its value."""
+    return isinstance(value.type, TypeDecorator) and not isinstance(column.type, TypeDecorator)
 
 
 def refuse_fence_assignment(keys: Iterable[str], fenced: FencedTable) -> None:

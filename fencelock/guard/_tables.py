@@ -9,17 +9,20 @@ Apart from the rest because nothing here executes anything: it answers questions
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from string import Formatter
 from typing import TYPE_CHECKING, Any, Final
+from uuid import UUID
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet
 
-from sqlalchemy import Column, Table
+from sqlalchemy import Column, DateTime, Enum, Float, Integer, Numeric, String, Table, Uuid
 from sqlalchemy.sql import FromClause
 from sqlalchemy.sql.selectable import AliasedReturnsRows
+from sqlalchemy.types import TypeDecorator, TypeEngine
 
-from fencelock.errors import AmbiguousFenceError
+from fencelock.errors import AmbiguousFenceError, UnfencedWriteError
 from fencelock.lease import check_resource
 
 if TYPE_CHECKING:
@@ -44,9 +47,17 @@ class ResourceTemplate:
     text: str
     columns: Mapping[str, Column[Any]]
 
-    def render(self, values: Mapping[str, Any]) -> str:
-        """Return the name of the resource that guards the row with these values, by name in braces."""
-        return self.text.format_map(values)
+    def render(self, values: Sequence[Any]) -> str:
+        """Return the name of the resource that guards the row with these values, one for each column.
+
+        Raises:
+            UnfencedWriteError: if a value is not spelt as the database would give it back.
+        """
+        spelt = {
+            name: spelling(column, value)
+            for (name, column), value in zip(self.columns.items(), values, strict=True)
+        }
+        return self.text.format_map(spelt)
 
     @property
     def in_key(self) -> bool:
@@ -78,7 +89,54 @@ class ResourceTemplate:
             )
         if not names:
             check_resource(template)
+        for name in names:
+            if _has_many_spellings(attributes[name].type):
+                raise ValueError(
+                    f"{owner}.__fence_resource__ = {template!r} names {name!r}, whose equal values "
+                    f"are written in several ways (1.0 and 1.00), so that one row would have two names; "
+                    f"use integers, text, UUIDs or dates"
+                )
         return cls(template, {name: attributes[name] for name in sorted(names)})
+
+
+def _has_many_spellings(kind: TypeEngine[Any]) -> bool:
+    return isinstance(kind, Numeric | Float) or (isinstance(kind, DateTime) and kind.timezone)
+
+
+def spelling(column: Column[Any], value: Any) -> Any:
+    """Return a value as the database gives it back: the name of a row's resource must be one and the same.
+
+    To a database "01", 1.0 and True may all equal the key 1, yet "order:01" is not the lease of "order:1".
+
+    Raises:
+        UnfencedWriteError: if it cannot be told from here.
+    """
+    try:
+        return _spelling(column.type, value)
+    except (TypeError, ValueError):
+        raise UnfencedWriteError(
+            f"{value!r} is compared with {column.name} of {column.table.description!r}, which names the "
+            f"resource that guards the row; give it as the type that the column has ({column.type!r})"
+        ) from None
+
+
+def _spelling(kind: TypeEngine[Any], value: Any) -> Any:
+    if isinstance(kind, TypeDecorator | Enum):
+        return value
+    if isinstance(kind, Integer):
+        as_text = isinstance(value, str) and value == str(int(value))
+        return int(value) if as_text else operator.index(value)
+    if isinstance(kind, String):
+        return str.__str__(value)
+    if isinstance(kind, Uuid):
+        return value if isinstance(value, UUID) else str(UUID(value))
+    try:
+        loaded_as = kind.python_type
+    except NotImplementedError:
+        return value
+    if type(value) is not loaded_as:
+        raise TypeError
+    return value
 
 
 @dataclass(eq=False, slots=True)
@@ -96,7 +154,9 @@ class FencedTable:
     template: ResourceTemplate | None = None
     mapper: ReferenceType[Mapper[Any]] | None = None
     fence: Column[int] = field(init=False)
-    _fixed: WeakKeyDictionary[Dialect, str] = field(init=False, default_factory=WeakKeyDictionary)
+    _fixed: WeakKeyDictionary[Dialect, dict[str | None, str]] = field(
+        init=False, default_factory=WeakKeyDictionary
+    )
 
     def __post_init__(self) -> None:
         self.fence = self.table.c[FENCE_COLUMN]
@@ -106,7 +166,7 @@ class FencedTable:
         """The table's name as error messages and users know it."""
         return self.table.name
 
-    def fix(self, dialect: Dialect, resource: str) -> None:
+    def fix(self, dialect: Dialect, schema: str | None, resource: str) -> None:
         """Note that `resource` guards this table, where no template says so; refuse any other from then on.
 
         Tokens of different resources are not comparable, so rows written under one would be refused, or
@@ -117,7 +177,7 @@ class FencedTable:
         Raises:
             AmbiguousFenceError: if another resource has guarded the table before.
         """
-        fixed = self._fixed.setdefault(dialect, resource)
+        fixed = self._fixed.setdefault(dialect, {}).setdefault(schema, resource)
         if fixed != resource:
             raise AmbiguousFenceError(
                 f"table {self.name!r} was written under the lease of {fixed!r} and now under that of "
@@ -144,7 +204,7 @@ def register_sub_table(table: Table, base: FencedTable) -> None:
 
 def fenced_names() -> list[str]:
     """Return the names, in lower case, of the fenced tables that are alive, and of their sub-tables."""
-    return [name for name, tables in _names.items() if len(tables)]
+    return [name for name, tables in list(_names.items()) if len(tables)]
 
 
 def fenced_table(target: object) -> FencedTable | None:
@@ -185,7 +245,7 @@ def impersonates_fenced(target: object) -> bool:
     schema = getattr(table, "schema", None)
     return any(
         schema is None or known.schema is None or known.schema == schema
-        for known in _names.get(getattr(table, "name", "").lower(), ())
+        for known in list(_names.get(getattr(table, "name", "").lower(), ()))
     )
 
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
-from sqlalchemy import BigInteger, Delete, Select, Update, bindparam, select, tuple_
+from sqlalchemy import BigInteger, Delete, Select, Update, bindparam, literal, not_, or_, select, tuple_
 from sqlalchemy.engine import Connection, CursorResult
 from sqlalchemy.sql import ColumnElement, FromClause
 from sqlalchemy.sql.elements import BindParameter
 from sqlalchemy.sql.selectable import AliasedReturnsRows
 
-from fencelock.errors import StaleTokenError, UnfencedWriteError
+from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
+from fencelock.guard._exact import SameText, is_text
 from fencelock.guard._statement import (
     TOKEN_BIND,
     TOKEN_OPTION,
@@ -31,12 +32,15 @@ from fencelock.guard._statement import (
     value_of,
 )
 from fencelock.guard._tables import FencedTable
-from fencelock.guard.session import Tokens, row_of
+from fencelock.guard.session import Tokens, rows_known_to
 
 LOCKING_READS: Final = frozenset({"mysql", "mariadb"})
 """Dialects whose plain SELECT reads an old snapshot under the default isolation level (REPEATABLE READ)."""
 
 _KEYS_PER_QUERY: Final = 500
+
+_LOOKED_UP: Final = "fencelock_of_"
+"""How the parameters begin that carry what the session knows of a row."""
 
 
 @dataclass(eq=False, slots=True)
@@ -50,7 +54,9 @@ class GuardedWrite:
         changed: the columns that the statement itself assigns, by key.
         where: the criteria without the condition.
         pins: by column key, the parameter that the WHERE clause says the column equals.
-        named: the parameters that make the resource's name, where the WHERE clause pins them all.
+        naming: the parameters that make the resource's name, one for each column of the template; None where
+            the statement does not tell them.
+        looked_up: the names of those among them that the guard has added, whose values the session knows.
         keyed: whether the whole primary key is pinned, so that one execution writes one row at most.
     """
 
@@ -60,7 +66,8 @@ class GuardedWrite:
     changed: frozenset[str]
     where: tuple[ColumnElement[bool], ...]
     pins: Mapping[str, BindParameter[Any]]
-    named: tuple[tuple[str, BindParameter[Any]], ...] | None
+    naming: tuple[BindParameter[Any], ...] | None
+    looked_up: Mapping[str, int]
     keyed: bool
 
     def stamp(
@@ -70,29 +77,42 @@ class GuardedWrite:
         self._refuse_moving(rows[0])
         token: int | None = options.get(TOKEN_OPTION)
         if token is None:
-            tokens = Tokens(connection, self.fenced)
+            tokens = Tokens(connection, self.fenced, options)
             if self.fenced.template is not None:
-                return [self._with_token(row, tokens.of_row(self._values(connection, row))) for row in rows]
+                if self.looked_up:
+                    rows = self._look_up(connection, rows)
+                return [
+                    {**row, **dict.fromkeys(self.stamped, tokens.of_row(self._values(row)))} for row in rows
+                ]
             token = tokens.of_table()
         stamp = dict.fromkeys(self.stamped, token)
         return [{**row, **stamp} for row in rows]
 
-    def _with_token(self, row: Row, token: int) -> dict[str, Any]:
-        return {**row, **dict.fromkeys(self.stamped, token)}
+    def _values(self, row: Row) -> tuple[Any, ...]:
+        """Return the values that make the resource's name in one execution."""
+        if self.naming is None:
+            self._refuse_unnamed()
+        return tuple([value_of(bind, row) for bind in self.naming])
 
-    def _values(self, connection: Connection, row: Row) -> Mapping[str, Any]:
+    def _look_up(self, connection: Connection, rows: Sequence[Row]) -> list[dict[str, Any]]:
+        """Add to each execution what the session knows of its row, for the database to compare."""
+        known = rows_known_to(connection, self.fenced)
+        found = []
+        for row in rows:
+            values = known(self._identity(row))
+            if values is None:
+                self._refuse_unnamed()
+            found.append({**row, **{name: values[at] for name, at in self.looked_up.items()}})
+        return found
+
+    def _refuse_unnamed(self) -> NoReturn:
         template = self.fenced.template
         assert template is not None  # noqa: S101  only asked for tables with a template
-        if self.named is not None:
-            return {name: value_of(bind, row) for name, bind in self.named}
-        known = row_of(connection, self.fenced, self._identity(row)) if self.keyed else None
-        if known is None:
-            raise UnfencedWriteError(
-                f"this statement does not say which resource guards the rows it writes: {self.fenced.name!r} "
-                f"is guarded by {template.text!r}, so compare {' and '.join(template.columns)} with == in "
-                f"its WHERE clause, or change the rows through their objects"
-            )
-        return known
+        raise UnfencedWriteError(
+            f"this statement does not say which resource guards the rows it writes: {self.fenced.name!r} is "
+            f"guarded by {template.text!r}, so compare {' and '.join(template.columns)} with == in its WHERE "
+            f"clause, or change the rows through their objects"
+        )
 
     def _refuse_moving(self, row: Row) -> None:
         """Refuse to change a column that the resource's name is made of."""
@@ -107,7 +127,7 @@ class GuardedWrite:
                 )
 
     def _identity(self, row: Row) -> tuple[Any, ...]:
-        return tuple(value_of(self.pins[column.key], row) for column in self.fenced.table.primary_key)
+        return tuple([value_of(self.pins[column.key], row) for column in self.fenced.table.primary_key])
 
     def refused(
         self,
@@ -115,40 +135,74 @@ class GuardedWrite:
         rows: Sequence[Row],
         options: Mapping[str, Any],
         result: CursorResult[Any],
-    ) -> StaleTokenError | None:
-        """Return the error to raise if the fence has turned a row away, or None."""
+    ) -> FenceError | None:
+        """Return the error to raise if the condition has turned a row away, or None."""
         if self.keyed and _matched(result, len(rows)) == len(rows):
             return None
         passed_on = {"schema_translate_map": options.get("schema_translate_map")}
-        for query, values in self._queries(rows):
-            found = connection.execute(newest(query, connection), values, execution_options=passed_on).first()
+        for query, row, named in self._queries(rows):
+            found = connection.execute(newest(query, connection), row, execution_options=passed_on).first()
             if found is not None:
-                *identity, current = found
-                return StaleTokenError(
-                    self.fenced.name,
-                    tuple(identity) if self.keyed else None,
-                    values[TOKEN_BIND],
-                    current,
-                )
+                return self._error(tuple(found), row[TOKEN_BIND], named)
         return None
 
-    def _queries(self, rows: Sequence[Row]) -> Iterator[tuple[Select[Any], Row]]:
-        """Return queries for a row that the statement meant and whose fence is above its token."""
+    def _queries(self, rows: Sequence[Row]) -> Iterator[tuple[Select[Any], Row, tuple[Any, ...]]]:
+        """Return queries for a row that the statement meant and the condition turned away.
+
+        With each go its parameters, and the values that the statement says make the resource's name.
+        """
         key = [self.source.c[column.key] for column in self.fenced.table.primary_key]
         fence = self.source.c[self.fenced.fence.key]
-        above = select(*key, fence).where(fence > bindparam(TOKEN_BIND, type_=BigInteger)).limit(1)
+        above = fence > bindparam(TOKEN_BIND, type_=BigInteger)
+        asked = select(*key, fence, *self.naming_columns()).limit(1)
         if not self.keyed:
-            query = above.where(*self.where)
-            yield from ((query, row) for row in rows)
+            query = asked.where(*self.where, or_(above, *self._differs(self.naming or ())))
+            yield from ((query, row, self._values(row) if self.naming else ()) for row in rows)
             return
-        by_token: dict[int, list[tuple[Any, ...]]] = {}
+        groups: dict[tuple[int, tuple[Any, ...]], list[tuple[Any, ...]]] = {}
         for row in rows:
-            by_token.setdefault(row[TOKEN_BIND], []).append(self._identity(row))
-        for token, identities in by_token.items():
+            group = row[TOKEN_BIND], self._values(row) if self.naming else ()
+            groups.setdefault(group, []).append(self._identity(row))
+        for (token, named), identities in groups.items():
+            turned_away = or_(above, *self._differs(named))
             for start in range(0, len(identities), _KEYS_PER_QUERY):
                 some = identities[start : start + _KEYS_PER_QUERY]
                 one_of = tuple_(*key).in_(some) if len(key) > 1 else key[0].in_([value for (value,) in some])
-                yield above.where(one_of), {TOKEN_BIND: token}
+                yield asked.where(one_of, turned_away), {TOKEN_BIND: token}, named
+
+    def naming_columns(self) -> list[ColumnElement[Any]]:
+        """Return the columns that make the name of the resource, if the statement tells their values."""
+        template = self.fenced.template
+        if template is None or self.naming is None:
+            return []
+        return [self.source.c[column.key] for column in template.columns.values()]
+
+    def _differs(self, named: Sequence[Any]) -> Iterator[ColumnElement[bool]]:
+        """Return criteria for a row that another resource guards than the one that these values name."""
+        for column, value in zip(self.naming_columns(), named, strict=False):
+            yield not_(
+                _is(column, value if isinstance(value, BindParameter) else literal(value, column.type))
+            )
+
+    def _error(self, found: tuple[Any, ...], token: int, named: tuple[Any, ...]) -> FenceError | None:
+        width = len(self.fenced.table.primary_key)
+        identity, current, naming = found[:width], found[width], found[width + 1 :]
+        template = self.fenced.template
+        if template is not None and naming:
+            asked, actual = template.render(named), template.render(naming)
+            if asked != actual:
+                return UnfencedWriteError(
+                    f"{self.fenced.name}{identity!r} is guarded by {actual!r}, not by {asked!r} as this "
+                    f"write has it; nothing was written, so roll back, and lock what the row itself names"
+                )
+        if current <= token:
+            return None
+        return StaleTokenError(self.fenced.name, identity if self.keyed else None, token, current)
+
+
+def _is(column: ColumnElement[Any], value: ColumnElement[Any]) -> ColumnElement[bool]:
+    """Return the criterion that a column holds this value, to the character."""
+    return SameText(column, value) if is_text(column) else column == value
 
 
 def _matched(result: CursorResult[Any], executions: int) -> int:
@@ -167,16 +221,31 @@ def newest(query: Select[Any], connection: Connection) -> Select[Any]:
     return query.with_for_update(read=True) if connection.dialect.name in LOCKING_READS else query
 
 
-def guard(statement: Update | Delete, fenced: FencedTable) -> tuple[Update | Delete, GuardedWrite]:
-    """Return the statement with the condition, and what is known of it."""
+def guard(
+    statement: Update | Delete, fenced: FencedTable, *, explicit: bool
+) -> tuple[Update | Delete, GuardedWrite]:
+    """Return the statement with the condition, and what is known of it.
+
+    The condition is that the fence is not above the token; and that the row is guarded by the resource that
+    the token is of, as far as the WHERE clause does not say so by itself: see `_exact` for text, and
+    `_naming` for rows that are named by their key alone.
+
+    Args:
+        statement: an UPDATE or DELETE of the table.
+        fenced: the table.
+        explicit: whether the caller vouches for the token, so that no resource is looked for.
+    """
     changed = frozenset(key_of(column) for column, _ in assigned(statement))
     refuse_fence_assignment(changed, fenced)
     refuse_foreign_assignments(statement)
     source = statement.table if isinstance(statement.table, AliasedReturnsRows) else fenced.table
+    fence = source.c[fenced.fence.key]
     parts = criteria(statement)
-    where = tuple(part for part in parts if not is_condition(part))
+    where = tuple(part for part in parts if not (is_condition(part, fence) or isinstance(part, SameText)))
     pinned = dict(pins(where, source, fenced))
     key = {column.key for column in fenced.table.primary_key}
+    keyed = bool(key) and key <= pinned.keys()
+    naming = _naming(fenced, pinned, look_up=keyed and not explicit)
     write = GuardedWrite(
         fenced=fenced,
         source=source,
@@ -184,18 +253,38 @@ def guard(statement: Update | Delete, fenced: FencedTable) -> tuple[Update | Del
         changed=changed,
         where=where,
         pins=pinned,
-        named=_named(fenced, pinned),
-        keyed=bool(key) and key <= pinned.keys(),
+        naming=naming,
+        looked_up={bind.key: at for at, bind in enumerate(naming or ()) if bind.key.startswith(_LOOKED_UP)},
+        keyed=keyed,
     )
-    if len(where) == len(parts):
-        statement = statement.where(source.c[fenced.fence.key] <= bindparam(TOKEN_BIND, type_=BigInteger))
-    return statement, write
+    if not any(is_condition(part, fence) for part in parts):
+        statement = statement.where(fence <= bindparam(TOKEN_BIND, type_=BigInteger))
+    return statement.where(*_same_resource(write)), write
 
 
-def _named(
-    fenced: FencedTable, pinned: Mapping[str, BindParameter[Any]]
-) -> tuple[tuple[str, BindParameter[Any]], ...] | None:
-    template = fenced.template
-    if template is None or any(column.key not in pinned for column in template.columns.values()):
+def _naming(
+    fenced: FencedTable, pinned: Mapping[str, BindParameter[Any]], *, look_up: bool
+) -> tuple[BindParameter[Any], ...] | None:
+    """Return the parameters that make the resource's name.
+
+    Where the primary key is pinned and does not tell it, the session knows the row, or did: the row may have
+    been deleted and another inserted with its key, which another resource guards. So what it knows becomes
+    a parameter of the statement, for the database to compare.
+    """
+    if fenced.template is None:
         return None
-    return tuple((name, pinned[column.key]) for name, column in template.columns.items())
+    columns = fenced.template.columns
+    if not look_up and any(column.key not in pinned for column in columns.values()):
+        return None
+    return tuple(
+        pinned.get(column.key, bindparam(f"{_LOOKED_UP}{name}", type_=column.type))
+        for name, column in columns.items()
+    )
+
+
+def _same_resource(write: GuardedWrite) -> Iterator[ColumnElement[bool]]:
+    """Return what the WHERE clause does not say yet of the columns that make the resource's name."""
+    columns = write.naming_columns()
+    for column, bind in zip(columns, write.naming or (), strict=True):
+        if bind.key in write.looked_up or is_text(column):
+            yield _is(column, bind)

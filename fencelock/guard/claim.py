@@ -40,7 +40,7 @@ from fencelock.guard._statement import TOKEN_OPTION
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table
 from fencelock.guard._write import LOCKING_READS
 from fencelock.guard.fences import FENCES
-from fencelock.guard.session import BYPASS, Tokens, writer_of
+from fencelock.guard.session import BYPASS, Tokens, roll_back, writer_of
 from fencelock.lease import check_resource
 
 T = TypeVar("T")
@@ -107,17 +107,18 @@ def claim(
     _refuse_to_discard(session, mapper, key)
     connection = _connection(session, mapper)
     for _ in range(_ROUNDS):
-        token = _token_for(connection, fenced, key)
-        if token is None:
+        naming = _naming_of(connection, fenced, key)
+        if naming is None:
             break
+        token = _token_for(connection, fenced, naming)
         if (nowait or skip_locked) and not _try_lock(connection, fenced, key, skip_locked=skip_locked):
             return None
-        _raise_fences(connection, fenced, [key], token)
+        _raise_fences(connection, fenced, [(*key, *naming)], token)
         found = _load(session, connection, model, key)
         if found is None:
             break
         if getattr(found, FENCE_COLUMN) == token:
-            _refuse_another_row(fenced, mapper, key, found)
+            _refuse_another_row(connection, fenced, naming, tuple(mapper.primary_key_from_instance(found)))
             return found
     raise NoResultFound(f"there is no {mapper.class_.__name__} with the primary key {key!r} to claim")
 
@@ -152,15 +153,15 @@ def claim_all(session: Session, statement: Select[Any]) -> list[Any]:
     if not found:
         return []
     connection = _connection(session, mapper)
-    tokens = Tokens(connection, fenced)
+    tokens = Tokens(connection, fenced, connection.get_execution_options())
     width = len(fenced.table.primary_key)
     token_of: dict[tuple[Any, ...], int] = {}
-    for row in sorted(found, key=lambda row: tuple(row[:width])):
-        values = dict(zip(resource, row[width:], strict=True))
-        token_of[tuple(row[:width])] = tokens.of_row(values) if fenced.template else tokens.of_table()
-    for token, keys in groupby(token_of, key=token_of.__getitem__):
-        _raise_fences(connection, fenced, list(keys), token)
-    return _load_claimed(session, connection, statement, fenced, token_of)
+    for row in sorted(map(tuple, found), key=lambda row: row[:width]):
+        token_of[row] = tokens.of_row(row[width:]) if fenced.template else tokens.of_table()
+    for token, rows in groupby(token_of, key=token_of.__getitem__):
+        _raise_fences(connection, fenced, list(rows), token)
+    claimed = {row[:width]: token for row, token in token_of.items()}
+    return _load_claimed(session, connection, statement, fenced, claimed)
 
 
 def gate(session: Session, resource: str | None = None) -> None:
@@ -188,9 +189,9 @@ def gate(session: Session, resource: str | None = None) -> None:
     fenced = fenced_table(FENCES)
     assert fenced is not None  # noqa: S101  it is registered where it is defined
     name = _only_resource(connection) if resource is None else check_resource(resource)
-    token = Tokens(connection, fenced).of_row({"resource": name})
+    token = _token_for(connection, fenced, (name,))
     connection.execute(_raise_or_make(connection, name, token), execution_options={"fencelock": BYPASS})
-    _raise_fences(connection, fenced, [(name,)], token)
+    _raise_fences(connection, fenced, [(name, name)], token)
 
 
 def _fenced_model(model: type[Any]) -> tuple[Mapper[Any], FencedTable]:
@@ -251,20 +252,31 @@ def _only_resource(connection: Connection) -> str:
     return next(iter(held))
 
 
-def _token_for(connection: Connection, fenced: FencedTable, key: tuple[Any, ...]) -> int | None:
-    """Return the token to claim a row with; None if the row is needed to tell and is not there.
+def _naming_of(connection: Connection, fenced: FencedTable, key: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Return the values that name a row's resource; None if the row is needed to tell and is not there.
 
-    Reading it before the claim is safe, because what a resource's name is made of never changes.
+    Reading it before the claim is safe, because what a resource's name is made of never changes, and the
+    claim compares it once more.
     """
-    tokens = Tokens(connection, fenced)
-    if fenced.template is None:
-        return tokens.of_table()
-    columns = fenced.template.columns
-    if fenced.template.in_key:
-        by_column = dict(zip(fenced.table.primary_key, key, strict=True))
-        return tokens.of_row({name: by_column[column] for name, column in columns.items()})
-    row = connection.execute(select(*columns.values()).where(_equals(fenced.table, key))).first()
-    return None if row is None else tokens.of_row(dict(zip(columns, row, strict=True)))
+    template = fenced.template
+    if template is None:
+        return ()
+    if template.in_key:
+        return _naming_in(fenced, key)
+    row = connection.execute(select(*template.columns.values()).where(_equals(fenced.table, key))).first()
+    return None if row is None else tuple(row)
+
+
+def _naming_in(fenced: FencedTable, key: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return those values where the primary key has them all."""
+    assert fenced.template is not None  # noqa: S101  only asked for tables with a template
+    by_column = dict(zip(fenced.table.primary_key, key, strict=True))
+    return tuple(by_column[column] for column in fenced.template.columns.values())
+
+
+def _token_for(connection: Connection, fenced: FencedTable, naming: tuple[Any, ...]) -> int:
+    tokens = Tokens(connection, fenced, connection.get_execution_options())
+    return tokens.of_row(naming) if fenced.template else tokens.of_table()
 
 
 def _equals(table: Table, key: Sequence[Any]) -> ColumnElement[bool]:
@@ -272,45 +284,43 @@ def _equals(table: Table, key: Sequence[Any]) -> ColumnElement[bool]:
 
 
 def _refuse_another_row(
-    fenced: FencedTable, mapper: Mapper[Any], key: tuple[Any, ...], found: object
+    connection: Connection, fenced: FencedTable, naming: tuple[Any, ...], found: tuple[Any, ...]
 ) -> None:
-    """Refuse a row whose key the database calls equal to the one asked for, and Python does not.
+    """Refuse a row whose key is another one than was asked for, because its type changes what it is given.
 
-    A collation that ignores case finds "main" where "MAIN" was asked for; their resources are two.
+    A `TypeDecorator` that lowers case finds "main" where "MAIN" was asked for; their resources are two.
     """
-    if fenced.template is not None and fenced.template.in_key:
-        asked, loaded = (
-            _resource(fenced, each) for each in (key, tuple(mapper.primary_key_from_instance(found)))
-        )
+    template = fenced.template
+    if template is not None and template.in_key:
+        asked, loaded = (template.render(each) for each in (naming, _naming_in(fenced, found)))
         if asked != loaded:
+            roll_back(connection)
             raise UnfencedWriteError(
-                f"{key!r} led to a row of {fenced.name!r} that {loaded!r} guards, not {asked!r}; lock it by "
-                f"the name that the row itself has, or give its key an exact collation"
+                f"{asked!r} was asked for and led to the row of {fenced.name!r} that {loaded!r} guards; lock "
+                f"it by the name that the row itself has"
             )
 
 
-def _resource(fenced: FencedTable, key: tuple[Any, ...]) -> str:
-    template = fenced.template
-    assert template is not None  # noqa: S101  only asked for tables with a template
-    by_column = dict(zip(fenced.table.primary_key, key, strict=True))
-    return template.render({name: by_column[column] for name, column in template.columns.items()})
-
-
 def _raise_fences(
-    connection: Connection, fenced: FencedTable, keys: Sequence[tuple[Any, ...]], token: int
+    connection: Connection, fenced: FencedTable, rows: Sequence[tuple[Any, ...]], token: int
 ) -> None:
-    """Raise the fence of rows and lock them, in this order; the guard adds the fence and the check."""
+    """Raise the fence of rows and lock them, in this order; the guard adds the fence and the check.
+
+    A row is given by its primary key and the values that name its resource.
+    """
     table = fenced.table
     unchanged = {
         column: column
         for column in table.c
         if (column.onupdate is not None or column.server_onupdate is not None) and column.computed is None
     }
-    names = [f"key_{number}" for number in range(len(table.primary_key))]
-    matches = (column == bindparam(name) for column, name in zip(table.primary_key, names, strict=True))
+    naming = fenced.template.columns.values() if fenced.template else ()
+    columns = (*table.primary_key, *naming)
+    names = [f"key_{number}" for number in range(len(columns))]
+    matches = (column == bindparam(name) for column, name in zip(columns, names, strict=True))
     connection.execute(
         update(table).where(*matches).values(unchanged),
-        [dict(zip(names, key, strict=True)) for key in keys],
+        [dict(zip(names, row, strict=True)) for row in rows],
         execution_options={TOKEN_OPTION: token},
     )
 

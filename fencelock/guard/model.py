@@ -1,4 +1,4 @@
-"""The mixins that make a model fenced, and what happens when SQLAlchemy maps such a class.
+"""The mixins that make a model fenced.
 
 There are two mixins because one cannot serve both worlds: on a `MappedAsDataclass` base SQLAlchemy wants the
 fields of mixins to be dataclass fields, and a dataclass mixin would turn plain models into dataclasses, which
@@ -7,24 +7,14 @@ are unhashable.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, ClassVar, Final
-from weakref import ref
 
-from sqlalchemy import BigInteger, Column, Table, event, text
+from sqlalchemy import BigInteger, Column, event, text
 from sqlalchemy.orm import Mapped, MappedAsDataclass, Mapper, mapped_column
 
 from fencelock.guard._install import install
-from fencelock.guard._tables import (
-    FENCE_COLUMN,
-    FENCE_MARK,
-    FencedTable,
-    ResourceTemplate,
-    fenced_table,
-    register,
-    register_sub_table,
-)
-from fencelock.guard.session import watch_mapper
+from fencelock.guard._mapping import on_mapped
+from fencelock.guard._tables import FENCE_COLUMN, FENCE_MARK
 
 _AT_THE_END: Final = 1000
 
@@ -48,10 +38,14 @@ class FencedModel:
     by the lease's token when it is written.
 
     Set `__fence_resource__` to say which lease guards a row: a format string over columns of the fenced
-    table, which must never change. Without it, one and the same resource guards the whole table.
+    table, which must never change, and whose values the database gives back as they were given to it (no
+    type that changes case, say). Without it, one and the same resource guards the whole table.
 
     What it does not promise: that a value read before the row was claimed is still true (see `claim`), and
-    that a stale holder cannot INSERT, since a new row has no fence to compare with (see `gate`).
+    that a stale holder cannot INSERT, since a new row has no fence to compare with (see `gate`). What the
+    database does by itself goes unseen: foreign keys with ON DELETE CASCADE or SET NULL, triggers, stored
+    functions. A link in a many-to-many table is guarded where it changes a relationship of the fenced model
+    (or one with `back_populates` to it); changed from the other side alone, it belongs to the other model.
 
     Example:
         ```python
@@ -64,7 +58,8 @@ class FencedModel:
 
     Raises:
         ValueError: when the class is mapped, if `__fence_resource__` names what is no column of its table,
-            or the table has no column `last_fencing_token`.
+            names one of a type whose equal values are written in several ways, or the table has no column
+            `last_fencing_token` or the model calls it something else.
     """
 
     __fence_resource__: ClassVar[str | None] = None
@@ -101,42 +96,8 @@ class FencedDataclassModel(MappedAsDataclass):
 
 
 def _on_mapped(mapper: Mapper[Any], model: type[Any]) -> None:
-    """Make the tables of a freshly mapped model known to the guard."""
-    base = _base_table(mapper, model)
-    fenced = fenced_table(base)
-    template = _template(mapper, model, base)
-    if fenced is None or fenced.mapper is None:
-        fenced = register(FencedTable(base, template, ref(mapper.base_mapper)))
-    elif (template and template.text) != (fenced.template and fenced.template.text):
-        raise ValueError(
-            f"{model.__name__}.__fence_resource__ differs from that of another model of table "
-            f"{base.name!r}; the same rows cannot be guarded by two resources"
-        )
-    for table in mapper.tables:
-        if isinstance(table, Table) and table is not base:
-            register_sub_table(table, fenced)
     install()
-    watch_mapper(mapper, fenced)
-
-
-def _base_table(mapper: Mapper[Any], model: type[Any]) -> Table:
-    for table in mapper.tables:
-        if isinstance(table, Table) and FENCE_COLUMN in table.c:
-            table.c[FENCE_COLUMN].info.update(FENCE_MARK)
-            return table
-    raise ValueError(
-        f"{model.__name__} is a FencedModel, but its table {mapper.local_table.description!r} has no column "
-        f"{FENCE_COLUMN!r}; add it with a migration (op.add_fence) and to the Table (fence_column())"
-    )
-
-
-def _template(mapper: Mapper[Any], model: type[Any], base: Table) -> ResourceTemplate | None:
-    template = model.__fence_resource__
-    if template is None:
-        return None
-    columns: Iterable[tuple[str, Any]] = mapper.columns.items()  # column_attrs would configure the mappers
-    attributes = {name: column for name, column in columns if getattr(column, "table", None) is base}
-    return ResourceTemplate.parse(template, attributes, model.__name__)
+    on_mapped(mapper, model)
 
 
 for _mixin in (FencedModel, FencedDataclassModel):

@@ -19,16 +19,18 @@ from sqlalchemy.engine import Connection, ExceptionContext
 
 from fencelock.errors import FenceError, UnfencedWriteError
 from fencelock.guard._statement import TOKEN_BIND
-from fencelock.guard._tables import FENCE_COLUMN, fenced_names, fenced_table
+from fencelock.guard._tables import FENCE_COLUMN, fenced_names, fenced_table, underlying
 from fencelock.guard.session import BYPASS
 
 _WRITES: Final = re.compile(
     r"\b(?:delete|(?:insert|merge|replace|truncate)(?! ?\()|(?<!for )(?<!no key )update)\b"
-    r"|^(?:call|copy|do|load)\b",
+    r"|(?:^|;|\*/) ?(?:call|copy|do|load)\b",
     re.IGNORECASE,
 )
+_LINE_COMMENT: Final = re.compile(r"(?:--|#).*")
+"""A comment that ends with "for" must not make the UPDATE in the next line look like a locking read."""
 _MISSING_COLUMN: Final = re.compile(
-    r"no such column|no column named|unknown column|does not exist|undefined column", re.IGNORECASE
+    r"no such column|no column named|unknown column|column .* does not exist|undefined column", re.IGNORECASE
 )
 
 
@@ -51,13 +53,13 @@ def before_cursor_execute(
         _refuse_text(statement)
     elif compiled.isupdate or compiled.isdelete or compiled.isinsert:
         _refuse_unguarded(compiled)
-    elif not statement.startswith("SELECT"):
+    elif ";" in statement or not statement.startswith("SELECT"):
         _refuse_writing_ctes(compiled)
         _refuse_text(statement)
 
 
 def _refuse_text(statement: str) -> None:
-    text = " ".join(statement.split())
+    text = " ".join(_LINE_COMMENT.sub(r"\g<0> ;", statement).split())
     table = _mentioned(text, tuple(fenced_names()))
     if table is not None and _WRITES.search(text):
         raise UnfencedWriteError(
@@ -95,9 +97,10 @@ def _refuse_unguarded(compiled: Any) -> None:
 def _refuse_writing_ctes(compiled: Any) -> None:
     for cte in getattr(compiled, "ctes", None) or ():
         element = cte.element
-        if getattr(element, "is_dml", False) and _mentioned(element.table.name, tuple(fenced_names())):
+        table = underlying(getattr(element, "table", None))
+        if getattr(element, "is_dml", False) and table.name.lower() in fenced_names():
             raise UnfencedWriteError(
-                f"a write to the fenced table {element.table.name!r} inside a WITH clause cannot be guarded; "
+                f"a write to the fenced table {table.name!r} inside a WITH clause cannot be guarded; "
                 f"make it a statement of its own"
             )
 

@@ -20,19 +20,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import Insert
+from sqlalchemy import Delete, Insert, Update
 from sqlalchemy.engine import Connection, CursorResult
 from sqlalchemy.sql import ClauseElement
+from sqlalchemy.sql.lambdas import LambdaElement
 
 from fencelock.errors import UnfencedWriteError
 from fencelock.guard._insert import stamp_insert
-from fencelock.guard._statement import Row, refuse_foreign_assignments
+from fencelock.guard._statement import TOKEN_OPTION, Row, refuse_foreign_assignments
 from fencelock.guard._tables import FencedTable, fenced_table, impersonates_fenced, sub_table_of, underlying
 from fencelock.guard._write import GuardedWrite, guard
-from fencelock.guard.session import BYPASS, in_unit_of_work, roll_back
+from fencelock.guard.session import BYPASS, in_unit_of_work, refuse_autocommit, roll_back
 
-_guarded: WeakKeyDictionary[ClauseElement, tuple[Any, GuardedWrite]] = WeakKeyDictionary()
-"""By statement, its guarded form: SQLAlchemy's own statements are the same objects at each flush."""
+_guarded: WeakKeyDictionary[ClauseElement, dict[bool, tuple[Any, GuardedWrite]]] = WeakKeyDictionary()
+"""By statement, its guarded form with and without an explicit token.
+
+SQLAlchemy's own statements are the same objects at each flush.
+"""
 
 _writes: WeakKeyDictionary[ClauseElement, GuardedWrite] = WeakKeyDictionary()
 """By guarded form, what is known of it. It must not refer to its key, or nothing here would ever end."""
@@ -48,20 +52,18 @@ def before_execute(
     """Guard a statement on its way to the database, or refuse it."""
     if not getattr(statement, "is_dml", False) or _bypassed(options):
         return statement, multiparams, params
+    if isinstance(statement, LambdaElement):
+        statement = statement._resolved  # noqa: SLF001  no public way
     fenced = fenced_table(statement.table)
     if fenced is None:
-        _refuse_unguardable(connection, statement)
+        _refuse_unguardable(connection, statement, options)
         return statement, multiparams, params
-    _refuse_autocommit(connection, options, fenced)
+    refuse_autocommit(connection, options, fenced)
     rows = multiparams or [params]
     if isinstance(statement, Insert):
         statement, rows = stamp_insert(connection, statement, fenced, rows, options)
     else:
-        found = _guarded.get(statement)
-        if found is None:
-            found = _guarded[statement] = guard(statement, fenced)
-            _writes[found[0]] = found[1]
-        statement, write = found
+        statement, write = _guard_once(statement, fenced, explicit=TOKEN_OPTION in options)
         rows = write.stamp(connection, rows, options)
     return (statement, rows, {}) if multiparams else (statement, [], rows[0])
 
@@ -82,12 +84,24 @@ def after_execute(  # noqa: PLR0917  SQLAlchemy's signature
         fenced = fenced_table(statement.table)
         if fenced is None:
             return
-        _, write = guard(statement, fenced)
-    stale = write.refused(connection, multiparams or [params], options, result)
-    if stale is not None:
+        _, write = guard(statement, fenced, explicit=TOKEN_OPTION in options)
+    refusal = write.refused(connection, multiparams or [params], options, result)
+    if refusal is not None:
         result.close()
         roll_back(connection)
-        raise stale
+        raise refusal
+
+
+def _guard_once(
+    statement: Update | Delete, fenced: FencedTable, *, explicit: bool
+) -> tuple[Update | Delete, GuardedWrite]:
+    """Return the statement with the condition, as it was made the last time where there was one."""
+    known = _guarded.setdefault(statement, {})
+    found = known.get(explicit)
+    if found is None:
+        found = known[explicit] = guard(statement, fenced, explicit=explicit)
+        _writes[found[0]] = found[1]
+    return found
 
 
 def _bypassed(options: Mapping[str, Any]) -> bool:
@@ -97,12 +111,12 @@ def _bypassed(options: Mapping[str, Any]) -> bool:
     return choice is not None
 
 
-def _refuse_unguardable(connection: Connection, statement: Any) -> None:
+def _refuse_unguardable(connection: Connection, statement: Any, options: Mapping[str, Any]) -> None:
     """Refuse a write to a table that is not fenced itself but reaches a fenced one's rows."""
     table = statement.table
     base = sub_table_of(table)
     if base is not None:
-        if not in_unit_of_work(connection):
+        if not in_unit_of_work(connection, base, options):
             raise UnfencedWriteError(
                 f"{table.name!r} holds part of the rows of {base.name!r}, where their fence is; change such "
                 f"rows through their objects, so that the unit of work writes both tables"
@@ -110,15 +124,7 @@ def _refuse_unguardable(connection: Connection, statement: Any) -> None:
     elif impersonates_fenced(table):
         raise UnfencedWriteError(
             f"this Table object is named {underlying(table).name!r} like a fenced table, but is not the one "
-            f"that the guard knows; use the model's __table__"
+            f"that the guard knows; use the model's __table__; or, if it is the table of another database, "
+            f'execution_options(fencelock="bypass")'
         )
     refuse_foreign_assignments(statement)
-
-
-def _refuse_autocommit(connection: Connection, options: Mapping[str, Any], fenced: FencedTable) -> None:
-    level = options.get("isolation_level") or getattr(connection.dialect, "_on_connect_isolation_level", None)
-    if level == "AUTOCOMMIT":
-        raise UnfencedWriteError(
-            f"a write to {fenced.name!r} needs a transaction: on an AUTOCOMMIT connection the rows before a "
-            f"refused one would stay written"
-        )

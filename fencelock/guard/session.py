@@ -16,8 +16,8 @@ statement is decided once more, and finally, when the statement is rewritten.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from sqlalchemy import event
@@ -92,14 +92,17 @@ class Writer:
     """What one database transaction writes under.
 
     Attributes:
-        session: the session that the transaction belongs to, if any.
+        session: the session that the transaction belongs to, if any; the one that flushed last, where
+            several share a connection.
+        has_transaction: whether the driver was seen to hold a transaction open.
         remembered: the leases it was written under so far, by resource.
     """
 
-    __slots__ = ("_bound_before", "remembered", "session")
+    __slots__ = ("_bound_before", "has_transaction", "remembered", "session")
 
     def __init__(self) -> None:
         self.session: ReferenceType[Session] | None = None
+        self.has_transaction = False
         self.remembered: dict[str, Lease] = {}
         self._bound_before: tuple[Lease, ...] | None = None
 
@@ -134,17 +137,56 @@ def writer_of(connection: Connection) -> Writer:
     return writer
 
 
+def refuse_autocommit(connection: Connection, options: Mapping[str, Any], fenced: FencedTable) -> None:
+    """Refuse a connection without transactions, whether SQLAlchemy or only the driver knows of it.
+
+    Raises:
+        UnfencedWriteError: if each statement would be committed by itself.
+    """
+    writer = writer_of(connection)
+    level = options.get("isolation_level") or getattr(connection.dialect, "_on_connect_isolation_level", None)
+    if level != "AUTOCOMMIT" and not writer.has_transaction:
+        commits_by_itself = _COMMITS_BY_ITSELF.get(connection.dialect.name, lambda _: False)
+        writer.has_transaction = not commits_by_itself(connection.connection.dbapi_connection)
+    if level == "AUTOCOMMIT" or not writer.has_transaction:
+        raise UnfencedWriteError(
+            f"a write to {fenced.name!r} needs a transaction: on an AUTOCOMMIT connection the rows before a "
+            f"refused one would stay written"
+        )
+
+
+def _mysql_commits_by_itself(driver: Any) -> bool:
+    ask = getattr(driver, "get_autocommit", None)
+    return ask is not None and bool(ask())
+
+
+def _sqlite_commits_by_itself(driver: Any) -> bool:
+    """Tell whether nobody begins a transaction: neither the driver nor a listener for "begin"."""
+    if getattr(driver, "autocommit", None) is True:  # from Python 3.12
+        return True
+    return getattr(driver, "isolation_level", "") is None and not driver.in_transaction
+
+
+_COMMITS_BY_ITSELF: Final[Mapping[str, Callable[[Any], bool]]] = {
+    "mysql": _mysql_commits_by_itself,
+    "mariadb": _mysql_commits_by_itself,
+    "postgresql": lambda driver: getattr(driver, "autocommit", None) is True,
+    "sqlite": _sqlite_commits_by_itself,
+}
+
+
 class Tokens:
     """The tokens for the rows of one statement: resolves, checks and remembers each lease once."""
 
-    __slots__ = ("_candidates", "_connection", "_found", "_of_table", "_writer", "fenced")
+    __slots__ = ("_candidates", "_connection", "_found", "_of_table", "_options", "_writer", "fenced")
 
-    def __init__(self, connection: Connection, fenced: FencedTable) -> None:
+    def __init__(self, connection: Connection, fenced: FencedTable, options: Mapping[str, Any]) -> None:
         self.fenced = fenced
         self._connection = connection
+        self._options = options
         self._writer = writer_of(connection)
         self._candidates = self._writer.candidates(connection)
-        self._found: dict[str, int] = {}
+        self._found: dict[tuple[Any, ...], int] = {}
         self._of_table: int | None = None
         if not self._candidates:
             raise UnfencedWriteError(
@@ -171,30 +213,35 @@ class Tokens:
                 f"to {self.fenced.name!r}; say which with __fence_resource__, or bind() one of them"
             )
         (lease,) = self._candidates.values()
-        self.fenced.fix(self._connection.dialect, lease.resource)
+        translated = self._options.get("schema_translate_map") or {}
+        schema = self.fenced.table.schema
+        self.fenced.fix(self._connection.dialect, translated.get(schema, schema), lease.resource)
         self._of_table = self._use(lease)
         return self._of_table
 
-    def of_row(self, values: Mapping[str, Any]) -> int:
-        """Return the token of the resource that guards the row with these values.
+    def of_row(self, values: tuple[Any, ...]) -> int:
+        """Return the token of the resource that guards the row with these values, as the template has them.
 
         Raises:
             UnfencedWriteError: if that resource's lease is not among those held.
             LockLostError: if the lease is known to be lost.
         """
+        token = self._found.get(values)
+        if token is None:
+            token = self._found[values] = self._look_up(values)
+        return token
+
+    def _look_up(self, values: tuple[Any, ...]) -> int:
         template = self.fenced.template
         assert template is not None  # noqa: S101  callers ask of_table() otherwise
         resource = template.render(values)
-        token = self._found.get(resource)
-        if token is None:
-            lease = self._candidates.get(resource)
-            if lease is None:
-                raise UnfencedWriteError(
-                    f"this write to {self.fenced.name!r} needs the lease of {resource!r}, and held are "
-                    f"{', '.join(map(repr, self._candidates))}; acquire fenced_lock({resource!r}) around it"
-                )
-            token = self._found[resource] = self._use(lease)
-        return token
+        lease = self._candidates.get(resource)
+        if lease is None:
+            raise UnfencedWriteError(
+                f"this write to {self.fenced.name!r} needs the lease of {resource!r}, and held are "
+                f"{', '.join(map(repr, self._candidates))}; acquire fenced_lock({resource!r}) around it"
+            )
+        return self._use(lease)
 
     def _use(self, lease: Lease) -> int:
         lease.check()
@@ -202,36 +249,49 @@ class Tokens:
         return lease.fencing_token
 
 
-def row_of(
-    connection: Connection, fenced: FencedTable, identity: tuple[Any, ...]
-) -> Mapping[str, Any] | None:
-    """Return the template's values of a row that the session knows, as they were loaded; None if unknown."""
+def rows_known_to(
+    connection: Connection, fenced: FencedTable
+) -> Callable[[tuple[Any, ...]], tuple[Any, ...] | None]:
+    """Return how to look up, by primary key, the template's values of a row that the session knows.
+
+    They are those that were loaded, whatever has been assigned since; None for an unknown row.
+    """
     session = writer_of(connection).owner()
     mapper = fenced.mapper() if fenced.mapper else None
     if session is None or mapper is None:
-        return None
-    instance = session.identity_map.get(mapper.identity_key_from_primary_key(identity))
-    if instance is not None:
-        return _template_values(fenced, instance._sa_instance_state)  # noqa: SLF001  what inspect() returns
-    for state in _flushes[session].unsaved if session in _flushes else ():
-        if tuple(mapper.primary_key_from_instance(state.obj())) == identity:
-            return _template_values(fenced, state)
-    return None
-
-
-def _template_values(fenced: FencedTable, state: InstanceState[Any]) -> Mapping[str, Any] | None:
-    """Return the values that make the resource's name, as they were loaded; None where one is not known."""
+        return lambda _identity: None
+    flush = _flushes.get(session) if session._flushing else None  # noqa: SLF001  no public way to ask
+    known = flush.known.get(fenced, {}) if flush else {}
     assert fenced.template is not None  # noqa: S101  only asked for tables with a template
-    values: dict[str, Any] = {}
-    for name in fenced.template.columns:
-        if state.key is not None and name in state.committed_state:
-            value = state.committed_state[name]
-        else:
-            value = getattr(state.obj(), name)
+    names = tuple(fenced.template.columns)
+
+    def values_of(identity: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        values = known.get(identity)
+        if values is not None:
+            return values
+        instance = session.identity_map.get(mapper.identity_key_from_primary_key(identity))
+        if instance is not None:
+            return _loaded_values(names, instance._sa_instance_state)  # noqa: SLF001  what inspect() returns
+        for state in flush.unsaved if flush else ():
+            if tuple(mapper.primary_key_from_instance(state.obj())) == identity:
+                return _loaded_values(names, state)
+        return None
+
+    return values_of
+
+
+def _loaded_values(names: tuple[str, ...], state: InstanceState[Any]) -> tuple[Any, ...] | None:
+    """Return attributes as they were loaded, or None where one is not known."""
+    assigned, current = state.committed_state if state.key is not None else {}, state.dict
+    values = []
+    for name in names:
+        value = assigned[name] if name in assigned else current.get(name)
+        if value is None:
+            value = getattr(state.obj(), name)  # expired, deferred, or not there yet
         if value is None or value is NO_VALUE:
             return None
-        values[name] = value
-    return values
+        values.append(value)
+    return tuple(values)
 
 
 def roll_back(connection: Connection) -> None:
@@ -250,31 +310,46 @@ def roll_back(connection: Connection) -> None:
             of_session.rollback()
 
 
-def in_unit_of_work(connection: Connection) -> bool:
-    """Tell whether a flush is executing its statements; bulk operations are no flush."""
+def in_unit_of_work(connection: Connection, fenced: FencedTable, options: Mapping[str, Any]) -> bool:
+    """Tell whether a flush is executing a statement of its own on the rows of a fenced model.
+
+    Bulk operations are no flush, and what listeners execute during one is not the flush's.
+    """
     session = writer_of(connection).owner()
-    return session is not None and session._warn_on_events  # noqa: SLF001  SQLAlchemy has no public way to ask
+    mapper = fenced.mapper() if fenced.mapper else None
+    return (
+        session is not None
+        and mapper is not None
+        and session._warn_on_events  # noqa: SLF001  SQLAlchemy has no public way to ask
+        and options.get("compiled_cache") is mapper.base_mapper._compiled_cache  # noqa: SLF001  the same
+    )
 
 
 class _Flush:
     """What one flush has found out so far.
 
     Attributes:
+        known: by table and primary key, the template's values of rows about to be written.
         unsaved: new objects, for tables whose resources cannot be told from the key alone.
     """
 
-    __slots__ = ("_tokens", "unsaved")
+    __slots__ = ("_session", "_tokens", "known", "unsaved")
 
-    def __init__(self) -> None:
+    def __init__(self, session: Session) -> None:
+        self._session = ref(session)
         self._tokens: dict[tuple[FencedTable, Connection], Tokens | None] = {}
+        self.known: dict[FencedTable, dict[tuple[Any, ...], tuple[Any, ...]]] = {}
         self.unsaved: list[InstanceState[Any]] = []
 
     def tokens(self, fenced: FencedTable, connection: Connection) -> Tokens | None:
         """Return the tokens for rows of a table, or None where the connection bypasses the guard."""
         key = (fenced, connection)
         if key not in self._tokens:
-            bypassed = connection.get_execution_options().get("fencelock") == BYPASS
-            self._tokens[key] = None if bypassed else Tokens(connection, fenced)
+            writer_of(connection).session = self._session  # another one may have joined the transaction
+            options = connection.get_execution_options()
+            bypassed = options.get("fencelock") == BYPASS
+            self._tokens[key] = None if bypassed else Tokens(connection, fenced, options)
+            self.known.setdefault(fenced, {})
         return self._tokens[key]
 
 
@@ -286,7 +361,7 @@ def _on_begin(session: Session, _transaction: object, connection: Connection) ->
 
 
 def _on_flush(session: Session, *_: object) -> None:
-    _flushes[session] = _Flush()
+    _flushes[session] = _Flush(session)
 
 
 def _on_flushed(session: Session, *_: object) -> None:
@@ -306,46 +381,66 @@ def watch_mapper(mapper: Mapper[Any], fenced: FencedTable) -> None:
     The mapper's events are used, not the session's `before_flush`: they see also what other listeners and
     cascades have added to the flush, for each object, just before its columns are looked at.
     """
-    columns: Iterable[tuple[str, Any]] = mapper.columns.items()
-    in_row = frozenset(
-        key
-        for key, column in columns
-        if key != FENCE_COLUMN and getattr(column, "table", None) is fenced.table
-    )
+    watch = _Watch(mapper, fenced)
+    event.listen(mapper, "before_insert", watch.on_insert, raw=True)
+    event.listen(mapper, "before_update", watch.on_update, raw=True)
+    event.listen(mapper, "before_delete", watch.on_delete, raw=True)
 
-    def on_insert(_mapper: object, connection: Connection, state: InstanceState[Any]) -> None:
+
+class _Watch:
+    """Stamps the objects of one mapper, and notes which resource guards each of them."""
+
+    __slots__ = ("_fenced", "_in_row", "_looked_up", "_naming")
+
+    def __init__(self, mapper: Mapper[Any], fenced: FencedTable) -> None:
+        columns: Iterable[tuple[str, Any]] = mapper.columns.items()
+        own = {column: key for key, column in columns if getattr(column, "table", None) is fenced.table}
+        template = fenced.template
+        self._fenced = fenced
+        self._in_row = frozenset(own.values()) - {FENCE_COLUMN}
+        self._naming = tuple(own[column] for column in template.columns.values()) if template else ()
+        self._looked_up = template is not None and not template.in_key
+
+    def on_insert(self, _mapper: object, connection: Connection, state: InstanceState[Any]) -> None:
         flush = _flush_of(state)
-        if fenced.template and not fenced.template.in_key:
+        if self._looked_up:
             flush.unsaved.append(state)
-        tokens = flush.tokens(fenced, connection)
-        if tokens is not None:
-            state.dict[FENCE_COLUMN] = _token_of(tokens, state)
+        token = self._token_for(flush, connection, state)
+        if token is not None:
+            state.dict[FENCE_COLUMN] = token
 
-    def on_update(_mapper: object, connection: Connection, state: InstanceState[Any]) -> None:
-        writes_row = _writes_row(state, in_row)
+    def on_update(self, _mapper: object, connection: Connection, state: InstanceState[Any]) -> None:
+        writes_row = _writes_row(state, self._in_row)
         if not writes_row and not _has_changed(state):
             return
-        tokens = _flush_of(state).tokens(fenced, connection)
-        if tokens is not None:
-            state.dict[FENCE_COLUMN] = _token_of(tokens, state)
+        token = self._token_for(_flush_of(state), connection, state)
+        if token is not None:
+            state.dict[FENCE_COLUMN] = token
             if not writes_row:
                 state.committed_state[FENCE_COLUMN] = NO_VALUE  # it looks changed, so the row is written
 
-    event.listen(mapper, "before_insert", on_insert, raw=True)
-    event.listen(mapper, "before_update", on_update, raw=True)
+    def on_delete(self, _mapper: object, connection: Connection, state: InstanceState[Any]) -> None:
+        self._token_for(_flush_of(state), connection, state)
+
+    def _token_for(self, flush: _Flush, connection: Connection, state: InstanceState[Any]) -> int | None:
+        """Return the token to write an object with; None where the connection bypasses the guard."""
+        tokens = flush.tokens(self._fenced, connection)
+        if tokens is None:
+            return None
+        if self._fenced.template is None:
+            return tokens.of_table()
+        values = _loaded_values(self._naming, state)
+        if values is None:
+            return 0
+        if self._looked_up and state.key is not None:
+            flush.known[self._fenced][state.key[1]] = values
+        return tokens.of_row(values)
 
 
 def _flush_of(state: InstanceState[Any]) -> _Flush:
     session = state.session
     assert session is not None  # noqa: S101  an object that is being flushed has a session
     return _flushes[session]
-
-
-def _token_of(tokens: Tokens, state: InstanceState[Any]) -> int:
-    if tokens.fenced.template is None:
-        return tokens.of_table()
-    values = _template_values(tokens.fenced, state)
-    return 0 if values is None else tokens.of_row(values)
 
 
 def _writes_row(state: InstanceState[Any], in_row: frozenset[str]) -> bool:

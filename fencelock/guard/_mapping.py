@@ -1,0 +1,82 @@
+"""What happens when SQLAlchemy maps a class to a fenced table, by a mixin or without one.
+
+Apart from `model` because classes without the mixin count too: whoever maps a `Table` with a `fence_column()`
+shall have collections, links and joined sub-tables guarded like everybody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+from weakref import ref
+
+from sqlalchemy import Table
+from sqlalchemy.orm import Mapper
+
+from fencelock.guard._tables import (
+    FENCE_COLUMN,
+    FENCE_MARK,
+    FencedTable,
+    ResourceTemplate,
+    fenced_table,
+    register,
+    register_sub_table,
+)
+from fencelock.guard.session import watch_mapper
+
+
+def on_any_mapped(mapper: Mapper[Any], model: type[Any]) -> None:
+    """Make the tables of a model without the mixin known, if one of them is fenced."""
+    if not hasattr(model, "__fence_resource__") and any(map(fenced_table, mapper.tables)):
+        on_mapped(mapper, model)
+
+
+def on_mapped(mapper: Mapper[Any], model: type[Any]) -> None:
+    """Make the tables of a freshly mapped model known to the guard."""
+    base = _base_table(mapper, model)
+    _refuse_another_name(mapper, model)
+    fenced = fenced_table(base)
+    template = _template(mapper, model, base, fenced)
+    if fenced is None or fenced.mapper is None:
+        fenced = register(FencedTable(base, template, ref(mapper.base_mapper)))
+    elif (template and template.text) != (fenced.template and fenced.template.text):
+        raise ValueError(
+            f"{model.__name__}.__fence_resource__ differs from that of another model of table "
+            f"{base.name!r}; the same rows cannot be guarded by two resources"
+        )
+    for table in mapper.tables:
+        if isinstance(table, Table) and table is not base:
+            register_sub_table(table, fenced)
+    watch_mapper(mapper, fenced)
+
+
+def _base_table(mapper: Mapper[Any], model: type[Any]) -> Table:
+    for table in mapper.tables:
+        if isinstance(table, Table) and FENCE_COLUMN in table.c:
+            table.c[FENCE_COLUMN].info.update(FENCE_MARK)
+            return table
+    raise ValueError(
+        f"{model.__name__} is a FencedModel, but its table {mapper.local_table.description!r} has no column "
+        f"{FENCE_COLUMN!r}; add it with a migration (op.add_fence) and to the Table (fence_column())"
+    )
+
+
+def _refuse_another_name(mapper: Mapper[Any], model: type[Any]) -> None:
+    if FENCE_COLUMN not in mapper.columns:
+        raise ValueError(
+            f"{model.__name__} maps the column {FENCE_COLUMN!r} under another name, or not at all; the guard "
+            f"stamps objects through the attribute of this very name"
+        )
+
+
+def _template(
+    mapper: Mapper[Any], model: type[Any], base: Table, known: FencedTable | None
+) -> ResourceTemplate | None:
+    if not hasattr(model, "__fence_resource__"):
+        return known.template if known else None
+    template = model.__fence_resource__
+    if template is None:
+        return None
+    columns: Iterable[tuple[str, Any]] = mapper.columns.items()  # column_attrs would configure the mappers
+    attributes = {name: column for name, column in columns if getattr(column, "table", None) is base}
+    return ResourceTemplate.parse(template, attributes, model.__name__)

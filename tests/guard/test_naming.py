@@ -1,0 +1,377 @@
+"""The lease that a statement names is the one that guards the row, whatever the database calls equal."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import (
+    Dialect,
+    Engine,
+    Numeric,
+    String,
+    TypeDecorator,
+    bindparam,
+    create_engine,
+    delete,
+    insert,
+    lambda_stmt,
+    select,
+    text,
+    update,
+)
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.exc import DBAPIError, NoResultFound
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, make_transient_to_detached, mapped_column
+from sqlalchemy.orm.attributes import set_committed_value
+from sqlalchemy.orm.exc import StaleDataError
+
+from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
+from fencelock.guard import FencedModel, bind, claim, execute_fenced, fenced_delete, fenced_update
+from fencelock.lease import Lease
+
+
+class Base(DeclarativeBase):
+    """The models of this file."""
+
+
+class Lowered(TypeDecorator[str]):
+    """Text that is stored in lower case, as types for e-mail addresses do."""
+
+    impl = String(40)
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:  # noqa: ARG002
+        """Lower what is sent."""
+        return value and value.lower()
+
+
+_LOOSE = (
+    String(40)
+    .with_variant(sqlite.VARCHAR(40, collation="NOCASE"), "sqlite")
+    .with_variant(postgresql.CITEXT(), "postgresql")
+)  # and MariaDB's default, which ignores case, accents and spaces at the end
+
+
+class Stock(FencedModel, Base):
+    """Guarded by text that is its key, compared loosely."""
+
+    __tablename__ = "na_stock"
+    __fence_resource__ = "stock:{sku}!"
+    sku: Mapped[str] = mapped_column(_LOOSE, primary_key=True)
+    count: Mapped[int] = mapped_column(default=0)
+
+
+class Part(FencedModel, Base):
+    """Guarded by text outside its key, compared loosely."""
+
+    __tablename__ = "na_parts"
+    __fence_resource__ = "stock:{sku}!"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    sku: Mapped[str] = mapped_column(_LOOSE)
+    count: Mapped[int] = mapped_column(default=0)
+
+
+class Order(FencedModel, Base):
+    """Guarded by a number that is its key."""
+
+    __tablename__ = "na_orders"
+    __fence_resource__ = "order:{id}"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    shop: Mapped[int] = mapped_column(default=1)
+
+
+class Shelf(FencedModel, Base):
+    """Guarded by a number outside its key."""
+
+    __tablename__ = "na_shelves"
+    __fence_resource__ = "shop:{shop}"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    shop: Mapped[int]
+    count: Mapped[int] = mapped_column(default=0)
+
+
+class Document(FencedModel, Base):
+    """Guarded by a UUID."""
+
+    __tablename__ = "na_documents"
+    __fence_resource__ = "document:{id}"
+    id: Mapped[uuid.UUID] = mapped_column(primary_key=True)
+    pages: Mapped[int] = mapped_column(default=0)
+
+
+class Account(FencedModel, Base):
+    """Guarded by text that its type changes."""
+
+    __tablename__ = "na_accounts"
+    __fence_resource__ = "account:{mail}"
+    mail: Mapped[str] = mapped_column(Lowered, primary_key=True)
+
+
+MODELS: tuple[type[Any], ...] = (Stock, Part, Order, Shelf, Document, Account)
+KEY = uuid.UUID("A0EEBC99-9C0B-4EF8-BB6D-6BB9BD380A11")
+
+
+@pytest.fixture(scope="module")
+def _tables(shared_url: str) -> None:
+    engine = create_engine(shared_url)
+    if engine.dialect.name == "postgresql":
+        known = "SELECT count(*) FROM pg_available_extensions WHERE name = 'citext'"
+        with engine.begin() as connection:
+            there = connection.scalar(text(known))
+            connection.execute(text("CREATE EXTENSION citext" if there else "CREATE DOMAIN citext AS text"))
+    Base.metadata.create_all(engine)
+    engine.dispose()
+
+
+@pytest.fixture
+def engine(shared_engine: Engine, _tables: None) -> Engine:
+    """An engine on a database with one row in each table; the fences are 5."""
+    with shared_engine.execution_options(fencelock="bypass").begin() as connection:
+        for model in MODELS:
+            connection.execute(delete(model))
+        fence = {"last_fencing_token": 5}
+        connection.execute(insert(Stock), {"sku": "abc", **fence})
+        connection.execute(insert(Part), {"id": 1, "sku": "abc", **fence})
+        connection.execute(insert(Order), {"id": 1, **fence})
+        connection.execute(insert(Shelf), {"id": 1, "shop": 1, **fence})
+        connection.execute(insert(Document), {"id": KEY, **fence})
+        connection.execute(insert(Account), {"mail": "a@b", **fence})
+    return shared_engine
+
+
+@pytest.fixture
+def session(engine: Engine) -> Iterator[Session]:
+    """A session on it."""
+    with Session(engine) as made:
+        yield made
+
+
+def fences(engine: Engine) -> list[int]:
+    """Read the fence of every row."""
+    with engine.connect() as connection:
+        return [
+            fence for model in MODELS for fence in connection.scalars(select(model.last_fencing_token)).all()
+        ]
+
+
+BY_NAME: dict[str, Callable[[Session, str], object]] = {
+    "fenced_update": lambda s, sku: execute_fenced(
+        s.connection(), fenced_update(Stock).where(Stock.sku == sku).values(count=9)
+    ),
+    "fenced_delete": lambda s, sku: execute_fenced(s, fenced_delete(Stock).where(Stock.sku == sku)),
+    "update": lambda s, sku: s.execute(update(Stock).where(Stock.sku == sku).values(count=9)),
+    "update, more criteria": lambda s, sku: s.execute(
+        update(Stock).where(Stock.sku == sku, Stock.count < 7).values(count=9)
+    ),
+    "update, outside the key": lambda s, sku: s.execute(update(Part).where(Part.sku == sku).values(count=9)),
+    "update, several rows": lambda s, sku: s.execute(
+        update(Part).where(Part.sku == sku, Part.id < 7).values(count=9)
+    ),
+    "update, key list": lambda s, sku: s.execute(update(Stock), [{"sku": sku, "count": 9}]),
+    "executemany": lambda s, sku: s.connection().execute(
+        update(Stock.__table__).where(Stock.__table__.c.sku == bindparam("b")),  # type: ignore[arg-type]
+        [{"b": sku, "count": 9}],
+    ),
+    "delete": lambda s, sku: s.execute(delete(Stock).where(Stock.sku == sku)),
+    "Query.update": lambda s, sku: s.query(Stock).filter(Stock.sku == sku).update({"count": 9}),
+    "bulk_update_mappings": lambda s, sku: s.bulk_update_mappings(Stock, [{"sku": sku, "count": 9}]),
+}
+
+
+@pytest.mark.parametrize("write", [pytest.param(write, id=name) for name, write in BY_NAME.items()])
+@pytest.mark.parametrize("spelt", ["ABC", "abc ", "äbc"])
+def test_a_loose_comparison_leads_no_lease_to_another_row(
+    session: Session, engine: Engine, write: Callable[[Session, str], object], spelt: str
+) -> None:
+    """The lease of a name that the database merely calls equal writes nothing, and says whose the row is."""
+    bind(session, Lease(f"stock:{spelt}!", 99))
+    equal = session.scalar(select(Stock.count).where(Stock.sku == spelt)) is not None
+    try:
+        write(session, spelt)
+    except UnfencedWriteError as error:
+        assert "'stock:abc!'" in str(error)  # noqa: PT017  whether it raises differs by database
+        assert equal
+        session.rollback()
+    except StaleDataError:
+        session.rollback()
+    else:
+        assert not equal
+    session.commit()
+    assert set(fences(engine)) == {5}
+
+
+def test_the_databases_of_these_tests_compare_loosely(session: Session) -> None:
+    """Otherwise the test above would test nothing."""
+    extension = text("SELECT count(*) FROM pg_extension WHERE extname = 'citext'")
+    if session.get_bind().dialect.name == "postgresql" and not session.scalar(extension):
+        pytest.skip("this PostgreSQL comes without citext")
+    assert session.scalar(select(Stock.sku).where(Stock.sku == "ABC")) == "abc"
+    assert session.scalar(select(Part.sku).where(Part.sku == "ABC")) == "abc"
+
+
+@pytest.mark.parametrize("write", [pytest.param(write, id=name) for name, write in BY_NAME.items()])
+def test_an_exact_name_writes(
+    session: Session, engine: Engine, write: Callable[[Session, str], object]
+) -> None:
+    """The exact comparison refuses no honest writer, and a stale one is told that it is stale."""
+    bind(session, Lease("stock:abc!", 4))
+    with pytest.raises(StaleTokenError) as caught:
+        write(session, "abc")
+    assert (caught.value.token, caught.value.current) == (4, 5)
+    session.rollback()
+    bind(session, Lease("stock:abc!", 6))
+    write(session, "abc")
+    session.commit()
+    assert fences(engine) != [5] * len(MODELS)
+
+
+@pytest.mark.parametrize("name", ["straße", "日本", "o'clock", "50%", "🚪", r"a\\b"])
+def test_text_beyond_ascii_is_found(session: Session, name: str) -> None:
+    """Names with accents, emoji and quotes are honest names."""
+    bind(session, Lease(f"stock:{name}!", 7))
+    session.add(Part(id=9, sku=name))
+    session.flush()
+    assert execute_fenced(session, fenced_update(Part).where(Part.sku == name).values(count=1)).rowcount == 1
+    session.get_one(Part, 9).count = 2
+    session.commit()
+    claim(session, Part, 9)
+
+
+def test_a_claim_by_an_equal_name_changes_nothing_even_if_committed(session: Session, engine: Engine) -> None:
+    """The refusal takes the transaction back, so that a careless commit raises no fence."""
+    for lease, model, key in (
+        ("stock:ABC!", Stock, "ABC"),
+        ("account:A@B", Account, "A@B"),
+        ("order:01", Order, "01"),
+    ):
+        bind(session, Lease(lease, 99))
+        with pytest.raises((UnfencedWriteError, NoResultFound)):
+            claim(session, model, key)
+        session.commit()
+    assert set(fences(engine)) == {5}
+
+
+SPELLINGS: list[Any] = ["01", "1.0", 1.0, "x", None, b"1"]
+
+
+@pytest.mark.parametrize("value", SPELLINGS, ids=repr)
+def test_a_number_has_one_name(session: Session, engine: Engine, value: Any) -> None:
+    """What a database would take for the key 1 makes no second resource of it."""
+    bind(session, Lease(f"order:{value}", 99))
+    which = update(Order.__table__).where(Order.__table__.c.id == bindparam("which"))  # type: ignore[arg-type]
+    with pytest.raises(UnfencedWriteError):
+        session.connection().execute(which, {"which": value, "shop": 9})
+    session.rollback()
+    if value is not None:
+        with pytest.raises(UnfencedWriteError):
+            session.connection().execute(insert(Order.__table__), {"id": value})  # type: ignore[arg-type]
+    session.rollback()
+    assert set(fences(engine)) == {5}
+
+
+@pytest.mark.parametrize("value", [1, "1", True], ids=repr)
+def test_spellings_that_mean_the_same_are_the_same(session: Session, value: Any) -> None:
+    """True and "1" are the key 1 to the databases and to us."""
+    bind(session, Lease("order:1", 6))
+    order: Any = Order.__table__
+    statement = update(order).where(order.c.id == bindparam("which")).values(shop=2)
+    assert session.connection().execute(statement, {"which": value}).rowcount == 1
+
+
+def test_a_uuid_has_one_name(session: Session) -> None:
+    """A UUID is named as Python writes it."""
+    bind(session, Lease(f"document:{KEY}", 6))
+    written = session.execute(update(Document).where(Document.id == KEY).values(pages=1))
+    assert written.rowcount == 1  # type: ignore[attr-defined]
+
+
+def test_a_type_that_has_no_one_spelling_is_refused_when_mapped() -> None:
+    """1.0 and 1.00 are equal numbers and two names."""
+    with pytest.raises(ValueError, match="several ways"):
+
+        class Lot(FencedModel, Base):
+            __tablename__ = "na_lots"
+            __fence_resource__ = "price:{price}"
+            id: Mapped[int] = mapped_column(primary_key=True)
+            price: Mapped[float] = mapped_column(Numeric(9, 2))
+
+
+def test_an_object_that_lies_about_its_resource_writes_nothing(session: Session, engine: Engine) -> None:
+    """What the session believes of a row is compared by the database when it writes."""
+    bind(session, Lease("shop:2", 99))
+    shelf = Shelf(id=1, shop=2, count=0, last_fencing_token=5)
+    make_transient_to_detached(shelf)
+    session.add(shelf)
+    set_committed_value(shelf, "shop", 2)
+    shelf.count = 9
+    with pytest.raises(UnfencedWriteError, match="'shop:1'"):
+        session.commit()
+    session.rollback()
+    assert set(fences(engine)) == {5}
+
+
+@pytest.mark.parametrize("change", ["update", "delete"])
+def test_a_row_that_came_back_under_another_lease_is_not_written(
+    session: Session, engine: Engine, change: str
+) -> None:
+    """Deleted, and inserted with the same key for another shop: the first shop's lease is no use any more."""
+    bind(session, Lease("shop:1", 99))
+    shelf = session.get_one(Shelf, 1)
+    session.expunge(shelf)
+    session.rollback()
+    with engine.execution_options(fencelock="bypass").begin() as connection:
+        connection.execute(delete(Shelf))
+        connection.execute(insert(Shelf), {"id": 1, "shop": 2, "last_fencing_token": 1})
+    session.add(shelf)
+    if change == "update":
+        shelf.count = 9
+    else:
+        session.delete(shelf)
+    with pytest.raises(UnfencedWriteError, match="'shop:2'"):
+        session.flush()
+    session.rollback()
+    assert session.scalar(select(Shelf.count)) == 0
+
+
+def test_two_tokens_through_one_cached_statement(session: Session) -> None:
+    """The token is a parameter: neither the compiled cache nor a lambda statement bakes it in."""
+    sent: list[Any] = []
+    shelf: Any = Shelf.__table__
+
+    def raise_by_lambda(which: int) -> object:
+        return session.execute(
+            lambda_stmt(lambda: update(shelf).where(shelf.c.shop == which).values(count=3))
+        )
+
+    def raise_by_core(which: int) -> object:
+        return session.execute(update(shelf).where(shelf.c.shop == which).values(count=3))
+
+    for raise_ in (raise_by_lambda, raise_by_core):
+        for token in (10, 11):
+            bind(session, Lease("shop:1", token))
+            raise_(1)
+            sent.append(session.scalar(select(Shelf.last_fencing_token)))
+        bind(session, Lease("shop:1", 9))
+        with pytest.raises(StaleTokenError):
+            raise_(1)
+        session.rollback()
+    assert sent == [10, 11, 10, 11]
+    bind(session)
+    with pytest.raises(FenceError):
+        session.execute(lambda_stmt(lambda: insert(shelf).values(id=7, shop=1)))
+    session.rollback()
+    bind(session, Lease("shop:1", 12))
+    session.execute(lambda_stmt(lambda: insert(shelf).values(id=7, shop=1)))
+    session.commit()
+    assert session.scalar(select(Shelf.last_fencing_token).where(Shelf.id == 7)) == 12
+
+
+def test_numbers_as_text_are_the_databases_business(session: Session) -> None:
+    """A text column compared with a number is refused: to MariaDB "5abc" equals 5."""
+    bind(session, Lease("stock:5!", 9))
+    stock: Any = Stock.__table__
+    with pytest.raises((UnfencedWriteError, DBAPIError)):
+        session.connection().execute(update(stock).where(stock.c.sku == bindparam("b")), {"b": 5, "count": 1})
