@@ -32,7 +32,8 @@ VARIABLES
     run,     \* run[n]: the server's incarnation
     disk,    \* disk[n]: all that the server stores
     snap,    \* snap[n]: an older state of it, to which it may fall back
-    out,     \* out[n]: it has lost memory and not yet been admitted again (nobody can see this)
+    out,     \* out[n], which nobody can see: .now it has lost memory and not been admitted since;
+             \* .ever 1 + the highest epoch in which it could vote; .again it could do so twice
     acq,     \* the acquisitions: what each has heard
     rec,     \* the recoverers
     op,      \* the operators who change the list of nodes
@@ -63,9 +64,11 @@ Fresh == [Blank EXCEPT !.adm = TRUE, !.r = 1, !.cfg = First]
 
 Init ==
     /\ run = [n \in Node |-> 1]
-    /\ disk = [n \in Node |-> IF n \in Lists[0] /\ ~With("init") THEN Fresh ELSE Blank]
+    /\ \E s \in Lists[0] :  \* "stray": a recoverer died after one PROMISE, long ago
+         disk = [n \in Node |-> IF n \notin Lists[0] \/ With("init") THEN Blank
+                               ELSE [Fresh EXCEPT !.p = IF With("stray") /\ n = s THEN 1 ELSE 0]]
     /\ snap = disk
-    /\ out = [n \in Node |-> FALSE]
+    /\ out = [n \in Node |-> [now |-> FALSE, ever |-> IF disk[n].adm THEN 1 ELSE 0, again |-> FALSE]]
     /\ acq = [a \in 1..Acqs |-> [begun |-> FALSE, done |-> FALSE, cfg |-> None, floor |-> NoToken,
                                  votes |-> {}, acks |-> {}, tok |-> NoToken, at |-> 0, v |-> 0]]
     /\ rec = [k \in 1..Recs |-> [ph |-> "idle", all |-> FALSE, cfg |-> None, tk |-> NoTickets,
@@ -268,7 +271,11 @@ RecPromise(k, n) ==
 Raise(n, f, e) ==
     /\ Member(n, f) /\ Open(n) /\ disk[n].e < e
     /\ disk' = [disk EXCEPT ![n].e = e, ![n].p = Max(@, e)]
-    /\ UNCHANGED <<run, snap, out, acq, rec, op, raises, db, left>>
+    /\ out' = [out EXCEPT ![n].ever = e + 1]
+    /\ UNCHANGED <<run, snap, acq, rec, op, raises, db, left>>
+
+\* A node may vote in epoch e, and has forgotten what it did before.
+Voter(n, e) == [now |-> FALSE, ever |-> Max(out[n].ever, e + 1), again |-> out[n].again \/ e < out[n].ever]
 
 \* ADMIT. It does not wait for RAISE: the promises suffice. `p` is never lowered.
 Admit(k, n) ==
@@ -279,7 +286,7 @@ Admit(k, n) ==
     /\ disk' = [disk EXCEPT ![n] = [Blank EXCEPT !.adm = TRUE, !.e = rec[k].e, !.r = run[n], !.cfg = rec[k].cfg,
             !.p = IF Broken("admit_lowers_p") THEN rec[k].e ELSE Max(rec[k].e, disk[n].p),
             !.c = rec[k].mc, !.lk = disk[n].lk]]
-    /\ out' = [out EXCEPT ![n] = FALSE]
+    /\ out' = [out EXCEPT ![n] = Voter(n, rec[k].e)]
     /\ UNCHANGED <<run, snap, acq, rec, op, raises, db, left>>
 
 -------------------------------------------------------------------------------
@@ -352,14 +359,15 @@ OpOpen(o, n) ==
     /\ Cardinality(op[o].ack) >= Quorum(op[o].f) \/ Broken("open_unpromised") \/ With("init")
     /\ disk' = [disk EXCEPT ![n] = [Blank EXCEPT !.adm = TRUE, !.e = op[o].e, !.p = Max(op[o].e, disk[n].tp),
                                     !.r = run[n], !.cfg = op[o].f, !.lk = disk[n].lk]]
-    /\ raises' = raises \cup {<<op[o].f, op[o].e>>}
-    /\ UNCHANGED <<run, snap, out, acq, rec, op, db, left>>
+    /\ out' = [out EXCEPT ![n] = Voter(n, op[o].e)]
+    /\ raises' = IF op[o].e > 0 THEN raises \cup {<<op[o].f, op[o].e>>} ELSE raises
+    /\ UNCHANGED <<run, snap, acq, rec, op, db, left>>
 
 -------------------------------------------------------------------------------
 (* Faults. THE ASSUMPTION: of no list is a majority out at one time. A server     *)
 (* that comes back with all its data (Restart) has lost nothing and is not out.   *)
 
-Bearable == \A l \in DOMAIN Lists : Cardinality({n \in Lists[l] : out'[n]}) < Majority(Lists[l])
+Bearable == \A l \in DOMAIN Lists : Cardinality({n \in Lists[l] : out'[n].now}) < Majority(Lists[l])
 
 Remember(n) ==
     /\ left.roll > 0 /\ snap[n] /= disk[n]
@@ -370,7 +378,7 @@ RollBack(n) ==
     /\ left.roll > 0 /\ left' = [left EXCEPT !.roll = @ - 1]
     /\ run' = [run EXCEPT ![n] = @ + 1]
     /\ disk' = [disk EXCEPT ![n] = snap[n]]
-    /\ out' = [out EXCEPT ![n] = TRUE] /\ (With("sealed") \/ Bearable)
+    /\ out' = [out EXCEPT ![n].now = TRUE] /\ (With("sealed") \/ Bearable)
     /\ UNCHANGED <<snap, acq, rec, op, raises, db>>
 
 \* FLUSHALL or eviction: same incarnation. A blank restart differs only in cutting connections, which forbids.
@@ -378,7 +386,7 @@ Lose(n) ==
     /\ left.lose > 0 /\ left' = [left EXCEPT !.lose = @ - 1]
     /\ \/ disk' = [disk EXCEPT ![n] = Blank]
        \/ disk[n].tk /= 0 /\ disk' = [disk EXCEPT ![n] = [Blank EXCEPT !.tk = disk[n].tk, !.tr = disk[n].tr]]
-    /\ out' = [out EXCEPT ![n] = TRUE] /\ (With("sealed") \/ Bearable)
+    /\ out' = [out EXCEPT ![n].now = TRUE] /\ (With("sealed") \/ Bearable)
     /\ UNCHANGED <<run, snap, acq, rec, op, raises, db>>
 
 Restart(n) ==
@@ -415,8 +423,11 @@ P1 == \A a, b \in 1..Acqs : a /= b /\ acq[a].done /\ acq[b].done => acq[a].tok /
 P2 == \A a \in 1..Acqs : acq[a].done => Below(acq[a].floor, acq[a].tok)
 NoStaleWrite == ~db.stale
 NoLostUpdate == db.v = db.writes
-\* Why recovery is right: nobody votes in an epoch that a majority has not promised, lost memories apart.
+\* Why recovery is right: whoever has forgotten what he did in an epoch never votes in it again. Within an epoch
+\* then nobody forgets, and the lock core is right; and the epoch is the upper half of the token.
+NeverAgain == \A n \in Node : ~out[n].again
+\* And why that is so: nobody votes in an epoch that a majority has not promised, lost memories apart.
 Promised == \A n \in Node : Admitted(n) /\ disk[n].e > 0 /\ ~With("sealed") =>
     LET L == Members(disk[n].cfg) IN
-    Cardinality({m \in L : out[m] \/ Max(disk[m].p, disk[m].tp) >= disk[n].e}) >= Majority(L)
+    Cardinality({m \in L : out[m].now \/ Max(disk[m].p, disk[m].tp) >= disk[n].e}) >= Majority(L)
 ================================================================================

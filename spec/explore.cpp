@@ -1,0 +1,783 @@
+// Explores Fencelock.tla's states, some hundred times faster than TLC: the same actions under the same names,
+// one function each, in the same order. What differs is bookkeeping that cannot matter:
+//  - instead of numbers of incarnations, one bit: whether a run_id is the server's present one;
+//  - instead of a list's fingerprint, the operator who made it up (the first of those who agree);
+//  - servers of the same lists are interchangeable, so are recoverers: only one of each set of permutations is kept;
+//  - a ticket that is void for good is forgotten.
+// States are remembered by 64 bits of hash; the chance that one was taken for another is printed.
+// Usage: explore key=value …   (see check.py, which holds the configurations)
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <random>
+#include <set>
+#include <string>
+#include <vector>
+
+using u8 = uint8_t;
+using u16 = uint16_t;
+using u32 = uint32_t;
+using u64 = uint64_t;
+
+// Small states are fast states: check.py compiles for each shape.
+#ifndef SHAPE
+#define SHAPE 7, MAX_ACQS = 4, MAX_RECS = 3, MAX_OPS = 2
+#endif
+constexpr int MAX_NODES = SHAPE;
+constexpr u8 NONE = 9, DEAD = 31;  // no fingerprint; a ticket that nobody can use any more
+enum Phase : u8 { IDLE, BEGIN, READ, CHOSEN, CLOSE, CHECK, OPEN };
+
+struct Disk {
+    u8 adm, live, cfg, nxt, e, p, c, lka, lke, lkg, lkm, tk, tlive, tp;
+};
+struct Column {  // all that concerns one server: sorting columns is exact symmetry reduction
+    Disk disk, snap;
+    u8 out, ever, again;
+    u8 rec_tk[MAX_RECS], rec_same[MAX_RECS], rec_rd[MAX_RECS], rec_ack[MAX_RECS];
+    u8 op_tk[MAX_OPS], op_same[MAX_OPS], op_q1[MAX_OPS], op_q2[MAX_OPS], op_ack[MAX_OPS];
+    u32 votes[MAX_ACQS], acks[MAX_ACQS];  // bit 8e + g - 1
+};
+struct Acq { u8 begun, done, cfg, fe, fg, te, tg, at, v; };
+struct Rec { u8 ph, all, cfg, mx, mc, e; };
+struct Op { u8 ph, l, mx, e; };
+struct State {
+    Column node[MAX_NODES];
+    Acq acq[MAX_ACQS];
+    Rec rec[MAX_RECS];
+    Op op[MAX_OPS];
+    u16 raises;  // bit 4 * fingerprint + epoch
+    u8 fe, fg, by, v, writes, stale, lose, roll, restart;
+};
+
+static int N, A, K, O, MAXG, MAXE;
+static int lists[4], n_lists;
+static bool hint, remint, sealed, restore_, guard, all_restarted, init_, only_outcome, unpromised, stray;
+static bool mixed_epochs, no_ownership, no_own_limit, no_write_back, seal_le, restore_early, no_claim, no_guard, client_ticket,
+    ticket_unbound, closed_read, read_begin, no_promise_field, no_epoch, raise_first, admit_lowers_p, no_ticket, no_next,
+    one_pass, open_unpromised;
+
+static bool in(int list, int n) { return lists[list] >> n & 1; }
+static int size(int list) { return __builtin_popcount(lists[list]); }
+static int majority(int list) { return size(list) / 2 + 1; }
+static bool below(int e1, int g1, int e2, int g2) { return e1 < e2 || (e1 == e2 && g1 < g2); }
+
+struct Explorer {
+    // A new state is announced by emit(state, action, two indexes).
+    template <class Emit> static void successors(const State& s, Emit emit);
+};
+
+static int list_of(const State& s, int f) { return f == 0 ? 0 : s.op[f - 1].l; }
+static bool member_of(const State& s, int f, int n) { return in(list_of(s, f), n); }
+static int quorum(const State& s, int f) { return majority(list_of(s, f)); }
+
+static int fingerprint(const State& s, int o) {
+    for (int q = 0; q < o; q++) {
+        bool same = s.op[q].ph >= CLOSE && s.op[q].l == s.op[o].l;
+        for (int n = 0; n < N; n++) same = same && s.node[n].op_tk[q] == s.node[n].op_tk[o];
+        if (same) return q + 1;
+    }
+    return o + 1;
+}
+
+static bool admitted(const Disk& d) { return d.adm && d.live; }
+static bool member(const Disk& d, int f) { return admitted(d) && d.cfg == f; }
+static bool voting(const Disk& d, int f) { return member(d, f) && d.nxt == NONE; }
+static bool is_open(const Disk& d) { return d.nxt == NONE || closed_read; }
+static bool has_ticket(const Disk& d) { return d.tk && d.tlive; }
+static bool holds(const Disk& d, int t) { return t && d.tk == t && (d.tlive || ticket_unbound); }
+static int epoch_seen(const Disk& d) { return no_promise_field ? d.e : std::max(d.e, d.p); }
+
+static void ticket(State& t, int n, int mine) {
+    Disk& d = t.node[n].disk;
+    if (has_ticket(d)) return;
+    int id = mine;
+    if (!client_ticket) {
+        u32 used = 1;
+        for (int m = 0; m < N; m++) {
+            used |= 1u << t.node[m].disk.tk | 1u << t.node[m].snap.tk;
+            for (int k = 0; k < K; k++) used |= 1u << t.node[m].rec_tk[k];
+            for (int o = 0; o < O; o++) used |= 1u << t.node[m].op_tk[o];
+        }
+        id = __builtin_ctz(~used);
+    }
+    d.tk = id, d.tlive = 1, d.tp = 0;
+}
+
+static Disk blank() {
+    Disk d;
+    memset(&d, 0, sizeof d);
+    d.cfg = d.nxt = NONE;
+    return d;
+}
+
+struct Votes {
+    const State& s;
+    int a, q;
+    int count(u32 mask, bool with_acks) const {
+        int c = 0;
+        for (int n = 0; n < N; n++) c += ((s.node[n].votes[a] | (with_acks ? s.node[n].acks[a] : 0)) & mask) != 0;
+        return c;
+    }
+    u32 heard(bool with_acks) const {
+        u32 h = 0;
+        for (int n = 0; n < N; n++) h |= s.node[n].votes[a] | (with_acks ? s.node[n].acks[a] : 0);
+        return h;
+    }
+    static u32 every_epoch(u32 m) { return m | m << 8 | m << 16 | m << 24; }
+    u32 decidable() const {
+        u32 result = 0;
+        for (u32 h = heard(false); h; h &= h - 1) {
+            int b = __builtin_ctz(h), e = b / 8, g = b % 8 + 1;
+            u32 low = (1u << g) - 1;
+            if (count(mixed_epochs ? every_epoch(low) : low << 8 * e, false) >= q) result |= 1u << b;
+        }
+        return result;
+    }
+    u32 standing() const {
+        if (no_write_back) return decidable();
+        u32 result = 0;
+        for (u32 h = heard(true); h; h &= h - 1) {
+            int b = __builtin_ctz(h);
+            if (count(mixed_epochs ? every_epoch(1u << b % 8) : 1u << b, true) >= q) result |= 1u << b;
+        }
+        return result;
+    }
+};
+
+static bool bearable(const State& t) {
+    if (sealed) return true;
+    for (int l = 0; l < n_lists; l++) {
+        int gone = 0;
+        for (int n = 0; n < N; n++) gone += in(l, n) && t.node[n].out;
+        if (size(l) && gone >= majority(l)) return false;
+    }
+    return true;
+}
+
+static void voter(Column& col) {
+    col.again |= col.disk.e < col.ever;
+    col.ever = std::max<int>(col.ever, col.disk.e + 1);
+    col.out = 0;
+}
+
+static void new_incarnation(State& t, int n) {
+    Column& col = t.node[n];
+    col.disk.live = col.disk.tlive = 0;
+    for (int k = 0; k < K; k++) col.rec_same[k] = 0;
+    for (int o = 0; o < O; o++) col.op_same[o] = 0;
+}
+
+template <class Emit> static void grants(const State& s, int a, int n, bool begin, int f, Emit emit) {
+    const Disk& d = s.node[n].disk;
+    if (!voting(d, f)) return;
+    for (int g = d.c + 1; g <= (hint ? MAXG : d.c + 1) && g <= MAXG; g++) {
+        State t = s;
+        Disk& u = t.node[n].disk;
+        u.c = g, u.lka = a + 1, u.lke = d.e, u.lkg = g, u.lkm = 0;
+        Acq& q = t.acq[a];
+        if (begin) {
+            q.begun = 1, q.cfg = f, q.fe = q.fg = 0;
+            for (int b = 0; b < A; b++)
+                if (s.acq[b].done && below(q.fe, q.fg, s.acq[b].te, s.acq[b].tg)) q.fe = s.acq[b].te, q.fg = s.acq[b].tg;
+        }
+        if (!q.done) t.node[n].votes[a] |= 1u << (8 * d.e + g - 1);
+        emit(t, begin ? "Begin" : "Grant", a + 1, n);
+    }
+}
+
+// Remint is Release and Grant in one: it leads to no state that those do not reach. So it is left out here.
+template <class Emit> static void acquisitions(const State& s, const std::vector<int>& known, Emit emit) {
+    for (int a = 0; a < A; a++) {
+        const Acq& q = s.acq[a];
+        if (!q.begun) {
+            for (int n = 0; n < N; n++)
+                for (int f : known) grants(s, a, n, true, f, emit);
+            break;
+        }
+        for (int n = 0; n < N; n++) grants(s, a, n, false, q.cfg, emit);
+        Votes votes{s, a, quorum(s, q.cfg)};
+        for (u32 h = votes.decidable(); h; h &= h - 1) {  // Confirm
+            int b = __builtin_ctz(h), e = b / 8, g = b % 8 + 1;
+            for (int n = 0; n < N; n++) {
+                const Disk& d = s.node[n].disk;
+                bool ours = d.lka == a + 1;
+                if (!voting(d, q.cfg) || d.e != e) continue;
+                if (!(ours && d.lke == e && !d.lkm) && !no_ownership) continue;
+                if (d.lkg > g && !no_own_limit && !(no_ownership && !ours)) continue;
+                State t = s;
+                t.node[n].disk.c = std::max<int>(d.c, g);
+                if (!q.done) t.node[n].acks[a] |= 1u << b;
+                emit(t, "Confirm", a + 1, n);
+            }
+        }
+        if (!q.done) {
+            for (u32 h = votes.standing(); h; h &= h - 1) {  // Complete
+                int b = __builtin_ctz(h), e = b / 8, g = b % 8 + 1;
+                if (sealed && !below(s.fe, s.fg, e, g) && !(seal_le && s.fe == e && s.fg == g)) continue;
+                State t = s;
+                t.acq[a].done = 1, t.acq[a].te = e, t.acq[a].tg = g;
+                for (int n = 0; n < N; n++) t.node[n].acks[a] = 0;
+                if (sealed) t.fe = e, t.fg = g, t.by = a + 1;
+                emit(t, "Complete", a + 1, g);
+            }
+        }
+        for (int n = 0; n < N; n++) {
+            const Disk& d = s.node[n].disk;
+            if (q.done && d.adm && d.cfg == q.cfg && d.e == q.te && d.c < q.tg) {  // Release
+                State t = s;
+                t.node[n].disk.c = q.tg;
+                emit(t, "Release", a + 1, n);
+            }
+            if (!restore_ || !voting(d, q.cfg)) continue;
+            if (q.done) {  // Restore
+                State t = s;
+                Disk& u = t.node[n].disk;
+                u.lka = a + 1, u.lke = q.te, u.lkg = q.tg, u.lkm = 1;
+                emit(t, "Restore", a + 1, n);
+            }
+            for (u32 h = restore_early ? s.node[n].votes[a] : 0; h; h &= h - 1) {
+                int b = __builtin_ctz(h);
+                State t = s;
+                Disk& u = t.node[n].disk;
+                u.lka = a + 1, u.lke = b / 8, u.lkg = b % 8 + 1, u.lkm = 0;
+                emit(t, "Restore", a + 1, n);
+            }
+        }
+        if (!guard || !q.done) continue;
+        bool not_below = !below(q.te, q.tg, s.fe, s.fg);
+        if (q.at == 0 && !no_claim && not_below) {
+            State t = s;
+            t.fe = q.te, t.fg = q.tg, t.acq[a].at = 1;
+            emit(t, "Claim", a + 1, 0);
+        }
+        if (q.at == (no_claim ? 0 : 1)) {
+            State t = s;
+            t.acq[a].at = 2, t.acq[a].v = s.v;
+            emit(t, "Read", a + 1, 0);
+        }
+        if (q.at == 2 && s.writes < 4 && (not_below || no_guard)) {
+            State t = s;
+            if (below(s.fe, s.fg, q.te, q.tg)) t.fe = q.te, t.fg = q.tg;
+            t.v = q.v + 1, t.writes++, t.stale |= !not_below, t.acq[a].at = no_claim ? 0 : 1;
+            emit(t, "Write", a + 1, 0);
+        }
+    }
+}
+
+static bool readable(const State& s, int k, int n) {
+    const Disk& d = s.node[n].disk;
+    const Rec& r = s.rec[k];
+    if (s.node[n].rec_tk[k])
+        return r.all && d.adm && d.cfg == r.cfg && !admitted(d) && holds(d, s.node[n].rec_tk[k]) && is_open(d);
+    return member(d, r.cfg) && is_open(d);
+}
+
+static void rec_begins(State& t, int k, int n) {
+    ticket(t, n, k + 1);
+    t.node[n].rec_tk[k] = t.node[n].disk.tk;
+    t.node[n].rec_same[k] = 1;
+}
+
+template <class Emit> static void recovery(const State& s, const std::vector<int>& known, Emit emit) {
+    for (int k = 0; k < K; k++) {
+        const Rec& r = s.rec[k];
+        if (r.ph == IDLE) {
+            for (int f : known)
+                for (int n = 0; n < N; n++) {
+                    const Disk& d = s.node[n].disk;
+                    if (!member_of(s, f, n) || admitted(d) || !is_open(d)) continue;
+                    for (int all = 0; all <= all_restarted; all++) {
+                        State t = s;
+                        t.rec[k].ph = all ? BEGIN : READ, t.rec[k].all = all, t.rec[k].cfg = f;
+                        rec_begins(t, k, n);
+                        emit(t, all ? "RecBegin(all)" : "RecBegin", k + 1, n);
+                    }
+                }
+            break;
+        }
+        int acks = 0, rds = 0;
+        for (int n = 0; n < N; n++) acks += s.node[n].rec_ack[k], rds += s.node[n].rec_rd[k];
+        for (int n = 0; n < N; n++) {
+            const Column& col = s.node[n];
+            const Disk& d = col.disk;
+            bool in_list = member_of(s, r.cfg, n);
+            if ((r.ph == BEGIN || (read_begin && r.ph == READ && r.all)) && in_list && !col.rec_tk[k] && !admitted(d) &&
+                is_open(d) && !col.rec_rd[k]) {
+                State t = s;
+                rec_begins(t, k, n);
+                emit(t, "RecBeginMore", k + 1, n);
+            }
+            if (col.rec_tk[k] && col.rec_same[k] && !admitted(d) && !has_ticket(d)) {
+                State t = s;
+                ticket(t, n, k + 1);
+                emit(t, "BeginAgain", k + 1, n);
+            }
+            if ((r.ph == BEGIN || r.ph == READ) && in_list && !col.rec_rd[k] && readable(s, k, n)) {
+                State t = s;
+                Rec& u = t.rec[k];
+                t.node[n].rec_rd[k] = 1;
+                u.mx = std::max<int>(u.mx, epoch_seen(d));
+                if (no_epoch) u.mc = std::max(u.mc, d.c);
+                bool enough = rds + 1 >= (r.all ? size(list_of(s, r.cfg)) : quorum(s, r.cfg));
+                u.ph = enough ? CHOSEN : READ;
+                u.e = enough ? u.mx + !no_epoch : 0;
+                if (u.e <= MAXE) {
+                    if (enough && raise_first) t.raises |= 1u << (4 * r.cfg + u.e);
+                    emit(t, "RecRead", k + 1, n);
+                }
+            }
+            if (r.ph != CHOSEN) continue;
+            if (in_list && readable(s, k, n)) {
+                State t = s;
+                t.node[n].disk.p = std::max(d.p, r.e);
+                t.node[n].rec_ack[k] = 1;
+                if (acks + !col.rec_ack[k] >= quorum(s, r.cfg)) t.raises |= 1u << (4 * r.cfg + r.e);
+                emit(t, "RecPromise", k + 1, n);
+            }
+            if (col.rec_tk[k] && !admitted(d) && (holds(d, col.rec_tk[k]) || no_ticket) && is_open(d) &&
+                (acks >= quorum(s, r.cfg) || raise_first || no_epoch)) {
+                State t = s;
+                Disk u = blank();
+                u.adm = u.live = 1, u.e = r.e, u.cfg = r.cfg, u.p = admit_lowers_p ? r.e : std::max(r.e, d.p), u.c = r.mc;
+                u.lka = d.lka, u.lke = d.lke, u.lkg = d.lkg, u.lkm = d.lkm;
+                t.node[n].disk = u;
+                voter(t.node[n]);
+                emit(t, "Admit", k + 1, n);
+            }
+        }
+    }
+    for (int n = 0; n < N; n++)  // Raise
+        for (int f = 0; f <= O; f++)
+            for (int e = 1; e <= MAXE; e++) {
+                const Disk& d = s.node[n].disk;
+                if (!(s.raises >> (4 * f + e) & 1) || !member(d, f) || !is_open(d) || d.e >= e) continue;
+                State t = s;
+                t.node[n].disk.e = e, t.node[n].disk.p = std::max<int>(d.p, e), t.node[n].ever = e + 1;
+                emit(t, "Raise", e, n);
+            }
+}
+
+static bool new_seat(int l, int n) { return in(l, n) && (init_ || !in(0, n)); }
+
+static bool awaits(const State& s, int o, int f, int n) {
+    const Disk& d = s.node[n].disk;
+    if (new_seat(s.op[o].l, n) && !d.adm && holds(d, s.node[n].op_tk[o])) return true;
+    return in(0, n) && member(d, 0) && d.nxt == f;
+}
+
+template <class Emit> static void operators(const State& s, Emit emit) {
+    for (int o = 0; o < O; o++) {
+        const Op& w = s.op[o];
+        for (int l = init_ ? 0 : 1; l < n_lists; l++) {
+            if (w.ph > BEGIN || (w.ph == BEGIN && w.l != l)) continue;
+            for (int n = 0; n < N; n++) {
+                if (!new_seat(l, n) || s.node[n].disk.adm || s.node[n].op_tk[o]) continue;
+                State t = s;
+                ticket(t, n, 21 + o);
+                t.node[n].op_tk[o] = t.node[n].disk.tk, t.node[n].op_same[o] = 1;
+                t.op[o].l = l, t.op[o].ph = init_ ? OPEN : CLOSE;
+                for (int m = 0; m < N; m++)
+                    if (new_seat(l, m) && !t.node[m].op_tk[o]) t.op[o].ph = BEGIN;
+                emit(t, "OpBegin", o + 1, n);
+            }
+        }
+        int f = fingerprint(s, o);
+        int closed = 0, checked = 0, acks = 0;
+        for (int n = 0; n < N; n++) closed += s.node[n].op_q1[o], checked += s.node[n].op_q2[o], acks += s.node[n].op_ack[o];
+        if (w.ph == CHECK) {
+            State t = s;
+            t.op[o].ph = CLOSE, t.op[o].mx = 0;
+            for (int n = 0; n < N; n++) t.node[n].op_q1[o] = t.node[n].op_q2[o] = 0;
+            emit(t, "OpAgain", o + 1, 0);
+        }
+        for (int n = 0; n < N; n++) {
+            const Column& col = s.node[n];
+            const Disk& d = col.disk;
+            if (col.op_tk[o] && col.op_same[o] && !d.adm && !has_ticket(d)) {
+                State t = s;
+                ticket(t, n, 21 + o);
+                emit(t, "OpBeginAgain", o + 1, n);
+            }
+            if (w.ph >= CLOSE && !init_ && in(0, n) && member(d, 0) && (d.nxt == NONE || d.nxt == f || no_next)) {
+                State t = s;
+                Op& u = t.op[o];
+                t.node[n].disk.nxt = f;
+                if (w.ph == CLOSE) {
+                    t.node[n].op_q1[o] = 1;
+                    bool enough = closed + !col.op_q1[o] >= majority(0);
+                    if (one_pass) {
+                        u.mx = std::max<int>(u.mx, std::max(d.e, d.p));
+                        u.ph = enough ? OPEN : CLOSE, u.e = enough ? u.mx + 1 : 0;
+                    } else {
+                        u.ph = enough ? CHECK : CLOSE;
+                    }
+                }
+                if (u.e <= MAXE) emit(t, "OpClose", o + 1, n);
+            }
+            if (w.ph == CHECK && col.op_q1[o] && !col.op_q2[o] && member(d, 0) && d.nxt == f) {
+                State t = s;
+                Op& u = t.op[o];
+                t.node[n].op_q2[o] = 1;
+                u.mx = std::max<int>(u.mx, std::max(d.e, d.p));
+                bool enough = checked + 1 == closed;
+                u.ph = enough ? OPEN : CHECK, u.e = enough ? u.mx + 1 : 0;
+                if (u.e <= MAXE) emit(t, "OpCheck", o + 1, n);
+            }
+            if (w.ph != OPEN || !in(w.l, n)) continue;
+            bool waiting = awaits(s, o, f, n);
+            if (waiting || voting(d, f)) {
+                State t = s;
+                if (waiting) t.node[n].disk.tp = std::max(d.tp, w.e);
+                else t.node[n].disk.p = std::max(d.p, w.e);
+                t.node[n].op_ack[o] = 1;
+                emit(t, "OpPromise", o + 1, n);
+            }
+            if (waiting && (acks >= majority(w.l) || open_unpromised || init_)) {
+                State t = s;
+                Disk u = blank();
+                u.adm = u.live = 1, u.e = w.e, u.p = std::max(w.e, d.tp), u.cfg = f;
+                u.lka = d.lka, u.lke = d.lke, u.lkg = d.lkg, u.lkm = d.lkm;
+                t.node[n].disk = u;
+                voter(t.node[n]);
+                if (w.e) t.raises |= 1u << (4 * f + w.e);
+                emit(t, "OpOpen", o + 1, n);
+            }
+        }
+    }
+}
+
+template <class Emit> static void faults(const State& s, Emit emit) {
+    for (int n = 0; n < N; n++) {
+        const Column& col = s.node[n];
+        if (s.roll) {
+            State t = s;
+            t.node[n].snap = col.disk;
+            t.node[n].snap.live = t.node[n].snap.tlive = 0;
+            emit(t, "Remember", n, n);
+            t = s;
+            t.roll--, t.node[n].disk = col.snap, t.node[n].out = 1;
+            new_incarnation(t, n);
+            if (bearable(t)) emit(t, "RollBack", n, n);
+        }
+        if (s.lose) {
+            State t = s;
+            t.lose--, t.node[n].disk = blank(), t.node[n].out = 1;
+            if (bearable(t)) {
+                emit(t, "Lose", n, n);
+                if (col.disk.tk) {
+                    t.node[n].disk.tk = col.disk.tk, t.node[n].disk.tlive = col.disk.tlive;
+                    emit(t, "Lose(hash)", n, n);
+                }
+            }
+        }
+        if (s.restart) {
+            State t = s;
+            t.restart--;
+            new_incarnation(t, n);
+            emit(t, "Restart", n, n);
+        }
+        if (sealed && !admitted(col.disk)) {
+            State t = s;
+            Disk u = blank();
+            u.adm = u.live = 1, u.cfg = 0, u.c = col.disk.c;
+            t.node[n].disk = u;
+            emit(t, "Careless", n, n);
+        }
+    }
+}
+
+template <class Emit> void Explorer::successors(const State& s, Emit emit) {
+    u32 seen = 1;
+    for (int n = 0; n < N; n++)
+        if (s.node[n].disk.cfg != NONE) seen |= 1u << s.node[n].disk.cfg;
+    std::vector<int> known;
+    for (int f = 0; f <= O; f++)
+        if (seen >> f & 1 && (f == 0 ? !init_ : true)) known.push_back(f);
+    acquisitions(s, known, emit);
+    recovery(s, known, emit);
+    operators(s, emit);
+    faults(s, emit);
+}
+
+static const char* violated(const State& s) {
+    for (int a = 0; a < A; a++) {
+        const Acq& q = s.acq[a];
+        if (!q.done) continue;
+        for (int b = 0; b < a; b++)
+            if (s.acq[b].done && s.acq[b].te == q.te && s.acq[b].tg == q.tg) return "P1";
+        if (!below(q.fe, q.fg, q.te, q.tg)) return "P2";
+    }
+    if (s.stale) return "NoStaleWrite";
+    if (s.v != s.writes) return "NoLostUpdate";
+    if (sealed || only_outcome) return nullptr;
+    for (int n = 0; n < N; n++)
+        if (s.node[n].again) return "NeverAgain";
+    if (unpromised) return nullptr;
+    for (int n = 0; n < N; n++) {
+        const Disk& d = s.node[n].disk;
+        if (!admitted(d) || !d.e) continue;
+        int l = list_of(s, d.cfg), holding = 0;
+        for (int m = 0; m < N; m++)
+            holding += in(l, m) && (s.node[m].out || std::max(s.node[m].disk.p, s.node[m].disk.tp) >= d.e);
+        if (holding < majority(l)) return "Promised";
+    }
+    return nullptr;
+}
+
+static int class_of(int n) {
+    int c = 0;
+    for (int l = 0; l < n_lists; l++) c |= in(l, n) << l;
+    return c;
+}
+
+static void sort_columns(State& s) {
+    for (int i = 1; i < N; i++)  // servers of one class stand side by side
+        for (int j = i; j > 0 && class_of(j) == class_of(j - 1) && memcmp(&s.node[j], &s.node[j - 1], sizeof(Column)) < 0; j--)
+            std::swap(s.node[j], s.node[j - 1]);
+}
+
+static void canonical(State& s) {
+    if (!ticket_unbound && !client_ticket) {
+        u32 alive = 0;
+        for (int n = 0; n < N; n++) {
+            Column& col = s.node[n];
+            col.snap.tk = 0;
+            if (!col.disk.tlive) col.disk.tk = 0;
+            alive |= 1u << col.disk.tk;
+        }
+        for (int n = 0; n < N; n++)
+            for (int k = 0; k < K; k++) {
+                u8& t = s.node[n].rec_tk[k];
+                if (t && !(alive >> t & 1)) t = DEAD;
+            }
+    }
+    if (K == 2 && s.rec[1].ph != IDLE && !client_ticket) {
+        State other = s;
+        std::swap(other.rec[0], other.rec[1]);
+        for (int n = 0; n < N; n++) {
+            Column& c = other.node[n];
+            std::swap(c.rec_tk[0], c.rec_tk[1]), std::swap(c.rec_same[0], c.rec_same[1]);
+            std::swap(c.rec_rd[0], c.rec_rd[1]), std::swap(c.rec_ack[0], c.rec_ack[1]);
+        }
+        sort_columns(other);
+        sort_columns(s);
+        if (memcmp(&other, &s, sizeof s) < 0) s = other;
+        return;
+    }
+    sort_columns(s);
+}
+
+static u64 hash_of(const State& s) {
+    u64 h = 0x9e3779b97f4a7c15ull;
+    static_assert(sizeof(State) % 4 == 0);
+    const char* bytes = reinterpret_cast<const char*>(&s);
+    for (size_t i = 0; i < sizeof s; i += 4) {
+        u32 x;
+        memcpy(&x, bytes + i, 4);
+        h = (h ^ x) * 0xff51afd7ed558ccdull;
+        h ^= h >> 32;
+    }
+    h ^= h >> 29, h *= 0xc4ceb9fe1a85ec53ull, h ^= h >> 32;
+    return h ? h : 1;
+}
+
+class Seen {
+    u64* slots;
+    u64 mask;
+
+public:
+    u64 count = 0;
+    explicit Seen(int bits) : slots(static_cast<u64*>(calloc(1ull << bits, 8))), mask((1ull << bits) - 1) {}
+    bool full() const { return count > mask / 10 * 9; }
+    bool insert(u64 h) {
+        u64 i = h & mask;
+        for (; slots[i]; i = (i + 1) & mask)
+            if (slots[i] == h) return false;
+        slots[i] = h, count++;
+        return true;
+    }
+};
+
+static std::string show(const State& s) {
+    std::string r;
+    char b[200];
+    for (int n = 0; n < N; n++) {
+        const Disk& d = s.node[n].disk;
+        if (!d.adm) r += d.tk ? (snprintf(b, sizeof b, " [blank, ticket %d]", d.tk), b) : " [blank]";
+        else {
+            snprintf(b, sizeof b, " [%se%d p%d c%d%s%s%s lock %d:(%d,%d)%s%s]", d.live ? "" : "RESTARTED ", d.e, d.p, d.c,
+                     d.cfg ? (d.cfg == 1 ? " list1" : " list2") : "", d.nxt == NONE ? "" : " closed", d.tk ? " ticket" : "", d.lka,
+                     d.lke, d.lkg, d.lkm ? "*" : "", s.node[n].out ? " OUT" : "");
+            r += b;
+        }
+    }
+    for (int a = 0; a < A; a++)
+        if (s.acq[a].done) snprintf(b, sizeof b, "  a%d=(%d,%d)", a + 1, s.acq[a].te, s.acq[a].tg), r += b;
+    return r;
+}
+
+static State initial(const std::map<std::string, std::string>& args) {
+    State s;
+    memset(&s, 0, sizeof s);
+    auto number = [&](const char* k) { return args.count(k) ? atoi(args.at(k).c_str()) : 0; };
+    for (int n = 0; n < N; n++) {
+        Disk d = blank();
+        if (in(0, n) && !init_) d.adm = d.live = 1, d.cfg = 0;
+        if (stray && n == 1) d.p = 1;
+        s.node[n].disk = d;
+        s.node[n].ever = d.adm;
+        d.live = 0;
+        s.node[n].snap = d;
+    }
+    for (int a = 0; a < A; a++) s.acq[a].cfg = NONE;
+    for (int k = 0; k < K; k++) s.rec[k].cfg = NONE;
+    s.lose = number("lose"), s.roll = number("roll"), s.restart = number("restart");
+    return s;
+}
+
+static double now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+struct Trace { u32 parent; const char* action; u8 who, node; };
+
+int main(int argc, char** argv) {
+    std::map<std::string, std::string> args;
+    for (int i = 1; i < argc; i++) {
+        std::string a = argv[i];
+        size_t at = a.find('=');
+        args[a.substr(0, at)] = a.substr(at + 1);
+    }
+    auto number = [&](const char* k, int d) { return args.count(k) ? atoi(args[k].c_str()) : d; };
+    auto split = [&](const std::string& text, char c) {
+        std::vector<std::string> parts;
+        std::string part;
+        for (char x : text + c)
+            if (x == c) {
+                if (!part.empty()) parts.push_back(part);
+                part.clear();
+            } else part += x;
+        return parts;
+    };
+    for (auto& list : split(args.count("lists") ? args["lists"] : "012", ',')) {
+        for (char c : list) lists[n_lists] |= 1 << (c - '0'), N = std::max(N, c - '0' + 1);
+        n_lists++;
+    }
+    A = number("acqs", 2), K = number("recs", 0), O = number("ops", 0), MAXG = number("maxg", 3), MAXE = number("maxe", 0);
+    if (N > MAX_NODES || A > MAX_ACQS || K > MAX_RECS || O > MAX_OPS || MAXG > 8 || MAXE > 3) return puts("too large"), 2;
+    std::map<std::string, bool*> flags = {
+        {"hint", &hint}, {"remint", &remint}, {"sealed", &sealed}, {"restore", &restore_}, {"guard", &guard},
+        {"all_restarted", &all_restarted}, {"init", &init_}, {"only_outcome", &only_outcome}, {"unpromised", &unpromised}, {"stray", &stray}};
+    std::map<std::string, bool*> rules = {
+        {"mixed_epochs", &mixed_epochs}, {"no_ownership", &no_ownership}, {"no_own_limit", &no_own_limit},
+        {"no_write_back", &no_write_back}, {"seal_le", &seal_le}, {"restore_early", &restore_early}, {"no_claim", &no_claim},
+        {"no_guard", &no_guard}, {"client_ticket", &client_ticket}, {"ticket_unbound", &ticket_unbound},
+        {"closed_read", &closed_read}, {"read_begin", &read_begin}, {"no_promise_field", &no_promise_field},
+        {"no_epoch", &no_epoch}, {"raise_first", &raise_first}, {"admit_lowers_p", &admit_lowers_p}, {"no_ticket", &no_ticket},
+        {"no_next", &no_next}, {"one_pass", &one_pass}, {"open_unpromised", &open_unpromised}};
+    for (auto& f : split(args["feature"], ',')) {
+        if (!flags.count(f)) return printf("unknown feature %s\n", f.c_str()), 2;
+        *flags[f] = true;
+    }
+    for (auto& m : split(args["mutant"], ',')) {
+        if (!rules.count(m)) return printf("unknown mutant %s\n", m.c_str()), 2;
+        *rules[m] = true;
+    }
+    std::string mode = args.count("mode") ? args["mode"] : "deep";
+    double seconds = args.count("seconds") ? atof(args["seconds"].c_str()) : 1e9, began = now();
+    State first = initial(args);
+
+    if (mode == "walk") {  // random walks: no memory, larger configurations
+        u64 seed = number("seed", 1), walks = 0, steps = 0;
+        int depth = number("depth", 80);
+        std::mt19937_64 random(seed);
+        std::vector<State> next;
+        std::vector<std::string> path;
+        std::map<std::string, u64> done;
+        while (now() - began < seconds) {
+            State s = first;
+            path.clear();
+            for (int i = 0; i < depth; i++) {
+                next.clear();
+                std::vector<std::string> names;
+                // A kind of action is drawn first, else grants drown the rest.
+                std::map<std::string, std::vector<std::pair<int, std::string>>> kinds;
+                Explorer::successors(s, [&](State& t, const char* action, int who, int n) {
+                    if (memcmp(&t, &s, sizeof s) == 0) return;
+                    next.push_back(t);
+                    kinds[action].push_back({int(next.size()) - 1, std::string(action) + "(" + std::to_string(who) + ", n" + std::to_string(n) + ")"});
+                });
+                if (next.empty()) break;
+                auto it = kinds.begin();
+                std::advance(it, random() % kinds.size());
+                auto& [index, name] = it->second[random() % it->second.size()];
+                s = next[index];
+                path.push_back(name + show(s));
+                steps++;
+                if (const char* bad = violated(s)) {
+                    for (auto& p : path) puts(p.c_str());
+                    printf("VIOLATED %s walk=%llu steps=%zu seconds=%.1f\n", bad, (unsigned long long)walks, path.size(), now() - began);
+                    return 1;
+                }
+            }
+            int completed = 0;
+            for (int a = 0; a < A; a++) completed += s.acq[a].done;
+            done["completed " + std::to_string(completed)]++;
+            walks++;
+        }
+        printf("OK walks=%llu steps=%llu seconds=%.1f", (unsigned long long)walks, (unsigned long long)steps, now() - began);
+        for (auto& [k, v] : done) printf(" %s:%llu", k.c_str(), (unsigned long long)v);
+        puts("");
+        return 0;
+    }
+
+    bool broad = mode == "broad";  // breadth first: the shortest counterexample, at the price of memory
+    Seen seen(number("bits", broad ? 25 : 28));
+    canonical(first);
+    seen.insert(hash_of(first));
+    std::vector<State> states{first};
+    std::vector<Trace> traces{{0, "", 0, 0}};
+    u64 generated = 0;
+    std::map<std::string, u64> fired;
+    const char* bad = nullptr;
+    u64 next = 0;
+    bool complete = true;
+    while (broad ? next < states.size() : !states.empty()) {
+        u32 parent = u32(next);
+        State s;
+        if (broad) s = states[next++];
+        else s = states.back(), states.pop_back();
+        Explorer::successors(s, [&](State& t, const char* action, int who, int n) {
+            if (bad) return;
+            generated++;
+            canonical(t);
+            if (!seen.insert(hash_of(t))) return;
+            fired[action]++;
+            states.push_back(t);
+            if (broad) traces.push_back({parent, action, u8(who), u8(n)});
+            bad = violated(t);
+        });
+        if (bad) break;
+        if ((seen.count & 0x3fff) < 40 && (now() - began > seconds || seen.full() || (broad && states.size() > 12000000))) {
+            complete = false;
+            break;
+        }
+    }
+    double took = now() - began;
+    if (bad) {
+        std::vector<u32> path;
+        if (broad)
+            for (u32 i = u32(states.size()) - 1; i; i = traces[i].parent) path.push_back(i);
+        for (size_t i = path.size(); i--;) printf("%2zu %s(%d)%s\n", path.size() - i, traces[path[i]].action, traces[path[i]].who, show(states[path[i]]).c_str());
+        printf("VIOLATED %s states=%llu steps=%zu seconds=%.1f\n", bad, (unsigned long long)seen.count, path.size(), took);
+        return 1;
+    }
+    printf("%s states=%llu generated=%llu seconds=%.1f collision=%.1e\n", complete ? "OK" : "UNFINISHED", (unsigned long long)seen.count,
+           (unsigned long long)generated, took, double(seen.count) * double(seen.count) / 3.7e19);
+    for (auto& [k, v] : fired) printf("  %s %llu\n", k.c_str(), (unsigned long long)v);
+    return complete ? 0 : 3;
+}
