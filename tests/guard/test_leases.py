@@ -513,3 +513,44 @@ def test_the_largest_token_works(session: Session) -> None:
     with pytest.raises(StaleTokenError) as caught:
         session.commit()
     assert caught.value.current == MAX_TOKEN
+
+
+def test_sessions_that_share_a_connection_keep_their_leases_apart(engine: Engine) -> None:
+    """Each session's flush is guarded by what is bound to it, whoever began or flushed last."""
+    with engine.execution_options(fencelock="bypass").begin() as connection:
+        connection.execute(update(Ticket).values(last_fencing_token=5))
+    with engine.connect() as connection, Session(connection) as stale, Session(connection) as fresh:
+        bind(stale, Lease("ticket:1", 4))
+        bind(fresh, Lease("ticket:1", 6), Lease("customer:1", 6))
+        ticket = stale.get_one(Ticket, 1)
+        fresh.get_one(Order, 1).status = "paid"
+        fresh.flush()
+        ticket.seat = "a"
+        with pytest.raises(StaleTokenError) as caught:
+            stale.flush()
+        assert caught.value.token == 4
+
+
+def test_a_session_is_asked_for_its_own_objects(engine: Engine) -> None:
+    """A row whose resource is outside its key is known to the session that flushes, not to its neighbour."""
+    with engine.connect() as connection, Session(connection) as first, Session(connection) as second:
+        bind(first, Lease("customer:1", 6))
+        order = first.get_one(Order, 1)
+        second.get_one(Ticket, 1)
+        order.status = "paid"
+        first.commit()
+        assert order.last_fencing_token == 6
+
+
+def test_each_translated_schema_may_have_its_own_resource(engine: Engine) -> None:
+    """Tenants in schemas of their own are as far apart as databases; within one, the rule is the same."""
+    with engine.begin() as connection:
+        connection.exec_driver_sql("ATTACH ':memory:' AS tenant")
+        for schema, resource in ((None, "a"), ("tenant", "b")):
+            there = connection.execution_options(schema_translate_map={None: schema})
+            Base.metadata.create_all(there, tables=[Stock.__table__])  # type: ignore[list-item]
+            bind(there, Lease(resource, 3))
+            there.execute(update(Stock).values(count=1))
+        bind(there, Lease("a", 4))
+        with pytest.raises(AmbiguousFenceError, match=r"'b'.*'a'"):
+            there.execute(update(Stock).values(count=2))

@@ -434,3 +434,53 @@ def test_what_the_guard_remembers_dies_with_its_owner() -> None:
 
     some, many = work(range(2, 12)), work(range(12, 100))
     assert sum(many) < sum(some) + 20, "compiled statements are cached, 88 rounds' worth of them is a leak"
+
+
+def test_a_class_without_the_mixin_is_guarded_by_its_table(tmp_path: Path) -> None:
+    """Whoever maps a Table with a fence_column() has links and joined sub-tables guarded too."""
+
+    class Base(DeclarativeBase):
+        pass
+
+    boxes = Table(
+        "mo_plain_boxes", Base.metadata, Column("id", Integer, primary_key=True), Column("kind", String(9)),
+        fence_column(),
+    )  # fmt: skip
+
+    class Box(Base):
+        __table__ = boxes
+        __mapper_args__ = {"polymorphic_on": boxes.c.kind, "polymorphic_identity": "box"}  # noqa: RUF012
+
+    class Crate(Box):
+        __tablename__ = "mo_plain_crates"
+        id: Mapped[int] = mapped_column(ForeignKey("mo_plain_boxes.id"), primary_key=True)
+        width: Mapped[int] = mapped_column(default=0)
+        __mapper_args__ = {"polymorphic_identity": "crate"}  # noqa: RUF012
+
+    engine = create_engine(f"sqlite:///{tmp_path / 'plain.sqlite'}")
+    Base.metadata.create_all(engine)
+    with Session(engine) as session:
+        bind(session, Lease("boxes", 5))
+        session.add(Crate(id=1))
+        session.commit()
+        bind(session, Lease("boxes", 4))
+        session.get_one(Crate, 1).width = 7
+        with pytest.raises(StaleTokenError):
+            session.commit()
+        session.rollback()
+        with pytest.raises(UnfencedWriteError):
+            session.connection().execute(update(Crate.__table__).values(width=3))
+    engine.dispose()
+
+
+def test_the_fence_keeps_its_name() -> None:
+    """A mapping that calls the column something else could not be stamped, so it is refused at once."""
+    table = Table(
+        "mo_renamed", MetaData(), Column("id", Integer, primary_key=True), fence_column()
+    )  # fmt: skip
+
+    class Renamed(FencedModel):
+        pass
+
+    with pytest.raises(ValueError, match="under another name"):
+        registry().map_imperatively(Renamed, table, properties={"fence": table.c.last_fencing_token})

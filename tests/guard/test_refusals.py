@@ -16,6 +16,7 @@ from sqlalchemy import (
     MetaData,
     String,
     Table,
+    bindparam,
     create_engine,
     delete,
     event,
@@ -144,6 +145,11 @@ UNGUARDABLE: dict[str, Callable[[Session], object]] = {
     "text, WITH": lambda s: s.execute(
         text("WITH gone AS (DELETE FROM re_orders RETURNING id) SELECT * FROM gone")
     ),
+    "text, behind a comment that ends with FOR": lambda s: s.execute(
+        text("-- what we have been waiting for\nUPDATE re_orders SET status = 'x'")
+    ),
+    "text, behind a SELECT": lambda s: s.execute(text("SELECT 1; UPDATE re_orders SET status = 'x'")),
+    "text, behind a comment": lambda s: s.execute(text("/* fast */ COPY re_orders FROM '/dev/null'")),
     "driver SQL": lambda s: s.connection().exec_driver_sql("UPDATE re_orders SET status = 'x'"),
     "DDL": lambda s: s.execute(DDL("UPDATE re_orders SET status = 'x'")),  # type: ignore[no-untyped-call]
     "sqlalchemy.table()": lambda s: s.execute(
@@ -162,6 +168,9 @@ UNGUARDABLE: dict[str, Callable[[Session], object]] = {
         update(free)
         .values(note="x")
         .where(free.c.id.in_(select(delete(orders).returning(orders.c.id).cte("gone"))))
+    ),
+    "DML in a CTE, through an alias": lambda s: s.execute(
+        select(update(orders.alias("q")).values(status="x").returning(orders.c.id).cte("gone"))
     ),
     "DML in an added CTE": lambda s: s.execute(select(free).add_cte(delete(orders).cte("gone"))),
     "sub-table, UPDATE": lambda s: s.execute(update(gifts).values(ribbon="x")),
@@ -288,6 +297,53 @@ def test_a_listener_that_adds_to_the_statement_hides_no_refusal(session: Session
     bind(session, Lease("orders", 4))
     with pytest.raises(StaleTokenError):
         session.connection().execute(update(orders).where(orders.c.id == 1).values(status="x"))
+
+
+def test_only_the_fence_compared_with_the_token_is_the_condition(session: Session, engine: Engine) -> None:
+    """A user's own clause with a parameter of that name does not stand in for it."""
+    bind(session, Lease("orders", 4))
+    own = bindparam("fencelock_token")
+    for clause in (
+        orders.c.id <= own,
+        orders.c.last_fencing_token >= own,
+        orders.c.last_fencing_token != own,
+    ):
+        with pytest.raises(StaleTokenError):
+            session.connection().execute(update(orders).where(clause).values(status="x"))
+        session.rollback()
+    assert {row[1] for row in rows(engine)} <= {"new", "none"}
+
+
+def test_what_a_listener_writes_during_a_flush_is_not_the_flush(session: Session) -> None:
+    """A sub-table written by a mapper's listener, besides the unit of work, is refused as anywhere."""
+
+    def meddle(_mapper: object, connection: Any, _target: object) -> None:
+        connection.execute(update(gifts).values(ribbon="stolen"))
+
+    event.listen(Free, "before_insert", meddle)
+    try:
+        session.add(Free(id=8))
+        with pytest.raises(UnfencedWriteError, match="re_gifts"):
+            session.flush()
+        session.rollback()
+    finally:
+        event.remove(Free, "before_insert", meddle)
+    session.get_one(Gift, 2).ribbon = "red"
+    session.commit()
+
+
+def test_a_driver_that_commits_by_itself_is_refused(shared_url: str, engine: Engine) -> None:
+    """AUTOCOMMIT that only the driver knows of leaves half a flush written just the same."""
+    given: dict[str, Any] = (
+        {"isolation_level": None} if engine.dialect.name == "sqlite" else {"autocommit": True}
+    )
+    by_itself = create_engine(shared_url, connect_args=given)
+    with Session(by_itself) as session:
+        bind(session, Lease("orders", 6))
+        session.get_one(Order, 1).status = "x"
+        with pytest.raises(UnfencedWriteError, match="AUTOCOMMIT"):
+            session.commit()
+    by_itself.dispose()
 
 
 def test_errors_are_plain_and_unwrapped(engine: Engine) -> None:

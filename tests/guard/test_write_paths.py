@@ -17,15 +17,18 @@ from sqlalchemy import (
     create_engine,
     delete,
     insert,
+    lambda_stmt,
     select,
     text,
     update,
 )
 from sqlalchemy.orm import (
     DeclarativeBase,
+    DynamicMapped,
     Mapped,
     MappedAsDataclass,
     Session,
+    WriteOnlyMapped,
     aliased,
     mapped_column,
     registry,
@@ -94,6 +97,8 @@ class Order(FencedModel, Base):
         ForeignKey("wp_items.id", use_alter=True, name="wp_first_item")
     )
     tags: Mapped[list[Tag]] = relationship(secondary=labels)
+    later_tags: WriteOnlyMapped[Tag] = relationship(secondary=labels, overlaps="tags,tags_by_query")
+    tags_by_query: DynamicMapped[Tag] = relationship(secondary=labels, overlaps="tags,later_tags")
     items: Mapped[list[Item]] = relationship(back_populates="order", foreign_keys=Item.order_id)
     first_item: Mapped[Item | None] = relationship(foreign_keys=first_item_id, post_update=True)
 
@@ -281,6 +286,20 @@ def unlink(session: Session) -> None:
     session.flush()
 
 
+def link_unloaded(session: Session) -> None:
+    """Add to a write-only collection."""
+    order = get(session, Order)
+    order.later_tags.add(get(session, Tag, 2))
+    session.flush()
+
+
+def link_by_query(session: Session) -> None:
+    """Add to a dynamic collection."""
+    order = get(session, Order)
+    order.tags_by_query.append(get(session, Tag, 2))
+    session.flush()
+
+
 def append_to_collection(session: Session) -> None:
     """Add to a one-to-many collection."""
     order = get(session, Order)
@@ -315,6 +334,11 @@ def bulk_save_objects(session: Session) -> None:
 def update_where(session: Session) -> None:
     """Update by key."""
     session.execute(update(Order).where(Order.id == 1).values(status="paid"))
+
+
+def update_by_lambda(session: Session) -> None:
+    """Update by a statement that is made by a lambda."""
+    session.execute(lambda_stmt(lambda: update(Order).where(Order.id == 1).values(status="paid")))
 
 
 def update_with_more_criteria(session: Session) -> None:
@@ -417,6 +441,9 @@ UPDATES: dict[str, Callable[[Session], object]] = {
     "post_update": update_after_the_fact,
     "link": link,
     "unlink": unlink,
+    "link, write-only": link_unloaded,
+    "link, dynamic": link_by_query,
+    "lambda statement": update_by_lambda,
     "collection": append_to_collection,
     "collection, by backref": append_from_the_other_side,
     "bulk_update_mappings": bulk_update_mappings,
@@ -459,6 +486,12 @@ INSERTS: dict[str, Callable[[Session], object]] = {
         insert(Point).values([{"id": 2, "x": 1}, {"id": 3, "x": 1}])
     ),
     "Core": lambda session: session.connection().execute(insert(boxes), [{"id": 2}, {"id": 3}]),
+    "lambda statement": lambda session: session.execute(
+        lambda_stmt(lambda: insert(boxes).values(id=2, size=0))
+    ),
+    "insert().returning()": lambda session: session.execute(
+        insert(Employee).returning(Employee), [{"name": "a", "kind": "employee"}] * 3
+    ),
 }
 
 
