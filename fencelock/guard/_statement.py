@@ -40,9 +40,14 @@ def key_of(column: Any) -> str:
     return key
 
 
-def value_of(bind: BindParameter[Any], row: Row) -> Any:
-    """Return the value of a parameter in one execution."""
-    return row[bind.key] if bind.key in row else bind.effective_value  # noqa: SIM401  it may be a callable
+def values_of(binds: Iterable[BindParameter[Any]], row: Row) -> tuple[Any, ...]:
+    """Return the values of parameters in one execution."""
+    return tuple(
+        [
+            row[bind.key] if bind.key in row else bind.effective_value  # noqa: SIM401  it may be a callable
+            for bind in binds
+        ]
+    )
 
 
 def assigned(statement: Update | Delete | Insert) -> Iterator[tuple[Any, Any]]:

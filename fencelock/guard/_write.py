@@ -29,7 +29,7 @@ from fencelock.guard._statement import (
     pins,
     refuse_fence_assignment,
     refuse_foreign_assignments,
-    value_of,
+    values_of,
 )
 from fencelock.guard._tables import FencedTable
 from fencelock.guard.session import Tokens, rows_known_to
@@ -53,11 +53,11 @@ class GuardedWrite:
         stamped: the names of the parameters that carry the token.
         changed: the columns that the statement itself assigns, by key.
         where: the criteria without the condition.
-        pins: by column key, the parameter that the WHERE clause says the column equals.
+        key: the parameters that the WHERE clause says the primary key equals; empty where one is missing, so
+            that one execution may write many rows.
         naming: the parameters that make the resource's name, one for each column of the template; None where
             the statement does not tell them.
         looked_up: the names of those among them that the guard has added, whose values the session knows.
-        keyed: whether the whole primary key is pinned, so that one execution writes one row at most.
     """
 
     fenced: FencedTable
@@ -65,10 +65,9 @@ class GuardedWrite:
     stamped: tuple[str, ...]
     changed: frozenset[str]
     where: tuple[ColumnElement[bool], ...]
-    pins: Mapping[str, BindParameter[Any]]
+    key: tuple[BindParameter[Any], ...]
     naming: tuple[BindParameter[Any], ...] | None
     looked_up: Mapping[str, int]
-    keyed: bool
 
     def stamp(
         self, connection: Connection, rows: Sequence[Row], options: Mapping[str, Any]
@@ -79,31 +78,30 @@ class GuardedWrite:
         if token is None:
             tokens = Tokens(connection, self.fenced, options)
             if self.fenced.template is not None:
-                if self.looked_up:
-                    rows = self._look_up(connection, rows)
-                return [
-                    {**row, **dict.fromkeys(self.stamped, tokens.of_row(self._values(row)))} for row in rows
-                ]
+                return list(self._stamp_each(connection, rows, tokens))
             token = tokens.of_table()
         stamp = dict.fromkeys(self.stamped, token)
         return [{**row, **stamp} for row in rows]
 
-    def _values(self, row: Row) -> tuple[Any, ...]:
-        """Return the values that make the resource's name in one execution."""
+    def _stamp_each(
+        self, connection: Connection, rows: Sequence[Row], tokens: Tokens
+    ) -> Iterator[dict[str, Any]]:
+        """Add to each execution its own token, and what the session knows of its row where that is asked."""
         if self.naming is None:
             self._refuse_unnamed()
-        return tuple([value_of(bind, row) for bind in self.naming])
-
-    def _look_up(self, connection: Connection, rows: Sequence[Row]) -> list[dict[str, Any]]:
-        """Add to each execution what the session knows of its row, for the database to compare."""
-        known = rows_known_to(connection, self.fenced)
-        found = []
+        known = rows_known_to(connection, self.fenced) if self.looked_up else None
         for row in rows:
-            values = known(self._identity(row))
-            if values is None:
-                self._refuse_unnamed()
-            found.append({**row, **{name: values[at] for name, at in self.looked_up.items()}})
-        return found
+            stamped = dict(row)
+            if known:
+                values = known(self._identity(row))
+                if values is None:
+                    self._refuse_unnamed()
+                for name, at in self.looked_up.items():
+                    stamped[name] = values[at]
+            token = tokens.of_row(values_of(self.naming, stamped))
+            for name in self.stamped:
+                stamped[name] = token
+            yield stamped
 
     def _refuse_unnamed(self) -> NoReturn:
         template = self.fenced.template
@@ -127,7 +125,7 @@ class GuardedWrite:
                 )
 
     def _identity(self, row: Row) -> tuple[Any, ...]:
-        return tuple([value_of(self.pins[column.key], row) for column in self.fenced.table.primary_key])
+        return values_of(self.key, row)
 
     def refused(
         self,
@@ -137,7 +135,7 @@ class GuardedWrite:
         result: CursorResult[Any],
     ) -> FenceError | None:
         """Return the error to raise if the condition has turned a row away, or None."""
-        if self.keyed and _matched(result, len(rows)) == len(rows):
+        if self.key and _matched(result, len(rows)) == len(rows):
             return None
         passed_on = {"schema_translate_map": options.get("schema_translate_map")}
         for query, row, named in self._queries(rows):
@@ -155,13 +153,13 @@ class GuardedWrite:
         fence = self.source.c[self.fenced.fence.key]
         above = fence > bindparam(TOKEN_BIND, type_=BigInteger)
         asked = select(*key, fence, *self.naming_columns()).limit(1)
-        if not self.keyed:
+        if not self.key:
             query = asked.where(*self.where, or_(above, *self._differs(self.naming or ())))
-            yield from ((query, row, self._values(row) if self.naming else ()) for row in rows)
+            yield from ((query, row, values_of(self.naming or (), row)) for row in rows)
             return
         groups: dict[tuple[int, tuple[Any, ...]], list[tuple[Any, ...]]] = {}
         for row in rows:
-            group = row[TOKEN_BIND], self._values(row) if self.naming else ()
+            group = row[TOKEN_BIND], values_of(self.naming or (), row)
             groups.setdefault(group, []).append(self._identity(row))
         for (token, named), identities in groups.items():
             turned_away = or_(above, *self._differs(named))
@@ -197,7 +195,7 @@ class GuardedWrite:
                 )
         if current <= token:
             return None
-        return StaleTokenError(self.fenced.name, identity if self.keyed else None, token, current)
+        return StaleTokenError(self.fenced.name, identity if self.key else None, token, current)
 
 
 def _is(column: ColumnElement[Any], value: ColumnElement[Any]) -> ColumnElement[bool]:
@@ -243,8 +241,8 @@ def guard(
     parts = criteria(statement)
     where = tuple(part for part in parts if not (is_condition(part, fence) or isinstance(part, SameText)))
     pinned = dict(pins(where, source, fenced))
-    key = {column.key for column in fenced.table.primary_key}
-    keyed = bool(key) and key <= pinned.keys()
+    key = tuple([pinned[column.key] for column in fenced.table.primary_key if column.key in pinned])
+    keyed = bool(key) and len(key) == len(fenced.table.primary_key)
     naming = _naming(fenced, pinned, look_up=keyed and not explicit)
     write = GuardedWrite(
         fenced=fenced,
@@ -252,10 +250,9 @@ def guard(
         stamped=(fenced.fence.key, TOKEN_BIND) if isinstance(statement, Update) else (TOKEN_BIND,),
         changed=changed,
         where=where,
-        pins=pinned,
+        key=key if keyed else (),
         naming=naming,
         looked_up={bind.key: at for at, bind in enumerate(naming or ()) if bind.key.startswith(_LOOKED_UP)},
-        keyed=keyed,
     )
     if not any(is_condition(part, fence) for part in parts):
         statement = statement.where(fence <= bindparam(TOKEN_BIND, type_=BigInteger))

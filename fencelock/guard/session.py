@@ -260,7 +260,7 @@ def rows_known_to(
     mapper = fenced.mapper() if fenced.mapper else None
     if session is None or mapper is None:
         return lambda _identity: None
-    flush = _flushes.get(session) if session._flushing else None  # noqa: SLF001  no public way to ask
+    flush = _flushes.get(session.hash_key) if session._flushing else None  # noqa: SLF001  no public way
     known = flush.known.get(fenced, {}) if flush else {}
     assert fenced.template is not None  # noqa: S101  only asked for tables with a template
     names = tuple(fenced.template.columns)
@@ -271,18 +271,21 @@ def rows_known_to(
             return values
         instance = session.identity_map.get(mapper.identity_key_from_primary_key(identity))
         if instance is not None:
-            return _loaded_values(names, instance._sa_instance_state)  # noqa: SLF001  what inspect() returns
+            state = instance._sa_instance_state  # noqa: SLF001  what inspect() returns
+            return _loaded_values(names, state, state.dict)
         for state in flush.unsaved if flush else ():
             if tuple(mapper.primary_key_from_instance(state.obj())) == identity:
-                return _loaded_values(names, state)
+                return _loaded_values(names, state, state.dict)
         return None
 
     return values_of
 
 
-def _loaded_values(names: tuple[str, ...], state: InstanceState[Any]) -> tuple[Any, ...] | None:
+def _loaded_values(
+    names: tuple[str, ...], state: InstanceState[Any], current: Mapping[str, Any]
+) -> tuple[Any, ...] | None:
     """Return attributes as they were loaded, or None where one is not known."""
-    assigned, current = state.committed_state if state.key is not None else {}, state.dict
+    assigned = state.committed_state if state.key is not None else {}
     values = []
     for name in names:
         value = assigned[name] if name in assigned else current.get(name)
@@ -343,17 +346,20 @@ class _Flush:
 
     def tokens(self, fenced: FencedTable, connection: Connection) -> Tokens | None:
         """Return the tokens for rows of a table, or None where the connection bypasses the guard."""
-        key = (fenced, connection)
-        if key not in self._tokens:
+        try:
+            return self._tokens[fenced, connection]
+        except KeyError:
             writer_of(connection).session = self._session  # another one may have joined the transaction
             options = connection.get_execution_options()
             bypassed = options.get("fencelock") == BYPASS
-            self._tokens[key] = None if bypassed else Tokens(connection, fenced, options)
+            tokens = None if bypassed else Tokens(connection, fenced, options)
+            self._tokens[fenced, connection] = tokens
             self.known.setdefault(fenced, {})
-        return self._tokens[key]
+            return tokens
 
 
-_flushes: WeakKeyDictionary[Session, _Flush] = WeakKeyDictionary()
+_flushes: dict[int, _Flush] = {}
+"""By the number that a session has and its objects know; this is asked for each object of a flush."""
 
 
 def _on_begin(session: Session, _transaction: object, connection: Connection) -> None:
@@ -361,11 +367,11 @@ def _on_begin(session: Session, _transaction: object, connection: Connection) ->
 
 
 def _on_flush(session: Session, *_: object) -> None:
-    _flushes[session] = _Flush(session)
+    _flushes[session.hash_key] = _Flush(session)
 
 
 def _on_flushed(session: Session, *_: object) -> None:
-    _flushes.pop(session, None)
+    _flushes.pop(session.hash_key, None)
 
 
 def watch_sessions() -> None:
@@ -373,6 +379,7 @@ def watch_sessions() -> None:
     event.listen(Session, "after_begin", _on_begin)
     event.listen(Session, "before_flush", _on_flush)
     event.listen(Session, "after_flush_postexec", _on_flushed)
+    event.listen(Session, "after_soft_rollback", _on_flushed)
 
 
 def watch_mapper(mapper: Mapper[Any], fenced: FencedTable) -> None:
@@ -405,31 +412,34 @@ class _Watch:
         flush = _flush_of(state)
         if self._looked_up:
             flush.unsaved.append(state)
-        token = self._token_for(flush, connection, state)
+        token = self._token_for(flush, connection, state, state.dict)
         if token is not None:
             state.dict[FENCE_COLUMN] = token
 
     def on_update(self, _mapper: object, connection: Connection, state: InstanceState[Any]) -> None:
-        writes_row = _writes_row(state, self._in_row)
-        if not writes_row and not _has_changed(state):
+        current = state.dict
+        writes_row = _writes_row(state, current, self._in_row)
+        if not writes_row and not _has_changed(state, current):
             return
-        token = self._token_for(_flush_of(state), connection, state)
+        token = self._token_for(_flush_of(state), connection, state, current)
         if token is not None:
-            state.dict[FENCE_COLUMN] = token
+            current[FENCE_COLUMN] = token
             if not writes_row:
                 state.committed_state[FENCE_COLUMN] = NO_VALUE  # it looks changed, so the row is written
 
     def on_delete(self, _mapper: object, connection: Connection, state: InstanceState[Any]) -> None:
-        self._token_for(_flush_of(state), connection, state)
+        self._token_for(_flush_of(state), connection, state, state.dict)
 
-    def _token_for(self, flush: _Flush, connection: Connection, state: InstanceState[Any]) -> int | None:
+    def _token_for(
+        self, flush: _Flush, connection: Connection, state: InstanceState[Any], current: Mapping[str, Any]
+    ) -> int | None:
         """Return the token to write an object with; None where the connection bypasses the guard."""
         tokens = flush.tokens(self._fenced, connection)
         if tokens is None:
             return None
         if self._fenced.template is None:
             return tokens.of_table()
-        values = _loaded_values(self._naming, state)
+        values = _loaded_values(self._naming, state, current)
         if values is None:
             return 0
         if self._looked_up and state.key is not None:
@@ -438,23 +448,22 @@ class _Watch:
 
 
 def _flush_of(state: InstanceState[Any]) -> _Flush:
-    session = state.session
-    assert session is not None  # noqa: S101  an object that is being flushed has a session
-    return _flushes[session]
+    assert state.session_id is not None  # noqa: S101  an object that is being flushed has a session
+    return _flushes[state.session_id]
 
 
-def _writes_row(state: InstanceState[Any], in_row: frozenset[str]) -> bool:
+def _writes_row(state: InstanceState[Any], current: Mapping[str, Any], in_row: frozenset[str]) -> bool:
     """Tell whether the unit of work will write the fenced row of a dirty object by itself."""
-    current, manager = state.dict, state.manager
+    manager = state.manager
     for key, loaded in state.committed_state.items():
         if key in in_row and manager[key].impl.is_equal(current.get(key), loaded) is not True:
             return True
     return False
 
 
-def _has_changed(state: InstanceState[Any]) -> bool:
+def _has_changed(state: InstanceState[Any], current: dict[str, Any]) -> bool:
     """Tell whether anything of a dirty object is to be written: a column, a link or a collection."""
-    current, manager = state.dict, state.manager
+    manager = state.manager
     for key, loaded in tuple(state.committed_state.items()):
         impl: Any = manager[key].impl
         if impl.collection or impl.uses_objects:

@@ -302,7 +302,7 @@ def test_a_listener_that_adds_to_the_statement_hides_no_refusal(session: Session
 def test_only_the_fence_compared_with_the_token_is_the_condition(session: Session, engine: Engine) -> None:
     """A user's own clause with a parameter of that name does not stand in for it."""
     bind(session, Lease("orders", 4))
-    own = bindparam("fencelock_token")
+    own: Any = bindparam("fencelock_token")
     for clause in (
         orders.c.id <= own,
         orders.c.last_fencing_token >= own,
