@@ -257,15 +257,16 @@ RecRead(k, n) ==
        IN /\ enough => e <= MaxE
           /\ rec' = [rec EXCEPT ![k].rd = rd, ![k].mx = mx, ![k].mc = IF Broken("no_epoch") THEN Max(@, disk[n].c) ELSE 0,
                                 ![k].ph = IF enough THEN "chosen" ELSE "read", ![k].e = IF enough THEN e ELSE 0]
-          /\ raises' = IF enough /\ Broken("raise_first") THEN raises \cup {<<rec[k].cfg, e>>} ELSE raises
-    /\ UNCHANGED <<run, disk, snap, out, acq, op, db, left>>
+    /\ UNCHANGED <<run, disk, snap, out, acq, op, raises, db, left>>
 
 RecPromise(k, n) ==
     /\ rec[k].ph = "chosen" /\ n \in Members(rec[k].cfg) /\ Readable(k, n)
-    /\ disk' = [disk EXCEPT ![n].p = Max(@, rec[k].e)]
+    /\ LET too == Broken("raise_first") /\ Admitted(n) /\ disk[n].e < rec[k].e IN
+       /\ disk' = [disk EXCEPT ![n].p = Max(@, rec[k].e), ![n].e = IF too THEN rec[k].e ELSE @]
+       /\ out' = IF too THEN [out EXCEPT ![n].ever = rec[k].e + 1] ELSE out
     /\ rec' = [rec EXCEPT ![k].ack = @ \cup {n}]
     /\ raises' = IF Cardinality(rec'[k].ack) >= Quorum(rec[k].cfg) THEN raises \cup {<<rec[k].cfg, rec[k].e>>} ELSE raises
-    /\ UNCHANGED <<run, snap, out, acq, op, db, left>>
+    /\ UNCHANGED <<run, snap, acq, op, db, left>>
 
 \* RAISE, by the recoverer, or by whoever saw that epoch on another node.
 Raise(n, f, e) ==
@@ -282,7 +283,7 @@ Admit(k, n) ==
     /\ rec[k].ph = "chosen" /\ rec[k].tk[n] /= 0 /\ ~Admitted(n)
     /\ Holds(n, rec[k].tk[n]) \/ Broken("no_ticket")
     /\ Open(n)
-    /\ Cardinality(rec[k].ack) >= Quorum(rec[k].cfg) \/ Broken("raise_first") \/ Broken("no_epoch")
+    /\ Cardinality(rec[k].ack) >= Quorum(rec[k].cfg) \/ Broken("admit_first") \/ Broken("no_epoch")
     /\ disk' = [disk EXCEPT ![n] = [Blank EXCEPT !.adm = TRUE, !.e = rec[k].e, !.r = run[n], !.cfg = rec[k].cfg,
             !.p = IF Broken("admit_lowers_p") THEN rec[k].e ELSE Max(rec[k].e, disk[n].p),
             !.c = rec[k].mc, !.lk = disk[n].lk]]
@@ -385,7 +386,7 @@ RollBack(n) ==
 Lose(n) ==
     /\ left.lose > 0 /\ left' = [left EXCEPT !.lose = @ - 1]
     /\ \/ disk' = [disk EXCEPT ![n] = Blank]
-       \/ disk[n].tk /= 0 /\ disk' = [disk EXCEPT ![n] = [Blank EXCEPT !.tk = disk[n].tk, !.tr = disk[n].tr]]
+       \/ Broken("ticket_apart") /\ disk[n].tk /= 0 /\ disk' = [disk EXCEPT ![n] = [Blank EXCEPT !.tk = disk[n].tk, !.tr = disk[n].tr]]
     /\ out' = [out EXCEPT ![n].now = TRUE] /\ (With("sealed") \/ Bearable)
     /\ UNCHANGED <<run, snap, acq, rec, op, raises, db>>
 
@@ -426,7 +427,11 @@ NoLostUpdate == db.v = db.writes
 \* Why recovery is right: whoever has forgotten what he did in an epoch never votes in it again. Within an epoch
 \* then nobody forgets, and the lock core is right; and the epoch is the upper half of the token.
 NeverAgain == \A n \in Node : ~out[n].again
-\* And why that is so: nobody votes in an epoch that a majority has not promised, lost memories apart.
+\* Why a change of nodes is right: once a list votes, the one before has no majority, and there is no third.
+OneList == \A n \in Node : disk[n].cfg /= First /\ disk[n].cfg /= None /\ Voting(n, disk[n].cfg) =>
+    /\ Cardinality({m \in Node : Voting(m, First)}) < Quorum(First) \/ With("init")
+    /\ \A m \in Node : disk[m].cfg \in {First, None, disk[n].cfg} \/ ~Voting(m, disk[m].cfg)
+\* Why epochs are not reused: nobody votes in one that a majority has not promised, lost memories apart.
 Promised == \A n \in Node : Admitted(n) /\ disk[n].e > 0 /\ ~With("sealed") =>
     LET L == Members(disk[n].cfg) IN
     Cardinality({m \in L : out[m].now \/ Max(disk[m].p, disk[m].tp) >= disk[n].e}) >= Majority(L)

@@ -43,7 +43,7 @@ struct Column {  // all that concerns one server: sorting columns is exact symme
 };
 struct Acq { u8 begun, done, cfg, fe, fg, te, tg, at, v; };
 struct Rec { u8 ph, all, cfg, mx, mc, e; };
-struct Op { u8 ph, l, mx, e; };
+struct Op { u8 ph, l, f, mx, e; };
 struct State {
     Column node[MAX_NODES];
     Acq acq[MAX_ACQS];
@@ -57,8 +57,8 @@ static int N, A, K, O, MAXG, MAXE;
 static int lists[4], n_lists;
 static bool hint, remint, sealed, restore_, guard, all_restarted, init_, only_outcome, unpromised, stray;
 static bool mixed_epochs, no_ownership, no_own_limit, no_write_back, seal_le, restore_early, no_claim, no_guard, client_ticket,
-    ticket_unbound, closed_read, read_begin, no_promise_field, no_epoch, raise_first, admit_lowers_p, no_ticket, no_next,
-    one_pass, open_unpromised;
+    ticket_unbound, closed_read, read_begin, no_promise_field, no_epoch, raise_first, admit_first, admit_lowers_p, no_ticket, no_next,
+    one_pass, open_unpromised, ticket_apart;
 
 static bool in(int list, int n) { return lists[list] >> n & 1; }
 static int size(int list) { return __builtin_popcount(lists[list]); }
@@ -75,10 +75,10 @@ static bool member_of(const State& s, int f, int n) { return in(list_of(s, f), n
 static int quorum(const State& s, int f) { return majority(list_of(s, f)); }
 
 static int fingerprint(const State& s, int o) {
-    for (int q = 0; q < o; q++) {
-        bool same = s.op[q].ph >= CLOSE && s.op[q].l == s.op[o].l;
+    for (int q = 0; q < O; q++) {
+        bool same = q != o && s.op[q].f && s.op[q].l == s.op[o].l;
         for (int n = 0; n < N; n++) same = same && s.node[n].op_tk[q] == s.node[n].op_tk[o];
-        if (same) return q + 1;
+        if (same) return s.op[q].f;
     }
     return o + 1;
 }
@@ -326,7 +326,6 @@ template <class Emit> static void recovery(const State& s, const std::vector<int
                 u.ph = enough ? CHOSEN : READ;
                 u.e = enough ? u.mx + !no_epoch : 0;
                 if (u.e <= MAXE) {
-                    if (enough && raise_first) t.raises |= 1u << (4 * r.cfg + u.e);
                     emit(t, "RecRead", k + 1, n);
                 }
             }
@@ -334,12 +333,13 @@ template <class Emit> static void recovery(const State& s, const std::vector<int
             if (in_list && readable(s, k, n)) {
                 State t = s;
                 t.node[n].disk.p = std::max(d.p, r.e);
+                if (raise_first && admitted(d) && d.e < r.e) t.node[n].disk.e = r.e, t.node[n].ever = r.e + 1;
                 t.node[n].rec_ack[k] = 1;
                 if (acks + !col.rec_ack[k] >= quorum(s, r.cfg)) t.raises |= 1u << (4 * r.cfg + r.e);
                 emit(t, "RecPromise", k + 1, n);
             }
             if (col.rec_tk[k] && !admitted(d) && (holds(d, col.rec_tk[k]) || no_ticket) && is_open(d) &&
-                (acks >= quorum(s, r.cfg) || raise_first || no_epoch)) {
+                (acks >= quorum(s, r.cfg) || admit_first || no_epoch)) {
                 State t = s;
                 Disk u = blank();
                 u.adm = u.live = 1, u.e = r.e, u.cfg = r.cfg, u.p = admit_lowers_p ? r.e : std::max(r.e, d.p), u.c = r.mc;
@@ -382,10 +382,11 @@ template <class Emit> static void operators(const State& s, Emit emit) {
                 t.op[o].l = l, t.op[o].ph = init_ ? OPEN : CLOSE;
                 for (int m = 0; m < N; m++)
                     if (new_seat(l, m) && !t.node[m].op_tk[o]) t.op[o].ph = BEGIN;
+                if (t.op[o].ph != BEGIN) t.op[o].f = fingerprint(t, o);
                 emit(t, "OpBegin", o + 1, n);
             }
         }
-        int f = fingerprint(s, o);
+        int f = w.f;
         int closed = 0, checked = 0, acks = 0;
         for (int n = 0; n < N; n++) closed += s.node[n].op_q1[o], checked += s.node[n].op_q2[o], acks += s.node[n].op_ack[o];
         if (w.ph == CHECK) {
@@ -468,7 +469,7 @@ template <class Emit> static void faults(const State& s, Emit emit) {
             t.lose--, t.node[n].disk = blank(), t.node[n].out = 1;
             if (bearable(t)) {
                 emit(t, "Lose", n, n);
-                if (col.disk.tk) {
+                if (col.disk.tk && ticket_apart) {
                     t.node[n].disk.tk = col.disk.tk, t.node[n].disk.tlive = col.disk.tlive;
                     emit(t, "Lose(hash)", n, n);
                 }
@@ -516,6 +517,15 @@ static const char* violated(const State& s) {
     if (sealed || only_outcome) return nullptr;
     for (int n = 0; n < N; n++)
         if (s.node[n].again) return "NeverAgain";
+    int old_voters = 0, new_list = 0;
+    for (int n = 0; n < N; n++) {
+        const Disk& d = s.node[n].disk;
+        if (d.cfg == NONE || !voting(d, d.cfg)) continue;
+        if (d.cfg == 0) old_voters++;
+        else if (new_list && new_list != d.cfg) return "OneList";
+        else new_list = d.cfg;
+    }
+    if (new_list && !init_ && old_voters >= majority(0)) return "OneList";
     if (unpromised) return nullptr;
     for (int n = 0; n < N; n++) {
         const Disk& d = s.node[n].disk;
@@ -677,8 +687,8 @@ int main(int argc, char** argv) {
         {"no_write_back", &no_write_back}, {"seal_le", &seal_le}, {"restore_early", &restore_early}, {"no_claim", &no_claim},
         {"no_guard", &no_guard}, {"client_ticket", &client_ticket}, {"ticket_unbound", &ticket_unbound},
         {"closed_read", &closed_read}, {"read_begin", &read_begin}, {"no_promise_field", &no_promise_field},
-        {"no_epoch", &no_epoch}, {"raise_first", &raise_first}, {"admit_lowers_p", &admit_lowers_p}, {"no_ticket", &no_ticket},
-        {"no_next", &no_next}, {"one_pass", &one_pass}, {"open_unpromised", &open_unpromised}};
+        {"no_epoch", &no_epoch}, {"raise_first", &raise_first}, {"admit_first", &admit_first}, {"admit_lowers_p", &admit_lowers_p}, {"no_ticket", &no_ticket},
+        {"no_next", &no_next}, {"one_pass", &one_pass}, {"open_unpromised", &open_unpromised}, {"ticket_apart", &ticket_apart}};
     for (auto& f : split(args["feature"], ',')) {
         if (!flags.count(f)) return printf("unknown feature %s\n", f.c_str()), 2;
         *flags[f] = true;
