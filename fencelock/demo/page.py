@@ -57,6 +57,7 @@ class Page:
         self._act.add_column("worker A", style="cyan", ratio=1)
         self._act.add_column("worker B", style="magenta", ratio=1)
         self._act.add_column("nodes and database", ratio=1)
+        self._console.print()
         self._console.rule(f"[bold]{title}[/]", align="left")
         self._console.print(f"[dim]{intent}[/]\n")
         self._began = time.monotonic()
@@ -85,7 +86,7 @@ class Page:
         )
         table.add_column("claimed", ratio=3)
         table.add_column("seen", ratio=3)
-        table.add_column("", width=4, justify="center")
+        table.add_column("holds", width=5, justify="center")
         for claim in self.claims:
             table.add_row(claim.says, claim.seen, "[bold green]yes[/]" if claim.holds else "[bold red]NO[/]")
         self._console.print()
@@ -95,4 +96,6 @@ class Page:
             self._console.print(
                 Panel(f"[bold red]{len(failed)} of {len(self.claims)} claims do not hold.[/]")
             )
+        else:
+            self._console.print("To fence a project of your own: README.md, “Add it to a project”.\n")
         return not failed

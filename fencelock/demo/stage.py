@@ -48,6 +48,7 @@ class Actor:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,  # Ctrl-C is the director's to handle
         )
 
     def __enter__(self) -> Self:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -282,6 +283,34 @@ class SlowDoor:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._threads.shutdown(wait=False)
+
+
+def test_init_waits_for_a_node_that_is_far_away(nodes: Nodes) -> None:
+    """All nodes are needed, so a majority's being connected is no reason to begin without the others."""
+    with closing(SlowDoor(nodes[2].port)) as door:
+        opener = threading.Timer(0.3, door.open.set)
+        opener.start()
+        with Redlock([*nodes.urls[:2], f"redis://127.0.0.1:{door.port}"]) as authority:
+            assert authority.init(base=0)
+            with authority.lock("r") as token:
+                assert token == 1
+        opener.join()
+
+
+def test_command_to_type_knows_namespace_and_password(make_nodes: Callable[..., Nodes]) -> None:
+    """What the error tells to run is what initialises these nodes, but for the password itself."""
+    nodes = make_nodes(1, password="secret")
+    error = failure_of(Redlock(nodes.urls, namespace="shop"))
+    assert isinstance(error, NodesNotInitialisedError)
+    assert f"fencelock init --namespace shop redis://:PASSWORD@127.0.0.1:{nodes[0].port}`" in str(error)
+
+
+@pytest.mark.parametrize("url", ["redis:/bob:hunter2@h:1", "redis//bob:hunter2@h", "bob:hunter2@h:1"])
+def test_password_in_a_malformed_url_is_not_shown(url: str) -> None:
+    """Whatever is wrong with it."""
+    with pytest.raises(ValueError, match="URL") as refusal:
+        Redlock(url)
+    assert "hunter2" not in str(refusal.value)
 
 
 def test_second_name_of_a_server_that_connects_late_gets_no_second_vote(nodes: Nodes) -> None:

@@ -105,6 +105,13 @@ class Channels:
                         link.close()
                 seat.link = seat.arrived = None
 
+    def leave_to_parent(self) -> None:
+        """In a forked child: close its copies of the sockets, by no lock that a thread may have held."""
+        for seat in self._seats:
+            for link in (seat.link, seat.arrived):
+                if link is not None:
+                    link.close()
+
     def connect(self) -> None:
         """Open what is not open, in the background; wait only while less than a majority is."""
         now = time.monotonic()
@@ -203,7 +210,7 @@ class Channels:
 
     def _noted(self, index: int, link: Link, answer: Answer) -> Answer:
         try:
-            link.identity = link.identity.admitted(*answer.facts)
+            link.identity = link.identity.admitted(*answer.facts[:2])
         except MembershipError as error:
             return Answer(Said.CONFIG, detail=str(error))
         self._on_identity(index, link.identity)
@@ -358,3 +365,8 @@ class Pool:
         with contextlib.suppress(IndexError):  # another thread may take the last one
             while True:
                 self._idle.pop().close()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: close its copies of the idle sockets."""
+        for channels in self._idle:
+            channels.leave_to_parent()

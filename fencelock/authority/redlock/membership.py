@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from fencelock.authority.redlock.protocol import (
+    PASSING,
     STRIPES,
     Answer,
     Broadcast,
     Command,
+    Request,
     Round,
     Said,
+    Sleep,
 )
 from fencelock.errors import MembershipError, QuorumError
 from fencelock.token import MAX_COUNTER
@@ -27,6 +30,7 @@ from fencelock.token import MAX_COUNTER
 PROTOCOL_VERSION = 1
 STRIPE_HASH = "crc32"
 DEFAULT_MAX_TTL = 300.0
+_PAUSE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +121,7 @@ def initialise(
     base: int,
     max_ttl: float,
     patience: float,
-) -> Generator[Broadcast, Round, tuple[Membership, bool]]:
+) -> Generator[Request, Any, tuple[Membership, bool]]:
     """Open N blank nodes into epoch 0, and tell whether that was still to be done.
 
     Every node is first given a ticket with its id; whoever comes second finds the same tickets, so that
@@ -151,8 +155,13 @@ def initialise(
 
 def _ask(
     names: tuple[str, ...], node: int, command: Command, patience: float
-) -> Generator[Broadcast, Round, Answer]:
-    done = yield Broadcast(command, [node], bool, patience)
+) -> Generator[Request, Any, Answer]:
+    done: Round = yield Broadcast(command, [node], bool, patience)
+    deadline = done.began + patience
+    while done.answers[node].said in PASSING and done.ended < deadline:
+        # All nodes are needed, this once; the driver waits only for the connections of a majority.
+        yield Sleep(_PAUSE)
+        done = yield Broadcast(command, [node], bool, patience)
     answer = done.answers[node]
     if answer.said not in {Said.TICKET, Said.ADMITTED, Said.OPENED, Said.NO_TICKET}:
         raise QuorumError(
@@ -166,6 +175,13 @@ def _check_agreement(names: tuple[str, ...], standing: dict[int, Answer], member
     for node, answer in standing.items():
         name = names[node]
         if answer.said is Said.ADMITTED:
+            if answer.facts[2] == "restarted":
+                raise MembershipError(
+                    f"{name} was initialised before, has restarted since, and must not vote: it may have "
+                    "forgotten what it granted. This version cannot admit it again: flush all of these "
+                    "nodes while nobody uses them, and initialise them anew. Counters then start at the "
+                    "time of day, above the tokens that were given out (unless --base says otherwise)"
+                )
             theirs = Membership.from_json(answer.facts[1])
             if theirs.ids != membership.ids:
                 others = ", ".join(address for _, address in theirs.seats)

@@ -143,6 +143,8 @@ class Node:
         except TypeError as error:
             raise ValueError(f"{_masked(str(source))!r} has a setting that is unknown: {error}") from None
         self.name = _name_of(self._connection_class, self._settings)
+        login = f"{self._settings.get('username') or ''}:PASSWORD@" if self._settings.get("password") else ""
+        self.url_to_type = _name_of(self._connection_class, self._settings, login)
 
     def open(self, node_key: str) -> Link:
         """Connect, and learn who is there.
@@ -199,16 +201,16 @@ def _pool_of(url: str) -> redis.ConnectionPool:
 
 def _masked(url: str) -> str:
     head, at, tail = url.partition("?")[0].rpartition("@")
-    return f"{head.partition('://')[0]}://***@{tail}" if at else tail
+    return f"{head.partition(':')[0]}://***@{tail}" if at else tail
 
 
-def _name_of(connection_class: Any, settings: dict[str, Any]) -> str:
-    """Return the node's address without its password: for messages, and to type after `fencelock init`."""
+def _name_of(connection_class: Any, settings: dict[str, Any], login: str = "") -> str:
+    """Return the node's address, as a URL without its password."""
     if "path" in settings:
-        return f"unix://{settings['path']}"
+        return f"unix://{login}{settings['path']}"
     scheme = "rediss" if issubclass(connection_class, redis.SSLConnection) else "redis"
     database = f"/{settings['db']}" if settings.get("db") else ""
-    return f"{scheme}://{settings.get('host', 'localhost')}:{settings.get('port', 6379)}{database}"
+    return f"{scheme}://{login}{settings.get('host', 'localhost')}:{settings.get('port', 6379)}{database}"
 
 
 def _identify(connection: Any, node_key: str, *, verify_votes: bool) -> Identity:

@@ -71,7 +71,7 @@ class Said(enum.Enum):
 
 
 #: These get better by themselves or with a new connection; the others need an operator.
-_PASSING = frozenset({Said.UNREACHABLE, Said.SILENT})
+PASSING = frozenset({Said.UNREACHABLE, Said.SILENT})
 #: Answers of a node on which the lock no longer exists. Others leave that open: a restarted node that has
 #: kept its data refuses to vote, but has the lock still.
 _GONE = frozenset({Said.LOST, Said.AMNESIA})
@@ -161,6 +161,7 @@ class Fleet:
         order: the nodes' indexes in the fixed order that all clients agree on.
         max_ttl: longest lease in seconds that this membership allows.
         patience: seconds to wait for a silent node before deciding without it.
+        init_command: what an operator types to initialise these nodes.
     """
 
     names: tuple[str, ...]
@@ -169,6 +170,7 @@ class Fleet:
     order: tuple[int, ...]
     max_ttl: float
     patience: float = 1.0
+    init_command: str = ""
 
     @property
     def everybody(self) -> range:
@@ -531,7 +533,7 @@ def _can_vote(fleet: Fleet, answers: Answers) -> bool:
 
 def _may_recover(fleet: Fleet, answers: Answers) -> bool:
     """Whether a quorum could come back without an operator."""
-    hopeful = sum(answer.said in _VOTING or answer.said in _PASSING for answer in answers.values())
+    hopeful = sum(answer.said in _VOTING or answer.said in PASSING for answer in answers.values())
     return hopeful >= fleet.quorum
 
 
@@ -571,16 +573,12 @@ def _raise_no_quorum(fleet: Fleet, answers: Answers) -> NoReturn:
     spare = len(fleet.names) - fleet.quorum
     report = _report(fleet, answers)
     if said[Said.AMNESIA] == len(fleet.names):
-        raise NodesNotInitialisedError(
-            f"all {len(fleet.names)} nodes are blank: initialise them once with "
-            f"`fencelock init {' '.join(fleet.names)}`"
-        )
+        raise NodesNotInitialisedError(f"no node is initialised: do it once, with `{fleet.init_command}`")
     if said[Said.AMNESIA] > spare:
         raise NodesNotInitialisedError(
-            f"{said[Said.AMNESIA]} of {len(fleet.names)} nodes are blank, and {fleet.quorum} are needed that "
-            f"are not. If the others were never used either, flush them all and run `fencelock init "
-            f"{' '.join(fleet.names)}`; otherwise the tokens that were given out may be forgotten: "
-            f"do not start below them ({report})"
+            f"{said[Said.AMNESIA]} of {len(fleet.names)} nodes are blank: tokens that they gave out may be "
+            f"forgotten. Flush all nodes while nobody uses them and run `{fleet.init_command}`: "
+            f"counters then start at the time of day, above the old tokens ({report})"
         )
     if said[Said.CONFIG] + said[Said.CLOSED] > spare:
         raise MembershipError(
@@ -588,8 +586,12 @@ def _raise_no_quorum(fleet: Fleet, answers: Answers) -> NoReturn:
             f"exactly the nodes that were initialised together ({report})"
         )
     voters = sum(answer.said in _VOTING for answer in answers.values())
+    advice = "bring the others back, or mend their URLs"
+    if said[Said.AMNESIA] or said[Said.RESTARTED]:
+        advice = "nodes that restarted are not admitted again by this version (README: When nodes restart)"
     raise QuorumError(
-        f"{voters} of {len(fleet.names)} nodes can vote, and {fleet.quorum} are needed: {report}",
+        f"{voters} of {len(fleet.names)} nodes can vote, and a majority is {fleet.quorum}: {report}; "
+        f"{advice}",
         nodes=_by_name(fleet.names, answers),
     )
 

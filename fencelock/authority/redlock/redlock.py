@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
+_NAMESPACE = "fencelock"
+
 
 class Redlock:
     """Grants leases on a quorum of independent Redis or Valkey nodes, and mints their fencing tokens.
@@ -55,7 +57,7 @@ class Redlock:
         self,
         nodes: str | redis.Redis | Sequence[str | redis.Redis],
         *,
-        namespace: str = "fencelock",
+        namespace: str = _NAMESPACE,
         node_timeout: float = 1.0,
         connect_timeout: float = 2.0,
         outage_grace: float = 2.0,
@@ -231,6 +233,7 @@ class Redlock:
 
     def _check_process(self) -> None:
         if self._pid != os.getpid():
+            self._pool.leave_to_parent()
             self._start_over()
 
     def _make_channels(self) -> Channels:
@@ -291,7 +294,13 @@ class Redlock:
             order=tuple(sorted(range(len(self._names)), key=rank)),
             max_ttl=known.max_ttl if known is not None else math.inf,
             patience=self._node_timeout,
+            init_command=self._init_command(),
         )
+
+    def _init_command(self) -> str:
+        """Return what to type; passwords are left for whoever types it."""
+        namespace = "" if self._namespace == _NAMESPACE else f" --namespace {self._namespace}"
+        return f"fencelock init{namespace} {' '.join(node.url_to_type for node in self._nodes)}"
 
     def _check_distinct(self) -> None:
         """Refuse two addresses of one server: it would have two votes."""
