@@ -4,8 +4,13 @@ Each round changes N loaded objects of each model and flushes, in random order, 
 machine does hits all of them alike. The flush alone is timed: no load, no commit. Medians are shown with the
 ratio to the plain flush of the same round.
 
+`--bystander` measures instead what it costs tables and engines that are not fenced that the process has a
+fenced model at all: flushes and loads of the plain table by processes that have never imported the guard and
+by processes that have, in turns.
+
     python -m benchmarks.guard
     python -m benchmarks.guard --database sqlite --rounds 300
+    python -m benchmarks.guard --bystander
 """
 
 from __future__ import annotations
@@ -14,6 +19,8 @@ import argparse
 import platform
 import random
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -158,6 +165,58 @@ def measure(engine: Engine, rounds: int, console: Console) -> None:
     console.print(table)
 
 
+_BYSTANDER = """
+import sys, statistics, time
+from sqlalchemy import create_engine, select
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+
+class Base(DeclarativeBase): pass
+
+class Plain(Base):
+    __tablename__ = "plain"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    value: Mapped[int]
+
+if sys.argv[1] == "with":
+    from fencelock.guard import FencedModel
+    class Fenced(FencedModel, Base):
+        __tablename__ = "fenced"
+        id: Mapped[int] = mapped_column(primary_key=True)
+
+engine = create_engine("sqlite://")
+Base.metadata.create_all(engine)
+with Session(engine) as session:
+    session.add_all(Plain(value=0) for _ in range(100))
+    session.commit()
+    flushes, loads = [], []
+    for _ in range(int(sys.argv[2])):
+        began = time.process_time_ns()
+        rows = session.scalars(select(Plain)).all()
+        loads.append(time.process_time_ns() - began)
+        for row in rows[:10]:
+            row.value += 1
+        began = time.process_time_ns()
+        session.flush()
+        flushes.append(time.process_time_ns() - began)
+        session.rollback()
+for samples in (flushes, loads):
+    print(statistics.median(samples) / 1000)
+"""
+
+
+def bystander(rounds: int, console: Console) -> None:
+    """Print what a plain table pays for a fenced one elsewhere in the process."""
+    taken: dict[str, list[list[float]]] = {"without": [], "with": []}
+    for _ in track(range(7), "pairs of processes", console=console):
+        for kind, runs in taken.items():
+            command = [sys.executable, "-c", _BYSTANDER, kind, str(rounds)]
+            output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            runs.append([float(line) for line in output.split()])
+    for at, case in enumerate(("flush of 10", "select of 100")):
+        without, beside = (min(run[at] for run in runs) for runs in taken.values())
+        console.print(f"{case}: {without:.1f} µs without, {beside:.1f} µs with: {beside / without:.3f}")
+
+
 @contextmanager
 def engine_of(database: str) -> Iterator[Engine]:
     """Yield an engine on the database that is asked for."""
@@ -189,9 +248,13 @@ def main() -> None:
         help="sqlite, postgresql or a SQLAlchemy URL; may be given several times",
     )
     parser.add_argument("--rounds", type=int, default=500)
+    parser.add_argument("--bystander", action="store_true", help="measure an unfenced table instead")
     arguments = parser.parse_args()
     console = Console()
     console.print(f"Python {platform.python_version()}, SQLAlchemy {sqlalchemy.__version__}")
+    if arguments.bystander:
+        bystander(arguments.rounds, console)
+        return
     for database in arguments.database or ["sqlite", "postgresql"]:
         with engine_of(database) as engine:
             fill(engine, max(SIZES))

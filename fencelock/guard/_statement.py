@@ -102,7 +102,7 @@ def _transformed(value: BindParameter[Any], column: ColumnElement[Any]) -> bool:
 
 def refuse_fence_assignment(keys: Iterable[str], fenced: FencedTable) -> None:
     """Refuse a statement that assigns the fence itself; where objects bring it along it is replaced."""
-    if FENCE_COLUMN in keys or fenced.fence.key in keys:
+    if not {FENCE_COLUMN, fenced.fence.key}.isdisjoint(keys):
         raise ValueError(
             f"{FENCE_COLUMN} of {fenced.name!r} belongs to the guard, which writes the lease's token there; "
             f"leave it out of values()"

@@ -51,7 +51,7 @@ class GuardedWrite:
         fenced: the table.
         source: the table, or the alias of it, that the statement writes to.
         stamped: the names of the parameters that carry the token.
-        changed: the columns that the statement itself assigns, by key.
+        moved: the columns of the resource's name that the statement itself assigns, as the template has them.
         where: the criteria without the condition.
         key: the parameters that the WHERE clause says the primary key equals; empty where one is missing, so
             that one execution may write many rows.
@@ -63,7 +63,7 @@ class GuardedWrite:
     fenced: FencedTable
     source: FromClause
     stamped: tuple[str, ...]
-    changed: frozenset[str]
+    moved: frozenset[str]
     where: tuple[ColumnElement[bool], ...]
     key: tuple[BindParameter[Any], ...]
     naming: tuple[BindParameter[Any], ...] | None
@@ -118,7 +118,7 @@ class GuardedWrite:
         if template is None or self.fenced.fence.key not in self.stamped:
             return
         for name, column in template.columns.items():
-            if column.key in row or name in self.changed or column.key in self.changed:
+            if column.key in row or name in self.moved:
                 raise UnfencedWriteError(
                     f"{name} of {self.fenced.name!r} must not change: {template.text!r} is made of it, and "
                     f"no one lease guards a row both before and after; delete the row and insert another"
@@ -233,8 +233,8 @@ def guard(
         fenced: the table.
         explicit: whether the caller vouches for the token, so that no resource is looked for.
     """
-    changed = frozenset(key_of(column) for column, _ in assigned(statement))
-    refuse_fence_assignment(changed, fenced)
+    changed = [column for column, _ in assigned(statement)]
+    refuse_fence_assignment(map(key_of, changed), fenced)
     refuse_foreign_assignments(statement)
     source = statement.table if isinstance(statement.table, AliasedReturnsRows) else fenced.table
     fence = source.c[fenced.fence.key]
@@ -248,7 +248,7 @@ def guard(
         fenced=fenced,
         source=source,
         stamped=(fenced.fence.key, TOKEN_BIND) if isinstance(statement, Update) else (TOKEN_BIND,),
-        changed=changed,
+        moved=_moved(fenced, changed),
         where=where,
         key=key if keyed else (),
         naming=naming,
@@ -257,6 +257,15 @@ def guard(
     if not any(is_condition(part, fence) for part in parts):
         statement = statement.where(fence <= bindparam(TOKEN_BIND, type_=BigInteger))
     return statement.where(*_same_resource(write)), write
+
+
+def _moved(fenced: FencedTable, changed: Sequence[Any]) -> frozenset[str]:
+    """Return which columns of the resource's name are assigned, by columns or by names of either kind."""
+    template = fenced.template
+    keys = {key_of(column) for column in changed}
+    names = {name for name in changed if isinstance(name, str)}  # attributes may be called like other columns
+    columns = template.columns.items() if template else ()
+    return frozenset(name for name, column in columns if column.key in keys or name in names)
 
 
 def _naming(

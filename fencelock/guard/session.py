@@ -428,7 +428,11 @@ class _Watch:
                 state.committed_state[FENCE_COLUMN] = NO_VALUE  # it looks changed, so the row is written
 
     def on_delete(self, _mapper: object, connection: Connection, state: InstanceState[Any]) -> None:
-        self._token_for(_flush_of(state), connection, state, state.dict)
+        flush = _flush_of(state)
+        if self._looked_up:
+            self._token_for(flush, connection, state, state.dict)
+        else:  # the statement has the key, which the object need not be loaded for
+            flush.tokens(self._fenced, connection)
 
     def _token_for(
         self, flush: _Flush, connection: Connection, state: InstanceState[Any], current: Mapping[str, Any]

@@ -110,6 +110,16 @@ class Account(FencedModel, Base):
     mail: Mapped[str] = mapped_column(Lowered, primary_key=True)
 
 
+class Crossed(FencedModel, Base):
+    """Its resource's attribute is called like another attribute's column."""
+
+    __tablename__ = "na_crossed"
+    __fence_resource__ = "group:{code}"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    code: Mapped[str] = mapped_column("group_name", String(20))
+    value: Mapped[int] = mapped_column("code", default=0)
+
+
 MODELS: tuple[type[Any], ...] = (Stock, Part, Order, Shelf, Document, Account)
 KEY = uuid.UUID("A0EEBC99-9C0B-4EF8-BB6D-6BB9BD380A11")
 
@@ -334,6 +344,16 @@ def test_a_row_that_came_back_under_another_lease_is_not_written(
         session.flush()
     session.rollback()
     assert session.scalar(select(Shelf.count)) == 0
+
+
+def test_attributes_and_columns_of_one_name_are_not_mixed_up(session: Session) -> None:
+    """Another attribute may be stored in a column that is called like the resource's attribute."""
+    bind(session, Lease("group:a", 3))
+    session.add(Crossed(id=1, code="a"))
+    session.flush()
+    session.execute(update(Crossed).where(Crossed.code == "a").values(value=2))
+    with pytest.raises(UnfencedWriteError, match="must not change"):
+        session.execute(update(Crossed).where(Crossed.code == "a").values(code="b"))
 
 
 def test_two_tokens_through_one_cached_statement(session: Session) -> None:
