@@ -59,7 +59,7 @@ Quorum(f) == Majority(Members(f))
 
 NoLock == [a |-> 0, e |-> 0, g |-> 0, m |-> FALSE]
 Blank == [adm |-> FALSE, e |-> 0, p |-> 0, r |-> 0, cfg |-> None, nxt |-> None, c |-> 0,
-          lk |-> NoLock, tk |-> 0, tr |-> 0, tp |-> 0]
+          lk |-> NoLock, tk |-> 0, tr |-> 0]
 Fresh == [Blank EXCEPT !.adm = TRUE, !.r = 1, !.cfg = First]
 
 Init ==
@@ -212,7 +212,7 @@ NewId(mine) == IF Broken("client_ticket") THEN mine ELSE CHOOSE i \in 1..50 : i 
 HasTicket(n) == disk[n].tk /= 0 /\ disk[n].tr = run[n]
 \* What BEGIN makes of node n, by a sender whose own ticket would be `mine`.
 Ticketed(n, mine) == IF HasTicket(n) THEN disk[n]
-                     ELSE [disk[n] EXCEPT !.tk = NewId(mine), !.tr = run[n], !.tp = 0]
+                     ELSE [disk[n] EXCEPT !.tk = NewId(mine), !.tr = run[n]]
 Holds(n, t) == t /= 0 /\ disk[n].tk = t /\ (disk[n].tr = run[n] \/ Broken("ticket_unbound"))
 Open(n) == disk[n].nxt = None \/ Broken("closed_read")
 
@@ -350,15 +350,15 @@ Awaits(o, n) == \/ n \in Seats(op[o].f) /\ ~disk[n].adm /\ Holds(n, op[o].f.tk[n
 \* PROMISE to the new list, before any of its nodes may vote.
 OpPromise(o, n) ==
     /\ op[o].ph = "open" /\ n \in Members(op[o].f)
-    /\ \/ Awaits(o, n) /\ disk' = [disk EXCEPT ![n].tp = Max(@, op[o].e)]
-       \/ Voting(n, op[o].f) /\ disk' = [disk EXCEPT ![n].p = Max(@, op[o].e)]
+    /\ Awaits(o, n) \/ Voting(n, op[o].f)
+    /\ disk' = [disk EXCEPT ![n].p = Max(@, op[o].e)]
     /\ op' = [op EXCEPT ![o].ack = @ \cup {n}]
     /\ UNCHANGED <<run, snap, out, acq, rec, raises, db, left>>
 
 OpOpen(o, n) ==
     /\ op[o].ph = "open" /\ n \in Members(op[o].f) /\ Awaits(o, n)
     /\ Cardinality(op[o].ack) >= Quorum(op[o].f) \/ Broken("open_unpromised") \/ With("init")
-    /\ disk' = [disk EXCEPT ![n] = [Blank EXCEPT !.adm = TRUE, !.e = op[o].e, !.p = Max(op[o].e, disk[n].tp),
+    /\ disk' = [disk EXCEPT ![n] = [Blank EXCEPT !.adm = TRUE, !.e = op[o].e, !.p = Max(op[o].e, disk[n].p),
                                     !.r = run[n], !.cfg = op[o].f, !.lk = disk[n].lk]]
     /\ out' = [out EXCEPT ![n] = Voter(n, op[o].e)]
     /\ raises' = IF op[o].e > 0 THEN raises \cup {<<op[o].f, op[o].e>>} ELSE raises
@@ -434,5 +434,5 @@ OneList == \A n \in Node : disk[n].cfg /= First /\ disk[n].cfg /= None /\ Voting
 \* Why epochs are not reused: nobody votes in one that a majority has not promised, lost memories apart.
 Promised == \A n \in Node : Admitted(n) /\ disk[n].e > 0 /\ ~With("sealed") =>
     LET L == Members(disk[n].cfg) IN
-    Cardinality({m \in L : out[m].now \/ Max(disk[m].p, disk[m].tp) >= disk[n].e}) >= Majority(L)
+    Cardinality({m \in L : out[m].now \/ disk[m].p >= disk[n].e}) >= Majority(L)
 ================================================================================

@@ -32,7 +32,7 @@ constexpr u8 NONE = 9, DEAD = 31;  // no fingerprint; a ticket that nobody can u
 enum Phase : u8 { IDLE, BEGIN, READ, CHOSEN, CLOSE, CHECK, OPEN };
 
 struct Disk {
-    u8 adm, live, cfg, nxt, e, p, c, lka, lke, lkg, lkm, tk, tlive, tp;
+    u8 adm, live, cfg, nxt, e, p, c, lka, lke, lkg, lkm, tk, tlive;
 };
 struct Column {  // all that concerns one server: sorting columns is exact symmetry reduction
     Disk disk, snap;
@@ -104,7 +104,7 @@ static void ticket(State& t, int n, int mine) {
         }
         id = __builtin_ctz(~used);
     }
-    d.tk = id, d.tlive = 1, d.tp = 0;
+    d.tk = id, d.tlive = 1;
 }
 
 static Disk blank() {
@@ -432,15 +432,14 @@ template <class Emit> static void operators(const State& s, Emit emit) {
             bool waiting = awaits(s, o, f, n);
             if (waiting || voting(d, f)) {
                 State t = s;
-                if (waiting) t.node[n].disk.tp = std::max(d.tp, w.e);
-                else t.node[n].disk.p = std::max(d.p, w.e);
+                t.node[n].disk.p = std::max(d.p, w.e);
                 t.node[n].op_ack[o] = 1;
                 emit(t, "OpPromise", o + 1, n);
             }
             if (waiting && (acks >= majority(w.l) || open_unpromised || init_)) {
                 State t = s;
                 Disk u = blank();
-                u.adm = u.live = 1, u.e = w.e, u.p = std::max(w.e, d.tp), u.cfg = f;
+                u.adm = u.live = 1, u.e = w.e, u.p = std::max(w.e, d.p), u.cfg = f;
                 u.lka = d.lka, u.lke = d.lke, u.lkg = d.lkg, u.lkm = d.lkm;
                 t.node[n].disk = u;
                 voter(t.node[n]);
@@ -532,7 +531,7 @@ static const char* violated(const State& s) {
         if (!admitted(d) || !d.e) continue;
         int l = list_of(s, d.cfg), holding = 0;
         for (int m = 0; m < N; m++)
-            holding += in(l, m) && (s.node[m].out || std::max(s.node[m].disk.p, s.node[m].disk.tp) >= d.e);
+            holding += in(l, m) && (s.node[m].out || s.node[m].disk.p >= d.e);
         if (holding < majority(l)) return "Promised";
     }
     return nullptr;

@@ -24,7 +24,7 @@ from fencelock import Redlock
 from fencelock.authority.redlock import membership
 from fencelock.authority.redlock.blocking import run
 from fencelock.authority.redlock.node import Node
-from fencelock.authority.redlock.protocol import Bid, Failed, attempt
+from fencelock.authority.redlock.protocol import Bid, Failed, Sleep, attempt
 from fencelock.embedded import Nodes
 from fencelock.errors import (
     AuthorityError,
@@ -421,8 +421,13 @@ def interrupted_init(urls: list[str], rounds: int) -> None:
         )
         channels = authority._pool.lend()
         request = next(generator)
-        for _ in range(rounds):
-            request = generator.send(channels.broadcast(request))
+        while rounds:
+            if isinstance(request, Sleep):  # not every connection is there yet
+                time.sleep(request.seconds)
+                request = generator.send(time.monotonic())
+            else:
+                request = generator.send(channels.broadcast(request))
+                rounds -= 1
         channels.close()
 
 
