@@ -57,7 +57,7 @@ def _base_table(mapper: Mapper[Any], model: type[Any]) -> Table:
             return table
     raise ValueError(
         f"{model.__name__} is a FencedModel, but its table {mapper.local_table.description!r} has no column "
-        f"{FENCE_COLUMN!r}; add it with a migration (op.add_fence) and to the Table (fence_column())"
+        f"{FENCE_COLUMN!r}; add it to the Table with fence_column(), and to the database with a migration"
     )
 
 

@@ -71,7 +71,7 @@ def claim(
     older holders are refused, and nobody can change the row until the transaction ends. Make it the first
     thing that the transaction does: under REPEATABLE READ (MariaDB's default) *other* rows are read as they
     were when the transaction first read anything, and on SQLite a transaction that has read before cannot
-    wait for its turn to write (see `begin_immediate`).
+    wait for its turn to write (see `fencelock.guard.begin_immediate`).
 
     Pending changes of the session are flushed first, as before any query. Columns with `onupdate` keep their
     values: a claim is no change that users would see.
@@ -170,7 +170,7 @@ def gate(session: Session, resource: str | None = None) -> None:
     It guards what rows cannot guard themselves: INSERTs, a DELETE followed by an INSERT, and whole
     aggregates of rows that are not fenced one by one. Until the transaction ends, no other holder passes
     the gate of this resource; afterwards, older ones never do. Pass it before reading, as with `claim`. The
-    fence table comes with a migration (`op.create_fence_table`).
+    fence table is part of your metadata once `fence_table(Base.metadata)` was called; migrate then.
 
     Args:
         session: whose transaction passes the gate.

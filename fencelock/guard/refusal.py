@@ -107,9 +107,11 @@ def _refuse_writing_ctes(compiled: Any) -> None:
 
 def explain_missing_column(context: ExceptionContext) -> None:
     """Say what to do when the database lacks the column that the model has."""
-    message = str(context.original_exception)
+    # Only the first line: those that follow quote the statement, which names the column anyway.
+    message = str(context.original_exception).splitlines()[0]
     if FENCE_COLUMN in message and _MISSING_COLUMN.search(message):
         raise FenceError(
-            f"the database lacks the column {FENCE_COLUMN!r} of a fenced model ({message.splitlines()[0]}); "
-            f'run the migration that adds it: op.add_fence("<table>")'
+            f"the database lacks the column {FENCE_COLUMN!r} of a fenced model ({message}); add it with a "
+            f'migration: op.add_column("<table>", sa.Column("{FENCE_COLUMN}", sa.BigInteger(), '
+            f'nullable=False, server_default=sa.text("0")))'
         ) from context.original_exception
