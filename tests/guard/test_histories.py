@@ -170,7 +170,7 @@ def attempt(worker: Worker, path: str, row: int, mark: str) -> StaleTokenError |
 def test_no_history_loses_a_write_or_accepts_a_stale_one(engine: Engine) -> None:
     """Each write is accepted just where its token is not below the fence, and then never lost."""
 
-    @settings(max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=SHARED)
+    @settings(max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=SHARED)
     @given(HISTORIES)
     def check(history: list[Step]) -> None:
         run(engine, history, guarded=True)

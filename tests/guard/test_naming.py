@@ -192,7 +192,7 @@ BY_NAME: dict[str, Callable[[Session, str], object]] = {
 
 
 @pytest.mark.parametrize("write", [pytest.param(write, id=name) for name, write in BY_NAME.items()])
-@pytest.mark.parametrize("spelt", ["ABC", "abc ", "äbc"])
+@pytest.mark.parametrize("spelt", ["ABC", "äbc "])
 def test_a_loose_comparison_leads_no_lease_to_another_row(
     session: Session, engine: Engine, write: Callable[[Session, str], object], spelt: str
 ) -> None:
