@@ -17,7 +17,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from fencelock.authority.base import Grant
+from fencelock.authority.base import AsyncAuthority, Grant
 from fencelock.errors import LockTimeoutError, NotHeldError
 
 RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
@@ -97,6 +97,11 @@ class CountingRedlock:
     def release(self, grant: Grant) -> bool | None:
         """Delete the lock where it is ours."""
         return 2 * self._release(grant.resources[0], grant.proof) > len(self._nodes)
+
+    @property
+    def aio(self) -> AsyncAuthority:
+        """Refuse: nobody asks for it here."""
+        raise NotImplementedError("this is for blocking code")
 
     def _ask(self, node: int, resource: str, nonce: str, ttl: float) -> int:
         keys = [f"counting:l:{resource}", f"counting:c:{resource}"]

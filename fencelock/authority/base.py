@@ -51,3 +51,24 @@ class Authority(Protocol):
 
         Returns True if they were still ours, False if they no longer were, None if that could not be told.
         """
+
+    @property
+    def aio(self) -> AsyncAuthority:
+        """The same operations as coroutines, on the same nodes."""
+
+
+class AsyncAuthority(Protocol):
+    """What an `Authority` offers to asyncio code: the same promises, names and errors.
+
+    A coroutine that is cancelled leaves no lease behind: what an acquisition may have got is given back,
+    without waiting for that, and a release takes place all the same.
+    """
+
+    async def acquire(self, resources: tuple[str, ...], *, ttl: float, timeout: float | None) -> Grant:  # noqa: ASYNC109 - it waits for other holders, with errors of its own
+        """Return leases of all the resources, or of none: see `Authority.acquire`."""
+
+    async def extend(self, grant: Grant, ttl: float) -> Grant:
+        """Return the grant with an end at least `ttl` seconds from now: see `Authority.extend`."""
+
+    async def release(self, grant: Grant) -> bool | None:
+        """Give the leases back: see `Authority.release`."""

@@ -23,7 +23,7 @@ import pytest
 import redis
 
 from fencelock import FencedLock, Redlock
-from fencelock.authority.redlock import blocking
+from fencelock.authority.redlock import seats
 from fencelock.authority.redlock.node import pack
 from fencelock.authority.redlock.protocol import Answer, Said
 from fencelock.embedded import Nodes
@@ -464,4 +464,4 @@ def test_nodes_that_die_for_good_leave_no_growth(authority: Redlock, nodes: Node
     while time.monotonic() < end:
         take(authority)
     link = authority._pool._idle[-1]._seats[0].link
-    assert link is None or len(link.waiting) <= blocking._MOST_OWED + 2000
+    assert link is None or len(link.waiting) <= seats.MOST_OWED + 2000

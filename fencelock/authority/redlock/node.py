@@ -283,9 +283,21 @@ class Link:
         descriptor: the socket's, for polling.
         waiting: what has been sent and not been answered: for each a number that means something to
             the sender, the command, and when it was sent.
+        releasing: nonces of which a RELEASE is among those.
+        unsent: what has been put here and not been written yet.
     """
 
-    __slots__ = ("_own_arguments", "_pending", "_reader", "_sock", "descriptor", "identity", "waiting")
+    __slots__ = (
+        "_own_arguments",
+        "_pending",
+        "_reader",
+        "_sock",
+        "descriptor",
+        "identity",
+        "releasing",
+        "unsent",
+        "waiting",
+    )
 
     def __init__(self, sock: socket.socket, identity: Identity) -> None:
         sock.setblocking(False)  # noqa: FBT003 - the standard library's signature
@@ -297,26 +309,45 @@ class Link:
         self.identity = identity
         self.descriptor = sock.fileno()
         self.waiting: deque[tuple[int, Command, float]] = deque()
+        self.releasing: set[str] = set()
+        self.unsent: list[bytes] = []
 
     def close(self) -> None:
         """Close the socket. In a forked child this leaves the parent's alone."""
         self._sock.close()
 
+    def put(self, number: int, command: Command, packed: bytes, now: float) -> None:
+        """Take a command, whose common part has been packed, for the next `flush`."""
+        self.waiting.append((number, command, now))
+        if command.script == "release":
+            self.releasing.add(command.nonce)
+        self.unsent.append(packed)
+        self.unsent.append(self._own_arguments)
+
+    def flush(self) -> bool:
+        """Write what has been put here, as far as the socket takes it; return whether that was all.
+
+        Raises:
+            Unusable: if the connection is broken.
+        """
+        data = b"".join(self.unsent)
+        try:
+            sent = self._sock.send(data)
+        except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
+            sent = 0
+        except OSError as error:
+            raise Unusable(Said.UNREACHABLE, f"the connection broke: {error}") from error
+        self.unsent = [data[sent:]] if sent < len(data) else []
+        return not self.unsent
+
     def send(self, number: int, command: Command, packed: bytes, now: float) -> None:
-        """Send a command whose common part has been packed.
+        """Send a command at once.
 
         Raises:
             Unusable: if the connection is broken or its buffer is full.
         """
-        data = packed + self._own_arguments
-        self.waiting.append((number, command, now))
-        try:
-            complete = self._sock.send(data) == len(data)
-        except (BlockingIOError, ssl.SSLWantWriteError):
-            complete = False
-        except OSError as error:
-            raise Unusable(Said.UNREACHABLE, f"the connection broke: {error}") from error
-        if not complete:
+        self.put(number, command, packed, now)
+        if not self.flush():
             raise Unusable(Said.SILENT, "it reads nothing any more")
 
     def receive(self, now: float) -> list[tuple[int, Command, Answer]]:
@@ -336,15 +367,19 @@ class Link:
         if not data:
             raise Unusable(Said.UNREACHABLE, "the connection broke: closed by the node")
         answers = []
+        resent = False
         try:
             self._reader.feed(data)
             while (reply := self._reader.gets()) is not False:
                 number, command, _ = self.waiting.popleft()
                 if type(reply) is not list and str(reply).startswith("NOSCRIPT"):
                     # On the same socket, or who knows which server process would answer.
-                    self.send(number, command, _pack(command, "EVAL", _SCRIPTS[command.script]), now)
+                    self.put(number, command, _pack(command, "EVAL", _SCRIPTS[command.script]), now)
+                    resent = True
                 else:
                     answers.append((number, command, read_answer(reply)))
         except (hiredis.HiredisError, LookupError, TypeError, ValueError) as error:
             raise Unusable(Said.ERROR, f"it does not speak like a node: {error!r}") from error
+        if resent:
+            self.flush()
         return answers

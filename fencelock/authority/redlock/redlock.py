@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import random
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 from weakref import WeakValueDictionary
@@ -19,7 +20,9 @@ from fencelock import token
 from fencelock._checks import check_seconds, check_ttl
 from fencelock.authority.base import Grant
 from fencelock.authority.redlock import membership, protocol
+from fencelock.authority.redlock.aio import AsyncRedlock
 from fencelock.authority.redlock.blocking import Channels, Pool, run
+from fencelock.authority.redlock.multiplex import Lines
 from fencelock.authority.redlock.node import Identity, Node
 from fencelock.errors import FencelockError, MembershipError, NodesNotInitialisedError, QuorumError
 
@@ -76,6 +79,8 @@ class Redlock:
         for name, count in Counter(self._names).items():
             if count > 1:
                 raise ValueError(f"{name} is named {count} times: each node has one vote")
+        #: The same operations as coroutines, for asyncio code.
+        self.aio = AsyncRedlock(self)
         self._start_over()
 
     def _start_over(self) -> None:
@@ -112,6 +117,7 @@ class Redlock:
         self._check_process()
         pool, self._pool = self._pool, Pool(self._make_channels)
         pool.close()
+        self.aio._close_everywhere()  # noqa: SLF001 - its other face
 
     @overload
     def lock(self, resource: str, /, *, ttl: float = ..., timeout: float | None = ...) -> FencedLock[int]: ...
@@ -139,59 +145,21 @@ class Redlock:
             MembershipError: nodes and client disagree on who the N nodes are.
             ValueError: the ttl is longer than these nodes allow.
         """
+        bids = self._new_bids(resources, ttl)
         try:
-            return self._acquire(resources, ttl, timeout)
-        except NodesNotInitialisedError:
-            if os.environ.get("FENCELOCK_AUTO_INIT") != "1":
-                raise
-        self.init()
-        return self._acquire(resources, ttl, timeout)
-
-    def _acquire(self, resources: tuple[str, ...], ttl: float, timeout: float | None) -> Grant:
-        canonical = tuple(sorted(resources))
-        latest: tuple[protocol.Fleet, protocol.Bid] | None = None
-
-        def new_bid(fleet: protocol.Fleet) -> protocol.Bid:
-            nonlocal latest
-            _check_max_ttl(ttl, fleet)
-            if latest is not None:
-                self._wanted.pop(latest[1].nonce, None)
-            bid = protocol.Bid.of(fleet, canonical, secrets.token_urlsafe(16), ttl)
-            latest = fleet, bid
-            self._wanted[bid.nonce] = bid
-            return bid
-
-        try:
-            granted = self._run(
-                protocol.acquire(
-                    self._see, new_bid, timeout=timeout, grace=self._outage_grace, jitter=random.random
-                )
-            )
-            counters = dict(zip(canonical, granted.counters, strict=True))
-            tokens = tuple(token.compose(granted.epoch, counters[resource]) for resource in resources)
-            return Grant(resources, tokens, granted.expires_at, granted)
+            return self._run(self._acquiring(bids, timeout))
         except BaseException as error:
-            if latest is not None:
-                self._wanted.pop(latest[1].nonce, None)
-                if not isinstance(error, FencelockError):
-                    # Interrupted, by a signal handler say: nobody else would release it.
-                    self._run(protocol.abandon(*latest))
+            for undo in bids.give_up(error):
+                self._run(undo)
             raise
 
     def extend(self, grant: Grant, ttl: float) -> Grant:
         """Return the grant with a later end: see `Authority.extend`."""
-        granted: protocol.Granted = grant.proof
-        fleet = self._see()
-        _check_max_ttl(ttl, fleet)
-        expires_at = self._run(protocol.extend(fleet, granted, ttl))
-        granted = protocol.Granted(granted.bid, granted.epoch, granted.counters, expires_at)
-        return Grant(grant.resources, grant.tokens, expires_at, granted)
+        return self._run(self._extending(grant, ttl))
 
     def release(self, grant: Grant) -> bool | None:
         """Give the leases back: see `Authority.release`."""
-        granted: protocol.Granted = grant.proof
-        self._wanted.pop(granted.bid.nonce, None)
-        return self._run(protocol.release(self._see(), granted))
+        return self._run(self._releasing(grant))
 
     def init(self, *, base: int | None = None, max_ttl: float = membership.DEFAULT_MAX_TTL) -> bool:
         """Initialise N blank nodes, once in their life; all of them must answer.
@@ -211,17 +179,51 @@ class Redlock:
             MembershipError: a node is in use in another list, or has lost its memory.
             ValueError: for a base or ttl out of range.
         """
-        base = membership.default_base() if base is None else membership.check_base(base)
-        generator = membership.initialise(
-            self._names,
-            self._node_key,
-            new_id=lambda: secrets.token_hex(8),
-            base=base,
-            max_ttl=check_ttl(max_ttl),
-            patience=self._connect_timeout,
-        )
+        return self._run(self._initialising(base, max_ttl))
+
+    def _new_bids(self, resources: tuple[str, ...], ttl: float) -> _Bids:
+        self._check_process()
+        return _Bids(resources, ttl, self._wanted)
+
+    def _acquiring(self, bids: _Bids, timeout: float | None) -> Generator[protocol.Request, Any, Grant]:
         try:
-            _, done = self._run(generator)
+            return (yield from self._bidding(bids, timeout))
+        except NodesNotInitialisedError:
+            if os.environ.get("FENCELOCK_AUTO_INIT") != "1":
+                raise
+        yield from self._initialising(None, membership.DEFAULT_MAX_TTL)
+        return (yield from self._bidding(bids, timeout))
+
+    def _bidding(self, bids: _Bids, timeout: float | None) -> Generator[protocol.Request, Any, Grant]:
+        granted = yield from protocol.acquire(
+            self._see, bids.next, timeout=timeout, grace=self._outage_grace, jitter=random.random
+        )
+        return bids.won(granted)
+
+    def _extending(self, grant: Grant, ttl: float) -> Generator[protocol.Request, Any, Grant]:
+        granted: protocol.Granted = grant.proof
+        fleet = self._see()
+        _check_max_ttl(ttl, fleet)
+        expires_at = yield from protocol.extend(fleet, granted, ttl)
+        granted = protocol.Granted(granted.bid, granted.epoch, granted.counters, expires_at)
+        return Grant(grant.resources, grant.tokens, expires_at, granted)
+
+    def _releasing(self, grant: Grant) -> Generator[protocol.Request, Any, bool | None]:
+        granted: protocol.Granted = grant.proof
+        self._wanted.pop(granted.bid.nonce, None)
+        return (yield from protocol.release(self._see(), granted))
+
+    def _initialising(self, base: int | None, max_ttl: float) -> Generator[protocol.Request, Any, bool]:
+        base = membership.default_base() if base is None else membership.check_base(base)
+        try:
+            _, done = yield from membership.initialise(
+                self._names,
+                self._node_key,
+                new_id=lambda: secrets.token_hex(8),
+                base=base,
+                max_ttl=check_ttl(max_ttl),
+                patience=self._connect_timeout,
+            )
         except QuorumError:
             self._see()  # two names of one server have a better error
             raise
@@ -234,17 +236,22 @@ class Redlock:
     def _check_process(self) -> None:
         if self._pid != os.getpid():
             self._pool.leave_to_parent()
+            self.aio._leave_to_parent()  # noqa: SLF001 - its other face
             self._start_over()
 
     def _make_channels(self) -> Channels:
-        return Channels(
-            self._nodes,
-            self._node_key,
-            on_identity=self._meet,
-            is_open=self._wanted.__contains__,
-            connect_timeout=self._connect_timeout,
-            patience=self._node_timeout,
-        )
+        return Channels(self._nodes, self._node_key, **self._seating())
+
+    def _make_lines(self, loop: asyncio.AbstractEventLoop) -> Lines:
+        return Lines(loop, self._nodes, self._node_key, **self._seating())
+
+    def _seating(self) -> dict[str, Any]:
+        return {
+            "on_identity": self._meet,
+            "is_open": self._wanted.__contains__,
+            "connect_timeout": self._connect_timeout,
+            "patience": self._node_timeout,
+        }
 
     def _meet(self, node: int, identity: Identity) -> None:
         """Note who answers for a node; the view of the fleet is made anew."""
@@ -312,6 +319,52 @@ class Redlock:
                         f"{self._names[seen[trait]]} and {self._names[node]} are the same server, which "
                         "would have two votes: name each node once (databases of one server are one node)"
                     )
+
+
+class _Bids:
+    """The bids of one acquisition: one at a time is wanted, and the last may have to be given up.
+
+    Args:
+        resources: what is acquired, in the order of the caller.
+        ttl: seconds.
+        wanted: where bids are noted whose late grants must not be released.
+    """
+
+    def __init__(
+        self, resources: tuple[str, ...], ttl: float, wanted: WeakValueDictionary[str, protocol.Bid]
+    ) -> None:
+        self._resources = resources
+        self._canonical = tuple(sorted(resources))
+        self._ttl = ttl
+        self._wanted = wanted
+        self._latest: tuple[protocol.Fleet, protocol.Bid] | None = None
+
+    def next(self, fleet: protocol.Fleet) -> protocol.Bid:
+        """Return a new bid, and forget the one before."""
+        _check_max_ttl(self._ttl, fleet)
+        self._forget()
+        bid = protocol.Bid.of(fleet, self._canonical, secrets.token_urlsafe(16), self._ttl)
+        self._latest = fleet, bid
+        self._wanted[bid.nonce] = bid
+        return bid
+
+    def won(self, granted: protocol.Granted) -> Grant:
+        """Return the grant that a bid has come to."""
+        counters = dict(zip(self._canonical, granted.counters, strict=True))
+        tokens = tuple(token.compose(granted.epoch, counters[resource]) for resource in self._resources)
+        return Grant(self._resources, tokens, granted.expires_at, granted)
+
+    def give_up(self, error: BaseException) -> Iterator[Generator[protocol.Request, Any, None]]:
+        """Yield what is still to be run, now that the acquisition has ended with an error."""
+        self._forget()
+        # Errors of ours come after the bid was abandoned. Anything else has interrupted it, such as a
+        # signal handler or a cancellation, and nobody else would release it.
+        if self._latest is not None and not isinstance(error, FencelockError):
+            yield protocol.abandon(*self._latest)
+
+    def _forget(self) -> None:
+        if self._latest is not None:
+            self._wanted.pop(self._latest[1].nonce, None)
 
 
 def _sources(nodes: str | redis.Redis | Sequence[str | redis.Redis]) -> list[str | redis.Redis]:

@@ -1,0 +1,131 @@
+"""The asyncio face of a `Redlock`: the same operations as coroutines."""
+
+# ruff: noqa: SLF001 - these are the two faces of one authority
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Generator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+from weakref import WeakKeyDictionary
+
+from fencelock.authority.base import Grant
+from fencelock.authority.redlock import membership, protocol
+from fencelock.authority.redlock.multiplex import Lines, run, tell
+from fencelock.errors import FencelockError
+
+if TYPE_CHECKING:
+    from fencelock.authority.redlock.redlock import Redlock
+
+_T = TypeVar("_T")
+
+
+class AsyncRedlock:
+    """A `Redlock` for asyncio code; made by it, as `Redlock.aio`.
+
+    All tasks of a loop share one connection to each node; every loop has its own, which end with it.
+    A cancelled operation leaves no lock behind: what it may have acquired is released, and a release is
+    sent all the same.
+    """
+
+    def __init__(self, redlock: Redlock) -> None:
+        self._redlock = redlock
+        self._start_over()
+
+    def _start_over(self) -> None:
+        """Begin without connections: at first, and in a forked child."""
+        self._lock = threading.Lock()
+        self._lines: WeakKeyDictionary[asyncio.AbstractEventLoop, Lines] = WeakKeyDictionary()
+
+    def __repr__(self) -> str:
+        return f"{self._redlock!r}.aio"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def acquire(self, resources: tuple[str, ...], *, ttl: float, timeout: float | None) -> Grant:  # noqa: ASYNC109 - it waits for other holders, with errors of its own
+        """Return leases of all the resources, or of none: see `Redlock.acquire`, also for the errors.
+
+        Cancelled, it releases what it may have acquired, without waiting for that.
+        """
+        bids = self._redlock._new_bids(resources, ttl)
+        lines = self._lines_here()
+        try:
+            return await run(self._redlock._acquiring(bids, timeout), lines)
+        except BaseException as error:
+            for undo in bids.give_up(error):
+                tell(undo, lines)
+            raise
+
+    async def extend(self, grant: Grant, ttl: float) -> Grant:
+        """Return the grant with a later end: see `AsyncAuthority.extend`."""
+        return await self._run(self._redlock._extending(grant, ttl))
+
+    async def release(self, grant: Grant) -> bool | None:
+        """Give the leases back: see `AsyncAuthority.release`.
+
+        Cancelled, it is sent all the same.
+        """
+        lines = self._lines_here()
+        try:
+            return await run(self._redlock._releasing(grant), lines)
+        except FencelockError:
+            raise
+        except BaseException:
+            tell(self._redlock._releasing(grant), lines)
+            raise
+
+    async def init(self, *, base: int | None = None, max_ttl: float = membership.DEFAULT_MAX_TTL) -> bool:
+        """Initialise N blank nodes, once in their life: see `Redlock.init`, also for the errors."""
+        return await self._run(self._redlock._initialising(base, max_ttl))
+
+    async def close(self) -> None:
+        """Close the connections of the running loop; using it again connects again."""
+        with self._lock:
+            lines = self._lines.pop(asyncio.get_running_loop(), None)
+        if lines is not None:
+            lines.close()
+
+    async def _run(self, generator: Generator[protocol.Request, Any, _T]) -> _T:
+        return await run(generator, self._lines_here())
+
+    def _lines_here(self) -> Lines:
+        """Return the running loop's connections."""
+        self._redlock._check_process()
+        loop = asyncio.get_running_loop()
+        lines = self._lines.get(loop)
+        if lines is None or lines.is_closed:
+            with self._lock:
+                self._close_orphans()
+                self._lines[loop] = lines = self._redlock._make_lines(loop)
+        return lines
+
+    def _close_orphans(self) -> None:
+        """Close what loops have left that were closed before everything was over in them."""
+        for loop, lines in list(self._lines.items()):
+            if loop.is_closed():
+                lines.close()
+                del self._lines[loop]
+
+    def _close_everywhere(self) -> None:
+        """Close the connections of every loop, each in its own thread."""
+        with self._lock:
+            everywhere, self._lines = list(self._lines.items()), WeakKeyDictionary()
+        for loop, lines in everywhere:
+            lines.close_from_anywhere(loop)
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child: close its copies of the sockets, by no lock that a thread may have held."""
+        for lines in list(self._lines.values()):
+            lines.leave_to_parent()
+        self._start_over()

@@ -1,0 +1,293 @@
+"""The asyncio driver: runs the protocol's generators for all tasks of a loop over one connection a node.
+
+Everybody's commands go over the same links. What is asked within one tick of the loop leaves in one write
+for each node; answers are matched in the order of the requests, and a broadcast resumes as soon as it has
+enough of them, or its patience ends. What comes later is read all the same, and a grant of an acquisition
+that has been given up is released.
+
+`Lines` belong to one loop, and are gone with it: a loop knows them by its readers, they know it by a weak
+reference only. Where a loop is shut down as `asyncio.run` does it, they are closed before it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import time
+import weakref
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar
+
+from fencelock.authority.redlock.node import Link, Unusable, pack
+from fencelock.authority.redlock.protocol import Answer, Answers, Broadcast, Request, Round, Said
+from fencelock.authority.redlock.seats import FRESH, Seats
+
+_T = TypeVar("_T")
+
+#: Seconds by which a patience may be exceeded, so that one look serves many broadcasts.
+_SLACK = 0.01
+
+
+class _Asking:
+    """A broadcast that waits: what has come back, and who is to be woken."""
+
+    __slots__ = ("answers", "asked", "deadline", "enough", "woken")
+
+    def __init__(
+        self, asked: int, enough: Callable[[Answers], bool], deadline: float, woken: asyncio.Future[None]
+    ) -> None:
+        self.answers: dict[int, Answer] = {}
+        self.asked = asked
+        self.enough = enough
+        self.deadline = deadline
+        self.woken = woken
+
+    def wake(self) -> None:
+        """Let the broadcast go on, unless it is on its way already."""
+        if not self.woken.done():
+            self.woken.set_result(None)
+
+
+class Lines(Seats):
+    """One connection to each node, for all tasks of one loop; other arguments as for `Seats`.
+
+    May be used in the loop's own thread only, and has to be closed there.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._loop = weakref.ref(loop)
+        self._pid = os.getpid()
+        self._asking: dict[int, _Asking] = {}
+        self._newcomers: set[asyncio.Future[None]] = set()
+        self._congested: set[int] = set()
+        self._flush_is_due = False
+        self._looks_at = math.inf
+        self._last_used = 0.0
+        weakref.finalize(loop, self.close)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether these are of no use any more: closed, or left behind by a loop that was."""
+        loop = self._loop()
+        return self._closed or loop is None or loop.is_closed()
+
+    def close(self) -> None:
+        """Close every connection; a broadcast that waits is told that they broke."""
+        if self._pid != os.getpid():
+            self.leave_to_parent()
+            return
+        for index in range(len(self._seats)):
+            self._drop(index, Answer(Said.UNREACHABLE, detail="the connection was closed here"))
+        super().close()
+
+    def close_from_anywhere(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Close them in the thread where that may be done."""
+        if _is_elsewhere(loop):
+            with contextlib.suppress(RuntimeError):  # it has been closed meanwhile
+                loop.call_soon_threadsafe(self.close)
+                return
+        self.close()
+
+    async def broadcast(self, request: Broadcast) -> Round:
+        """Send a command to its nodes, and wait until there are answers enough."""
+        if request.patience <= 0.0:
+            return self.tell(request)
+        if self._dial_missing():
+            await self._await_links()
+        began = time.monotonic()
+        if began - self._last_used > FRESH:
+            self._look(began)
+        self._last_used = began
+        loop = asyncio.get_running_loop()
+        self._number = number = self._number + 1
+        asking = _Asking(len(request.nodes), request.enough, began + request.patience, loop.create_future())
+        answers = asking.answers
+        command = request.command
+        packed = pack(command)
+        for index in request.nodes:
+            problem = self._ask(index, number, command, packed, began)
+            if problem is not None:
+                answers[index] = problem
+        if len(answers) < asking.asked and not request.enough(answers):
+            self._asking[number] = asking
+            self._flush_soon(loop)
+            self._look_at(asking.deadline, loop)
+            try:
+                await asking.woken
+            finally:
+                del self._asking[number]
+        for index in request.nodes:
+            if index not in answers:
+                answers[index] = Answer(Said.SILENT)
+        return Round(began, time.monotonic(), answers)
+
+    def tell(self, request: Broadcast) -> Round:
+        """Send a command to its nodes at once, and wait for nothing: also where no loop runs any more."""
+        now = time.monotonic()
+        packed = pack(request.command)
+        answers: dict[int, Answer] = {}
+        for index in request.nodes:
+            answers[index] = self._ask(index, 0, request.command, packed, now) or Answer(Said.SILENT)
+        self._flush()
+        return Round(now, now, answers)
+
+    async def _await_links(self) -> None:
+        """Wait while less than a majority is connected, as long as that may change."""
+        loop = asyncio.get_running_loop()
+        began = time.monotonic()
+        while (left := self._time_to_wait(began)) > 0:
+            newcomer = loop.create_future()
+            self._newcomers.add(newcomer)
+            try:
+                await asyncio.wait((newcomer,), timeout=left)
+            finally:
+                self._newcomers.discard(newcomer)
+        self._adopt()
+
+    def _announce(self) -> None:
+        loop = self._loop()
+        if loop is not None:
+            try:
+                loop.call_soon_threadsafe(self._welcome)
+            except RuntimeError:  # it has been closed, and nobody waits
+                self.close()
+
+    def _welcome(self) -> None:
+        self._adopt()
+        for newcomer in self._newcomers:
+            if not newcomer.done():
+                newcomer.set_result(None)
+
+    def _heard(self, number: int, index: int, answer: Answer) -> bool:
+        asking = self._asking.get(number)
+        if asking is None:
+            return False
+        answers = asking.answers
+        answers[index] = answer
+        if len(answers) == asking.asked or asking.enough(answers):
+            asking.wake()
+        return True
+
+    def _readable(self, index: int, link: Link) -> None:
+        """Read what has arrived; called by the loop."""
+        now = time.monotonic()
+        try:
+            self._take(index, link, now)
+        except Unusable as error:
+            self._drop(index, error.answer)
+        except BaseException:
+            # A signal handler's: nobody knows any more which answer belongs to what.
+            self._drop(index, Answer(Said.UNREACHABLE, detail="reading was interrupted"))
+            raise
+
+    def _look(self, now: float) -> None:
+        """Read everything that has arrived, before answers are missed or a link is trusted."""
+        self._adopt()
+        self._last_used = now
+        for index, seat in enumerate(self._seats):
+            if seat.link is not None:
+                self._readable(index, seat.link)
+
+    def _flush_soon(self, loop: asyncio.AbstractEventLoop) -> None:
+        if not self._flush_is_due:
+            self._flush_is_due = True
+            loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        """Write to each node what has been put there since the last time."""
+        self._flush_is_due = False
+        for index, seat in enumerate(self._seats):
+            if seat.link is not None and seat.link.unsent and index not in self._congested:
+                self._write_or_drop(index, seat.link)
+
+    def _write_or_drop(self, index: int, link: Link) -> None:
+        try:
+            self._write(index, link)
+        except Unusable as error:
+            self._drop(index, error.answer)
+        except BaseException:
+            self._drop(index, Answer(Said.UNREACHABLE, detail="writing was interrupted"))
+            raise
+
+    def _write(self, index: int, link: Link) -> None:
+        """Write as much as the socket takes; the loop says when it takes more."""
+        complete = link.flush()
+        if complete == (index in self._congested):
+            loop = self._loop()
+            if complete:
+                self._congested.discard(index)
+                if loop is not None:
+                    loop.remove_writer(link.descriptor)
+            elif loop is not None and not loop.is_closed():
+                self._congested.add(index)
+                loop.add_writer(link.descriptor, self._write_or_drop, index, link)
+
+    def _watch(self, index: int, link: Link) -> None:
+        loop = self._loop()
+        if loop is not None and not loop.is_closed():
+            loop.add_reader(link.descriptor, self._readable, index, link)
+
+    def _unwatch(self, index: int, link: Link) -> None:
+        congested = index in self._congested
+        self._congested.discard(index)
+        loop = self._loop()
+        if loop is not None and not loop.is_closed():
+            loop.remove_reader(link.descriptor)
+            if congested:
+                loop.remove_writer(link.descriptor)
+
+    def _look_at(self, deadline: float, loop: asyncio.AbstractEventLoop) -> None:
+        """See to it that broadcasts whose patience has ended are looked for, by then at the latest."""
+        if deadline < self._looks_at:
+            self._looks_at = deadline
+            # The handle is not kept: it knows the loop, which is to be free to go.
+            loop.call_later(max(deadline - time.monotonic(), _SLACK), self._end_patience, deadline)
+
+    def _end_patience(self, looks_at: float) -> None:
+        if looks_at != self._looks_at:
+            return  # an earlier look has taken its place
+        self._looks_at = math.inf
+        now = time.monotonic()
+        self._look(now)  # the loop may have been busy with something else, and the answers be here
+        next_end = math.inf
+        for asking in self._asking.values():
+            if asking.deadline <= now:
+                asking.wake()
+            else:
+                next_end = min(next_end, asking.deadline)
+        loop = self._loop()
+        if next_end < math.inf and loop is not None:
+            self._look_at(next_end, loop)
+
+
+def _is_elsewhere(loop: asyncio.AbstractEventLoop) -> bool:
+    """Whether a loop runs in another thread than this."""
+    try:
+        return loop.is_running() and asyncio.get_running_loop() is not loop
+    except RuntimeError:
+        return True
+
+
+async def run(generator: Generator[Request, Any, _T], lines: Lines) -> _T:
+    """Run one of the protocol's generators to its end; return what it returns."""
+    try:
+        request = next(generator)
+        while True:
+            if isinstance(request, Broadcast):
+                request = generator.send(await lines.broadcast(request))
+            else:
+                await asyncio.sleep(request.seconds)
+                request = generator.send(time.monotonic())
+    except StopIteration as stop:
+        return stop.value  # type: ignore[no-any-return]
+
+
+def tell(generator: Generator[Request, Any, object], lines: Lines) -> None:
+    """Run a generator whose answers nobody needs: send what it has to say, and wait for nothing."""
+    with contextlib.suppress(StopIteration):
+        request = next(generator)
+        while isinstance(request, Broadcast):
+            request = generator.send(lines.tell(request))

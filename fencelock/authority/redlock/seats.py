@@ -1,0 +1,281 @@
+"""The N nodes' places: what the blocking and the asyncio driver have in common.
+
+Which links are open and which are being opened; who may be asked at the moment; what becomes of an answer
+that nobody waits for any more. A driver adds how it waits: it says where answers go (`_heard`), how
+written data leaves (`_write`), how a socket is watched, and who is told of a new link (`_announce`).
+
+Links are opened in short-lived background threads, for redis-py's connecting blocks: a node that hangs
+while being connected to costs nobody anything.
+"""
+
+from __future__ import annotations
+
+import abc
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from fencelock.authority.redlock.node import Identity, Link, Node, Unusable, pack
+from fencelock.authority.redlock.protocol import Answer, Command, Said
+from fencelock.errors import MembershipError
+
+#: Seconds after which a link is looked at before it is used: it may be gone, or have old answers.
+FRESH = 0.01
+#: Releases that are owed to a node which does not answer; the rest ends with its ttl.
+MOST_OWED = 1000
+
+_BACKOFF = 0.05
+_LONGEST_BACKOFF = 2.0
+_OTHERS_GRACE = 0.05
+#: Answers that a node may owe on one link before it counts as silent.
+_MOST_UNANSWERED = 50_000
+
+
+class Seat:
+    """One node's place: its link, or why there is none and when to try again.
+
+    Attributes:
+        node: where it is.
+        link: what it is spoken to over; None while there is none.
+        arrived: a link that has been opened in the background and is not in use yet.
+        owed: commands whose locks are to be released once there is a link again.
+        failure: what to report as its answer while there is no link.
+        retry_at: when it may be connected to again.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.link: Link | None = None
+        self.arrived: Link | None = None
+        self.dialler: threading.Thread | None = None
+        self.owed: deque[Command] = deque(maxlen=MOST_OWED)
+        self.failure = Answer(Said.UNREACHABLE, detail="not connected yet")
+        self.failures = 0
+        self.retry_at = 0.0
+
+    @property
+    def dialling(self) -> bool:
+        """Whether a thread is at work on a new link."""
+        return self.dialler is not None and self.dialler.is_alive()
+
+
+class Seats(abc.ABC):
+    """One connection to each node. Not for two threads at once.
+
+    Args:
+        nodes: where the nodes are.
+        node_key: key of a node's hash, which is read while connecting.
+        on_identity: told who answered whenever a connection has been opened.
+        is_open: whether an acquisition (by its nonce) is wanted still; a late grant of any other is
+            released.
+        connect_timeout: seconds that a node may take to accept a connection.
+        patience: seconds after which a node that owes an answer is not asked again.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        node_key: str,
+        *,
+        on_identity: Callable[[int, Identity], None],
+        is_open: Callable[[str], bool],
+        connect_timeout: float,
+        patience: float,
+    ) -> None:
+        self._seats = [Seat(node) for node in nodes]
+        self._node_key = node_key
+        self._on_identity = on_identity
+        self._is_open = is_open
+        self._connect_timeout = connect_timeout
+        self._patience = patience
+        self._number = 0
+        self._majority_at: float | None = None
+        self._closed = False
+        #: Held for what the connecting threads share with the driver's.
+        self._mutex = threading.RLock()
+
+    @abc.abstractmethod
+    def _watch(self, index: int, link: Link) -> None:
+        """See to it that what arrives on a link is read."""
+
+    @abc.abstractmethod
+    def _unwatch(self, index: int, link: Link) -> None:
+        """Undo `_watch`, before the link is closed."""
+
+    @abc.abstractmethod
+    def _heard(self, number: int, index: int, answer: Answer) -> bool:
+        """Hand an answer to the broadcast of that number; return False where it is over."""
+
+    @abc.abstractmethod
+    def _write(self, index: int, link: Link) -> None:
+        """Have what was put into a link go out; raise `Unusable` where it cannot."""
+
+    @abc.abstractmethod
+    def _announce(self) -> None:
+        """Tell the driver that a connection has come up or failed; called in the connecting thread."""
+
+    def close(self) -> None:
+        """Close every connection, also those that are still being opened."""
+        with self._mutex:
+            self._closed = True
+            for seat in self._seats:
+                for link in (seat.link, seat.arrived):
+                    if link is not None:
+                        link.close()
+                seat.link = seat.arrived = None
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: close its copies of the sockets, by no lock that a thread may have held."""
+        for seat in self._seats:
+            for link in (seat.link, seat.arrived):
+                if link is not None:
+                    link.close()
+
+    def _ask(self, index: int, number: int, command: Command, packed: bytes, now: float) -> Answer | None:
+        """Put a command into a node's link, or return what to take for its answer."""
+        seat = self._seats[index]
+        link = seat.link
+        if link is None:
+            if command.script == "release":
+                seat.owed.append(command)
+            return seat.failure
+        if link.waiting:
+            owing = now - link.waiting[0][2]
+            unanswered = len(link.waiting)
+            releases = command.script == "release"
+            # A hung node gets only what undoes what it was sent before, and not for ever.
+            if owing > self._patience and not (releases and unanswered < MOST_OWED):
+                return Answer(Said.SILENT, detail=f"it owes an answer for {owing:.1f} s")
+            if unanswered >= _MOST_UNANSWERED * (2 if releases else 1):
+                return Answer(Said.SILENT, detail=f"it owes {unanswered} answers")
+        link.put(number, command, packed, now)
+        return None
+
+    def _take(self, index: int, link: Link, now: float) -> None:
+        """Read what has arrived on a link: hand on what is waited for, deal with the rest."""
+        for number, command, answer in link.receive(now):
+            if command.script == "release":
+                link.releasing.discard(command.nonce)
+            said = answer.said
+            noted = self._noted(index, link, answer) if said is Said.ADMITTED else answer
+            if not self._heard(number, index, noted) and said is Said.GRANTED:
+                self._undo(link, command)
+        if link.unsent:
+            self._write(index, link)
+
+    def _noted(self, index: int, link: Link, answer: Answer) -> Answer:
+        try:
+            link.identity = link.identity.admitted(*answer.facts[:2])
+        except MembershipError as error:
+            return Answer(Said.CONFIG, detail=str(error))
+        self._on_identity(index, link.identity)
+        return answer
+
+    def _undo(self, link: Link, bid: Command) -> None:
+        """Release what a bid may have locked, if its acquisition is over and no release is under way."""
+        if bid.nonce in link.releasing or self._is_open(bid.nonce):
+            return
+        locks = len(bid.keys) - 1
+        undo = Command("release", bid.nonce, bid.keys, ("", bid.nonce, 0, *(0, 0) * locks))
+        link.put(0, undo, pack(undo), time.monotonic())
+
+    def _drop(self, index: int, failure: Answer) -> None:
+        """Close a node's link: what it owes is answered with the failure, and released later."""
+        seat = self._seats[index]
+        seat.failure = failure
+        if (link := seat.link) is None:
+            return
+        seat.link = None
+        self._unwatch(index, link)
+        link.close()
+        for number, sent, _ in link.waiting:
+            self._heard(number, index, failure)
+            if sent.script in {"acquire", "release"}:
+                seat.owed.append(sent)
+
+    def _dial_missing(self) -> bool:
+        """Begin to open what is not open, where it is time to; return whether any link is missing."""
+        now = time.monotonic()
+        missing = False
+        for index, seat in enumerate(self._seats):
+            if seat.link is None:
+                missing = True
+                if not seat.dialling and seat.arrived is None and now >= seat.retry_at:
+                    self._dial(index, seat)
+        return missing
+
+    def _time_to_wait(self, began: float) -> float:
+        """Return for how many seconds links are still worth waiting for, if that began at `began`.
+
+        Until there is a majority; and before the very first exchange a moment longer, for the others.
+        """
+        if not any(seat.dialling for seat in self._seats):
+            return 0.0
+        now = time.monotonic()
+        deadline = began + self._connect_timeout
+        if sum(bool(seat.link or seat.arrived) for seat in self._seats) >= len(self._seats) // 2 + 1:
+            if self._majority_at is None:
+                self._majority_at = now
+            grace = _OTHERS_GRACE if self._number == 0 else 0.0
+            deadline = min(deadline, self._majority_at + grace)
+        return deadline - now
+
+    def _dial(self, index: int, seat: Seat) -> None:
+        seat.dialler = threading.Thread(
+            target=self._open, args=(index, seat), name=f"fencelock-connect-{seat.node.name}", daemon=True
+        )
+        try:
+            seat.dialler.start()
+        except RuntimeError as error:  # too many threads, or the interpreter is on its way out
+            seat.failure = Answer(Said.UNREACHABLE, detail=f"no thread to connect with: {error}")
+
+    def _open(self, index: int, seat: Seat) -> None:
+        try:
+            link = seat.node.open(self._node_key)
+        except Unusable as error:
+            with self._mutex:
+                seat.failures += 1
+                pause = min(_LONGEST_BACKOFF, _BACKOFF * 2**seat.failures) * random.uniform(0.5, 1.0)  # noqa: S311
+                seat.retry_at = time.monotonic() + pause
+                seat.failure = error.answer
+                seat.dialler = None
+            self._announce()
+            return
+        self._on_identity(index, link.identity)
+        with self._mutex:
+            seat.dialler = None
+            seat.failures = 0
+            if self._closed:
+                link.close()
+            else:
+                seat.arrived = link
+        self._announce()
+
+    def _adopt(self) -> None:
+        """Use the links that have been opened in the background."""
+        with self._mutex:
+            arrived = [(index, seat) for index, seat in enumerate(self._seats) if seat.arrived is not None]
+            for index, seat in arrived:
+                link, seat.arrived = seat.arrived, None
+                if link is not None:
+                    self._seat(index, seat, link)
+
+    def _seat(self, index: int, seat: Seat, link: Link) -> None:
+        """Use a link that has been opened, unless its server has a seat already: it would vote twice."""
+        for other in self._seats:
+            if other.link is not None and other.link.identity.run_id == link.identity.run_id:
+                link.close()
+                seat.failure = Answer(Said.CONFIG, detail=f"the same server as {other.node.name}")
+                seat.retry_at = time.monotonic() + _LONGEST_BACKOFF
+                return
+        seat.link = link
+        self._watch(index, link)
+        try:
+            while seat.owed:
+                self._undo(link, seat.owed.popleft())
+            if link.unsent:
+                self._write(index, link)
+        except Unusable as error:
+            self._drop(index, error.answer)
