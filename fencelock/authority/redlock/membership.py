@@ -13,24 +13,14 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
-from fencelock.authority.redlock.protocol import (
-    PASSING,
-    STRIPES,
-    Answer,
-    Broadcast,
-    Command,
-    Request,
-    Round,
-    Said,
-    Sleep,
-)
+from fencelock.authority.redlock.protocol import STRIPES, Answer, Command, Request, Said
+from fencelock.authority.redlock.survey import ask, synced
 from fencelock.errors import MembershipError, QuorumError
 from fencelock.token import MAX_COUNTER
 
 PROTOCOL_VERSION = 1
 STRIPE_HASH = "crc32"
 DEFAULT_MAX_TTL = 300.0
-_PAUSE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,52 +107,51 @@ def initialise(
     names: tuple[str, ...],
     node_key: str,
     *,
-    new_id: Callable[[], str],
+    new_word: Callable[[], str],
     base: int,
     max_ttl: float,
     patience: float,
+    epoch: int = 0,
 ) -> Generator[Request, Any, tuple[Membership, bool]]:
-    """Open N blank nodes into epoch 0, and tell whether that was still to be done.
+    """Open N blank nodes, and tell whether that was still to be done.
 
-    Every node is first given a ticket with its id; whoever comes second finds the same tickets, so that
-    several clients may initialise at once, and an interrupted initialisation is finished by the next
+    Every node is first given a ticket, which becomes its id; whoever comes second finds the same tickets, so
+    that several clients may initialise at once, and an interrupted initialisation is finished by the next
     one. A node that restarted in between has no ticket any more and is not opened: it cannot be told
     from one that has voted and forgotten.
+
+    No PROMISE is needed: the tickets are the list's fingerprint, so that nobody else opens this very list at
+    a higher epoch.
 
     Raises:
         QuorumError: not every node answered; all of them are needed, this once.
         MembershipError: some nodes are in use already, or belong to another list.
     """
-    keys = (node_key, f"{node_key}:ticket")
     standing: dict[int, Answer] = {}
     for node in range(len(names)):
-        begin = Command("begin", "", keys, ("", new_id(), round(max_ttl * 1000)))
-        standing[node] = yield from _ask(names, node, begin, patience)
+        begin = Command("begin", "", (node_key,), ("", new_word(), round(max_ttl * 1000), ""))
+        standing[node] = yield from _need(names, node, begin, patience)
     ids = {node: answer.facts[0] for node, answer in standing.items()}
     membership = Membership(tuple(sorted((ids[node], names[node]) for node in ids)), max_ttl)
     _check_agreement(names, standing, membership)
     blank = [node for node, answer in standing.items() if answer.said is Said.TICKET]
     for node in blank:
-        arguments = (membership.fingerprint, ids[node], base, membership.to_json())
-        opened = yield from _ask(names, node, Command("open", "", keys, arguments), patience)
+        arguments = (membership.fingerprint, epoch, ids[node], base, membership.to_json())
+        opened = yield from _need(names, node, Command("open", "", (node_key,), arguments), patience)
         if opened.said is Said.NO_TICKET:
             raise MembershipError(
                 f"{names[node]} restarted while it was being initialised, and is blank again: "
                 "flush all of these nodes, if none of them has been used, and initialise again"
             )
+    yield from synced(blank, patience)
     return membership, bool(blank)
 
 
-def _ask(
+def _need(
     names: tuple[str, ...], node: int, command: Command, patience: float
 ) -> Generator[Request, Any, Answer]:
-    done: Round = yield Broadcast(command, [node], bool, patience)
-    deadline = done.began + patience
-    while done.answers[node].said in PASSING and done.ended < deadline:
-        # All nodes are needed, this once; the driver waits only for the connections of a majority.
-        yield Sleep(_PAUSE)
-        done = yield Broadcast(command, [node], bool, patience)
-    answer = done.answers[node]
+    answers, _ = yield from ask(command, [node], patience)
+    answer = answers[node]
     if answer.said not in {Said.TICKET, Said.ADMITTED, Said.OPENED, Said.NO_TICKET}:
         raise QuorumError(
             f"to be initialised, all {len(names)} nodes must answer, and {names[node]} is not fit: {answer}",
@@ -177,10 +166,9 @@ def _check_agreement(names: tuple[str, ...], standing: dict[int, Answer], member
         if answer.said is Said.ADMITTED:
             if answer.facts[2] == "restarted":
                 raise MembershipError(
-                    f"{name} was initialised before, has restarted since, and must not vote: it may have "
-                    "forgotten what it granted. This version cannot admit it again: flush all of these "
-                    "nodes while nobody uses them, and initialise them anew. Counters then start at the "
-                    "time of day, above the tokens that were given out (unless --base says otherwise)"
+                    f"{name} was initialised before and has restarted since. It does not vote until a client "
+                    "that uses it has admitted it again, which takes as long as the longest lease; "
+                    "`fencelock nodes` tells when. There is nothing to initialise"
                 )
             theirs = Membership.from_json(answer.facts[1])
             if theirs.ids != membership.ids:

@@ -30,7 +30,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
 from fencelock.authority.redlock.membership import Membership
-from fencelock.authority.redlock.protocol import Answer, Command, Said
+from fencelock.authority.redlock.protocol import SYNC, Answer, Command, Said
 from fencelock.errors import MembershipError
 
 #: Settings of a client's pool that would make a connection do things by itself.
@@ -58,16 +58,22 @@ _PASSING_ERRORS = ("LOADING", "BUSY", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN", "
 _SAID: Final = {said.name.encode(): said for said in Said}
 _READ_SIZE = 65536
 _OWN_ARGUMENTS: Final = 2
-_TELLING = {Said.GRANTED, Said.HIGHER, Said.HELD, Said.TICKET, Said.ADMITTED}
+_WITH_FACTS: Final = frozenset({Said.TICKET, Said.ADMITTED, Said.OPENED, Said.STANDING})
+_TELLING = _WITH_FACTS | {Said.GRANTED, Said.HIGHER, Said.HELD}
 #: Answers that are complete with their first word.
 _BARE: Final = {name: Answer(said) for name, said in _SAID.items() if said not in _TELLING}
 
 
 def _load_scripts() -> dict[str, str]:
+    scripts: dict[str, str] = {}
+    prelude = ""
     folder = importlib.resources.files(__package__).joinpath("scripts")
-    texts = {file.name.removesuffix(".lua"): file.read_text() for file in folder.iterdir()}
-    prelude = texts.pop("prelude")
-    return {name: prelude + text for name, text in texts.items()}
+    for room in (folder, folder.joinpath("membership")):
+        files = [file for file in room.iterdir() if file.is_file()]
+        texts = {file.name.removesuffix(".lua"): file.read_text() for file in files}
+        prelude += texts.pop("prelude")
+        scripts |= {name: prelude + text for name, text in texts.items()}
+    return scripts
 
 
 _SCRIPTS: Final = _load_scripts()
@@ -240,6 +246,9 @@ def _identify(connection: Any, node_key: str, *, verify_votes: bool) -> Identity
 
 def pack(command: Command) -> bytes:
     """Return the part of a command that is the same for every node; the socket appends its own."""
+    if command.script == SYNC.script:
+        waitaof: bytes = hiredis.pack_command(("WAITAOF", *command.arguments))  # type: ignore[arg-type]
+        return waitaof
     return _pack(command, "EVALSHA", _DIGESTS[command.script])
 
 
@@ -263,11 +272,13 @@ def read_answer(reply: Any) -> Answer:
         return Answer(said, detail=text)
     if (bare := _BARE.get(reply[0])) is not None:
         return bare
+    if type(reply) is list and type(reply[0]) is int:  # of WAITAOF: how many disks it is on
+        return Answer(Said.ON_DISK if reply[0] else Said.NOT_ON_DISK)
     said = _SAID[reply[0]]
     if said is Said.HELD:
         # A lock without an end was put there by somebody else than a client of ours.
         return Answer(said, ttl=reply[1] / 1000 if reply[1] >= 0 else math.inf)
-    if said is Said.TICKET or said is Said.ADMITTED:
+    if said in _WITH_FACTS:
         return Answer(said, facts=tuple(part.decode() for part in reply[1:]))
     return Answer(said, reply[1], tuple(reply[2:]))
 
@@ -322,7 +333,8 @@ class Link:
         if command.script == "release":
             self.releasing.add(command.nonce)
         self.unsent.append(packed)
-        self.unsent.append(self._own_arguments)
+        if command.keys:  # all scripts have one
+            self.unsent.append(self._own_arguments)
 
     def flush(self) -> bool:
         """Write what has been put here, as far as the socket takes it; return whether that was all.

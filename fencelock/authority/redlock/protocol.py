@@ -56,10 +56,16 @@ class Said(enum.Enum):
     EPOCH = "is in another epoch"
     RELEASED = "released"
     EXTENDED = "extended"
-    TICKET = "blank, with a ticket"
+    TICKET = "waiting to be admitted"
     OPENED = "opened"
     ADMITTED = "admitted"
-    NO_TICKET = "lost its ticket: it restarted in between"
+    STANDING = "told where it stands"
+    PROMISED = "promised the epoch"
+    RAISED = "raised to the epoch"
+    SHUT = "closed in favour of the next list"
+    ON_DISK = "has written it to its disk"
+    NOT_ON_DISK = "has not written it to its disk in time"
+    NO_TICKET = "lost its ticket: it restarted or was flushed in between"
     AMNESIA = "blank: it holds no marker, and must not vote"
     RESTARTED = "restarted since it was admitted, and must not vote before it is admitted again"
     CONFIG = "belongs to another list of nodes"
@@ -115,6 +121,11 @@ class Command:
     nonce: str
     keys: tuple[str, ...]
     arguments: tuple[str | int, ...]
+
+
+#: No script, but WAITAOF of newer servers: when it answers, what this socket was told before is on the disk.
+#: A server without it, or without a file, says so in an error. The ms to wait come last.
+SYNC = Command("sync", "", (), (1, 0, 2000))
 
 
 @dataclass(frozen=True, slots=True)

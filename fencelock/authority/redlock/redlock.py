@@ -219,7 +219,7 @@ class Redlock:
             _, done = yield from membership.initialise(
                 self._names,
                 self._node_key,
-                new_id=lambda: secrets.token_hex(8),
+                new_word=lambda: secrets.token_hex(16),
                 base=base,
                 max_ttl=check_ttl(max_ttl),
                 patience=self._connect_timeout,

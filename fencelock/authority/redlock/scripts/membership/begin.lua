@@ -1,0 +1,24 @@
+-- BEGIN: put a ticket on a node that is not admitted; only who knows it may admit the node later. One that is
+-- there already is returned unchanged, so that all who initialise or recover share it.
+-- ARGV[2] a random word of the sender, ARGV[3] longest ttl in ms, ARGV[4] id of the seat that the node is to
+-- get back, or '' for a seat in a new list.
+-- Returns TICKET, ticket, longest ttl | ADMITTED, id, members, and whether it votes or has restarted | CLOSED |
+-- CONFIG.
+if is_admitted() then return {'ADMITTED', is.id, is.members, 'votes'} end
+if is.next then return {'CLOSED'} end
+if is.e and ARGV[4] == '' then return {'ADMITTED', is.id, is.members, 'restarted'} end
+if is.e and is.id ~= ARGV[4] then return {'CONFIG'} end
+
+if is.ticket_of ~= INCARNATION then
+  -- The node makes the ticket up, and never the same twice: a BEGIN that arrives once more after the node has
+  -- been flushed leaves a ticket that no ADMIT under way knows. Lua's random numbers begin anew with every
+  -- script; of what is hashed instead, the counters in INFO grow from command to command, the clock mostly,
+  -- the run_id tells server processes apart, and the sender's word nodes that are all alike.
+  local now = redis.call('TIME')
+  local seed = {RUN_ID, now[1], now[2], redis.call('INFO'), ARGV[2]}
+  is.ticket = string.sub(redis.sha1hex(table.concat(seed, '|')), 1, 32)
+  is.ticket_ttl = ARGV[3]
+  redis.call('HSET', NODE, 'ticket', is.ticket, 'ticket_of', INCARNATION, 'ticket_at', digits(now_ms()),
+    'ticket_ttl', is.ticket_ttl)
+end
+return {'TICKET', is.ticket, is.ticket_ttl}

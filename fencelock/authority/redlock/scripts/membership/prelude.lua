@@ -1,0 +1,36 @@
+-- The scripts about who is a member begin with this too. ARGV[1] is the fingerprint of the list in question.
+-- They are rare, so they ask the server who it is, whatever the socket was opened to.
+local RUN_ID = string.match(redis.call('INFO', 'server'), 'run_id:(%x+)')
+local REPLID = string.match(redis.call('INFO', 'replication'), 'master_replid:(%x+)') or ''
+-- What a ticket is bound to: neither a restart nor a failover leaves it valid.
+local INCARNATION = RUN_ID .. '/' .. REPLID
+
+-- All that the node keeps stands in one hash, so that it is lost as a whole: a ticket that outlived the
+-- promises beside it would let a node vote in an epoch that it has promised to nobody any more.
+local FIELDS = {'e', 'p', 'r', 'm', 'cfg', 'next', 'id', 'members', 'next_members', 'ticket', 'ticket_of',
+  'ticket_at', 'ticket_ttl'}
+local is = {}
+for i, value in ipairs(redis.call('HMGET', NODE, unpack(FIELDS))) do is[FIELDS[i]] = value or nil end
+
+local function now_ms()
+  local now = redis.call('TIME')
+  return now[1] * 1000 + math.floor(now[2] / 1000)
+end
+
+-- The marker is there, and was put there by this very server process.
+local function is_admitted()
+  return is.e and is.r == RUN_ID and (ARGV[#ARGV] == '' or is.m == REPLID)
+end
+
+local function holds(ticket)
+  return ticket ~= '' and is.ticket == ticket and is.ticket_of == INCARNATION
+end
+
+-- Make this node a member, with nothing else left of what it was; the locks have keys of their own, and stay.
+-- `p` is never lowered: another recoverer may count on what this node has promised it meanwhile.
+local function admit(epoch, id, base, members)
+  local promised = math.max(tonumber(is.p or 0), tonumber(epoch))
+  redis.call('DEL', NODE)
+  redis.call('HSET', NODE, 'e', epoch, 'p', digits(promised), 'r', RUN_ID, 'm', REPLID, 'id', id,
+    'cfg', ARGV[1], 'b', base, 'members', members)
+end

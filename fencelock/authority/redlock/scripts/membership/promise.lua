@@ -1,0 +1,17 @@
+-- PROMISE: from now on this node answers for no epoch below ARGV[2] as the highest. Whoever chooses an epoch
+-- later reads it from one of the majority that has promised this one.
+-- ARGV[3] the ticket of a node that is not admitted, else ''; ARGV[4] 'change' where a node counts that is
+-- closed for this very list.
+-- Returns PROMISED | NO_TICKET | a refusal.
+local counts
+if is_admitted() then
+  counts = (is.cfg == ARGV[1] and not is.next) or (ARGV[4] == 'change' and is.next == ARGV[1])
+else
+  counts = holds(ARGV[3]) and not is.next and (not is.e or is.cfg == ARGV[1])
+end
+if not counts then
+  if ARGV[3] ~= '' then return {'NO_TICKET'} end
+  return refusal(is.e, is.r, is.cfg, is.next) or {'CONFIG'}
+end
+if tonumber(ARGV[2]) > tonumber(is.p or 0) then redis.call('HSET', NODE, 'p', ARGV[2]) end
+return {'PROMISED'}
