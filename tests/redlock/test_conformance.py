@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -109,7 +109,7 @@ def test_model_answers_as_the_scripts_do(real: RealNode, base: int, history: lis
 
 def comparable(answer: Answer) -> Answer:
     """Return an answer without what only time decides."""
-    return replace(answer, ttl=0.0)
+    return answer._replace(ttl=0.0)
 
 
 def happen(operation: Operation, real: RealNode, model: ModelNode) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 from fencelock.authority.redlock.node import Link, Unusable, pack
-from fencelock.authority.redlock.protocol import Answer, Broadcast, Command, Request, Round, Said
+from fencelock.authority.redlock.protocol import Answer, Broadcast, Request, Round, Said
 from fencelock.authority.redlock.seats import FRESH, Seats
 
 _T = TypeVar("_T")
@@ -44,7 +44,8 @@ class Channels(Seats):
 
     def connect(self) -> None:
         """Open what is not open, in the background; wait only while less than a majority is."""
-        if self._dial_missing():
+        if self._absent:
+            self._dial_absent()
             began = time.monotonic()
             with self._news:
                 while (left := self._time_to_wait(began)) > 0:
@@ -60,16 +61,11 @@ class Channels(Seats):
                 pass  # behind an old answer there may be the end of the connection
         self.connect()
         self._number += 1
-        self._answers = answers = {}
         packed = pack(request.command)
-        unanswered: set[int] = set()
         began = time.monotonic()
-        for index in request.nodes:
-            problem = self._send(index, request.command, packed, began)
-            if problem is None:
-                unanswered.add(index)
-            else:
-                answers[index] = problem
+        self._answers = answers = self._ask(request.nodes, self._number, request.command, packed, began)
+        self._flush()
+        unanswered = set(request.nodes).difference(answers)
         deadline = began + request.patience
         now = began
         while unanswered and not request.enough(answers) and now < deadline:
@@ -83,16 +79,14 @@ class Channels(Seats):
         self.usable = True
         return Round(began, now, answers)
 
-    def _send(self, index: int, command: Command, packed: bytes, now: float) -> Answer | None:
-        problem = self._ask(index, self._number, command, packed, now)
-        link = self._seats[index].link
-        if problem is None and link is not None:
-            try:
-                self._write(index, link)
-            except Unusable as error:
-                self._drop(index, error.answer)
-                return error.answer
-        return problem
+    def _flush(self) -> None:
+        """Write to each node what has been put into its link."""
+        for index, seat in enumerate(self._seats):
+            if seat.link is not None and seat.link.unsent:
+                try:
+                    self._write(index, seat.link)
+                except Unusable as error:
+                    self._drop(index, error.answer)
 
     def _read(self, timeout: float) -> bool:
         """Read what has arrived; return whether anything had."""

@@ -18,7 +18,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Generator
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from fencelock.authority.redlock.node import Link, Unusable, pack
 from fencelock.authority.redlock.protocol import Answer, Answers, Broadcast, Request, Round, Said
@@ -28,6 +28,7 @@ _T = TypeVar("_T")
 
 #: Seconds by which a patience may be exceeded, so that one look serves many broadcasts.
 _SLACK = 0.01
+_SILENT: Final = Answer(Said.SILENT)
 
 
 class _Asking:
@@ -36,9 +37,14 @@ class _Asking:
     __slots__ = ("answers", "asked", "deadline", "enough", "woken")
 
     def __init__(
-        self, asked: int, enough: Callable[[Answers], bool], deadline: float, woken: asyncio.Future[None]
+        self,
+        answers: dict[int, Answer],
+        asked: int,
+        enough: Callable[[Answers], bool],
+        deadline: float,
+        woken: asyncio.Future[None],
     ) -> None:
-        self.answers: dict[int, Answer] = {}
+        self.answers = answers
         self.asked = asked
         self.enough = enough
         self.deadline = deadline
@@ -95,44 +101,38 @@ class Lines(Seats):
         """Send a command to its nodes, and wait until there are answers enough."""
         if request.patience <= 0.0:
             return self.tell(request)
-        if self._dial_missing():
+        if self._absent:
+            self._dial_absent()
             await self._await_links()
         began = time.monotonic()
         if began - self._last_used > FRESH:
             self._look(began)
         self._last_used = began
-        loop = asyncio.get_running_loop()
+        nodes = request.nodes
         self._number = number = self._number + 1
-        asking = _Asking(len(request.nodes), request.enough, began + request.patience, loop.create_future())
-        answers = asking.answers
-        command = request.command
-        packed = pack(command)
-        for index in request.nodes:
-            problem = self._ask(index, number, command, packed, began)
-            if problem is not None:
-                answers[index] = problem
-        if len(answers) < asking.asked and not request.enough(answers):
-            self._asking[number] = asking
-            self._flush_soon(loop)
-            self._look_at(asking.deadline, loop)
+        answers = self._ask(nodes, number, request.command, pack(request.command), began)
+        loop = asyncio.get_running_loop()
+        self._flush_soon(loop)
+        if len(answers) < len(nodes) and not request.enough(answers):
+            deadline = began + request.patience
+            self._look_at(deadline, loop)
+            self._asking[number] = asking = _Asking(
+                answers, len(nodes), request.enough, deadline, loop.create_future()
+            )
             try:
                 await asking.woken
             finally:
                 del self._asking[number]
-        for index in request.nodes:
-            if index not in answers:
-                answers[index] = Answer(Said.SILENT)
+        if len(answers) < len(nodes):
+            answers = {index: answers.get(index, _SILENT) for index in nodes}
         return Round(began, time.monotonic(), answers)
 
     def tell(self, request: Broadcast) -> Round:
         """Send a command to its nodes at once, and wait for nothing: also where no loop runs any more."""
         now = time.monotonic()
-        packed = pack(request.command)
-        answers: dict[int, Answer] = {}
-        for index in request.nodes:
-            answers[index] = self._ask(index, 0, request.command, packed, now) or Answer(Said.SILENT)
+        answers = self._ask(request.nodes, 0, request.command, pack(request.command), now)
         self._flush()
-        return Round(now, now, answers)
+        return Round(now, now, {index: answers.get(index, _SILENT) for index in request.nodes})
 
     async def _await_links(self) -> None:
         """Wait while less than a majority is connected, as long as that may change."""

@@ -55,13 +55,18 @@ _NOT_OURS = frozenset(
 )
 #: Error replies of a server that is on its way up, or about to be promoted.
 _PASSING_ERRORS = ("LOADING", "BUSY", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN", "READONLY")
+_GRANTED: Final = Said.GRANTED
 _SAID: Final = {said.name.encode(): said for said in Said}
 _READ_SIZE = 65536
 _OWN_ARGUMENTS: Final = 2
 _WITH_FACTS: Final = frozenset({Said.TICKET, Said.ADMITTED, Said.OPENED, Said.STANDING})
 _TELLING = _WITH_FACTS | {Said.GRANTED, Said.HIGHER, Said.HELD}
-#: Answers that are complete with their first word.
-_BARE: Final = {name: Answer(said) for name, said in _SAID.items() if said not in _TELLING}
+#: Answers that are complete with their first word. That of WAITAOF is how many disks it is on.
+_BARE: Final[dict[bytes | int, Answer]] = {
+    **{name: Answer(said) for name, said in _SAID.items() if said not in _TELLING},
+    0: Answer(Said.NOT_ON_DISK),
+    1: Answer(Said.ON_DISK),
+}
 
 
 def _load_scripts() -> dict[str, str]:
@@ -270,11 +275,12 @@ def read_answer(reply: Any) -> Answer:
         text = str(reply)
         said = Said.UNREACHABLE if text.startswith(_PASSING_ERRORS) else Said.ERROR
         return Answer(said, detail=text)
-    if (bare := _BARE.get(reply[0])) is not None:
+    word = reply[0]
+    if word == b"GRANTED":  # first, for most are that or bare
+        return Answer(_GRANTED, reply[1], tuple(reply[2:]))
+    if (bare := _BARE.get(word)) is not None:
         return bare
-    if type(reply) is list and type(reply[0]) is int:  # of WAITAOF: how many disks it is on
-        return Answer(Said.ON_DISK if reply[0] else Said.NOT_ON_DISK)
-    said = _SAID[reply[0]]
+    said = _SAID[word]
     if said is Said.HELD:
         # A lock without an end was put there by somebody else than a client of ours.
         return Answer(said, ttl=reply[1] / 1000 if reply[1] >= 0 else math.inf)

@@ -30,7 +30,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from fencelock.errors import (
     LockLostError,
@@ -81,14 +81,15 @@ PASSING = frozenset({Said.UNREACHABLE, Said.SILENT})
 #: Answers of a node on which the lock no longer exists. Others leave that open: a restarted node that has
 #: kept its data refuses to vote, but has the lock still.
 _GONE = frozenset({Said.LOST, Said.AMNESIA})
+#: Looked up for every answer.
+_GRANTED = Said.GRANTED
 _VOTING = frozenset(
     {Said.GRANTED, Said.HELD, Said.CONFIRMED, Said.HIGHER, Said.LOST, Said.EPOCH, Said.EXTENDED}
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One node's answer to one command.
+class Answer(NamedTuple):
+    """One node's answer to one command. Like all that every lease takes many of, a tuple: quickly made.
 
     Attributes:
         said: the kind of answer.
@@ -113,8 +114,7 @@ class Answer:
 Answers = Mapping[int, Answer]
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
+class Command(NamedTuple):
     """A script and its arguments: the same for every node. The socket adds what is its own."""
 
     script: str
@@ -128,8 +128,7 @@ class Command:
 SYNC = Command("sync", "", (), (1, 0, 2000))
 
 
-@dataclass(frozen=True, slots=True)
-class Broadcast:
+class Broadcast(NamedTuple):
     """Request: send `command` to `nodes`, and resume once `enough` holds or `patience` is over.
 
     Answers that come later are not lost: whoever runs this reads them, and releases a grant that came
@@ -142,8 +141,7 @@ class Broadcast:
     patience: float
 
 
-@dataclass(frozen=True, slots=True)
-class Round:
+class Round(NamedTuple):
     """What came of a `Broadcast`: an answer for each node it went to, and when it began and ended."""
 
     began: float
@@ -173,6 +171,8 @@ class Fleet:
         max_ttl: longest lease in seconds that this membership allows.
         patience: seconds to wait for a silent node before deciding without it.
         init_command: what an operator types to initialise these nodes.
+        everybody: index of every node.
+        quorum: how many nodes are a majority.
     """
 
     names: tuple[str, ...]
@@ -182,16 +182,12 @@ class Fleet:
     max_ttl: float
     patience: float = 1.0
     init_command: str = ""
+    everybody: range = field(init=False)
+    quorum: int = field(init=False)
 
-    @property
-    def everybody(self) -> range:
-        """Index of every node."""
-        return range(len(self.names))
-
-    @property
-    def quorum(self) -> int:
-        """How many nodes are a majority."""
-        return len(self.names) // 2 + 1
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "everybody", range(len(self.names)))
+        object.__setattr__(self, "quorum", len(self.names) // 2 + 1)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -344,8 +340,8 @@ def attempt(fleet: Fleet, bid: Bid, *, alone: bool = False) -> Generator[Broadca
             if answers[node].said is Said.HELD:
                 return Failed(bid, answers, began, first.ended, contended=True, split=True)
     earlier = dict(answers)
-    others = [node for node in fleet.everybody if node not in earlier]
-    everyone = yield Broadcast(command, others, lambda new: _is_decided(fleet, {**earlier, **new}), patience)
+    others = [node for node in fleet.everybody if node not in earlier] if earlier else fleet.everybody
+    everyone = yield Broadcast(command, others, _enough_granted(fleet, earlier), patience)
     began = everyone.began if began is None else began
     answers.update(everyone.answers)
 
@@ -373,8 +369,9 @@ def _decide(
     Returns the epoch, the value (None where no majority could be brought to one) and when that was known.
     """
     epoch, granted = _largest_epoch(answers)
-    value, votes = Counter(granted.values()).most_common(1)[0]
-    if votes >= fleet.quorum:
+    votes = list(granted.values())
+    value = max(votes, key=votes.count)
+    if votes.count(value) >= fleet.quorum:
         return epoch, value, ended
     value = _maximum(granted.values())
     patience = min(fleet.patience, bid.ttl)
@@ -485,23 +482,37 @@ def _maximum(vectors: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
 
 def _largest_epoch(answers: Answers) -> tuple[int, dict[int, tuple[int, ...]]]:
     """Return the epoch in which most nodes granted, and their counters: epochs are never mixed."""
-    epochs: dict[int, dict[int, tuple[int, ...]]] = {}
-    for node, answer in answers.items():
-        if answer.said is Said.GRANTED:
-            epochs.setdefault(answer.epoch, {})[node] = answer.counters
-    return max(epochs.items(), key=lambda item: len(item[1]), default=(0, {}))
+    epochs = _epochs(answers)
+    epoch = max(epochs, key=epochs.count, default=0)
+    return epoch, {
+        node: answer.counters
+        for node, answer in answers.items()
+        if answer.said is _GRANTED and answer.epoch == epoch
+    }
 
 
-def _is_decided(fleet: Fleet, answers: Answers) -> bool:
-    """Whether more answers to ACQUIRE could not change what comes next.
+def _epochs(answers: Answers) -> list[int]:
+    """Return the epoch of every grant."""
+    return [answer.epoch for answer in answers.values() if answer.said is _GRANTED]
+
+
+def _enough_granted(fleet: Fleet, earlier: Answers) -> Callable[[Answers], bool]:
+    """Return whether more answers to ACQUIRE could not change what comes next.
 
     Where it fails for want of voters, every node is heard: the error will say what each one said.
     """
-    if len(answers) < fleet.quorum:
-        return False
-    best = len(_largest_epoch(answers)[1])
-    hopeless = best + len(fleet.names) - len(answers) < fleet.quorum
-    return best >= fleet.quorum or (hopeless and _can_vote(fleet, answers))
+    quorum = fleet.quorum
+
+    def enough(answers: Answers) -> bool:
+        if len(answers) + len(earlier) < quorum:
+            return False
+        together = {**earlier, **answers} if earlier else answers
+        epochs = _epochs(together)
+        best = max(map(epochs.count, epochs), default=0)
+        hopeless = best + len(fleet.names) - len(together) < quorum
+        return best >= quorum or (hopeless and _can_vote(fleet, together))
+
+    return enough
 
 
 def _enough_confirmed(needed: int, asked: int) -> Callable[[Answers], bool]:
@@ -515,16 +526,22 @@ def _enough_confirmed(needed: int, asked: int) -> Callable[[Answers], bool]:
 
 def _is_clear(fleet: Fleet, good: Said) -> Callable[[Answers], bool]:
     """Return whether a majority has said, or can no longer say, what is hoped for."""
+    quorum = fleet.quorum
+    spare = len(fleet.names) - quorum
 
     def enough(answers: Answers) -> bool:
-        count = sum(answer.said is good for answer in answers.values())
-        return count >= fleet.quorum or count + len(fleet.names) - len(answers) < fleet.quorum
+        count = _count(good, answers)
+        return count >= quorum or len(answers) - count > spare
 
     return enough
 
 
+def _count(said: Said, answers: Answers) -> int:
+    return [answer.said for answer in answers.values()].count(said)
+
+
 def _still_ours(fleet: Fleet, answers: Answers, good: Said) -> bool | None:
-    if sum(answer.said is good for answer in answers.values()) >= fleet.quorum:
+    if _count(good, answers) >= fleet.quorum:
         return True
     gone = sum(answer.said in _GONE for answer in answers.values())
     return None if len(fleet.names) - gone >= fleet.quorum else False

@@ -93,6 +93,7 @@ class Seats(abc.ABC):
         self._number = 0
         self._majority_at: float | None = None
         self._closed = False
+        self._absent = len(self._seats)
         #: Held for what the connecting threads share with the driver's.
         self._mutex = threading.RLock()
 
@@ -133,25 +134,27 @@ class Seats(abc.ABC):
                 if link is not None:
                     link.close()
 
-    def _ask(self, index: int, number: int, command: Command, packed: bytes, now: float) -> Answer | None:
-        """Put a command into a node's link, or return what to take for its answer."""
-        seat = self._seats[index]
-        link = seat.link
-        if link is None:
-            if command.script == "release":
-                seat.owed.append(command)
-            return seat.failure
-        if link.waiting:
-            owing = now - link.waiting[0][2]
-            unanswered = len(link.waiting)
-            releases = command.script == "release"
-            # A hung node gets only what undoes what it was sent before, and not for ever.
-            if owing > self._patience and not (releases and unanswered < MOST_OWED):
-                return Answer(Said.SILENT, detail=f"it owes an answer for {owing:.1f} s")
-            if unanswered >= _MOST_UNANSWERED * (2 if releases else 1):
-                return Answer(Said.SILENT, detail=f"it owes {unanswered} answers")
-        link.put(number, command, packed, now)
-        return None
+    def _ask(
+        self, nodes: Sequence[int], number: int, command: Command, packed: bytes, now: float
+    ) -> dict[int, Answer]:
+        """Put a command into the links of nodes; return what to take for the answers of the others."""
+        seats = self._seats
+        answers: dict[int, Answer] = {}
+        for index in nodes:
+            link = seats[index].link
+            if link is None:
+                answers[index] = seats[index].failure
+                if command.script == "release":
+                    seats[index].owed.append(command)
+                continue
+            waiting = link.waiting
+            if waiting and (now - waiting[0][2] > self._patience or len(waiting) >= _MOST_UNANSWERED):
+                silent = _why_silent(waiting, command, now, self._patience)
+                if silent is not None:
+                    answers[index] = silent
+                    continue
+            link.put(number, command, packed, now)
+        return answers
 
     def _take(self, index: int, link: Link, now: float) -> None:
         """Read what has arrived on a link: hand on what is waited for, deal with the rest."""
@@ -188,6 +191,7 @@ class Seats(abc.ABC):
         if (link := seat.link) is None:
             return
         seat.link = None
+        self._absent += 1
         self._unwatch(index, link)
         link.close()
         for number, sent, _ in link.waiting:
@@ -195,16 +199,12 @@ class Seats(abc.ABC):
             if sent.script in {"acquire", "release"}:
                 seat.owed.append(sent)
 
-    def _dial_missing(self) -> bool:
-        """Begin to open what is not open, where it is time to; return whether any link is missing."""
+    def _dial_absent(self) -> None:
+        """Begin to open what is not open, where it is time to."""
         now = time.monotonic()
-        missing = False
         for index, seat in enumerate(self._seats):
-            if seat.link is None:
-                missing = True
-                if not seat.dialling and seat.arrived is None and now >= seat.retry_at:
-                    self._dial(index, seat)
-        return missing
+            if seat.link is None and not seat.dialling and seat.arrived is None and now >= seat.retry_at:
+                self._dial(index, seat)
 
     def _time_to_wait(self, began: float) -> float:
         """Return for how many seconds links are still worth waiting for, if that began at `began`.
@@ -271,6 +271,7 @@ class Seats(abc.ABC):
                 seat.retry_at = time.monotonic() + _LONGEST_BACKOFF
                 return
         seat.link = link
+        self._absent -= 1
         self._watch(index, link)
         try:
             while seat.owed:
@@ -279,3 +280,17 @@ class Seats(abc.ABC):
                 self._write(index, link)
         except Unusable as error:
             self._drop(index, error.answer)
+
+
+def _why_silent(
+    waiting: Sequence[tuple[int, Command, float]], command: Command, now: float, patience: float
+) -> Answer | None:
+    """Return what to report for a node that is not to be asked: it owes too much, or for too long."""
+    owing = now - waiting[0][2]
+    releases = command.script == "release"
+    # A hung node gets only what undoes what it was sent before, and not for ever.
+    if owing > patience and not (releases and len(waiting) < MOST_OWED):
+        return Answer(Said.SILENT, detail=f"it owes an answer for {owing:.1f} s")
+    if len(waiting) >= _MOST_UNANSWERED * (2 if releases else 1):
+        return Answer(Said.SILENT, detail=f"it owes {len(waiting)} answers")
+    return None
