@@ -140,14 +140,15 @@ def test_grant_that_comes_after_the_release_on_other_connections_is_released(
 
 
 def test_blank_node_does_not_vote_again(authority: Redlock, nodes: Nodes) -> None:
-    """A node that comes back empty is not written to, and a majority of the others is still needed."""
+    """A node that comes back empty takes no lock, and a majority of the others is still needed."""
     take(authority)
     nodes[0].restart(keep_data=False)
     nodes[1].restart(keep_data=False)
     assert [take(authority) for _ in range(3)] == [2, 3, 4]
     for node in nodes[:2]:
         with redis.Redis.from_url(node.url) as client:
-            assert client.keys("*") == []
+            assert client.keys(f"{NODE_KEY}:*") == []
+            assert not client.hexists(NODE_KEY, "e")
     nodes[2].kill()
     with pytest.raises(QuorumError) as failure:
         take(authority, timeout=0.1)

@@ -605,8 +605,9 @@ def _raise_no_quorum(fleet: Fleet, answers: Answers) -> NoReturn:
     if said[Said.AMNESIA] > spare:
         raise NodesNotInitialisedError(
             f"{said[Said.AMNESIA]} of {len(fleet.names)} nodes are blank: tokens that they gave out may be "
-            f"forgotten. Flush all nodes while nobody uses them and run `{fleet.init_command}`: "
-            f"counters then start at the time of day, above the old tokens ({report})"
+            "forgotten. Flush all nodes while nobody uses them and run "
+            f"`{fleet.init_command} --after-loss --database URL`, which starts above the tokens that the "
+            f"database has seen ({report})"
         )
     if said[Said.CONFIG] + said[Said.CLOSED] > spare:
         raise MembershipError(
@@ -616,7 +617,10 @@ def _raise_no_quorum(fleet: Fleet, answers: Answers) -> NoReturn:
     voters = sum(answer.said in _VOTING for answer in answers.values())
     advice = "bring the others back, or mend their URLs"
     if said[Said.AMNESIA] or said[Said.RESTARTED]:
-        advice = "nodes that restarted are not admitted again by this version (README: When nodes restart)"
+        advice = (
+            "nodes that restarted vote again when a client has admitted them, which takes as long as the "
+            "longest lease; `fencelock nodes` tells more (README: When nodes restart)"
+        )
     raise QuorumError(
         f"{voters} of {len(fleet.names)} nodes can vote, and a majority is {fleet.quorum}: {report}; "
         f"{advice}",

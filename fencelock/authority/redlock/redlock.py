@@ -19,11 +19,13 @@ import redis
 from fencelock import token
 from fencelock._checks import check_seconds, check_ttl
 from fencelock.authority.base import Grant
-from fencelock.authority.redlock import membership, protocol
+from fencelock.authority.redlock import membership, protocol, recovery, survey
 from fencelock.authority.redlock.aio import AsyncRedlock
 from fencelock.authority.redlock.blocking import Channels, Pool, run
 from fencelock.authority.redlock.multiplex import Lines
 from fencelock.authority.redlock.node import Identity, Node
+from fencelock.authority.redlock.recoverer import Recoverer
+from fencelock.authority.redlock.survey import NodeStatus
 from fencelock.errors import FencelockError, MembershipError, NodesNotInitialisedError, QuorumError
 
 if TYPE_CHECKING:
@@ -50,6 +52,8 @@ class Redlock:
             acquisition.
         verify: "auto" has the connection prove the server process where that is sound and every vote
             where it is not (replicas, cluster); "vote" has every vote do it.
+        recover: admit nodes again that have restarted or lost their memory, in the background and once the
+            longest lease has passed; False leaves that to other clients.
 
     Raises:
         ValueError: for a URL that cannot be understood, a node named twice, or settings out of range.
@@ -65,6 +69,7 @@ class Redlock:
         connect_timeout: float = 2.0,
         outage_grace: float = 2.0,
         verify: str = "auto",
+        recover: bool = True,
     ) -> None:
         sources = _sources(nodes)
         if verify not in {"auto", "vote"}:
@@ -72,6 +77,7 @@ class Redlock:
         self._node_timeout = check_seconds("node_timeout", node_timeout)
         self._connect_timeout = check_seconds("connect_timeout", connect_timeout)
         self._outage_grace = check_seconds("outage_grace", outage_grace, zero=True)
+        self._recover = recover
         self._namespace = _check_namespace(namespace)
         self._nodes = [Node(source, connect_timeout, verify_votes=verify == "vote") for source in sources]
         self._node_key = f"{{{self._namespace}}}"
@@ -89,9 +95,11 @@ class Redlock:
         self._lock = threading.Lock()
         self._identities: dict[int, Identity] = {}
         self._fleet: protocol.Fleet | None = None
+        self._sightings: recovery.Sightings = {}
         # Of acquisitions under way and grants in use. Grants that are let expire leave by themselves.
         self._wanted: WeakValueDictionary[str, protocol.Bid] = WeakValueDictionary()
         self._pool = Pool(self._make_channels)
+        self._recoverer = Recoverer(self._make_channels, self._recovering)
 
     def __repr__(self) -> str:
         return f"<Redlock {', '.join(self._names)} namespace={self._namespace!r}>"
@@ -117,6 +125,8 @@ class Redlock:
         self._check_process()
         pool, self._pool = self._pool, Pool(self._make_channels)
         pool.close()
+        recoverer, self._recoverer = self._recoverer, Recoverer(self._make_channels, self._recovering)
+        recoverer.close()
         self.aio._close_everywhere()  # noqa: SLF001 - its other face
 
     @overload
@@ -181,6 +191,18 @@ class Redlock:
         """
         return self._run(self._initialising(base, max_ttl))
 
+    def status(self) -> tuple[NodeStatus, ...]:
+        """Ask every node how it stands, and return that in the order of `nodes`.
+
+        Takes as long as `node_timeout` where one cannot be reached.
+        """
+        return self._run(self._asking())
+
+    def _asking(self) -> Generator[protocol.Request, Any, tuple[NodeStatus, ...]]:
+        nodes = range(len(self._names))
+        standings, answers = yield from survey.read(self._node_key, nodes, self._node_timeout)
+        return recovery.statuses(self._names, standings, answers)
+
     def _new_bids(self, resources: tuple[str, ...], ttl: float) -> _Bids:
         self._check_process()
         return _Bids(resources, ttl, self._wanted)
@@ -236,6 +258,7 @@ class Redlock:
     def _check_process(self) -> None:
         if self._pid != os.getpid():
             self._pool.leave_to_parent()
+            self._recoverer.leave_to_parent()
             self.aio._leave_to_parent()  # noqa: SLF001 - its other face
             self._start_over()
 
@@ -249,9 +272,23 @@ class Redlock:
         return {
             "on_identity": self._meet,
             "is_open": self._wanted.__contains__,
+            "on_trouble": self._hear,
             "connect_timeout": self._connect_timeout,
             "patience": self._node_timeout,
         }
+
+    def _hear(self) -> None:
+        """Note that some answer showed a node in trouble. In any thread, at any time; nobody waits for it."""
+        if self._recover:
+            self._recoverer.hear()
+
+    def _recovering(self) -> Generator[protocol.Request, Any, bool]:
+        return recovery.recover(self._around(), self._sightings)
+
+    def _around(self) -> recovery.Surroundings:
+        return recovery.Surroundings(
+            self._names, self._node_key, self._node_timeout, lambda: secrets.token_hex(16), random.random
+        )
 
     def _meet(self, node: int, identity: Identity) -> None:
         """Note who answers for a node; the view of the fleet is made anew."""

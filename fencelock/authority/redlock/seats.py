@@ -70,6 +70,8 @@ class Seats(abc.ABC):
         on_identity: told who answered whenever a connection has been opened.
         is_open: whether an acquisition (by its nonce) is wanted still; a late grant of any other is
             released.
+        on_trouble: told when an answer shows that a node has forgotten, restarted or is in another epoch
+            than the others.
         connect_timeout: seconds that a node may take to accept a connection.
         patience: seconds after which a node that owes an answer is not asked again.
     """
@@ -81,6 +83,7 @@ class Seats(abc.ABC):
         *,
         on_identity: Callable[[int, Identity], None],
         is_open: Callable[[str], bool],
+        on_trouble: Callable[[], None],
         connect_timeout: float,
         patience: float,
     ) -> None:
@@ -88,6 +91,8 @@ class Seats(abc.ABC):
         self._node_key = node_key
         self._on_identity = on_identity
         self._is_open = is_open
+        self._on_trouble = on_trouble
+        self._epoch: int | None = None
         self._connect_timeout = connect_timeout
         self._patience = patience
         self._number = 0
@@ -162,11 +167,22 @@ class Seats(abc.ABC):
             if command.script == "release":
                 link.releasing.discard(command.nonce)
             said = answer.said
-            noted = self._noted(index, link, answer) if said is Said.ADMITTED else answer
-            if not self._heard(number, index, noted) and said is Said.GRANTED:
+            if said is Said.GRANTED:
+                if answer.epoch != self._epoch:
+                    self._note_epoch(answer.epoch)
+            elif said is Said.ADMITTED or said is Said.OPENED:
+                answer = self._noted(index, link, answer)  # noqa: PLW2901 - what it could not read is an error
+            elif said is Said.AMNESIA or said is Said.RESTARTED:
+                self._on_trouble()
+            if not self._heard(number, index, answer) and said is Said.GRANTED:
                 self._undo(link, command)
         if link.unsent:
             self._write(index, link)
+
+    def _note_epoch(self, epoch: int) -> None:
+        if self._epoch is not None:  # some nodes have moved on; others may lag behind
+            self._on_trouble()
+        self._epoch = epoch
 
     def _noted(self, index: int, link: Link, answer: Answer) -> Answer:
         try:

@@ -1,0 +1,105 @@
+"""Runs recovery in the background, so that nothing which acquires a lock waits for it.
+
+One daemon thread of a `Redlock` at most, with connections of its own: started when some answer shows that a
+node has forgotten, restarted or lags behind; ended when there is nothing left to do. A thread serves blocking
+and asyncio programs alike.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Generator
+from typing import Any
+
+from fencelock.authority.redlock.blocking import Channels
+from fencelock.authority.redlock.protocol import Broadcast, Request
+from fencelock.errors import FencelockError
+
+_SHORTEST_PAUSE = 0.5
+_LONGEST_PAUSE = 60.0
+#: Seconds that `close` waits for a thread that is in the middle of an exchange.
+_FAREWELL = 0.2
+
+
+class Recoverer:
+    """Starts a recovery when told of trouble, unless one is at work or the last was in vain a moment ago.
+
+    Args:
+        make_channels: opens connections to the nodes.
+        work: makes the generator to run; it returns whether nothing is left to do.
+    """
+
+    def __init__(
+        self, make_channels: Callable[[], Channels], work: Callable[[], Generator[Request, Any, bool]]
+    ) -> None:
+        self._make_channels = make_channels
+        self._work = work
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._channels: Channels | None = None
+        self._failures = 0
+        self._not_before = 0.0
+
+    def hear(self) -> None:
+        """Note that a node has shown itself to be in trouble. Costs next to nothing, in any thread."""
+        if self._thread is not None or time.monotonic() < self._not_before:
+            return
+        with self._lock:
+            if self._has_begun() or self._stop.is_set():
+                return
+            self._thread = threading.Thread(target=self._run, name="fencelock-recovery", daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError:  # too many threads, or the interpreter is on its way out
+                self._thread = None
+                self._pause(succeeded=False)
+
+    def _has_begun(self) -> bool:
+        return self._thread is not None
+
+    def close(self) -> None:
+        """End the recovery, if one is at work; begin no other."""
+        self._stop.set()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_FAREWELL)
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: close its copies of the sockets; the thread does not exist here."""
+        if self._channels is not None:
+            self._channels.leave_to_parent()
+
+    def _run(self) -> None:
+        succeeded = False
+        try:
+            self._channels = self._make_channels()
+            succeeded = self._drive(self._work(), self._channels)
+        except FencelockError:
+            pass  # nodes and client disagree: whoever acquires a lock is told
+        finally:
+            if self._channels is not None:
+                self._channels.close()
+                self._channels = None
+            self._pause(succeeded=succeeded)
+            self._thread = None
+
+    def _drive(self, generator: Generator[Request, Any, bool], channels: Channels) -> bool:
+        try:
+            request = next(generator)
+            while not self._stop.is_set():
+                if isinstance(request, Broadcast):
+                    request = generator.send(channels.broadcast(request))
+                else:
+                    self._stop.wait(request.seconds)
+                    request = generator.send(time.monotonic())
+        except StopIteration as stop:
+            return bool(stop.value)
+        return False
+
+    def _pause(self, *, succeeded: bool) -> None:
+        self._failures = 0 if succeeded else self._failures + 1
+        pause = min(_LONGEST_PAUSE, _SHORTEST_PAUSE * 2**self._failures)
+        self._not_before = time.monotonic() + pause * random.uniform(0.5, 1.0)  # noqa: S311

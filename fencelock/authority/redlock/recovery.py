@@ -1,0 +1,372 @@
+"""How nodes that have lost their memory vote again, without anybody's doing anything by hand.
+
+Pure, as the protocol is: generators that yield requests. `recoverer.py` runs them in the background.
+
+Redlock's "delayed restart" asks operators to keep a crashed node out for one ttl. Here the clients do it.
+All that has to be achieved is this: *a node that has forgotten what it did in an epoch never votes in that
+epoch again*. Within an epoch then nobody forgets, and the lock core is right; and the epoch is the upper
+half of the token. `spec/` has the whole as a model, with the schedules that each step prevents:
+
+1. BEGIN puts a ticket on the node, which the node makes up itself and which is bound to its server process.
+   Without it, an ADMIT that is delivered again would let a node vote anew that has voted since and
+   forgotten ("no ticket"); with one that the client makes up, so would a BEGIN and an ADMIT ("client's
+   ticket"); with one that is not bound, a node that falls back to a state in which the ticket stood
+   ("ticket not bound").
+2. Only then the highest epoch is read, from a majority of *other* nodes that vote. The new one is above it:
+   what is in flight in the old one, and could be copied at no moment, no longer matters ("no epoch").
+3. PROMISE on a majority, and only then RAISE. Otherwise the one node that had been raised may forget, and a
+   second recoverer chooses the same epoch ("RAISE without PROMISE": it takes five nodes to see).
+4. RAISE before ADMIT, on a majority. A server that has taken over the address of another which still lives,
+   cut off, must not leave that one with a majority in the old epoch.
+5. ADMIT, with the ticket, and not before the longest lease has passed since this recoverer first saw it.
+   The wait serves mutual exclusion only: the locks that the node has forgotten end meanwhile.
+
+Nodes that are closed take part in none of this ("recovery reads closed nodes": a second list would vote).
+
+When more than a minority has restarted with its data, there is no majority to read from. Then *all* nodes
+are read, after each of those that do not vote has its ticket: one that forgets between the two has another
+ticket, and the reading is void ("read and BEGIN node by node"). Some node still holds `p` as high as
+anybody ever voted ("no p"). With a blank node among them nobody knows what it has promised, and an operator
+is needed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fencelock.authority.redlock.membership import Membership
+from fencelock.authority.redlock.protocol import Answer, Answers, Command, Request, Said, Sleep
+from fencelock.authority.redlock.survey import (
+    NodeState,
+    NodeStatus,
+    Standing,
+    Standings,
+    ask,
+    read,
+    synced,
+)
+from fencelock.errors import MembershipError
+from fencelock.token import MAX_EPOCH
+
+#: Recoverers that have waited for one node spread their work over so many seconds, or a tenth of the wait.
+_SPREAD = 5.0
+#: Seconds that somebody else is given who has promised an epoch and seems to be at work, and how often.
+_COURTESY = 1.0
+_MOST_COURTESIES = 2
+_MOST_FAILURES = 3
+
+#: When this recoverer first saw a ticket: (node, ticket) to the driver's time.
+Sightings = dict[tuple[int, str], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a recoverer knows before it looks.
+
+    Attributes:
+        names: the nodes' addresses.
+        node_key: key of each node's hash.
+        patience: seconds to wait for a node.
+        new_word: makes a random word, for tickets.
+        jitter: returns a random number between 0 and 1.
+    """
+
+    names: tuple[str, ...]
+    node_key: str
+    patience: float
+    new_word: Callable[[], str]
+    jitter: Callable[[], float]
+
+    def command(self, script: str, *arguments: str | int) -> Command:
+        """Return a command that concerns no lock."""
+        return Command(script, "", (self.node_key,), arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class Roll:
+    """The list that most nodes belong to, and how its members stand.
+
+    Attributes:
+        membership: the list.
+        standings: what every node that answered said about itself.
+        voters: members that vote.
+        waiting: members that do not and can be admitted, with the id of the seat that each gets back.
+        complete: whether every node of the client answered, holds data of this list and is open.
+    """
+
+    membership: Membership
+    standings: Standings
+    voters: frozenset[int]
+    waiting: Mapping[int, str]
+    complete: bool
+
+    @classmethod
+    def call(cls, names: tuple[str, ...], standings: Standings) -> Roll | None:
+        """Return the roll of the list that most nodes name; None where no node names one.
+
+        A blank node gets the seat back that the others' list has for its address. Only by the same address: a
+        stranger in its place, admitted by the mistake of one client, would be one voter more than the others
+        know of.
+        """
+        marked = [standing for standing in standings.values() if not standing.blank]
+        lists = Counter(s.fingerprint for s in marked if not s.closed) or Counter(
+            s.fingerprint for s in marked
+        )
+        if not lists:
+            return None
+        fingerprint = lists.most_common(1)[0][0]
+        texts = Counter(standing.members for standing in marked if standing.fingerprint == fingerprint)
+        membership = Membership.from_json(texts.most_common(1)[0][0])
+        taken = {standing.node_id for standing in marked}
+        free = {address: node_id for node_id, address in membership.seats if node_id not in taken}
+        waiting = {}
+        for node, standing in standings.items():
+            if standing.admitted or standing.closed:
+                continue
+            seat = free.get(names[node]) if standing.blank else standing.node_id
+            if seat is not None and seat in membership.ids:
+                waiting[node] = seat
+        known = [
+            standing for standing in marked if standing.fingerprint == fingerprint and not standing.closed
+        ]
+        return cls(
+            membership,
+            standings,
+            frozenset(node for node, standing in standings.items() if standing.votes_in(fingerprint)),
+            waiting,
+            complete=len(known) == len(names) == len(membership.seats),
+        )
+
+    @property
+    def quorum(self) -> int:
+        """How many members are a majority."""
+        return len(self.membership.seats) // 2 + 1
+
+    @property
+    def has_quorum(self) -> bool:
+        """Whether a majority votes."""
+        return len(self.voters) >= self.quorum
+
+    def answers_for(self, node: int, standing: Standing, tickets: Mapping[int, str]) -> bool:
+        """Whether what a node says counts for the choice of an epoch: it votes, or is held by our ticket."""
+        if standing.votes_in(self.membership.fingerprint):
+            return True
+        held = not standing.blank and not standing.admitted and not standing.closed
+        ours = standing.ticket != "" and standing.ticket == tickets.get(node)
+        return not self.has_quorum and held and ours and standing.fingerprint == self.membership.fingerprint
+
+
+def recover(around: Surroundings, seen: Sightings) -> Generator[Request, Any, bool]:
+    """Admit again whoever can be, and raise whoever lags behind; wait as long as that takes.
+
+    Returns True when nothing is left to do, False when nothing can be done for now: too few nodes answer, or
+    an operator is needed.
+
+    Args:
+        around: where to look.
+        seen: when which ticket was first seen; kept from call to call.
+    """
+    courtesies = failures = 0
+    while failures < _MOST_FAILURES:
+        standings, _ = yield from read(around.node_key, range(len(around.names)), around.patience)
+        roll = Roll.call(around.names, standings)
+        if roll is None or len(roll.membership.seats) != len(around.names):
+            return False
+        yield from _raise_laggards(around, roll)
+        if not roll.waiting:
+            return True
+        if not roll.has_quorum and not roll.complete:
+            return False
+        tickets, now = yield from _begin(around, roll, seen)
+        left = _seconds_left(roll, tickets, seen, now)
+        if left > 0:
+            # Whoever else has waited for this node wakes up at the same time: one of us is enough.
+            spread = min(_SPREAD, roll.membership.max_ttl / 10)
+            yield Sleep(left + spread * around.jitter())
+        elif _is_busy(roll) and courtesies < _MOST_COURTESIES:
+            courtesies += 1
+            yield Sleep(_COURTESY * (0.5 + around.jitter()))
+        elif not (yield from _admit(around, roll, tickets, seen, now)):
+            failures += 1
+            yield Sleep(_COURTESY * failures * (0.5 + around.jitter()))
+    return False
+
+
+def _raise_laggards(around: Surroundings, roll: Roll) -> Generator[Request, Any, None]:
+    """Bring voters of lower epochs to the highest in which any votes; else the next loss costs the quorum.
+
+    That somebody votes in it shows that a majority has promised it.
+    """
+    epochs = {node: roll.standings[node].epoch or 0 for node in roll.voters}
+    highest = max(epochs.values(), default=0)
+    behind = [node for node, epoch in epochs.items() if epoch < highest]
+    if behind:
+        command = around.command("raise", roll.membership.fingerprint, highest)
+        answers, _ = yield from ask(command, behind, around.patience)
+        yield from synced(_who(answers, Said.RAISED), around.patience)
+
+
+def _begin(
+    around: Surroundings, roll: Roll, seen: Sightings
+) -> Generator[Request, Any, tuple[dict[int, str], float]]:
+    """Get a ticket on every node that waits; return the tickets, and the time."""
+    max_ttl_ms = round(roll.membership.max_ttl * 1000)
+    tickets: dict[int, str] = {}
+    now = 0.0
+    for node, seat in roll.waiting.items():
+        word = around.new_word()
+        command = around.command("begin", roll.membership.fingerprint, word, max_ttl_ms, seat)
+        answers, now = yield from ask(command, [node], around.patience)
+        if answers[node].said is Said.TICKET:
+            tickets[node] = answers[node].facts[0]
+    for node, ticket in tickets.items():
+        seen.setdefault((node, ticket), now)
+    for node, ticket in [each for each in seen if tickets.get(each[0], each[1]) != each[1]]:
+        del seen[node, ticket]  # it has another one by now
+    return tickets, now
+
+
+def _due(roll: Roll, tickets: Mapping[int, str], seen: Sightings, now: float) -> list[int]:
+    """Return the nodes whose locks have all ended by now."""
+    return [node for node, ticket in tickets.items() if now >= seen[node, ticket] + roll.membership.max_ttl]
+
+
+def _seconds_left(roll: Roll, tickets: Mapping[int, str], seen: Sightings, now: float) -> float:
+    """Return how long to wait: for the first node; for all of them where all are needed."""
+    ends = [seen[node, ticket] + roll.membership.max_ttl - now for node, ticket in tickets.items()]
+    return (min if roll.has_quorum else max)(ends, default=0.0)
+
+
+def _is_busy(roll: Roll) -> bool:
+    """Whether somebody has promised an epoch in which nobody votes yet: he may be at work just now."""
+    return any(roll.standings[node].promised > (roll.standings[node].epoch or 0) for node in roll.voters)
+
+
+def _admit(
+    around: Surroundings, roll: Roll, tickets: Mapping[int, str], seen: Sightings, now: float
+) -> Generator[Request, Any, bool]:
+    """Choose an epoch, have it promised, raise the voters, admit whose time has come; tell if all is done."""
+    due = _due(roll, tickets, seen, now)
+    chosen = yield from _choose_epoch(around, roll, tickets)
+    if chosen is None or not due:
+        return False
+    epoch, standings = chosen
+    promised = yield from _promise(around, roll, epoch, tickets, standings)
+    if len(promised) < roll.quorum:
+        return False
+    voters = [node for node, standing in standings.items() if standing.admitted]
+    command = around.command("raise", roll.membership.fingerprint, epoch)
+    answers, _ = yield from ask(command, voters, around.patience)
+    raised = yield from synced(_who(answers, Said.RAISED), around.patience)
+    if roll.has_quorum and len(raised) < roll.quorum:
+        return False
+    return (yield from _let_in(around, roll, epoch, {node: tickets[node] for node in due}))
+
+
+def _choose_epoch(
+    around: Surroundings, roll: Roll, tickets: Mapping[int, str]
+) -> Generator[Request, Any, tuple[int, Standings] | None]:
+    """Return an epoch above all that can have been voted in, and who was asked; None where too few know."""
+    asked = [*roll.voters, *(() if roll.has_quorum else tickets)]
+    standings, _ = yield from read(around.node_key, asked, around.patience)
+    counted = {n: s for n, s in standings.items() if roll.answers_for(n, s, tickets)}
+    if len(counted) < (roll.quorum if roll.has_quorum else len(around.names)):
+        return None
+    epoch = max(standing.highest for standing in counted.values()) + 1
+    return (epoch, counted) if epoch <= MAX_EPOCH else None
+
+
+def _promise(
+    around: Surroundings, roll: Roll, epoch: int, tickets: Mapping[int, str], standings: Standings
+) -> Generator[Request, Any, set[int]]:
+    """Have nodes promise the epoch; return those that have it on their disks."""
+    fingerprint = roll.membership.fingerprint
+    voters = [node for node, standing in standings.items() if standing.admitted]
+    answers, _ = yield from ask(
+        around.command("promise", fingerprint, epoch, "", ""), voters, around.patience
+    )
+    promised = _who(answers, Said.PROMISED)
+    for node in standings.keys() - set(voters):
+        command = around.command("promise", fingerprint, epoch, tickets[node], "")
+        answers, _ = yield from ask(command, [node], around.patience)
+        promised |= _who(answers, Said.PROMISED)
+    return (yield from synced(promised, around.patience))
+
+
+def _let_in(
+    around: Surroundings, roll: Roll, epoch: int, tickets: Mapping[int, str]
+) -> Generator[Request, Any, bool]:
+    """ADMIT; tell whether all nodes vote now."""
+    admitted = set()
+    for node, ticket in tickets.items():
+        text = roll.membership.to_json()
+        command = around.command(
+            "admit", roll.membership.fingerprint, epoch, ticket, roll.waiting[node], text
+        )
+        answers, _ = yield from ask(command, [node], around.patience)
+        admitted |= _who(answers, Said.ADMITTED)
+    yield from synced(admitted, around.patience)
+    return len(admitted) == len(tickets)
+
+
+def _who(answers: Answers, said: Said) -> set[int]:
+    return {node for node, answer in answers.items() if answer.said is said}
+
+
+def statuses(
+    names: tuple[str, ...], standings: Standings, answers: Mapping[int, Answer]
+) -> tuple[NodeStatus, ...]:
+    """Return what to tell people about each node."""
+    try:
+        roll = Roll.call(names, standings)
+    except MembershipError:
+        roll = None
+    return tuple(
+        _status(node, name, standings.get(node), answers[node], roll) for node, name in enumerate(names)
+    )
+
+
+def _status(node: int, name: str, standing: Standing | None, answer: Answer, roll: Roll | None) -> NodeStatus:
+    if standing is None:
+        return NodeStatus(name, NodeState.UNREACHABLE, detail=answer.detail or answer.said.value)
+    if standing.closed:
+        return NodeStatus(name, NodeState.CLOSED, standing.epoch, detail=_why_closed(standing))
+    if roll is not None and node in roll.voters:
+        return NodeStatus(name, NodeState.ADMITTED, standing.epoch)
+    if roll is not None and node in roll.waiting:
+        return _status_of_waiting(name, standing, roll)
+    state = NodeState.BLANK if standing.blank else NodeState.OTHER_MEMBERSHIP
+    return NodeStatus(name, state, standing.epoch, detail=_why_not(standing, roll))
+
+
+def _status_of_waiting(name: str, standing: Standing, roll: Roll) -> NodeStatus:
+    hopeful = roll.has_quorum or roll.complete
+    detail = "waits for a client that uses it" if hopeful else _TOO_FEW
+    if standing.ticket and hopeful:
+        left = max(0.0, roll.membership.max_ttl - standing.ticket_age)
+        return NodeStatus(name, NodeState.RECOVERING, standing.epoch, left, "" if left else detail)
+    state = NodeState.BLANK if standing.blank else NodeState.RESTARTED
+    return NodeStatus(name, state, standing.epoch, detail=detail)
+
+
+_TOO_FEW = "too few nodes remember what was promised: fencelock init --after-loss, once all are flushed"
+
+
+def _addresses(members: str) -> str:
+    return ", ".join(address for _, address in Membership.from_json(members).seats)
+
+
+def _why_closed(standing: Standing) -> str:
+    return f"its list gives way to {_addresses(standing.next_members)}"
+
+
+def _why_not(standing: Standing, roll: Roll | None) -> str:
+    if roll is None:
+        return "never initialised" if standing.blank else "its list cannot be read by this version"
+    members = ", ".join(address for _, address in roll.membership.seats)
+    if standing.blank:
+        return f"its address is none of the list's: {members}"
+    return f"belongs to {_addresses(standing.members)}, and not to {members}"
