@@ -14,7 +14,7 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,8 +94,8 @@ class ObservedRedlock(Redlock):
         self.nonces: set[str] = set()
         super().__init__(urls, node_timeout=NODE_TIMEOUT)
 
-    def _run(self, generator: Generator[Request, Any, _T]) -> _T:
-        return super()._run(self._observe(generator))
+    def _run(self, generator: Generator[Request, Any, _T], *wait: Callable[[float], None]) -> _T:
+        return super()._run(self._observe(generator), *wait)
 
     def _observe(self, generator: Generator[Request, Any, _T]) -> Generator[Request, Any, _T]:
         reply = None

@@ -66,7 +66,14 @@ class CountingRedlock:
         self._grants = [node.register_script(COUNT) for node in self._nodes]
         self._releases = [node.register_script(RELEASE) for node in self._nodes]
 
-    def acquire(self, resources: tuple[str, ...], *, ttl: float, timeout: float | None) -> Grant:
+    def acquire(
+        self,
+        resources: tuple[str, ...],
+        *,
+        ttl: float,
+        timeout: float | None,
+        fair: bool = False,  # noqa: ARG002 - this one has no queue
+    ) -> Grant:
         """Return a grant of one resource.
 
         Raises:

@@ -30,8 +30,12 @@ class Authority(Protocol):
     acquisition had completed before its own began.
     """
 
-    def acquire(self, resources: tuple[str, ...], *, ttl: float, timeout: float | None) -> Grant:
+    def acquire(
+        self, resources: tuple[str, ...], *, ttl: float, timeout: float | None, fair: bool = False
+    ) -> Grant:
         """Return leases of all the resources, or of none.
+
+        With `fair`, those who have waited longer come first, as far as the authority can tell.
 
         Raises:
             LockTimeoutError: somebody else held one of them until the timeout.
@@ -64,7 +68,14 @@ class AsyncAuthority(Protocol):
     without waiting for that, and a release takes place all the same.
     """
 
-    async def acquire(self, resources: tuple[str, ...], *, ttl: float, timeout: float | None) -> Grant:  # noqa: ASYNC109 - it waits for other holders, with errors of its own
+    async def acquire(
+        self,
+        resources: tuple[str, ...],
+        *,
+        ttl: float,
+        timeout: float | None,  # noqa: ASYNC109 - it waits for other holders, with errors of its own
+        fair: bool = False,
+    ) -> Grant:
         """Return leases of all the resources, or of none: see `Authority.acquire`."""
 
     async def extend(self, grant: Grant, ttl: float) -> Grant:

@@ -243,7 +243,7 @@ def test_many_threads_share_one_redlock(authority: Redlock, nodes: Nodes) -> Non
     assert sum(map(len, tokens.values())) == 16 * 12
     assert all(seen == sorted(set(seen)) for seen in tokens.values())
     assert not overlaps
-    assert locked_on(nodes, "r0") == []
+    assert eventually(lambda: locked_on(nodes, "r0") == [], 1.0)  # the last turn may be kept a moment
     assert not authority._wanted
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Generator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -14,6 +15,7 @@ from weakref import WeakKeyDictionary
 from fencelock.authority.base import Grant
 from fencelock.authority.redlock import membership, protocol
 from fencelock.authority.redlock.multiplex import Lines, run, tell
+from fencelock.authority.redlock.waiting import Deaf, Waiter
 from fencelock.errors import FencelockError
 
 if TYPE_CHECKING:
@@ -53,12 +55,20 @@ class AsyncRedlock:
     ) -> None:
         await self.close()
 
-    async def acquire(self, resources: tuple[str, ...], *, ttl: float, timeout: float | None) -> Grant:  # noqa: ASYNC109 - it waits for other holders, with errors of its own
+    async def acquire(
+        self,
+        resources: tuple[str, ...],
+        *,
+        ttl: float,
+        timeout: float | None,  # noqa: ASYNC109 - it waits for other holders, with errors of its own
+        fair: bool = False,
+    ) -> Grant:
         """Return leases of all the resources, or of none: see `Redlock.acquire`, also for the errors.
 
         Cancelled, it releases what it may have acquired, without waiting for that.
         """
-        bids = self._redlock._new_bids(resources, ttl)
+        waiter = Waiter(Deaf(), time.monotonic, fair=fair, patient=timeout != 0)
+        bids = self._redlock._new_bids(resources, ttl, waiter)
         lines = self._lines_here()
         try:
             return await run(self._redlock._acquiring(bids, timeout), lines)

@@ -126,8 +126,14 @@ class Channels(Seats):
             self._news.notify_all()
 
 
-def run(generator: Generator[Request, Any, _T], pool: Pool) -> _T:
-    """Run one of the protocol's generators to its end, blocking; return what it returns."""
+def run(generator: Generator[Request, Any, _T], pool: Pool, wait: Callable[[float], None] = time.sleep) -> _T:
+    """Run one of the protocol's generators to its end, blocking; return what it returns.
+
+    Args:
+        generator: the operation.
+        pool: where the connections come from.
+        wait: how to sleep where it may be woken up.
+    """
     channels: Channels | None = None
     try:
         request = next(generator)
@@ -139,7 +145,7 @@ def run(generator: Generator[Request, Any, _T], pool: Pool) -> _T:
                 if channels is not None:
                     pool.give_back(channels)
                     channels = None
-                time.sleep(request.seconds)
+                (wait if request.wakeable else time.sleep)(request.seconds)
                 request = generator.send(time.monotonic())
     except StopIteration as stop:
         return stop.value  # type: ignore[no-any-return]

@@ -374,16 +374,9 @@ class Link:
         Raises:
             Unusable: if the connection is broken, or what answers is no node.
         """
-        try:
-            data = self._sock.recv(_READ_SIZE)
-            while self._pending is not None and self._pending():
-                data += self._sock.recv(_READ_SIZE)
-        except (BlockingIOError, ssl.SSLWantReadError):
+        data = self._read()
+        if data is None:
             return []
-        except OSError as error:
-            raise Unusable(Said.UNREACHABLE, f"the connection broke: {error}") from error
-        if not data:
-            raise Unusable(Said.UNREACHABLE, "the connection broke: closed by the node")
         answers = []
         resent = False
         try:
@@ -401,3 +394,50 @@ class Link:
         if resent:
             self.flush()
         return answers
+
+    def subscribe(self, channel: str) -> None:
+        """Listen to a channel; from now on the link is good for `messages` only.
+
+        Raises:
+            Unusable: if the connection is broken.
+        """
+        try:
+            self._sock.send(hiredis.pack_command(("SUBSCRIBE", channel)))  # type: ignore[arg-type]
+        except OSError as error:
+            raise Unusable(Said.UNREACHABLE, f"the connection broke: {error}") from error
+
+    def messages(self) -> list[bytes | None]:
+        """Return what has arrived on the channel; None says that the subscription stands now.
+
+        Raises:
+            Unusable: if the connection is broken, or the user has no right to the channel.
+        """
+        data = self._read()
+        arrived: list[bytes | None] = []
+        try:
+            self._reader.feed(data or b"")
+            while (reply := self._reader.gets()) is not False:
+                if isinstance(reply, hiredis.ReplyError):
+                    raise Unusable(Said.ERROR, f"it does not let this user listen: {reply}")
+                arrived.append(reply[2] if reply[0] == b"message" else None)
+        except (hiredis.HiredisError, LookupError, TypeError) as error:
+            raise Unusable(Said.ERROR, f"it does not speak like a node: {error!r}") from error
+        return arrived
+
+    def _read(self) -> bytes | None:
+        """Return what has arrived; None where that is nothing.
+
+        Raises:
+            Unusable: if the connection is broken.
+        """
+        try:
+            data = self._sock.recv(_READ_SIZE)
+            while self._pending is not None and self._pending():
+                data += self._sock.recv(_READ_SIZE)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return None
+        except OSError as error:
+            raise Unusable(Said.UNREACHABLE, f"the connection broke: {error}") from error
+        if not data:
+            raise Unusable(Said.UNREACHABLE, "the connection broke: closed by the node")
+        return data

@@ -151,9 +151,14 @@ class Round(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sleep:
-    """Request: resume after so many seconds, with the time."""
+    """Request: resume after so many seconds, with the time.
+
+    Where it is `wakeable`, the bidder waits for somebody else, and may be resumed earlier when the nodes
+    call it.
+    """
 
     seconds: float
+    wakeable: bool = False
 
 
 Request = Broadcast | Sleep
@@ -190,6 +195,22 @@ class Fleet:
         object.__setattr__(self, "quorum", len(self.names) // 2 + 1)
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """How a bidder behaves towards others who wait. A hint: no token depends on it.
+
+    Attributes:
+        place: its place in line, `client.number`, under which the nodes call it; empty for one who
+            is not going to wait, or cannot hear.
+        waited: seconds since it began to wait. The node writes down since when, on its own clock.
+        fair: whether it leaves a lock that is free to those who have waited longer.
+    """
+
+    place: str = ""
+    waited: float = 0.0
+    fair: bool = False
+
+
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Bid:
     """One attempt at a lock: which resources, under which nonce, for how long.
@@ -198,6 +219,7 @@ class Bid:
         resources: in canonical order, which is the same for everybody.
         nonce: new for every attempt, so that a late duplicate of an old message means nothing.
         ttl: seconds.
+        turn: its place in line; None for one who neither waits in line nor heeds it.
     """
 
     resources: tuple[str, ...]
@@ -205,18 +227,26 @@ class Bid:
     ttl: float
     keys: tuple[str, ...] = field(default=())
     stripes: tuple[int, ...] = field(default=())
+    turn: Turn | None = None
 
     @classmethod
-    def of(cls, fleet: Fleet, resources: tuple[str, ...], nonce: str, ttl: float) -> Bid:
+    def of(
+        cls, fleet: Fleet, resources: tuple[str, ...], nonce: str, ttl: float, turn: Turn | None = None
+    ) -> Bid:
         """Return a bid with the keys and stripes that the resources have on this fleet."""
         locks = (f"{fleet.node_key}:l:{resource}" for resource in resources)
         stripes = (zlib.crc32(resource.encode()) % STRIPES for resource in resources)
-        return cls(resources, nonce, ttl, (fleet.node_key, *locks), tuple(stripes))
+        return cls(resources, nonce, ttl, (fleet.node_key, *locks), tuple(stripes), turn)
 
     @property
     def ttl_ms(self) -> int:
         """The ttl as it goes over the wire."""
         return round(self.ttl * 1000)
+
+    @property
+    def stands_in_line(self) -> bool:
+        """Whether the nodes know whom to call when it is this bidder's turn."""
+        return self.turn is not None and self.turn.place != ""
 
     @property
     def drift(self) -> float:
@@ -302,7 +332,7 @@ def acquire(
         outcome = yield from attempt(fleet, bid, alone=alone)
         if isinstance(outcome, Granted):
             return outcome
-        yield from abandon(fleet, bid)
+        yield from give_way(fleet, outcome)
         tries += 1
         alone = outcome.split and not alone
         if began is None:
@@ -313,11 +343,13 @@ def acquire(
         if outcome.contended:
             last_quorum = outcome.ended
         elif not _may_recover(fleet, outcome.answers) or outcome.ended - last_quorum >= grace:
+            yield from leave(fleet, bid)
             _raise_no_quorum(fleet, outcome.answers)
         left = math.inf if timeout is None else began + timeout - outcome.ended
         if left <= 0:
+            yield from leave(fleet, bid)
             _raise_timeout(fleet, outcome)
-        yield Sleep(min(left, _pause(outcome, tries, jitter())))
+        yield Sleep(min(left, _pause(outcome, tries, jitter())), wakeable=True)
 
 
 def attempt(fleet: Fleet, bid: Bid, *, alone: bool = False) -> Generator[Broadcast, Round, Granted | Failed]:
@@ -453,6 +485,21 @@ def abandon(fleet: Fleet, bid: Bid) -> Generator[Broadcast, Round, None]:
     yield Broadcast(_release_command(fleet, bid, 0, nothing), fleet.everybody, lambda _: True, 0.0)
 
 
+def give_way(fleet: Fleet, outcome: Failed) -> Generator[Broadcast, Round, None]:
+    """Release a failed bid wherever it may have locked something, and stay in line there; wait for nobody."""
+    bid = outcome.bid
+    nodes = [node for node, answer in outcome.answers.items() if answer.said is not Said.HELD]
+    if nodes:
+        nothing = (0,) * len(bid.resources)
+        yield Broadcast(_release_command(fleet, bid, 0, nothing, stay=True), nodes, lambda _: True, 0.0)
+
+
+def leave(fleet: Fleet, bid: Bid) -> Generator[Broadcast, Round, None]:
+    """Wait no longer: give up the place in line, if there is one."""
+    if bid.stands_in_line:
+        yield from abandon(fleet, bid)
+
+
 def _learn(fleet: Fleet, answers: Answers) -> Generator[Broadcast, Round, None]:
     """Ask nodes that name another list which one: they may have been initialised since we last looked."""
     others = [node for node, answer in answers.items() if answer.said is Said.CONFIG]
@@ -464,11 +511,19 @@ def _learn(fleet: Fleet, answers: Answers) -> Generator[Broadcast, Round, None]:
 def _acquire_command(bid: Bid, fleet: Fleet) -> Command:
     no_hint = (0,) * len(bid.resources)
     arguments = (fleet.fingerprint, bid.nonce, bid.ttl_ms, 0, *_pairs(bid.stripes, no_hint))
+    turn = bid.turn
+    if turn is not None:
+        arguments = (*arguments, turn.place, round(turn.waited * 1000), int(turn.fair))
     return Command("acquire", bid.nonce, bid.keys, arguments)
 
 
-def _release_command(fleet: Fleet, bid: Bid, epoch: int, counters: Sequence[int]) -> Command:
+def _release_command(
+    fleet: Fleet, bid: Bid, epoch: int, counters: Sequence[int], *, stay: bool = False
+) -> Command:
     arguments = (fleet.fingerprint, bid.nonce, epoch, *_pairs(bid.stripes, counters))
+    turn = bid.turn
+    if turn is not None and turn.place:
+        arguments = (*arguments, turn.place, round(turn.waited * 1000) if stay else "leave")
     return Command("release", bid.nonce, bid.keys, arguments)
 
 
@@ -549,7 +604,11 @@ def _still_ours(fleet: Fleet, answers: Answers, good: Said) -> bool | None:
 
 def _pause(outcome: Failed, tries: int, random: float) -> float:
     """Seconds until the next try: longer from try to try, never the same for two contenders."""
-    pause = min(0.1, 0.01 * 1.5 ** min(tries, 12)) * (0.5 + random)
+    if outcome.bid.stands_in_line and outcome.contended and not outcome.split:
+        # The nodes will call; should they not, or should the one before us never come, look again.
+        pause = min(1.0, 0.15 * 1.5 ** min(tries, 12)) * (0.75 + 0.5 * random)
+    else:
+        pause = min(0.1, 0.01 * 1.5 ** min(tries, 12)) * (0.5 + random)
     ends = [answer.ttl for answer in outcome.answers.values() if answer.said is Said.HELD]
     # A little beyond the first end of a lock: at that very moment the node may still refuse.
     return min([pause, *(end + 0.001 + 0.01 * random for end in ends)])

@@ -8,8 +8,9 @@ import os
 import random
 import secrets
 import threading
+import time
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 from weakref import WeakValueDictionary
@@ -22,10 +23,12 @@ from fencelock.authority.base import Grant
 from fencelock.authority.redlock import membership, protocol, recovery, survey
 from fencelock.authority.redlock.aio import AsyncRedlock
 from fencelock.authority.redlock.blocking import Channels, Pool, run
+from fencelock.authority.redlock.listening import Listener
 from fencelock.authority.redlock.multiplex import Lines
 from fencelock.authority.redlock.node import Identity, Node
 from fencelock.authority.redlock.recoverer import Recoverer
 from fencelock.authority.redlock.survey import NodeStatus
+from fencelock.authority.redlock.waiting import Waiter
 from fencelock.errors import FencelockError, MembershipError, NodesNotInitialisedError, QuorumError
 
 if TYPE_CHECKING:
@@ -100,6 +103,7 @@ class Redlock:
         self._wanted: WeakValueDictionary[str, protocol.Bid] = WeakValueDictionary()
         self._pool = Pool(self._make_channels)
         self._recoverer = Recoverer(self._make_channels, self._recovering)
+        self._listener = Listener(self._nodes, self._node_key)
 
     def __repr__(self) -> str:
         return f"<Redlock {', '.join(self._names)} namespace={self._namespace!r}>"
@@ -127,6 +131,8 @@ class Redlock:
         pool.close()
         recoverer, self._recoverer = self._recoverer, Recoverer(self._make_channels, self._recovering)
         recoverer.close()
+        listener, self._listener = self._listener, Listener(self._nodes, self._node_key)
+        listener.close()
         self.aio._close_everywhere()  # noqa: SLF001 - its other face
 
     @overload
@@ -145,7 +151,9 @@ class Redlock:
 
         return fenced_lock(*resources, ttl=ttl, timeout=timeout, authority=self)
 
-    def acquire(self, resources: tuple[str, ...], *, ttl: float, timeout: float | None) -> Grant:
+    def acquire(
+        self, resources: tuple[str, ...], *, ttl: float, timeout: float | None, fair: bool = False
+    ) -> Grant:
         """Return leases of all the resources, or of none: see `Authority.acquire`.
 
         Raises:
@@ -155,9 +163,14 @@ class Redlock:
             MembershipError: nodes and client disagree on who the N nodes are.
             ValueError: the ttl is longer than these nodes allow.
         """
-        bids = self._new_bids(resources, ttl)
+        self._check_process()
+        listener = self._listener
+        waiter = Waiter(listener, time.monotonic, fair=fair, patient=timeout != 0)
+        bids = self._new_bids(resources, ttl, waiter)
         try:
-            return self._run(self._acquiring(bids, timeout))
+            return self._run(
+                self._acquiring(bids, timeout), lambda seconds: listener.wait(waiter.place, seconds)
+            )
         except BaseException as error:
             for undo in bids.give_up(error):
                 self._run(undo)
@@ -203,9 +216,9 @@ class Redlock:
         standings, answers = yield from survey.read(self._node_key, nodes, self._node_timeout)
         return recovery.statuses(self._names, standings, answers)
 
-    def _new_bids(self, resources: tuple[str, ...], ttl: float) -> _Bids:
+    def _new_bids(self, resources: tuple[str, ...], ttl: float, waiter: Waiter) -> _Bids:
         self._check_process()
-        return _Bids(resources, ttl, self._wanted)
+        return _Bids(resources, ttl, self._wanted, waiter)
 
     def _acquiring(self, bids: _Bids, timeout: float | None) -> Generator[protocol.Request, Any, Grant]:
         try:
@@ -251,14 +264,19 @@ class Redlock:
             raise
         return done
 
-    def _run(self, generator: Generator[protocol.Request, Any, _T]) -> _T:
+    def _run(
+        self,
+        generator: Generator[protocol.Request, Any, _T],
+        wait: Callable[[float], None] = time.sleep,
+    ) -> _T:
         self._check_process()
-        return run(generator, self._pool)
+        return run(generator, self._pool, wait)
 
     def _check_process(self) -> None:
         if self._pid != os.getpid():
             self._pool.leave_to_parent()
             self._recoverer.leave_to_parent()
+            self._listener.leave_to_parent()
             self.aio._leave_to_parent()  # noqa: SLF001 - its other face
             self._start_over()
 
@@ -365,28 +383,36 @@ class _Bids:
         resources: what is acquired, in the order of the caller.
         ttl: seconds.
         wanted: where bids are noted whose late grants must not be released.
+        waiter: knows the acquisition's place among those who wait.
     """
 
     def __init__(
-        self, resources: tuple[str, ...], ttl: float, wanted: WeakValueDictionary[str, protocol.Bid]
+        self,
+        resources: tuple[str, ...],
+        ttl: float,
+        wanted: WeakValueDictionary[str, protocol.Bid],
+        waiter: Waiter,
     ) -> None:
         self._resources = resources
         self._canonical = tuple(sorted(resources))
         self._ttl = ttl
         self._wanted = wanted
+        self._waiter = waiter
         self._latest: tuple[protocol.Fleet, protocol.Bid] | None = None
 
     def next(self, fleet: protocol.Fleet) -> protocol.Bid:
         """Return a new bid, and forget the one before."""
         _check_max_ttl(self._ttl, fleet)
         self._forget()
-        bid = protocol.Bid.of(fleet, self._canonical, secrets.token_urlsafe(16), self._ttl)
+        nonce = secrets.token_urlsafe(16)
+        bid = protocol.Bid.of(fleet, self._canonical, nonce, self._ttl, self._waiter.turn())
         self._latest = fleet, bid
         self._wanted[bid.nonce] = bid
         return bid
 
     def won(self, granted: protocol.Granted) -> Grant:
         """Return the grant that a bid has come to."""
+        self._waiter.leave()
         counters = dict(zip(self._canonical, granted.counters, strict=True))
         tokens = tuple(token.compose(granted.epoch, counters[resource]) for resource in self._resources)
         return Grant(self._resources, tokens, granted.expires_at, granted)
@@ -394,6 +420,7 @@ class _Bids:
     def give_up(self, error: BaseException) -> Iterator[Generator[protocol.Request, Any, None]]:
         """Yield what is still to be run, now that the acquisition has ended with an error."""
         self._forget()
+        self._waiter.leave()
         # Errors of ours come after the bid was abandoned. Anything else has interrupted it, such as a
         # signal handler or a cancellation, and nobody else would release it.
         if self._latest is not None and not isinstance(error, FencelockError):

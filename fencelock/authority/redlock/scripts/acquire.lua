@@ -1,5 +1,6 @@
 -- ACQUIRE: grant all the locks, or none.
 -- ARGV[3] ttl in ms, ARGV[4] the epoch that the hints are of; then for each lock its stripe and a hint.
+-- After these, of one who waits in line or heeds it: its place (or ''), ms waited, and 1 for fair.
 -- Returns GRANTED, epoch, counter … | HELD, remaining ms | FULL | a refusal.
 local COUNTER_LIMIT = 17592186044415  -- 2^44 - 1: what a token has room for
 
@@ -10,10 +11,43 @@ local refused = refusal(state[1], state[2], state[3], state[4])
 if refused then return refused end
 local epoch = tonumber(state[1])
 
+local place, waited, fair = '', 0, false
+if #ARGV > 6 + 2 * LOCKS then
+  place, waited, fair = ARGV[5 + 2 * LOCKS], ARGV[6 + 2 * LOCKS], ARGV[7 + 2 * LOCKS] == '1'
+end
+local claim = '>' .. place
+
+-- Refuse, and remember who waits. Whoever cannot have all the locks must not keep one from others.
+local function held(key)
+  local ttl = redis.call('PTTL', key)
+  if place ~= '' then
+    for i = 1, LOCKS do
+      if redis.call('GET', KEYS[i + 1]) == claim then pass_on(KEYS[i + 1]) end
+    end
+    line_up(key, place, waited)
+  end
+  return {'HELD', ttl}
+end
+
+-- Whether a lock that is free is for somebody else, who has waited longer.
+local function is_anothers_turn(key)
+  local queue = queue_of(key)
+  if redis.call('EXISTS', queue) == 0 then return false end
+  if place ~= '' then
+    line_up(key, place, waited)
+    if redis.call('ZRANGE', queue, 0, 0)[1] == place then return false end
+  end
+  local called = call_next(key)
+  return called and called ~= place
+end
+
 local ours = {}
 for i = 1, LOCKS do
-  local nonce, its_epoch, its_counter = read_lock(KEYS[i + 1])
-  if nonce and nonce ~= NONCE then return {'HELD', redis.call('PTTL', KEYS[i + 1])} end
+  local key = KEYS[i + 1]
+  local nonce, its_epoch, its_counter = read_lock(key)
+  if nonce == claim then nonce = nil
+  elseif nonce and nonce ~= NONCE then return held(key)
+  elseif not nonce and (place ~= '' or fair) and is_anothers_turn(key) then return held(key) end
   -- A resent request gets the answer that it got before.
   if nonce and its_epoch == epoch then ours[i] = its_counter end
 end
@@ -40,5 +74,6 @@ for i = 1, LOCKS do
     local value = NONCE .. '|' .. state[1] .. '|' .. digits(answer[2 + i])
     redis.call('SET', KEYS[i + 1], value, 'PX', ARGV[3])
   end
+  if place ~= '' then redis.call('ZREM', queue_of(KEYS[i + 1]), place) end
 end
 return answer

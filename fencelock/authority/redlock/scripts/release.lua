@@ -1,6 +1,7 @@
 -- RELEASE: delete the locks that are still ours, and let a laggard's counters catch up.
 -- No vote: it never refuses. ARGV[3] the epoch of the decision; then for each lock its stripe and T
--- (0 where nothing was decided).
+-- (0 where nothing was decided). After these, of one who waited in line: its place, and ms waited if it
+-- goes on waiting, 'leave' otherwise.
 -- Returns RELEASED | LOST.
 local state = redis.call('HMGET', NODE, 'e', 'cfg', 'b')
 -- A blank node stays blank: a counter alone would be state without a marker.
@@ -8,15 +9,22 @@ if state[1] == ARGV[3] and state[2] == ARGV[1] then
   for i = 1, LOCKS do catch_up(ARGV[2 + 2 * i], ARGV[3 + 2 * i], state[3]) end
 end
 
+local place, waited
+if #ARGV > 5 + 2 * LOCKS then place, waited = ARGV[4 + 2 * LOCKS], ARGV[5 + 2 * LOCKS] end
+
 local released = 0
 for i = 1, LOCKS do
-  if read_lock(KEYS[i + 1]) == NONCE then
-    redis.call('DEL', KEYS[i + 1])
-    -- Only a lock that went away wakes anybody up, else losers wake losers for ever. A user without
-    -- rights to the channel must still be able to release.
-    redis.pcall('PUBLISH', NODE .. ':w:' .. string.sub(KEYS[i + 1], #NODE + 4), '')
+  local key = KEYS[i + 1]
+  local nonce = read_lock(key)
+  if waited == 'leave' then redis.call('ZREM', queue_of(key), place) end
+  if nonce == NONCE then
+    pass_on(key)
     released = released + 1
+  elseif place and nonce == '>' .. place then
+    pass_on(key)
   end
 end
+-- Behind whoever has just been called, and before all who have waited for less long.
+if place and waited ~= 'leave' then line_up(KEYS[2], place, waited) end
 if released == LOCKS then return {'RELEASED'} end
 return {'LOST'}

@@ -1,0 +1,160 @@
+"""Who waits in this client, and whom the nodes have called: no sockets, no clock, no threads.
+
+A node that releases a lock keeps it, for a moment, for the first in its queue, and publishes that place's
+number on the channel of the client that it belongs to. What to make of such calls stands here; the
+blocking and the asyncio listeners only carry them.
+
+One call may be wrong: nodes can differ about who came first, where two came at the same time. So a place
+acts when a majority has called it. Where only some have, and the others have called somebody else, it acts
+after a short moment too, for nobody may get a majority; whoever fails then hands on what it was kept.
+
+All of this is hints. A call that is lost, late or made up costs time, never a token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from fencelock.authority.redlock.protocol import Turn
+
+#: Seconds after which a place acts that only some of the nodes have called; about half to one and a half.
+HESITATION = 0.02
+
+
+@dataclass(slots=True)
+class _Place:
+    """What has been heard for one place since it last tried."""
+
+    callers: set[int] = field(default_factory=set)
+    due: float = math.inf
+
+
+class Line:
+    """The places of one client in the nodes' queues.
+
+    Args:
+        client: its name, part of the channel and of every place; without dots.
+        nodes: how many nodes there are.
+        jitter: returns a random number between 0 and 1.
+    """
+
+    def __init__(self, client: str, nodes: int, jitter: Callable[[], float]) -> None:
+        self._client = client
+        self._quorum = nodes // 2 + 1
+        self._jitter = jitter
+        self._count = 0
+        self._listening: set[int] = set()
+        self._places: dict[str, _Place] = {}
+
+    @property
+    def hears(self) -> bool:
+        """Whether a majority of the nodes could call. Otherwise nobody should stand in line."""
+        return len(self._listening) >= self._quorum
+
+    def listen(self, node: int) -> None:
+        """Note that a node's calls arrive from now on."""
+        self._listening.add(node)
+
+    def go_deaf(self, node: int) -> None:
+        """Note that a node's calls do not arrive any more."""
+        self._listening.discard(node)
+
+    def new_place(self) -> str:
+        """Return the place of a new acquisition: nobody ever has it again."""
+        self._count += 1
+        return f"{self._client}.{self._count}"
+
+    def expect(self, place: str) -> None:
+        """Count calls from now on: said before each try, for a call may come before its answer does."""
+        self._places[place] = _Place()
+
+    def leave(self, place: str) -> None:
+        """Forget a place whose acquisition is over."""
+        self._places.pop(place, None)
+
+    def note(self, node: int, message: bytes, now: float) -> None:
+        """Note what a node has published: a number, and for the second in line the milliseconds to wait."""
+        number, _, later = message.decode("ascii", "replace").partition(" ")
+        place = self._places.get(f"{self._client}.{number}")
+        if place is None:
+            return
+        if later:
+            if later.isdecimal():
+                place.due = min(place.due, now + int(later) / 1000 + HESITATION * self._jitter())
+            return
+        place.callers.add(node)
+        if len(place.callers) >= self._quorum:
+            place.due = now
+        elif len(place.callers) == 1:
+            place.due = min(place.due, now + HESITATION * (0.5 + self._jitter()))
+
+    def due(self, place: str) -> float:
+        """Return when a place should try again because of calls; infinity without any."""
+        known = self._places.get(place)
+        return math.inf if known is None else known.due
+
+
+class Ears(Protocol):
+    """What hears the nodes' calls for a client: a thread's listener or a loop's."""
+
+    @property
+    def hears(self) -> bool:
+        """Whether a majority of the nodes could call."""
+
+    def expect(self, place: str) -> str:
+        """Count the calls for a place from now on; return the place, a new one where it is empty."""
+
+    def leave(self, place: str) -> None:
+        """Forget a place whose acquisition is over."""
+
+
+class Waiter:
+    """One acquisition's part in waiting: whether it stands in line, and where.
+
+    Args:
+        ears: who hears the nodes' calls.
+        clock: returns the time in seconds.
+        fair: whether it leaves a free lock to those who have waited longer.
+        patient: whether it is going to wait at all.
+
+    Attributes:
+        place: under which it is called; empty as long as it has none.
+    """
+
+    __slots__ = ("_began", "_clock", "_ears", "_fair", "_patient", "place")
+
+    def __init__(self, ears: Ears, clock: Callable[[], float], *, fair: bool, patient: bool) -> None:
+        self._ears = ears
+        self._clock = clock
+        self._fair = fair
+        self._patient = patient
+        self._began = clock()
+        self.place = ""
+
+    def turn(self) -> Turn | None:
+        """Return how the next bid behaves; from now on calls for it count."""
+        if self._patient and self._ears.hears:
+            self.place = self._ears.expect(self.place)
+            return Turn(self.place, self._clock() - self._began, self._fair)
+        return Turn(fair=True) if self._fair else None
+
+    def leave(self) -> None:
+        """Forget the place: the acquisition is over."""
+        if self.place:
+            self._ears.leave(self.place)
+
+
+class Deaf:
+    """Ears that hear nothing: whoever has them waits by looking again and again."""
+
+    hears = False
+
+    def expect(self, place: str) -> str:
+        """Return what it is given."""
+        return place
+
+    def leave(self, place: str) -> None:
+        """Do nothing."""

@@ -1,0 +1,229 @@
+"""The queue on a node, by its scripts alone: whom a lock is kept for, who is called, what that may cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from fencelock.authority.redlock.protocol import Answer, Said, Turn
+from fencelock.embedded import Node
+from tests.polling import eventually
+from tests.redlock.stage import NODE_KEY
+from tests.redlock.test_scripts import Scripts, key_of
+
+CLAIM = 0.1
+FIRST, SECOND, THIRD = (Turn(f"client.{number}", waited=waited) for number, waited in enumerate((3, 2, 1)))
+
+
+class Calls:
+    """What one client hears."""
+
+    def __init__(self, client: redis.Redis, name: str = "client") -> None:
+        self._listener = client.pubsub(ignore_subscribe_messages=True)  # type: ignore[no-untyped-call]
+        self._listener.subscribe(f"{NODE_KEY}:w:{name}")
+        self._listener.get_message(timeout=1)
+
+    def heard(self) -> list[str]:
+        """Return what has been called until now."""
+        heard = []
+        while (message := self._listener.get_message(timeout=0.1)) is not None:
+            heard.append(str(message["data"]))
+        return heard
+
+    def close(self) -> None:
+        """Hear nothing any more."""
+        self._listener.close()
+
+
+@pytest.fixture
+def scripts(shared_nodes: list[Node]) -> Iterator[Scripts]:
+    """One node with counters from 0, on which `holder` has the lock of r."""
+    shared_nodes[3].resume()
+    made = Scripts(shared_nodes[3].url, 0)
+    made.acquire("holder", "r")
+    yield made
+    made.real.close()
+
+
+@pytest.fixture
+def calls(scripts: Scripts) -> Iterator[Calls]:
+    """What the client of FIRST, SECOND and THIRD hears."""
+    made = Calls(scripts.client)
+    yield made
+    made.close()
+
+
+def queue_of(scripts: Scripts, resource: str = "r") -> list[str]:
+    """Return the places that wait on the node, in order."""
+    return [str(place) for place in scripts.client.zrange(f"{NODE_KEY}:q:{resource}", 0, -1)]
+
+
+def test_released_lock_is_kept_for_the_first_in_line(scripts: Scripts, calls: Calls) -> None:
+    """It alone is called; everybody else is refused, for as long as its claim lasts."""
+    assert scripts.queue("n2", "r", turn=SECOND).said is Said.HELD
+    assert scripts.queue("n1", "r", turn=FIRST).said is Said.HELD
+    assert scripts.release("holder", {"r": 1}).said is Said.RELEASED
+    refused = scripts.acquire("newcomer", "r")
+    assert refused.said is Said.HELD
+    assert 0 < refused.ttl <= CLAIM
+    assert scripts.queue("n2", "r", turn=SECOND).said is Said.HELD
+    assert scripts.queue("n1'", "r", turn=FIRST) == Answer(Said.GRANTED, 0, (2,))
+    assert [call for call in calls.heard() if " " not in call] == ["0"]
+    assert queue_of(scripts) == [SECOND.place]
+
+
+def test_claim_never_lasts_longer_than_a_moment(scripts: Scripts, calls: Calls) -> None:
+    """One who was called and does not come, for its process is hung: after that anybody may have the lock."""
+    scripts.queue("n1", "r", turn=FIRST)
+    scripts.release("holder", {"r": 1})
+    began = time.monotonic()
+    assert eventually(lambda: scripts.acquire("newcomer", "r").said is Said.GRANTED)
+    assert time.monotonic() - began < CLAIM + 0.1
+    assert calls.heard() == ["0"]
+
+
+def test_claim_is_no_lock(scripts: Scripts, calls: Calls) -> None:
+    """Nobody can confirm, extend or release it, not even whom it is for."""
+    scripts.queue("n1", "r", turn=FIRST)
+    scripts.release("holder", {"r": 1})
+    for nonce in ("n1", "holder"):
+        assert scripts.confirm(nonce, {"r": 1}).said is Said.LOST
+        assert scripts.extend(nonce, "r").said is Said.LOST
+        assert scripts.release(nonce, {"r": 1}).said is Said.LOST
+    assert scripts.acquire("newcomer", "r").said is Said.HELD
+    assert calls.heard() == ["0"]
+
+
+def test_one_whom_nobody_hears_is_passed_over(scripts: Scripts, calls: Calls) -> None:
+    """A process that died costs nothing: the next in line is called in its place."""
+    scripts.queue("dead", "r", turn=Turn("another-client.0", waited=9))
+    scripts.queue("n2", "r", turn=SECOND)
+    scripts.release("holder", {"r": 1})
+    assert calls.heard() == ["1"]
+    assert scripts.queue("n2'", "r", turn=SECOND).said is Said.GRANTED
+
+
+def test_lock_that_nobody_waits_for_is_free_at_once(scripts: Scripts, calls: Calls) -> None:
+    """And nothing but the marker is left on the node."""
+    scripts.release("holder", {"r": 1})
+    assert calls.heard() == []
+    assert scripts.client.keys("*") == [NODE_KEY]
+
+
+def test_release_of_nothing_calls_nobody(scripts: Scripts, calls: Calls) -> None:
+    """Losers would wake losers for ever."""
+    scripts.queue("n1", "r", turn=FIRST)
+    scripts.release("other", {"r": 0})
+    assert calls.heard() == []
+    assert queue_of(scripts) == [FIRST.place]
+
+
+def test_one_who_gives_up_leaves_the_queue(scripts: Scripts, calls: Calls) -> None:
+    """It is not called any more; and what was kept for it goes to the next at once."""
+    scripts.queue("n1", "r", turn=FIRST)
+    scripts.queue("n2", "r", turn=SECOND)
+    scripts.queue("n3", "r", turn=THIRD)
+    scripts.give_up("n2", "r", turn=SECOND)
+    assert queue_of(scripts) == [FIRST.place, THIRD.place]
+    scripts.release("holder", {"r": 1})
+    scripts.give_up("n1", "r", turn=FIRST)
+    assert [call for call in calls.heard() if " " not in call] == ["0", "2"]
+    assert scripts.queue("n3'", "r", turn=THIRD).said is Said.GRANTED
+    assert queue_of(scripts) == []
+
+
+def test_one_who_gives_way_stays_in_line(scripts: Scripts, calls: Calls) -> None:
+    """Its votes were too few: the next is called, and it keeps its time of arrival."""
+    scripts.queue("n2", "r", turn=SECOND)
+    scripts.queue("n3", "r", turn=THIRD)
+    scripts.release("holder", {"r": 1})
+    assert scripts.queue("n2'", "r", turn=SECOND).said is Said.GRANTED
+    scripts.give_up("n2'", "r", turn=SECOND, stay=True)
+    assert [call for call in calls.heard() if " " not in call] == ["1", "2"]
+    assert queue_of(scripts) == [SECOND.place]
+
+
+def test_second_in_line_is_told_when_to_look(scripts: Scripts, calls: Calls) -> None:
+    """Should the first never come. Where it has not waited for long, that call is spared."""
+    scripts.queue("n1", "r", turn=FIRST)
+    scripts.queue("n2", "r", turn=SECOND)
+    scripts.release("holder", {"r": 1})
+    assert calls.heard() == ["0", f"1 {round(CLAIM * 1000)}"]
+    scripts.client.delete(key_of("r"), f"{NODE_KEY}:q:r")
+    scripts.acquire("holder", "r")
+    scripts.queue("n1", "r", turn=FIRST)
+    scripts.queue("n2", "r", turn=Turn(SECOND.place, waited=0.0))
+    scripts.release("holder", {"r": 1})
+    assert calls.heard() == ["0"]
+
+
+def test_queue_is_bounded_and_ends(scripts: Scripts) -> None:
+    """However many wait, a node keeps the first 128, and not for longer than anybody waits unheard."""
+    for number in range(140):
+        scripts.queue(f"n{number}", "r", turn=Turn(f"client.{number}"))
+    assert len(queue_of(scripts)) == 128
+    assert 0 < int(str(scripts.client.pttl(f"{NODE_KEY}:q:r"))) <= 5000
+
+
+def test_free_lock_goes_to_who_has_waited_longest(scripts: Scripts, calls: Calls) -> None:
+    """The holder's lease has run out, nobody was called: one in line who comes early calls the first."""
+    scripts.queue("n1", "r", turn=FIRST)
+    scripts.queue("n2", "r", turn=SECOND)
+    scripts.client.delete(key_of("r"))
+    assert scripts.queue("n2'", "r", turn=SECOND).said is Said.HELD
+    assert [call for call in calls.heard() if " " not in call] == ["0"]
+    assert scripts.queue("n1'", "r", turn=FIRST).said is Said.GRANTED
+
+
+def test_fair_newcomer_leaves_a_free_lock_to_those_who_wait(scripts: Scripts, calls: Calls) -> None:
+    """Also one who is not going to wait; any other newcomer takes it."""
+    scripts.queue("n1", "r", turn=FIRST)
+    scripts.client.delete(key_of("r"))
+    assert scripts.queue("fair", "r", turn=Turn(fair=True)).said is Said.HELD
+    assert calls.heard() == ["0"]
+    time.sleep(CLAIM * 1.2)
+    scripts.queue("n2", "r", turn=SECOND)
+    scripts.client.delete(key_of("r"))
+    assert scripts.acquire("newcomer", "r").said is Said.GRANTED
+
+
+def test_first_in_line_takes_a_free_lock_at_once(scripts: Scripts, calls: Calls) -> None:
+    """Nobody needs to call the one that is here."""
+    scripts.queue("n1", "r", turn=FIRST)
+    scripts.queue("n2", "r", turn=SECOND)
+    scripts.client.delete(key_of("r"))
+    assert scripts.queue("n1'", "r", turn=FIRST).said is Said.GRANTED
+    assert calls.heard() == []
+    assert queue_of(scripts) == [SECOND.place]
+
+
+def test_one_who_cannot_have_all_keeps_nothing_from_others(scripts: Scripts, calls: Calls) -> None:
+    """It was called for one of two locks, and the other is held: the next for the first one is called."""
+    scripts.acquire("other", "s")
+    scripts.queue("n1", "r", "s", turn=FIRST)
+    scripts.queue("n2", "r", turn=SECOND)
+    scripts.release("holder", {"r": 1})
+    assert scripts.queue("n1'", "r", "s", turn=FIRST).said is Said.HELD
+    assert [call for call in calls.heard() if " " not in call] == ["0", "1"]
+    assert queue_of(scripts, "s") == [FIRST.place]
+    assert scripts.queue("n2'", "r", turn=SECOND).said is Said.GRANTED
+
+
+def test_user_who_may_not_publish_releases_all_the_same(scripts: Scripts, calls: Calls) -> None:
+    """Nobody hears it, so nothing is kept for anybody."""
+    scripts.queue("n1", "r", turn=FIRST)
+    scripts.client.acl_setuser("mute", enabled=True, nopass=True, keys=["*"], commands=["+@all"], reset=True)
+    try:
+        port = scripts.client.connection_pool.connection_kwargs["port"]
+        mute = Scripts.__new__(Scripts)
+        mute.fleet = scripts.fleet
+        mute.real = type(scripts.real)(f"redis://mute:any@127.0.0.1:{port}")
+        assert mute.release("holder", {"r": 1}).said is Said.RELEASED
+        mute.real.close()
+    finally:
+        scripts.client.acl_deluser("mute")
+    assert calls.heard() == []
+    assert scripts.lock("r") is None

@@ -1,0 +1,419 @@
+"""Waiting for another holder: woken by the nodes' calls, in order, whatever of that fails."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import redis
+
+from fencelock import Redlock
+from fencelock.authority.redlock import protocol
+from fencelock.authority.redlock.waiting import HESITATION, Line
+from fencelock.embedded import Nodes
+from fencelock.errors import LockTimeoutError
+from tests.polling import eventually
+from tests.redlock.stage import NODE_KEY
+
+
+@pytest.fixture
+def line() -> Line:
+    """A line of the client `c`, over five nodes of which three are heard."""
+    made = Line("c", 5, lambda: 0.5)
+    for node in range(3):
+        made.listen(node)
+    return made
+
+
+class TestLine:
+    """What calls mean, without sockets and clocks."""
+
+    def test_majority_of_calls_is_due_at_once(self, line: Line) -> None:
+        """Two of five are not enough; the third is."""
+        place = line.new_place()
+        line.expect(place)
+        for node in range(2):
+            line.note(node, b"1", 10.0)
+        assert line.due(place) > 10.0
+        line.note(2, b"1", 10.001)
+        assert line.due(place) == 10.001
+
+    def test_minority_of_calls_is_due_soon(self, line: Line) -> None:
+        """Nodes that disagree on who is first leave nobody waiting; a repeated call adds nothing."""
+        place = line.new_place()
+        line.expect(place)
+        for _ in range(5):
+            line.note(4, b"1", 10.0)
+        assert 10.0 + 0.5 * HESITATION <= line.due(place) <= 10.0 + 1.5 * HESITATION
+
+    def test_calls_count_from_the_last_try_only(self, line: Line) -> None:
+        """What called a bid that has failed since says nothing about the next one."""
+        place = line.new_place()
+        line.expect(place)
+        for node in range(3):
+            line.note(node, b"1", 10.0)
+        line.expect(place)
+        assert line.due(place) == math.inf
+
+    def test_second_in_line_is_due_when_the_claim_ends(self, line: Line) -> None:
+        """The call says in how many milliseconds."""
+        place = line.new_place()
+        line.expect(place)
+        line.note(0, b"1 100", 10.0)
+        assert 10.1 <= line.due(place) <= 10.1 + HESITATION
+
+    def test_calls_for_nobody_are_ignored(self, line: Line) -> None:
+        """Of an acquisition that is over, of another client, or no call at all."""
+        place = line.new_place()
+        line.expect(place)
+        for message in (b"2", b"", b"\xff", b"1 soon", b"one"):
+            line.note(0, message, 10.0)
+        assert line.due(place) == math.inf
+        line.leave(place)
+        line.note(0, b"1", 10.0)
+        assert line.due(place) == math.inf
+
+    def test_nobody_stands_in_line_where_most_nodes_are_silent(self, line: Line) -> None:
+        """Nobody would call them."""
+        heard = [line.hears]
+        line.go_deaf(1)
+        heard.append(line.hears)
+        line.listen(1)
+        line.listen(1)
+        heard.append(line.hears)
+        assert heard == [True, False, True]
+
+    def test_no_place_is_given_twice(self, line: Line) -> None:
+        """It names the client and one acquisition of it."""
+        places = [line.new_place() for _ in range(3)]
+        assert places == ["c.1", "c.2", "c.3"]
+
+
+@pytest.fixture
+def authority(nodes: Nodes) -> Iterator[Redlock]:
+    """A Redlock on five initialised nodes, for the holder."""
+    with Redlock(nodes.urls, node_timeout=0.3, connect_timeout=1.0, outage_grace=0.3) as made:
+        made.init(base=0)
+        yield made
+
+
+@pytest.fixture
+def waiter(authority: Redlock, nodes: Nodes) -> Iterator[Redlock]:
+    """Another client, whose listener is connected already."""
+    with Redlock(nodes.urls, node_timeout=0.3, connect_timeout=1.0, outage_grace=0.3) as made:
+        start_listening(made, authority)
+        yield made
+
+
+def start_listening(waiter: Redlock, holder: Redlock, nodes: int = 5) -> None:
+    """Have a client wait for something once, until it hears so many nodes."""
+    with holder.lock("warm-up"):
+        for _ in range(20):
+            with pytest.raises(LockTimeoutError):
+                waiter.lock("warm-up", timeout=0.2).acquire()
+            if heard_by(waiter) == nodes:
+                return
+    pytest.fail(f"hears {heard_by(waiter)} nodes only")
+
+
+def heard_by(client: Redlock) -> int:
+    """Return how many nodes a client listens to."""
+    return len(client._listener._line._listening)
+
+
+@pytest.fixture
+def never_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One who stands in line looks after 20 s only: nothing but a call can explain an early success."""
+    pause = protocol._pause
+
+    def patched(outcome: protocol.Failed, tries: int, random: float) -> float:
+        return 20.0 if outcome.bid.stands_in_line and not outcome.split else pause(outcome, tries, random)
+
+    monkeypatch.setattr(protocol, "_pause", patched)
+
+
+def seconds_until_handed_over(holder: Redlock, waiter: Redlock, timeout: float = 3.0) -> float:
+    """Let one wait for the other; return how long after the release it has the lock, infinity for never."""
+    acquired = math.inf
+
+    def wait() -> None:
+        nonlocal acquired
+        try:
+            with waiter.lock("r", timeout=timeout):
+                acquired = time.monotonic()
+        except LockTimeoutError:
+            pass
+
+    thread = threading.Thread(target=wait)
+    with holder.lock("r", ttl=30):
+        thread.start()
+        assert eventually(lambda: bool(waiter._listener._bells) or not thread.is_alive())
+        time.sleep(0.2)
+    released = time.monotonic()
+    thread.join()
+    return acquired - released
+
+
+@pytest.mark.usefixtures("never_look")
+def test_waiter_is_woken_by_the_release(authority: Redlock, waiter: Redlock) -> None:
+    """The holder's lease would last for 30 s, and looking alone would take 20."""
+    assert seconds_until_handed_over(authority, waiter) < 1.0
+
+
+@pytest.mark.usefixtures("never_look")
+def test_waiter_that_hears_nothing_is_not_woken(
+    authority: Redlock, waiter: Redlock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control of the tests around it: it has the lock only when it looks for a last time."""
+    monkeypatch.setattr(Line, "note", lambda *_: None)
+    assert seconds_until_handed_over(authority, waiter, timeout=3.0) > 2.0
+
+
+@pytest.mark.usefixtures("never_look")
+def test_waiter_is_woken_though_a_minority_of_nodes_is_dead(
+    authority: Redlock, waiter: Redlock, nodes: Nodes
+) -> None:
+    """Three of five calls are enough."""
+    nodes[0].kill()
+    nodes[3].kill()
+    assert seconds_until_handed_over(authority, waiter) < 1.0
+
+
+@pytest.mark.usefixtures("never_look")
+def test_waiter_is_woken_though_calls_of_a_minority_are_lost(
+    authority: Redlock, waiter: Redlock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of five calls never arrive."""
+    note = Line.note
+
+    def lossy(line: Line, node: int, message: bytes, now: float) -> None:
+        if node > 1:
+            note(line, node, message, now)
+
+    monkeypatch.setattr(Line, "note", lossy)
+    assert seconds_until_handed_over(authority, waiter) < 1.0
+
+
+def test_waiter_whose_calls_are_all_lost_looks_by_itself(
+    authority: Redlock, waiter: Redlock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After somewhat more than a second at the latest: a claim that nobody takes, and a look."""
+    monkeypatch.setattr(Line, "note", lambda *_: None)
+    assert seconds_until_handed_over(authority, waiter, timeout=10.0) < 2.0
+
+
+def test_listener_connects_again(authority: Redlock, waiter: Redlock, nodes: Nodes) -> None:
+    """A node that was killed and is back calls again; until then the others do."""
+    nodes[1].kill()
+    assert seconds_until_handed_over(authority, waiter) < 2.0
+    assert heard_by(waiter) == 4
+    nodes[1].restart(keep_data=False)
+    start_listening(waiter, authority)
+    assert seconds_until_handed_over(authority, waiter) < 2.0
+
+
+def test_user_who_may_not_listen_waits_by_looking(authority: Redlock, nodes: Nodes) -> None:
+    """It gets the lock all the same, and stands in no queue where it would be called in vain."""
+    for node in nodes:
+        with redis.Redis.from_url(node.url) as client:
+            client.acl_setuser("deaf", enabled=True, nopass=True, keys=["*"], commands=["+@all"], reset=True)
+    try:
+        urls = [url.replace("redis://", "redis://deaf:any@") for url in nodes.urls]
+        with Redlock(urls) as deaf:
+            assert seconds_until_handed_over(authority, deaf, timeout=5.0) < 2.0
+            assert heard_by(deaf) == 0
+            assert not deaf._listener.hears
+            with authority.lock("r"), pytest.raises(LockTimeoutError):
+                deaf.lock("r", timeout=0.3).acquire()
+        with redis.Redis.from_url(nodes[0].url) as client:
+            assert client.keys(f"{NODE_KEY}:q:*") == []
+    finally:
+        for node in nodes:
+            with redis.Redis.from_url(node.url) as client:
+                client.acl_deluser("deaf")
+
+
+def wait_and_hold(urls: list[str]) -> None:
+    """Wait for the lock in a process of its own, which a test stops in the meantime."""
+    with Redlock(urls) as authority, authority.lock("r", timeout=60):
+        pass
+
+
+def waiting_on(node_url: str, resource: str = "r") -> int:
+    """Return how many stand in a node's queue."""
+    with redis.Redis.from_url(node_url) as client:
+        return int(str(client.zcard(f"{NODE_KEY}:q:{resource}")))
+
+
+@pytest.mark.parametrize("fair", [False, True])
+@pytest.mark.usefixtures("never_look")
+def test_hung_process_at_the_head_costs_one_claim(
+    authority: Redlock, waiter: Redlock, nodes: Nodes, *, fair: bool
+) -> None:
+    """It is called first and does not come; the second does when the claim, 0.1 s, has ended."""
+    head = multiprocessing.get_context("spawn").Process(target=wait_and_hold, args=(nodes.urls,), daemon=True)
+    head.start()
+    lock = authority.lock("r")
+    lock.acquire()
+    assert eventually(lambda: waiting_on(nodes[0].url) == 1)
+    assert head.pid is not None
+    os.kill(head.pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(acquire_and_release, waiter, "r", fair=fair)
+        assert eventually(lambda: waiting_on(nodes[0].url) == 2)
+        time.sleep(0.2)
+        lock.release()
+        released = time.monotonic()
+        assert 0.05 < second.result(10) - released < 0.6
+    os.kill(head.pid, signal.SIGKILL)
+    head.join(10)
+
+
+def acquire_and_release(authority: Redlock, *resources: str, fair: bool = False) -> float:
+    """Return when it was acquired."""
+    grant = authority.acquire(tuple(resources), ttl=30.0, timeout=30.0, fair=fair)
+    acquired = time.monotonic()
+    authority.release(grant)
+    return acquired
+
+
+def test_killed_processes_at_the_head_cost_nothing(authority: Redlock, waiter: Redlock, nodes: Nodes) -> None:
+    """Nobody hears them any more, so they are passed over, however many they were."""
+    context = multiprocessing.get_context("spawn")
+    heads = [context.Process(target=wait_and_hold, args=(nodes.urls,), daemon=True) for _ in range(2)]
+    lock = authority.lock("r")
+    lock.acquire()
+    for head in heads:
+        head.start()
+    assert eventually(lambda: waiting_on(nodes[0].url) == 2)
+    for head in heads:
+        head.kill()
+        head.join(10)
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(acquire_and_release, waiter, "r")
+        assert eventually(lambda: waiting_on(nodes[0].url) == 3)
+        lock.release()
+        released = time.monotonic()
+        assert second.result(10) - released < 0.09
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one client", "a client each"])
+def test_eight_who_wait_come_in_order(
+    authority: Redlock, nodes: Nodes, make_clients: Callable[[int], list[Redlock]], *, shared: bool
+) -> None:
+    """With `fair`, they get the lock in the order in which they asked for it."""
+    clients = make_clients(1) * 8 if shared else make_clients(8)
+    order: list[int] = []
+
+    def wait(number: int) -> None:
+        grant = clients[number].acquire(("r",), ttl=30.0, timeout=30.0, fair=True)
+        order.append(number)
+        clients[number].release(grant)
+
+    lock = authority.lock("r")
+    lock.acquire()
+    with ThreadPoolExecutor(8) as pool:
+        futures = []
+        for number in range(8):
+            futures.append(pool.submit(wait, number))
+            assert eventually(lambda number=number: waiting_on(nodes[0].url) == number + 1)  # type: ignore[misc]
+            time.sleep(0.02)
+        lock.release()
+        for future in futures:
+            future.result(30)
+    assert order == list(range(8))
+
+
+@pytest.fixture
+def make_clients(authority: Redlock, nodes: Nodes) -> Iterator[Callable[[int], list[Redlock]]]:
+    """A factory of clients that are listening already."""
+    made: list[Redlock] = []
+
+    def make(count: int) -> list[Redlock]:
+        for _ in range(count):
+            made.append(Redlock(nodes.urls))
+            start_listening(made[-1], authority)
+        return made[-count:]
+
+    yield make
+    for client in made:
+        client.close()
+
+
+def test_waiting_for_several_resources_never_deadlocks(nodes: Nodes, authority: Redlock) -> None:
+    """Twelve threads want two of three resources each, in all combinations, some of them fairly."""
+    names = ("a", "b", "c")
+
+    def work(number: int) -> int:
+        mine = tuple(name for name in names if name != names[number % 3])
+        for _ in range(5):
+            acquire_and_release(authority, *mine, fair=number % 2 == 0)
+        acquire_and_release(authority, *names)
+        return number
+
+    began = time.monotonic()
+    with ThreadPoolExecutor(12) as pool:
+        assert sorted(pool.map(work, range(12))) == list(range(12))
+    assert time.monotonic() - began < 20
+    with redis.Redis.from_url(nodes[0].url) as client:
+        assert eventually(lambda: client.keys("*") == [NODE_KEY.encode()], 10)
+
+
+def test_uncontended_acquisition_opens_no_listener(authority: Redlock, nodes: Nodes) -> None:
+    """Who never waits pays nothing: no connection, no thread, no key."""
+    before = threading.active_count()
+    with authority.lock("r"):
+        pass
+    with authority.lock("r"), Redlock(nodes.urls) as other, pytest.raises(LockTimeoutError):
+        other.lock("r", timeout=0).acquire()
+    assert authority._listener._poll is None
+    assert eventually(lambda: threading.active_count() <= before)
+    with redis.Redis.from_url(nodes[0].url) as client:
+        assert client.pubsub_channels() == []
+        assert client.keys("*") == [NODE_KEY.encode()]
+
+
+def test_one_who_gives_up_is_gone_from_the_queues(authority: Redlock, waiter: Redlock, nodes: Nodes) -> None:
+    """Its timeout is over: nobody keeps anything for it."""
+    with authority.lock("r"):
+        with pytest.raises(LockTimeoutError):
+            waiter.lock("r", timeout=0.3).acquire()
+        assert eventually(lambda: not any(waiting_on(node.url) for node in nodes), 1.0)
+
+
+def test_forked_child_waits_with_ears_of_its_own(authority: Redlock, waiter: Redlock) -> None:
+    """It reads none of its parent's calls, and is woken by its own."""
+    with authority.lock("r", ttl=30):
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                acquire_and_release(waiter, "r")
+                status = 0
+            finally:
+                os._exit(status)
+        time.sleep(1.0)
+    assert seconds_until_handed_over(authority, waiter) < 2.0
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_closing_lets_those_who_wait_go_on(authority: Redlock, waiter: Redlock) -> None:
+    """They look by themselves from then on, without an error."""
+    lock = authority.lock("r")
+    lock.acquire()
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(acquire_and_release, waiter, "r")
+        time.sleep(0.3)
+        waiter.close()
+        time.sleep(0.1)
+        lock.release()
+        released = time.monotonic()
+        assert second.result(10) - released < 3.0
+    waiter.close()
