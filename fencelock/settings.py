@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from typing import Any, TypeVar, overload
 
 import redis
+import redis.asyncio
 
 from fencelock.authority.base import Authority
+from fencelock.authority.redlock.node import Source
 from fencelock.authority.redlock.redlock import Redlock
 from fencelock.errors import AuthorityError
 
@@ -20,18 +22,17 @@ _default: Authority | None = None
 
 
 @overload
-def configure(authority: str | redis.Redis | Sequence[str | redis.Redis], **options: Any) -> Redlock: ...
+def configure(authority: Source | Sequence[Source], **options: Any) -> Redlock: ...
 @overload
 def configure(authority: _Authority) -> _Authority: ...
-def configure(
-    authority: str | redis.Redis | Sequence[str | redis.Redis] | Authority, **options: Any
-) -> Authority:
+def configure(authority: Source | Sequence[Source] | Authority, **options: Any) -> Authority:
     """Make an authority the default of this process, and return it.
 
     Connections are opened when they are first needed. Without this call, FENCELOCK_URL is used.
 
     Args:
-        authority: URLs of the nodes (with commas between), `redis.Redis` clients, or a ready authority.
+        authority: URLs of the nodes (with commas between), `redis.Redis` or `redis.asyncio.Redis`
+            clients, or a ready authority.
         **options: settings of `Redlock`, where nodes are given.
 
     Raises:
@@ -39,7 +40,7 @@ def configure(
         TypeError: for options beside a ready authority.
     """
     global _default  # noqa: PLW0603 - the process default is what this module is about
-    if isinstance(authority, (str, redis.Redis, Sequence)):
+    if isinstance(authority, (str, redis.Redis, redis.asyncio.Redis, Sequence)):
         authority = Redlock(authority, **options)
     elif not callable(getattr(authority, "acquire", None)):
         raise TypeError(f"an authority is made of URLs or redis.Redis clients, and not of {authority!r}")

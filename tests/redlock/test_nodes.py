@@ -5,17 +5,24 @@ Each gets one clear error, or works.
 
 from __future__ import annotations
 
+import asyncio
 import http.server
+import shutil
 import socket
+import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
+import redis.asyncio
+from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
@@ -81,7 +88,7 @@ def test_error_shows_no_password(url: str) -> None:
     assert "secret" not in repr(Redlock("redis://me:secret@h:1"))
 
 
-@pytest.mark.parametrize("nodes", [5, None, [5], [None], {"a": 1}.values(), redis.asyncio.Redis()])
+@pytest.mark.parametrize("nodes", [5, None, [5], [None], {"a": 1}.values(), redis.asyncio.Redis])
 def test_node_of_the_wrong_kind_is_refused(nodes: Any) -> None:
     """Neither a URL nor a client."""
     with pytest.raises(TypeError):
@@ -537,6 +544,164 @@ def test_existing_clients_serve_as_nodes(
             assert token == 1
     for client in clients(**settings):
         assert client.ping()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"decode_responses": True, "protocol": 3, "health_check_interval": 1},
+        {"retry": AsyncRetry(ExponentialBackoff(), 3), "retry_on_error": [ConnectionError]},
+        {"username": "worker", "password": "pw", "client_name": "mine", "socket_keepalive": True},
+        {"single_connection_client": True},
+    ],
+    ids=["plain", "everything", "retrying", "acl", "single"],
+)
+def test_existing_asyncio_clients_serve_as_nodes(nodes: Nodes, settings: dict[str, Any]) -> None:
+    """For blocking and for asyncio code; the clients themselves are not touched."""
+    with ExitStack() as stack:
+        for node in nodes[:3]:
+            admin = stack.enter_context(redis.Redis.from_url(node.url))
+            admin.acl_setuser(
+                "worker", enabled=True, passwords=["+pw"], keys=["*"], channels=["*"], commands=["+@all"]
+            )
+            stack.callback(admin.acl_deluser, "worker")
+        clients = [redis.asyncio.Redis(host="127.0.0.1", port=node.port, **settings) for node in nodes[:3]]
+        authority = stack.enter_context(Redlock(clients))
+        authority.init(base=0)
+        with authority.lock("r") as token:
+            assert token == 1
+
+        async def main() -> None:
+            grant = await authority.aio.acquire(("r",), ttl=5, timeout=0)
+            assert grant.tokens == (2,)
+            await authority.aio.release(grant)
+            for client in clients:
+                assert await client.ping()
+                await client.aclose()
+
+        asyncio.run(main())
+
+
+def test_asyncio_client_with_tls_is_a_node(nodes: Nodes, tls_door: Callable[[int], TlsDoor]) -> None:
+    """Its certificates count: the right authority's are accepted, others are not."""
+    door = tls_door(nodes[0].port)
+    trusting: dict[str, Any] = {"ssl": True, "ssl_ca_certs": str(door.certificate)}
+    client = redis.asyncio.Redis(host="localhost", port=door.port, **trusting)
+    with Redlock(client) as authority:
+        assert authority.nodes == (f"rediss://localhost:{door.port}",)
+        authority.init(base=0)
+        with authority.lock("r") as token:
+            assert token == 1
+        grant = asyncio.run(authority.aio.acquire(("a",), ttl=5, timeout=0))
+        assert authority.release(grant) is True
+    error = failure_of(Redlock(redis.asyncio.Redis(host="localhost", port=door.port, ssl=True)))
+    assert "certificate" in str(error).lower()
+
+
+def test_asyncio_client_on_a_unix_socket_is_a_node(
+    make_nodes: Callable[..., Nodes], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """As the URL is."""
+    path = str(tmp_path_factory.mktemp("s") / "n.sock")
+    make_nodes(1, settings={"unixsocket": path})
+    with Redlock(redis.asyncio.Redis(unix_socket_path=path)) as authority:
+        assert authority.nodes == (f"unix://{path}",)
+        authority.init(base=0)
+        with authority.lock("r") as token:
+            assert token == 1
+
+
+def test_asyncio_client_that_connects_in_its_own_way_is_refused() -> None:
+    """What it does cannot be repeated by a blocking connection, and must not be left out silently."""
+
+    class Mine(redis.asyncio.Connection):
+        pass
+
+    async def greet(_: object) -> None:
+        pass
+
+    pool = redis.asyncio.ConnectionPool(connection_class=Mine, host="h")
+    for client in (redis.asyncio.Redis(connection_pool=pool), redis.asyncio.Redis(redis_connect_func=greet)):
+        with pytest.raises(TypeError, match="in a way of its own"):
+            Redlock(client)
+
+
+class TlsDoor:
+    """A port that speaks TLS, in front of one that does not.
+
+    Attributes:
+        port: where it listens.
+        certificate: of the authority that its own certificate is from: itself.
+    """
+
+    def __init__(self, target: int, folder: Path) -> None:
+        self.certificate = folder / "certificate.pem"
+        key = folder / "key.pem"
+        wanted = (
+            "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
+        )
+        subprocess.run(
+            [
+                "openssl",
+                *wanted.split(),
+                "-addext",
+                "subjectAltName=DNS:localhost",
+                "-keyout",
+                key,
+                "-out",
+                self.certificate,
+            ],
+            check=True,
+            capture_output=True,
+        )
+        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._context.load_cert_chain(self.certificate, key)
+        self._target = target
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self._server = asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(10)
+        self.port: int = self._server.sockets[0].getsockname()[1]
+
+    async def _listen(self) -> asyncio.Server:
+        return await asyncio.start_server(self._serve, "localhost", family=socket.AF_INET, ssl=self._context)
+
+    async def _serve(self, inside: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
+        outside, on = await asyncio.open_connection("127.0.0.1", self._target)
+        await asyncio.gather(self._pump(inside, on), self._pump(outside, back))
+
+    @staticmethod
+    async def _pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while data := await source.read(65536):
+                sink.write(data)
+                await sink.drain()
+        sink.close()
+
+    def close(self) -> None:
+        """Listen no more."""
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(10)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _end(self) -> None:
+        self._server.close()
+        await asyncio.sleep(0.2)  # until connections have ended by themselves
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@pytest.fixture
+def tls_door(tmp_path: Path) -> Iterator[Callable[[int], TlsDoor]]:
+    """A factory of `TlsDoor`."""
+    if not shutil.which("openssl"):
+        pytest.skip("no openssl on PATH, which makes the certificate: install it to run this test")
+    with ExitStack() as stack:
+        yield lambda target: stack.enter_context(closing(TlsDoor(target, tmp_path)))
 
 
 def test_unix_socket_is_a_node(

@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 
 import hiredis
 import redis
+import redis.asyncio
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, InvalidResponse, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
@@ -33,10 +34,14 @@ from fencelock.authority.redlock.membership import Membership
 from fencelock.authority.redlock.protocol import SYNC, Answer, Command, Said
 from fencelock.errors import MembershipError
 
+#: What a node is made of.
+Source = str | redis.Redis | redis.asyncio.Redis
+
 #: Settings of a client's pool that would make a connection do things by itself.
 _NOT_OURS = frozenset(
     {
         "decode_responses",
+        "encoder_class",
         "event_dispatcher",
         "health_check_interval",
         "himport_registry",
@@ -53,6 +58,12 @@ _NOT_OURS = frozenset(
         "retry_on_timeout",
     }
 )
+#: Connections are opened in threads, in asyncio code too: TLS, ACL and sockets are set the same way.
+_BLOCKING_TWINS: Final[dict[Any, Any]] = {
+    redis.asyncio.Connection: redis.Connection,
+    redis.asyncio.SSLConnection: redis.SSLConnection,
+    redis.asyncio.UnixDomainSocketConnection: redis.UnixDomainSocketConnection,
+}
 #: Error replies of a server that is on its way up, or about to be promoted.
 _PASSING_ERRORS = ("LOADING", "BUSY", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN", "READONLY")
 _GRANTED: Final = Said.GRANTED
@@ -124,7 +135,8 @@ class Node:
     """Where a node is, and how to open a socket to it.
 
     Args:
-        source: a URL (`redis://`, `rediss://`, `unix://`) or a `redis.Redis`, whose settings are kept.
+        source: a URL (`redis://`, `rediss://`, `unix://`), or a `redis.Redis` or `redis.asyncio.Redis`,
+            whose settings are kept.
         connect_timeout: seconds for connecting and for each answer while doing so.
         verify_votes: have every vote prove its server process, also where the socket would do.
 
@@ -133,17 +145,11 @@ class Node:
         TypeError: if it is neither a URL nor a client.
     """
 
-    def __init__(self, source: str | redis.Redis, connect_timeout: float, *, verify_votes: bool) -> None:
-        if isinstance(source, str):
-            pool = _pool_of(source)
-        elif isinstance(source, redis.Redis):
-            pool = source.connection_pool
-        else:
-            raise TypeError(f"a node is a redis:// URL or a redis.Redis client, not {type(source).__name__}")
+    def __init__(self, source: Source, connect_timeout: float, *, verify_votes: bool) -> None:
         self._verify_votes = verify_votes
-        self._connection_class: Any = pool.connection_class
+        self._connection_class, settings = _connection_of(source)
         self._settings: dict[str, Any] = {
-            **{name: value for name, value in pool.connection_kwargs.items() if name not in _NOT_OURS},
+            **{name: value for name, value in settings.items() if name not in _NOT_OURS},
             "protocol": 2,
             "retry": Retry(NoBackoff(), 0),
             "socket_connect_timeout": connect_timeout,
@@ -194,6 +200,27 @@ def _why(error: Exception) -> Unusable:
     if isinstance(error, InvalidResponse) or not isinstance(error, (RedisError, OSError)):
         return Unusable(Said.ERROR, f"it does not speak like a node: {error!r}")
     return Unusable(Said.UNREACHABLE, str(error))
+
+
+def _connection_of(source: Source) -> tuple[Any, dict[str, Any]]:
+    """Return the class of blocking connections to a node, and their settings."""
+    if isinstance(source, str):
+        pool = _pool_of(source)
+        return pool.connection_class, pool.connection_kwargs
+    if isinstance(source, redis.Redis):
+        return source.connection_pool.connection_class, source.connection_pool.connection_kwargs
+    if not isinstance(source, redis.asyncio.Redis):
+        raise TypeError(
+            "a node is a redis:// URL, a redis.Redis or a redis.asyncio.Redis client, "
+            f"not {type(source).__name__}"
+        )
+    theirs = source.connection_pool.connection_class
+    if theirs not in _BLOCKING_TWINS or source.connection_pool.connection_kwargs.get("redis_connect_func"):
+        raise TypeError(
+            f"this redis.asyncio client connects in a way of its own ({theirs.__name__}), which cannot be "
+            "repeated here: name the node by its URL, or by a redis.Redis client"
+        )
+    return _BLOCKING_TWINS[theirs], source.connection_pool.connection_kwargs
 
 
 def _pool_of(url: str) -> redis.ConnectionPool:

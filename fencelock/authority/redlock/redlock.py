@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 from weakref import WeakValueDictionary
 
 import redis
+import redis.asyncio
 
 from fencelock import token
 from fencelock._checks import check_seconds, check_ttl
@@ -25,7 +26,7 @@ from fencelock.authority.redlock.aio import AsyncRedlock
 from fencelock.authority.redlock.blocking import Channels, Pool, run
 from fencelock.authority.redlock.listening import Listener
 from fencelock.authority.redlock.multiplex import Lines
-from fencelock.authority.redlock.node import Identity, Node
+from fencelock.authority.redlock.node import Identity, Node, Source
 from fencelock.authority.redlock.recoverer import Recoverer
 from fencelock.authority.redlock.survey import NodeStatus
 from fencelock.authority.redlock.waiting import Waiter
@@ -46,8 +47,8 @@ class Redlock:
 
     Args:
         nodes: the N nodes, each once: URLs (one string may hold several, with commas between) or
-            `redis.Redis` clients, whose TLS, ACL and socket settings are used. One node is a quorum of
-            one.
+            `redis.Redis` or `redis.asyncio.Redis` clients, whose TLS, ACL and socket settings are used.
+            One node is a quorum of one.
         namespace: prefix of every key on the nodes.
         node_timeout: seconds to wait for a silent node before deciding without it.
         connect_timeout: seconds that a node may take to accept a connection.
@@ -65,7 +66,7 @@ class Redlock:
 
     def __init__(
         self,
-        nodes: str | redis.Redis | Sequence[str | redis.Redis],
+        nodes: Source | Sequence[Source],
         *,
         namespace: str = _NAMESPACE,
         node_timeout: float = 1.0,
@@ -431,10 +432,10 @@ class _Bids:
             self._wanted.pop(self._latest[1].nonce, None)
 
 
-def _sources(nodes: str | redis.Redis | Sequence[str | redis.Redis]) -> list[str | redis.Redis]:
+def _sources(nodes: Source | Sequence[Source]) -> list[Source]:
     if isinstance(nodes, str):
-        sources: list[str | redis.Redis] = [url.strip() for url in nodes.split(",") if url.strip()]
-    elif isinstance(nodes, redis.Redis):
+        sources: list[Source] = [url.strip() for url in nodes.split(",") if url.strip()]
+    elif isinstance(nodes, (redis.Redis, redis.asyncio.Redis)):
         sources = [nodes]
     else:
         sources = list(nodes)
