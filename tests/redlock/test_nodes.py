@@ -638,23 +638,11 @@ class TlsDoor:
     def __init__(self, target: int, folder: Path) -> None:
         self.certificate = folder / "certificate.pem"
         key = folder / "key.pem"
-        wanted = (
-            "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
+        command = (
+            "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj "
+            f"/CN=localhost -addext subjectAltName=DNS:localhost -keyout {key} -out {self.certificate}"
         )
-        subprocess.run(
-            [
-                "openssl",
-                *wanted.split(),
-                "-addext",
-                "subjectAltName=DNS:localhost",
-                "-keyout",
-                key,
-                "-out",
-                self.certificate,
-            ],
-            check=True,
-            capture_output=True,
-        )
+        subprocess.run(command.split(), check=True, capture_output=True)
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.load_cert_chain(self.certificate, key)
         self._target = target

@@ -130,9 +130,12 @@ class AsyncRedlock:
     def _close_everywhere(self) -> None:
         """Close the connections of every loop, each in its own thread."""
         with self._lock:
-            everywhere, self._lines = list(self._lines.items()), WeakKeyDictionary()
-        for loop, lines in everywhere:
-            lines.close_from_anywhere(loop)
+            everywhere, self._lines = list(self._lines.values()), WeakKeyDictionary()
+        for lines in everywhere:
+            if lines.is_elsewhere:
+                lines.do_there(lines.close)
+            else:
+                lines.close()
 
     def _leave_to_parent(self) -> None:
         """In a forked child: close its copies of the sockets, by no lock that a thread may have held."""

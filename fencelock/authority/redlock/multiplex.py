@@ -72,7 +72,7 @@ class Lines(Seats):
         self._flush_is_due = False
         self._looks_at = math.inf
         self._last_used = 0.0
-        weakref.finalize(loop, self.close)
+        self._farewell = weakref.finalize(loop, self.close)
 
     @property
     def is_closed(self) -> bool:
@@ -85,28 +85,43 @@ class Lines(Seats):
         if self._pid != os.getpid():
             self.leave_to_parent()
             return
+        self._farewell.detach()
+        self._closed = True
+        if (loop := self._loop()) is None or loop.is_closed():
+            self._asking.clear()  # nobody can be woken any more
         for index in range(len(self._seats)):
             self._drop(index, Answer(Said.UNREACHABLE, detail="the connection was closed here"))
         super().close()
 
-    def close_from_anywhere(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Close them in the thread where that may be done."""
-        if _is_elsewhere(loop):
-            with contextlib.suppress(RuntimeError):  # it has been closed meanwhile
-                loop.call_soon_threadsafe(self.close)
-                return
-        self.close()
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether their loop runs, and does so in another thread than this."""
+        loop = self._loop()
+        if loop is None or not loop.is_running():
+            return False
+        try:
+            return asyncio.get_running_loop() is not loop
+        except RuntimeError:
+            return True
+
+    def do_there(self, action: Callable[[], object]) -> None:
+        """Have their loop do something soon, if it still runs."""
+        loop = self._loop()
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # it has been closed
+                loop.call_soon_threadsafe(action)
 
     async def broadcast(self, request: Broadcast) -> Round:
         """Send a command to its nodes, and wait until there are answers enough."""
         if request.patience <= 0.0:
             return self.tell(request)
-        if self._absent:
-            self._dial_absent()
-            await self._await_links()
         began = time.monotonic()
         if began - self._last_used > FRESH:
             self._look(began)
+        if self._absent:
+            self._dial_absent()
+            await self._await_links()
+            began = time.monotonic()
         self._last_used = began
         nodes = request.nodes
         self._number = number = self._number + 1
@@ -263,14 +278,6 @@ class Lines(Seats):
             self._look_at(next_end, loop)
 
 
-def _is_elsewhere(loop: asyncio.AbstractEventLoop) -> bool:
-    """Whether a loop runs in another thread than this."""
-    try:
-        return loop.is_running() and asyncio.get_running_loop() is not loop
-    except RuntimeError:
-        return True
-
-
 async def run(generator: Generator[Request, Any, _T], lines: Lines) -> _T:
     """Run one of the protocol's generators to its end; return what it returns."""
     try:
@@ -286,7 +293,13 @@ async def run(generator: Generator[Request, Any, _T], lines: Lines) -> _T:
 
 
 def tell(generator: Generator[Request, Any, object], lines: Lines) -> None:
-    """Run a generator whose answers nobody needs: send what it has to say, and wait for nothing."""
+    """Run a generator whose answers nobody needs: send what it has to say, and wait for nothing.
+
+    May be called anywhere: a coroutine that nobody awaits any more ends wherever it is thrown away.
+    """
+    if lines.is_elsewhere:
+        lines.do_there(lambda: tell(generator, lines))
+        return
     with contextlib.suppress(StopIteration):
         request = next(generator)
         while isinstance(request, Broadcast):

@@ -29,6 +29,9 @@ MOST_OWED = 1000
 _BACKOFF = 0.05
 _LONGEST_BACKOFF = 2.0
 _OTHERS_GRACE = 0.05
+#: Seconds after which a node that still owes an answer is connected to anew: its machine may be gone, and
+#: nobody there to say that the connection is.
+_LOST_AFTER = 10.0
 #: Answers that a node may owe on one link before it counts as silent.
 _MOST_UNANSWERED = 50_000
 
@@ -157,6 +160,8 @@ class Seats(abc.ABC):
                 silent = _why_silent(waiting, command, now, self._patience)
                 if silent is not None:
                     answers[index] = silent
+                    if _is_lost(link, now):
+                        self._dial(index, seats[index])
                     continue
             link.put(number, command, packed, now)
         return answers
@@ -216,10 +221,9 @@ class Seats(abc.ABC):
                 seat.owed.append(sent)
 
     def _dial_absent(self) -> None:
-        """Begin to open what is not open, where it is time to."""
-        now = time.monotonic()
+        """Begin to open what is not open."""
         for index, seat in enumerate(self._seats):
-            if seat.link is None and not seat.dialling and seat.arrived is None and now >= seat.retry_at:
+            if seat.link is None:
                 self._dial(index, seat)
 
     def _time_to_wait(self, began: float) -> float:
@@ -239,6 +243,9 @@ class Seats(abc.ABC):
         return deadline - now
 
     def _dial(self, index: int, seat: Seat) -> None:
+        """Begin to open a link, unless that is going on, has just failed, or is too late."""
+        if seat.dialling or seat.arrived is not None or time.monotonic() < seat.retry_at or self._closed:
+            return
         seat.dialler = threading.Thread(
             target=self._open, args=(index, seat), name=f"fencelock-connect-{seat.node.name}", daemon=True
         )
@@ -278,8 +285,24 @@ class Seats(abc.ABC):
                 if link is not None:
                     self._seat(index, seat, link)
 
+    def _look_again(self, index: int, link: Link) -> None:
+        """Drop a link that was given up for lost, unless it has come back to life."""
+        now = time.monotonic()
+        try:
+            self._take(index, link, now)
+        except Unusable as error:
+            self._drop(index, error.answer)
+        else:
+            if _is_lost(link, now):
+                self._drop(index, Answer(Said.SILENT, detail="it answers on another connection only"))
+
     def _seat(self, index: int, seat: Seat, link: Link) -> None:
         """Use a link that has been opened, unless its server has a seat already: it would vote twice."""
+        if seat.link is not None:
+            self._look_again(index, seat.link)
+        if seat.link is not None:
+            link.close()
+            return
         for other in self._seats:
             if other.link is not None and other.link.identity.run_id == link.identity.run_id:
                 link.close()
@@ -296,6 +319,11 @@ class Seats(abc.ABC):
                 self._write(index, link)
         except Unusable as error:
             self._drop(index, error.answer)
+
+
+def _is_lost(link: Link, now: float) -> bool:
+    """Whether a link has owed an answer for so long that another is to be tried."""
+    return bool(link.waiting) and now - link.waiting[0][2] > _LOST_AFTER
 
 
 def _why_silent(
