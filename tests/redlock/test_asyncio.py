@@ -8,7 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import random
+import signal
+import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import pytest
@@ -17,11 +24,14 @@ import redis
 from fencelock import Redlock
 from fencelock.authority.base import Grant
 from fencelock.embedded import Nodes
-from fencelock.errors import LockTimeoutError, NodesNotInitialisedError
+from fencelock.errors import FencelockError, LockTimeoutError, NodesNotInitialisedError
 from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY
 
 _T = TypeVar("_T")
+
+#: Longer than a test, so that no lock goes by itself.
+STORM_TTL = 60.0
 
 
 @pytest.fixture
@@ -130,9 +140,167 @@ def test_loops_in_sequence_each_have_their_own_connections(authority: Redlock, r
     tokens = []
     for _ in range(3):
         tokens.append(run(take(authority)))
-        with authority.lock("r", timeout=0) as token:
+        with authority.lock("r") as token:
             tokens.append(token)
-    assert tokens == [1, 2, 3, 4, 5, 6]
+    assert tokens == sorted(set(tokens))
+
+
+def test_loops_in_two_threads_share_one_authority(authority: Redlock, nodes: Nodes, run: Run) -> None:
+    """Each loop has connections of its own, and what they acquire is ordered all the same."""
+    tokens: list[int] = []
+
+    async def work() -> None:
+        for _ in range(30):
+            grant = await authority.aio.acquire(("r",), ttl=30, timeout=30)
+            tokens.append(grant.tokens[0])
+            await authority.aio.release(grant)
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(lambda _: run(work()), range(3)))
+    assert len(tokens) == 90
+    assert tokens == sorted(set(tokens))
+    assert eventually(lambda: locks_on(nodes) == [])
+
+
+def test_close_ends_the_connections_of_a_loop_in_another_thread(authority: Redlock, nodes: Nodes) -> None:
+    """They are closed where that may be done; whoever goes on is connected anew."""
+    ready, closed = threading.Event(), threading.Event()
+
+    async def main() -> None:
+        await take(authority)
+        ready.set()
+        await asyncio.to_thread(closed.wait)
+        await take(authority)
+
+    with ThreadPoolExecutor(1) as threads:
+        done = threads.submit(asyncio.run, main())
+        ready.wait()
+        authority.close()
+        assert eventually(lambda: connections_to(nodes) == 0)
+        closed.set()
+        done.result()
+
+
+def test_loop_that_is_closed_without_farewell_leaves_no_socket_behind(
+    authority: Redlock, nodes: Nodes
+) -> None:
+    """Tasks still wait, and nobody cancels them: the next loop closes everything, or the end of the first."""
+
+    async def wait() -> None:
+        await authority.aio.acquire(("r",), ttl=30, timeout=None)
+
+    for next_loop in (True, False):
+        authority.close()
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(take(authority, "other"))
+        with authority.lock("r"):
+            task = loop.create_task(wait())
+            loop.run_until_complete(asyncio.sleep(0.05))
+            task._log_destroy_pending = False  # type: ignore[attr-defined] # it is, and we know
+            loop.close()
+        authority._pool.close()
+        assert connections_to(nodes) == 1
+        if next_loop:
+            asyncio.run(take(authority, "other"))
+        del task, loop
+        gc.collect()
+        assert eventually(lambda: connections_to(nodes) == 0)
+    assert eventually(lambda: locks_on(nodes) == [])
+
+
+def test_forked_child_uses_connections_of_its_own(authority: Redlock, nodes: Nodes, run: Run) -> None:
+    """It is forked in the middle of the parent's loop, and both go on."""
+
+    async def main() -> None:
+        mine = await authority.aio.acquire(("mine",), ttl=30, timeout=0)
+        child = os.fork()
+        if child == 0:
+            os._exit(_exit_code_of_child(authority))
+        tokens = [await take(authority, "parent") for _ in range(30)]
+        assert tokens == sorted(set(tokens))
+        _, status = await asyncio.to_thread(os.waitpid, child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert await authority.aio.release(mine) is True
+
+    run(main())
+    assert eventually(lambda: locks_on(nodes) == [])
+
+
+def _exit_code_of_child(authority: Redlock) -> int:
+    signal.alarm(20)
+
+    async def main() -> int:
+        tokens = [await take(authority, "child") for _ in range(30)]
+        with pytest.raises(LockTimeoutError):
+            await authority.aio.acquire(("mine",), ttl=5, timeout=0)
+        return 0 if tokens == sorted(set(tokens)) else 1
+
+    with suppress(BaseException):
+        asyncio._set_running_loop(None)
+        with ThreadPoolExecutor(1) as threads:  # a loop in a thread that never had one
+            return threads.submit(asyncio.run, main()).result()
+    return 2
+
+
+async def storm(authority: Redlock, tokens: dict[str, list[int]], *, tasks: int, seconds: float) -> int:
+    """Have tasks acquire and release 20 resources, each cancelled at a random await; return how many were.
+
+    A token is noted while its lock is held. Each task is replaced when it has ended.
+    """
+    chance = random.Random(7)
+    end = time.monotonic() + seconds
+    cancelled = 0
+
+    async def once() -> None:
+        resource = chance.choice(list(tokens))
+        grant = await authority.aio.acquire((resource,), ttl=STORM_TTL, timeout=chance.choice([0, 0.1, 5]))
+        tokens[resource].append(grant.tokens[0])
+        try:
+            if chance.random() < 0.2:
+                await authority.aio.extend(grant, STORM_TTL)
+        finally:
+            await authority.aio.release(grant)
+
+    async def work() -> None:
+        nonlocal cancelled
+        while time.monotonic() < end:
+            task = asyncio.ensure_future(once())
+            for _ in range(chance.choice([0, 1, 2, 3, 5, 8, 13, 21])):
+                await asyncio.sleep(0)
+            if chance.random() < 0.3:
+                await asyncio.sleep(chance.random() * 0.05)
+            cancelled += task.cancel()
+            if chance.random() < 0.3:
+                await asyncio.sleep(0)
+                task.cancel()  # perhaps in the middle of its release
+            with suppress(asyncio.CancelledError, FencelockError):
+                await task
+
+    await asyncio.gather(*(work() for _ in range(tasks)))
+    return cancelled
+
+
+def test_cancelled_tasks_leave_no_lock_and_no_connection_out_of_step(
+    authority: Redlock, nodes: Nodes, run: Run
+) -> None:
+    """A storm of tasks, each cancelled at a random await: afterwards all is free, and tokens are unique."""
+    tokens: dict[str, list[int]] = {f"r{number}": [] for number in range(20)}
+
+    async def main() -> None:
+        assert await storm(authority, tokens, tasks=200, seconds=3) > 500
+        for _ in range(50):
+            if not locks_on(nodes):
+                break
+            await asyncio.sleep(0.02)
+        assert locks_on(nodes) == []
+        last = {resource: max(seen, default=0) for resource, seen in tokens.items()}
+        for resource in tokens:
+            assert await take(authority, resource, timeout=0) > last[resource]
+
+    run(main())
+    assert all(seen == sorted(set(seen)) for seen in tokens.values())
+    assert sum(map(len, tokens.values())) > 50
+    assert not authority._wanted
 
 
 def test_nodes_are_initialised_on_demand_only_where_asked_for(
