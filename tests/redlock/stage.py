@@ -8,9 +8,13 @@ model of `model.py`.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import select
+import socket
+import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import redis
@@ -190,3 +194,36 @@ def without(script: str, line: str, instead: str = "") -> dict[str, str]:
     text = nodes._SCRIPTS[script]
     assert text.count(line) == 1, f"{line!r} stands {text.count(line)} times in {script}"
     return {script: text.replace(line, instead)}
+
+
+class SlowDoor:
+    """Passes connections on to a port, each only after `open` has been set."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self.open = threading.Event()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._threads = ThreadPoolExecutor(8)
+        self._threads.submit(self._serve)
+
+    def _serve(self) -> None:
+        while True:
+            inside, _ = self._listener.accept()
+            self.open.wait()
+            outside = socket.create_connection(("127.0.0.1", self._target))
+            for pair in ((inside, outside), (outside, inside)):
+                self._threads.submit(self._pump, *pair)
+
+    @staticmethod
+    def _pump(source: socket.socket, sink: socket.socket) -> None:
+        with source, contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """Accept no more."""
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._threads.shutdown(wait=False)

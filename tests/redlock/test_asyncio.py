@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any, TypeVar
 
 import pytest
@@ -23,10 +23,11 @@ import redis
 
 from fencelock import Redlock
 from fencelock.authority.base import Grant
+from fencelock.authority.redlock import seats
 from fencelock.embedded import Nodes
-from fencelock.errors import FencelockError, LockTimeoutError, NodesNotInitialisedError
+from fencelock.errors import FencelockError, LockTimeoutError, NodesNotInitialisedError, QuorumError
 from tests.polling import eventually
-from tests.redlock.stage import NODE_KEY
+from tests.redlock.stage import NODE_KEY, SlowDoor
 
 _T = TypeVar("_T")
 
@@ -54,6 +55,14 @@ def run(request: pytest.FixtureRequest) -> Callable[[Coroutine[Any, Any, _T]], _
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
+@pytest.fixture(autouse=True)
+def _no_noise(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Nothing is left for asyncio to complain about: no task destroyed, no exception never retrieved."""
+    yield
+    gc.collect()
+    assert not [record.getMessage() for record in caplog.records if record.name == "asyncio"]
+
+
 async def take(authority: Redlock, resource: str = "r", **options: Any) -> int:
     """Acquire and release once; return the token."""
     grant = await authority.aio.acquire((resource,), **{"ttl": 30.0, "timeout": 10.0, **options})
@@ -69,6 +78,15 @@ def locks_on(nodes: Nodes) -> list[str]:
             with redis.Redis.from_url(node.url, socket_timeout=2, decode_responses=True) as client:
                 found += client.keys(f"{NODE_KEY}:l:*")
     return found
+
+
+async def becomes_free(nodes: Nodes) -> bool:
+    """Return whether all locks go within seconds, while the loop is there to see to it."""
+    for _ in range(200):
+        if not locks_on(nodes):
+            return True
+        await asyncio.sleep(0.02)
+    return False
 
 
 def connections_to(nodes: Nodes, number: int = 0) -> int:
@@ -202,7 +220,8 @@ def test_loop_that_is_closed_without_farewell_leaves_no_socket_behind(
         assert connections_to(nodes) == 1
         if next_loop:
             asyncio.run(take(authority, "other"))
-        del task, loop
+        else:
+            del task, loop
         gc.collect()
         assert eventually(lambda: connections_to(nodes) == 0)
     assert eventually(lambda: locks_on(nodes) == [])
@@ -288,11 +307,7 @@ def test_cancelled_tasks_leave_no_lock_and_no_connection_out_of_step(
 
     async def main() -> None:
         assert await storm(authority, tokens, tasks=200, seconds=3) > 500
-        for _ in range(50):
-            if not locks_on(nodes):
-                break
-            await asyncio.sleep(0.02)
-        assert locks_on(nodes) == []
+        assert await becomes_free(nodes)
         last = {resource: max(seen, default=0) for resource, seen in tokens.items()}
         for resource in tokens:
             assert await take(authority, resource, timeout=0) > last[resource]
@@ -301,6 +316,162 @@ def test_cancelled_tasks_leave_no_lock_and_no_connection_out_of_step(
     assert all(seen == sorted(set(seen)) for seen in tokens.values())
     assert sum(map(len, tokens.values())) > 50
     assert not authority._wanted
+
+
+def test_release_that_is_cancelled_before_it_could_be_sent_is_made_up_for(
+    authority: Redlock, nodes: Nodes, run: Run
+) -> None:
+    """It waits for connections when it is cancelled; once they are open, the lock goes."""
+
+    async def main() -> None:
+        grant = await authority.aio.acquire(("r",), ttl=60, timeout=0)
+        await authority.aio.close()
+        task = asyncio.ensure_future(authority.aio.release(grant))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await becomes_free(nodes)
+
+    run(main())
+
+
+def test_acquisition_that_is_cancelled_while_connecting_is_forgotten(nodes: Nodes, run: Run) -> None:
+    """The connections are used by whoever comes next, and what was cancelled has locked nothing."""
+    with closing(SlowDoor(nodes[0].port)) as door, Redlock(f"redis://127.0.0.1:{door.port}") as authority:
+        with Redlock(nodes.urls[0]) as other:
+            other.init(base=0)
+
+        async def main() -> None:
+            tasks = [asyncio.ensure_future(take(authority, f"r{number}")) for number in range(10)]
+            await asyncio.sleep(0.05)
+            for task in tasks[1:]:
+                task.cancel()
+            door.open.set()
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+            assert outcomes[0] == 1
+            assert all(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes[1:])
+
+        run(main())
+        assert eventually(lambda: locks_on(nodes) == [])
+        assert not authority._wanted
+
+
+def test_loop_that_ends_while_connecting_leaves_no_connection(nodes: Nodes, run: Run) -> None:
+    """The connection comes up when nobody is there any more."""
+    with closing(SlowDoor(nodes[0].port)) as door:
+        authority = Redlock(f"redis://127.0.0.1:{door.port}")
+
+        async def main() -> None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await take(authority)
+
+        run(main())
+        gc.collect()
+        door.open.set()
+        assert eventually(
+            lambda: not any(thread.name.startswith("fencelock") for thread in threading.enumerate())
+        )
+        assert eventually(lambda: connections_to(nodes) == 0)
+
+
+def test_silence_of_a_majority_is_waited_for_once_by_all_tasks_together(
+    authority: Redlock, nodes: Nodes, run: Run
+) -> None:
+    """100 tasks have their answer after the patience, and those that come later have it at once."""
+
+    async def fail() -> float:
+        began = time.monotonic()
+        with pytest.raises(QuorumError):
+            await authority.aio.acquire((f"r{began}",), ttl=30, timeout=0)
+        return time.monotonic() - began
+
+    async def main() -> None:
+        await take(authority)
+        for node in nodes[:3]:
+            node.pause()
+        durations = await asyncio.gather(*(fail() for _ in range(100)))
+        assert 0.25 < min(durations) <= max(durations) < 1.0
+        durations = await asyncio.gather(*(fail() for _ in range(100)))
+        assert max(durations) < 0.25
+        for node in nodes[:3]:
+            node.resume()
+        assert await becomes_free(nodes)
+
+    run(main())
+
+
+def test_nodes_that_answer_slowly_lose_no_answer(nodes: Nodes, run: Run) -> None:
+    """They pause again and again, for less than the patience: every acquisition comes to its end."""
+    with Redlock(nodes.urls, node_timeout=2.0) as authority:
+        authority.init(base=0)
+        stop = threading.Event()
+
+        def stutter() -> None:
+            while not stop.is_set():
+                for node in nodes:
+                    node.pause()
+                stop.wait(0.1)
+                for node in nodes:
+                    node.resume()
+                stop.wait(0.02)
+
+        async def main() -> None:
+            tokens = [await asyncio.gather(*(take(authority, f"r{n}") for n in range(50))) for _ in range(5)]
+            for of_one in zip(*tokens, strict=True):
+                assert list(of_one) == sorted(set(of_one))
+
+        with ThreadPoolExecutor(1) as threads:
+            done = threads.submit(stutter)
+            try:
+                run(main())
+            finally:
+                stop.set()
+                done.result()
+        assert eventually(lambda: locks_on(nodes) == [])
+
+
+def test_full_socket_delays_and_loses_nothing(nodes: Nodes, run: Run) -> None:
+    """More is written to a node that hangs than its socket takes: the rest follows, in order."""
+    with Redlock(nodes.urls[:3], node_timeout=30.0) as authority:
+        authority.init(base=0)
+        resources = [tuple(f"{task}-{number}-{'x' * 200}" for number in range(40)) for task in range(500)]
+
+        async def main() -> None:
+            await take(authority)
+            lines = authority.aio._lines_here()
+            nodes[0].pause()
+            grants = [await authority.aio.acquire(some, ttl=60, timeout=0) for some in resources]
+            assert lines._congested == {0}
+            link = lines._seats[0].link
+            nodes[0].resume()
+            for grant in grants:
+                assert await authority.aio.release(grant) is True
+            assert lines._seats[0].link is link
+            assert await becomes_free(nodes)
+
+        run(main())
+
+
+def test_node_that_owes_too_much_is_not_asked(
+    authority: Redlock, nodes: Nodes, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However much is asked within the patience, no more than so much is kept for a node that hangs."""
+    monkeypatch.setattr(seats, "_MOST_UNANSWERED", 50)
+
+    async def main() -> None:
+        await take(authority)
+        nodes[0].pause()
+        for number in range(300):
+            await take(authority, f"r{number}")
+        link = authority.aio._lines_here()._seats[0].link
+        assert link is not None
+        assert 50 <= len(link.waiting) <= 101
+        nodes[0].resume()
+        assert await becomes_free(nodes)
+
+    run(main())
 
 
 def test_nodes_are_initialised_on_demand_only_where_asked_for(

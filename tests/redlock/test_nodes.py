@@ -42,7 +42,7 @@ from fencelock.errors import (
 )
 from fencelock.token import MAX_COUNTER
 from tests.polling import eventually
-from tests.redlock.stage import NODE_KEY
+from tests.redlock.stage import NODE_KEY, SlowDoor
 
 
 def free_port() -> int:
@@ -258,38 +258,6 @@ def test_two_names_of_one_server_are_refused(nodes: Nodes) -> None:
         for url in names:
             with redis.Redis.from_url(url) as client:
                 client.flushall()
-
-
-class SlowDoor:
-    """Passes connections on to a port, each only after `open` has been set."""
-
-    def __init__(self, port: int) -> None:
-        self._target = port
-        self.open = threading.Event()
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
-        self._threads = ThreadPoolExecutor(8)
-        self._threads.submit(self._serve)
-
-    def _serve(self) -> None:
-        while True:
-            inside, _ = self._listener.accept()
-            self.open.wait()
-            outside = socket.create_connection(("127.0.0.1", self._target))
-            for pair in ((inside, outside), (outside, inside)):
-                self._threads.submit(self._pump, *pair)
-
-    @staticmethod
-    def _pump(source: socket.socket, sink: socket.socket) -> None:
-        with source:
-            while data := source.recv(65536):
-                sink.sendall(data)
-
-    def close(self) -> None:
-        """Accept no more."""
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self._threads.shutdown(wait=False)
 
 
 def test_init_waits_for_a_node_that_is_far_away(nodes: Nodes) -> None:
