@@ -1,24 +1,33 @@
-"""The command line: `fencelock demo` and `fencelock init`."""
+"""The command line: `fencelock init`, `fencelock nodes` and `fencelock demo`."""
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 try:
     import typer
     from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
 except ImportError:  # pragma: no cover - reached by a test in an environment of its own
     sys.exit("the command line needs two more packages: pip install 'fencelock[cli]'")
 
-from sqlalchemy import NullPool, create_engine
+from sqlalchemy import NullPool, create_engine, make_url
 from sqlalchemy.exc import SQLAlchemyError
 
 from fencelock._workspace import EmbeddedServerError
-from fencelock.authority.redlock.membership import DEFAULT_MAX_TTL
+from fencelock.authority.redlock.change import Change
+from fencelock.authority.redlock.membership import DEFAULT_MAX_TTL, epoch_above
+from fencelock.authority.redlock.operator import change_nodes
 from fencelock.authority.redlock.redlock import Redlock
+from fencelock.authority.redlock.survey import NodeState, NodeStatus
 from fencelock.errors import FencelockError
+from fencelock.guard.highest import highest_fence
 
 app = typer.Typer(
     help="Locks that mint fencing tokens, and a database that refuses stale writers.",
@@ -44,9 +53,39 @@ def _fencelock(
     """Locks that mint fencing tokens, and a database that refuses stale writers."""
 
 
+nodes_app = typer.Typer(
+    help="Show how the nodes stand, or change which they are.", invoke_without_command=True
+)
+app.add_typer(nodes_app, name="nodes")
+
+Namespace = Annotated[str, typer.Option(help="Prefix of every key on the nodes: fencelock by default.")]
+Current = Annotated[
+    str, typer.Option(help="The nodes in use at present, with commas between: FENCELOCK_URL by default.")
+]
+
+
+def _console() -> Console:
+    return Console(stderr=True, soft_wrap=True, highlight=False)
+
+
+@contextmanager
+def _errors_as_sentences() -> Iterator[None]:
+    """Print what goes wrong as a sentence, without a traceback, and exit with status 1."""
+    try:
+        yield
+    except (FencelockError, ValueError) as error:
+        _fail(f"{type(error).__name__}: {error}")
+
+
+def _fail(sentence: str) -> NoReturn:
+    _console().print(sentence, style="red", markup=False)
+    raise typer.Exit(1) from None
+
+
 @app.command()
 def init(
     urls: Annotated[list[str], typer.Argument(help="Every node, each once: redis://host:6379 …")],
+    *,
     base: Annotated[
         int | None,
         typer.Option(help="Where counters start: Unix milliseconds by default; 0 makes tokens 1, 2, 3 …"),
@@ -55,20 +94,148 @@ def init(
         float,
         typer.Option(help="Longest lease in seconds; a node that lost its memory stays out for so long."),
     ] = DEFAULT_MAX_TTL,
+    after_loss: Annotated[
+        bool,
+        typer.Option(
+            "--after-loss", help="Nodes have lost what they granted: start above what the database has seen."
+        ),
+    ] = False,
+    database: Annotated[
+        list[str] | None,
+        typer.Option(help="SQLAlchemy URL of a database with fenced tables, for --after-loss; each once."),
+    ] = None,
     namespace: Annotated[str, typer.Option(help="Prefix of every key on the nodes.")] = "fencelock",
 ) -> None:
     """Initialise N blank nodes, once in their life. All of them must be reachable."""
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
-    try:
+    console = _console()
+    if after_loss != bool(database):
+        _fail(
+            "--after-loss and --database belong together: only the database knows which tokens have been "
+            "used. Name every database with fenced tables, such as --database postgresql+psycopg://user@host/name"
+        )
+    with _errors_as_sentences():
+        above = _highest_fence(database or [], console) if after_loss else None
         with Redlock(",".join(urls), namespace=namespace) as quorum:
-            done = quorum.init(base=base, max_ttl=max_ttl)
+            done = quorum.init(base=base, max_ttl=max_ttl, above=above)
             count = len(quorum.nodes)
-    except (FencelockError, ValueError) as error:
-        console.print(f"[red]{type(error).__name__}[/]: {error}")
-        raise typer.Exit(1) from None
     said = "initialised" if done else "had been initialised before; nothing was changed"
     console.print(f"{count} {'node' if count == 1 else 'nodes'} {said}")
+    if done and above is not None:
+        console.print(f"Tokens start in epoch {epoch_above(above)}, above all that was granted up to {above}")
     console.print(f"Tell your programs: export FENCELOCK_URL={','.join(urls)}")
+
+
+def _highest_fence(databases: list[str], console: Console) -> int:
+    """Return the largest token that any of the databases has seen."""
+    highest = 0
+    for url in databases:
+        shown = url
+        try:
+            shown = make_url(url).render_as_string(hide_password=True)
+            with create_engine(url, poolclass=NullPool).connect() as connection:
+                fence, tables = highest_fence(connection)
+        except (SQLAlchemyError, ImportError) as error:
+            _fail(f"{shown} cannot be read: {str(error).splitlines()[0]}")
+        if not tables:
+            _fail(
+                f"{shown} has no table with a column last_fencing_token: it cannot tell which tokens have "
+                "been used. Name the database that holds the fenced tables"
+            )
+        console.print(f"{shown}: the highest fence of {tables} fenced tables is {fence}", markup=False)
+        highest = max(highest, fence)
+    return highest
+
+
+@nodes_app.callback()
+def nodes(context: typer.Context, current: Current = "", namespace: Namespace = "") -> None:
+    """Show how the nodes stand. Status 0 if a majority votes."""
+    if context.invoked_subcommand is not None:
+        context.obj = (current, namespace)
+        return
+    urls, namespace = _present(current), namespace or "fencelock"
+    with _errors_as_sentences(), Redlock(urls, namespace=namespace, recover=False) as quorum:
+        found = quorum.status()
+    voters = sum(status.state is NodeState.ADMITTED for status in found)
+    Console().print(_table(found))
+    if 2 * voters <= len(found):
+        _fail(f"{voters} of {len(found)} nodes vote, which is no majority: nobody gets a lock")
+
+
+def _present(current: str) -> list[str]:
+    current = current or os.environ.get("FENCELOCK_URL", "")
+    urls = [url.strip() for url in current.split(",") if url.strip()]
+    if not urls:
+        _fail(
+            "which nodes? Set FENCELOCK_URL, or name those in use: fencelock nodes --current "
+            "redis://r1:6379,redis://r2:6379,redis://r3:6379"
+        )
+    return urls
+
+
+def _table(found: tuple[NodeStatus, ...]) -> Table:
+    table = Table("node", "state", "epoch", "")
+    for status in found:
+        state = status.state.value
+        if status.recovering_for:
+            state += f" for another {status.recovering_for:.0f} s"
+        colour = "green" if status.state is NodeState.ADMITTED else "yellow"
+        epoch = "" if status.epoch is None else str(status.epoch)
+        table.add_row(escape(status.address), f"[{colour}]{state}[/]", epoch, escape(status.detail))
+    return table
+
+
+@nodes_app.command("replace")
+def replace_node(
+    context: typer.Context,
+    old: Annotated[str, typer.Argument(help="The node that goes, as in the present list.")],
+    new: Annotated[str, typer.Argument(help="The blank node that takes its place.")],
+    current: Current = "",
+    namespace: Namespace = "",
+) -> None:
+    """Let one node take the place of another, which may be gone. Safe to run again."""
+    present = _present(current or context.obj[0])
+    with _errors_as_sentences():
+        names = [_name_of(url) for url in present]
+        if _name_of(old) not in names:
+            _fail(f"{_name_of(old)} is none of the present nodes: {', '.join(names)}")
+        wanted = [new if name == _name_of(old) else url for name, url in zip(names, present, strict=True)]
+        _change(present, wanted, namespace or context.obj[1])
+
+
+@nodes_app.command("set")
+def set_nodes(
+    context: typer.Context,
+    urls: Annotated[list[str], typer.Argument(help="Every node that is to be in use, each once.")],
+    current: Current = "",
+    namespace: Namespace = "",
+) -> None:
+    """Let other nodes take the place of the present ones; some may stay. Safe to run again."""
+    present = _present(current or context.obj[0])
+    with _errors_as_sentences():
+        _change(present, urls, namespace or context.obj[1])
+
+
+def _name_of(url: str) -> str:
+    with Redlock(url) as one:
+        return one.nodes[0]
+
+
+def _change(present: list[str], wanted: list[str], namespace: str) -> None:
+    console = _console()
+    done: Change = change_nodes(
+        present,
+        wanted,
+        namespace=namespace or "fencelock",
+        tell=lambda sentence: console.print(f"… {sentence}"),
+    )
+    console.print(
+        f"{len(wanted)} nodes are in use now"
+        if done.done
+        else "these nodes are in use already; nothing was changed"
+    )
+    for address, what in done.left_out.items():
+        console.print(f"{address} does not vote yet: {what}", style="yellow", markup=False)
+    console.print(f"Tell your programs: export FENCELOCK_URL={','.join(wanted)}")
 
 
 @app.command()
@@ -79,7 +246,7 @@ def demo(
     ] = "postgresql",
 ) -> None:
     """Watch a stale writer being turned away by a real database. Takes under a minute."""
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console = _console()
     try:
         if database not in {"postgresql", "sqlite"}:
             create_engine(database, poolclass=NullPool).connect().close()

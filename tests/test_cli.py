@@ -1,4 +1,4 @@
-"""The command line, run as a program: `fencelock init` and `fencelock demo`."""
+"""The command line, run as a program: `fencelock init`, `fencelock nodes` and `fencelock demo`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import redis
 from rich.console import Console
+from sqlalchemy import create_engine, text
 
 from fencelock import Redlock, fenced_lock
 from fencelock.demo.page import Page
 from fencelock.embedded import Nodes
+from tests.polling import eventually
 
 
 def fencelock(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
@@ -108,3 +111,128 @@ def test_demo_refuses_an_unknown_database() -> None:
     assert result.returncode == 1
     assert "postgresql, sqlite" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.fixture
+def three(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Three of the nodes, initialised with counters from 0, as the environment names them."""
+    urls = list(nodes.urls[:3])
+    with Redlock(urls) as quorum:
+        quorum.init(base=0, max_ttl=60)
+    monkeypatch.setenv("FENCELOCK_URL", ",".join(urls))
+    return urls
+
+
+def token_of(urls: list[str]) -> int:
+    """Lock once, and return the token."""
+    with Redlock(urls) as quorum, quorum.lock("r", ttl=1) as token:
+        return token
+
+
+def test_nodes_shows_how_each_stands(nodes: Nodes, three: list[str]) -> None:
+    """A table with a line a node; status 0 as long as a majority votes."""
+    nodes[2].kill()
+    shown = fencelock("nodes")
+    assert (shown.returncode, shown.stdout.count("admitted"), shown.stdout.count("unreachable")) == (0, 2, 1)
+    with redis.Redis.from_url(three[1]) as client:
+        client.flushall()
+    shown = fencelock("nodes", "--current", ",".join(three))
+    assert (shown.returncode, shown.stdout.count("blank")) == (1, 1)
+    assert "no majority" in shown.stderr
+
+
+def test_nodes_says_how_long_a_recovery_takes(nodes: Nodes, three: list[str]) -> None:
+    """While a client waits with a ticket."""
+    with Redlock(three) as quorum:
+        nodes[0].restart(keep_data=False)
+        assert eventually(lambda: take(quorum) > 0 and quorum.status()[0].recovering_for is not None)
+        assert "recovering for another" in fencelock("nodes").stdout
+
+
+def take(quorum: Redlock) -> int:
+    """Lock once, and return the token."""
+    with quorum.lock("r", ttl=1) as token:
+        return token
+
+
+def test_nodes_wants_to_know_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither an option nor the environment names any."""
+    monkeypatch.delenv("FENCELOCK_URL", raising=False)
+    for command in (["nodes"], ["nodes", "set", "redis://h"], ["nodes", "replace", "redis://a", "redis://b"]):
+        result = fencelock(*command)
+        assert (result.returncode, "Set FENCELOCK_URL" in result.stderr) == (1, True)
+
+
+def test_node_is_replaced(nodes: Nodes, three: list[str]) -> None:
+    """A dead one gives its place to a blank one; tokens go on growing; running it again changes nothing."""
+    before = token_of(three)
+    nodes[2].kill()
+    result = fencelock("nodes", "replace", three[2], nodes.urls[3])
+    assert result.returncode == 0, result.stderr
+    assert f"FENCELOCK_URL={three[0]},{three[1]},{nodes.urls[3]}" in result.stderr
+    again = fencelock("nodes", "--current", ",".join(three), "replace", three[2], nodes.urls[3])
+    assert (again.returncode, "nothing was changed" in again.stderr) == (0, True)
+    nodes[1].kill()
+    assert token_of([three[0], three[1], nodes.urls[3]]) > before
+
+
+def test_list_of_nodes_is_set(nodes: Nodes, three: list[str]) -> None:
+    """From three to five, of which none stays but one; the option may stand behind the command, too."""
+    before = token_of(three)
+    wanted = [three[0], *nodes.urls[3:]]
+    result = fencelock("nodes", "set", *wanted, "--current", ",".join(three))
+    assert result.returncode == 0, result.stderr
+    assert token_of(wanted) > before
+    assert fencelock("nodes", "--current", ",".join(wanted)).stdout.count("admitted") == 3
+    closed = fencelock("nodes", "--current", ",".join(three))
+    assert (closed.returncode, closed.stdout.count("closed")) == (1, 2)
+
+
+def test_change_of_nodes_refuses_before_it_closes_anything(nodes: Nodes, three: list[str]) -> None:
+    """A new node that is in use elsewhere, one that does not answer, one that is none of the present ones."""
+    with Redlock(nodes.urls[4]) as other:
+        other.init()
+    elsewhere = fencelock("nodes", "replace", three[2], nodes.urls[4])
+    assert (elsewhere.returncode, "in use in another list" in elsewhere.stderr) == (1, True)
+    nodes[3].kill()
+    silent = fencelock("nodes", "replace", three[2], nodes.urls[3])
+    assert (silent.returncode, f"{nodes.urls[3]} does not" in silent.stderr) == (1, True)
+    stranger = fencelock("nodes", "replace", nodes.urls[3], nodes.urls[4])
+    assert (stranger.returncode, "none of the present nodes" in stranger.stderr) == (1, True)
+    twice = fencelock("nodes", "set", three[0], three[0])
+    assert (twice.returncode, "named 2 times" in twice.stderr) == (1, True)
+    assert token_of(three) > 0
+
+
+def test_init_after_loss_starts_above_the_database(three: list[str], database_url: str) -> None:
+    """The highest fence of any table counts; new tokens are of a larger epoch."""
+    engine = create_engine(database_url)
+    high = 5 << 44 | 77
+    with engine.begin() as connection:
+        for table in ("fencelock_fences", "orders", "stock"):
+            connection.exec_driver_sql(f"CREATE TABLE {table} (id INTEGER, last_fencing_token BIGINT)")
+        connection.exec_driver_sql("CREATE TABLE plain (id INTEGER)")
+        connection.exec_driver_sql("INSERT INTO orders VALUES (1, 12), (3, NULL)")
+        connection.execute(text("INSERT INTO orders VALUES (2, :high)"), {"high": high})
+    engine.dispose()
+    for url in three:
+        with redis.Redis.from_url(url) as client:
+            client.flushall()
+    result = fencelock("init", *three, "--after-loss", "--database", database_url)
+    assert result.returncode == 0, result.stderr
+    assert f"the highest fence of 3 fenced tables is {high}" in result.stderr
+    assert token_of(three) >> 44 == 6
+
+
+def test_init_after_loss_needs_a_database_that_knows(tmp_path: Path) -> None:
+    """Without --database, without --after-loss, with a database that cannot be read or has no fences."""
+    for options, sentence in (
+        (["--after-loss"], "belong together"),
+        (["--database", "sqlite://"], "belong together"),
+        (["--after-loss", "--database", "oracel://x"], "cannot be read"),
+        (["--after-loss", "--database", f"sqlite:///{tmp_path}/no/such.db"], "cannot be read"),
+        (["--after-loss", "--database", "sqlite://"], "no table with a column last_fencing_token"),
+    ):
+        result = fencelock("init", "redis://h", *options)
+        assert (result.returncode, sentence in result.stderr) == (1, True), result.stderr
+        assert "Traceback" not in result.stderr

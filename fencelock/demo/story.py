@@ -186,7 +186,7 @@ def _with_nodes_down(page: Page, nodes: Nodes, quorum: Redlock, b: Actor) -> Non
             with_blank = _refusal(quorum)  # a node that was down is looked for every other second
         page.note(f"[yellow]QuorumError[/]: {_in_short(with_blank)}")
         with redis.Redis.from_url(nodes[2].url) as client:
-            marked = client.exists("{fencelock}")
+            marked = client.hexists("{fencelock}", "e")
     page.claim(
         "Two of five nodes dead: work goes on",
         f"{sum(not result.error for result in results)} of 20 deposits, balance {before} → {after}",

@@ -13,10 +13,10 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
+from fencelock import token
 from fencelock.authority.redlock.protocol import STRIPES, Answer, Command, Request, Said
 from fencelock.authority.redlock.survey import ask, synced
 from fencelock.errors import MembershipError, QuorumError
-from fencelock.token import MAX_COUNTER
 
 PROTOCOL_VERSION = 1
 STRIPE_HASH = "crc32"
@@ -30,10 +30,12 @@ class Membership:
     Attributes:
         seats: (id, address) of each node, sorted by id; the order in which contenders ask after a split.
         max_ttl: longest lease in seconds. A node that lost its memory stays out for so long.
+        after: fingerprint of the list that this one has replaced; empty for the first.
     """
 
     seats: tuple[tuple[str, str], ...]
     max_ttl: float
+    after: str = ""
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -42,8 +44,12 @@ class Membership:
 
     @property
     def fingerprint(self) -> str:
-        """What every vote names. Addresses are not part of it: clients may know a node by several."""
-        facts = [PROTOCOL_VERSION, STRIPES, STRIPE_HASH, round(self.max_ttl * 1000), *self.ids]
+        """What every vote names. Addresses are not part of it: clients may know a node by several.
+
+        The list before is part of it: who returns to an earlier choice of nodes must not get the earlier
+        list, whose messages may still be under way.
+        """
+        facts = [PROTOCOL_VERSION, STRIPES, STRIPE_HASH, round(self.max_ttl * 1000), self.after, *self.ids]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
     def to_json(self) -> str:
@@ -55,6 +61,7 @@ class Membership:
                 "hash": STRIPE_HASH,
                 "max_ttl_ms": round(self.max_ttl * 1000),
                 "seats": self.seats,
+                "after": self.after,
             },
             sort_keys=True,
         )
@@ -70,7 +77,7 @@ class Membership:
             facts: dict[str, Any] = json.loads(text)
             spoken = (facts["version"], facts["stripes"], facts["hash"])
             seats = tuple(sorted((str(node_id), str(address)) for node_id, address in facts["seats"]))
-            membership = cls(seats, facts["max_ttl_ms"] / 1000)
+            membership = cls(seats, facts["max_ttl_ms"] / 1000, str(facts["after"]))
         except (ValueError, KeyError, TypeError) as error:
             raise MembershipError(f"a node's list of members cannot be read: {text[:100]!r}") from error
         if spoken != (PROTOCOL_VERSION, STRIPES, STRIPE_HASH):
@@ -98,9 +105,26 @@ def check_base(base: int) -> int:
     Raises:
         ValueError: if it is negative or leaves no room for counters.
     """
-    if not 0 <= base < MAX_COUNTER:
-        raise ValueError(f"counters start between 0 and {MAX_COUNTER - 1}, and {base} does not lie there")
+    if not 0 <= base < token.MAX_COUNTER:
+        raise ValueError(
+            f"counters start between 0 and {token.MAX_COUNTER - 1}, and {base} does not lie there"
+        )
     return base
+
+
+def epoch_above(highest: int) -> int:
+    """Return an epoch all of whose tokens are larger than a token that the storage has seen.
+
+    A larger counter in the same epoch would do for that very token. But others may have been granted that
+    the storage has not seen yet, and whoever holds one of those may still come and write.
+
+    Raises:
+        ValueError: if it is no token, or of the last epoch.
+    """
+    epoch = token.split(token.check(highest))[0] + 1 if highest else 0
+    if epoch > token.MAX_EPOCH:
+        raise ValueError(f"token {highest} is of the last epoch, and no larger ones can be given out")
+    return epoch
 
 
 def initialise(
@@ -120,8 +144,8 @@ def initialise(
     one. A node that restarted in between has no ticket any more and is not opened: it cannot be told
     from one that has voted and forgotten.
 
-    No PROMISE is needed: the tickets are the list's fingerprint, so that nobody else opens this very list at
-    a higher epoch.
+    In epoch 0 no PROMISE is needed: there is none below that somebody could have promised. After a loss, the
+    epoch is above those that the database has seen, and a majority promises it before anybody votes.
 
     Raises:
         QuorumError: not every node answered; all of them are needed, this once.
@@ -135,6 +159,11 @@ def initialise(
     membership = Membership(tuple(sorted((ids[node], names[node]) for node in ids)), max_ttl)
     _check_agreement(names, standing, membership)
     blank = [node for node, answer in standing.items() if answer.said is Said.TICKET]
+    for node in blank if epoch else ():
+        promise = ("promise", "", (node_key,), (membership.fingerprint, epoch, ids[node], "change"))
+        yield from _need(names, node, Command(*promise), patience)
+    if epoch:
+        yield from synced(blank, patience)
     for node in blank:
         arguments = (membership.fingerprint, epoch, ids[node], base, membership.to_json())
         opened = yield from _need(names, node, Command("open", "", (node_key,), arguments), patience)
@@ -152,7 +181,7 @@ def _need(
 ) -> Generator[Request, Any, Answer]:
     answers, _ = yield from ask(command, [node], patience)
     answer = answers[node]
-    if answer.said not in {Said.TICKET, Said.ADMITTED, Said.OPENED, Said.NO_TICKET}:
+    if answer.said not in {Said.TICKET, Said.ADMITTED, Said.OPENED, Said.PROMISED, Said.NO_TICKET}:
         raise QuorumError(
             f"to be initialised, all {len(names)} nodes must answer, and {names[node]} is not fit: {answer}",
             nodes={names[node]: str(answer)},

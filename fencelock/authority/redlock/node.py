@@ -70,7 +70,7 @@ _GRANTED: Final = Said.GRANTED
 _SAID: Final = {said.name.encode(): said for said in Said}
 _READ_SIZE = 65536
 _OWN_ARGUMENTS: Final = 2
-_WITH_FACTS: Final = frozenset({Said.TICKET, Said.ADMITTED, Said.OPENED, Said.STANDING})
+_WITH_FACTS: Final = frozenset({Said.TICKET, Said.ADMITTED, Said.OPENED, Said.STANDING, Said.LEASES})
 _TELLING = _WITH_FACTS | {Said.GRANTED, Said.HIGHER, Said.HELD}
 #: Answers that are complete with their first word. That of WAITAOF is how many disks it is on.
 _BARE: Final[dict[bytes | int, Answer]] = {

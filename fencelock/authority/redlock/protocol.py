@@ -62,6 +62,7 @@ class Said(enum.Enum):
     STANDING = "told where it stands"
     PROMISED = "promised the epoch"
     RAISED = "raised to the epoch"
+    LEASES = "told how long its locks live"
     SHUT = "closed in favour of the next list"
     ON_DISK = "has written it to its disk"
     NOT_ON_DISK = "has not written it to its disk in time"

@@ -185,13 +185,21 @@ class Redlock:
         """Give the leases back: see `Authority.release`."""
         return self._run(self._releasing(grant))
 
-    def init(self, *, base: int | None = None, max_ttl: float = membership.DEFAULT_MAX_TTL) -> bool:
+    def init(
+        self,
+        *,
+        base: int | None = None,
+        max_ttl: float = membership.DEFAULT_MAX_TTL,
+        above: int | None = None,
+    ) -> bool:
         """Initialise N blank nodes, once in their life; all of them must answer.
 
         May be run by several clients at once, and again after an interruption.
 
         Args:
             base: where counters start; Unix milliseconds by default. 0 makes the first tokens 1, 2, 3.
+            above: the highest fencing token that the storage has seen, after nodes have lost what they
+                granted: all new tokens are larger, for they are of a larger epoch.
             max_ttl: the longest lease in seconds that these nodes will grant. A node that lost its
                 memory must stay out for so long.
 
@@ -201,9 +209,10 @@ class Redlock:
         Raises:
             QuorumError: a node did not answer.
             MembershipError: a node is in use in another list, or has lost its memory.
-            ValueError: for a base or ttl out of range.
+            ValueError: for a base, ttl or token out of range.
         """
-        return self._run(self._initialising(base, max_ttl))
+        epoch = 0 if above is None else membership.epoch_above(above)
+        return self._run(self._initialising(base, max_ttl, epoch))
 
     def status(self) -> tuple[NodeStatus, ...]:
         """Ask every node how it stands, and return that in the order of `nodes`.
@@ -249,7 +258,9 @@ class Redlock:
         self._wanted.pop(granted.bid.nonce, None)
         return (yield from protocol.release(self._see(), granted))
 
-    def _initialising(self, base: int | None, max_ttl: float) -> Generator[protocol.Request, Any, bool]:
+    def _initialising(
+        self, base: int | None, max_ttl: float, epoch: int = 0
+    ) -> Generator[protocol.Request, Any, bool]:
         base = membership.default_base() if base is None else membership.check_base(base)
         try:
             _, done = yield from membership.initialise(
@@ -259,6 +270,7 @@ class Redlock:
                 base=base,
                 max_ttl=check_ttl(max_ttl),
                 patience=self._connect_timeout,
+                epoch=epoch,
             )
         except QuorumError:
             self._see()  # two names of one server have a better error

@@ -1,0 +1,7 @@
+-- LEASES: how long locks live on this node, looking at a part of its keys. ARGV[2] where to go on, 0 at first.
+-- Returns LEASES, where to go on (0 at the end), and ms until the last lock of this part ends.
+local pattern = string.gsub(NODE, '[%*%?%[%]\\]', '\\%0') .. ':l:*'
+local found = redis.call('SCAN', ARGV[2], 'MATCH', pattern, 'COUNT', 10000)
+local longest = 0
+for _, key in ipairs(found[2]) do longest = math.max(longest, redis.call('PTTL', key)) end
+return {'LEASES', found[1], digits(longest)}

@@ -1,0 +1,47 @@
+"""The highest fence that a database holds, whatever tables it has: where tokens must go on after a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sqlalchemy import Column, Connection, MetaData, Table, func, inspect, select
+from sqlalchemy.engine.interfaces import ReflectedColumn
+from sqlalchemy.engine.reflection import ObjectKind
+
+from fencelock.guard._tables import FENCE_COLUMN
+
+_SYSTEM_SCHEMAS = ("information_schema", "pg_")
+
+
+def highest_fence(connection: Connection) -> tuple[int, int]:
+    """Return the largest `last_fencing_token` of all tables, and how many tables have that column.
+
+    Looks into every schema of the database, by reflection: the models need not be known. Tables whose column
+    has another name (a model may call it something else) are not found.
+
+    Raises:
+        sqlalchemy.exc.SQLAlchemyError: a table cannot be read.
+    """
+    highest = count = 0
+    for table in _fenced_tables(connection):
+        count += 1
+        highest = max(highest, connection.scalar(select(func.max(table.c[FENCE_COLUMN]))) or 0)
+    return highest, count
+
+
+def _fenced_tables(connection: Connection) -> Iterator[Table]:
+    inspector = inspect(connection)
+    # The schemas of MariaDB and MySQL are databases of their own; only the one that was named is asked.
+    several = connection.dialect.name not in {"mysql", "mariadb"}
+    schemas = inspector.get_schema_names() if several else [inspector.default_schema_name]
+    for schema in schemas:
+        if schema is not None and schema.startswith(_SYSTEM_SCHEMAS):
+            continue
+        found = inspector.get_multi_columns(schema=schema, kind=ObjectKind.TABLE)
+        for (_, name), columns in found.items():
+            if any(_is_fence(column) for column in columns):
+                yield Table(name, MetaData(), Column(FENCE_COLUMN), schema=schema)
+
+
+def _is_fence(column: ReflectedColumn) -> bool:
+    return column["name"] == FENCE_COLUMN
