@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from fencelock.errors import FencelockError
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +26,20 @@ class Grant:
     proof: Any
 
 
+#: A grant, and for how many seconds from now it is to last.
+Wish = tuple[Grant, float]
+
+
 class Authority(Protocol):
     """Grants leases and mints their tokens.
 
     For each resource, no two grants carry the same token, and a token exceeds every token whose
     acquisition had completed before its own began.
     """
+
+    @property
+    def aio(self) -> AsyncAuthority:
+        """The same authority for coroutines."""
 
     def acquire(
         self, resources: tuple[str, ...], *, ttl: float, timeout: float | None, fair: bool = False
@@ -42,12 +53,12 @@ class Authority(Protocol):
             AuthorityError: it could not be decided.
         """
 
-    def extend(self, grant: Grant, ttl: float) -> Grant:
-        """Return the grant with an end at least `ttl` seconds from when this was asked.
+    def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
+        """Extend grants, in as few round trips as can be; return what became of each.
 
-        Raises:
-            LockLostError: the lease has ended.
-            AuthorityError: it could not be decided; the grant still ends when it would have.
+        That is the grant with an end at least so many seconds from when this was asked; a LockLostError
+        where the lease has ended; or an AuthorityError where that could not be decided, and the grant still
+        ends when it would have.
         """
 
     def release(self, grant: Grant) -> bool | None:
@@ -56,16 +67,12 @@ class Authority(Protocol):
         Returns True if they were still ours, False if they no longer were, None if that could not be told.
         """
 
-    @property
-    def aio(self) -> AsyncAuthority:
-        """The same operations as coroutines, on the same nodes."""
-
 
 class AsyncAuthority(Protocol):
-    """What an `Authority` offers to asyncio code: the same promises, names and errors.
+    """What an `Authority` offers to coroutines: the same names, promises and errors.
 
-    A coroutine that is cancelled leaves no lease behind: what an acquisition may have got is given back,
-    without waiting for that, and a release takes place all the same.
+    One that is cancelled leaves no lease behind: what an acquisition may have got is given back, without
+    waiting for that, and a release takes place all the same.
     """
 
     async def acquire(
@@ -78,8 +85,8 @@ class AsyncAuthority(Protocol):
     ) -> Grant:
         """Return leases of all the resources, or of none: see `Authority.acquire`."""
 
-    async def extend(self, grant: Grant, ttl: float) -> Grant:
-        """Return the grant with an end at least `ttl` seconds from now: see `Authority.extend`."""
+    async def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
+        """See `Authority.extend_many`."""
 
     async def release(self, grant: Grant) -> bool | None:
-        """Give the leases back: see `Authority.release`."""
+        """See `Authority.release`."""

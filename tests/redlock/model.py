@@ -25,7 +25,7 @@ class Lock:
 
     nonce: str
     epoch: int
-    counter: int
+    counter: int | None
 
 
 class ModelNode:
@@ -69,14 +69,15 @@ class ModelNode:
     def acquire(self, keys: Sequence[str], nonce: str, arguments: Sequence[Any]) -> Answer:
         """ACQUIRE."""
         assert self.epoch is not None
-        if any(key in self.locks and self.locks[key].nonce != nonce for key in keys):
+        locks = [self.locks[key] for key in keys if key in self.locks]
+        if any(lock.nonce != nonce or lock.counter is None for lock in locks):
             return Answer(Said.HELD)
         ours = [key in self.locks and self.locks[key].epoch == self.epoch for key in keys]
         granted, counters = [], dict(self.counters)
         for i, key in enumerate(keys):
             stripe, hint = arguments[2 + 2 * i], arguments[3 + 2 * i]
             if ours[i]:
-                granted.append(self.locks[key].counter)
+                granted.append(self.locks[key].counter or 0)
                 continue
             last = counters.get(stripe, self.base)
             counters[stripe] = max(last + 1, hint if arguments[1] == self.epoch else 0)
@@ -96,7 +97,7 @@ class ModelNode:
             return Answer(Said.EPOCH)
         if not all(self.is_ours(key, nonce) for key in keys):
             return Answer(Said.LOST)
-        counters = tuple(self.locks[key].counter for key in keys)
+        counters = tuple(self.locks[key].counter or 0 for key in keys)
         if self.is_higher(counters, arguments[2::2]):
             return Answer(Said.HIGHER, self.epoch, counters)
         for stripe, decided in zip(arguments[1::2], arguments[2::2], strict=True):
@@ -105,7 +106,10 @@ class ModelNode:
 
     def is_ours(self, key: str, nonce: str) -> bool:
         """Whether a CONFIRM is of the lock that is there."""
-        return key in self.locks and (self.locks[key].nonce, self.locks[key].epoch) == (nonce, self.epoch)
+        lock = self.locks.get(key)
+        return (
+            lock is not None and (lock.nonce, lock.epoch) == (nonce, self.epoch) and lock.counter is not None
+        )
 
     def is_higher(self, counters: Sequence[int], decided: Sequence[int]) -> bool:
         """Whether this node had granted more than what was decided."""
@@ -121,10 +125,20 @@ class ModelNode:
             del self.locks[key]
         return Answer(Said.RELEASED if len(ours) == len(keys) else Said.LOST)
 
-    def extend(self, keys: Sequence[str], nonce: str, _: Sequence[Any]) -> Answer:
+    def extend(self, keys: Sequence[str], _: str, arguments: Sequence[Any]) -> Answer:
         """EXTEND."""
-        ours = all(key in self.locks and self.locks[key].nonce == nonce for key in keys)
-        return Answer(Said.EXTENDED if ours else Said.LOST)
+        codes, start = [], 0
+        for nonce, _ttl, count, value in zip(*[iter(arguments)] * 4, strict=True):
+            its_keys = keys[start : start + count]
+            start += count
+            missing = [key for key in its_keys if key not in self.locks]
+            if any(self.locks[key].nonce != nonce for key in its_keys if key in self.locks):
+                codes.append(0)
+                continue
+            for key in missing:
+                self.locks[key] = Lock(nonce, int(value.split("|")[1]), None)
+            codes.append(1 if missing else 2)
+        return Answer(Said.EXTENDED, counters=tuple(codes))
 
 
 class WithoutOwnership(ModelNode):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from fencelock.authority.redlock.protocol import Answer, Bid, Command, _pairs
+from fencelock.authority.redlock.protocol import Answer, Bid, Command, _extend_command, _pairs
 from fencelock.authority.redlock.redlock import Redlock
 from fencelock.embedded import Node
 from fencelock.token import MAX_COUNTER
@@ -36,12 +36,17 @@ class Operation:
         """Return the command, as it goes to a node of that fingerprint."""
         fleet = fleet_of("another list" if self.stranger else fingerprint, 1)
         bid = Bid.of(fleet, self.resources, self.nonce, 60.0)
+        if self.script == "extend":
+            each = [
+                Bid.of(fleet, (name,), nonce, 60.0)
+                for name, nonce in zip(self.resources, NONCES, strict=False)
+            ]
+            return _extend_command(fleet, [bid, *each], [self.epoch] * (1 + len(each)))
         pairs = _pairs(bid.stripes, self.numbers[: len(self.resources)])
         arguments: dict[str, list[str | int]] = {
             "acquire": [60_000, self.epoch, *pairs],
             "confirm": [self.epoch, *pairs],
             "release": [self.epoch, *pairs],
-            "extend": [60_000],
         }
         return Command(
             self.script, self.nonce, bid.keys, (fleet.fingerprint, self.nonce, *arguments[self.script])
@@ -133,5 +138,5 @@ def state_of(real: RealNode) -> tuple[int | None, dict[int, int], dict[str, Lock
     locks = {}
     for key in real.client.keys(f"{NODE_KEY}:l:*"):
         nonce, its_epoch, counter = str(real.client.get(key)).split("|")
-        locks[str(key)] = Lock(nonce, int(its_epoch), int(counter))
+        locks[str(key)] = Lock(nonce, int(its_epoch), int(counter) if counter.isdigit() else None)
     return epoch, counters, locks

@@ -124,6 +124,33 @@ def test_confirm_below_the_nodes_own_grant_must_not_count(make_stage: MakeStage)
     assert play_confirm_where_the_own_grant_was_higher(make_stage(mutant)) == (2, 2)
 
 
+def play_extension_before_completion(stage: Stage) -> tuple[int | None, int | None]:
+    """A's lock on n0 expires, B is granted its T there and is gone; A's EXTEND makes the lock again."""
+    stage.stand_at(0, 1, 1)
+    a, b = stage.bidder(), stage.bidder()
+    a.deliver(stage.nodes, 0, 1)
+    a.resume()
+    stage.nodes[0].expire("r")
+    b.deliver(stage.nodes, 0, 2)
+    b.resume()
+    stage.release(b, 0)
+    stage.nodes[0].execute(protocol._extend_command(a.fleet, [a.bid], [0]))
+    a.deliver(stage.nodes, 0)
+    a.resume()
+    return a.token, b.token
+
+
+def test_lock_that_was_made_again_is_not_confirmed(make_stage: MakeStage) -> None:
+    """What EXTEND has written vouches for no grant."""
+    assert play_extension_before_completion(make_stage()) == (None, 2)
+
+
+def test_lock_made_again_with_its_counter_gives_a_token_twice(make_stage: MakeStage) -> None:
+    """Control: an EXTEND that writes what ACQUIRE had written lets A complete with B's token."""
+    mutant = without("extend", "ARGV[at + 3], 'PX'", "nonce .. '|0|1', 'PX'")
+    assert play_extension_before_completion(make_stage(mutant)) == (2, 2)
+
+
 def mixed_epochs(answers: Answers) -> tuple[int, dict[int, tuple[int, ...]]]:
     """Add up the votes of all epochs: a mutant of `_largest_epoch`."""
     granted = {node: answer for node, answer in answers.items() if answer.said is Said.GRANTED}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import redis
@@ -16,13 +16,17 @@ from fencelock.authority.redlock.protocol import (
     Said,
     Turn,
     _acquire_command,
+    _extend_command,
     _pairs,
     _release_command,
+    left_behind,
 )
 from fencelock.authority.redlock.redlock import Redlock
 from fencelock.embedded import Node
 from fencelock.token import MAX_COUNTER
 from tests.redlock.stage import NODE_KEY, RealNode, fleet_of, stripe_of
+
+EXTENDED, MADE_AGAIN, NOT_EXTENDED = (Answer(Said.EXTENDED, counters=(code,)) for code in (2, 1, 0))
 
 
 class Scripts:
@@ -74,11 +78,13 @@ class Scripts:
         return self.real.execute(_release_command(self.fleet, bid, epoch, decided))
 
     def extend(self, nonce: str, *resources: str, ttl: float = 30.0) -> Answer:
-        """EXTEND."""
-        bid = Bid.of(self.fleet, tuple(sorted(resources)), nonce, ttl)
-        return self.real.execute(
-            Command("extend", nonce, bid.keys, (self.fleet.fingerprint, nonce, bid.ttl_ms))
-        )
+        """EXTEND one grant."""
+        return self.extend_many([(nonce, resources)], ttl)
+
+    def extend_many(self, grants: Sequence[tuple[str, tuple[str, ...]]], ttl: float) -> Answer:
+        """EXTEND several grants."""
+        bids = [Bid.of(self.fleet, tuple(sorted(resources)), nonce, ttl) for nonce, resources in grants]
+        return self.real.execute(_extend_command(self.fleet, bids, [0] * len(bids)))
 
     def lock(self, resource: str) -> str | None:
         """Return what the lock key of a resource holds."""
@@ -244,19 +250,63 @@ def test_blank_node_stays_blank(scripts: Scripts) -> None:
 def test_extension_never_shortens(scripts: Scripts) -> None:
     """A shorter ttl leaves the longer one; a longer one takes its place."""
     scripts.acquire("n", "r", ttl=20)
-    assert scripts.extend("n", "r", ttl=5).said is Said.EXTENDED
+    assert scripts.extend("n", "r", ttl=5) == EXTENDED
     assert int(str(scripts.client.pttl(key_of("r")))) > 19_000
-    assert scripts.extend("n", "r", ttl=60).said is Said.EXTENDED
+    assert scripts.extend("n", "r", ttl=60) == EXTENDED
     assert int(str(scripts.client.pttl(key_of("r")))) > 59_000
 
 
 def test_extension_is_of_all_locks_or_of_none(scripts: Scripts) -> None:
-    """One of two has expired: it is not made again, and the other is not extended."""
+    """One of two has gone to somebody else: the other is not extended, and a third not made again."""
     scripts.acquire("n", "a", "c", ttl=20)
     scripts.client.delete(key_of("c"))
-    assert scripts.extend("n", "a", "c", ttl=60).said is Said.LOST
-    assert scripts.lock("c") is None
+    scripts.acquire("m", "c", ttl=20)
+    assert scripts.extend("n", "a", "c", "d", ttl=60) == NOT_EXTENDED
+    assert scripts.lock("d") is None
     assert int(str(scripts.client.pttl(key_of("a")))) <= 20_000
+
+
+def test_extension_makes_a_missing_lock_again_and_says_so(scripts: Scripts) -> None:
+    """With a mark that no CONFIRM accepts; the next EXTEND finds it, and RELEASE deletes it."""
+    scripts.acquire("n", "a", "c", ttl=20)
+    scripts.client.delete(key_of("c"))
+    assert scripts.extend("n", "a", "c", ttl=60) == MADE_AGAIN
+    assert scripts.lock("c") == "n|0|restored"
+    assert int(str(scripts.client.pttl(key_of("a")))) > 59_000
+    assert int(str(scripts.client.pttl(key_of("c")))) > 59_000
+    assert scripts.counter("c") == 1
+    assert scripts.confirm("n", {"c": 9}).said is Said.LOST
+    assert scripts.acquire("n", "c").said is Said.HELD
+    assert scripts.acquire("m", "c").said is Said.HELD
+    assert scripts.extend("n", "a", "c", ttl=60) == EXTENDED
+    assert scripts.release("n", {"a": 1, "c": 1}).said is Said.RELEASED
+    assert scripts.lock("c") is None
+
+
+def test_many_grants_are_extended_in_one_call_each_for_itself(scripts: Scripts) -> None:
+    """One is extended, one made again, one has gone to another."""
+    scripts.acquire("n1", "a", "c", ttl=20)
+    scripts.acquire("n3", "e", ttl=20)
+    answer = scripts.extend_many([("n1", ("a", "c")), ("n2", ("d",)), ("n4", ("e",)), ("n1", ("c",))], 60)
+    assert answer == Answer(Said.EXTENDED, counters=(2, 1, 0, 2))
+    assert [scripts.lock(name) for name in "acde"] == ["n1|0|1", "n1|0|1", "n2|0|restored", "n3|0|1"]
+    assert int(str(scripts.client.pttl(key_of("e")))) <= 20_000
+
+
+def test_late_answers_tell_what_they_left_behind(scripts: Scripts) -> None:
+    """Of an ACQUIRE its locks, of an EXTEND those that it made again; all of them where no answer comes."""
+    bids = [
+        Bid.of(scripts.fleet, names, nonce, 30.0) for nonce, names in (("n1", ("a", "c")), ("n2", ("d",)))
+    ]
+    extend = _extend_command(scripts.fleet, bids, [0, 0])
+    both = [(bid.nonce, bid.keys) for bid in bids]
+    assert left_behind(extend, None) == both
+    assert left_behind(extend, Answer(Said.EXTENDED, counters=(2, 1))) == both[1:]
+    assert left_behind(extend, Answer(Said.EXTENDED, counters=(0, 2))) == []
+    assert left_behind(extend, Answer(Said.AMNESIA)) == []
+    acquire = Command("acquire", "n1", bids[0].keys, ())
+    assert left_behind(acquire, Answer(Said.GRANTED)) == left_behind(acquire, None) == both[:1]
+    assert left_behind(acquire, Answer(Said.HELD)) == []
 
 
 def test_foreign_value_under_a_lock_key_is_somebody_elses(scripts: Scripts) -> None:
@@ -265,7 +315,7 @@ def test_foreign_value_under_a_lock_key_is_somebody_elses(scripts: Scripts) -> N
         scripts.client.set(key_of("r"), value, px=5000)
         assert scripts.acquire("n2", "r").said is Said.HELD, value
         assert scripts.confirm("n2", {"r": 9}).said is Said.LOST, value
-        assert scripts.extend("n2", "r").said is Said.LOST, value
+        assert scripts.extend("n2", "r") == NOT_EXTENDED, value
         assert scripts.release("n2", {"r": 9}).said is Said.LOST, value
         assert scripts.lock("r") == value
 

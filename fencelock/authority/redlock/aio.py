@@ -7,12 +7,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 from weakref import WeakKeyDictionary
 
-from fencelock.authority.base import Grant
+from fencelock.authority.base import Grant, Wish
 from fencelock.authority.redlock import membership, protocol
 from fencelock.authority.redlock.multiplex import Lines, run, tell
 from fencelock.authority.redlock.waiting import Deaf, Waiter
@@ -77,9 +77,9 @@ class AsyncRedlock:
                 tell(undo, lines)
             raise
 
-    async def extend(self, grant: Grant, ttl: float) -> Grant:
-        """Return the grant with a later end: see `AsyncAuthority.extend`."""
-        return await self._run(self._redlock._extending(grant, ttl))
+    async def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
+        """Extend grants: see `Authority.extend_many`."""
+        return await self._run(self._redlock._extending(wishes))
 
     async def release(self, grant: Grant) -> bool | None:
         """Give the leases back: see `AsyncAuthority.release`.

@@ -71,7 +71,7 @@ _SAID: Final = {said.name.encode(): said for said in Said}
 _READ_SIZE = 65536
 _OWN_ARGUMENTS: Final = 2
 _WITH_FACTS: Final = frozenset({Said.TICKET, Said.ADMITTED, Said.OPENED, Said.STANDING, Said.LEASES})
-_TELLING = _WITH_FACTS | {Said.GRANTED, Said.HIGHER, Said.HELD}
+_TELLING = _WITH_FACTS | {Said.EXTENDED, Said.GRANTED, Said.HIGHER, Said.HELD}
 #: Answers that are complete with their first word. That of WAITAOF is how many disks it is on.
 _BARE: Final[dict[bytes | int, Answer]] = {
     **{name: Answer(said) for name, said in _SAID.items() if said not in _TELLING},
@@ -311,6 +311,8 @@ def read_answer(reply: Any) -> Answer:
     if said is Said.HELD:
         # A lock without an end was put there by somebody else than a client of ours.
         return Answer(said, ttl=reply[1] / 1000 if reply[1] >= 0 else math.inf)
+    if said is Said.EXTENDED:
+        return Answer(said, counters=tuple(reply[1:]))
     if said in _WITH_FACTS:
         return Answer(said, facts=tuple(part.decode() for part in reply[1:]))
     return Answer(said, reply[1], tuple(reply[2:]))

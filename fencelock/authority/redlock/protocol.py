@@ -29,10 +29,11 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, NoReturn
 
 from fencelock.errors import (
+    FencelockError,
     LockLostError,
     LockTimeoutError,
     MembershipError,
@@ -56,6 +57,7 @@ class Said(enum.Enum):
     EPOCH = "is in another epoch"
     RELEASED = "released"
     EXTENDED = "extended"
+    RESTORED = "had no lock, and has made it again"
     TICKET = "waiting to be admitted"
     OPENED = "opened"
     ADMITTED = "admitted"
@@ -82,6 +84,10 @@ PASSING = frozenset({Said.UNREACHABLE, Said.SILENT})
 #: Answers of a node on which the lock no longer exists. Others leave that open: a restarted node that has
 #: kept its data refuses to vote, but has the lock still.
 _GONE = frozenset({Said.LOST, Said.AMNESIA})
+#: What a lock that EXTEND has made again holds instead of a counter.
+RESTORED = "restored"
+#: What EXTEND says of a grant.
+_EXTENDED, _MADE_AGAIN = 2, 1
 #: Looked up for every answer.
 _GRANTED = Said.GRANTED
 _VOTING = frozenset(
@@ -453,31 +459,110 @@ def release(fleet: Fleet, granted: Granted) -> Generator[Broadcast, Round, bool 
     return _still_ours(fleet, done.answers, Said.RELEASED)
 
 
-def extend(fleet: Fleet, granted: Granted, ttl: float) -> Generator[Broadcast, Round, float]:
-    """Let the lease live on for `ttl` seconds from now; the token stays.
+def extend(
+    fleet: Fleet, wishes: Sequence[tuple[Granted, float]]
+) -> Generator[Broadcast, Round, list[float | FencelockError]]:
+    """Let grants live on, each for so many seconds from now; the tokens stay.
 
-    Returns when the lease ends, on the driver's clock; never earlier than it would have without.
+    Returns for each when it ends, on the driver's clock and never earlier than it would have without; a
+    LockLostError if a majority can no longer hold it for us; a QuorumError if too few nodes answered to tell,
+    and it still ends when it would have.
 
-    Raises:
-        LockLostError: a majority can no longer hold the lock for us.
-        QuorumError: too few nodes answered to tell. The lease still ends when it would have.
+    A node that had no lock, and has made it again, counts for nothing in this round.
     """
-    bid = Bid(granted.bid.resources, granted.bid.nonce, ttl, granted.bid.keys, granted.bid.stripes)
-    command = Command("extend", bid.nonce, bid.keys, (fleet.fingerprint, bid.nonce, bid.ttl_ms))
-    done = yield Broadcast(command, fleet.everybody, _is_clear(fleet, Said.EXTENDED), fleet.patience)
-    ours = _still_ours(fleet, done.answers, Said.EXTENDED)
+    bids = [replace(granted.bid, ttl=ttl) for granted, ttl in wishes]
+    command = _extend_command(fleet, bids, [granted.epoch for granted, _ in wishes])
+    patience = min(fleet.patience, *(bid.ttl for bid in bids))
+    done = yield Broadcast(command, fleet.everybody, _are_clear(fleet, len(bids)), patience)
+    return [
+        _extended(fleet, bid, granted, done, index)
+        for index, ((granted, _), bid) in enumerate(zip(wishes, bids, strict=True))
+    ]
+
+
+def _extended(fleet: Fleet, bid: Bid, granted: Granted, done: Round, index: int) -> float | FencelockError:
+    """Return what became of one grant's extension."""
+    ours = _still_extended(fleet, done.answers, index)
     if ours is False:
-        raise LockLostError(
+        return LockLostError(
             f"{_name(bid)} was not extended: the lease has ended; acquire the lock again "
-            f"({_report(fleet, done.answers)})"
+            f"({_report(fleet, _of_one(done.answers, index))})"
         )
     expires_at = done.began + bid.ttl - bid.drift
     if ours is None or expires_at <= done.ended:
-        raise QuorumError(
-            f"{_name(bid)} was not extended: too few nodes answered in time: {_report(fleet, done.answers)}",
-            nodes=_by_name(fleet.names, done.answers),
+        answers = _of_one(done.answers, index)
+        return QuorumError(
+            f"{_name(bid)} was not extended: too few nodes answered in time: {_report(fleet, answers)}",
+            nodes=_by_name(fleet.names, answers),
         )
     return max(expires_at, granted.expires_at)
+
+
+def _of_one(answers: Answers, index: int) -> Answers:
+    """Return what the nodes said of one of the grants that were to be extended."""
+    said = {_EXTENDED: Said.EXTENDED, _MADE_AGAIN: Said.RESTORED}
+    return {
+        node: Answer(said.get(answer.counters[index], Said.LOST)) if answer.said is Said.EXTENDED else answer
+        for node, answer in answers.items()
+    }
+
+
+def _still_extended(fleet: Fleet, answers: Answers, index: int) -> bool | None:
+    extended = gone = 0
+    for answer in answers.values():
+        if answer.said is not Said.EXTENDED:
+            gone += answer.said in _GONE
+        elif answer.counters[index] == _EXTENDED:
+            extended += 1
+        else:
+            gone += 1
+    if extended >= fleet.quorum:
+        return True
+    return None if len(fleet.names) - gone >= fleet.quorum else False
+
+
+def _are_clear(fleet: Fleet, count: int) -> Callable[[Answers], bool]:
+    """Return whether more answers to EXTEND could not change what became of any of so many grants."""
+
+    def enough(answers: Answers) -> bool:
+        if len(answers) < fleet.quorum:
+            return False
+        all_well = sum(
+            answer.said is Said.EXTENDED and min(answer.counters) == _EXTENDED for answer in answers.values()
+        )
+        return all_well >= fleet.quorum or all(
+            _still_extended(fleet, answers, index) is not None for index in range(count)
+        )
+
+    return enough
+
+
+def _extend_command(fleet: Fleet, bids: Sequence[Bid], epochs: Sequence[int]) -> Command:
+    keys = (fleet.node_key, *(key for bid in bids for key in bid.keys[1:]))
+    parts: list[str | int] = []
+    for bid, epoch in zip(bids, epochs, strict=True):
+        parts += bid.nonce, bid.ttl_ms, len(bid.resources), f"{bid.nonce}|{epoch}|{RESTORED}"
+    return Command("extend", "", keys, (fleet.fingerprint, "", *parts))
+
+
+def left_behind(command: Command, answer: Answer | None) -> list[tuple[str, tuple[str, ...]]]:
+    """Return the nonces and keys of locks that a command may have made while nobody waits for its answer.
+
+    Whoever gets such an answer (None: it will never come) releases those that are of no grant in use.
+    """
+    if command.script == "release":
+        return [] if answer else [(command.nonce, command.keys)]
+    if command.script == "acquire" and (answer is None or answer.said is Said.GRANTED):
+        return [(command.nonce, command.keys)]
+    if command.script != "extend" or (answer is not None and answer.said is not Said.EXTENDED):
+        return []
+    found, key = [], 1
+    for index in range(len(command.arguments[2:]) // 4):
+        nonce, _, locks, _ = command.arguments[2 + 4 * index : 6 + 4 * index]
+        if answer is None or answer.counters[index] == _MADE_AGAIN:
+            found.append((str(nonce), (command.keys[0], *command.keys[key : key + int(locks)])))
+        key += int(locks)
+    return found
 
 
 def abandon(fleet: Fleet, bid: Bid) -> Generator[Broadcast, Round, None]:

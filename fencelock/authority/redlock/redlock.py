@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 from weakref import WeakValueDictionary
@@ -20,7 +21,7 @@ import redis.asyncio
 
 from fencelock import token
 from fencelock._checks import check_seconds, check_ttl
-from fencelock.authority.base import Grant
+from fencelock.authority.base import Grant, Wish
 from fencelock.authority.redlock import membership, protocol, recovery, survey
 from fencelock.authority.redlock.aio import AsyncRedlock
 from fencelock.authority.redlock.blocking import Channels, Pool, run
@@ -33,7 +34,7 @@ from fencelock.authority.redlock.waiting import Waiter
 from fencelock.errors import FencelockError, MembershipError, NodesNotInitialisedError, QuorumError
 
 if TYPE_CHECKING:
-    from fencelock.lock import FencedLock
+    from fencelock.lock import FencedLock, IfLost
 
 _T = TypeVar("_T")
 
@@ -137,20 +138,36 @@ class Redlock:
         self.aio._close_everywhere()  # noqa: SLF001 - its other face
 
     @overload
-    def lock(self, resource: str, /, *, ttl: float = ..., timeout: float | None = ...) -> FencedLock[int]: ...
+    def lock(
+        self,
+        resource: str,
+        /,
+        *,
+        ttl: float = ...,
+        timeout: float | None = ...,
+        renew: bool = ...,
+        max_hold: float | None = ...,
+        fair: bool = ...,
+        if_lost: IfLost = ...,
+    ) -> FencedLock[int]: ...
 
     @overload
     def lock(
-        self, *resources: str, ttl: float = ..., timeout: float | None = ...
+        self,
+        *resources: str,
+        ttl: float = ...,
+        timeout: float | None = ...,
+        renew: bool = ...,
+        max_hold: float | None = ...,
+        fair: bool = ...,
+        if_lost: IfLost = ...,
     ) -> FencedLock[tuple[int, ...]]: ...
 
-    def lock(
-        self, *resources: str, ttl: float = 30.0, timeout: float | None = 10.0
-    ) -> FencedLock[int] | FencedLock[tuple[int, ...]]:
-        """Return `fenced_lock(*resources, …)` on these nodes."""
+    def lock(self, *resources: str, **settings: Any) -> FencedLock[int] | FencedLock[tuple[int, ...]]:
+        """Return `fenced_lock(*resources, …)` on these nodes: the same settings, save the authority."""
         from fencelock.lock import fenced_lock  # noqa: PLC0415 - the lock stands on the authorities
 
-        return fenced_lock(*resources, ttl=ttl, timeout=timeout, authority=self)
+        return fenced_lock(*resources, **settings, authority=self)
 
     def acquire(
         self, resources: tuple[str, ...], *, ttl: float, timeout: float | None, fair: bool = False
@@ -177,9 +194,9 @@ class Redlock:
                 self._run(undo)
             raise
 
-    def extend(self, grant: Grant, ttl: float) -> Grant:
-        """Return the grant with a later end: see `Authority.extend`."""
-        return self._run(self._extending(grant, ttl))
+    def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
+        """Extend grants: see `Authority.extend_many`."""
+        return self._run(self._extending(wishes))
 
     def release(self, grant: Grant) -> bool | None:
         """Give the leases back: see `Authority.release`."""
@@ -245,13 +262,14 @@ class Redlock:
         )
         return bids.won(granted)
 
-    def _extending(self, grant: Grant, ttl: float) -> Generator[protocol.Request, Any, Grant]:
-        granted: protocol.Granted = grant.proof
+    def _extending(
+        self, wishes: Sequence[Wish]
+    ) -> Generator[protocol.Request, Any, list[Grant | FencelockError]]:
         fleet = self._see()
-        _check_max_ttl(ttl, fleet)
-        expires_at = yield from protocol.extend(fleet, granted, ttl)
-        granted = protocol.Granted(granted.bid, granted.epoch, granted.counters, expires_at)
-        return Grant(grant.resources, grant.tokens, expires_at, granted)
+        for _, ttl in wishes:
+            _check_max_ttl(ttl, fleet)
+        ends = yield from protocol.extend(fleet, [(grant.proof, ttl) for grant, ttl in wishes])
+        return [_prolonged(grant, end) for (grant, _), end in zip(wishes, ends, strict=True)]
 
     def _releasing(self, grant: Grant) -> Generator[protocol.Request, Any, bool | None]:
         granted: protocol.Granted = grant.proof
@@ -454,6 +472,14 @@ def _sources(nodes: Source | Sequence[Source]) -> list[Source]:
     if not sources:
         raise ValueError("no nodes are named; write redis://host1:6379,redis://host2:6379,redis://host3:6379")
     return sources
+
+
+def _prolonged(grant: Grant, end: float | FencelockError) -> Grant | FencelockError:
+    """Return a grant with the end that the protocol has found, or why there is none."""
+    if isinstance(end, FencelockError):
+        return end
+    granted: protocol.Granted = replace(grant.proof, expires_at=end)
+    return replace(grant, expires_at=end, proof=granted)
 
 
 def _check_max_ttl(ttl: float, fleet: protocol.Fleet) -> None:

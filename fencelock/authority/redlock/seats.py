@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from fencelock.authority.redlock.node import Identity, Link, Node, Unusable, pack
-from fencelock.authority.redlock.protocol import Answer, Command, Said
+from fencelock.authority.redlock.protocol import Answer, Command, Said, left_behind
 from fencelock.errors import MembershipError
 
 #: Seconds after which a link is looked at before it is used: it may be gone, or have old answers.
@@ -26,6 +26,8 @@ FRESH = 0.01
 #: Releases that are owed to a node which does not answer; the rest ends with its ttl.
 MOST_OWED = 1000
 
+#: Answers after which there may be a lock that was not there before.
+_MAKES_LOCKS = frozenset({Said.GRANTED, Said.EXTENDED})
 _BACKOFF = 0.05
 _LONGEST_BACKOFF = 2.0
 _OTHERS_GRACE = 0.05
@@ -179,8 +181,8 @@ class Seats(abc.ABC):
                 answer = self._noted(index, link, answer)  # noqa: PLW2901 - what it could not read is an error
             elif said is Said.AMNESIA or said is Said.RESTARTED:
                 self._on_trouble()
-            if not self._heard(number, index, answer) and said is Said.GRANTED:
-                self._undo(link, command)
+            if not self._heard(number, index, answer) and said in _MAKES_LOCKS:
+                self._undo(link, command, answer)
         if link.unsent:
             self._write(index, link)
 
@@ -197,13 +199,12 @@ class Seats(abc.ABC):
         self._on_identity(index, link.identity)
         return answer
 
-    def _undo(self, link: Link, bid: Command) -> None:
-        """Release what a bid may have locked, if its acquisition is over and no release is under way."""
-        if bid.nonce in link.releasing or self._is_open(bid.nonce):
-            return
-        locks = len(bid.keys) - 1
-        undo = Command("release", bid.nonce, bid.keys, ("", bid.nonce, 0, *(0, 0) * locks))
-        link.put(0, undo, pack(undo), time.monotonic())
+    def _undo(self, link: Link, command: Command, answer: Answer | None) -> None:
+        """Release what a command may have locked, if its grant is over and no release is under way."""
+        for nonce, keys in left_behind(command, answer):
+            if nonce not in link.releasing and not self._is_open(nonce):
+                undo = Command("release", nonce, keys, ("", nonce, 0, *(0, 0) * (len(keys) - 1)))
+                link.put(0, undo, pack(undo), time.monotonic())
 
     def _drop(self, index: int, failure: Answer) -> None:
         """Close a node's link: what it owes is answered with the failure, and released later."""
@@ -217,7 +218,7 @@ class Seats(abc.ABC):
         link.close()
         for number, sent, _ in link.waiting:
             self._heard(number, index, failure)
-            if sent.script in {"acquire", "release"}:
+            if left_behind(sent, None):
                 seat.owed.append(sent)
 
     def _dial_absent(self) -> None:
@@ -314,7 +315,7 @@ class Seats(abc.ABC):
         self._watch(index, link)
         try:
             while seat.owed:
-                self._undo(link, seat.owed.popleft())
+                self._undo(link, seat.owed.popleft(), None)
             if link.unsent:
                 self._write(index, link)
         except Unusable as error:

@@ -47,6 +47,8 @@ for i = 1, LOCKS do
   local nonce, its_epoch, its_counter = read_lock(key)
   if nonce == claim then nonce = nil
   elseif nonce and nonce ~= NONCE then return held(key)
+  -- Our own that EXTEND has made again is of a lease that was completed: this is a late duplicate.
+  elseif nonce and not its_counter then return held(key)
   elseif not nonce and (place ~= '' or fair) and is_anothers_turn(key) then return held(key) end
   -- A resent request gets the answer that it got before.
   if nonce and its_epoch == epoch then ours[i] = its_counter end

@@ -11,6 +11,8 @@ local answer, higher = {'HIGHER', epoch}, false
 for i = 1, LOCKS do
   local nonce, its_epoch, counter = read_lock(KEYS[i + 1])
   if nonce ~= NONCE or its_epoch ~= epoch then return {'LOST'} end
+  -- A lock that EXTEND has made again: somebody else may have had it, with T, in between.
+  if not counter then return {'LOST'} end
   answer[2 + i] = counter
   -- This node granted more than T: somebody else may hold T from it already. It must not be counted.
   if counter > tonumber(ARGV[3 + 2 * i]) then higher = true end

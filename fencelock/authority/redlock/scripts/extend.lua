@@ -1,15 +1,36 @@
--- EXTEND: let the locks live on, if all of them are still ours. The token stays.
--- ARGV[3] ttl in ms. Returns EXTENDED | LOST | a refusal.
+-- EXTEND: let the locks of completed leases live on, grant by grant, each if all its locks are still ours. The
+-- tokens stay. A lock that is missing here is made again with a mark that no CONFIRM accepts: this node had
+-- missed it, or lost it. That is not counted in this round, for somebody else may have had it in between.
+-- ARGV[3..]: for each grant its nonce, ttl in ms, how many locks it has, and what to write into a missing one.
+-- Returns EXTENDED and for each grant 2 (extended), 1 (a lock was made again) or 0 (another has one of them) |
+-- a refusal.
 local state = redis.call('HMGET', NODE, 'e', 'r', 'cfg', 'next')
 local refused = refusal(state[1], state[2], state[3], state[4])
 if refused then return refused end
 
-for i = 1, LOCKS do
-  if read_lock(KEYS[i + 1]) ~= NONCE then return {'LOST'} end
-end
-for i = 1, LOCKS do
-  if redis.call('PTTL', KEYS[i + 1]) < tonumber(ARGV[3]) then
-    redis.call('PEXPIRE', KEYS[i + 1], ARGV[3])
+local answer, key = {'EXTENDED'}, 2
+for at = 3, #ARGV - 5, 4 do
+  local nonce, ttl, last = ARGV[at], tonumber(ARGV[at + 1]), key + tonumber(ARGV[at + 2]) - 1
+  local code, missing = 2, {}
+  for i = key, last do
+    local holder = read_lock(KEYS[i])
+    if not holder then
+      missing[i] = true
+    elseif holder ~= nonce then
+      code = 0
+    end
   end
+  if code == 2 then
+    for i = key, last do
+      if missing[i] then
+        redis.call('SET', KEYS[i], ARGV[at + 3], 'PX', ttl)
+        code = 1
+      elseif redis.call('PTTL', KEYS[i]) < ttl then
+        redis.call('PEXPIRE', KEYS[i], ttl)
+      end
+    end
+  end
+  answer[#answer + 1] = code
+  key = last + 1
 end
-return {'EXTENDED'}
+return answer

@@ -23,11 +23,11 @@ local function refusal(epoch, admitted_run_id, membership, closed)
   if closed then return {'CLOSED'} end
 end
 
--- What a lock key holds: the nonce, epoch and counter of the grant.
+-- What a lock key holds: the nonce, epoch and counter of the grant. One that EXTEND has made again has no counter.
 local function read_lock(key)
   local value = redis.call('GET', key)
   if not value then return nil end
-  local nonce, epoch, counter = string.match(value, '^([^|]+)|(%d+)|(%d+)$')
+  local nonce, epoch, counter = string.match(value, '^([^|]+)|(%d+)|(%w+)$')
   return nonce or value, tonumber(epoch), tonumber(counter)
 end
 
