@@ -132,7 +132,9 @@ def work(number: int, assignment: Assignment, done: ctypes.Array[ctypes.c_ulongl
 
 def hold(plan: Plan, authority: ObservedRedlock | CountingRedlock, log: TextIO) -> int:
     """Carry out a plan and write down what came of it; return how many resources were acquired."""
-    lock = fenced_lock(*plan.resources, ttl=plan.ttl, timeout=plan.timeout, authority=authority)
+    lock = fenced_lock(
+        *plan.resources, ttl=plan.ttl, timeout=plan.timeout, renew=False, authority=authority
+    )  # to overstay, and to vanish, as a process does that is held up or killed as a whole
     if isinstance(authority, ObservedRedlock):
         authority.asked.clear()
         authority.nonces.clear()

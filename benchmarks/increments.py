@@ -71,7 +71,10 @@ def work(arguments: argparse.Namespace) -> None:
     acknowledged = 0
     while acknowledged < arguments.increments:
         try:
-            with quorum.lock(RESOURCE, ttl=arguments.ttl, timeout=60), Session(engine) as session:
+            with (
+                quorum.lock(RESOURCE, ttl=arguments.ttl, timeout=60, renew=False),
+                Session(engine) as session,
+            ):
                 if arguments.control:
                     plain = session.get_one(PlainCounter, 1)
                     time.sleep(arguments.think)

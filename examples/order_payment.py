@@ -28,7 +28,10 @@ refusals: list[StaleTokenError] = []
 
 def pay(engine: Engine, worker: str, cents: int, charge_card: Callable[[], object], lease: float) -> None:
     """Charge a card and add the payment to the order."""
-    with fenced_lock(f"order:{ORDER}", ttl=lease) as token, Session(engine) as session:
+    # Without renew=False the lease would be extended for as long as the process lives. A process that is held
+    # up as a whole extends nothing; that is what this stands for.
+    lock = fenced_lock(f"order:{ORDER}", ttl=lease, renew=False)
+    with lock as token, Session(engine) as session:
         # Claim before reading: from here on nobody with a smaller token can write this order.
         order = claim(session, Order, ORDER)
         paid = order.paid_cents

@@ -11,6 +11,7 @@ The condition is in the statement itself, so any language can join in: a program
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import psycopg
 from sqlalchemy import Engine, select
@@ -69,6 +70,14 @@ def take_with_cursor(dsn: str, pieces: int, token: int) -> bool:
         return cursor.rowcount == 1
 
 
+def work_meanwhile(engine: Engine, dsn: str) -> bool:
+    """Do the second worker's job, in both ways; return whether the cursor wrote."""
+    with fenced_lock(RESOURCE) as token:  # waits until the first worker's lease has run out
+        print(f"the second worker has token {token}")
+        take_with_core(engine, 3, token)
+        return take_with_cursor(dsn, 2, token)
+
+
 def main(engine: Engine) -> int:
     """Tell the story; return 0 if it went as told above."""
     dsn = engine.url.set(drivername="postgresql").render_as_string(hide_password=False)
@@ -76,14 +85,14 @@ def main(engine: Engine) -> int:
         session.merge(StockItem(id=ITEM, name="tea pot", quantity=10))
         session.commit()
 
-    slow = fenced_lock(RESOURCE, ttl=0.5)
+    # Not renewed, as in a process that is held up as a whole.
+    slow = fenced_lock(RESOURCE, ttl=0.5, renew=False)
     stale = slow.acquire().fencing_token
     print(f"the first worker has token {stale}, and is held up")
 
-    with fenced_lock(RESOURCE) as token:  # waits until the first worker's lease has run out
-        print(f"the second worker has token {token}")
-        take_with_core(engine, 3, token)
-        written = take_with_cursor(dsn, 2, token)
+    # In a thread of its own: this one would simply enter again what it holds.
+    with ThreadPoolExecutor(1) as second_worker:
+        written = second_worker.submit(work_meanwhile, engine, dsn).result()
 
     print("the first worker wakes up, and believes that it still holds the lock")
     refused = 0

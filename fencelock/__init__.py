@@ -1,6 +1,7 @@
 """fencelock: quorum locks that mint fencing tokens, and a database that refuses stale writers."""
 
 from fencelock.authority.redlock.redlock import Redlock
+from fencelock.decorator import fenced
 from fencelock.errors import (
     AmbiguousFenceError,
     AuthorityError,
@@ -30,11 +31,12 @@ from fencelock.guard import (
     gate,
 )
 from fencelock.lease import Lease
-from fencelock.lock import FencedLock, fenced_lock
+from fencelock.lock import AsyncLock, FencedLock, fenced_lock
 from fencelock.settings import configure
 
 __all__ = [
     "AmbiguousFenceError",
+    "AsyncLock",
     "AuthorityError",
     "FenceError",
     "FencedDataclassModel",
@@ -59,6 +61,7 @@ __all__ = [
     "conditional_update",
     "configure",
     "execute_fenced",
+    "fenced",
     "fenced_delete",
     "fenced_lock",
     "fenced_update",

@@ -137,6 +137,11 @@ class Lease:
         return not self._released and bool(self._reason_lost() or self.remaining == 0.0)
 
     @property
+    def over(self) -> bool:
+        """Whether it has been given back, or somebody has noted that it is lost."""
+        return self._released or bool(self._reason_lost())
+
+    @property
     def inherited(self) -> bool:
         """Whether this is a forked child's copy of its parent's lease, which it must not release."""
         return self._generation != _Process.generation
@@ -188,13 +193,14 @@ def held_leases() -> tuple[Lease, ...]:
 
 
 def note_held(*leases: Lease) -> None:
-    """Add leases to those of the current context.
+    """Add leases to those of the current context; one that it holds already stays where it is.
 
     Those that were let expire stay only as long as somebody else knows them: who still works under one is
     to hear from the storage that it is stale, but what nobody releases must not pile up.
     """
-    earlier = (lease if lease.remaining else ref(lease) for lease in held_leases())
-    _held.set((*earlier, *leases))
+    held = held_leases()
+    earlier = (lease if lease.remaining else ref(lease) for lease in held)
+    _held.set((*earlier, *(lease for lease in leases if lease not in held)))
 
 
 def note_ended(*leases: Lease) -> None:

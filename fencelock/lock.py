@@ -1,27 +1,152 @@
-"""The life of a lease: wait for it, hold it, extend it, release it."""
+"""The life of a lease: wait for it, hold it, extend it, release it; for `with` and for `async with`.
+
+What a lock does is written once, as generators that yield what takes time (`_Call`, `_Stop`). `FencedLock`
+blocks for it, `AsyncLock` awaits it.
+"""
 
 from __future__ import annotations
 
+import inspect
 import logging
+from collections.abc import Callable, Generator, Iterable
 from types import EllipsisType, TracebackType
-from typing import Generic, TypeVar, overload
+from typing import Any, Generic, Literal, TypeVar, overload
 
-from fencelock._checks import check_timeout, check_ttl
+from fencelock import renewal
+from fencelock._checks import check_choice, check_max_hold, check_timeout, check_ttl
+from fencelock._holds import Hold, add, current_owner, find, remove
 from fencelock.authority.base import Authority, Grant
-from fencelock.errors import AuthorityError, LockError, LockLostError, LockTimeoutError, NotHeldError
-from fencelock.lease import Lease, check_resource, note_ended, note_held
+from fencelock.errors import AuthorityError, LockLostError, LockTimeoutError, NotHeldError
+from fencelock.lease import Lease, check_resource
 from fencelock.settings import default_authority
 
+_T = TypeVar("_T")
 _Token = TypeVar("_Token", int, tuple[int, ...])
 
+IfLost = Literal["raise", "warn"]
+
 logger = logging.getLogger(__name__)
+
+
+class _Call:
+    """A call of an authority that takes time.
+
+    Attributes:
+        answer: what it returned. It is kept here so that an interruption on the way back does not lose it.
+    """
+
+    __slots__ = ("answer", "arguments", "authority", "method", "options")
+
+    def __init__(self, authority: Authority, method: str, *arguments: Any, **options: Any) -> None:
+        self.authority = authority
+        self.method = method
+        self.arguments = arguments
+        self.options = options
+        self.answer: Any = None
+
+    def block(self) -> None:
+        self.answer = getattr(self.authority, self.method)(*self.arguments, **self.options)
+
+    async def wait(self) -> None:
+        self.answer = await getattr(self.authority.aio, self.method)(*self.arguments, **self.options)
+
+
+class _Stop:
+    """Have a hold not be extended any more, and wait until an extension under way has ended."""
+
+    __slots__ = ("hold",)
+
+    def __init__(self, hold: Hold) -> None:
+        self.hold = hold
+
+    def block(self) -> None:
+        if self.hold.renewer is not None:
+            self.hold.renewer.stop(self.hold)
+
+    async def wait(self) -> None:
+        if self.hold.renewer is not None:
+            await self.hold.renewer.stop_soon(self.hold)
+
+
+_Steps = Generator[_Call | _Stop, None, _T]
+_Renewers = Callable[[Authority], renewal.Renewer]
+
+
+def _block(steps: _Steps[_T]) -> _T:
+    """Take steps to their end, blocking."""
+    try:
+        step = next(steps)
+        while True:
+            try:
+                step.block()
+            except BaseException as error:  # noqa: BLE001 - the generator decides
+                step = steps.throw(error)
+            else:
+                step = next(steps)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+
+
+async def _wait(steps: _Steps[_T]) -> _T:
+    """Take steps to their end, letting other tasks run."""
+    try:
+        step = next(steps)
+        while True:
+            try:
+                await step.wait()
+            except BaseException as error:  # noqa: BLE001 - the generator decides
+                step = steps.throw(error)
+            else:
+                step = next(steps)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+
+
+class _Entry:
+    """One time that a lock was entered.
+
+    Attributes:
+        owner: the thread or task that did.
+        mark: stands for it in the holds' blocks, which must not refer to it: a cycle would keep a lock that
+            was thrown away alive, and renewed, until the garbage collector comes along.
+        holds: what it is inside.
+        leases: what it yields, in the order of the lock's resources.
+    """
+
+    __slots__ = ("holds", "leases", "mark", "owner")
+
+    def __init__(self, owner: object) -> None:
+        self.owner = owner
+        self.mark = object()
+        self.holds: tuple[Hold, ...] = ()
+        self.leases: tuple[Lease, ...] = ()
+
+    def enter(self, holds: Iterable[Hold], resources: Iterable[str]) -> None:
+        """Be inside holds, which have all of the resources between them."""
+        self.holds = tuple(dict.fromkeys(holds))
+        by_name = {lease.resource: lease for hold in self.holds for lease in hold.leases}
+        self.leases = tuple(by_name[resource] for resource in resources)
+        for hold in self.holds:
+            hold.blocks.add(self.mark)
+            add(hold)
+
+    def leave(self) -> _Steps[str]:
+        """Give back what no block is inside any more; return how a lease had been lost, or nothing."""
+        lost = ""
+        for hold in reversed(self.holds):
+            hold.blocks.discard(self.mark)
+            if not hold.blocks:
+                lost = (yield from _release(hold)) or lost
+        return lost
 
 
 class FencedLock(Generic[_Token]):
     """A lock on one or several resources; a context manager that yields the fencing token.
 
-    Made by `fenced_lock` or `Redlock.lock`. May be used again after it has been released, but holds one
-    grant at a time: two threads use two objects.
+    Made by `fenced_lock` or `Redlock.lock`, for `with` and for `async with`; coroutines find its methods
+    under `aio`. The thread (or asyncio task) that holds a resource enters it again at no cost and gets the
+    same token, with this object or another; what is held is given back when the last block is left. May be
+    used again afterwards.
     """
 
     def __init__(
@@ -30,24 +155,36 @@ class FencedLock(Generic[_Token]):
         *,
         ttl: float,
         timeout: float | None,
+        renew: bool,
+        max_hold: float | None,
+        fair: bool,
+        if_lost: IfLost,
         authority: Authority | None,
     ) -> None:
         self._resources = _check_resources(resources)
         self._ttl = check_ttl(ttl)
         self._timeout = check_timeout(timeout)
+        self._renew = bool(renew)
+        self._max_hold = check_max_hold(max_hold, self._ttl) if renew else None
+        self._fair = bool(fair)
+        self._if_lost = check_choice("if_lost", if_lost, ("raise", "warn"))
         self._authority = authority
-        self._grant: Grant | None = None
-        self._granted_by: Authority | None = None
-        self._leases: tuple[Lease, ...] = ()
+        self._entries: list[_Entry] = []
+        self._listeners: tuple[Callable[[Lease], None], ...] = ()
 
     def __repr__(self) -> str:
         names = ", ".join(map(repr, self._resources))
-        return f"<fenced_lock {names} {'held' if self._grant else 'not held'}>"
+        return f"<fenced_lock {names} {'held' if self._entries else 'not held'}>"
+
+    @property
+    def aio(self) -> AsyncLock:
+        """The same lock for coroutines: `await lock.aio.acquire()`."""
+        return AsyncLock(self)
 
     @property
     def leases(self) -> tuple[Lease, ...]:
         """The leases while held, in the order of the resources; empty otherwise."""
-        return self._leases
+        return self._innermost().leases if self._entries else ()
 
     @property
     def lease(self) -> Lease:
@@ -56,8 +193,7 @@ class FencedLock(Generic[_Token]):
         Raises:
             NotHeldError: if the lock is not held.
         """
-        self._held_grant()
-        return self._leases[0]
+        return self._innermost().leases[0]
 
     def acquire(self, timeout: float | EllipsisType | None = ...) -> Lease:
         """Wait for the lock and return its lease: of the first resource, where there are several.
@@ -69,64 +205,31 @@ class FencedLock(Generic[_Token]):
         Raises:
             LockTimeoutError: somebody else held it until the timeout.
             AuthorityError: it could not be decided.
-            LockError: this object holds it already.
         """
-        if self._grant is not None:
-            raise LockError(f"{self!r} is held by this very object; release it first, or make another")
-        waiting = self._timeout if timeout is ... else check_timeout(timeout)
-        authority = self._authority or default_authority()
-        grant = authority.acquire(self._resources, ttl=self._ttl, timeout=waiting)
-        try:
-            self._leases = tuple(
-                Lease(resource, token, grant.expires_at)
-                for resource, token in zip(grant.resources, grant.tokens, strict=True)
-            )
-            note_held(*self._leases)
-            self._grant, self._granted_by = grant, authority
-            return self._leases[0]
-        except BaseException:  # a signal handler's: the caller does not learn that it holds the lock
-            self._grant, self._granted_by = grant, authority
-            self._give_back()
-            raise
+        return _block(self._acquire(timeout, renewal.for_thread))
 
     def try_acquire(self) -> Lease | None:
         """Try once: return the lease, or None if somebody else holds the lock.
 
         Raises:
             AuthorityError: it could not be decided.
-            LockError: this object holds it already.
         """
-        try:
-            return self.acquire(timeout=0)
-        except LockTimeoutError:
-            return None
+        return _block(self._try_acquire(renewal.for_thread))
 
     def extend(self, ttl: float | None = None) -> None:
         """Let the lease live on for `ttl` seconds from now, or for what the lock was made with.
 
-        The token stays. A lease is never shortened.
+        The token stays. A lease is never shortened. One that is renewed needs no help.
 
         Raises:
             NotHeldError: the lock is not held.
             LockLostError: the lease has ended; it stays lost.
             AuthorityError: it could not be decided; the lease still ends when it would have.
         """
-        grant = self._held_grant()
-        for lease in self._leases:
-            lease.check()
-            if lease.lost:
-                raise LockLostError(f"the lease of {lease.resource!r} has ended; acquire the lock again")
-        try:
-            self._grant = self._grantor().extend(grant, self._ttl if ttl is None else check_ttl(ttl))
-        except LockLostError as error:
-            for lease in self._leases:
-                lease.lose(str(error))
-            raise
-        for lease in self._leases:
-            lease.extend_to(self._grant.expires_at)
+        _block(self._extend(ttl))
 
     def release(self) -> None:
-        """Give the lock back.
+        """Give the lock back; where it was entered several times, leave one block.
 
         Where too few nodes answer to do so, it ends by itself with its ttl, and a warning is logged.
 
@@ -134,54 +237,121 @@ class FencedLock(Generic[_Token]):
             NotHeldError: the lock is not held.
             LockLostError: the lease had ended before: somebody else may have held the lock meanwhile.
         """
-        if lost := self._give_back():
+        _block(self._release())
+
+    def on_lost(self, callback: Callable[[Lease], None]) -> None:
+        """Have a function called with the lease when it is found to be lost, once for each lease.
+
+        It is called by whoever renews the lease: a thread of its own for blocking code, the event loop for
+        coroutines (where `task.cancel` is a callback that makes sense). The work under the lease is not
+        interrupted; the guard will refuse its writes. Without `renew` nobody watches the lease, and nobody
+        calls. Where the lease is lost already it is called at once.
+
+        Raises:
+            TypeError: for what cannot be called, and for coroutine functions, which nobody would await.
+        """
+        if not callable(callback) or inspect.iscoroutinefunction(callback):
+            raise TypeError(f"on_lost calls a plain function with the lease, and {callback!r} is none")
+        self._listeners = (*self._listeners, callback)
+        for hold in {hold: None for entry in self._entries for hold in entry.holds}:
+            hold.tell_when_lost([callback])
+
+    def _acquire(self, timeout: float | EllipsisType | None, renewers: _Renewers) -> _Steps[Lease]:
+        waiting = self._timeout if timeout is ... else check_timeout(timeout)
+        authority = self._authority or default_authority()
+        owner = current_owner()
+        holds = [hold for name in self._resources if (hold := find(authority, owner, name))]
+        known = {name for hold in holds for name in hold.grant.resources}
+        missing = tuple(name for name in self._resources if name not in known)
+        asked = _Call(authority, "acquire", missing, ttl=self._ttl, timeout=waiting, fair=self._fair)
+        entry = _Entry(owner)
+        try:
+            if missing:
+                yield asked
+                holds.append(self._hold(authority, asked.answer, owner, renewers))
+            self._entries.append(entry)
+            entry.enter(holds, self._resources)
+            for hold in entry.holds:
+                hold.tell_when_lost(self._listeners)
+            return entry.leases[0]
+        except BaseException:  # perhaps a signal handler's: the caller does not learn that it holds the lock
+            if entry.leases:
+                yield from self._leave(entry)
+            elif asked.answer is not None:
+                yield _Call(authority, "release", asked.answer)
+            raise
+
+    def _hold(self, authority: Authority, grant: Grant, owner: object, renewers: _Renewers) -> Hold:
+        hold = Hold(authority, grant, owner, ttl=self._ttl, max_hold=self._max_hold)
+        if self._renew:
+            hold.renewer = renewers(authority)
+            hold.renewer.watch(hold)
+        return hold
+
+    def _try_acquire(self, renewers: _Renewers) -> _Steps[Lease | None]:
+        try:
+            return (yield from self._acquire(0, renewers))
+        except LockTimeoutError:
+            return None
+
+    def _extend(self, ttl: float | None) -> _Steps[None]:
+        seconds = self._ttl if ttl is None else check_ttl(ttl)
+        for hold in self._innermost().holds:
+            _check_still_held(hold)
+            yield _Stop(hold)
+            try:
+                asked = _Call(hold.authority, "extend_many", [(hold.grant, seconds)])
+                yield asked
+                (outcome,) = asked.answer
+                if isinstance(outcome, LockLostError):
+                    for call in hold.lose(str(outcome)):
+                        call()
+                if not isinstance(outcome, Grant):
+                    raise outcome
+                hold.prolong(outcome)
+            finally:
+                if hold.renewer is not None and not hold.over:
+                    hold.renewer.watch(hold)
+
+    def _release(self) -> _Steps[None]:
+        if lost := (yield from self._leave(self._innermost())):
             raise LockLostError(lost)
 
-    def _give_back(self) -> str:
-        """Release; return in what way the lease had been lost before, or nothing."""
-        grant = self._held_grant()
-        leases = self._leases
-        lost = next((lease for lease in leases if lease.lost), None)
-        inherited = any(lease.inherited for lease in leases)
-        self._grant, self._leases = None, ()
-        for lease in leases:
-            lease.release()
-        note_ended(*leases)
-        name = ", ".join(map(repr, self._resources))
-        if inherited:
-            return f"the lease of {name} belongs to the process that this one was forked from"
-        ours: bool | None = None
-        try:
-            ours = self._grantor().release(grant)
-            if ours is None:
-                logger.warning("%s: too few nodes answered to release it; it ends by itself", name)
-        except AuthorityError as error:
-            logger.warning("%s could not be released and ends by itself: %s", name, error)
-        if lost is not None or ours is False:
-            return (
-                f"the lease of {name} (token {grant.tokens[0]}) ended before the work did: somebody else may "
-                "have worked on it meanwhile. What was committed stays committed, and fenced tables are "
-                "safe; make the ttl longer or the work shorter"
-            )
-        return ""
+    def _leave(self, entry: _Entry) -> _Steps[str]:
+        """Leave one block; return in what way a lease had been lost before, or nothing."""
+        self._entries.remove(entry)
+        return (yield from entry.leave())
 
-    def _held_grant(self) -> Grant:
-        if self._grant is None:
+    def _innermost(self) -> _Entry:
+        """Return where this thread or task entered last; or else where anybody did."""
+        if not self._entries:
             raise NotHeldError(f"{self!r}: acquire it first")
-        return self._grant
+        owner = current_owner()
+        ours = (entry for entry in reversed(self._entries) if entry.owner is owner)
+        return next(ours, self._entries[-1])
 
-    def _grantor(self) -> Authority:
-        """Return who granted what is held: the default may have been configured anew since."""
-        return self._granted_by or self._authority or default_authority()
-
-    def __enter__(self) -> _Token:
-        self.acquire()
+    def _enter(self, renewers: _Renewers) -> _Steps[_Token]:
+        yield from self._acquire(..., renewers)
         try:
-            tokens = tuple(lease.fencing_token for lease in self._leases)
+            tokens = tuple(lease.fencing_token for lease in self.leases)
             return tokens if len(self._resources) > 1 else tokens[0]  # type: ignore[return-value]
         except BaseException:  # a signal handler's: the body will not run, and nobody would release
-            self._give_back()
+            yield from self._leave(self._innermost())
             raise
+
+    def _exit(self, exc_value: BaseException | None) -> _Steps[None]:
+        if not self._entries:
+            return  # the body has released it
+        lost = yield from self._leave(self._innermost())
+        if lost and exc_value is not None:
+            exc_value.add_note(lost)
+        elif lost and self._if_lost == "warn":
+            logger.warning("%s", lost)
+        elif lost:
+            raise LockLostError(lost)
+
+    def __enter__(self) -> _Token:
+        return _block(self._enter(renewal.for_thread))
 
     def __exit__(
         self,
@@ -189,24 +359,109 @@ class FencedLock(Generic[_Token]):
         exc_value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._grant is None:
-            return  # the body has released it
-        lost = self._give_back()
-        if lost and exc_value is None:
-            raise LockLostError(lost)
-        if lost and exc_value is not None:
-            exc_value.add_note(lost)
+        _block(self._exit(exc_value))
+
+    async def __aenter__(self) -> _Token:
+        return await _wait(self._enter(renewal.for_loop))
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await _wait(self._exit(exc_value))
+
+
+class AsyncLock:
+    """The methods of a `FencedLock` for coroutines: the same names, the same promises.
+
+    A cancelled acquisition leaves no lease behind; a cancelled release is sent all the same.
+    """
+
+    __slots__ = ("_lock",)
+
+    def __init__(self, lock: FencedLock[Any]) -> None:
+        self._lock = lock
+
+    def __repr__(self) -> str:
+        return f"{self._lock!r}.aio"
+
+    async def acquire(self, timeout: float | EllipsisType | None = ...) -> Lease:  # noqa: ASYNC109 - how long others may hold it
+        """Wait for the lock and return its lease: see `FencedLock.acquire`."""
+        return await _wait(self._lock._acquire(timeout, renewal.for_loop))  # noqa: SLF001 - its other half
+
+    async def try_acquire(self) -> Lease | None:
+        """Try once: return the lease, or None if somebody else holds the lock."""
+        return await _wait(self._lock._try_acquire(renewal.for_loop))  # noqa: SLF001 - its other half
+
+    async def extend(self, ttl: float | None = None) -> None:
+        """Let the lease live on: see `FencedLock.extend`."""
+        await _wait(self._lock._extend(ttl))  # noqa: SLF001 - its other half
+
+    async def release(self) -> None:
+        """Give the lock back: see `FencedLock.release`."""
+        await _wait(self._lock._release())  # noqa: SLF001 - its other half
+
+
+def _check_still_held(hold: Hold) -> None:
+    for lease in hold.leases:
+        lease.check()
+        if lease.lost:
+            raise LockLostError(f"the lease of {lease.resource!r} has ended; acquire the lock again")
+
+
+def _release(hold: Hold) -> _Steps[str]:
+    """Give a hold back; return in what way it had been lost before, or nothing."""
+    name = ", ".join(map(repr, hold.grant.resources))
+    lost = hold.lost
+    remove(hold)
+    if hold.inherited:
+        return f"the lease of {name} belongs to the process that this one was forked from"
+    released = _Call(hold.authority, "release", hold.grant)
+    try:
+        try:
+            yield _Stop(hold)
+        finally:
+            yield released
+        if released.answer is None:
+            logger.warning("%s: too few nodes answered to release it; it ends by itself", name)
+    except AuthorityError as error:
+        logger.warning("%s could not be released and ends by itself: %s", name, error)
+    if lost or released.answer is False:
+        return (
+            f"the lease of {name} (token {hold.grant.tokens[0]}) ended before the work did: somebody else "
+            "may have worked on it meanwhile. What was committed stays committed, and fenced tables are "
+            "safe; make the ttl longer or the work shorter"
+        )
+    return ""
 
 
 @overload
 def fenced_lock(
-    resource: str, /, *, ttl: float = ..., timeout: float | None = ..., authority: Authority | None = ...
+    resource: str,
+    /,
+    *,
+    ttl: float = ...,
+    timeout: float | None = ...,
+    renew: bool = ...,
+    max_hold: float | None = ...,
+    fair: bool = ...,
+    if_lost: IfLost = ...,
+    authority: Authority | None = ...,
 ) -> FencedLock[int]: ...
 
 
 @overload
 def fenced_lock(
-    *resources: str, ttl: float = ..., timeout: float | None = ..., authority: Authority | None = ...
+    *resources: str,
+    ttl: float = ...,
+    timeout: float | None = ...,
+    renew: bool = ...,
+    max_hold: float | None = ...,
+    fair: bool = ...,
+    if_lost: IfLost = ...,
+    authority: Authority | None = ...,
 ) -> FencedLock[tuple[int, ...]]: ...
 
 
@@ -214,9 +469,13 @@ def fenced_lock(
     *resources: str,
     ttl: float = 30.0,
     timeout: float | None = 10.0,
+    renew: bool = True,
+    max_hold: float | None = 3600.0,
+    fair: bool = False,
+    if_lost: IfLost = "raise",
     authority: Authority | None = None,
 ) -> FencedLock[int] | FencedLock[tuple[int, ...]]:
-    """Return a lock on a resource, to be entered with `with`: it yields the fencing token.
+    """Return a lock on a resource, to be entered with `with` or `async with`: it yields the fencing token.
 
     ```python
     with fenced_lock("order:1") as token, Session(engine) as session:
@@ -232,15 +491,30 @@ def fenced_lock(
     Args:
         *resources: what to lock: 1 to 255 characters each, without control characters. Several are
             acquired together or not at all, and yield a tuple of tokens in their order.
-        ttl: seconds that the lease lasts on every node.
+        ttl: seconds that the lease lasts on every node, and by which it is extended.
         timeout: seconds to wait for another holder; None for ever, 0 one try.
+        renew: extend the lease in the background, after each third of its ttl, until it is released.
+        max_hold: seconds after which a lease is no longer renewed, for a worker that hangs must not hold for
+            ever; it is lost then. None for no limit.
+        fair: wait in line: first come, first served, as far as a quorum can tell.
+        if_lost: what leaving the block does if the lease was lost before and the body raised nothing:
+            "raise" LockLostError, or "warn" in the log.
         authority: who grants it; by default what `configure()` or FENCELOCK_URL say.
 
     Raises:
         TypeError: for arguments of the wrong kind; entering raises the errors of `FencedLock.acquire`.
         ValueError: for arguments out of range.
     """
-    lock: FencedLock[int] = FencedLock(resources, ttl=ttl, timeout=timeout, authority=authority)
+    lock: FencedLock[int] = FencedLock(
+        resources,
+        ttl=ttl,
+        timeout=timeout,
+        renew=renew,
+        max_hold=max_hold,
+        fair=fair,
+        if_lost=if_lost,
+        authority=authority,
+    )
     return lock
 
 

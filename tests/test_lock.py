@@ -10,6 +10,7 @@ import pickle
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, assert_type
 
 import pytest
@@ -18,7 +19,7 @@ import redis
 import fencelock
 from fencelock import FencedLock, Redlock, errors, fenced_lock, settings
 from fencelock.embedded import Nodes
-from fencelock.errors import AuthorityError, LockError, LockLostError, LockTimeoutError, NotHeldError
+from fencelock.errors import AuthorityError, LockLostError, LockTimeoutError, NotHeldError
 from fencelock.lease import Lease, held_leases
 
 
@@ -27,6 +28,13 @@ def authority(nodes: Nodes) -> Iterator[Redlock]:
     """A Redlock on five initialised nodes, with counters from 0."""
     with Redlock(nodes.urls) as made:
         made.init(base=0)
+        yield made
+
+
+@pytest.fixture
+def rival(authority: Redlock) -> Iterator[Redlock]:
+    """Another client of the same nodes: for what this very thread could enter again otherwise."""
+    with Redlock(authority.nodes) as made:
         yield made
 
 
@@ -117,17 +125,17 @@ def test_token_is_an_int_and_several_are_a_tuple(authority: Redlock) -> None:
     assert_type(authority.lock("a", "b"), FencedLock[tuple[int, ...]])
 
 
-def test_several_resources_are_held_together_or_not_at_all(authority: Redlock) -> None:
+def test_several_resources_are_held_together_or_not_at_all(authority: Redlock, rival: Redlock) -> None:
     """Who wants one of them waits; who holds one of them keeps the whole from being granted."""
     with authority.lock("b"), pytest.raises(LockTimeoutError):
-        authority.lock("a", "b", "c", timeout=0.1).acquire()
-    with authority.lock("a", timeout=0), authority.lock("c", timeout=0):
+        rival.lock("a", "b", "c", timeout=0.1).acquire()
+    with authority.lock("a", timeout=0), rival.lock("c", timeout=0):
         pass
     both = authority.lock("c", "a")
     with both:
         assert [lease.resource for lease in both.leases] == ["c", "a"]
         assert both.lease is both.leases[0]
-        assert authority.lock("a").try_acquire() is None
+        assert rival.lock("a").try_acquire() is None
 
 
 def test_opposite_orders_do_not_deadlock(authority: Redlock) -> None:
@@ -147,24 +155,24 @@ def test_opposite_orders_do_not_deadlock(authority: Redlock) -> None:
     assert len(done) == 30
 
 
-def test_timeout_of_zero_is_one_try(authority: Redlock) -> None:
+def test_timeout_of_zero_is_one_try(authority: Redlock, rival: Redlock) -> None:
     """Free: granted. Held: refused at once, with the holder's remaining time."""
     with authority.lock("r", ttl=20, timeout=0):
         began = time.monotonic()
         with pytest.raises(LockTimeoutError) as failure:
-            authority.lock("r", timeout=0).acquire()
+            rival.lock("r", timeout=0).acquire()
         assert time.monotonic() - began < 0.3
     assert failure.value.holder_ttl is not None
     assert 18 < failure.value.holder_ttl <= 20
     assert isinstance(failure.value, TimeoutError)
 
 
-def test_waiting_ends_with_the_timeout(authority: Redlock) -> None:
+def test_waiting_ends_with_the_timeout(authority: Redlock, rival: Redlock) -> None:
     """Neither before nor much later; what the lock was made with, or what acquire says."""
     with authority.lock("r"):
         for lock, options in (
-            (authority.lock("r", timeout=0.3), {}),
-            (authority.lock("r"), {"timeout": 0.3}),
+            (rival.lock("r", timeout=0.3), {}),
+            (rival.lock("r"), {"timeout": 0.3}),
         ):
             began = time.monotonic()
             with pytest.raises(LockTimeoutError):
@@ -172,11 +180,12 @@ def test_waiting_ends_with_the_timeout(authority: Redlock) -> None:
             assert 0.29 < time.monotonic() - began < 0.8
 
 
-def test_waiting_for_ever_ends_with_the_holders_lease(authority: Redlock) -> None:
+def test_waiting_for_ever_ends_with_the_holders_lease(authority: Redlock, rival: Redlock) -> None:
     """`timeout=None` outlasts a holder who never releases."""
-    authority.lock("r", ttl=0.5).acquire()
+    forgotten = authority.lock("r", ttl=0.5, renew=False)
+    forgotten.acquire()
     began = time.monotonic()
-    with authority.lock("r", timeout=None) as token:
+    with rival.lock("r", timeout=None) as token:
         assert token > 1
     assert 0.3 < time.monotonic() - began < 2
 
@@ -216,17 +225,79 @@ def test_what_is_not_held_is_neither_released_nor_extended() -> None:
         lock.extend()
 
 
-def test_lock_may_be_used_again_but_not_twice_at_once(authority: Redlock) -> None:
-    """The object is free after its release; entering it twice is refused, and spoils nothing."""
+def test_lock_may_be_used_again(authority: Redlock) -> None:
+    """The object is free after its release."""
     lock = authority.lock("r")
     for expected in (1, 2, 3):
         with lock as token:
             assert token == expected
-            with pytest.raises(LockError, match="held by this very object"):
-                lock.acquire()
-            assert lock.lease.fencing_token == expected
     with pytest.raises(NotHeldError):
         lock.release()
+
+
+def test_holder_enters_again_with_the_same_token(authority: Redlock, rival: Redlock) -> None:
+    """With the same object or another; it is given back when the outermost block is left."""
+    lock = authority.lock("r")
+    with lock as token:
+        with lock as again, authority.lock("r", timeout=0) as once_more:
+            assert again == once_more == token
+        assert rival.lock("r").try_acquire() is None
+        assert [lease.fencing_token for lease in held_leases()] == [token]
+    assert held_leases() == ()
+    with rival.lock("r", timeout=0) as later:
+        assert later > token
+
+
+def test_holder_of_some_resources_takes_only_the_others(authority: Redlock, rival: Redlock) -> None:
+    """What was entered again stays with its outer block."""
+    with authority.lock("a", "b") as (a, b):
+        with authority.lock("b", "c") as (b_again, _), authority.lock("a", "b") as both:
+            assert (b_again, both) == (b, (a, b))
+        with rival.lock("c", timeout=0):
+            pass
+        assert rival.lock("a").try_acquire() is None
+        assert rival.lock("b").try_acquire() is None
+
+
+def test_another_thread_of_the_process_waits_like_anybody_else(authority: Redlock) -> None:
+    """Re-entry is the holding thread's alone, also through the very same object."""
+    lock = authority.lock("r", timeout=0)
+    with lock, ThreadPoolExecutor(1) as other, pytest.raises(LockTimeoutError):
+        other.submit(lock.acquire).result()
+
+
+def test_another_task_waits_like_anybody_else(authority: Redlock) -> None:
+    """A task is a holder of its own, though it sees the lease of the task that made it."""
+
+    async def child() -> Lease | None:
+        return authority.lock("r").try_acquire()
+
+    async def parent() -> None:
+        with authority.lock("r"):
+            assert await asyncio.create_task(child()) is None
+            with authority.lock("r", timeout=0):
+                pass
+
+    asyncio.run(parent())
+
+
+def test_lost_lease_is_acquired_anew(authority: Redlock) -> None:
+    """Its token may have been exceeded: whoever enters gets one of his own, and the block around it hears."""
+    outer = authority.lock("r", ttl=0.05, renew=False)
+    stale = outer.acquire()
+    time.sleep(0.06)
+    with authority.lock("r", timeout=1) as token, authority.lock("r", timeout=0) as again:
+        assert token == again > stale.fencing_token
+        assert held_leases()[-1].fencing_token == token
+    with pytest.raises(LockLostError, match="ended before"):
+        outer.release()
+
+
+def test_lock_object_that_was_thrown_away_is_not_entered_again(authority: Redlock) -> None:
+    """Nobody could leave its block any more: one waits until its lease ends."""
+    authority.lock("r", ttl=0.3).acquire()  # not renewed either, though nobody said so
+    with authority.lock("r", timeout=5) as token:
+        assert token > 1
 
 
 def test_body_may_release_by_itself(authority: Redlock) -> None:
@@ -240,7 +311,10 @@ def test_body_may_release_by_itself(authority: Redlock) -> None:
 
 def test_lease_that_ended_before_the_work_raises_on_leaving(authority: Redlock, nodes: Nodes) -> None:
     """By time, and where the nodes no longer know it."""
-    with pytest.raises(LockLostError, match="ended before the work did"), authority.lock("r", ttl=0.05):
+    with (
+        pytest.raises(LockLostError, match="ended before the work did"),
+        authority.lock("r", ttl=0.05, renew=False),
+    ):
         time.sleep(0.1)
     with pytest.raises(LockLostError), authority.lock("r"):
         forget(nodes, "r")
@@ -252,7 +326,7 @@ def test_lost_lease_does_not_hide_the_bodys_own_exception(authority: Redlock) ->
     """It is told as a note on it."""
 
     def work() -> None:
-        with authority.lock("r", ttl=0.05):
+        with authority.lock("r", ttl=0.05, renew=False):
             time.sleep(0.1)
             raise KeyError("the body's own")
 
@@ -287,7 +361,7 @@ def test_extension_moves_the_end_and_keeps_the_token(authority: Redlock) -> None
 
 def test_lease_whose_time_ran_out_is_not_extended(authority: Redlock) -> None:
     """Once it was seen to be over, it stays over."""
-    lock = authority.lock("r", ttl=0.05)
+    lock = authority.lock("r", ttl=0.05, renew=False)
     lock.acquire()
     time.sleep(0.06)
     with pytest.raises(LockLostError):
@@ -296,10 +370,10 @@ def test_lease_whose_time_ran_out_is_not_extended(authority: Redlock) -> None:
         lock.release()
 
 
-def test_failed_acquisition_never_runs_the_body(authority: Redlock) -> None:
+def test_failed_acquisition_never_runs_the_body(authority: Redlock, rival: Redlock) -> None:
     """Nor does it leave anything in the context."""
     ran = False
-    with authority.lock("r"), pytest.raises(LockTimeoutError), authority.lock("r", timeout=0):
+    with authority.lock("r"), pytest.raises(LockTimeoutError), rival.lock("r", timeout=0):
         ran = True
     assert not ran
     assert held_leases() == ()

@@ -65,7 +65,7 @@ class Worker:
 
     def lock(self, ttl: float) -> int:
         """Take the quorum's lock, and return the fencing token."""
-        self._lock = self._quorum.lock(RESOURCE, ttl=ttl, timeout=20)
+        self._lock = self._quorum.lock(RESOURCE, ttl=ttl, timeout=20, renew=False)
         return self._lock.acquire().fencing_token
 
     def claim(self) -> int:

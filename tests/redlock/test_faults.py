@@ -41,6 +41,14 @@ def authority(nodes: Nodes) -> Iterator[Redlock]:
         yield made
 
 
+@pytest.fixture
+def rival(nodes: Nodes) -> Iterator[Redlock]:
+    """Another client of the same nodes: for what this very thread could enter again otherwise."""
+    with Redlock(nodes.urls, node_timeout=0.3, connect_timeout=1.0, outage_grace=0.3) as made:
+        made.init(base=0)  # whoever comes first
+        yield made
+
+
 def locked_on(nodes: Nodes, resource: str = "r") -> list[int]:
     """Return on which running nodes a resource is locked."""
     found = []
@@ -79,7 +87,7 @@ def test_hung_minority_costs_nothing(authority: Redlock, nodes: Nodes) -> None:
     assert time.monotonic() - began < 1.0
 
 
-def test_hung_node_is_waited_for_once(authority: Redlock, nodes: Nodes) -> None:
+def test_hung_node_is_waited_for_once(authority: Redlock, rival: Redlock, nodes: Nodes) -> None:
     """Where a refusal needs the hung node's word, it is waited for once, and then known to be hung."""
     with authority.lock("r"):
         for node in nodes[:2]:
@@ -90,7 +98,7 @@ def test_hung_node_is_waited_for_once(authority: Redlock, nodes: Nodes) -> None:
         for _ in range(4):
             began = time.monotonic()
             with pytest.raises(LockTimeoutError):
-                take(authority, timeout=0)
+                take(rival, timeout=0)
             durations.append(time.monotonic() - began)
     assert max(durations[1:]) < 0.25, durations
 
@@ -171,7 +179,7 @@ def test_restarted_node_with_its_data_does_not_vote(make_nodes: Callable[..., No
 
 
 def test_script_cache_may_be_flushed_at_any_time(authority: Redlock, nodes: Nodes) -> None:
-    """NOSCRIPT is answered with the text, on the same socket; late ones in the next exchange."""
+    """NOSCRIPT is answered with the text, on the same socket."""
     for number in range(5):
         assert take(authority) == number + 1
         with redis.Redis.from_url(nodes[number].url) as client:
@@ -182,8 +190,6 @@ def test_script_cache_may_be_flushed_at_any_time(authority: Redlock, nodes: Node
             with redis.Redis.from_url(node.url) as client:
                 client.script_flush()
     assert token == 6
-    assert eventually(lambda: len(locked_on(nodes)) <= 2)
-    take(authority, "another")
     assert eventually(lambda: locked_on(nodes) == [])
 
 
@@ -414,13 +420,15 @@ def test_interruption_at_any_line_of_an_acquisition_leaves_no_lock(nodes: Nodes,
     assert line > (150 if warm else 300)
 
 
-def test_keyboard_interrupt_while_waiting_leaves_no_lock(authority: Redlock, nodes: Nodes) -> None:
+def test_keyboard_interrupt_while_waiting_leaves_no_lock(
+    authority: Redlock, rival: Redlock, nodes: Nodes
+) -> None:
     """Ctrl-C during the wait for another holder."""
     with authority.lock("r"):
         timer = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT))
         timer.start()
         with pytest.raises(KeyboardInterrupt):
-            take(authority, timeout=5)
+            take(rival, timeout=5)
         timer.join()
         assert len(locked_on(nodes)) == 5
     assert eventually(lambda: locked_on(nodes) == [])
@@ -446,14 +454,14 @@ def test_descriptor_that_is_used_again_is_not_confused(authority: Redlock) -> No
         take(authority)
 
 
-def test_idle_waiting_burns_no_processor_time(authority: Redlock, nodes: Nodes) -> None:
+def test_idle_waiting_burns_no_processor_time(authority: Redlock, rival: Redlock, nodes: Nodes) -> None:
     """A second of waiting for a holder, with one node dead and one hung, is not spent in a loop."""
     with authority.lock("r"):
         nodes[0].kill()
         nodes[1].pause()
         began = time.process_time()
         with pytest.raises(LockTimeoutError):
-            take(authority, timeout=1.0)
+            take(rival, timeout=1.0)
         assert time.process_time() - began < 0.35
 
 

@@ -1,0 +1,177 @@
+"""The grants that this process holds, who in it holds them, and which blocks are inside.
+
+Who: a thread, or inside a running event loop the task. That is what re-entry asks: the same thread or task
+that holds a resource enters again and gets the same token; any other one waits like anybody else. (Which
+leases a *write* may use is another question, and the context answers it: see `lease`.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+from weakref import ReferenceType, WeakValueDictionary, ref
+
+from fencelock.authority.base import Authority, Grant
+from fencelock.lease import Lease, note_ended, note_held
+
+if TYPE_CHECKING:
+    from fencelock.renewal import Renewer
+
+
+def current_owner() -> object:
+    """Return who is running: the task of the running event loop, or else the thread."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:
+        task = None
+    return task if task is not None else threading.current_thread()
+
+
+class Hold:
+    """One grant while it is held.
+
+    Attributes:
+        authority: who granted it.
+        grant: as it was last extended.
+        leases: of each of its resources.
+        blocks: what is inside it; when that is nothing any more, it is given back.
+        ttl: seconds that an extension asks for.
+        deadline: when it is to end whatever happens, on the clock of `time.monotonic`.
+        renewer: who extends it; None if nobody does.
+        trouble: why it could not be extended last time; empty if it could.
+        itself: a weak reference: what is thrown away while it is held is not extended any more.
+        planned: when the renewer means to look at it next.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_listeners",
+        "authority",
+        "blocks",
+        "deadline",
+        "grant",
+        "itself",
+        "leases",
+        "owner",
+        "planned",
+        "renewer",
+        "trouble",
+        "ttl",
+    )
+
+    def __init__(
+        self,
+        authority: Authority,
+        grant: Grant,
+        owner: object,
+        *,
+        ttl: float,
+        max_hold: float | None = None,
+        renewer: Renewer | None = None,
+    ) -> None:
+        self.authority = authority
+        self.grant = grant
+        self.owner = owner
+        self.blocks: set[object] = set()
+        self.leases = tuple(
+            Lease(resource, token, grant.expires_at)
+            for resource, token in zip(grant.resources, grant.tokens, strict=True)
+        )
+        self.ttl = ttl
+        self.deadline = math.inf if max_hold is None else time.monotonic() + max_hold
+        self.renewer = renewer
+        self.trouble = ""
+        self.itself: ReferenceType[Hold] = ref(self)
+        self.planned = math.inf
+        self._listeners: tuple[Callable[[Lease], None], ...] = ()
+
+    @property
+    def inherited(self) -> bool:
+        """Whether it is a forked child's copy: nothing that the child holds, or may give back."""
+        return self.leases[0].inherited
+
+    @property
+    def lost(self) -> bool:
+        """Whether it is known to have ended before it was given back."""
+        return any(lease.lost for lease in self.leases)
+
+    @property
+    def over(self) -> bool:
+        """Whether it has been given back, or was noted to be lost: there is nothing to extend."""
+        return any(lease.over for lease in self.leases)
+
+    def tell_when_lost(self, listeners: Iterable[Callable[[Lease], None]]) -> None:
+        """Have these called with the lease, once each, when the hold is lost."""
+        new = tuple(each for each in listeners if each not in self._listeners)
+        if new:
+            self._listeners = (*self._listeners, *new)
+
+    def prolong(self, grant: Grant) -> None:
+        """Note that the authority has extended the grant."""
+        self.grant = grant
+        self.trouble = ""
+        for lease in self.leases:
+            lease.extend_to(grant.expires_at)
+
+    def remint(self, grant: Grant) -> None:
+        """Note that the authority has given larger tokens to the same hold."""
+        self.grant = grant
+        for lease, token in zip(self.leases, grant.tokens, strict=True):
+            lease.remint(token, grant.expires_at)
+
+    def lose(self, reason: str) -> tuple[Callable[[], None], ...]:
+        """Note that the hold has ended before it was given back; return what is to be called for that."""
+        listeners, self._listeners = self._listeners, ()
+        for lease in self.leases:
+            lease.lose(reason)
+        return tuple(_calling(listener, lease) for listener in listeners for lease in self.leases)
+
+
+def _calling(listener: Callable[[Lease], None], lease: Lease) -> Callable[[], None]:
+    return lambda: listener(lease)
+
+
+_Key = tuple[Authority, object, str]
+#: Weak: a lock object that was thrown away while it was held is nobody's to enter again.
+_holds: WeakValueDictionary[_Key, Hold] = WeakValueDictionary()
+
+
+def find(authority: Authority, owner: object, resource: str) -> Hold | None:
+    """Return the hold of a resource that the owner may enter again.
+
+    One that is lost is not entered again: work inside it would believe in a token that somebody else may
+    have exceeded. It is acquired anew, with a token of its own.
+    """
+    hold = _holds.get((authority, owner, resource))
+    return None if hold is None or hold.inherited or hold.lost else hold
+
+
+def add(hold: Hold) -> None:
+    """Note a hold, and its leases in the current context; again has no effect."""
+    for key in _keys(hold):
+        _holds[key] = hold
+    note_held(*hold.leases)
+
+
+def remove(hold: Hold) -> None:
+    """Note that a hold is over."""
+    for lease in hold.leases:
+        lease.release()
+    note_ended(*hold.leases)
+    for key in _keys(hold):
+        if _holds.get(key) is hold:
+            del _holds[key]
+
+
+def everything_held() -> list[Hold]:
+    """Return all that this process holds."""
+    holds = dict.fromkeys(reference() for reference in _holds.valuerefs())
+    return [hold for hold in holds if hold is not None and not hold.inherited]
+
+
+def _keys(hold: Hold) -> Iterable[_Key]:
+    return ((hold.authority, hold.owner, resource) for resource in hold.grant.resources)

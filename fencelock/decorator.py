@@ -1,0 +1,131 @@
+"""`fenced`: a function that holds a lock while it runs, on a resource that its arguments name."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import string
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, cast
+
+from fencelock.authority.base import Authority
+from fencelock.lock import FencedLock, IfLost, fenced_lock
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def fenced(
+    *templates: str,
+    ttl: float = 30.0,
+    timeout: float | None = 10.0,
+    renew: bool = True,
+    max_hold: float | None = 3600.0,
+    fair: bool = False,
+    if_lost: IfLost = "raise",
+    authority: Authority | None = None,
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Have a function, or a coroutine function, run only while it holds `fenced_lock` on its resources.
+
+    ```python
+    @fenced("order:{order_id}", ttl=15)
+    def ship(order_id: int) -> None: ...
+
+    @fenced("account:{source.id}", "account:{target.id}")
+    async def transfer(source: Account, target: Account, amount: int) -> None: ...
+    ```
+
+    Args:
+        *templates: resources, in which {name} stands for an argument of the call; {name.attribute},
+            {name[key]} and {name:format} work as in str.format. Defaults count. {self.id} works in methods.
+        ttl: as for `fenced_lock`, and so are the others.
+        timeout: seconds to wait for another holder.
+        renew: extend the lease in the background.
+        max_hold: seconds after which it is no longer extended.
+        fair: wait in line.
+        if_lost: "raise" or "warn" after the function has returned.
+        authority: who grants it; by default the process default at the time of the call.
+
+    Raises:
+        TypeError: at once, for a field that is no parameter of the function, and for a generator function,
+            whose body would run after the release. Calling raises the errors of `FencedLock.acquire`.
+        ValueError: at once, for a template that cannot be formatted, or settings out of range.
+    """
+    if not templates or not all(isinstance(template, str) for template in templates):
+        raise TypeError('fenced needs the name of what to lock: write @fenced("order:{order_id}")')
+
+    def make(resources: tuple[str, ...]) -> FencedLock[Any]:
+        return fenced_lock(
+            *resources,
+            ttl=ttl,
+            timeout=timeout,
+            renew=renew,
+            max_hold=max_hold,
+            fair=fair,
+            if_lost=if_lost,
+            authority=authority,
+        )
+
+    make(("checks the settings",))
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        signature = _check(function, templates)
+
+        def lock_for(*args: _P.args, **kwargs: _P.kwargs) -> FencedLock[Any]:
+            call = signature.bind(*args, **kwargs)
+            call.apply_defaults()
+            resources = (template.format_map(call.arguments) for template in templates)
+            return make(tuple(dict.fromkeys(resources)))
+
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def fenced_coroutine(*args: _P.args, **kwargs: _P.kwargs) -> Any:
+                async with lock_for(*args, **kwargs):
+                    return await function(*args, **kwargs)
+
+            return cast("Callable[_P, _R]", fenced_coroutine)
+
+        @functools.wraps(function)
+        def fenced_function(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            with lock_for(*args, **kwargs):
+                return function(*args, **kwargs)
+
+        return fenced_function
+
+    return decorate
+
+
+def _check(function: Callable[..., Any], templates: tuple[str, ...]) -> inspect.Signature:
+    """Return a function's signature, if every field of the templates is one of its parameters."""
+    if isinstance(function, (staticmethod, classmethod)):
+        raise TypeError(f"write @{type(function).__name__} above @fenced, not below it")
+    if not callable(function) or isinstance(function, type):
+        raise TypeError(f"fenced decorates a function, not {function!r}")
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise TypeError(
+            f"{function.__qualname__} is a generator, whose body runs after the call has returned: write "
+            "`with fenced_lock(…)` inside it"
+        )
+    signature = inspect.signature(function)
+    for template in templates:
+        for field in _fields(template):
+            if field not in signature.parameters:
+                raise TypeError(
+                    f"{template!r} names {field or 'a field without a name'!r}, which is no parameter of "
+                    f"{getattr(function, '__qualname__', function)}{signature}"
+                )
+    return signature
+
+
+def _fields(template: str) -> list[str]:
+    """Return the names of the arguments that a template is made of.
+
+    Raises:
+        ValueError: for one that cannot be formatted.
+    """
+    try:
+        names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise ValueError(f"{template!r} is no template such as 'order:{{order_id}}': {error}") from None
+    return [name.partition(".")[0].partition("[")[0] for name in names]

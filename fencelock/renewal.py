@@ -1,0 +1,380 @@
+"""Extending held leases in the background: in batches, in time, and not for ever.
+
+What is to be done when (`Agenda`, `tend`) is one thing, and knows neither threads nor event loops; who does
+it is another: for blocking code a thread for each authority (`ThreadRenewer`), for asyncio the event loop
+itself (`LoopRenewer`), with timers and short-lived tasks, so that nothing is pending while nothing is held.
+
+A lease is looked at after a third of its ttl; if the nodes cannot be reached then, again and again until its
+validity is over. Then it is *lost*, and so it is at the end of `max_hold`: a worker that hangs beside a
+healthy renewer must not hold for ever. Whoever works under a lost lease is not interrupted, but hears of it
+from the next use of the lease, from `on_lost`, and on leaving the block; the storage has the last word.
+
+A lease that is given back is taken off the agenda first, and an extension that is under way is waited for:
+nothing is extended after its release.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import heapq
+import logging
+import math
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Protocol
+from weakref import ReferenceType, WeakKeyDictionary
+
+from fencelock._holds import Hold
+from fencelock.authority.base import Authority, Grant, Wish
+from fencelock.errors import AuthorityError, FencelockError, LockLostError
+
+#: Grants that are extended in one round trip. A node does nothing else meanwhile: about a millisecond.
+BATCH = 500
+_PARTS = 16
+_SHORTEST_PAUSE = 0.01
+_IDLE = 30.0
+
+logger = logging.getLogger("fencelock.renewal")
+
+#: A batch of what is wanted.
+Wishes = list[Wish]
+#: What became of a wish.
+Extended = Grant | FencelockError
+
+
+class Agenda:
+    """When each hold is to be looked at: in steps of a sixteenth of its interval, so that batches form.
+
+    Not for two threads at once. Holds are referred to weakly.
+    """
+
+    def __init__(self) -> None:
+        self._steps: dict[float, set[ReferenceType[Hold]]] = {}
+        self._times: list[float] = []
+        # Another one in every process, or all would ask the nodes at the same moments.
+        self._phase = random.random()  # noqa: S311 - no secret
+
+    @property
+    def next_at(self) -> float:
+        """When something is to be done; infinite if nothing is."""
+        return self._times[0] if self._times else math.inf
+
+    def plan(self, hold: Hold, at: float, interval: float) -> None:
+        """Look at a hold at that time, or up to a sixteenth of the interval later."""
+        width = interval / _PARTS
+        hold.planned = step = (math.ceil(at / width - self._phase) + self._phase) * width
+        holds = self._steps.get(step)
+        if holds is None:
+            self._steps[step] = {hold.itself}
+            heapq.heappush(self._times, step)
+        else:
+            holds.add(hold.itself)
+
+    def strike(self, hold: Hold) -> None:
+        """Take a hold off the agenda."""
+        if (holds := self._steps.get(hold.planned)) is not None:
+            holds.discard(hold.itself)
+
+    def take(self, now: float) -> list[Hold]:
+        """Take off, and return, what is to be looked at now."""
+        due: list[Hold] = []
+        while self._times and (self._times[0] <= now or not self._steps[self._times[0]]):
+            references = self._steps.pop(heapq.heappop(self._times))
+            due += [hold for reference in references if (hold := reference()) is not None]
+        return due
+
+
+def first_look(hold: Hold, now: float) -> tuple[float, float]:
+    """Return when to look at a hold that was granted or extended, and the interval of such looks."""
+    interval = hold.ttl / 3
+    left = hold.grant.expires_at - now
+    # An acquisition that took long has left less than its ttl. At the end there is nothing to gain.
+    return now + (left if _is_final(hold) else min(interval, left / 2)), interval
+
+
+def second_look(hold: Hold, now: float) -> tuple[float, float]:
+    """Return when to look again at a hold that could not be extended, and the interval of such looks."""
+    interval = max(hold.ttl / 20, _SHORTEST_PAUSE)
+    return min(now + interval, hold.grant.expires_at), interval
+
+
+def _is_final(hold: Hold) -> bool:
+    """Whether the grant lasts for as long as it ever may."""
+    return hold.deadline - hold.grant.expires_at < hold.ttl / 20
+
+
+def tend(
+    due: Iterable[Hold], now: Callable[[], float], plan: Callable[[Hold, float, float], None]
+) -> Generator[Wishes | Grant, Sequence[Extended], list[Callable[[], None]]]:
+    """Extend what is due and can be, give up what cannot, and plan the rest.
+
+    Yields a batch of wishes, and is sent what became of each; yields a grant that is lost, to be released
+    for what may be left of it. Returns what is to be called for leases that were lost.
+    """
+    calls: list[Callable[[], None]] = []
+    wanted: list[tuple[Hold, float]] = []
+    for hold in due:
+        moment = now()
+        if hold.over:
+            continue
+        if moment >= hold.grant.expires_at:
+            reason = (
+                "it was held for as long as max_hold allows"
+                if _is_final(hold)
+                else f"it could not be extended in time: {hold.trouble or 'this process was held up'}"
+            )
+            calls += hold.lose(reason)
+            yield hold.grant
+        elif _is_final(hold):
+            plan(hold, *first_look(hold, moment))
+        else:
+            wanted.append((hold, min(hold.ttl, hold.deadline - moment)))
+    for start in range(0, len(wanted), BATCH):
+        batch = wanted[start : start + BATCH]
+        outcomes = yield [(hold.grant, seconds) for hold, seconds in batch]
+        for (hold, _), outcome in zip(batch, outcomes, strict=True):
+            if isinstance(outcome, Grant):
+                hold.prolong(outcome)
+                plan(hold, *first_look(hold, now()))
+            elif isinstance(outcome, LockLostError):
+                calls += hold.lose(str(outcome))
+                yield hold.grant
+            else:
+                hold.trouble = str(outcome)
+                plan(hold, *second_look(hold, now()))
+    return calls
+
+
+def _tell(calls: Iterable[Callable[[], None]]) -> None:
+    for call in calls:
+        try:
+            call()
+        except Exception:
+            logger.exception("an on_lost callback failed")
+
+
+class Renewer(Protocol):
+    """Who extends holds."""
+
+    def watch(self, hold: Hold) -> None:
+        """Begin to extend a hold."""
+
+    def stop(self, hold: Hold) -> None:
+        """Cease to extend a hold; an extension under way has ended when this returns."""
+
+    async def stop_soon(self, hold: Hold) -> None:
+        """Do as `stop`, and let other tasks run meanwhile."""
+
+
+class ThreadRenewer:
+    """Extends the holds of blocking code, from a thread that is started when it is first needed."""
+
+    def __init__(self) -> None:
+        self._agenda = Agenda()
+        self._changed = threading.Condition(threading.Lock())
+        self._wakes_at = -math.inf
+        self._thread: threading.Thread | None = None
+        self._tended: frozenset[Hold] = frozenset()
+
+    def watch(self, hold: Hold) -> None:
+        """Begin to extend a hold."""
+        now = time.monotonic()
+        with self._changed:
+            self._agenda.plan(hold, *first_look(hold, now))
+            if self._thread is None:
+                self._start()
+            elif hold.planned < self._wakes_at:
+                self._changed.notify_all()
+
+    def stop(self, hold: Hold) -> None:
+        """Cease to extend a hold; an extension under way has ended when this returns."""
+        with self._changed:
+            while hold in self._tended and threading.current_thread() is not self._thread:
+                self._changed.wait()
+            self._agenda.strike(hold)
+
+    async def stop_soon(self, hold: Hold) -> None:
+        """Do as `stop`, and let other tasks run meanwhile."""
+        if hold in self._tended:
+            await asyncio.to_thread(self.stop, hold)
+        else:
+            self.stop(hold)
+
+    def _start(self) -> None:
+        # An empty context: the thread must not keep the leases of whoever happened to start it.
+        self._thread = threading.Thread(
+            target=contextvars.Context().run, args=(self._work,), name="fencelock-renewal", daemon=True
+        )
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # too many threads, or the interpreter is on its way out
+            self._thread = None
+            logger.warning("leases are not extended, for no thread can be started: %s", error)
+
+    def _work(self) -> None:
+        while due := self._await_due():
+            calls = self._tend(due)
+            with self._changed:
+                self._tended = frozenset()
+                self._changed.notify_all()
+            _tell(calls)
+            del due, calls  # while it waits, it must not keep what nobody else does
+
+    def _await_due(self) -> list[Hold]:
+        """Return what is to be looked at; nothing when the thread may end, for it was idle."""
+        with self._changed:
+            idle_since = time.monotonic()
+            while True:
+                now = time.monotonic()
+                if due := self._agenda.take(now):
+                    self._tended = frozenset(due)
+                    self._wakes_at = -math.inf
+                    return due
+                self._wakes_at = min(self._agenda.next_at, idle_since + _IDLE)
+                if now >= self._wakes_at:
+                    self._thread = None
+                    return []
+                self._changed.wait(self._wakes_at - now)
+
+    def _tend(self, due: list[Hold]) -> list[Callable[[], None]]:
+        authority = due[0].authority
+        steps = tend(due, time.monotonic, self._plan)
+        answer: Sequence[Extended] = ()
+        try:
+            asked = next(steps)
+            while True:
+                try:
+                    if isinstance(asked, Grant):
+                        authority.release(asked)
+                    else:
+                        answer = authority.extend_many(asked)
+                except Exception as error:  # noqa: BLE001 - the worker must outlive whatever happens
+                    answer = _failed(asked, error)
+                asked = steps.send(answer)
+        except StopIteration as end:
+            calls: list[Callable[[], None]] = end.value
+            return calls
+
+    def _plan(self, hold: Hold, at: float, interval: float) -> None:
+        with self._changed:
+            self._agenda.plan(hold, at, interval)
+
+
+class LoopRenewer:
+    """Extends the holds of one event loop's tasks, by timers of that loop."""
+
+    def __init__(self) -> None:
+        self._agenda = Agenda()
+        self._timer: asyncio.TimerHandle | None = None
+        self._wakes_at = math.inf
+        self._round: asyncio.Task[None] | None = None
+        self._tended: frozenset[Hold] = frozenset()
+
+    def watch(self, hold: Hold) -> None:
+        """Begin to extend a hold."""
+        self._agenda.plan(hold, *first_look(hold, time.monotonic()))
+        self._wind_up()
+
+    def stop(self, hold: Hold) -> None:
+        """Cease to extend a hold; one under way is not waited for, as only tasks of the loop could."""
+        self._agenda.strike(hold)
+
+    async def stop_soon(self, hold: Hold) -> None:
+        """Cease to extend a hold; an extension under way has ended when this returns."""
+        if self._round is not None and hold in self._tended and asyncio.current_task() is not self._round:
+            await asyncio.wait([self._round])
+        self._agenda.strike(hold)
+
+    def _wind_up(self) -> None:
+        """Set the timer, if it is not to ring early enough."""
+        at = self._agenda.next_at
+        if self._round is not None or at >= self._wakes_at:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._wakes_at = at
+        self._timer = asyncio.get_running_loop().call_later(
+            max(0.0, at - time.monotonic()), self._ring, context=contextvars.Context()
+        )
+
+    def _ring(self) -> None:
+        self._timer, self._wakes_at = None, math.inf
+        if due := self._agenda.take(time.monotonic()):
+            self._tended = frozenset(due)
+            self._round = asyncio.get_running_loop().create_task(self._tend(due), name="fencelock-renewal")
+        else:
+            self._wind_up()
+
+    async def _tend(self, due: list[Hold]) -> None:
+        calls: list[Callable[[], None]] = []
+        try:
+            calls = await self._ask(due)
+        finally:
+            self._round, self._tended = None, frozenset()
+            self._wind_up()
+        _tell(calls)
+
+    async def _ask(self, due: list[Hold]) -> list[Callable[[], None]]:
+        authority = due[0].authority.aio
+        steps = tend(due, time.monotonic, self._agenda.plan)
+        answer: Sequence[Extended] = ()
+        try:
+            asked = next(steps)
+            while True:
+                try:
+                    if isinstance(asked, Grant):
+                        await authority.release(asked)
+                    else:
+                        answer = await authority.extend_many(asked)
+                except Exception as error:  # noqa: BLE001 - renewal must outlive whatever happens
+                    answer = _failed(asked, error)
+                asked = steps.send(answer)
+        except StopIteration as end:
+            calls: list[Callable[[], None]] = end.value
+            return calls
+
+
+def _failed(asked: Wishes | Grant, error: Exception) -> Sequence[Extended]:
+    """Return an authority's error as what became of each wish."""
+    if not isinstance(error, AuthorityError):
+        logger.error("leases could not be extended or released", exc_info=error)
+    count = 0 if isinstance(asked, Grant) else len(asked)
+    return [error if isinstance(error, FencelockError) else AuthorityError(repr(error))] * count
+
+
+_of_threads: WeakKeyDictionary[Authority, ThreadRenewer] = WeakKeyDictionary()
+_of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, WeakKeyDictionary[Authority, LoopRenewer]] = (
+    WeakKeyDictionary()
+)
+
+
+def for_thread(authority: Authority) -> ThreadRenewer:
+    """Return who extends the holds of blocking code."""
+    renewer = _of_threads.get(authority)
+    if renewer is None:
+        renewer = _of_threads.setdefault(authority, ThreadRenewer())
+    return renewer
+
+
+def for_loop(authority: Authority) -> LoopRenewer:
+    """Return who extends the holds of the running event loop's tasks."""
+    loop = asyncio.get_running_loop()
+    renewers = _of_loops.setdefault(loop, WeakKeyDictionary())
+    renewer = renewers.get(authority)
+    if renewer is None:
+        renewer = renewers[authority] = LoopRenewer()
+    return renewer
+
+
+def _forget() -> None:
+    """In a forked child: no thread has come along, and nothing is held."""
+    _of_threads.clear()
+    _of_loops.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
