@@ -17,8 +17,8 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from fencelock.authority.base import AsyncAuthority, Grant
-from fencelock.errors import LockTimeoutError, NotHeldError
+from fencelock.authority.base import AsyncAuthority, Grant, Wish
+from fencelock.errors import FencelockError, LockTimeoutError, NotHeldError
 
 RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
 COUNT = """
@@ -97,9 +97,9 @@ class CountingRedlock:
                 raise LockTimeoutError(f"{resource!r} is held by another")
             time.sleep(random.uniform(0.005, 0.05))
 
-    def extend(self, grant: Grant, ttl: float) -> Grant:
+    def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
         """Refuse: nobody asks for it here."""
-        raise NotHeldError(f"{grant.resources} cannot be extended by {ttl} s")
+        return [NotHeldError(f"{grant.resources} cannot be extended by {ttl} s") for grant, ttl in wishes]
 
     def release(self, grant: Grant) -> bool | None:
         """Delete the lock where it is ours."""

@@ -105,10 +105,13 @@ class Hold:
         return any(lease.over for lease in self.leases)
 
     def tell_when_lost(self, listeners: Iterable[Callable[[Lease], None]]) -> None:
-        """Have these called with the lease, once each, when the hold is lost."""
+        """Have these called with each lease, once, when the hold is lost; at once if it is lost already."""
         new = tuple(each for each in listeners if each not in self._listeners)
         if new:
             self._listeners = (*self._listeners, *new)
+            if self.lost:
+                for call in self.lose("its time ran out"):
+                    call()
 
     def prolong(self, grant: Grant) -> None:
         """Note that the authority has extended the grant."""

@@ -96,7 +96,7 @@ def fenced(
     return decorate
 
 
-def _check(function: Callable[..., Any], templates: tuple[str, ...]) -> inspect.Signature:
+def _check(function: Any, templates: tuple[str, ...]) -> inspect.Signature:
     """Return a function's signature, if every field of the templates is one of its parameters."""
     if isinstance(function, (staticmethod, classmethod)):
         raise TypeError(f"write @{type(function).__name__} above @fenced, not below it")

@@ -250,10 +250,9 @@ class FencedLock(Generic[_Token]):
         Raises:
             TypeError: for what cannot be called, and for coroutine functions, which nobody would await.
         """
-        if not callable(callback) or inspect.iscoroutinefunction(callback):
-            raise TypeError(f"on_lost calls a plain function with the lease, and {callback!r} is none")
+        _check_listener(callback)
         self._listeners = (*self._listeners, callback)
-        for hold in {hold: None for entry in self._entries for hold in entry.holds}:
+        for hold in dict.fromkeys(hold for entry in self._entries for hold in entry.holds):
             hold.tell_when_lost([callback])
 
     def _acquire(self, timeout: float | EllipsisType | None, renewers: _Renewers) -> _Steps[Lease]:
@@ -402,6 +401,11 @@ class AsyncLock:
     async def release(self) -> None:
         """Give the lock back: see `FencedLock.release`."""
         await _wait(self._lock._release())  # noqa: SLF001 - its other half
+
+
+def _check_listener(callback: object) -> None:
+    if not callable(callback) or inspect.iscoroutinefunction(callback):
+        raise TypeError(f"on_lost calls a plain function with the lease, and {callback!r} is none")
 
 
 def _check_still_held(hold: Hold) -> None:

@@ -103,7 +103,8 @@ def test_acquire_extend_and_release(authority: Redlock, nodes: Nodes, run: Run) 
         grant = await authority.aio.acquire(("b", "a"), ttl=5, timeout=0)
         assert grant.resources == ("b", "a")
         assert grant.tokens == (1, 1)
-        longer = await authority.aio.extend(grant, 20)
+        (longer,) = await authority.aio.extend_many([(grant, 20)])
+        assert isinstance(longer, Grant)
         assert longer.expires_at > grant.expires_at + 10
         with pytest.raises(LockTimeoutError):
             await authority.aio.acquire(("a",), ttl=5, timeout=0)
