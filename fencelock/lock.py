@@ -4,6 +4,8 @@ What a lock does is written once, as generators that yield what takes time (`_Ca
 blocks for it, `AsyncLock` awaits it.
 """
 
+# ruff: noqa: SLF001 - the two are halves of one thing
+
 from __future__ import annotations
 
 import inspect
@@ -74,32 +76,34 @@ _Renewers = Callable[[Authority], renewal.Renewer]
 
 def _block(steps: _Steps[_T]) -> _T:
     """Take steps to their end, blocking."""
-    try:
-        step = next(steps)
-        while True:
-            try:
-                step.block()
-            except BaseException as error:  # noqa: BLE001 - the generator decides
-                step = steps.throw(error)
-            else:
-                step = next(steps)
-    except StopIteration as end:
-        return end.value  # type: ignore[no-any-return]
+    error: BaseException | None = None
+    while True:
+        try:
+            step = next(steps) if error is None else steps.throw(error)
+            error = None
+            step.block()
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        except BaseException as caught:
+            if inspect.getgeneratorstate(steps) == inspect.GEN_CLOSED:
+                raise
+            error = caught  # of the step, or a signal handler's: the steps decide what to do about it
 
 
 async def _wait(steps: _Steps[_T]) -> _T:
     """Take steps to their end, letting other tasks run."""
-    try:
-        step = next(steps)
-        while True:
-            try:
-                await step.wait()
-            except BaseException as error:  # noqa: BLE001 - the generator decides
-                step = steps.throw(error)
-            else:
-                step = next(steps)
-    except StopIteration as end:
-        return end.value  # type: ignore[no-any-return]
+    error: BaseException | None = None
+    while True:
+        try:
+            step = next(steps) if error is None else steps.throw(error)
+            error = None
+            await step.wait()
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        except BaseException as caught:
+            if inspect.getgeneratorstate(steps) == inspect.GEN_CLOSED:
+                raise
+            error = caught
 
 
 class _Entry:
@@ -109,15 +113,17 @@ class _Entry:
         owner: the thread or task that did.
         mark: stands for it in the holds' blocks, which must not refer to it: a cycle would keep a lock that
             was thrown away alive, and renewed, until the garbage collector comes along.
+        asked: for what it did not hold before.
         holds: what it is inside.
         leases: what it yields, in the order of the lock's resources.
     """
 
-    __slots__ = ("holds", "leases", "mark", "owner")
+    __slots__ = ("asked", "holds", "leases", "mark", "owner")
 
-    def __init__(self, owner: object) -> None:
-        self.owner = owner
+    def __init__(self) -> None:
+        self.owner = current_owner()
         self.mark = object()
+        self.asked: _Call | None = None
         self.holds: tuple[Hold, ...] = ()
         self.leases: tuple[Lease, ...] = ()
 
@@ -129,6 +135,12 @@ class _Entry:
         for hold in self.holds:
             hold.blocks.add(self.mark)
             add(hold)
+
+    @property
+    def tokens(self) -> Any:
+        """What `with` yields: the token, or the tokens of several resources."""
+        tokens = tuple(lease.fencing_token for lease in self.leases)
+        return tokens if len(tokens) > 1 else tokens[0]
 
     def leave(self) -> _Steps[str]:
         """Give back what no block is inside any more; return how a lease had been lost, or nothing."""
@@ -206,7 +218,12 @@ class FencedLock(Generic[_Token]):
             LockTimeoutError: somebody else held it until the timeout.
             AuthorityError: it could not be decided.
         """
-        return _block(self._acquire(timeout, renewal.for_thread))
+        entry = _Entry()
+        try:
+            return _block(self._acquire(entry, timeout, renewal.for_thread)).leases[0]
+        except BaseException:
+            _block(self._take_back(entry))
+            raise
 
     def try_acquire(self) -> Lease | None:
         """Try once: return the lease, or None if somebody else holds the lock.
@@ -214,7 +231,10 @@ class FencedLock(Generic[_Token]):
         Raises:
             AuthorityError: it could not be decided.
         """
-        return _block(self._try_acquire(renewal.for_thread))
+        try:
+            return self.acquire(timeout=0)
+        except LockTimeoutError:
+            return None
 
     def extend(self, ttl: float | None = None) -> None:
         """Let the lease live on for `ttl` seconds from now, or for what the lock was made with.
@@ -255,30 +275,32 @@ class FencedLock(Generic[_Token]):
         for hold in dict.fromkeys(hold for entry in self._entries for hold in entry.holds):
             hold.tell_when_lost([callback])
 
-    def _acquire(self, timeout: float | EllipsisType | None, renewers: _Renewers) -> _Steps[Lease]:
+    def _acquire(
+        self, entry: _Entry, timeout: float | EllipsisType | None, renewers: _Renewers
+    ) -> _Steps[_Entry]:
         waiting = self._timeout if timeout is ... else check_timeout(timeout)
         authority = self._authority or default_authority()
-        owner = current_owner()
-        holds = [hold for name in self._resources if (hold := find(authority, owner, name))]
+        holds = [hold for name in self._resources if (hold := find(authority, entry.owner, name))]
         known = {name for hold in holds for name in hold.grant.resources}
         missing = tuple(name for name in self._resources if name not in known)
-        asked = _Call(authority, "acquire", missing, ttl=self._ttl, timeout=waiting, fair=self._fair)
-        entry = _Entry(owner)
-        try:
-            if missing:
-                yield asked
-                holds.append(self._hold(authority, asked.answer, owner, renewers))
-            self._entries.append(entry)
-            entry.enter(holds, self._resources)
-            for hold in entry.holds:
-                hold.tell_when_lost(self._listeners)
-            return entry.leases[0]
-        except BaseException:  # perhaps a signal handler's: the caller does not learn that it holds the lock
-            if entry.leases:
-                yield from self._leave(entry)
-            elif asked.answer is not None:
-                yield _Call(authority, "release", asked.answer)
-            raise
+        if missing:
+            entry.asked = _Call(
+                authority, "acquire", missing, ttl=self._ttl, timeout=waiting, fair=self._fair
+            )
+            yield entry.asked
+            holds.append(self._hold(authority, entry.asked.answer, entry.owner, renewers))
+        self._entries.append(entry)
+        entry.enter(holds, self._resources)
+        for hold in entry.holds:
+            hold.tell_when_lost(self._listeners)
+        return entry
+
+    def _take_back(self, entry: _Entry) -> _Steps[None]:
+        """Undo an acquisition that was interrupted: its caller does not learn that he holds the lock."""
+        if entry.leases:
+            yield from self._leave(entry)
+        elif entry.asked is not None and entry.asked.answer is not None:
+            yield _Call(entry.asked.authority, "release", entry.asked.answer)
 
     def _hold(self, authority: Authority, grant: Grant, owner: object, renewers: _Renewers) -> Hold:
         hold = Hold(authority, grant, owner, ttl=self._ttl, max_hold=self._max_hold)
@@ -286,12 +308,6 @@ class FencedLock(Generic[_Token]):
             hold.renewer = renewers(authority)
             hold.renewer.watch(hold)
         return hold
-
-    def _try_acquire(self, renewers: _Renewers) -> _Steps[Lease | None]:
-        try:
-            return (yield from self._acquire(0, renewers))
-        except LockTimeoutError:
-            return None
 
     def _extend(self, ttl: float | None) -> _Steps[None]:
         seconds = self._ttl if ttl is None else check_ttl(ttl)
@@ -318,7 +334,8 @@ class FencedLock(Generic[_Token]):
 
     def _leave(self, entry: _Entry) -> _Steps[str]:
         """Leave one block; return in what way a lease had been lost before, or nothing."""
-        self._entries.remove(entry)
+        if entry in self._entries:
+            self._entries.remove(entry)
         return (yield from entry.leave())
 
     def _innermost(self) -> _Entry:
@@ -328,15 +345,6 @@ class FencedLock(Generic[_Token]):
         owner = current_owner()
         ours = (entry for entry in reversed(self._entries) if entry.owner is owner)
         return next(ours, self._entries[-1])
-
-    def _enter(self, renewers: _Renewers) -> _Steps[_Token]:
-        yield from self._acquire(..., renewers)
-        try:
-            tokens = tuple(lease.fencing_token for lease in self.leases)
-            return tokens if len(self._resources) > 1 else tokens[0]  # type: ignore[return-value]
-        except BaseException:  # a signal handler's: the body will not run, and nobody would release
-            yield from self._leave(self._innermost())
-            raise
 
     def _exit(self, exc_value: BaseException | None) -> _Steps[None]:
         if not self._entries:
@@ -350,7 +358,12 @@ class FencedLock(Generic[_Token]):
             raise LockLostError(lost)
 
     def __enter__(self) -> _Token:
-        return _block(self._enter(renewal.for_thread))
+        entry = _Entry()
+        try:
+            return _block(self._acquire(entry, ..., renewal.for_thread)).tokens  # type: ignore[no-any-return]
+        except BaseException:
+            _block(self._take_back(entry))
+            raise
 
     def __exit__(
         self,
@@ -361,7 +374,12 @@ class FencedLock(Generic[_Token]):
         _block(self._exit(exc_value))
 
     async def __aenter__(self) -> _Token:
-        return await _wait(self._enter(renewal.for_loop))
+        entry = _Entry()
+        try:
+            return (await _wait(self._acquire(entry, ..., renewal.for_loop))).tokens  # type: ignore[no-any-return]
+        except BaseException:
+            await _wait(self._take_back(entry))
+            raise
 
     async def __aexit__(
         self,
@@ -388,19 +406,27 @@ class AsyncLock:
 
     async def acquire(self, timeout: float | EllipsisType | None = ...) -> Lease:  # noqa: ASYNC109 - how long others may hold it
         """Wait for the lock and return its lease: see `FencedLock.acquire`."""
-        return await _wait(self._lock._acquire(timeout, renewal.for_loop))  # noqa: SLF001 - its other half
+        entry = _Entry()
+        try:
+            return (await _wait(self._lock._acquire(entry, timeout, renewal.for_loop))).leases[0]
+        except BaseException:
+            await _wait(self._lock._take_back(entry))
+            raise
 
     async def try_acquire(self) -> Lease | None:
         """Try once: return the lease, or None if somebody else holds the lock."""
-        return await _wait(self._lock._try_acquire(renewal.for_loop))  # noqa: SLF001 - its other half
+        try:
+            return await self.acquire(timeout=0)
+        except LockTimeoutError:
+            return None
 
     async def extend(self, ttl: float | None = None) -> None:
         """Let the lease live on: see `FencedLock.extend`."""
-        await _wait(self._lock._extend(ttl))  # noqa: SLF001 - its other half
+        await _wait(self._lock._extend(ttl))
 
     async def release(self) -> None:
         """Give the lock back: see `FencedLock.release`."""
-        await _wait(self._lock._release())  # noqa: SLF001 - its other half
+        await _wait(self._lock._release())
 
 
 def _check_listener(callback: object) -> None:
