@@ -138,7 +138,7 @@ class ModelNode:
             for key in missing:
                 self.locks[key] = Lock(nonce, int(value.split("|")[1]), None)
             codes.append(1 if missing else 2)
-        return Answer(Said.EXTENDED, counters=tuple(codes))
+        return Answer(Said.EXTENDED, self.epoch or 0, tuple(codes))
 
 
 class WithoutOwnership(ModelNode):

@@ -55,6 +55,7 @@ class Channels(Seats):
     def broadcast(self, request: Broadcast) -> Round:
         """Send a command to its nodes, and read until there are answers enough."""
         self.usable = False
+        self._about_to_release = request.command.nonce if request.command.script == "release" else ""
         if time.monotonic() - self._last_used > FRESH:
             self._adopt()
             while self._read(0.0):

@@ -311,8 +311,6 @@ def read_answer(reply: Any) -> Answer:
     if said is Said.HELD:
         # A lock without an end was put there by somebody else than a client of ours.
         return Answer(said, ttl=reply[1] / 1000 if reply[1] >= 0 else math.inf)
-    if said is Said.EXTENDED:
-        return Answer(said, counters=tuple(reply[1:]))
     if said in _WITH_FACTS:
         return Answer(said, facts=tuple(part.decode() for part in reply[1:]))
     return Answer(said, reply[1], tuple(reply[2:]))

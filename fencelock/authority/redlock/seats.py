@@ -101,6 +101,8 @@ class Seats(abc.ABC):
         self._connect_timeout = connect_timeout
         self._patience = patience
         self._number = 0
+        #: The nonce of a RELEASE that goes out after old answers have been read; it needs no other.
+        self._about_to_release = ""
         self._majority_at: float | None = None
         self._closed = False
         self._absent = len(self._seats)
@@ -202,7 +204,7 @@ class Seats(abc.ABC):
     def _undo(self, link: Link, command: Command, answer: Answer | None) -> None:
         """Release what a command may have locked, if its grant is over and no release is under way."""
         for nonce, keys in left_behind(command, answer):
-            if nonce not in link.releasing and not self._is_open(nonce):
+            if nonce not in link.releasing and nonce != self._about_to_release and not self._is_open(nonce):
                 undo = Command("release", nonce, keys, ("", nonce, 0, *(0, 0) * (len(keys) - 1)))
                 link.put(0, undo, pack(undo), time.monotonic())
 

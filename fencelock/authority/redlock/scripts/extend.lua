@@ -2,13 +2,13 @@
 -- tokens stay. A lock that is missing here is made again with a mark that no CONFIRM accepts: this node had
 -- missed it, or lost it. That is not counted in this round, for somebody else may have had it in between.
 -- ARGV[3..]: for each grant its nonce, ttl in ms, how many locks it has, and what to write into a missing one.
--- Returns EXTENDED and for each grant 2 (extended), 1 (a lock was made again) or 0 (another has one of them) |
+-- Returns EXTENDED, epoch and for each grant 2 (extended), 1 (a lock was made again) or 0 (another has one of them) |
 -- a refusal.
 local state = redis.call('HMGET', NODE, 'e', 'r', 'cfg', 'next')
 local refused = refusal(state[1], state[2], state[3], state[4])
 if refused then return refused end
 
-local answer, key = {'EXTENDED'}, 2
+local answer, key = {'EXTENDED', tonumber(state[1])}, 2
 for at = 3, #ARGV - 5, 4 do
   local nonce, ttl, last = ARGV[at], tonumber(ARGV[at + 1]), key + tonumber(ARGV[at + 2]) - 1
   local code, missing = 2, {}
