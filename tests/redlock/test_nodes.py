@@ -680,3 +680,15 @@ def test_configure_refuses_what_is_no_authority() -> None:
             fencelock.configure(nonsense)  # type: ignore[call-overload]
     with Redlock("redis://h") as authority, pytest.raises(TypeError, match="settings"):
         fencelock.configure(authority, namespace="x")  # type: ignore[call-overload]
+
+
+def test_node_that_knows_no_script_has_the_first_lock(nodes: Nodes) -> None:
+    """A late NOSCRIPT would be read with the next exchange only; so scripts are brought when connecting."""
+    with Redlock(nodes.urls) as authority, ExitStack() as stack:
+        clients = [stack.enter_context(redis.Redis.from_url(url)) for url in nodes.urls]
+        authority.init(base=0)
+        for client in clients:
+            client.script_flush()
+        authority.close()
+        with authority.lock("r"):
+            assert eventually(lambda: all(client.exists(f"{NODE_KEY}:l:r") for client in clients), 2.0)

@@ -98,6 +98,9 @@ _DIGESTS: Final = {
 }
 
 
+_EVERYDAY: Final = ("acquire", "confirm", "release", "extend")
+
+
 class Unusable(Exception):  # noqa: N818 - it carries a node's answer, and is never seen by users
     """The node cannot be used; `answer` is what to report as its answer."""
 
@@ -173,6 +176,7 @@ class Node:
         try:
             connection.connect()
             identity = _identify(connection, node_key, verify_votes=self._verify_votes)
+            _bring_scripts(connection)
         except Unusable:
             connection.disconnect()
             raise
@@ -274,6 +278,22 @@ def _identify(connection: Any, node_key: str, *, verify_votes: bool) -> Identity
     node_id, members = connection.read_response()
     blank = Identity(info["run_id"], replid, "", None)
     return blank.admitted(node_id.decode(), members.decode()) if members else blank
+
+
+def _bring_scripts(connection: Any) -> None:
+    """Give a node the everyday scripts that it does not know.
+
+    Otherwise the first ACQUIRE is answered with NOSCRIPT; where a majority has granted before that is read,
+    the node would have no lock, for as long as nobody reads.
+    """
+    try:
+        connection.send_command("SCRIPT EXISTS", *(_DIGESTS[name] for name in _EVERYDAY))
+        for name, known in zip(_EVERYDAY, connection.read_response(), strict=True):
+            if not known:
+                connection.send_command("SCRIPT LOAD", _SCRIPTS[name])
+                connection.read_response()
+    except ResponseError:
+        return  # this user may not: then each is brought along when it is first called
 
 
 def pack(command: Command) -> bytes:
