@@ -277,7 +277,7 @@ async def storm(authority: Redlock, tokens: dict[str, list[int]], *, tasks: int,
         tokens[resource].append(grant.tokens[0])
         try:
             if chance.random() < 0.2:
-                await authority.aio.extend(grant, STORM_TTL)
+                await authority.aio.extend_many([(grant, STORM_TTL)])
         finally:
             await authority.aio.release(grant)
 
