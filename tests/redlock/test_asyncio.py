@@ -372,7 +372,7 @@ def test_loop_that_ends_while_connecting_leaves_no_connection(nodes: Nodes, run:
         gc.collect()
         door.open.set()
         assert eventually(
-            lambda: not any(thread.name.startswith("fencelock") for thread in threading.enumerate())
+            lambda: not any(thread.name.startswith("fencelock-connect") for thread in threading.enumerate())
         )
         assert eventually(lambda: connections_to(nodes) == 0)
 
