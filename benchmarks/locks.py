@@ -1,4 +1,4 @@
-"""How many times a second one thread can acquire and release a lock that nobody else wants.
+"""How many times a second one thread, or the tasks of one loop, can acquire and release uncontended locks.
 
 fencelock on one, three and five nodes, beside redis-py's `Lock`, sequential Redlocks, and the floor: bare
 sockets that write the same scripts. All use the same node processes in the same run, taking turns in short
@@ -14,17 +14,21 @@ Redlocks from PyPI take part if they are installed: `pip install 'fencelock[benc
 from __future__ import annotations
 
 import argparse
+import asyncio
+import functools
 import importlib
 import os
 import platform
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from typing import Any
 
 import redis
+import redis.asyncio
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -32,10 +36,12 @@ from rich.table import Table
 from benchmarks.bare_sockets import BareSockets
 from benchmarks.sequential import SequentialRedlock
 from fencelock import Redlock
+from fencelock.authority.base import AsyncAuthority
 from fencelock.embedded import Nodes
 
 TTL = 10
 BASELINE = "sequential Redlock"
+BASELINE_ASYNC = "redis.asyncio Lock"
 
 
 @dataclass(slots=True)
@@ -68,6 +74,71 @@ class Contender:
             now = time.perf_counter()
         self.rates.append(count / (now - began))
         self.costs.append((time.process_time() - cpu_before) / count)
+
+
+@dataclass(slots=True)
+class AsyncContender(Contender):
+    """One way to lock in asyncio code, by many tasks of which each has a resource of its own.
+
+    Attributes:
+        loop: where it runs.
+        tasks: how many there are.
+        once_of: acquires and releases the resource of a task.
+    """
+
+    loop: asyncio.AbstractEventLoop = field(kw_only=True)
+    tasks: int = field(kw_only=True)
+    once_of: Callable[[int], Coroutine[Any, Any, object]] = field(kw_only=True)
+
+    def play(self, seconds: float) -> None:
+        """Go on for so long, and note the results."""
+        self.loop.run_until_complete(self._play(seconds))
+
+    async def _play(self, seconds: float) -> None:
+        cpu_before = time.process_time()
+        began = time.perf_counter()
+        counts = await asyncio.gather(*(self._repeat(task, began + seconds) for task in range(self.tasks)))
+        self.rates.append(sum(counts) / (time.perf_counter() - began))
+        self.costs.append((time.process_time() - cpu_before) / sum(counts))
+
+    async def _repeat(self, task: int, end: float) -> int:
+        count = 0
+        while time.perf_counter() < end:
+            await self.once_of(task)
+            count += 1
+        return count
+
+
+def enter_async_contenders(
+    urls: Sequence[str], tasks: int, stack: ExitStack, loop: asyncio.AbstractEventLoop
+) -> list[Contender]:
+    """Return those that run in asyncio code; their connections are closed with the stack."""
+    entered: list[Contender] = []
+
+    def enter(name: str, nodes: int, once_of: Callable[[int], Coroutine[Any, Any, object]]) -> None:
+        def once() -> None:
+            loop.run_until_complete(once_of(0))
+
+        entered.append(AsyncContender(name, nodes, once, loop=loop, tasks=tasks, once_of=once_of))
+
+    for count in (1, 5):
+        authority = stack.enter_context(Redlock(urls[:count], namespace=_namespace(urls[:count])))
+        authority.init()
+        enter("fencelock", count, functools.partial(_acquire_and_release, authority.aio))
+    client = redis.asyncio.Redis.from_url(urls[0], max_connections=tasks + 1)
+    stack.callback(lambda: loop.run_until_complete(client.aclose()))
+    locks = [client.lock(f"redis.asyncio-{task}", timeout=TTL, blocking=False) for task in range(tasks)]
+
+    async def theirs(task: int) -> None:
+        async with locks[task]:
+            pass
+
+    enter(BASELINE_ASYNC, 1, theirs)
+    return entered
+
+
+async def _acquire_and_release(aio: AsyncAuthority, task: int) -> None:
+    await aio.release(await aio.acquire((f"fencelock-{task}",), ttl=TTL, timeout=0))
 
 
 def enter_contenders(urls: Sequence[str], stack: ExitStack, console: Console) -> list[Contender]:
@@ -160,13 +231,10 @@ def compare(entered: Sequence[Contender], *, rounds: int, seconds: float, consol
             contender.play(seconds)
 
 
-def table_of(entered: Sequence[Contender]) -> Table:
+def table_of(entered: Sequence[Contender], baseline_name: str, title: str) -> Table:
     """Return the results, the fastest first."""
-    baseline = next(one for one in entered if one.name == BASELINE)
-    table = Table(
-        title="acquire and release, one thread, no contention",
-        caption=f"ratio: to the {BASELINE}; CPU: of the client alone",
-    )
+    baseline = next(one for one in entered if one.name == baseline_name)
+    table = Table(title=title, caption=f"ratio: to the {baseline_name}; CPU: of the client alone")
     table.add_column("lock")
     for column in ("nodes", "median/s", "slowest … fastest", "ratio", "CPU µs"):
         table.add_column(column, justify="right")
@@ -192,14 +260,18 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=15, help="for each of them (%(default)s)")
     parser.add_argument("--seconds", type=float, default=0.4, help="that a round lasts (%(default)s)")
+    parser.add_argument("--tasks", type=int, default=100, help="in asyncio code (%(default)s)")
     options = parser.parse_args()
     console = Console()
-    with Nodes(5) as nodes, ExitStack() as stack:
+    with Nodes(5) as nodes, closing(asyncio.new_event_loop()) as loop, ExitStack() as stack:
         entered = enter_contenders(nodes.urls, stack, console)
-        compare(entered, rounds=options.rounds, seconds=options.seconds, console=console)
+        entered_async = enter_async_contenders(nodes.urls, options.tasks, stack, loop)
+        compare([*entered, *entered_async], rounds=options.rounds, seconds=options.seconds, console=console)
         with redis.Redis.from_url(nodes[0].url) as client:
             server = client.info("server")
-    console.print(table_of(entered))
+    console.print(table_of(entered, BASELINE, "acquire and release, one thread, no contention"))
+    title = f"asyncio: {options.tasks} tasks, a resource each"
+    console.print(table_of(entered_async, BASELINE_ASYNC, title))
     console.print(
         f"{options.rounds} rounds of {options.seconds:g} s; Python {platform.python_version()}, redis-py "
         f"{redis.__version__}, Valkey {server.get('valkey_version', server['redis_version'])}, "

@@ -78,6 +78,7 @@ class RealNode:
             assert poll.poll(5000), f"{self.node.name} does not answer"
             for _, _, answer in self.link.receive(0.0):
                 return answer
+            self.link.flush()
 
     def stand_at(self, resource: str, counter: int) -> None:
         """Let the counter of a resource's stripe stand where a schedule wants it."""

@@ -1,4 +1,4 @@
-"""The blocking driver on real nodes that die, hang, come back blank or old, and on sockets that break.
+"""The drivers on real nodes that die, hang, come back blank or old, and on sockets that break.
 
 What is looked at is always the same: no answer is mistaken for another's, nothing is waited for twice, and
 no lock stays behind on a node that could have been told.
@@ -6,15 +6,17 @@ no lock stays behind on a node that could have been told.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import linecache
 import os
 import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import Any
@@ -23,22 +25,71 @@ import pytest
 import redis
 
 from fencelock import FencedLock, Redlock
+from fencelock.authority.base import Grant, Wish
 from fencelock.authority.redlock import seats
 from fencelock.authority.redlock.node import pack
 from fencelock.authority.redlock.protocol import Answer, Said
 from fencelock.embedded import Nodes
-from fencelock.errors import LockLostError, LockTimeoutError, QuorumError
+from fencelock.errors import FencelockError, LockLostError, LockTimeoutError, QuorumError
 from fencelock.lease import held_leases
 from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY
 
 
+class ThroughLoop(Redlock):
+    """A Redlock whose operations are those of its `aio`, in a loop that runs in another thread."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._runner = asyncio.new_event_loop()
+        self._runs = threading.Thread(target=self._runner.run_forever)
+        self._runs.start()
+
+    def end(self) -> None:
+        """End the loop."""
+        self._runner.call_soon_threadsafe(self._runner.stop)
+        self._runs.join()
+        self._runner.close()
+
+    def _there(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._runner).result()
+
+    def acquire(
+        self, resources: tuple[str, ...], *, ttl: float, timeout: float | None, fair: bool = False
+    ) -> Grant:
+        """Acquire in the loop."""
+        grant: Grant = self._there(self.aio.acquire(resources, ttl=ttl, timeout=timeout, fair=fair))
+        return grant
+
+    def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
+        """Extend in the loop."""
+        outcomes: list[Grant | FencelockError] = self._there(self.aio.extend_many(wishes))
+        return outcomes
+
+    def release(self, grant: Grant) -> bool | None:
+        """Release in the loop."""
+        ours: bool | None = self._there(self.aio.release(grant))
+        return ours
+
+
 @pytest.fixture
-def authority(nodes: Nodes) -> Iterator[Redlock]:
+def blocking(nodes: Nodes) -> Iterator[Redlock]:
     """A Redlock on five initialised nodes, with counters from 0 and little patience."""
     with Redlock(nodes.urls, node_timeout=0.3, connect_timeout=1.0, outage_grace=0.3) as made:
         made.init(base=0)
         yield made
+
+
+@pytest.fixture(params=["blocking", "asyncio"])
+def authority(request: pytest.FixtureRequest, nodes: Nodes) -> Iterator[Redlock]:
+    """The same, once with the blocking driver and once with that of asyncio."""
+    if request.param == "blocking":
+        yield request.getfixturevalue("blocking")
+        return
+    with ThroughLoop(nodes.urls, node_timeout=0.3, connect_timeout=1.0, outage_grace=0.3) as made:
+        made.init(base=0)
+        yield made
+    made.end()
 
 
 @pytest.fixture
@@ -146,19 +197,19 @@ def test_late_grant_of_a_given_up_acquisition_is_released(authority: Redlock, no
 
 
 def test_grant_that_comes_after_the_release_on_other_connections_is_released(
-    authority: Redlock, nodes: Nodes
+    blocking: Redlock, nodes: Nodes
 ) -> None:
     """The lock is released over other sockets than it was asked for on: the late grant goes all the same."""
-    take(authority)
+    take(blocking)
     nodes[0].pause()
-    lock = authority.lock("r")
+    lock = blocking.lock("r")
     lock.acquire()
-    asked = authority._pool.lend()  # as if another thread were using them
+    asked = blocking._pool.lend()  # as if another thread were using them
     lock.release()
-    authority._pool.give_back(asked)
+    blocking._pool.give_back(asked)
     nodes[0].resume()
     time.sleep(0.1)
-    take(authority, "other")
+    take(blocking, "other")
     assert eventually(lambda: locked_on(nodes) == [])
 
 
@@ -216,6 +267,77 @@ def test_connections_closed_while_idle_are_opened_again(authority: Redlock, node
             with redis.Redis.from_url(node.url) as client:
                 client.client_kill_filter(_type="normal", skipme=True)
         time.sleep(0.02)
+
+
+class Tunnel:
+    """Passes connections on to a port, until they are forgotten: then nothing passes, and nobody is told."""
+
+    def __init__(self, target: int) -> None:
+        self._target = target
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._generation = 0
+        self._sockets: list[socket.socket] = []
+        self._threads = ThreadPoolExecutor(32)
+        self._threads.submit(self._serve)
+
+    def forget(self) -> None:
+        """Pass nothing on for the connections that there are; new ones work."""
+        self._generation += 1
+
+    def _serve(self) -> None:
+        while True:
+            inside, _ = self._listener.accept()
+            outside = socket.create_connection(("127.0.0.1", self._target))
+            self._sockets += [inside, outside]
+            for pair in ((inside, outside), (outside, inside)):
+                self._threads.submit(self._pump, *pair, self._generation)
+
+    def _pump(self, source: socket.socket, sink: socket.socket, generation: int) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                if generation == self._generation:
+                    sink.sendall(data)
+            sink.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End everything."""
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for sock in self._sockets:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+        self._threads.shutdown()
+
+
+@pytest.mark.parametrize("kind", [Redlock, ThroughLoop])
+def test_connection_that_died_in_silence_is_replaced(
+    nodes: Nodes, kind: type[Redlock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine is gone and back, and the network never said so: its node is used again."""
+    monkeypatch.setattr(seats, "_LOST_AFTER", 0.5)
+    with (
+        contextlib.closing(Tunnel(nodes[0].port)) as tunnel,
+        kind(f"redis://127.0.0.1:{tunnel.port}", node_timeout=0.2, outage_grace=0.1) as authority,
+    ):
+        authority.init(base=0)
+        first = take(authority)
+        tunnel.forget()
+        with pytest.raises(QuorumError):
+            take(authority, timeout=0)
+        assert eventually(lambda: succeeds(authority))
+        assert take(authority) > first
+        assert eventually(lambda: locked_on(nodes) == [])
+    if isinstance(authority, ThroughLoop):
+        authority.end()
+
+
+def succeeds(authority: Redlock) -> bool:
+    """Return whether the nodes grant a lock."""
+    with contextlib.suppress(QuorumError):
+        return take(authority, timeout=0) > 0
+    return False
 
 
 def test_release_that_a_broken_connection_prevented_is_made_up_for(nodes: Nodes) -> None:
@@ -342,17 +464,17 @@ def test_lease_can_be_extended_after_the_authority_was_closed(authority: Redlock
     lock.release()
 
 
-def test_forked_child_holds_nothing_and_uses_sockets_of_its_own(authority: Redlock, nodes: Nodes) -> None:
+def test_forked_child_holds_nothing_and_uses_sockets_of_its_own(blocking: Redlock, nodes: Nodes) -> None:
     """Its copies of leases are lost, it cannot release them, and its traffic is apart from the parent's."""
-    lock = authority.lock("r", ttl=20)
+    lock = blocking.lock("r", ttl=20)
     lease = lock.acquire()
-    authority._lock.acquire()  # as if another thread were just looking: it does not exist in the child
+    blocking._lock.acquire()  # as if another thread were just looking: it does not exist in the child
     child = os.fork()
     if child == 0:
-        os._exit(0 if _child_is_right(lock, lease, authority) else 1)
-    authority._lock.release()
+        os._exit(0 if _child_is_right(lock, lease, blocking) else 1)
+    blocking._lock.release()
     for number in range(20):
-        assert take(authority, "parent") == number + 1
+        assert take(blocking, "parent") == number + 1
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert len(locked_on(nodes)) == 5
     lock.release()
@@ -437,10 +559,10 @@ def test_interruption_at_any_line_of_an_acquisition_leaves_no_lock(nodes: Nodes,
 
 
 def test_keyboard_interrupt_while_waiting_leaves_no_lock(
-    authority: Redlock, rival: Redlock, nodes: Nodes
+    blocking: Redlock, rival: Redlock, nodes: Nodes
 ) -> None:
     """Ctrl-C during the wait for another holder."""
-    with authority.lock("r"):
+    with blocking.lock("r"):
         timer = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT))
         timer.start()
         with pytest.raises(KeyboardInterrupt):
@@ -448,13 +570,13 @@ def test_keyboard_interrupt_while_waiting_leaves_no_lock(
         timer.join()
         assert len(locked_on(nodes)) == 5
     assert eventually(lambda: locked_on(nodes) == [])
-    assert take(authority, timeout=0) > 0
+    assert take(blocking, timeout=0) > 0
 
 
-def test_descriptor_that_is_used_again_is_not_confused(authority: Redlock) -> None:
+def test_descriptor_that_is_used_again_is_not_confused(blocking: Redlock) -> None:
     """A link that was closed under our feet must not take a newer one out of the poll."""
-    take(authority)
-    channels = authority._pool.lend()
+    take(blocking)
+    channels = blocking._pool.lend()
     old = channels._seats[0].link
     assert old is not None
     old.close()
@@ -462,12 +584,12 @@ def test_descriptor_that_is_used_again_is_not_confused(authority: Redlock) -> No
     assert other is not None
     channels._drop(1, link_failure())
     channels.usable = True
-    authority._pool.give_back(channels)
+    blocking._pool.give_back(channels)
     time.sleep(0.02)
-    assert eventually(lambda: take(authority) > 0 and all(seat.link for seat in channels._seats))
+    assert eventually(lambda: take(blocking) > 0 and all(seat.link for seat in channels._seats))
     assert {seat.link.descriptor for seat in channels._seats if seat.link} == set(channels._by_descriptor)
     for _ in range(20):
-        take(authority)
+        take(blocking)
 
 
 def test_idle_waiting_burns_no_processor_time(authority: Redlock, rival: Redlock, nodes: Nodes) -> None:
@@ -481,12 +603,12 @@ def test_idle_waiting_burns_no_processor_time(authority: Redlock, rival: Redlock
         assert time.process_time() - began < 0.35
 
 
-def test_nodes_that_die_for_good_leave_no_growth(authority: Redlock, nodes: Nodes) -> None:
+def test_nodes_that_die_for_good_leave_no_growth(blocking: Redlock, nodes: Nodes) -> None:
     """What is owed to a hung node stays within bounds, however long that lasts."""
-    take(authority)
+    take(blocking)
     nodes[0].pause()
     end = time.monotonic() + 1.0
     while time.monotonic() < end:
-        take(authority)
-    link = authority._pool._idle[-1]._seats[0].link
+        take(blocking)
+    link = blocking._pool._idle[-1]._seats[0].link
     assert link is None or len(link.waiting) <= seats.MOST_OWED + 2000

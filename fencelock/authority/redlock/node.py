@@ -418,6 +418,8 @@ class Link:
     def receive(self, now: float) -> list[tuple[int, Command, Answer]]:
         """Return the answers that have arrived, with what they answer.
 
+        Commands whose script the node did not know are put here again, with its text, for a `flush`.
+
         Raises:
             Unusable: if the connection is broken, or what answers is no node.
         """
@@ -425,7 +427,6 @@ class Link:
         if data is None:
             return []
         answers = []
-        resent = False
         try:
             self._reader.feed(data)
             while (reply := self._reader.gets()) is not False:
@@ -433,13 +434,10 @@ class Link:
                 if type(reply) is not list and str(reply).startswith("NOSCRIPT"):
                     # On the same socket, or who knows which server process would answer.
                     self.put(number, command, _pack(command, "EVAL", _SCRIPTS[command.script]), now)
-                    resent = True
                 else:
                     answers.append((number, command, read_answer(reply)))
         except (hiredis.HiredisError, LookupError, TypeError, ValueError) as error:
             raise Unusable(Said.ERROR, f"it does not speak like a node: {error!r}") from error
-        if resent:
-            self.flush()
         return answers
 
     def subscribe(self, channel: str) -> None:
