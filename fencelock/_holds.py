@@ -87,7 +87,7 @@ class Hold:
         self.trouble = ""
         self.itself: ReferenceType[Hold] = ref(self)
         self.planned = math.inf
-        self._listeners: tuple[Callable[[Lease], None], ...] = ()
+        self._listeners: tuple[Callable[[Lease], object], ...] = ()
 
     @property
     def inherited(self) -> bool:
@@ -104,7 +104,7 @@ class Hold:
         """Whether it has been given back, or was noted to be lost: there is nothing to extend."""
         return any(lease.over for lease in self.leases)
 
-    def tell_when_lost(self, listeners: Iterable[Callable[[Lease], None]]) -> None:
+    def tell_when_lost(self, listeners: Iterable[Callable[[Lease], object]]) -> None:
         """Have these called with each lease, once, when the hold is lost; at once if it is lost already."""
         new = tuple(each for each in listeners if each not in self._listeners)
         if new:
@@ -126,7 +126,7 @@ class Hold:
         for lease, token in zip(self.leases, grant.tokens, strict=True):
             lease.remint(token, grant.expires_at)
 
-    def lose(self, reason: str) -> tuple[Callable[[], None], ...]:
+    def lose(self, reason: str) -> tuple[Callable[[], object], ...]:
         """Note that the hold has ended before it was given back; return what is to be called for that."""
         listeners, self._listeners = self._listeners, ()
         for lease in self.leases:
@@ -134,7 +134,7 @@ class Hold:
         return tuple(_calling(listener, lease) for listener in listeners for lease in self.leases)
 
 
-def _calling(listener: Callable[[Lease], None], lease: Lease) -> Callable[[], None]:
+def _calling(listener: Callable[[Lease], object], lease: Lease) -> Callable[[], object]:
     return lambda: listener(lease)
 
 

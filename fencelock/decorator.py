@@ -124,8 +124,13 @@ def _fields(template: str) -> list[str]:
     Raises:
         ValueError: for one that cannot be formatted.
     """
+    names: list[str] = []
     try:
-        names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+        for _, field, inner, conversion in string.Formatter().parse(template):
+            if conversion not in {None, "a", "r", "s"}:
+                raise ValueError(f"there is no conversion !{conversion}")
+            if field is not None:
+                names += [field.partition(".")[0].partition("[")[0], *_fields(inner or "")]
     except ValueError as error:
         raise ValueError(f"{template!r} is no template such as 'order:{{order_id}}': {error}") from None
-    return [name.partition(".")[0].partition("[")[0] for name in names]
+    return names

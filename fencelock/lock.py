@@ -182,7 +182,7 @@ class FencedLock(Generic[_Token]):
         self._if_lost = check_choice("if_lost", if_lost, ("raise", "warn"))
         self._authority = authority
         self._entries: list[_Entry] = []
-        self._listeners: tuple[Callable[[Lease], None], ...] = ()
+        self._listeners: tuple[Callable[[Lease], object], ...] = ()
 
     def __repr__(self) -> str:
         names = ", ".join(map(repr, self._resources))
@@ -259,7 +259,7 @@ class FencedLock(Generic[_Token]):
         """
         _block(self._release())
 
-    def on_lost(self, callback: Callable[[Lease], None]) -> None:
+    def on_lost(self, callback: Callable[[Lease], object]) -> None:
         """Have a function called with the lease when it is found to be lost, once for each lease.
 
         It is called by whoever renews the lease: a thread of its own for blocking code, the event loop for

@@ -109,13 +109,13 @@ def _is_final(hold: Hold) -> bool:
 
 def tend(
     due: Iterable[Hold], now: Callable[[], float], plan: Callable[[Hold, float, float], None]
-) -> Generator[Wishes | Grant, Sequence[Extended], list[Callable[[], None]]]:
+) -> Generator[Wishes | Grant, Sequence[Extended], list[Callable[[], object]]]:
     """Extend what is due and can be, give up what cannot, and plan the rest.
 
     Yields a batch of wishes, and is sent what became of each; yields a grant that is lost, to be released
     for what may be left of it. Returns what is to be called for leases that were lost.
     """
-    calls: list[Callable[[], None]] = []
+    calls: list[Callable[[], object]] = []
     wanted: list[tuple[Hold, float]] = []
     for hold in due:
         moment = now()
@@ -149,7 +149,7 @@ def tend(
     return calls
 
 
-def _tell(calls: Iterable[Callable[[], None]]) -> None:
+def _tell(calls: Iterable[Callable[[], object]]) -> None:
     for call in calls:
         try:
             call()
@@ -240,7 +240,7 @@ class ThreadRenewer:
                     return []
                 self._changed.wait(self._wakes_at - now)
 
-    def _tend(self, due: list[Hold]) -> list[Callable[[], None]]:
+    def _tend(self, due: list[Hold]) -> list[Callable[[], object]]:
         authority = due[0].authority
         steps = tend(due, time.monotonic, self._plan)
         answer: Sequence[Extended] = ()
@@ -256,7 +256,7 @@ class ThreadRenewer:
                     answer = _failed(asked, error)
                 asked = steps.send(answer)
         except StopIteration as end:
-            calls: list[Callable[[], None]] = end.value
+            calls: list[Callable[[], object]] = end.value
             return calls
 
     def _plan(self, hold: Hold, at: float, interval: float) -> None:
@@ -310,7 +310,7 @@ class LoopRenewer:
             self._wind_up()
 
     async def _tend(self, due: list[Hold]) -> None:
-        calls: list[Callable[[], None]] = []
+        calls: list[Callable[[], object]] = []
         try:
             calls = await self._ask(due)
         finally:
@@ -318,7 +318,7 @@ class LoopRenewer:
             self._wind_up()
         _tell(calls)
 
-    async def _ask(self, due: list[Hold]) -> list[Callable[[], None]]:
+    async def _ask(self, due: list[Hold]) -> list[Callable[[], object]]:
         authority = due[0].authority.aio
         steps = tend(due, time.monotonic, self._agenda.plan)
         answer: Sequence[Extended] = ()
@@ -334,7 +334,7 @@ class LoopRenewer:
                     answer = _failed(asked, error)
                 asked = steps.send(answer)
         except StopIteration as end:
-            calls: list[Callable[[], None]] = end.value
+            calls: list[Callable[[], object]] = end.value
             return calls
 
 

@@ -1,0 +1,213 @@
+"""`@fenced`: functions that run only while they hold the lock that their arguments name."""
+
+# ruff: noqa: ARG001, ARG004 - the arguments name what is locked
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from typing import Any, assert_type
+
+import pytest
+
+from fencelock import Redlock, fenced
+from fencelock.embedded import Nodes
+from fencelock.errors import LockTimeoutError
+from fencelock.lease import held_leases
+
+
+@pytest.fixture
+def authority(nodes: Nodes) -> Iterator[Redlock]:
+    """A Redlock on five initialised nodes."""
+    with Redlock(nodes.urls) as made:
+        made.init(base=0)
+        yield made
+
+
+@dataclass
+class Account:
+    """Something with an id."""
+
+    id: int
+
+
+def names() -> list[str]:
+    """Return what is held here."""
+    return [lease.resource for lease in held_leases()]
+
+
+def test_function_runs_under_the_lock_that_its_arguments_name(authority: Redlock) -> None:
+    """By position, by name and by default; attributes, items and formats as in str.format."""
+
+    @fenced("order:{order_id}", authority=authority)
+    def ship(order_id: int, note: str = "") -> tuple[list[str], str]:
+        return names(), note
+
+    @fenced("account:{source.id:04}", "shard:{shards[0]}", authority=authority)
+    def transfer(source: Account, shards: list[str], region: str = "eu") -> list[str]:
+        return [*names(), region]
+
+    @fenced("region:{region}", authority=authority)
+    def close(*, region: str = "eu") -> list[str]:
+        return names()
+
+    assert ship(7, "x") == (["order:7"], "x")
+    assert ship(order_id=8) == (["order:8"], "")
+    assert transfer(Account(3), ["a"]) == ["account:0003", "shard:a", "eu"]
+    assert close() == ["region:eu"]
+    assert names() == []
+
+
+def test_two_templates_that_name_one_resource_lock_it_once(authority: Redlock) -> None:
+    """A transfer from an account to itself is no error of the lock."""
+
+    @fenced("account:{source}", "account:{target}", authority=authority)
+    def transfer(source: int, target: int) -> list[str]:
+        return names()
+
+    assert transfer(1, 1) == ["account:1"]
+    assert transfer(2, 1) == ["account:2", "account:1"]
+
+
+def test_method_may_name_its_object(authority: Redlock) -> None:
+    """{self.id} is of the object; a static method is decorated outside."""
+
+    class Cart:
+        def __init__(self) -> None:
+            self.id = 5
+
+        @fenced("cart:{self.id}", authority=authority)
+        def check_out(self) -> list[str]:
+            return names()
+
+        @staticmethod
+        @fenced("cart:{number}", authority=authority)
+        def drop(number: int) -> list[str]:
+            return names()
+
+    assert Cart().check_out() == ["cart:5"]
+    assert Cart.drop(9) == ["cart:9"]
+
+
+def test_coroutine_function_waits_without_blocking(authority: Redlock) -> None:
+    """Two calls for one order run one after the other; the loop goes on meanwhile."""
+    inside = most = 0
+
+    @fenced("order:{order_id}", authority=authority)
+    async def ship(order_id: int) -> int:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        await asyncio.sleep(0.02)
+        inside -= 1
+        return order_id
+
+    async def main() -> list[int]:
+        done = await asyncio.gather(*(ship(order_id=1) for _ in range(5)))
+        await authority.aio.close()
+        return done
+
+    assert inspect.iscoroutinefunction(ship)
+    assert asyncio.run(main()) == [1] * 5
+    assert most == 1
+
+
+def test_recursion_enters_again(authority: Redlock) -> None:
+    """The same thread, the same resource."""
+
+    @fenced("tree", timeout=0, authority=authority)
+    def depth(left: int) -> int:
+        return depth(left - 1) + 1 if left else 0
+
+    assert depth(3) == 3
+
+
+def test_body_does_not_run_without_the_lock(authority: Redlock, nodes: Nodes) -> None:
+    """The error of the acquisition passes to the caller."""
+    ran = []
+
+    @fenced("order:{order_id}", timeout=0, authority=authority)
+    def ship(order_id: int) -> None:
+        ran.append(order_id)
+
+    with Redlock(nodes.urls) as rival, rival.lock("order:1"), pytest.raises(LockTimeoutError):
+        ship(1)
+    assert ran == []
+
+
+def test_function_keeps_its_face(authority: Redlock) -> None:
+    """Name, docstring, signature and types."""
+
+    @fenced("order:{order_id}", authority=authority)
+    def ship(order_id: int) -> str:
+        """Send it."""
+        return str(order_id)
+
+    assert ship.__name__ == "ship"
+    assert ship.__doc__ == "Send it."
+    assert str(inspect.signature(ship)) == "(order_id: 'int') -> 'str'"
+    assert_type(ship(1), str)
+    with pytest.raises(TypeError, match="order_id"):
+        ship()  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("template", "field"),
+    [
+        ("order:{order}", "order"),
+        ("{order_id:{width}}", "width"),
+        ("{0}", "0"),
+        ("{}", "without a name"),
+        ("{order_id}:{x.y}", "x"),
+    ],
+)
+def test_unknown_field_is_an_error_where_the_function_is_decorated(template: str, field: str) -> None:
+    """Not at the first call in production; it names the field and the signature."""
+    with pytest.raises(TypeError, match=rf"{field}.*no parameter of .*\(order_id: 'int'\)"):
+
+        @fenced(template)
+        def ship(order_id: int) -> None: ...
+
+
+@pytest.mark.parametrize("template", ["order:{order_id", "order:}", "{order_id!z}"])
+def test_template_that_is_none_is_an_error_where_the_function_is_decorated(template: str) -> None:
+    """Braces that do not match, and conversions that do not exist."""
+    with pytest.raises(ValueError, match="no template"):
+
+        @fenced(template)
+        def ship(order_id: int) -> None: ...
+
+
+def test_what_cannot_be_fenced_is_refused_where_it_is_decorated() -> None:
+    """Generators would run after the release; classes, static methods and other things are no functions."""
+
+    def numbers() -> Iterator[int]:
+        yield 1
+
+    async def later() -> AsyncIterator[int]:
+        yield 1
+
+    bad: list[tuple[Any, str]] = [
+        (numbers, "generator"),
+        (later, "generator"),
+        (Account, "function"),
+        (3, "function"),
+        (staticmethod(names), "above"),
+    ]
+    for thing, said in bad:
+        with pytest.raises(TypeError, match=said):
+            fenced("r")(thing)
+    with pytest.raises(TypeError, match="name of what to lock"):
+        fenced()
+    with pytest.raises(TypeError, match="name of what to lock"):
+        fenced(names)  # type: ignore[arg-type]
+
+
+def test_settings_are_checked_where_the_function_is_decorated() -> None:
+    """A negative ttl is found before anybody calls."""
+    with pytest.raises(ValueError, match="ttl"):
+        fenced("r", ttl=-1)
+    with pytest.raises(ValueError, match="max_hold"):
+        fenced("r", ttl=10, max_hold=5)

@@ -1,0 +1,486 @@
+"""Held leases live on by themselves: on real nodes that hang, forget and die, for threads and for tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+import redis
+
+from fencelock import Lease, Redlock
+from fencelock._holds import Hold
+from fencelock.authority.base import Grant
+from fencelock.embedded import Nodes
+from fencelock.errors import LockLostError, QuorumError
+from fencelock.renewal import Agenda, first_look, for_thread, tend
+from tests.polling import eventually
+from tests.redlock.stage import NODE_KEY
+
+TTL = 0.6
+
+
+@pytest.fixture
+def authority(nodes: Nodes) -> Iterator[Redlock]:
+    """A Redlock on five initialised nodes, with little patience."""
+    with Redlock(nodes.urls, node_timeout=0.2, outage_grace=0.2) as made:
+        made.init(base=0)
+        yield made
+
+
+@pytest.fixture
+def rival(authority: Redlock) -> Iterator[Redlock]:
+    """Another client of the same nodes."""
+    with Redlock(authority.nodes, node_timeout=0.2, outage_grace=0.2) as made:
+        yield made
+
+
+def locks(nodes: Nodes, resource: str = "r") -> list[str | None]:
+    """Return what each node holds under a resource's lock key."""
+    values = []
+    for node in nodes:
+        with redis.Redis.from_url(node.url, decode_responses=True) as client:
+            value = client.get(f"{NODE_KEY}:l:{resource}")
+            values.append(None if value is None else str(value))
+    return values
+
+
+def forget(nodes: Nodes, *which: int, resource: str = "r") -> None:
+    """End the lock of a resource on some nodes."""
+    for number in which:
+        with redis.Redis.from_url(nodes[number].url) as client:
+            client.delete(f"{NODE_KEY}:l:{resource}")
+
+
+def test_held_lease_outlives_its_ttl(authority: Redlock, rival: Redlock) -> None:
+    """Three times over, with the same token, while a rival waits in vain."""
+    with authority.lock("r", ttl=TTL) as token:
+        assert rival.lock("r").try_acquire() is None
+        time.sleep(3 * TTL)
+        assert rival.lock("r").try_acquire() is None
+        assert authority.lock("r", timeout=0).acquire().fencing_token == token
+
+
+def test_lease_of_a_task_outlives_its_ttl(authority: Redlock, rival: Redlock) -> None:
+    """From the event loop itself, without a thread for it."""
+
+    async def main() -> None:
+        lock = authority.lock("r", ttl=TTL)
+        async with lock as token:
+            await asyncio.sleep(2.5 * TTL)
+            assert await rival.lock("r").aio.try_acquire() is None
+            assert lock.lease.fencing_token == token
+            assert lock.lease.remaining > 0
+        assert await rival.lock("r").aio.try_acquire() is not None
+        await rival.aio.close()
+        await authority.aio.close()
+
+    asyncio.run(main())
+
+
+def test_loop_that_is_blocked_for_longer_than_the_ttl_loses_its_leases(authority: Redlock) -> None:
+    """Whoever blocks the loop keeps it from renewing, and hears of it on leaving."""
+
+    async def main() -> None:
+        async with authority.lock("r", ttl=0.2):
+            time.sleep(0.4)  # noqa: ASYNC251 - that is the point
+            await asyncio.sleep(0.05)
+
+    with pytest.raises(LockLostError, match="ended before the work did"):
+        asyncio.run(main())
+
+
+def test_nothing_is_renewed_unless_it_is_asked_for(authority: Redlock, rival: Redlock) -> None:
+    """`renew=False` leaves a lease to its ttl."""
+    lock = authority.lock("r", ttl=0.3, renew=False)
+    lock.acquire()
+    with rival.lock("r", timeout=2):
+        assert lock.lease.lost
+    with pytest.raises(LockLostError):
+        lock.release()
+
+
+def test_nothing_is_renewed_after_the_release(authority: Redlock, nodes: Nodes) -> None:
+    """Release at random moments of renewal: no key comes back (Redisson's watchdog outlived unlock)."""
+    chance = random.Random(3)
+    for _ in range(60):
+        with authority.lock("r", ttl=0.1, if_lost="warn"):
+            time.sleep(chance.uniform(0.0, 0.05))
+        assert locks(nodes) == [None] * 5
+    time.sleep(0.1)
+    assert locks(nodes) == [None] * 5
+
+
+def test_node_that_missed_the_lock_gets_it_back(authority: Redlock, nodes: Nodes) -> None:
+    """A lock that a minority has lost is made again there, and the token stays (redsync#186)."""
+    with authority.lock("r", ttl=TTL) as token:
+        forget(nodes, 1, 3)
+        assert eventually(lambda: None not in locks(nodes))
+        marks = [str(value).split("|")[2] for value in locks(nodes)]
+        assert marks == [str(token), "restored"] * 2 + [str(token)]
+        time.sleep(TTL)
+    assert locks(nodes) == [None] * 5
+
+
+def test_lock_that_a_majority_has_lost_is_lost(authority: Redlock, rival: Redlock, nodes: Nodes) -> None:
+    """Renewal does not bring it back (aioredlock), says so once, and leaves nothing behind."""
+    told: list[Lease] = []
+    lock = authority.lock("r", ttl=TTL)
+    lock.on_lost(told.append)
+    lock.acquire()
+    lease = lock.lease
+    forget(nodes, 0, 1, 2)
+    assert eventually(lambda: bool(told))
+    assert told == [lease]
+    assert lease.lost
+    with pytest.raises(LockLostError, match="the lease has ended"):
+        lease.check()
+    assert eventually(lambda: locks(nodes) == [None] * 5)
+    with rival.lock("r", timeout=1), pytest.raises(LockLostError):
+        lock.release()
+    assert told == [lease]
+
+
+def test_lost_lease_of_a_task_is_told_in_the_loop(authority: Redlock, nodes: Nodes) -> None:
+    """So that the callback may cancel the task."""
+
+    async def work() -> None:
+        lock = authority.lock("r", ttl=TTL, if_lost="warn")
+        task = asyncio.current_task()
+        assert task is not None
+        lock.on_lost(lambda _: task.cancel("lost"))
+        async with lock:
+            forget(nodes, 0, 1, 2)
+            await asyncio.sleep(30)
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(work())
+
+
+def test_short_outage_of_the_majority_is_survived(authority: Redlock, nodes: Nodes) -> None:
+    """Failed renewals are tried again for as long as the lease is valid (redisson#5698)."""
+    lock = authority.lock("r", ttl=2.0)
+    lock.on_lost(lambda lease: pytest.fail(f"{lease} was lost"))
+    with lock:
+        for node in nodes[:3]:
+            node.pause()
+        time.sleep(1.2)
+        for node in nodes[:3]:
+            node.resume()
+        time.sleep(1.5)
+        assert not lock.lease.lost
+        assert lock.lease.remaining > 0.3
+
+
+def test_lease_that_cannot_be_renewed_in_time_is_lost_when_its_time_is_over(
+    authority: Redlock, nodes: Nodes
+) -> None:
+    """Not before, and not much later; the reason names what the nodes said."""
+    when: list[float] = []
+    lock = authority.lock("r", ttl=1.0)
+    lock.on_lost(lambda _: when.append(time.monotonic()))
+    lease = lock.acquire()
+    for node in nodes[:3]:
+        node.pause()
+    assert eventually(lambda: bool(when))
+    assert lease.expires_at <= when[0] < lease.expires_at + 0.7
+    with pytest.raises(LockLostError, match=r"could not be extended in time: .*no answer in time"):
+        lease.check()
+    for node in nodes[:3]:
+        node.resume()
+    with pytest.raises(LockLostError):
+        lock.release()
+
+
+def test_hold_ends_with_max_hold(authority: Redlock, rival: Redlock) -> None:
+    """A worker that hangs beside a healthy renewer does not hold for ever."""
+    told: list[Lease] = []
+    lock = authority.lock("r", ttl=0.3, max_hold=1.0)
+    lock.on_lost(told.append)
+    began = time.monotonic()
+    lock.acquire()
+    with rival.lock("r", timeout=5):
+        assert 0.7 < time.monotonic() - began < 1.5
+    assert eventually(lambda: bool(told))
+    with pytest.raises(LockLostError, match="max_hold"):
+        told[0].check()
+    with pytest.raises(LockLostError):
+        lock.release()
+
+
+def test_near_the_end_of_max_hold_nobody_spins(authority: Redlock) -> None:
+    """What can gain nothing any more is not asked for again and again."""
+    asked = 0
+    extend_many = authority.extend_many
+
+    def count(wishes: list[tuple[Grant, float]]) -> object:
+        nonlocal asked
+        asked += 1
+        return extend_many(wishes)
+
+    authority.extend_many = count  # type: ignore[assignment,method-assign]
+    lock = authority.lock("r", ttl=0.5, max_hold=1.2, if_lost="warn")
+    with lock:
+        time.sleep(1.5)
+    assert 3 <= asked <= 12
+
+
+def test_leaving_a_lost_block_can_be_a_warning(
+    authority: Redlock, nodes: Nodes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`if_lost="warn"`: the log says it, and nothing is raised."""
+    with caplog.at_level(logging.WARNING, "fencelock"), authority.lock("r", if_lost="warn"):
+        forget(nodes, 0, 1, 2)
+    assert "ended before the work did" in caplog.text
+    with pytest.raises(ValueError, match="if_lost"):
+        authority.lock("r", if_lost="shout")  # type: ignore[call-overload]
+
+
+def test_callback_that_fails_harms_nobody(
+    authority: Redlock, nodes: Nodes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others are called, and other leases renewed."""
+    told: list[Lease] = []
+    lock, other = authority.lock("r", ttl=TTL), authority.lock("other", ttl=TTL)
+    lock.on_lost(lambda _: 1 // 0)
+    lock.on_lost(told.append)
+    with other:
+        lock.acquire()
+        forget(nodes, 0, 1, 2)
+        assert eventually(lambda: bool(told))
+        time.sleep(1.5 * TTL)
+    assert "on_lost callback failed" in caplog.text
+    with pytest.raises(LockLostError):
+        lock.release()
+
+
+def test_callback_may_release_the_lock(authority: Redlock, nodes: Nodes) -> None:
+    """It runs in the renewing thread, which must not wait for itself."""
+    outcome: list[object] = []
+    lock = authority.lock("r", ttl=TTL)
+
+    def give_back(_: Lease) -> None:
+        try:
+            lock.release()
+        except LockLostError as error:
+            outcome.append(error)
+
+    lock.on_lost(give_back)
+    lock.acquire()
+    forget(nodes, 0, 1, 2)
+    assert eventually(lambda: bool(outcome))
+    assert lock.leases == ()
+
+
+def test_callback_for_a_lease_that_is_lost_already_is_called_at_once(authority: Redlock) -> None:
+    """Whoever asks late is told, too; and what cannot be called is refused."""
+    told: list[Lease] = []
+    lock = authority.lock("r", ttl=0.05, renew=False)
+    lease = lock.acquire()
+    time.sleep(0.1)
+    lock.on_lost(told.append)
+    assert told == [lease]
+    with pytest.raises(LockLostError):
+        lock.release()
+
+    async def nobody_awaits(_: Lease) -> None: ...
+
+    for bad in (None, 1, nobody_awaits):
+        with pytest.raises(TypeError, match="plain function"):
+            lock.on_lost(bad)  # type: ignore[arg-type]
+
+
+def test_lock_that_is_thrown_away_is_not_renewed(authority: Redlock, rival: Redlock) -> None:
+    """Its lease ends with its ttl, as if the process had died."""
+    authority.lock("r", ttl=0.4).acquire()
+    gc.collect()
+    began = time.monotonic()
+    with rival.lock("r", timeout=5):
+        assert time.monotonic() - began < 1.0
+
+
+def test_paused_process_does_not_revive_its_lease(authority: Redlock, rival: Redlock, nodes: Nodes) -> None:
+    """Stopped for longer than the ttl: renewal wakes up, finds the time over, and asks for nothing."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:  # pragma: no cover - measured in the parent
+        with Redlock(nodes.urls) as own:
+            lock = own.lock("r", ttl=0.4, if_lost="warn")
+            lease = lock.acquire()
+            os.write(write, b"+")
+            eventually(lambda: lease.over, 5)
+            os.write(write, b"lost" if lease.over else b"kept")
+        os._exit(0)
+    assert os.read(read, 1) == b"+"
+    os.kill(child, signal.SIGSTOP)
+    with rival.lock("r", timeout=5, ttl=20, renew=False) as token:
+        os.kill(child, signal.SIGCONT)
+        assert os.read(read, 4) == b"lost"
+        assert [str(value).split("|")[2] for value in locks(nodes)] == [str(token)] * 5
+    os.waitpid(child, 0)
+    os.close(read)
+    os.close(write)
+    with authority.lock("r", timeout=0):
+        pass
+
+
+def test_many_leases_are_renewed_in_few_round_trips(authority: Redlock) -> None:
+    """A thousand in batches of five hundred; none is lost."""
+    sizes: list[int] = []
+    extend_many = authority.extend_many
+
+    def note(wishes: list[tuple[Grant, float]]) -> object:
+        sizes.append(len(wishes))
+        return extend_many(wishes)
+
+    authority.extend_many = note  # type: ignore[assignment,method-assign]
+    with ExitStack() as stack:
+        many = [authority.lock(f"r{number}", ttl=6.0) for number in range(1000)]
+        for lock in many:
+            stack.enter_context(lock)
+        assert eventually(lambda: sum(sizes) >= 2000, 12)
+        assert not any(lock.lease.lost for lock in many)
+        assert max(sizes) <= 500
+        assert len(sizes) < 60
+
+
+def test_renewing_thread_ends_when_it_is_idle_and_comes_back(
+    authority: Redlock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps nothing alive: neither a process nor a Redlock."""
+    monkeypatch.setattr("fencelock.renewal._IDLE", 0.1)
+    renewer = for_thread(authority)
+    for _ in range(2):
+        with authority.lock("r", ttl=0.2):
+            assert renewer._thread is not None
+            assert renewer._thread.daemon
+            time.sleep(0.3)
+        assert eventually(lambda: renewer._thread is None)
+
+
+def test_forked_child_renews_nothing_of_its_parent_and_can_hold_its_own(
+    authority: Redlock, nodes: Nodes
+) -> None:
+    """Its copies of the leases are lost; the parent's go on."""
+    with authority.lock("r", ttl=TTL) as token:
+        child = os.fork()
+        if not child:  # pragma: no cover - measured in the parent
+            code = 1
+            try:
+                with Redlock(nodes.urls).lock("own", ttl=0.3) as own:
+                    time.sleep(0.6)
+                    code = 0 if own else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        time.sleep(TTL)
+        assert authority.lock("r", timeout=0).acquire().fencing_token == token
+
+
+class Clockwork:
+    """`tend` without nodes: a hold, a clock, and what was planned."""
+
+    def __init__(self, *, ttl: float, max_hold: float | None = None) -> None:
+        self.now = time.monotonic()
+        grant = Grant(("r",), (1,), self.now + ttl, None)
+        self.hold = Hold(object(), grant, None, ttl=ttl, max_hold=max_hold)  # type: ignore[arg-type]
+        self.planned: list[float] = []
+
+    def tend(self, answer: Callable[[Grant, float], object]) -> list[Callable[[], object]]:
+        """Let the hold be looked at; `answer` is the authority."""
+
+        def plan(_hold: Hold, at: float, _interval: float) -> None:
+            self.planned.append(at - self.now)
+
+        steps = tend([self.hold], lambda: self.now, plan)
+        reply: object = ()
+        try:
+            asked = next(steps)
+            while True:
+                reply = [answer(*wish) for wish in asked] if isinstance(asked, list) else ()
+                asked = steps.send(reply)  # type: ignore[arg-type]
+        except StopIteration as end:
+            return list(end.value)
+
+
+def test_extension_is_planned_for_a_third_of_the_ttl() -> None:
+    """And sooner where an acquisition has taken long, or an extension failed."""
+    work = Clockwork(ttl=9.0)
+    assert first_look(work.hold, work.now)[0] - work.now == pytest.approx(3.0)
+    work.hold.prolong(Grant(("r",), (1,), work.now + 1.0, None))
+    assert first_look(work.hold, work.now)[0] - work.now == pytest.approx(0.5)
+    work.tend(lambda _grant, _seconds: QuorumError("nobody"))
+    assert work.planned[-1] == pytest.approx(0.45)
+    assert work.hold.trouble == "nobody"
+
+
+def test_extension_never_goes_beyond_max_hold() -> None:
+    """It asks for what is left, and then only waits for the end."""
+    work = Clockwork(ttl=9.0, max_hold=12.0)
+    work.now += 6.0
+    asked: list[float] = []
+
+    def extend(grant: Grant, seconds: float) -> Grant:
+        asked.append(seconds)
+        return Grant(grant.resources, grant.tokens, work.now + seconds - 0.1, None)
+
+    work.tend(extend)
+    assert asked == [pytest.approx(6.0, abs=0.01)]
+    assert work.planned == [pytest.approx(5.9, abs=0.02)]
+    work.now += 5.95
+    work.tend(extend)
+    assert len(asked) == 1
+    assert work.hold.over
+
+
+def test_agenda_looks_at_nothing_early_and_forgets_what_is_struck() -> None:
+    """Steps round up, by less than a sixteenth of the interval; a hold that is gone is passed over."""
+    agenda, chance = Agenda(), random.Random(1)
+    works = [Clockwork(ttl=8.0) for _ in range(200)]
+    wanted = {}
+    for work in works:
+        at = chance.uniform(0.0, 10.0)
+        wanted[work.hold] = at
+        agenda.plan(work.hold, at, 1.6)
+        assert at <= work.hold.planned <= at + 0.1 + 1e-9
+    struck = works[0]
+    agenda.strike(struck.hold)
+    gone = works.pop()
+    del wanted[gone.hold], gone, work
+    gc.collect()
+    now, seen = 0.0, set()
+    while agenda.next_at < float("inf"):
+        now = agenda.next_at
+        for hold in agenda.take(now):
+            assert wanted[hold] <= now
+            seen.add(hold)
+    assert seen == set(wanted) - {struck.hold}
+
+
+def test_threads_release_while_others_hold(authority: Redlock) -> None:
+    """Eight threads, short leases, renewal under way all the time: every release is of a lease that lives."""
+    errors: list[BaseException] = []
+
+    def work(number: int) -> None:
+        chance = random.Random(number)
+        try:
+            for _ in range(15):
+                with authority.lock(f"r{number}", ttl=0.3):
+                    time.sleep(chance.uniform(0.0, 0.15))
+        except BaseException as error:  # noqa: BLE001 - shown by the test
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert errors == []
