@@ -127,8 +127,7 @@ def _fields(template: str) -> list[str]:
     names: list[str] = []
     try:
         for _, field, inner, conversion in string.Formatter().parse(template):
-            if conversion not in {None, "a", "r", "s"}:
-                raise ValueError(f"there is no conversion !{conversion}")
+            string.Formatter().convert_field("", conversion)
             if field is not None:
                 names += [field.partition(".")[0].partition("[")[0], *_fields(inner or "")]
     except ValueError as error:
