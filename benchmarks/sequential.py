@@ -101,6 +101,10 @@ class CountingRedlock:
         """Refuse: nobody asks for it here."""
         return [NotHeldError(f"{grant.resources} cannot be extended by {ttl} s") for grant, ttl in wishes]
 
+    def remint(self, grant: Grant, ttl: float) -> Grant:
+        """Refuse: nobody asks for it here."""
+        raise NotHeldError(f"{grant.resources} cannot be minted anew for {ttl} s")
+
     def release(self, grant: Grant) -> bool | None:
         """Delete the lock where it is ours."""
         return 2 * self._release(grant.resources[0], grant.proof) > len(self._nodes)

@@ -248,6 +248,19 @@ class FencedLock(Generic[_Token]):
         """
         _block(self._extend(ttl))
 
+    def remint(self) -> _Token:
+        """Exchange the token for a new, larger one, and keep holding the lock; return it.
+
+        For a COMMIT in doubt: when the connection was lost during one, nobody knows whether it took place.
+        Once something has been claimed with the new token, nothing that is under way with the old one can be
+        written any more. In this order: mint anew, claim, only then read.
+
+        Raises:
+            NotHeldError: the lock is not held.
+            LockLostError: it could not be done; the lease has ended.
+        """
+        return _block(self._remint())  # type: ignore[no-any-return]
+
     def release(self) -> None:
         """Give the lock back; where it was entered several times, leave one block.
 
@@ -327,6 +340,24 @@ class FencedLock(Generic[_Token]):
             finally:
                 if hold.renewer is not None and not hold.over:
                     hold.renewer.watch(hold)
+
+    def _remint(self) -> _Steps[Any]:
+        entry = self._innermost()
+        for hold in entry.holds:
+            _check_still_held(hold)
+            yield _Stop(hold)
+            asked = _Call(hold.authority, "remint", hold.grant, hold.ttl)
+            try:
+                yield asked
+            except BaseException:
+                # Once it was asked for, the old token may be nobody's any more.
+                for call in hold.lose("a new token was asked for, and none came"):
+                    call()
+                raise
+            hold.remint(asked.answer)
+            if hold.renewer is not None:
+                hold.renewer.watch(hold)
+        return entry.tokens
 
     def _release(self) -> _Steps[None]:
         if lost := (yield from self._leave(self._innermost())):
@@ -423,6 +454,10 @@ class AsyncLock:
     async def extend(self, ttl: float | None = None) -> None:
         """Let the lease live on: see `FencedLock.extend`."""
         await _wait(self._lock._extend(ttl))
+
+    async def remint(self) -> Any:
+        """Exchange the token for a new, larger one, and keep holding the lock: see `FencedLock.remint`."""
+        return await _wait(self._lock._remint())
 
     async def release(self) -> None:
         """Give the lock back: see `FencedLock.release`."""

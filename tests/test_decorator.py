@@ -159,7 +159,7 @@ def test_function_keeps_its_face(authority: Redlock) -> None:
         ("order:{order}", "order"),
         ("{order_id:{width}}", "width"),
         ("{0}", "0"),
-        ("{}", "no name"),
+        ("{}", "without a name"),
         ("{order_id}:{x.y}", "x"),
     ],
 )

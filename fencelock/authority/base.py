@@ -61,6 +61,13 @@ class Authority(Protocol):
         ends when it would have.
         """
 
+    def remint(self, grant: Grant, ttl: float) -> Grant:
+        """Exchange a grant for one of the same resources with larger tokens, that nobody came between.
+
+        Raises:
+            LockLostError: it came to nothing; the old grant is not in force any more either.
+        """
+
     def release(self, grant: Grant) -> bool | None:
         """Give the leases back.
 
@@ -87,6 +94,9 @@ class AsyncAuthority(Protocol):
 
     async def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
         """See `Authority.extend_many`."""
+
+    async def remint(self, grant: Grant, ttl: float) -> Grant:
+        """See `Authority.remint`."""
 
     async def release(self, grant: Grant) -> bool | None:
         """See `Authority.release`."""

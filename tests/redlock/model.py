@@ -69,10 +69,11 @@ class ModelNode:
     def acquire(self, keys: Sequence[str], nonce: str, arguments: Sequence[Any]) -> Answer:
         """ACQUIRE."""
         assert self.epoch is not None
-        locks = [self.locks[key] for key in keys if key in self.locks]
-        if any(lock.nonce != nonce or lock.counter is None for lock in locks):
+        old = arguments[5 + 2 * len(keys)] if len(arguments) > 2 + 2 * len(keys) else None
+        locks = {key: self.locks[key] for key in keys if key in self.locks and self.locks[key].nonce != old}
+        if any(lock.nonce != nonce or lock.counter is None for lock in locks.values()):
             return Answer(Said.HELD)
-        ours = [key in self.locks and self.locks[key].epoch == self.epoch for key in keys]
+        ours = [key in locks and locks[key].epoch == self.epoch for key in keys]
         granted, counters = [], dict(self.counters)
         for i, key in enumerate(keys):
             stripe, hint = arguments[2 + 2 * i], arguments[3 + 2 * i]

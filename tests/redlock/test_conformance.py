@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from fencelock.authority.redlock.protocol import Answer, Bid, Command, _extend_command, _pairs
+from fencelock.authority.redlock.protocol import (
+    Answer,
+    Bid,
+    Command,
+    _acquire_command,
+    _extend_command,
+    _pairs,
+)
 from fencelock.authority.redlock.redlock import Redlock
 from fencelock.embedded import Node
 from fencelock.token import MAX_COUNTER
@@ -48,6 +55,10 @@ class Operation:
             "confirm": [self.epoch, *pairs],
             "release": [self.epoch, *pairs],
         }
+        if self.script == "remint":
+            old = NONCES[(NONCES.index(self.nonce) + 1) % len(NONCES)]
+            hints = self.numbers[: len(self.resources)]
+            return _acquire_command(replace(bid, hint_epoch=self.epoch, hints=hints, instead_of=old), fleet)
         return Command(
             self.script, self.nonce, bid.keys, (fleet.fingerprint, self.nonce, *arguments[self.script])
         )
@@ -57,7 +68,7 @@ numbers = st.one_of(st.integers(0, 12), st.integers(MAX_COUNTER - 3, MAX_COUNTER
 operations = st.builds(
     Operation,
     script=st.sampled_from(
-        ["acquire"] * 5 + ["confirm"] * 3 + ["release", "extend", "expire", "raise", "blank"]
+        ["acquire"] * 5 + ["remint"] * 2 + ["confirm"] * 3 + ["release", "extend", "expire", "raise", "blank"]
     ),
     resources=st.lists(st.sampled_from(RESOURCES), min_size=1, max_size=3, unique=True).map(
         lambda names: tuple(sorted(names))

@@ -81,6 +81,17 @@ class AsyncRedlock:
         """Extend grants: see `Authority.extend_many`."""
         return await self._run(self._redlock._extending(wishes))
 
+    async def remint(self, grant: Grant, ttl: float) -> Grant:
+        """Exchange a grant for one with larger tokens: see `Authority.remint`."""
+        bids = self._redlock._new_bids(grant.resources, ttl, None)
+        lines = self._lines_here()
+        try:
+            return await run(self._redlock._reminting(bids, grant), lines)
+        except BaseException as error:
+            for undo in bids.give_up(error):
+                tell(undo, lines)
+            raise
+
     async def release(self, grant: Grant) -> bool | None:
         """Give the leases back: see `AsyncAuthority.release`.
 

@@ -227,6 +227,9 @@ class Bid:
         nonce: new for every attempt, so that a late duplicate of an old message means nothing.
         ttl: seconds.
         turn: its place in line; None for one who neither waits in line nor heeds it.
+        hint_epoch: of which epoch the hints are.
+        hints: below which no counter is granted; empty for none.
+        instead_of: the nonce of a grant of the same client, whose locks this bid takes over.
     """
 
     resources: tuple[str, ...]
@@ -235,6 +238,9 @@ class Bid:
     keys: tuple[str, ...] = field(default=())
     stripes: tuple[int, ...] = field(default=())
     turn: Turn | None = None
+    hint_epoch: int = 0
+    hints: tuple[int, ...] = ()
+    instead_of: str = ""
 
     @classmethod
     def of(
@@ -480,6 +486,48 @@ def extend(
     ]
 
 
+def remint(
+    see: Callable[[], Fleet],
+    new_bid: Callable[[Fleet], Bid],
+    granted: Granted,
+    *,
+    jitter: Callable[[], float],
+) -> Generator[Request, Round | float, Granted]:
+    """Exchange a grant for one with larger tokens, without letting anybody in between.
+
+    On each node RELEASE and ACQUIRE in one step, under a new nonce: the old one is not heard of again. It is
+    decided and confirmed as any acquisition; and tried again until the validity is over, for a part of the
+    nodes has forgotten the old nonce already.
+
+    Raises:
+        LockLostError: it came to nothing, and neither is the old grant in force any more.
+    """
+    while True:
+        fleet = see()
+        bid = replace(
+            new_bid(fleet),
+            turn=None,
+            hint_epoch=granted.epoch,
+            hints=tuple(counter + 1 for counter in granted.counters),
+            instead_of=granted.bid.nonce,
+        )
+        outcome = yield from attempt(fleet, bid)
+        if isinstance(outcome, Granted):
+            # Where the new nonce has not arrived, the old lock would live on.
+            yield from abandon(fleet, granted.bid)
+            return outcome
+        yield from abandon(fleet, bid)
+        pause = _pause(outcome, 0, jitter())
+        others = sum(answer.said is Said.HELD for answer in outcome.answers.values())
+        if len(fleet.names) - others < fleet.quorum or outcome.ended + pause >= granted.expires_at:
+            yield from abandon(fleet, granted.bid)
+            raise LockLostError(
+                f"{_name(bid)} was not minted anew: the lease has ended; acquire the lock again "
+                f"({_report(fleet, outcome.answers)})"
+            )
+        yield Sleep(pause)
+
+
 def _extended(fleet: Fleet, bid: Bid, granted: Granted, done: Round, index: int) -> float | FencelockError:
     """Return what became of one grant's extension."""
     ours = _still_extended(fleet, done.answers, index)
@@ -595,11 +643,13 @@ def _learn(fleet: Fleet, answers: Answers) -> Generator[Broadcast, Round, None]:
 
 
 def _acquire_command(bid: Bid, fleet: Fleet) -> Command:
-    no_hint = (0,) * len(bid.resources)
-    arguments = (fleet.fingerprint, bid.nonce, bid.ttl_ms, 0, *_pairs(bid.stripes, no_hint))
+    hints = bid.hints or (0,) * len(bid.resources)
+    arguments = (fleet.fingerprint, bid.nonce, bid.ttl_ms, bid.hint_epoch, *_pairs(bid.stripes, hints))
     turn = bid.turn
     if turn is not None:
         arguments = (*arguments, turn.place, round(turn.waited * 1000), int(turn.fair))
+    elif bid.instead_of:
+        arguments = (*arguments, "", 0, 0, bid.instead_of)
     return Command("acquire", bid.nonce, bid.keys, arguments)
 
 

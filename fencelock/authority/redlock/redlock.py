@@ -198,6 +198,16 @@ class Redlock:
         """Extend grants: see `Authority.extend_many`."""
         return self._run(self._extending(wishes))
 
+    def remint(self, grant: Grant, ttl: float) -> Grant:
+        """Exchange a grant for one with larger tokens: see `Authority.remint`."""
+        bids = self._new_bids(grant.resources, ttl, None)
+        try:
+            return self._run(self._reminting(bids, grant))
+        except BaseException as error:
+            for undo in bids.give_up(error):
+                self._run(undo)
+            raise
+
     def release(self, grant: Grant) -> bool | None:
         """Give the leases back: see `Authority.release`."""
         return self._run(self._releasing(grant))
@@ -243,7 +253,7 @@ class Redlock:
         standings, answers = yield from survey.read(self._node_key, nodes, self._node_timeout)
         return recovery.statuses(self._names, standings, answers)
 
-    def _new_bids(self, resources: tuple[str, ...], ttl: float, waiter: Waiter) -> _Bids:
+    def _new_bids(self, resources: tuple[str, ...], ttl: float, waiter: Waiter | None) -> _Bids:
         self._check_process()
         return _Bids(resources, ttl, self._wanted, waiter)
 
@@ -270,6 +280,11 @@ class Redlock:
             _check_max_ttl(ttl, fleet)
         ends = yield from protocol.extend(fleet, [(grant.proof, ttl) for grant, ttl in wishes])
         return [_prolonged(grant, end) for (grant, _), end in zip(wishes, ends, strict=True)]
+
+    def _reminting(self, bids: _Bids, grant: Grant) -> Generator[protocol.Request, Any, Grant]:
+        granted: protocol.Granted = grant.proof
+        self._wanted.pop(granted.bid.nonce, None)
+        return bids.won((yield from protocol.remint(self._see, bids.next, granted, jitter=random.random)))
 
     def _releasing(self, grant: Grant) -> Generator[protocol.Request, Any, bool | None]:
         granted: protocol.Granted = grant.proof
@@ -414,7 +429,7 @@ class _Bids:
         resources: what is acquired, in the order of the caller.
         ttl: seconds.
         wanted: where bids are noted whose late grants must not be released.
-        waiter: knows the acquisition's place among those who wait.
+        waiter: knows the acquisition's place among those who wait; None where nobody waits.
     """
 
     def __init__(
@@ -422,7 +437,7 @@ class _Bids:
         resources: tuple[str, ...],
         ttl: float,
         wanted: WeakValueDictionary[str, protocol.Bid],
-        waiter: Waiter,
+        waiter: Waiter | None,
     ) -> None:
         self._resources = resources
         self._canonical = tuple(sorted(resources))
@@ -436,14 +451,15 @@ class _Bids:
         _check_max_ttl(self._ttl, fleet)
         self._forget()
         nonce = secrets.token_urlsafe(16)
-        bid = protocol.Bid.of(fleet, self._canonical, nonce, self._ttl, self._waiter.turn())
+        turn = self._waiter.turn() if self._waiter is not None else None
+        bid = protocol.Bid.of(fleet, self._canonical, nonce, self._ttl, turn)
         self._latest = fleet, bid
         self._wanted[bid.nonce] = bid
         return bid
 
     def won(self, granted: protocol.Granted) -> Grant:
         """Return the grant that a bid has come to."""
-        self._waiter.leave()
+        self._wait_no_longer()
         counters = dict(zip(self._canonical, granted.counters, strict=True))
         tokens = tuple(token.compose(granted.epoch, counters[resource]) for resource in self._resources)
         return Grant(self._resources, tokens, granted.expires_at, granted)
@@ -451,11 +467,15 @@ class _Bids:
     def give_up(self, error: BaseException) -> Iterator[Generator[protocol.Request, Any, None]]:
         """Yield what is still to be run, now that the acquisition has ended with an error."""
         self._forget()
-        self._waiter.leave()
+        self._wait_no_longer()
         # Errors of ours come after the bid was abandoned. Anything else has interrupted it, such as a
         # signal handler or a cancellation, and nobody else would release it.
         if self._latest is not None and not isinstance(error, FencelockError):
             yield protocol.abandon(*self._latest)
+
+    def _wait_no_longer(self) -> None:
+        if self._waiter is not None:
+            self._waiter.leave()
 
     def _forget(self) -> None:
         if self._latest is not None:

@@ -1,6 +1,8 @@
 -- ACQUIRE: grant all the locks, or none.
 -- ARGV[3] ttl in ms, ARGV[4] the epoch that the hints are of; then for each lock its stripe and a hint.
 -- After these, of one who waits in line or heeds it: its place (or ''), ms waited, and 1 for fair.
+-- After these, of one who mints anew: the nonce of its own grant, whose locks it takes over. (RELEASE and
+-- ACQUIRE in one step; the hints stand for RELEASE's catching up.)
 -- Returns GRANTED, epoch, counter … | HELD, remaining ms | FULL | a refusal.
 local COUNTER_LIMIT = 17592186044415  -- 2^44 - 1: what a token has room for
 
@@ -11,9 +13,10 @@ local refused = refusal(state[1], state[2], state[3], state[4])
 if refused then return refused end
 local epoch = tonumber(state[1])
 
-local place, waited, fair = '', 0, false
+local place, waited, fair, old = '', 0, false, nil
 if #ARGV > 6 + 2 * LOCKS then
   place, waited, fair = ARGV[5 + 2 * LOCKS], ARGV[6 + 2 * LOCKS], ARGV[7 + 2 * LOCKS] == '1'
+  if #ARGV > 9 + 2 * LOCKS then old = ARGV[8 + 2 * LOCKS] end
 end
 local claim = '>' .. place
 
@@ -45,7 +48,7 @@ local ours = {}
 for i = 1, LOCKS do
   local key = KEYS[i + 1]
   local nonce, its_epoch, its_counter = read_lock(key)
-  if nonce == claim then nonce = nil
+  if nonce == claim or (old and nonce == old) then nonce = nil
   elseif nonce and nonce ~= NONCE then return held(key)
   -- Our own that EXTEND has made again is of a lease that was completed: this is a late duplicate.
   elseif nonce and not its_counter then return held(key)
