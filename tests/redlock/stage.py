@@ -13,15 +13,16 @@ import itertools
 import select
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Any, Protocol
 
 import redis
 
 from fencelock import token
 from fencelock.authority.redlock import node as nodes
 from fencelock.authority.redlock import protocol
+from fencelock.authority.redlock.change import Plan, change
 from fencelock.authority.redlock.node import Link, Node
 from fencelock.authority.redlock.protocol import (
     Answer,
@@ -32,10 +33,13 @@ from fencelock.authority.redlock.protocol import (
     Failed,
     Fleet,
     Granted,
+    Request,
     Round,
     Said,
 )
+from fencelock.authority.redlock.recovery import Surroundings, recover
 from fencelock.authority.redlock.redlock import Redlock
+from fencelock.embedded import Node as Server
 
 NODE_KEY = "{fencelock}"
 _nonces = itertools.count()
@@ -79,6 +83,18 @@ class RealNode:
             for _, _, answer in self.link.receive(0.0):
                 return answer
             self.link.flush()
+
+    def remember(self) -> dict[str, str]:
+        """Return what stands in the node's hash, as a file on its disk would have it."""
+        fields: Any = self.client.hgetall(NODE_KEY)
+        return dict(fields)
+
+    def come_back(self, server: Server, remembered: Mapping[str, str] | None = None) -> None:
+        """Restart the server with what it remembered at some time, or blank, and open a new link."""
+        server.restart(keep_data=False)
+        if remembered:
+            self.client.hset(NODE_KEY, items=[word for field in remembered.items() for word in field])
+        self.reconnect()
 
     def stand_at(self, resource: str, counter: int) -> None:
         """Let the counter of a resource's stripe stand where a schedule wants it."""
@@ -188,6 +204,101 @@ class Stage:
     def release(self, bidder: Bidder, *nodes: int) -> list[Said]:
         """Have nodes execute a bidder's RELEASE."""
         return [self.nodes[node].execute(bidder.undo()).said for node in nodes]
+
+
+class Actor:
+    """A recoverer or operator: its generator goes on step by step, in a time of its own.
+
+    Attributes:
+        request: what it asks for at the moment.
+        sent: all that it has sent: to which node, and what.
+        result: what the generator returned; None until it did.
+    """
+
+    def __init__(self, stations: Sequence[Station], generator: Generator[Request, Any, Any]) -> None:
+        self.stations = stations
+        self.now = 0.0
+        self.sent: list[tuple[int, Command]] = []
+        self.result: Any = None
+        self._generator = generator
+        self._answers: dict[int, Answer] = {}
+        self.request: Request | None = next(generator)
+
+    @property
+    def command(self) -> Command:
+        """What it wants nodes to execute."""
+        assert isinstance(self.request, Broadcast)
+        return self.request.command
+
+    @property
+    def script(self) -> str:
+        """Name of the script that it wants to be run."""
+        return self.request.command.script if isinstance(self.request, Broadcast) else ""
+
+    def wants(self, node: int) -> bool:
+        """Whether the present request is for a node."""
+        return isinstance(self.request, Broadcast) and node in self.request.nodes
+
+    def deliver(self, *nodes: int) -> None:
+        """Have nodes execute the present command, and bring the answers back."""
+        assert isinstance(self.request, Broadcast)
+        for node in nodes:
+            self._answers[node] = self.stations[node].execute(self.request.command)
+            self.sent.append((node, self.request.command))
+
+    def resume(self) -> None:
+        """Let the generator go on with what has come back; the rest has been silent."""
+        assert self.request is not None
+        if isinstance(self.request, Broadcast):
+            began = self.now
+            answers = {n: self._answers.get(n, Answer(Said.SILENT)) for n in self.request.nodes}
+            if len(self._answers) < len(answers):
+                self.now += self.request.patience
+            said: Round | float = Round(began, self.now, answers)
+        else:
+            self.now += self.request.seconds
+            said = self.now
+        self._answers = {}
+        try:
+            self.request = self._generator.send(said)
+        except StopIteration as stop:
+            self.request, self.result = None, stop.value
+
+    def step(self) -> None:
+        """Deliver what has not been delivered yet, and go on."""
+        if isinstance(self.request, Broadcast):
+            self.deliver(*(node for node in self.request.nodes if node not in self._answers))
+        self.resume()
+
+    def until(self, script: str) -> None:
+        """Go on until the generator wants a script to be run that is named so."""
+        while self.script != script:
+            assert self.request is not None, f"it came to its end without {script}"
+            self.step()
+
+    def finish(self) -> Any:
+        """Go on to the end, and return the result."""
+        while self.request is not None:
+            self.step()
+        return self.result
+
+    def last(self, script: str, node: int) -> Command:
+        """Return the last command of that name that was sent to a node."""
+        return next(sent for to, sent in reversed(self.sent) if (to, sent.script) == (node, script))
+
+
+def recoverer(stations: Sequence[RealNode]) -> Actor:
+    """Return a recoverer of the nodes, in a hurry only as far as time goes."""
+    names = tuple(station.node.name for station in stations)
+    around = Surroundings(names, NODE_KEY, 1.0, lambda: "word", lambda: 0.0)
+    return Actor(stations, recover(around, {}))
+
+
+def operator(stations: Sequence[RealNode], wanted: Sequence[int]) -> Actor:
+    """Return an operator who wants some of the nodes to be the list."""
+    names = tuple(station.node.name for station in stations)
+    plan = Plan(names, tuple(wanted), NODE_KEY, 1.0, lambda: "word", lambda _: None)
+    return Actor(stations, change(plan))
 
 
 def without(script: str, line: str, instead: str = "") -> dict[str, str]:

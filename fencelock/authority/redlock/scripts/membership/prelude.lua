@@ -12,11 +12,6 @@ local FIELDS = {'e', 'p', 'r', 'm', 'cfg', 'next', 'id', 'members', 'next_member
 local is = {}
 for i, value in ipairs(redis.call('HMGET', NODE, unpack(FIELDS))) do is[FIELDS[i]] = value or nil end
 
-local function now_ms()
-  local now = redis.call('TIME')
-  return now[1] * 1000 + math.floor(now[2] / 1000)
-end
-
 -- The marker is there, and was put there by this very server process.
 local function is_admitted()
   return is.e and is.r == RUN_ID and (ARGV[#ARGV] == '' or is.m == REPLID)
