@@ -17,7 +17,7 @@ Pure, as the protocol is. `spec/` has it in the model; the schedules that each s
 7. A list's fingerprint covers that of the list before it, too: nobody who returns to an earlier choice of
    nodes gets an earlier list, whose messages may still be under way.
 8. OPEN the new nodes first: then, wherever this is interrupted, the old list is closed by a majority still
-   or the new one has a majority already. The next run finishes the former, recovery the latter.
+   or the new one has a majority already. The next run finishes either.
 """
 
 from __future__ import annotations
@@ -107,7 +107,10 @@ def change(plan: Plan) -> Generator[Request, Any, Change]:
             "name the nodes that are in use now"
         )
     if _addresses_of(old) == plan.addresses:
-        return Change(old, done=False, left_out=_left_out(plan, old, standings, answers))
+        opened = yield from _open_stragglers(plan, old, standings)
+        if opened:
+            standings, answers = yield from read(plan.node_key, plan.everybody, plan.patience)
+        return Change(old, done=opened, left_out=_left_out(plan, old, standings, answers))
     target = _next_list(plan, old, standings)
     if target is None:
         target = yield from _make_list(plan, old, standings, answers)
@@ -328,6 +331,32 @@ def _open(plan: Plan, target: Membership, epoch: int) -> Generator[Request, Any,
         answers, _ = yield from ask(plan.command("open", *arguments), [node], plan.patience)
         opened |= _who(answers, Said.OPENED)
     yield from synced(opened, plan.patience)
+
+
+def _open_stragglers(plan: Plan, present: Membership, standings: Standings) -> Generator[Request, Any, bool]:
+    """Open who was left when a change was interrupted, and tell whether there was anybody.
+
+    They have not voted in this list yet. Their epoch is above all that its voters know of, as in a recovery.
+    """
+    ids = {address: node_id for node_id, address in present.seats}
+    waiting = {
+        node: standing
+        for node, standing in standings.items()
+        if node in plan.wanted
+        and (
+            (standing.admitted and standing.next_fingerprint == present.fingerprint)
+            or (standing.blank and standing.ticket and standing.ticket == ids[plan.names[node]])
+        )
+    }
+    voters = {node: s for node, s in standings.items() if s.votes_in(present.fingerprint)}
+    if not waiting or len(voters) < _majority(len(present.seats)):
+        return False
+    epoch = max(standing.highest for standing in (voters | waiting).values()) + 1
+    yield from _promise(plan, present, epoch)
+    answers, _ = yield from ask(plan.command("raise", present.fingerprint, epoch), voters, plan.patience)
+    if len(_who(answers, Said.RAISED)) >= _majority(len(present.seats)):
+        yield from _open(plan, present, epoch)
+    return True
 
 
 def _who(answers: Answers, said: Said) -> set[int]:
