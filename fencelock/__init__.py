@@ -2,6 +2,7 @@
 
 from fencelock.authority.redlock.redlock import Redlock
 from fencelock.decorator import fenced
+from fencelock.ending import exit_on_signals
 from fencelock.errors import (
     AmbiguousFenceError,
     AuthorityError,
@@ -61,6 +62,7 @@ __all__ = [
     "conditional_update",
     "configure",
     "execute_fenced",
+    "exit_on_signals",
     "fenced",
     "fenced_delete",
     "fenced_lock",

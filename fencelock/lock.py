@@ -464,6 +464,11 @@ class AsyncLock:
         await _wait(self._lock._release())
 
 
+def give_back(hold: Hold) -> None:
+    """Give a hold back, whatever blocks are still inside; blocking, also for a task's."""
+    _block(_release(hold))
+
+
 def _check_listener(callback: object) -> None:
     if not callable(callback) or inspect.iscoroutinefunction(callback):
         raise TypeError(f"on_lost calls a plain function with the lease, and {callback!r} is none")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import math
 import os
 import random
@@ -14,7 +15,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import redis
 import redis.asyncio
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 _NAMESPACE = "fencelock"
+#: What is closed when the interpreter exits; before that, whoever holds leases gives them back.
+_in_use: WeakSet[Redlock] = WeakSet()
 
 
 class Redlock:
@@ -93,6 +96,7 @@ class Redlock:
         #: The same operations as coroutines, for asyncio code.
         self.aio = AsyncRedlock(self)
         self._start_over()
+        _in_use.add(self)
 
     def _start_over(self) -> None:
         """Begin without connections: at first, and in a forked child."""
@@ -480,6 +484,12 @@ class _Bids:
     def _forget(self) -> None:
         if self._latest is not None:
             self._wanted.pop(self._latest[1].nonce, None)
+
+
+@atexit.register
+def _close_all() -> None:
+    for redlock in list(_in_use):
+        redlock.close()
 
 
 def _sources(nodes: Source | Sequence[Source]) -> list[Source]:

@@ -1,0 +1,65 @@
+"""What becomes of held leases when the process ends: they are given back, if it is told in time.
+
+A process that leaves its blocks gives back what it holds, and so does one that runs to its end without
+leaving them (`atexit`). One that is killed cannot; its leases end with their ttl. SIGTERM kills by default,
+without any Python code being run: `exit_on_signals` has it end the process in order.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+
+from fencelock._holds import everything_held
+from fencelock.lock import give_back
+
+#: Seconds that giving back may take at the end of the process; what is left ends by itself.
+_PATIENCE = 2.0
+
+logger = logging.getLogger(__name__)
+
+
+def exit_on_signals(*signals: signal.Signals) -> None:
+    """Have signals end the process as `sys.exit` does: blocks are left, and what is held is given back.
+
+    Nothing is installed unless this is called. SIGINT needs it not: KeyboardInterrupt leaves the blocks.
+
+    Args:
+        *signals: which; SIGTERM by default. The exit status is 128 and the signal's number, as in shells.
+
+    Raises:
+        RuntimeError: outside the main thread, or if the program handles a signal itself: have that handler
+            call `sys.exit()` then.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("signal handlers can only be installed by the main thread: call this at the start")
+    for number in signals or (signal.SIGTERM,):
+        if signal.getsignal(number) not in {signal.SIG_DFL, _exit}:
+            raise RuntimeError(
+                f"{signal.Signals(number).name} has a handler already: have it call sys.exit(), which leaves "
+                "the blocks and gives back what is held"
+            )
+    for number in signals or (signal.SIGTERM,):
+        signal.signal(number, _exit)
+
+
+def _exit(number: int, _frame: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
+@atexit.register
+def _give_back_everything() -> None:
+    deadline = time.monotonic() + _PATIENCE
+    for hold in everything_held():
+        if time.monotonic() > deadline:
+            logger.warning("leases are left that nobody has released; they end by themselves")
+            return
+        try:
+            give_back(hold)
+        except Exception as error:  # noqa: BLE001 - the process ends; it must not end with this
+            logger.debug("a lease could not be released at the end of the process: %s", error)

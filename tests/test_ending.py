@@ -1,0 +1,209 @@
+"""Processes that end while they hold a lock: what is left on the nodes afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+import redis
+
+from fencelock import Redlock, exit_on_signals
+from fencelock.embedded import Nodes
+from tests.polling import eventually
+from tests.redlock.stage import NODE_KEY
+
+
+@pytest.fixture
+def urls(nodes: Nodes) -> list[str]:
+    """Five initialised nodes."""
+    with Redlock(nodes.urls) as authority:
+        authority.init(base=0)
+    return nodes.urls
+
+
+def locked(urls: list[str]) -> int:
+    """Return on how many nodes "r" is locked."""
+    count = 0
+    for url in urls:
+        with redis.Redis.from_url(url) as client:
+            count += client.exists(f"{NODE_KEY}:l:r")
+    return count
+
+
+def start(urls: list[str], program: str) -> subprocess.Popen[str]:
+    """Start a program that knows the nodes as `quorum`, and wait until it says that it holds the lock."""
+    prelude = (
+        "import asyncio, os, signal, sys, threading, time\n"
+        "import fencelock\n"
+        "from fencelock import Redlock\n"
+        f"quorum = Redlock({urls!r})\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", prelude + textwrap.dedent(program)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line == "held\n", line + (process.communicate()[1])
+    return process
+
+
+def end(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Wait for the end; return the exit status, and what was written to stderr."""
+    _, errors = process.communicate(timeout=30)
+    return process.returncode, errors
+
+
+def test_lease_that_was_never_left_is_released_when_the_interpreter_exits(urls: list[str]) -> None:
+    """By a script that just ends, and by sys.exit deep inside."""
+    program = """
+        lock = quorum.lock("r", ttl=60)
+        lock.acquire()
+        print("held", flush=True)
+        time.sleep(0.5)
+    """
+    process = start(urls, program)
+    assert locked(urls) >= 3
+    assert end(process) == (0, "")
+    assert locked(urls) == 0
+
+
+def test_lease_of_a_task_that_was_never_left_is_released_when_the_interpreter_exits(urls: list[str]) -> None:
+    """Though its loop is closed."""
+    program = """
+        lock = quorum.lock("r", ttl=60)
+        async def main():
+            await lock.aio.acquire()
+            print("held", flush=True)
+        quorum.status()
+        asyncio.run(main())
+    """
+    assert end(start(urls, program)) == (0, "")
+    assert locked(urls) == 0
+
+
+def test_sigterm_kills_by_default(urls: list[str]) -> None:
+    """The control: no Python code is run, and the lock stays until its ttl."""
+    process = start(urls, 'with quorum.lock("r", ttl=60):\n    print("held", flush=True)\n    time.sleep(30)')
+    process.send_signal(signal.SIGTERM)
+    assert end(process)[0] == -signal.SIGTERM
+    assert locked(urls) >= 3
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        'with quorum.lock("r", ttl=60):\n    print("held", flush=True)\n    time.sleep(30)',
+        'lock = quorum.lock("r", ttl=60)\nlock.acquire()\nprint("held", flush=True)\ntime.sleep(30)',
+        (
+            'async def main():\n    async with quorum.lock("r", ttl=60):\n        print("held", flush=True); '
+            "await asyncio.sleep(30)\nasyncio.run(main())"
+        ),
+    ],
+    ids=["with", "acquire", "async with"],
+)
+def test_sigterm_releases_where_it_was_asked_for(urls: list[str], body: str) -> None:
+    """The process ends with the shell's status, having left its blocks."""
+    process = start(urls, "fencelock.exit_on_signals()\n" + body)
+    process.send_signal(signal.SIGTERM)
+    assert end(process)[0] == 128 + signal.SIGTERM
+    assert locked(urls) == 0
+
+
+def test_sigint_leaves_the_blocks_by_itself(urls: list[str]) -> None:
+    """KeyboardInterrupt is an exception like others."""
+    process = start(urls, 'with quorum.lock("r", ttl=60):\n    print("held", flush=True)\n    time.sleep(30)')
+    process.send_signal(signal.SIGINT)
+    assert end(process)[0] == -signal.SIGINT
+    assert locked(urls) == 0
+
+
+def test_end_is_not_delayed_by_nodes_that_hang(urls: list[str], nodes: Nodes) -> None:
+    """Best effort: the process ends within seconds, and the leases by themselves."""
+    program = """
+        locks = [quorum.lock(f"r{number}", ttl=60) for number in range(50)]
+        for lock in locks:
+            lock.acquire()
+        print("held", flush=True)
+        sys.stdin.read(1)
+    """
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import sys\nfrom fencelock import Redlock\n"
+            f"quorum = Redlock({urls!r}, node_timeout=0.3)\n" + textwrap.dedent(program),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    for node in nodes:
+        node.pause()
+    process.communicate("x", timeout=10)
+    assert process.returncode == 0
+
+
+def test_forked_child_that_exits_releases_nothing_of_its_parent(urls: list[str]) -> None:
+    """It holds nothing."""
+    program = """
+        lock = quorum.lock("r", ttl=60)
+        lock.acquire()
+        if not os.fork():
+            sys.exit(0)
+        os.wait()
+        print("held", flush=True)
+        sys.stdin.read(1)
+        os._exit(0)
+    """
+    process = start(urls, program.replace("sys.stdin.read(1)", "time.sleep(1)"))
+    assert locked(urls) >= 3
+    assert end(process) == (0, "")
+    assert locked(urls) >= 3
+
+
+def test_handler_of_the_program_is_respected() -> None:
+    """It is not replaced; the error says what the handler has to do."""
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        with pytest.raises(RuntimeError, match=r"SIGUSR1 has a handler already.*sys\.exit"):
+            exit_on_signals(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    failures: list[BaseException] = []
+
+    def elsewhere() -> None:
+        try:
+            exit_on_signals()
+        except RuntimeError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert "main thread" in str(failures[0])
+
+
+def test_signals_may_be_named_twice() -> None:
+    """Calling it again changes nothing."""
+    child = os.fork()
+    if not child:  # pragma: no cover - measured in the parent
+        exit_on_signals(signal.SIGTERM)
+        exit_on_signals(signal.SIGTERM, signal.SIGHUP)
+        try:
+            os.kill(os.getpid(), signal.SIGHUP)
+        except SystemExit as error:
+            os._exit(0 if error.code == 128 + signal.SIGHUP else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert eventually(lambda: signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
