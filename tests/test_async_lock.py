@@ -1,0 +1,331 @@
+"""`async with fenced_lock(…)`, as coroutines see it: re-entry, cancellation, loops, and the guard in it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, assert_type
+
+import pytest
+import redis
+import uvloop
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from fencelock import FencedModel, Lease, Redlock, StaleTokenError, bind, fenced_lock
+from fencelock.embedded import Nodes
+from fencelock.errors import LockLostError, LockTimeoutError, NotHeldError
+from fencelock.lease import held_leases
+from tests.polling import eventually
+from tests.redlock.stage import NODE_KEY
+
+Main = Callable[[], Coroutine[Any, Any, None]]
+Run = Callable[[Main], None]
+
+
+@pytest.fixture
+def authority(nodes: Nodes) -> Iterator[Redlock]:
+    """A Redlock on five initialised nodes."""
+    with Redlock(nodes.urls, node_timeout=0.3, outage_grace=0.3) as made:
+        made.init(base=0)
+        yield made
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest, authority: Redlock) -> Run:
+    """Run a coroutine function in a new loop of either kind, and close the authority's connections in it."""
+    factory = uvloop.new_event_loop if request.param == "uvloop" else asyncio.new_event_loop
+
+    def run_in_new_loop(main: Main) -> None:
+        async def whole() -> None:
+            try:
+                await main()
+            finally:
+                await authority.aio.close()
+
+        with asyncio.Runner(loop_factory=factory) as runner:
+            runner.run(whole())
+
+    return run_in_new_loop
+
+
+def locked_on(nodes: Nodes, resource: str = "r") -> int:
+    """Return on how many nodes a resource is locked."""
+    count = 0
+    for node in nodes:
+        with redis.Redis.from_url(node.url) as client:
+            count += client.exists(f"{NODE_KEY}:l:{resource}")
+    return count
+
+
+def test_block_yields_the_token_and_releases(authority: Redlock, run: Run) -> None:
+    """One resource or several; typed as the blocking form."""
+
+    async def main() -> None:
+        async with authority.lock("r") as token:
+            assert_type(token, int)
+            assert [lease.fencing_token for lease in held_leases()] == [token]
+        assert held_leases() == ()
+        async with fenced_lock("b", "r", authority=authority) as tokens:
+            assert_type(tokens, tuple[int, ...])
+            assert tokens == (1, token + 1)
+        with pytest.raises(NotHeldError):
+            await authority.lock("r").aio.release()
+
+    run(main)
+
+
+def test_methods_have_their_twins(authority: Redlock, run: Run) -> None:
+    """acquire, try_acquire, extend, release; sync and async see the same lock."""
+
+    async def main() -> None:
+        lock = authority.lock("r", ttl=5, renew=False)
+        lease = await lock.aio.acquire()
+        assert lock.lease is lease
+        await lock.aio.extend(30)
+        assert lease.remaining > 25
+        assert await asyncio.create_task(authority.lock("r").aio.try_acquire()) is None
+        with pytest.raises(LockTimeoutError):
+            await asyncio.create_task(authority.lock("r").aio.acquire(timeout=0.05))
+        await lock.aio.release()
+        assert await lock.aio.try_acquire() is not None
+        lock.release()
+        assert repr(lock.aio) == f"{lock!r}.aio"
+
+    run(main)
+
+
+def test_task_enters_again_and_other_tasks_wait(authority: Redlock, run: Run) -> None:
+    """The same token inside; a child task is somebody else, though it sees its parent's leases."""
+
+    async def child() -> Lease | None:
+        assert held_leases()
+        return await authority.lock("r").aio.try_acquire()
+
+    async def main() -> None:
+        async with authority.lock("r") as token, authority.lock("r", timeout=0) as again:
+            assert token == again
+            with authority.lock("r", timeout=0) as blocking:
+                assert blocking == token
+            assert await asyncio.create_task(child()) is None
+        lease = await asyncio.create_task(authority.lock("r").aio.try_acquire())
+        assert lease is not None
+
+    run(main)
+
+
+def test_tasks_take_turns(authority: Redlock, run: Run) -> None:
+    """Fifty tasks, one at a time, tokens in order."""
+    inside, tokens = Counter[str](), []
+
+    async def work() -> None:
+        async with authority.lock("r", timeout=None) as token:
+            inside["now"] += 1
+            assert inside["now"] == 1
+            tokens.append(token)
+            await asyncio.sleep(0)
+            inside["now"] -= 1
+
+    async def main() -> None:
+        await asyncio.gather(*(work() for _ in range(50)))
+
+    run(main)
+    assert tokens == sorted(set(tokens))
+
+
+def test_cancelled_tasks_leave_nothing(authority: Redlock, nodes: Nodes, run: Run) -> None:
+    """Each at a random moment: waiting, acquiring, inside, renewing, leaving."""
+    chance = random.Random(5)
+    tokens: dict[str, list[int]] = {f"r{number}": [] for number in range(5)}
+
+    async def work() -> None:
+        resource = chance.choice(list(tokens))
+        async with authority.lock(resource, ttl=0.5, timeout=5, if_lost="warn") as token:
+            tokens[resource].append(token)
+            await asyncio.sleep(chance.choice([0, 0.001, 0.01, 0.2]))
+
+    async def main() -> None:
+        tasks: set[asyncio.Task[None]] = set()
+        end = time.monotonic() + 4
+        while time.monotonic() < end:
+            while len(tasks) < 60:
+                tasks.add(asyncio.ensure_future(work()))
+            await asyncio.sleep(chance.choice([0, 0, 0.001, 0.005]))
+            for task in chance.sample(sorted(tasks, key=id), 5):
+                task.cancel()
+            tasks = {task for task in tasks if not task.done()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert held_leases() == ()
+        async with asyncio.timeout(5):
+            for resource, drawn in tokens.items():
+                async with authority.lock(resource, timeout=2) as token:
+                    drawn.append(token)
+
+    run(main)
+    for drawn in tokens.values():
+        assert drawn == sorted(set(drawn))
+        assert drawn
+    assert all(eventually(lambda name=name: locked_on(nodes, name) == 0, 2) for name in tokens)  # type: ignore[misc]
+
+
+def test_body_that_is_cancelled_releases(authority: Redlock, nodes: Nodes, run: Run) -> None:
+    """A timeout around the block, a sibling that fails in a task group."""
+
+    async def main() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1), authority.lock("r"):
+                await asyncio.sleep(30)
+        assert locked_on(nodes) == 0
+        entered = asyncio.Event()
+
+        async def hold() -> None:
+            async with authority.lock("r"):
+                entered.set()
+                await asyncio.sleep(30)
+
+        async def fail() -> None:
+            await entered.wait()
+            raise KeyError("sibling")
+
+        async def both() -> None:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(hold())
+                group.create_task(fail())
+
+        with pytest.raises(ExceptionGroup) as failure:
+            await both()
+        assert isinstance(failure.value.exceptions[0], KeyError)
+        assert locked_on(nodes) == 0
+
+    run(main)
+
+
+def test_loops_come_and_go(authority: Redlock, run: Run) -> None:
+    """As with reloads and in tests: each has its own connections and renewal."""
+    tokens = []
+
+    async def main() -> None:
+        async with authority.lock("r", ttl=0.3) as token:
+            await asyncio.sleep(0.4)
+            tokens.append(token)
+
+    for _ in range(3):
+        run(main)
+    assert tokens == sorted(set(tokens))
+
+
+def test_loops_in_threads_take_turns(authority: Redlock) -> None:
+    """One Redlock, four loops at once, beside a thread without one."""
+    tokens: list[int] = []
+
+    async def main() -> None:
+        for _ in range(10):
+            async with authority.lock("r", timeout=30) as token:
+                tokens.append(token)
+        await authority.aio.close()
+
+    def plain() -> None:
+        for _ in range(10):
+            with authority.lock("r", timeout=30) as token:
+                tokens.append(token)
+
+    threads = [threading.Thread(target=asyncio.run, args=(main(),)) for _ in range(4)]
+    threads.append(threading.Thread(target=plain))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(tokens) == 50
+    assert tokens == sorted(set(tokens))
+
+
+def test_loop_that_ends_inside_the_block_makes_no_noise(authority: Redlock, nodes: Nodes) -> None:
+    """The tasks are cancelled, their blocks left, and no task is destroyed while pending."""
+
+    async def hold() -> None:
+        async with authority.lock("r", ttl=0.6):
+            await asyncio.sleep(30)
+
+    async def main() -> None:
+        task = asyncio.ensure_future(hold())
+        await asyncio.sleep(0.4)
+        assert locked_on(nodes)
+        assert not task.done()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        asyncio.run(main())
+        gc.collect()
+    assert eventually(lambda: locked_on(nodes) == 0, 0.5)
+
+
+def test_lost_lease_raises_on_leaving_and_not_over_the_bodys_own_error(
+    authority: Redlock, nodes: Nodes, run: Run
+) -> None:
+    """As in the blocking form."""
+
+    def forget() -> None:
+        for node in nodes:
+            with redis.Redis.from_url(node.url) as client:
+                client.delete(f"{NODE_KEY}:l:r")
+
+    async def main() -> None:
+        with pytest.raises(LockLostError):
+            async with authority.lock("r"):
+                forget()
+
+        async def fail() -> None:
+            async with authority.lock("r"):
+                forget()
+                raise KeyError("own")
+
+        with pytest.raises(KeyError) as failure:
+            await fail()
+        assert any("ended before the work did" in note for note in failure.value.__notes__)
+
+    run(main)
+
+
+class Base(DeclarativeBase):
+    """The tables of this file."""
+
+
+class Account(FencedModel, Base):
+    """A fenced row."""
+
+    __tablename__ = "async_lock_accounts"
+    __fence_resource__ = "account:{id}"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    balance: Mapped[int]
+
+
+def test_sessions_of_coroutines_write_under_the_lease_of_the_task(authority: Redlock, tmp_path: Any) -> None:
+    """The lease reaches the flush through SQLAlchemy's greenlet; an older one is refused by the database."""
+
+    async def main() -> None:
+        engine = create_async_engine(f"sqlite+aiosqlite:///{tmp_path / 'test.sqlite'}")
+        async with engine.begin() as connection:
+            await connection.run_sync(Base.metadata.create_all)
+        async with authority.lock("account:1") as token, AsyncSession(engine) as session:
+            session.add(Account(id=1, balance=10))
+            await session.commit()
+        async with authority.lock("account:1"), AsyncSession(engine) as session:
+            (await session.get_one(Account, 1)).balance = 20
+            await session.commit()
+        async with AsyncSession(engine) as session:
+            bind(session, Lease("account:1", token))
+            (await session.get_one(Account, 1)).balance = 30
+            with pytest.raises(StaleTokenError):
+                await session.commit()
+        await engine.dispose()
+        await authority.aio.close()
+
+    asyncio.run(main())
