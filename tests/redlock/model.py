@@ -69,7 +69,7 @@ class ModelNode:
     def acquire(self, keys: Sequence[str], nonce: str, arguments: Sequence[Any]) -> Answer:
         """ACQUIRE."""
         assert self.epoch is not None
-        old = arguments[5 + 2 * len(keys)] if len(arguments) > 2 + 2 * len(keys) else None
+        old = arguments[6 + 2 * len(keys)] if len(arguments) > 2 + 2 * len(keys) else None
         locks = {key: self.locks[key] for key in keys if key in self.locks and self.locks[key].nonce != old}
         if any(lock.nonce != nonce or lock.counter is None for lock in locks.values()):
             return Answer(Said.HELD)

@@ -9,15 +9,24 @@ import pytest
 
 from fencelock import Redlock
 from fencelock.authority.redlock.protocol import Answer, Bid, Failed, Said, attempt
+from fencelock.authority.redlock.waiting import Line
 from fencelock.embedded import Nodes
 from tests.redlock.stage import Bidder, fleet_of
 
 
+@pytest.mark.parametrize("deaf", [False, True], ids=["called", "looking"])
 @pytest.mark.parametrize("count", [2, 3, 4, 5])
-@pytest.mark.parametrize("contenders", [2, 4, 16])
-def test_contenders_all_get_their_turns(nodes: Nodes, count: int, contenders: int) -> None:
-    """Each of them twice, starting together, each with connections of its own, within a bound."""
+@pytest.mark.parametrize("contenders", [2, 4, 16, 64])
+def test_contenders_all_get_their_turns(
+    nodes: Nodes, count: int, contenders: int, *, deaf: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Starting together, each with connections of its own, within a bound; also where nobody hears calls."""
+    if deaf and (contenders == 64 or count % 2):
+        pytest.skip("looking with even numbers of nodes is the hard case; 64 who look are merely slow")
+    if deaf:
+        monkeypatch.setattr(Line, "listen", lambda *_: None)
     urls = nodes.urls[:count]
+    turns = 1 if contenders == 64 else 2
     with Redlock(urls) as operator:
         operator.init(base=0)
     barrier = threading.Barrier(contenders)
@@ -28,7 +37,7 @@ def test_contenders_all_get_their_turns(nodes: Nodes, count: int, contenders: in
         try:
             with Redlock(urls) as authority:
                 barrier.wait(20)
-                for _ in range(2):
+                for _ in range(turns):
                     with authority.lock("r", timeout=20) as token:
                         tokens.append(token)
         except BaseException as error:
@@ -40,11 +49,39 @@ def test_contenders_all_get_their_turns(nodes: Nodes, count: int, contenders: in
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(40)
     assert not failures
     assert tokens == sorted(set(tokens))
-    assert len(tokens) == 2 * contenders
-    assert time.monotonic() - began < 10
+    assert len(tokens) == turns * contenders
+    assert time.monotonic() - began < 15
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_nobody_starves(nodes: Nodes, count: int) -> None:
+    """Eight who take the lock back at once, again and again: each gets it often, and waits but a moment."""
+    urls = nodes.urls[:count]
+    with Redlock(urls) as operator:
+        operator.init(base=0)
+    taken = [0] * 8
+    longest = [0.0] * 8
+    barrier = threading.Barrier(8)
+
+    def work(number: int) -> None:
+        with Redlock(urls) as authority:
+            barrier.wait(20)
+            end = time.monotonic() + 3.0
+            while (asked := time.monotonic()) < end:
+                with authority.lock("r", timeout=20):
+                    taken[number] += 1
+                    longest[number] = max(longest[number], time.monotonic() - asked)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(40)
+    assert max(longest) < 2.5
+    assert min(taken) >= max(3, max(taken) / 5)
 
 
 def test_first_node_of_the_fixed_order_is_asked_alone() -> None:

@@ -8,14 +8,17 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from fencelock.authority.redlock.protocol import Answer, Said, Turn
+from fencelock.authority.redlock.protocol import Answer, Bid, Said, Turn, _acquire_command
 from fencelock.embedded import Node
+from fencelock.token import MAX_COUNTER
 from tests.polling import eventually
-from tests.redlock.stage import NODE_KEY
+from tests.redlock.stage import NODE_KEY, stripe_of
 from tests.redlock.test_scripts import NOT_EXTENDED, Scripts, key_of
 
 CLAIM = 0.1
-FIRST, SECOND, THIRD = (Turn(f"client.{number}", waited=waited) for number, waited in enumerate((3, 2, 1)))
+FIRST, SECOND, THIRD = (
+    Turn(f"client.{number}", waited=waited, fair=True) for number, waited in enumerate((3, 2, 1))
+)
 
 
 class Calls:
@@ -106,6 +109,15 @@ def test_one_whom_nobody_hears_is_passed_over(scripts: Scripts, calls: Calls) ->
     assert scripts.queue("n2'", "r", turn=SECOND).said is Said.GRANTED
 
 
+def test_order_is_by_the_bidders_clocks_where_they_are_right(scripts: Scripts) -> None:
+    """So all nodes have one order, however the bids arrived; a clock that is far off changes nothing."""
+    now = time.time()
+    for number, since in enumerate((now - 0.1, now - 0.3, now - 0.2, now + 3600, now - 3600)):
+        scripts.queue(f"n{number}", "r", turn=Turn(f"client.{number}", waited=0.2, since=since))
+    assert queue_of(scripts)[0] == "client.1"
+    assert queue_of(scripts)[-1] == "client.0"
+
+
 def test_lock_that_nobody_waits_for_is_free_at_once(scripts: Scripts, calls: Calls) -> None:
     """And nothing but the marker is left on the node."""
     scripts.release("holder", {"r": 1})
@@ -136,14 +148,18 @@ def test_one_who_gives_up_leaves_the_queue(scripts: Scripts, calls: Calls) -> No
 
 
 def test_one_who_gives_way_stays_in_line(scripts: Scripts, calls: Calls) -> None:
-    """Its votes were too few: the next is called, and it keeps its time of arrival."""
+    """Its votes were too few. All nodes call the same next one: whoever has waited longest, be it itself."""
     scripts.queue("n2", "r", turn=SECOND)
     scripts.queue("n3", "r", turn=THIRD)
     scripts.release("holder", {"r": 1})
     assert scripts.queue("n2'", "r", turn=SECOND).said is Said.GRANTED
     scripts.give_up("n2'", "r", turn=SECOND, stay=True)
-    assert [call for call in calls.heard() if " " not in call] == ["1", "2"]
-    assert queue_of(scripts) == [SECOND.place]
+    assert queue_of(scripts) == [THIRD.place]
+    assert scripts.queue("n2''", "r", turn=SECOND).said is Said.GRANTED
+    scripts.queue("n1", "r", turn=FIRST)
+    scripts.give_up("n2''", "r", turn=SECOND, stay=True)
+    assert [call for call in calls.heard() if " " not in call] == ["1", "1", "0"]
+    assert queue_of(scripts) == [SECOND.place, THIRD.place]
 
 
 def test_second_in_line_is_told_when_to_look(scripts: Scripts, calls: Calls) -> None:
@@ -227,3 +243,85 @@ def test_user_who_may_not_publish_releases_all_the_same(scripts: Scripts, calls:
         scripts.client.acl_deluser("mute")
     assert calls.heard() == []
     assert scripts.lock("r") is None
+
+
+def test_blank_node_keeps_no_queue(scripts: Scripts) -> None:
+    """It stays blank, whoever bids there or gives way."""
+    scripts.client.flushall()
+    assert scripts.queue("n1", "r", turn=FIRST).said is Said.AMNESIA
+    scripts.give_up("n1", "r", turn=FIRST, stay=True)
+    scripts.give_up("n1", "r", turn=FIRST)
+    assert scripts.client.keys("*") == []
+
+
+FRESH = Turn("client.7", waited=1)
+
+
+def test_fresh_bid_is_granted_by_the_release(scripts: Scripts, calls: Calls) -> None:
+    """Its ACQUIRE is executed as if it had arrived just then: lock, ttl and counter are those of a grant."""
+    assert scripts.queue("n7", "r", turn=FRESH).said is Said.HELD
+    assert scripts.release("holder", {"r": 5}).said is Said.RELEASED
+    assert calls.heard() == ["7 = 0 6 n7"]
+    assert scripts.lock("r") == "n7|0|6"
+    assert scripts.counter("r") == 6
+    assert 29_000 < int(str(scripts.client.pttl(key_of("r")))) <= 30_000
+    assert scripts.queue("n7", "r", turn=FRESH) == Answer(Said.GRANTED, 0, (6,))
+    assert scripts.confirm("n7", {"r": 6}).said is Said.CONFIRMED
+    assert scripts.give_up("n7", "r", turn=FRESH).said is Said.RELEASED
+    assert scripts.client.keys("*") == [NODE_KEY]
+
+
+def test_bid_that_is_not_fresh_is_called_only(scripts: Scripts, calls: Calls) -> None:
+    """Its bidder may be hung by now: the lock is kept for the moment of a claim, not for a ttl."""
+    scripts.queue("n7", "r", turn=FRESH)
+    time.sleep(0.08)
+    scripts.release("holder", {"r": 1})
+    assert scripts.lock("r") in {f">{FRESH.place}", None}
+    assert calls.heard() == ["7"]
+    assert scripts.counter("r") == 1
+
+
+def test_bid_is_not_granted_where_nobody_hears(scripts: Scripts) -> None:
+    """Its bidder is dead: the lock is free at once."""
+    scripts.queue("n7", "r", turn=FRESH)
+    scripts.release("holder", {"r": 1})
+    assert scripts.lock("r") is None
+
+
+def test_bid_of_one_who_gave_way_is_not_granted(scripts: Scripts, calls: Calls) -> None:
+    """It has been released, and must not come to life again; its place is called in its turn."""
+    scripts.queue("n7", "r", turn=FRESH)
+    scripts.give_up("n7", "r", turn=FRESH, stay=True)
+    scripts.release("holder", {"r": 1})
+    assert scripts.lock("r") == f">{FRESH.place}"
+    assert calls.heard() == ["7"]
+
+
+@pytest.mark.parametrize("turn", [Turn("client.7", fair=True), Turn("client.7")], ids=["fair", "short"])
+def test_fair_and_short_bids_are_called_only(scripts: Scripts, calls: Calls, turn: Turn) -> None:
+    """A fair queue must lose no more than a claim on one that hangs; a short ttl would be used up."""
+    ttl = 30.0 if turn.fair else 0.5
+    bid = Bid.of(scripts.fleet, ("r",), "n7", ttl, turn)
+    scripts.real.execute(_acquire_command(bid, scripts.fleet))
+    scripts.release("holder", {"r": 1})
+    assert scripts.lock("r") == ">client.7"
+    assert calls.heard() == ["7"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"r": "another-run"}, {"cfg": "another"}, {"next": "new"}, {f"c{stripe_of('r')}": str(MAX_COUNTER)}],
+    ids=["restarted", "other list", "closed", "full"],
+)
+def test_node_that_would_not_vote_grants_no_parked_bid(
+    scripts: Scripts, calls: Calls, change: dict[str, str]
+) -> None:
+    """What ACQUIRE would refuse is refused here too: then it is a call and nothing more."""
+    scripts.queue("n7", "r", turn=FRESH)
+    for name, value in change.items():
+        scripts.client.hset(NODE_KEY, name, value)
+    before = scripts.counter("r")
+    scripts.give_up("holder", "r")
+    assert scripts.lock("r") == f">{FRESH.place}"
+    assert calls.heard() == ["7"]
+    assert scripts.counter("r") == before

@@ -16,6 +16,7 @@ import redis
 
 from fencelock import Redlock
 from fencelock.authority.redlock import protocol
+from fencelock.authority.redlock.protocol import Answer, Said
 from fencelock.authority.redlock.waiting import HESITATION, Line
 from fencelock.embedded import Nodes
 from fencelock.errors import LockTimeoutError
@@ -38,7 +39,7 @@ class TestLine:
     def test_majority_of_calls_is_due_at_once(self, line: Line) -> None:
         """Two of five are not enough; the third is."""
         place = line.new_place()
-        line.expect(place)
+        line.expect(place, "nonce")
         for node in range(2):
             line.note(node, b"1", 10.0)
         assert line.due(place) > 10.0
@@ -48,7 +49,7 @@ class TestLine:
     def test_minority_of_calls_is_due_soon(self, line: Line) -> None:
         """Nodes that disagree on who is first leave nobody waiting; a repeated call adds nothing."""
         place = line.new_place()
-        line.expect(place)
+        line.expect(place, "nonce")
         for _ in range(5):
             line.note(4, b"1", 10.0)
         assert 10.0 + 0.5 * HESITATION <= line.due(place) <= 10.0 + 1.5 * HESITATION
@@ -56,29 +57,41 @@ class TestLine:
     def test_calls_count_from_the_last_try_only(self, line: Line) -> None:
         """What called a bid that has failed since says nothing about the next one."""
         place = line.new_place()
-        line.expect(place)
+        line.expect(place, "nonce")
         for node in range(3):
             line.note(node, b"1", 10.0)
-        line.expect(place)
+        line.expect(place, "nonce")
         assert line.due(place) == math.inf
 
     def test_second_in_line_is_due_when_the_claim_ends(self, line: Line) -> None:
         """The call says in how many milliseconds."""
         place = line.new_place()
-        line.expect(place)
+        line.expect(place, "nonce")
         line.note(0, b"1 100", 10.0)
         assert 10.1 <= line.due(place) <= 10.1 + HESITATION
 
     def test_calls_for_nobody_are_ignored(self, line: Line) -> None:
         """Of an acquisition that is over, of another client, or no call at all."""
         place = line.new_place()
-        line.expect(place)
+        line.expect(place, "nonce")
         for message in (b"2", b"", b"\xff", b"1 soon", b"one"):
             line.note(0, message, 10.0)
         assert line.due(place) == math.inf
         line.leave(place)
         line.note(0, b"1", 10.0)
         assert line.due(place) == math.inf
+
+    def test_grants_count_for_the_bid_that_they_name(self, line: Line) -> None:
+        """They arrive as calls; one for a bid that has failed since is a call and nothing more."""
+        place = line.new_place()
+        line.expect(place, "nonce")
+        line.note(0, b"1 = 3 17 nonce", 10.0)
+        line.note(1, b"1 = 3 17 another", 10.0)
+        line.note(2, b"1 = x 17 nonce", 10.0)
+        assert line.granted(place) == {0: Answer(Said.GRANTED, 3, (17,))}
+        assert line.due(place) == 10.0
+        line.expect(place, "next")
+        assert line.granted(place) == {}
 
     def test_nobody_stands_in_line_where_most_nodes_are_silent(self, line: Line) -> None:
         """Nobody would call them."""
@@ -134,7 +147,7 @@ def never_look(monkeypatch: pytest.MonkeyPatch) -> None:
     pause = protocol._pause
 
     def patched(outcome: protocol.Failed, tries: int, random: float) -> float:
-        return 20.0 if outcome.bid.stands_in_line and not outcome.split else pause(outcome, tries, random)
+        return 20.0 if outcome.waits_for_a_call else pause(outcome, tries, random)
 
     monkeypatch.setattr(protocol, "_pause", patched)
 

@@ -67,7 +67,7 @@ class AsyncRedlock:
 
         Cancelled, it releases what it may have acquired, without waiting for that.
         """
-        waiter = Waiter(Deaf(), time.monotonic, fair=fair, patient=timeout != 0)
+        waiter = Waiter(Deaf(), time.monotonic, time.time, fair=fair, patient=timeout != 0)
         bids = self._redlock._new_bids(resources, ttl, waiter)
         lines = self._lines_here()
         try:

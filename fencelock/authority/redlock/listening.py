@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from fencelock.authority.redlock.node import Link, Node, Unusable
-from fencelock.authority.redlock.protocol import Said
+from fencelock.authority.redlock.protocol import Answers, Said
 from fencelock.authority.redlock.waiting import Line
 
 _BACKOFF = 0.05
@@ -97,12 +97,17 @@ class Listener:
         for end in self._stirred or ():
             end.close()
 
-    def expect(self, place: str) -> str:
-        """Count the calls for a place from now on; return the place, a new one where it is empty."""
+    def expect(self, place: str, nonce: str) -> str:
+        """Count the calls for a bid from now on; return its place, a new one where it is empty."""
         with self._lock:
             place = place or self._line.new_place()
-            self._line.expect(place)
+            self._line.expect(place, nonce)
             return place
+
+    def granted(self, place: str) -> Answers:
+        """Return the nodes that have granted the present bid of a place while it waited."""
+        with self._lock:
+            return self._line.granted(place)
 
     def leave(self, place: str) -> None:
         """Forget a place whose acquisition is over."""

@@ -30,7 +30,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from fencelock.errors import (
     FencelockError,
@@ -44,6 +44,8 @@ from fencelock.errors import (
 STRIPES = 1024
 DRIFT_RATE = 0.01
 DRIFT_SECONDS = 0.002
+#: Seconds after which one who waits to be called looks for the first time; longer than a claim.
+_LOOK = 0.15
 
 
 class Said(enum.Enum):
@@ -209,12 +211,15 @@ class Turn:
     Attributes:
         place: its place in line, `client.number`, under which the nodes call it; empty for one who
             is not going to wait, or cannot hear.
-        waited: seconds since it began to wait. The node writes down since when, on its own clock.
+        waited: seconds since it began to wait.
+        since: when that was, in seconds on the clock of the wall. Nodes order by it, unless it is far from
+            what `waited` and their own clock say.
         fair: whether it leaves a lock that is free to those who have waited longer.
     """
 
     place: str = ""
     waited: float = 0.0
+    since: float = 0.0
     fair: bool = False
 
 
@@ -262,6 +267,12 @@ class Bid:
         return self.turn is not None and self.turn.place != ""
 
     @property
+    def may_be_parked(self) -> bool:
+        """Whether a node that refuses it may keep it for a moment, and grant it when the lock is released."""
+        turn = self.turn
+        return turn is not None and turn.place != "" and not turn.fair and len(self.resources) == 1
+
+    @property
     def drift(self) -> float:
         """Seconds by which clocks may disagree over one lease."""
         return self.ttl * DRIFT_RATE + DRIFT_SECONDS
@@ -307,6 +318,20 @@ class Failed:
     late: bool = False
 
     @property
+    def waits_for_a_call(self) -> bool:
+        """Whether others hold the lock, nothing was granted, and the nodes know whom to call."""
+        if not self.bid.stands_in_line or not self.contended:
+            return False
+        return not any(
+            answer.said in _VOTING and answer.said is not Said.HELD for answer in self.answers.values()
+        )
+
+    @property
+    def stands(self) -> bool:
+        """Whether nodes may grant the bid while the bidder waits; it is released when the waiting ends."""
+        return self.bid.may_be_parked and self.waits_for_a_call
+
+    @property
     def holder_ttl(self) -> float | None:
         """Seconds until the last of the others' locks ends; None if nobody held any."""
         return max((a.ttl for a in self.answers.values() if a.said is Said.HELD), default=None)
@@ -319,7 +344,8 @@ def acquire(
     timeout: float | None,
     grace: float,
     jitter: Callable[[], float],
-) -> Generator[Request, Round | float, Granted]:
+    granted_meanwhile: Callable[[], Answers] = dict,
+) -> Generator[Request, Any, Granted]:
     """Bid until a quorum grants, or until the time is over.
 
     Args:
@@ -328,6 +354,7 @@ def acquire(
         timeout: seconds to wait for another holder; None for ever, 0 one try.
         grace: seconds to go on without a quorum before giving up, so that a short outage is survived.
         jitter: returns a random number between 0 and 1.
+        granted_meanwhile: returns the nodes that have granted the latest bid while it waited.
 
     Raises:
         LockTimeoutError: somebody else held the resource until the timeout.
@@ -345,13 +372,15 @@ def acquire(
         outcome = yield from attempt(fleet, bid, alone=alone)
         if isinstance(outcome, Granted):
             return outcome
-        yield from give_way(fleet, outcome)
+        if not outcome.stands:
+            yield from give_way(fleet, outcome)
         tries += 1
         alone = outcome.split and not alone
         if began is None:
             began = last_quorum = outcome.began
             yield from _learn(fleet, outcome.answers)
             if see() != fleet:
+                yield from give_way(fleet, outcome)
                 continue
         if outcome.contended:
             last_quorum = outcome.ended
@@ -362,7 +391,10 @@ def acquire(
         if left <= 0:
             yield from leave(fleet, bid)
             _raise_timeout(fleet, outcome)
-        yield Sleep(min(left, _pause(outcome, tries, jitter())), wakeable=True)
+        pause = min(left, _pause(outcome, tries, jitter()))
+        granted = yield from _wait(fleet, outcome, pause, granted_meanwhile)
+        if granted is not None:
+            return granted
 
 
 def attempt(fleet: Fleet, bid: Bid, *, alone: bool = False) -> Generator[Broadcast, Round, Granted | Failed]:
@@ -619,10 +651,45 @@ def abandon(fleet: Fleet, bid: Bid) -> Generator[Broadcast, Round, None]:
     yield Broadcast(_release_command(fleet, bid, 0, nothing), fleet.everybody, lambda _: True, 0.0)
 
 
+def _wait(
+    fleet: Fleet, outcome: Failed, seconds: float, granted_meanwhile: Callable[[], Answers]
+) -> Generator[Request, Any, Granted | None]:
+    """Wait for the next try. Return what the bid has come to, if a majority has granted it in that time."""
+    now = yield Sleep(seconds, wakeable=True)
+    if not outcome.stands:
+        return None
+    granted = yield from _take(fleet, outcome, granted_meanwhile(), now)
+    if granted is None:
+        yield from give_way(fleet, outcome)
+    return granted
+
+
+def _take(
+    fleet: Fleet, outcome: Failed, granted: Answers, now: float
+) -> Generator[Broadcast, Round, Granted | None]:
+    """Return what a bid has come to while it waited, if that is enough.
+
+    A node that releases a lock may execute the ACQUIRE of who waits for it as if that had arrived only
+    now, which any message may do. Its answer is a call. The validity counts from when it was sent.
+    """
+    bid = outcome.bid
+    silent = Answer(Said.SILENT)
+    answers = {node: granted.get(node, silent) for node in fleet.everybody}
+    if len(_largest_epoch(answers)[1]) < fleet.quorum:
+        return None
+    epoch, counters, ended = yield from _decide(fleet, bid, answers, now)
+    expires_at = outcome.began + bid.ttl - bid.drift
+    if counters is None or expires_at <= ended:
+        return None
+    return Granted(bid, epoch, counters, expires_at)
+
+
 def give_way(fleet: Fleet, outcome: Failed) -> Generator[Broadcast, Round, None]:
     """Release a failed bid wherever it may have locked something, and stay in line there; wait for nobody."""
     bid = outcome.bid
-    nodes = [node for node, answer in outcome.answers.items() if answer.said is not Said.HELD]
+    nodes = [
+        node for node, answer in outcome.answers.items() if answer.said is not Said.HELD or bid.may_be_parked
+    ]
     if nodes:
         nothing = (0,) * len(bid.resources)
         yield Broadcast(_release_command(fleet, bid, 0, nothing, stay=True), nodes, lambda _: True, 0.0)
@@ -647,9 +714,10 @@ def _acquire_command(bid: Bid, fleet: Fleet) -> Command:
     arguments = (fleet.fingerprint, bid.nonce, bid.ttl_ms, bid.hint_epoch, *_pairs(bid.stripes, hints))
     turn = bid.turn
     if turn is not None:
-        arguments = (*arguments, turn.place, round(turn.waited * 1000), int(turn.fair))
+        waiting = (round(turn.waited * 1000), round(turn.since * 1000))
+        arguments = (*arguments, turn.place, *waiting, int(turn.fair))
     elif bid.instead_of:
-        arguments = (*arguments, "", 0, 0, bid.instead_of)
+        arguments = (*arguments, "", 0, 0, 0, bid.instead_of)
     return Command("acquire", bid.nonce, bid.keys, arguments)
 
 
@@ -659,7 +727,8 @@ def _release_command(
     arguments = (fleet.fingerprint, bid.nonce, epoch, *_pairs(bid.stripes, counters))
     turn = bid.turn
     if turn is not None and turn.place:
-        arguments = (*arguments, turn.place, round(turn.waited * 1000) if stay else "leave")
+        waiting = (round(turn.waited * 1000) if stay else "leave", round(turn.since * 1000))
+        arguments = (*arguments, turn.place, *waiting)
     return Command("release", bid.nonce, bid.keys, arguments)
 
 
@@ -740,12 +809,14 @@ def _still_ours(fleet: Fleet, answers: Answers, good: Said) -> bool | None:
 
 def _pause(outcome: Failed, tries: int, random: float) -> float:
     """Seconds until the next try: longer from try to try, never the same for two contenders."""
-    if outcome.bid.stands_in_line and outcome.contended and not outcome.split:
-        # The nodes will call; should they not, or should the one before us never come, look again.
-        pause = min(1.0, 0.15 * 1.5 ** min(tries, 12)) * (0.75 + 0.5 * random)
+    ends = [answer.ttl for answer in outcome.answers.values() if answer.said is Said.HELD]
+    if outcome.waits_for_a_call:
+        # The nodes will call; should they not, or should the one before us never come, look again. Locks that
+        # end sooner than that are mostly kept for somebody who has been called: all would come back at once.
+        pause = min(1.0, _LOOK * 1.5 ** min(tries, 12)) * (0.75 + 0.5 * random)
+        ends = [end for end in ends if end > _LOOK]
     else:
         pause = min(0.1, 0.01 * 1.5 ** min(tries, 12)) * (0.5 + random)
-    ends = [answer.ttl for answer in outcome.answers.values() if answer.said is Said.HELD]
     # A little beyond the first end of a lock: at that very moment the node may still refuse.
     return min([pause, *(end + 0.001 + 0.01 * random for end in ends)])
 

@@ -187,7 +187,7 @@ class Redlock:
         """
         self._check_process()
         listener = self._listener
-        waiter = Waiter(listener, time.monotonic, fair=fair, patient=timeout != 0)
+        waiter = Waiter(listener, time.monotonic, time.time, fair=fair, patient=timeout != 0)
         bids = self._new_bids(resources, ttl, waiter)
         try:
             return self._run(
@@ -272,7 +272,12 @@ class Redlock:
 
     def _bidding(self, bids: _Bids, timeout: float | None) -> Generator[protocol.Request, Any, Grant]:
         granted = yield from protocol.acquire(
-            self._see, bids.next, timeout=timeout, grace=self._outage_grace, jitter=random.random
+            self._see,
+            bids.next,
+            timeout=timeout,
+            grace=self._outage_grace,
+            jitter=random.random,
+            granted_meanwhile=bids.granted_meanwhile,
         )
         return bids.won(granted)
 
@@ -455,11 +460,15 @@ class _Bids:
         _check_max_ttl(self._ttl, fleet)
         self._forget()
         nonce = secrets.token_urlsafe(16)
-        turn = self._waiter.turn() if self._waiter is not None else None
+        turn = self._waiter.turn(nonce) if self._waiter is not None else None
         bid = protocol.Bid.of(fleet, self._canonical, nonce, self._ttl, turn)
         self._latest = fleet, bid
         self._wanted[bid.nonce] = bid
         return bid
+
+    def granted_meanwhile(self) -> protocol.Answers:
+        """Return the nodes that have granted the latest bid while it waited."""
+        return self._waiter.granted() if self._waiter is not None else {}
 
     def won(self, granted: protocol.Granted) -> Grant:
         """Return the grant that a bid has come to."""

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from fencelock.authority.redlock.protocol import Turn
+from fencelock.authority.redlock.protocol import Answer, Answers, Said, Turn
 
 #: Seconds after which a place acts that only some of the nodes have called; about half to one and a half.
 HESITATION = 0.02
@@ -28,7 +28,9 @@ HESITATION = 0.02
 class _Place:
     """What has been heard for one place since it last tried."""
 
+    nonce: str = ""
     callers: set[int] = field(default_factory=set)
+    granted: dict[int, Answer] = field(default_factory=dict)
     due: float = math.inf
 
 
@@ -67,21 +69,27 @@ class Line:
         self._count += 1
         return f"{self._client}.{self._count}"
 
-    def expect(self, place: str) -> None:
-        """Count calls from now on: said before each try, for a call may come before its answer does."""
-        self._places[place] = _Place()
+    def expect(self, place: str, nonce: str) -> None:
+        """Count calls from now on: said before each bid, for a call may come before its answer does."""
+        self._places[place] = _Place(nonce)
 
     def leave(self, place: str) -> None:
         """Forget a place whose acquisition is over."""
         self._places.pop(place, None)
 
     def note(self, node: int, message: bytes, now: float) -> None:
-        """Note what a node has published: a number, and for the second in line the milliseconds to wait."""
+        """Note what a node has published.
+
+        That is the number of a place; for the second in line, the milliseconds to wait; and where the bid
+        itself has been granted, `=` with epoch, counter and nonce.
+        """
         number, _, later = message.decode("ascii", "replace").partition(" ")
         place = self._places.get(f"{self._client}.{number}")
         if place is None:
             return
-        if later:
+        if later.startswith("= "):
+            self._note_grant(place, node, later.split()[1:])
+        elif later:
             if later.isdecimal():
                 place.due = min(place.due, now + int(later) / 1000 + HESITATION * self._jitter())
             return
@@ -90,6 +98,16 @@ class Line:
             place.due = now
         elif len(place.callers) == 1:
             place.due = min(place.due, now + HESITATION * (0.5 + self._jitter()))
+
+    def _note_grant(self, place: _Place, node: int, facts: list[str]) -> None:
+        match facts:
+            case [epoch, counter, place.nonce] if epoch.isdecimal() and counter.isdecimal():
+                place.granted[node] = Answer(Said.GRANTED, int(epoch), (int(counter),))
+
+    def granted(self, place: str) -> Answers:
+        """Return the nodes that have granted the present bid of a place while it waited."""
+        known = self._places.get(place)
+        return {} if known is None else dict(known.granted)
 
     def due(self, place: str) -> float:
         """Return when a place should try again because of calls; infinity without any."""
@@ -104,8 +122,11 @@ class Ears(Protocol):
     def hears(self) -> bool:
         """Whether a majority of the nodes could call."""
 
-    def expect(self, place: str) -> str:
-        """Count the calls for a place from now on; return the place, a new one where it is empty."""
+    def expect(self, place: str, nonce: str) -> str:
+        """Count the calls for a bid from now on; return its place, a new one where it is empty."""
+
+    def granted(self, place: str) -> Answers:
+        """Return the nodes that have granted the present bid of a place while it waited."""
 
     def leave(self, place: str) -> None:
         """Forget a place whose acquisition is over."""
@@ -116,7 +137,8 @@ class Waiter:
 
     Args:
         ears: who hears the nodes' calls.
-        clock: returns the time in seconds.
+        clock: returns the time in seconds; it goes evenly.
+        wall: returns the time in seconds; it is about the same for everybody.
         fair: whether it leaves a free lock to those who have waited longer.
         patient: whether it is going to wait at all.
 
@@ -124,22 +146,35 @@ class Waiter:
         place: under which it is called; empty as long as it has none.
     """
 
-    __slots__ = ("_began", "_clock", "_ears", "_fair", "_patient", "place")
+    __slots__ = ("_began", "_clock", "_ears", "_fair", "_patient", "_since", "place")
 
-    def __init__(self, ears: Ears, clock: Callable[[], float], *, fair: bool, patient: bool) -> None:
+    def __init__(
+        self,
+        ears: Ears,
+        clock: Callable[[], float],
+        wall: Callable[[], float],
+        *,
+        fair: bool,
+        patient: bool,
+    ) -> None:
         self._ears = ears
         self._clock = clock
         self._fair = fair
         self._patient = patient
         self._began = clock()
+        self._since = wall()
         self.place = ""
 
-    def turn(self) -> Turn | None:
+    def turn(self, nonce: str) -> Turn | None:
         """Return how the next bid behaves; from now on calls for it count."""
         if self._patient and self._ears.hears:
-            self.place = self._ears.expect(self.place)
-            return Turn(self.place, self._clock() - self._began, self._fair)
+            self.place = self._ears.expect(self.place, nonce)
+            return Turn(self.place, self._clock() - self._began, self._since, self._fair)
         return Turn(fair=True) if self._fair else None
+
+    def granted(self) -> Answers:
+        """Return the nodes that have granted the present bid while it waited."""
+        return self._ears.granted(self.place)
 
     def leave(self) -> None:
         """Forget the place: the acquisition is over."""
@@ -152,9 +187,13 @@ class Deaf:
 
     hears = False
 
-    def expect(self, place: str) -> str:
+    def expect(self, place: str, nonce: str) -> str:  # noqa: ARG002 - it hears nothing of either
         """Return what it is given."""
         return place
+
+    def granted(self, place: str) -> Answers:  # noqa: ARG002 - the same
+        """Return nothing."""
+        return {}
 
     def leave(self, place: str) -> None:
         """Do nothing."""

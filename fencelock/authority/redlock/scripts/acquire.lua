@@ -1,11 +1,10 @@
 -- ACQUIRE: grant all the locks, or none.
 -- ARGV[3] ttl in ms, ARGV[4] the epoch that the hints are of; then for each lock its stripe and a hint.
--- After these, of one who waits in line or heeds it: its place (or ''), ms waited, and 1 for fair.
+-- After these, of one who waits in line or heeds it: its place (or ''), ms waited, since when in ms, and 1
+-- for fair.
 -- After these, of one who mints anew: the nonce of its own grant, whose locks it takes over. (RELEASE and
 -- ACQUIRE in one step; the hints stand for RELEASE's catching up.)
 -- Returns GRANTED, epoch, counter … | HELD, remaining ms | FULL | a refusal.
-local COUNTER_LIMIT = 17592186044415  -- 2^44 - 1: what a token has room for
-
 local fields = {'e', 'r', 'cfg', 'next', 'b'}
 for i = 1, LOCKS do fields[5 + i] = 'c' .. ARGV[3 + 2 * i] end
 local state = redis.call('HMGET', NODE, unpack(fields))
@@ -13,10 +12,11 @@ local refused = refusal(state[1], state[2], state[3], state[4])
 if refused then return refused end
 local epoch = tonumber(state[1])
 
-local place, waited, fair, old = '', 0, false, nil
+local place, waited, since, fair, old = '', 0, 0, false, nil
 if #ARGV > 6 + 2 * LOCKS then
-  place, waited, fair = ARGV[5 + 2 * LOCKS], ARGV[6 + 2 * LOCKS], ARGV[7 + 2 * LOCKS] == '1'
-  if #ARGV > 9 + 2 * LOCKS then old = ARGV[8 + 2 * LOCKS] end
+  local at = 5 + 2 * LOCKS
+  place, waited, since, fair = ARGV[at], ARGV[at + 1], ARGV[at + 2], ARGV[at + 3] == '1'
+  if #ARGV > 10 + 2 * LOCKS then old = ARGV[at + 4] end
 end
 local claim = '>' .. place
 
@@ -27,7 +27,12 @@ local function held(key)
     for i = 1, LOCKS do
       if redis.call('GET', KEYS[i + 1]) == claim then pass_on(KEYS[i + 1]) end
     end
-    line_up(key, place, waited)
+    line_up(key, place, waited, since)
+    local run_id, replid = ARGV[#ARGV - 1], ARGV[#ARGV]
+    if LOCKS == 1 and not fair and replid == '' and tonumber(ARGV[3]) >= SHORTEST_PARKED then
+      local bid = NONCE .. '|' .. ARGV[3] .. '|' .. run_id .. '|' .. ARGV[1]
+      redis.call('SET', parked_at(place), bid, 'PX', PARK_MS)
+    end
   end
   return {'HELD', ttl}
 end
@@ -37,7 +42,7 @@ local function is_anothers_turn(key)
   local queue = queue_of(key)
   if redis.call('EXISTS', queue) == 0 then return false end
   if place ~= '' then
-    line_up(key, place, waited)
+    line_up(key, place, waited, since)
     if redis.call('ZRANGE', queue, 0, 0)[1] == place then return false end
   end
   local called = call_next(key)

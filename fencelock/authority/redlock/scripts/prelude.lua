@@ -48,6 +48,9 @@ end
 local CLAIM_MS = 100          -- how long the lock is kept for one who was called: longer than any wake-up
 local LONGEST_QUEUE = 128     -- who comes later looks from time to time instead
 local QUEUE_MS = 5000         -- longer than anybody waits without looking again
+local PARK_MS = 50            -- how fresh a bid must be to be granted while its bidder waits
+local SHORTEST_PARKED = 1000  -- ttl in ms: of a shorter one, waiting would use up too much
+local COUNTER_LIMIT = 17592186044415  -- 2^44 - 1: what a token has room for
 
 local function queue_of(key)
   return NODE .. ':q' .. string.sub(key, #NODE + 3)
@@ -58,10 +61,14 @@ local function now_ms()
   return time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
-local function line_up(key, place, waited)
+-- The bidder says since when it has waited, by its own clock and in ms: so all nodes have one order, however
+-- the bids arrived. Where that clock is wrong by more than a second, this node's own decides.
+local function line_up(key, place, waited, since)
   local queue = queue_of(key)
   if redis.call('ZCARD', queue) >= LONGEST_QUEUE then return end
-  redis.call('ZADD', queue, 'NX', digits(now_ms() - tonumber(waited)), place)
+  local arrived, said = now_ms() - tonumber(waited), tonumber(since)
+  if math.abs(said - arrived) <= 1000 then arrived = said end
+  redis.call('ZADD', queue, 'NX', digits(arrived), place)
   redis.call('PEXPIRE', queue, QUEUE_MS)
 end
 
@@ -73,15 +80,18 @@ local function call(place, message)
 end
 
 -- Keep a lock that is free for the first in line, and call them. Returns their place, or nil where
--- nobody waits.
-local function call_next(key)
+-- nobody waits. `grant`, if given, may give them the lock itself, and returns what to tell them.
+local function call_next(key, grant)
   local queue = queue_of(key)
-  local place
+  local place, granted, heard
   repeat
     place = redis.call('ZPOPMIN', queue)[1]
     if not place then return nil end
-  until call(place, '')
-  redis.call('SET', key, '>' .. place, 'PX', CLAIM_MS)
+    granted = grant and grant(key, place)
+    heard = call(place, granted or '')
+    if granted and not heard then redis.call('DEL', key) end
+  until heard
+  if not granted then redis.call('SET', key, '>' .. place, 'PX', CLAIM_MS) end
   local second = redis.call('ZRANGE', queue, 0, 0, 'WITHSCORES')
   -- Should the first never come, the second looks when the claim ends. Where locks change hands faster
   -- than that, a second call each time would cost more than it is worth.
@@ -89,6 +99,11 @@ local function call_next(key)
   return place
 end
 
-local function pass_on(key)
-  if not call_next(key) then redis.call('DEL', key) end
+local function pass_on(key, grant)
+  if not call_next(key, grant) then redis.call('DEL', key) end
+end
+
+-- A bid that was refused is parked for a moment: its bidder waits, and an ACQUIRE may arrive late.
+local function parked_at(place)
+  return NODE .. ':p:' .. place
 end

@@ -1,7 +1,7 @@
 -- RELEASE: delete the locks that are still ours, and let a laggard's counters catch up.
 -- No vote: it never refuses. ARGV[3] the epoch of the decision; then for each lock its stripe and T
--- (0 where nothing was decided). After these, of one who waited in line: its place, and ms waited if it
--- goes on waiting, 'leave' otherwise.
+-- (0 where nothing was decided). After these, of one who waited in line: its place, and if it goes on
+-- waiting, ms waited and since when in ms; 'leave' otherwise.
 -- Returns RELEASED | LOST.
 local state = redis.call('HMGET', NODE, 'e', 'cfg', 'b')
 -- A blank node stays blank: a counter alone would be state without a marker.
@@ -9,22 +9,46 @@ if state[1] == ARGV[3] and state[2] == ARGV[1] then
   for i = 1, LOCKS do catch_up(ARGV[2 + 2 * i], ARGV[3 + 2 * i], state[3]) end
 end
 
-local place, waited
-if #ARGV > 5 + 2 * LOCKS then place, waited = ARGV[4 + 2 * LOCKS], ARGV[5 + 2 * LOCKS] end
+local place, waited, since
+if #ARGV > 5 + 2 * LOCKS then
+  place, waited, since = ARGV[4 + 2 * LOCKS], ARGV[5 + 2 * LOCKS], ARGV[6 + 2 * LOCKS]
+end
+
+-- The ACQUIRE of a parked bid, executed now that its lock is free: with all that ACQUIRE asks for, the
+-- incarnation that the bidder's socket was opened to included.
+local function grant_parked(key, waiting)
+  local bid = redis.call('GET', parked_at(waiting))
+  if not bid then return nil end
+  redis.call('DEL', parked_at(waiting))
+  local bidder, ttl, run_id, membership = string.match(bid, '^([^|]+)|(%d+)|([^|]+)|(.*)$')
+  local stripe = 'c' .. ARGV[4]
+  local node = redis.call('HMGET', NODE, 'e', 'r', 'cfg', 'next', 'b', stripe)
+  if not node[1] or node[2] ~= run_id or node[3] ~= membership or node[4] then return nil end
+  local counter = tonumber(node[6] or node[5]) + 1
+  if counter > COUNTER_LIMIT then return nil end
+  redis.call('HSET', NODE, stripe, digits(counter))
+  redis.call('SET', key, bidder .. '|' .. node[1] .. '|' .. digits(counter), 'PX', ttl)
+  return ' = ' .. node[1] .. ' ' .. digits(counter) .. ' ' .. bidder
+end
+-- A stripe is known here for the locks that are released; of several, the first would serve for all.
+local grant = LOCKS == 1 and grant_parked or nil
+
+-- Before anything is passed on: whoever gives way, but has waited longest, is the next all the same. So
+-- contenders that have split the votes end up with one of them, the same on all nodes.
+if state[1] and place and waited ~= 'leave' then line_up(KEYS[2], place, waited, since) end
 
 local released = 0
 for i = 1, LOCKS do
   local key = KEYS[i + 1]
   local nonce = read_lock(key)
+  if place then redis.call('DEL', parked_at(place)) end
   if waited == 'leave' then redis.call('ZREM', queue_of(key), place) end
   if nonce == NONCE then
-    pass_on(key)
+    pass_on(key, grant)
     released = released + 1
-  elseif place and nonce == '>' .. place then
-    pass_on(key)
+  elseif waited == 'leave' and nonce == '>' .. place then
+    pass_on(key, grant)
   end
 end
--- Behind whoever has just been called, and before all who have waited for less long.
-if place and waited ~= 'leave' then line_up(KEYS[2], place, waited) end
 if released == LOCKS then return {'RELEASED'} end
 return {'LOST'}
