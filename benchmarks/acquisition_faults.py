@@ -1,9 +1,9 @@
 """What goes wrong during `benchmarks.acquisitions`: nodes that die and come back blank, and pauses.
 
 Less than a majority of the nodes are the victims. Each is killed one to three times, when the run has
-come to randomly chosen points, comes back blank every time, and stays blank until the end: it must not
-vote again. Whoever votes writes the lock, so a blank node that was sent scripts and holds nothing has not
-voted. Apart from that, random workers and nodes are paused, so that messages come late.
+come to randomly chosen points, and comes back blank every time: it must not vote before the workers have
+admitted it again, in a new epoch. Whoever votes writes the lock, so a blank node that was sent scripts and
+holds no lock has not voted. Apart from that, random workers and nodes are paused, so that messages come late.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Faults:
         victims: how many nodes lose their memory.
         kills: how often one is killed.
         pauses: how many pauses of a worker or a node there have been.
+        admissions: how many blank nodes have been admitted again.
         scripts: how many scripts blank nodes have been sent.
         voted: what blank nodes held that nobody may have written there.
     """
@@ -48,7 +49,7 @@ class Faults:
         self._blank: set[int] = set()
         self.victims = (len(nodes) - 1) // 2
         self._schedule = self._draw_schedule()
-        self.kills = self.pauses = self.scripts = 0
+        self.kills = self.pauses = self.scripts = self.admissions = 0
         self.voted: set[str] = set()
 
     def _draw_next_pause(self) -> float:
@@ -81,11 +82,17 @@ class Faults:
         return events
 
     def inspect(self) -> None:
-        """Look at what the blank nodes hold: nothing, if they have not voted."""
-        for victim in self._blank:
-            with _client(self._nodes[victim]) as client:
-                keys: Any = client.keys()
-            self.voted.update(f"node {victim}, blank since its restart, holds {key!r}" for key in keys)
+        """Look at what the blank nodes hold: no lock, unless they have been admitted again."""
+        for victim in sorted(self._blank):
+            with _client(self._nodes[victim]) as client, client.pipeline(transaction=True) as at_once:
+                keys, epoch = at_once.keys("{fencelock}:l:*").hget("{fencelock}", "e").execute()
+            if epoch is None:
+                self.voted.update(f"node {victim}, blank since its restart, holds {key!r}" for key in keys)
+                continue
+            self._blank.remove(victim)
+            self.admissions += 1
+            if epoch == b"0":
+                self.voted.add(f"node {victim} was admitted in an epoch in which it may have voted before")
 
     def finish(self) -> None:
         """Look at the blank nodes for the last time, while they still run."""

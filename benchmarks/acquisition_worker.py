@@ -26,6 +26,8 @@ from fencelock import Redlock, fenced_lock
 from fencelock.authority.redlock.protocol import Broadcast, Request
 from fencelock.errors import AuthorityError, LockLostError, LockTimeoutError
 
+#: Longest lease in seconds; a node that comes back blank is admitted again after so long.
+MAX_TTL = 2.0
 _T = TypeVar("_T")
 
 #: Shorter than the injected pauses: acquisitions go on without a paused node, which then answers late.
@@ -82,8 +84,8 @@ def choose_plan(rng: random.Random, resources: int, *, several: bool) -> Plan:
     if kind < 0.080:  # about as long as a round of votes: it may end before the last vote is there
         return Plan((first,), rng.uniform(0.010, 0.04), timeout=0.5)
     if kind < 0.100 and several and first != second:
-        return Plan((first, second), ttl=10.0)
-    return Plan((first,), ttl=10.0)
+        return Plan((first, second), ttl=MAX_TTL)
+    return Plan((first,), ttl=MAX_TTL)
 
 
 class ObservedRedlock(Redlock):

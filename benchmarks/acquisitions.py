@@ -4,7 +4,7 @@ Several processes acquire many locks of few resources, over real nodes, of which
 killed at random moments and come back blank. Leases expire while their holders work, holders vanish,
 processes and nodes are paused. Each worker writes down what it got and when; afterwards the log is
 judged, not by the library: every token of a resource must be unique, and larger than those that had been
-given before its acquisition began. The blank nodes must not have voted.
+given before its acquisition began. The blank nodes must not have voted before they were admitted again.
 
     python -m benchmarks.acquisitions --count 100000
     python -m benchmarks.acquisitions --count 5000 --control
@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.acquisition_faults import Faults
-from benchmarks.acquisition_worker import Assignment, work
+from benchmarks.acquisition_worker import MAX_TTL, Assignment, work
 from benchmarks.history import Acquisition, Failure, Verdict, judge, read_log
 from fencelock import Redlock
 from fencelock.embedded import Nodes
@@ -97,7 +97,7 @@ def run(settings: Settings, console: Console) -> Outcome:
     with Nodes(settings.nodes) as nodes, tempfile.TemporaryDirectory(prefix="fencelock-") as folder:
         if not settings.control:
             with Redlock(nodes.urls) as authority:
-                authority.init()
+                authority.init(max_ttl=MAX_TTL)
         crew = Crew(settings, nodes.urls, Path(folder))
         try:
             faults = Faults(
@@ -244,7 +244,8 @@ def _add_faults(table: Table, outcome: Outcome) -> None:
     if not outcome.settings.control:
         table.add_row(
             "blank nodes",
-            f"were sent {faults.scripts:,} scripts; hold {len(faults.voted)} traces of a vote",
+            f"were sent {faults.scripts:,} scripts; hold {len(faults.voted)} traces of a vote; "
+            f"{faults.admissions} were admitted again",
         )
 
 
