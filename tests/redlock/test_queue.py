@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import redis
@@ -19,6 +20,11 @@ CLAIM = 0.1
 FIRST, SECOND, THIRD = (
     Turn(f"client.{number}", waited=waited, fair=True) for number, waited in enumerate((3, 2, 1))
 )
+
+
+def later(turn: Turn) -> Turn:
+    """Return the turn of the next bid, which has waited longer."""
+    return replace(turn, waited=turn.waited + 0.1)
 
 
 class Calls:
@@ -73,7 +79,7 @@ def test_released_lock_is_kept_for_the_first_in_line(scripts: Scripts, calls: Ca
     assert refused.said is Said.HELD
     assert 0 < refused.ttl <= CLAIM
     assert scripts.queue("n2", "r", turn=SECOND).said is Said.HELD
-    assert scripts.queue("n1'", "r", turn=FIRST) == Answer(Said.GRANTED, 0, (2,))
+    assert scripts.queue("n1'", "r", turn=later(FIRST)) == Answer(Said.GRANTED, 0, (2,))
     assert [call for call in calls.heard() if " " not in call] == ["0"]
     assert queue_of(scripts) == [SECOND.place]
 
@@ -106,7 +112,7 @@ def test_one_whom_nobody_hears_is_passed_over(scripts: Scripts, calls: Calls) ->
     scripts.queue("n2", "r", turn=SECOND)
     scripts.release("holder", {"r": 1})
     assert calls.heard() == ["1"]
-    assert scripts.queue("n2'", "r", turn=SECOND).said is Said.GRANTED
+    assert scripts.queue("n2'", "r", turn=later(SECOND)).said is Said.GRANTED
 
 
 def test_order_is_by_the_bidders_clocks_where_they_are_right(scripts: Scripts) -> None:
@@ -152,12 +158,12 @@ def test_one_who_gives_way_stays_in_line(scripts: Scripts, calls: Calls) -> None
     scripts.queue("n2", "r", turn=SECOND)
     scripts.queue("n3", "r", turn=THIRD)
     scripts.release("holder", {"r": 1})
-    assert scripts.queue("n2'", "r", turn=SECOND).said is Said.GRANTED
-    scripts.give_up("n2'", "r", turn=SECOND, stay=True)
+    assert scripts.queue("n2'", "r", turn=later(SECOND)).said is Said.GRANTED
+    scripts.give_up("n2'", "r", turn=later(SECOND), stay=True)
     assert queue_of(scripts) == [THIRD.place]
-    assert scripts.queue("n2''", "r", turn=SECOND).said is Said.GRANTED
+    assert scripts.queue("n2''", "r", turn=later(later(SECOND))).said is Said.GRANTED
     scripts.queue("n1", "r", turn=FIRST)
-    scripts.give_up("n2''", "r", turn=SECOND, stay=True)
+    scripts.give_up("n2''", "r", turn=later(later(SECOND)), stay=True)
     assert [call for call in calls.heard() if " " not in call] == ["1", "1", "0"]
     assert queue_of(scripts) == [SECOND.place, THIRD.place]
 
@@ -189,9 +195,9 @@ def test_free_lock_goes_to_who_has_waited_longest(scripts: Scripts, calls: Calls
     scripts.queue("n1", "r", turn=FIRST)
     scripts.queue("n2", "r", turn=SECOND)
     scripts.client.delete(key_of("r"))
-    assert scripts.queue("n2'", "r", turn=SECOND).said is Said.HELD
+    assert scripts.queue("n2'", "r", turn=later(SECOND)).said is Said.HELD
     assert [call for call in calls.heard() if " " not in call] == ["0"]
-    assert scripts.queue("n1'", "r", turn=FIRST).said is Said.GRANTED
+    assert scripts.queue("n1'", "r", turn=later(FIRST)).said is Said.GRANTED
 
 
 def test_fair_newcomer_leaves_a_free_lock_to_those_who_wait(scripts: Scripts, calls: Calls) -> None:
@@ -211,7 +217,7 @@ def test_first_in_line_takes_a_free_lock_at_once(scripts: Scripts, calls: Calls)
     scripts.queue("n1", "r", turn=FIRST)
     scripts.queue("n2", "r", turn=SECOND)
     scripts.client.delete(key_of("r"))
-    assert scripts.queue("n1'", "r", turn=FIRST).said is Said.GRANTED
+    assert scripts.queue("n1'", "r", turn=later(FIRST)).said is Said.GRANTED
     assert calls.heard() == []
     assert queue_of(scripts) == [SECOND.place]
 
@@ -225,7 +231,7 @@ def test_one_who_cannot_have_all_keeps_nothing_from_others(scripts: Scripts, cal
     assert scripts.queue("n1'", "r", "s", turn=FIRST).said is Said.HELD
     assert [call for call in calls.heard() if " " not in call] == ["0", "1"]
     assert queue_of(scripts, "s") == [FIRST.place]
-    assert scripts.queue("n2'", "r", turn=SECOND).said is Said.GRANTED
+    assert scripts.queue("n2'", "r", turn=later(SECOND)).said is Said.GRANTED
 
 
 def test_user_who_may_not_publish_releases_all_the_same(scripts: Scripts, calls: Calls) -> None:
@@ -268,7 +274,32 @@ def test_fresh_bid_is_granted_by_the_release(scripts: Scripts, calls: Calls) -> 
     assert scripts.queue("n7", "r", turn=FRESH) == Answer(Said.GRANTED, 0, (6,))
     assert scripts.confirm("n7", {"r": 6}).said is Said.CONFIRMED
     assert scripts.give_up("n7", "r", turn=FRESH).said is Said.RELEASED
-    assert scripts.client.keys("*") == [NODE_KEY]
+    assert eventually(lambda: scripts.client.keys("*") == [NODE_KEY], 2.0)
+
+
+@pytest.mark.parametrize("fair", [False, True])
+def test_bid_that_comes_after_its_own_release_is_nobodys(
+    scripts: Scripts, calls: Calls, *, fair: bool
+) -> None:
+    """They went over two connections: it gets neither lock nor place, whether the lock is held or free."""
+    turn = Turn("client.7", waited=1, fair=fair)
+    scripts.give_up("n7", "r", turn=turn)
+    assert scripts.queue("n7", "r", turn=turn).said is Said.HELD
+    assert queue_of(scripts) == []
+    scripts.release("holder", {"r": 1})
+    assert scripts.queue("n7", "r", turn=turn).said is Said.HELD
+    assert scripts.lock("r") is None
+    assert calls.heard() == []
+
+
+def test_bid_that_comes_after_a_later_one_is_nobodys(scripts: Scripts, calls: Calls) -> None:
+    """The bidder gave way and bids again: only the new bid may be granted."""
+    scripts.give_up("n7", "r", turn=Turn("client.7", waited=1.0), stay=True)
+    assert scripts.queue("n8", "r", turn=Turn("client.7", waited=1.5)).said is Said.HELD
+    assert scripts.queue("n7", "r", turn=Turn("client.7", waited=1.0)).said is Said.HELD
+    scripts.release("holder", {"r": 1})
+    assert scripts.lock("r") == "n8|0|2"
+    assert calls.heard() == ["7 = 0 2 n8"]
 
 
 def test_bid_that_is_not_fresh_is_called_only(scripts: Scripts, calls: Calls) -> None:

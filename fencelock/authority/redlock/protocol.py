@@ -714,7 +714,7 @@ def _acquire_command(bid: Bid, fleet: Fleet) -> Command:
     arguments = (fleet.fingerprint, bid.nonce, bid.ttl_ms, bid.hint_epoch, *_pairs(bid.stripes, hints))
     turn = bid.turn
     if turn is not None:
-        waiting = (round(turn.waited * 1000), round(turn.since * 1000))
+        waiting = (round(turn.waited * 1e6), round(turn.since * 1000))
         arguments = (*arguments, turn.place, *waiting, int(turn.fair))
     elif bid.instead_of:
         arguments = (*arguments, "", 0, 0, 0, bid.instead_of)
@@ -727,7 +727,7 @@ def _release_command(
     arguments = (fleet.fingerprint, bid.nonce, epoch, *_pairs(bid.stripes, counters))
     turn = bid.turn
     if turn is not None and turn.place:
-        waiting = (round(turn.waited * 1000) if stay else "leave", round(turn.since * 1000))
+        waiting = (round(turn.waited * 1e6) if stay else "leave", round(turn.since * 1000))
         arguments = (*arguments, turn.place, *waiting)
     return Command("release", bid.nonce, bid.keys, arguments)
 

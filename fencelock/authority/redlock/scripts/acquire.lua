@@ -1,6 +1,6 @@
 -- ACQUIRE: grant all the locks, or none.
 -- ARGV[3] ttl in ms, ARGV[4] the epoch that the hints are of; then for each lock its stripe and a hint.
--- After these, of one who waits in line or heeds it: its place (or ''), ms waited, since when in ms, and 1
+-- After these, of one who waits in line or heeds it: its place (or ''), µs waited, since when in ms, and 1
 -- for fair.
 -- After these, of one who mints anew: the nonce of its own grant, whose locks it takes over. (RELEASE and
 -- ACQUIRE in one step; the hints stand for RELEASE's catching up.)
@@ -19,6 +19,12 @@ if #ARGV > 6 + 2 * LOCKS then
   if #ARGV > 10 + 2 * LOCKS then old = ARGV[at + 4] end
 end
 local claim = '>' .. place
+if place ~= '' then
+  local last, bid = recall(place)
+  local ahead = last and tonumber(last) - tonumber(waited) or -1
+  -- This bid has been released already: nobody waits for it, and nobody would release it again.
+  if ahead > 0 or (ahead == 0 and bid == '') then return {'HELD', CLAIM_MS} end
+end
 
 -- Refuse, and remember who waits. Whoever cannot have all the locks must not keep one from others.
 local function held(key)
@@ -30,8 +36,7 @@ local function held(key)
     line_up(key, place, waited, since)
     local run_id, replid = ARGV[#ARGV - 1], ARGV[#ARGV]
     if LOCKS == 1 and not fair and replid == '' and tonumber(ARGV[3]) >= SHORTEST_PARKED then
-      local bid = NONCE .. '|' .. ARGV[3] .. '|' .. run_id .. '|' .. ARGV[1]
-      redis.call('SET', parked_at(place), bid, 'PX', PARK_MS)
+      remember(place, waited, table.concat({NONCE, ARGV[3], run_id, ARGV[1], digits(now_ms())}, '|'))
     end
   end
   return {'HELD', ttl}

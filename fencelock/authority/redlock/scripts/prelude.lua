@@ -49,6 +49,8 @@ local CLAIM_MS = 100          -- how long the lock is kept for one who was calle
 local LONGEST_QUEUE = 128     -- who comes later looks from time to time instead
 local QUEUE_MS = 5000         -- longer than anybody waits without looking again
 local PARK_MS = 50            -- how fresh a bid must be to be granted while its bidder waits
+local MEMORY_MS = 1000        -- how long a place is remembered, for messages that overtake each other
+local OVER = '9007199254740991'
 local SHORTEST_PARKED = 1000  -- ttl in ms: of a shorter one, waiting would use up too much
 local COUNTER_LIMIT = 17592186044415  -- 2^44 - 1: what a token has room for
 
@@ -66,7 +68,7 @@ end
 local function line_up(key, place, waited, since)
   local queue = queue_of(key)
   if redis.call('ZCARD', queue) >= LONGEST_QUEUE then return end
-  local arrived, said = now_ms() - tonumber(waited), tonumber(since)
+  local arrived, said = now_ms() - tonumber(waited) / 1000, tonumber(since)
   if math.abs(said - arrived) <= 1000 then arrived = said end
   redis.call('ZADD', queue, 'NX', digits(arrived), place)
   redis.call('PEXPIRE', queue, QUEUE_MS)
@@ -103,7 +105,14 @@ local function pass_on(key, grant)
   if not call_next(key, grant) then redis.call('DEL', key) end
 end
 
--- A bid that was refused is parked for a moment: its bidder waits, and an ACQUIRE may arrive late.
-local function parked_at(place)
-  return NODE .. ':p:' .. place
+-- What is remembered of a place, `waited|bid`: the latest bid, parked, which may be granted for a moment, for its
+-- bidder waits and an ACQUIRE may arrive late; or nothing after `|`, when that bid was released. An ACQUIRE that
+-- comes after its own RELEASE, or after a later bid's, is known by how long its bidder had waited.
+local function remember(place, waited, bid)
+  redis.call('SET', NODE .. ':p:' .. place, waited .. '|' .. bid, 'PX', MEMORY_MS)
+end
+
+local function recall(place)
+  local value = redis.call('GET', NODE .. ':p:' .. place)
+  if value then return string.match(value, '^(%d+)|(.*)$') end
 end

@@ -1,7 +1,7 @@
 -- RELEASE: delete the locks that are still ours, and let a laggard's counters catch up.
 -- No vote: it never refuses. ARGV[3] the epoch of the decision; then for each lock its stripe and T
 -- (0 where nothing was decided). After these, of one who waited in line: its place, and if it goes on
--- waiting, ms waited and since when in ms; 'leave' otherwise.
+-- waiting, µs waited and since when in ms; 'leave' otherwise.
 -- Returns RELEASED | LOST.
 local state = redis.call('HMGET', NODE, 'e', 'cfg', 'b')
 -- A blank node stays blank: a counter alone would be state without a marker.
@@ -17,10 +17,9 @@ end
 -- The ACQUIRE of a parked bid, executed now that its lock is free: with all that ACQUIRE asks for, the
 -- incarnation that the bidder's socket was opened to included.
 local function grant_parked(key, waiting)
-  local bid = redis.call('GET', parked_at(waiting))
-  if not bid then return nil end
-  redis.call('DEL', parked_at(waiting))
-  local bidder, ttl, run_id, membership = string.match(bid, '^([^|]+)|(%d+)|([^|]+)|(.*)$')
+  local _, bid = recall(waiting)
+  local bidder, ttl, run_id, membership, at = string.match(bid or '', '^([^|]+)|(%d+)|([^|]+)|([^|]*)|(%d+)$')
+  if not bidder or now_ms() - tonumber(at) > PARK_MS then return nil end
   local stripe = 'c' .. ARGV[4]
   local node = redis.call('HMGET', NODE, 'e', 'r', 'cfg', 'next', 'b', stripe)
   if not node[1] or node[2] ~= run_id or node[3] ~= membership or node[4] then return nil end
@@ -33,6 +32,7 @@ end
 -- A stripe is known here for the locks that are released; of several, the first would serve for all.
 local grant = LOCKS == 1 and grant_parked or nil
 
+if state[1] and place then remember(place, waited == 'leave' and OVER or waited, '') end
 -- Before anything is passed on: whoever gives way, but has waited longest, is the next all the same. So
 -- contenders that have split the votes end up with one of them, the same on all nodes.
 if state[1] and place and waited ~= 'leave' then line_up(KEYS[2], place, waited, since) end
@@ -41,7 +41,6 @@ local released = 0
 for i = 1, LOCKS do
   local key = KEYS[i + 1]
   local nonce = read_lock(key)
-  if place then redis.call('DEL', parked_at(place)) end
   if waited == 'leave' then redis.call('ZREM', queue_of(key), place) end
   if nonce == NONCE then
     pass_on(key, grant)
