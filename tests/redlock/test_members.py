@@ -1,0 +1,287 @@
+"""Recovery and change of nodes in a storm: the real generators on nodes in memory, as good as real ones."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fencelock.authority.redlock.change import Plan, change
+from fencelock.authority.redlock.membership import Membership, initialise
+from fencelock.authority.redlock.protocol import Answer, Broadcast, Command, Said
+from fencelock.authority.redlock.recovery import Surroundings, recover
+from fencelock.embedded import Node
+from fencelock.errors import FencelockError
+from tests.redlock.member import MemberNode
+from tests.redlock.stage import NODE_KEY, Actor, RealNode
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A command with choices: which list, epoch and ticket, and how it is meant; or a fault."""
+
+    script: str
+    list: int
+    epoch: int
+    ticket: int
+    flag: bool
+
+    def arguments(self, ticket: str, seat: str) -> tuple[str | int, ...]:
+        """Return the arguments of the command, with a ticket as one of the two nodes knows it."""
+        cfg, members = f"list{self.list}", f"members{self.list}"
+        choices: dict[str, tuple[str | int, ...]] = {
+            "begin": (cfg, "word", 1000, seat if self.flag else ""),
+            "read": (cfg,),
+            "promise": (cfg, self.epoch, ticket, "change" if self.flag else ""),
+            "raise": (cfg, self.epoch),
+            "admit": (cfg, self.epoch, ticket, seat, members),
+            "close": (cfg, f"list{self.epoch}", f"members{self.epoch}"),
+            "open": (cfg, self.epoch, ticket, 0, members),
+        }
+        return choices[self.script]
+
+
+operations = st.builds(
+    Operation,
+    script=st.sampled_from(
+        ["begin"] * 4 + ["promise", "admit", "open"] * 3 + ["read", "raise", "close", "restart", "flush"]
+    ),
+    list=st.integers(0, 1),
+    epoch=st.integers(0, 3),
+    ticket=st.integers(0, 3),
+    flag=st.booleans(),
+)
+
+
+@pytest.fixture(scope="module")
+def real(shared_nodes: list[Node]) -> Iterator[RealNode]:
+    """A real node."""
+    node = shared_nodes[4]
+    if not node.is_running:
+        node.restart(keep_data=False)
+    node.resume()
+    made = RealNode(node.url)
+    yield made
+    made.close()
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(history=st.lists(operations, min_size=1, max_size=25))
+def test_member_in_memory_answers_as_the_scripts_do(real: RealNode, history: list[Operation]) -> None:
+    """Same operations, same answers; tickets differ, and are compared by when they were made."""
+    real.client.flushall()
+    model = MemberNode()
+    tickets: dict[str, str] = {"": ""}
+    for operation in history:
+        if operation.script in {"restart", "flush"}:
+            happen(operation.script, real, model)
+            continue
+        theirs, ours = list(tickets.items())[-1 - operation.ticket % len(tickets)]
+        commands = [
+            Command(operation.script, "", (NODE_KEY,), operation.arguments(ticket, f"seat{operation.list}"))
+            for ticket in (theirs, ours)
+        ]
+        told, expected = real.execute(commands[0]), model.execute(commands[1])
+        if told.said is Said.TICKET:
+            tickets.setdefault(told.facts[0], expected.facts[0])
+        assert comparable(told, tickets) == comparable(expected, {}), operation
+    fields = real.remember()
+    for name in ("e", "p", "cfg", "id", "next", "next_members", "members"):
+        value = fields.get(name)
+        assert (value and tickets.get(value, value)) == (
+            str(model.hash[name]) if name in model.hash else None
+        )
+
+
+def comparable(answer: Answer, tickets: dict[str, str]) -> tuple[Said, tuple[str, ...]]:
+    """Return what two nodes must agree on: not on the age of a ticket."""
+    facts = tuple(tickets.get(fact, fact) for fact in answer.facts)
+    return answer.said, facts[:-1] if answer.said is Said.STANDING else facts
+
+
+def happen(fault: str, real: RealNode, model: MemberNode) -> None:
+    """Do to both what no command does; the real one is told that another process had admitted it."""
+    if fault == "flush":
+        real.client.flushall()
+        model.hash = {}
+        return
+    model.run += 1
+    fields = real.remember()
+    if "e" in fields:
+        real.client.hset(NODE_KEY, "r", "0" * 40)
+    if "ticket" in fields:
+        real.client.hset(NODE_KEY, "ticket_of", "another process")
+
+
+class ForgetfulPromise(MemberNode):
+    """Mutant: PROMISE is acknowledged and forgotten."""
+
+    def promise(self, cfg: str, epoch: int, ticket: str, mode: str) -> Answer:
+        """Promise, and forget it."""
+        before = self.hash.get("p")
+        answer = super().promise(cfg, epoch, ticket, mode)
+        if before is not None:
+            self.hash["p"] = before
+        return answer
+
+
+class AnyTicket(MemberNode):
+    """Mutant: any ticket will do."""
+
+    def holds(self, ticket: str) -> bool:
+        """Look at none."""
+        return bool(ticket) and "ticket" in self.hash
+
+
+class OpenAllTheTime(MemberNode):
+    """Mutant: a closed node goes on."""
+
+    def close(self, cfg: str, following: str, members: str) -> Answer:
+        """Say that it is closed, and be open."""
+        answer = super().close(cfg, following, members)
+        self.hash.pop("next_members", None)
+        return answer
+
+    def votes_in(self, fingerprint: str) -> bool:
+        """Vote whatever it has been told."""
+        return self.admitted and self.hash["cfg"] == fingerprint
+
+
+class Storm:
+    """Nodes, recoverers and operators, and everything going wrong that the protocol bears.
+
+    Messages are delayed, lost and repeated, as long as the server process lives that they were sent to;
+    actors stop anywhere. Of the nodes, fewer than a majority of the list have forgotten at a time.
+
+    Args:
+        seed: of everything random.
+        kind: the nodes, or a mutant.
+        size: how many nodes are in the list; two more are beside it.
+    """
+
+    def __init__(self, seed: int, kind: type[MemberNode], size: int) -> None:
+        self.random = random.Random(seed)
+        self.size = size
+        self.names = tuple(f"redis://n{number}:6379" for number in range(size + 2))
+        self.nodes = [kind() for _ in self.names]
+        self.snapshots = [dict(node.hash) for node in self.nodes]
+        self.under_way: list[tuple[int, int, Command]] = []
+        Actor(
+            self.nodes,
+            initialise(self.names[:size], NODE_KEY, new_word=str, base=0, max_ttl=1.0, patience=1.0),
+        ).finish()
+        self.first = self.nodes[0].hash["cfg"]
+        self.actors: list[Actor] = []
+
+    def run(self, steps: int) -> str:
+        """Take so many steps; return what was violated first, or nothing."""
+        for _ in range(steps):
+            self.step()
+            if wrong := self.wrong():
+                return wrong
+        return ""
+
+    def step(self) -> None:
+        """Let one thing happen."""
+        dice = self.random.random()
+        if dice < 0.03:
+            self.fault()
+        elif dice < 0.05:
+            number = self.random.randrange(len(self.nodes))
+            self.snapshots[number] = dict(self.nodes[number].hash)
+        elif dice < 0.10 and self.under_way:
+            number, run, command = self.random.choice(self.under_way)
+            if self.nodes[number].run == run:
+                self.nodes[number].execute(command)
+        elif len(self.actors) < 3 and (dice < 0.2 or not self.actors):
+            self.actors.append(self.new_actor())
+        elif self.actors:
+            self.go_on(self.random.choice(self.actors))
+
+    def new_actor(self) -> Actor:
+        """Return a recoverer of some list, or an operator who wants another."""
+        members = list(range(self.size))
+        if self.random.random() < 0.5:
+            members[self.random.randrange(self.size)] = self.random.randrange(self.size, self.size + 2)
+        if self.random.random() < 0.7:
+            names = tuple(self.names[node] for node in members)
+            around = Surroundings(names, NODE_KEY, 1.0, str, self.random.random)
+            return Actor([self.nodes[node] for node in members], recover(around, {}))
+        plan = Plan(self.names, tuple(members), NODE_KEY, 1.0, str, lambda _: None)
+        return Actor(self.nodes, change(plan))
+
+    def go_on(self, actor: Actor) -> None:
+        """Deliver a message of an actor or let it hear what has come back; or let it die."""
+        request = actor.request
+        if request is None or self.random.random() < 0.01:
+            self.actors.remove(actor)
+            return
+        if isinstance(request, Broadcast):
+            left = [node for node in request.nodes if node not in actor._answers]
+            if left and self.random.random() < 0.97:
+                node = self.random.choice(left)
+                station = actor.stations[node]
+                assert isinstance(station, MemberNode)
+                self.under_way.append((self.nodes.index(station), station.run, request.command))
+                if self.random.random() < 0.95:
+                    actor.deliver(node)
+                return
+        try:
+            actor.resume()
+        except FencelockError:
+            self.actors.remove(actor)
+
+    def fault(self) -> None:
+        """Restart a node as it was, or let it forget: everything, or what is newer than its file."""
+        number = self.random.randrange(len(self.nodes))
+        node = self.nodes[number]
+        kind = self.random.choice(("restart", "lose", "roll back"))
+        out = sum(other.out for other in self.nodes if other is not node) + 1
+        if kind != "restart" and out > (self.size - 1) // 2:
+            return
+        if kind != "lose":
+            node.run += 1
+        if kind != "restart":
+            node.hash = dict(self.snapshots[number]) if kind == "roll back" else {}
+            node.out = True
+
+    def wrong(self) -> str:
+        """Return which invariant of `spec/` does not hold."""
+        quorum = self.size // 2 + 1
+        if any(node.again for node in self.nodes):
+            return "NeverAgain"
+        for node in self.nodes:
+            if not node.admitted or node.hash["e"] == 0:
+                continue
+            members = {address for _, address in Membership.from_json(node.hash["members"]).seats}
+            listed = [other for name, other in zip(self.names, self.nodes, strict=True) if name in members]
+            if sum(other.out or other.hash.get("p", 0) >= node.hash["e"] for other in listed) < quorum:
+                return "Promised"
+        voting = [
+            node.hash["cfg"] for node in self.nodes if node.admitted and node.votes_in(node.hash["cfg"])
+        ]
+        majorities = [cfg for cfg in set(voting) if voting.count(cfg) >= quorum]
+        return "OneList" if len(majorities) > 1 else ""
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_no_node_votes_again_in_an_epoch_that_it_has_forgotten(size: int) -> None:
+    """Random schedules of recoverers, operators and faults; none violates an invariant, and much happens."""
+    moved = changed = 0
+    for seed in range(120):
+        storm = Storm(seed, MemberNode, size)
+        assert storm.run(600) == "", f"seed {seed}"
+        moved += any(node.admitted and node.hash["e"] > 1 for node in storm.nodes)
+        changed += any(node.admitted and node.hash["cfg"] != storm.first for node in storm.nodes)
+    assert moved > 20
+    assert changed > 5
+
+
+@pytest.mark.parametrize("mutant", [ForgetfulPromise, AnyTicket, OpenAllTheTime])
+def test_storm_finds_what_is_missing(mutant: type[MemberNode]) -> None:
+    """Control: without a rule, some schedule of these violates an invariant."""
+    assert any(Storm(seed, mutant, 3).run(600) for seed in range(300))
