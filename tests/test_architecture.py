@@ -86,6 +86,20 @@ def test_protocol_knows_no_sockets_no_clock_and_no_threads() -> None:
     }
 
 
+@pytest.mark.parametrize("module", ["survey", "recovery", "change"])
+def test_recovery_and_change_of_nodes_are_as_pure_as_the_protocol(module: str) -> None:
+    """They run in a simulator of a thousand schedules, and in a thread on real nodes."""
+    names = imports_of(PACKAGE / "authority" / "redlock" / f"{module}.py")
+    allowed = {"__future__", "collections", "dataclasses", "enum", "fencelock", "typing"}
+    assert {name.split(".")[0] for name in names} <= allowed
+    redlock = "fencelock.authority.redlock"
+    assert {name.rpartition(".")[0] for name in names if name.startswith("fencelock.")} <= {
+        "fencelock.errors",
+        "fencelock.token",
+        *(f"{redlock}.{room}" for room in ("membership", "protocol", "survey")),
+    }
+
+
 def test_public_names_are_listed_and_documented() -> None:
     """`fencelock.__all__` lists all that is visible, and each name in it says what it promises."""
     assert {"FencedLock", "Lease", "Redlock", "configure", "fenced_lock"} <= set(fencelock.__all__)

@@ -294,6 +294,7 @@ def test_asyncio_users_have_their_nodes_recovered(nodes: Nodes, connect: MakeRed
             grant = await authority.aio.acquire(("r",), ttl=0.5, timeout=5)
             await authority.aio.release(grant)
             longest = max(longest, time.monotonic() - before)
+        assert len(await authority.aio.status()) == 3
         return longest
 
     assert asyncio.run(main()) < 0.3

@@ -226,6 +226,30 @@ def test_no_epoch_control(make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch
     assert play_grant_in_flight_across_the_recovery(make_stage()) == ((0, 1), (0, 1))
 
 
+def test_majority_is_raised_before_anybody_is_admitted(make_stage: MakeStage) -> None:
+    """A server that has taken over an address must not leave the former one with voters of its epoch."""
+    stage = make_stage(count=5)
+    forget(stage, 4)
+    actor = recoverer(stage.nodes)
+    actor.until("raise")
+    actor.deliver(0, 1)
+    actor.resume()
+    actor.finish()
+    assert all(sent.script != "admit" for _, sent in actor.sent[: _raises_before_admit(actor)])
+    assert actor.result is True
+
+
+def _raises_before_admit(actor: Actor) -> int:
+    """Return after how many messages three nodes had been told of an epoch."""
+    told: dict[int, set[int]] = {}
+    for count, (node, sent) in enumerate(actor.sent):
+        if sent.script == "raise":
+            told.setdefault(int(sent.arguments[1]), set()).add(node)
+            if len(told[int(sent.arguments[1])]) >= 3:
+                return count
+    raise AssertionError("no epoch was brought to three nodes")
+
+
 def play_raise_that_reached_one_node(stage: Stage) -> Tokens:
     """Five nodes: n4 forgets; RAISE reaches n0 alone, which votes for A and forgets; a second recoverer."""
     forget(stage, 4)

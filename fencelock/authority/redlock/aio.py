@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 from fencelock.authority.base import Grant, Wish
 from fencelock.authority.redlock import membership, protocol
 from fencelock.authority.redlock.multiplex import Lines, run, tell
+from fencelock.authority.redlock.survey import NodeStatus
 from fencelock.authority.redlock.waiting import Deaf, Waiter
 from fencelock.errors import FencelockError
 
@@ -109,6 +110,10 @@ class AsyncRedlock:
     async def init(self, *, base: int | None = None, max_ttl: float = membership.DEFAULT_MAX_TTL) -> bool:
         """Initialise N blank nodes, once in their life: see `Redlock.init`, also for the errors."""
         return await self._run(self._redlock._initialising(base, max_ttl))
+
+    async def status(self) -> tuple[NodeStatus, ...]:
+        """Ask every node how it stands: see `Redlock.status`."""
+        return await self._run(self._redlock._asking())
 
     async def close(self) -> None:
         """Close the connections of the running loop; using it again connects again."""
