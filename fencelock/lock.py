@@ -189,7 +189,7 @@ class FencedLock(Generic[_Token]):
         return f"<fenced_lock {names} {'held' if self._entries else 'not held'}>"
 
     @property
-    def aio(self) -> AsyncLock:
+    def aio(self) -> AsyncLock[_Token]:
         """The same lock for coroutines: `await lock.aio.acquire()`."""
         return AsyncLock(self)
 
@@ -421,7 +421,7 @@ class FencedLock(Generic[_Token]):
         await _wait(self._exit(exc_value))
 
 
-class AsyncLock:
+class AsyncLock(Generic[_Token]):
     """The methods of a `FencedLock` for coroutines: the same names, the same promises.
 
     A cancelled acquisition leaves no lease behind; a cancelled release is sent all the same.
@@ -429,7 +429,7 @@ class AsyncLock:
 
     __slots__ = ("_lock",)
 
-    def __init__(self, lock: FencedLock[Any]) -> None:
+    def __init__(self, lock: FencedLock[_Token]) -> None:
         self._lock = lock
 
     def __repr__(self) -> str:
@@ -455,9 +455,9 @@ class AsyncLock:
         """Let the lease live on: see `FencedLock.extend`."""
         await _wait(self._lock._extend(ttl))
 
-    async def remint(self) -> Any:
+    async def remint(self) -> _Token:
         """Exchange the token for a new, larger one, and keep holding the lock: see `FencedLock.remint`."""
-        return await _wait(self._lock._remint())
+        return await _wait(self._lock._remint())  # type: ignore[no-any-return]
 
     async def release(self) -> None:
         """Give the lock back: see `FencedLock.release`."""
