@@ -430,7 +430,7 @@ class AsyncLock(Generic[_Token]):
     __slots__ = ("_lock",)
 
     def __init__(self, lock: FencedLock[_Token]) -> None:
-        self._lock = lock
+        self._lock: FencedLock[_Token] = lock
 
     def __repr__(self) -> str:
         return f"{self._lock!r}.aio"
@@ -457,7 +457,7 @@ class AsyncLock(Generic[_Token]):
 
     async def remint(self) -> _Token:
         """Exchange the token for a new, larger one, and keep holding the lock: see `FencedLock.remint`."""
-        return await _wait(self._lock._remint())  # type: ignore[no-any-return]
+        return await _wait(self._lock._remint())
 
     async def release(self) -> None:
         """Give the lock back: see `FencedLock.release`."""
