@@ -8,6 +8,8 @@ with the slowest and the fastest round.
     python -m benchmarks.locks
     python -m benchmarks.locks --rounds 30 --seconds 1
 
+Last come eight processes that all want one lock: see `benchmarks.handovers`, which also runs alone.
+
 Redlocks from PyPI take part if they are installed: `pip install 'fencelock[bench]'`.
 """
 
@@ -33,6 +35,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks import handovers
 from benchmarks.bare_sockets import BareSockets
 from benchmarks.sequential import SequentialRedlock
 from fencelock import Redlock
@@ -269,9 +272,11 @@ def main() -> None:
         compare([*entered, *entered_async], rounds=options.rounds, seconds=options.seconds, console=console)
         with redis.Redis.from_url(nodes[0].url) as client:
             server = client.info("server")
+        contended = handovers.measure(nodes.urls, processes=8, rounds=5, seconds=1.5, console=console)
     console.print(table_of(entered, BASELINE, "acquire and release, one thread, no contention"))
     title = f"asyncio: {options.tasks} tasks, a resource each"
     console.print(table_of(entered_async, BASELINE_ASYNC, title))
+    console.print(contended)
     console.print(
         f"{options.rounds} rounds of {options.seconds:g} s; Python {platform.python_version()}, redis-py "
         f"{redis.__version__}, Valkey {server.get('valkey_version', server['redis_version'])}, "
