@@ -111,6 +111,19 @@ def test_minority_that_hangs_is_no_obstacle(authority: Redlock, rival: Redlock, 
         pass
 
 
+def test_late_grant_of_a_new_token_is_kept(authority: Redlock, nodes: Nodes) -> None:
+    """A node that hangs during REMINT, and answers afterwards, keeps the new lock: it is in use."""
+    lock = authority.lock(RESOURCE, ttl=20)
+    with lock:
+        nodes[4].pause()
+        lock.remint()
+        nodes[4].resume()
+        for _ in range(3):
+            with authority.lock("other"):
+                time.sleep(0.05)
+        assert len(set(nonces(nodes))) == 1
+
+
 def test_majority_that_hangs_loses_the_lease(authority: Redlock, rival: Redlock, nodes: Nodes) -> None:
     """It was asked for, and nobody knows who has heard it: neither token is good any more."""
     told: list[Lease] = []

@@ -84,7 +84,7 @@ class AsyncRedlock:
 
     async def remint(self, grant: Grant, ttl: float) -> Grant:
         """Exchange a grant for one with larger tokens: see `Authority.remint`."""
-        bids = self._redlock._new_bids(grant.resources, ttl, None)
+        bids = self._redlock._new_bids(grant.resources, ttl, None, instead_of=grant.proof)
         lines = self._lines_here()
         try:
             return await run(self._redlock._reminting(bids, grant), lines)

@@ -256,6 +256,11 @@ class Bid:
         stripes = (zlib.crc32(resource.encode()) % STRIPES for resource in resources)
         return cls(resources, nonce, ttl, (fleet.node_key, *locks), tuple(stripes), turn)
 
+    def anew(self, granted: Granted) -> Bid:
+        """Return this bid as one that takes over the locks of a grant, for a larger token."""
+        hints = tuple(counter + 1 for counter in granted.counters)
+        return replace(self, turn=None, hint_epoch=granted.epoch, hints=hints, instead_of=granted.bid.nonce)
+
     @property
     def ttl_ms(self) -> int:
         """The ttl as it goes over the wire."""
@@ -525,7 +530,7 @@ def remint(
     *,
     jitter: Callable[[], float],
 ) -> Generator[Request, Round | float, Granted]:
-    """Exchange a grant for one with larger tokens, without letting anybody in between.
+    """Exchange a grant for one with larger tokens, without letting anybody in between: with bids made anew.
 
     On each node RELEASE and ACQUIRE in one step, under a new nonce: the old one is not heard of again. It is
     decided and confirmed as any acquisition; and tried again until the validity is over, for a part of the
@@ -536,13 +541,7 @@ def remint(
     """
     while True:
         fleet = see()
-        bid = replace(
-            new_bid(fleet),
-            turn=None,
-            hint_epoch=granted.epoch,
-            hints=tuple(counter + 1 for counter in granted.counters),
-            instead_of=granted.bid.nonce,
-        )
+        bid = new_bid(fleet)
         outcome = yield from attempt(fleet, bid)
         if isinstance(outcome, Granted):
             # Where the new nonce has not arrived, the old lock would live on.

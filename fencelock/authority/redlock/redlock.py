@@ -204,7 +204,7 @@ class Redlock:
 
     def remint(self, grant: Grant, ttl: float) -> Grant:
         """Exchange a grant for one with larger tokens: see `Authority.remint`."""
-        bids = self._new_bids(grant.resources, ttl, None)
+        bids = self._new_bids(grant.resources, ttl, None, instead_of=grant.proof)
         try:
             return self._run(self._reminting(bids, grant))
         except BaseException as error:
@@ -257,9 +257,15 @@ class Redlock:
         standings, answers = yield from survey.read(self._node_key, nodes, self._node_timeout)
         return recovery.statuses(self._names, standings, answers)
 
-    def _new_bids(self, resources: tuple[str, ...], ttl: float, waiter: Waiter | None) -> _Bids:
+    def _new_bids(
+        self,
+        resources: tuple[str, ...],
+        ttl: float,
+        waiter: Waiter | None,
+        instead_of: protocol.Granted | None = None,
+    ) -> _Bids:
         self._check_process()
-        return _Bids(resources, ttl, self._wanted, waiter)
+        return _Bids(resources, ttl, self._wanted, waiter, instead_of)
 
     def _acquiring(self, bids: _Bids, timeout: float | None) -> Generator[protocol.Request, Any, Grant]:
         try:
@@ -439,6 +445,7 @@ class _Bids:
         ttl: seconds.
         wanted: where bids are noted whose late grants must not be released.
         waiter: knows the acquisition's place among those who wait; None where nobody waits.
+        instead_of: what the bids take over.
     """
 
     def __init__(
@@ -447,12 +454,14 @@ class _Bids:
         ttl: float,
         wanted: WeakValueDictionary[str, protocol.Bid],
         waiter: Waiter | None,
+        instead_of: protocol.Granted | None = None,
     ) -> None:
         self._resources = resources
         self._canonical = tuple(sorted(resources))
         self._ttl = ttl
         self._wanted = wanted
         self._waiter = waiter
+        self._instead_of = instead_of
         self._latest: tuple[protocol.Fleet, protocol.Bid] | None = None
 
     def next(self, fleet: protocol.Fleet) -> protocol.Bid:
@@ -462,6 +471,8 @@ class _Bids:
         nonce = secrets.token_urlsafe(16)
         turn = self._waiter.turn(nonce) if self._waiter is not None else None
         bid = protocol.Bid.of(fleet, self._canonical, nonce, self._ttl, turn)
+        if self._instead_of is not None:
+            bid = bid.anew(self._instead_of)
         self._latest = fleet, bid
         self._wanted[bid.nonce] = bid
         return bid
