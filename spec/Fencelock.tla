@@ -17,7 +17,7 @@
 (* gets it" is one step (Grant ignores the owner). An expired lock that nobody has *)
 (* taken enables nothing that a living one forbids, so expiry needs no action of   *)
 (* its own; neither does the deletion by RELEASE.                                  *)
-EXTENDS Naturals, FiniteSets, TLC
+EXTENDS Naturals, FiniteSets, Sequences, TLC
 
 CONSTANTS
     Node,                          \* all servers
@@ -50,10 +50,11 @@ Majority(S) == Cardinality(S) \div 2 + 1
 Below(s, t) == s[1] < t[1] \/ (s[1] = t[1] /\ s[2] < t[2])  \* of tokens <<epoch, counter>>
 NoToken == <<0, 0>>
 
-\* A list's fingerprint covers the tickets under which its new nodes were opened.
+\* A list's fingerprint covers its nodes' ids (of a new node the ticket under which it was opened; one that stays
+\* keeps its id) and the list that it replaces: no list comes twice, even if one goes back to the same nodes.
 NoTickets == [n \in Node |-> 0]
-First == [l |-> 0, tk |-> NoTickets]
-None == [l |-> 99, tk |-> NoTickets]
+First == [l |-> 0, tk |-> NoTickets, past |-> <<>>]
+None == [l |-> 99, tk |-> NoTickets, past |-> <<>>]
 Members(f) == Lists[f.l]
 Quorum(f) == Majority(Members(f))
 
@@ -73,7 +74,7 @@ Init ==
                                  votes |-> {}, acks |-> {}, tok |-> NoToken, at |-> 0, v |-> 0]]
     /\ rec = [k \in 1..Recs |-> [ph |-> "idle", all |-> FALSE, cfg |-> None, tk |-> NoTickets,
                                  tr |-> NoTickets, rd |-> {}, mx |-> 0, mc |-> 0, e |-> 0, ack |-> {}]]
-    /\ op = [o \in 1..Ops |-> [ph |-> "idle", f |-> None, tr |-> NoTickets, q1 |-> {}, q2 |-> {}, mx |-> 0,
+    /\ op = [o \in 1..Ops |-> [ph |-> "idle", old |-> None, f |-> None, tk |-> NoTickets, tr |-> NoTickets, q1 |-> {}, q2 |-> {}, mx |-> 0,
                                e |-> 0, ack |-> {}]]
     /\ raises = {}
     /\ db = [fence |-> NoToken, by |-> 0, v |-> 0, writes |-> 0, stale |-> FALSE]
@@ -101,18 +102,20 @@ Granting(a, n, g, known) ==
                    !.votes = IF known.done THEN @ ELSE @ \cup {<<n, disk[n].e, g>>}]]
     /\ UNCHANGED <<run, snap, out, rec, op, raises, db, left>>
 
+\* A mutant forgets that the run_id must be the server's present one: as if RELEASE, which asks for none, granted to who waits.
+Grantor(n, f) == Voting(n, f) \/ (Broken("any_incarnation") /\ disk[n].adm /\ disk[n].cfg = f /\ disk[n].nxt = None)
 Grants(n) == IF With("hint") THEN (disk[n].c + 1)..MaxG ELSE {disk[n].c + 1}
 
 \* An acquisition begins with its first grant: beginning earlier would only weaken P2.
 Begin(a, n, f) ==
     /\ ~acq[a].begun /\ (a > 1 => acq[a-1].begun)
-    /\ Voting(n, f)
+    /\ Grantor(n, f)
     /\ \E g \in Grants(n) :
            Granting(a, n, g, [acq[a] EXCEPT !.begun = TRUE, !.cfg = f, !.floor = Highest])
 
 \* ACQUIRE, first or resent or delayed. (If the lock is still ours the answer is the stored one: no change.)
 Grant(a, n) ==
-    /\ acq[a].begun /\ Voting(n, acq[a].cfg)
+    /\ acq[a].begun /\ Grantor(n, acq[a].cfg)
     /\ \E g \in Grants(n) : Granting(a, n, g, acq[a])
 
 \* REMINT: the holder b's RELEASE and a's ACQUIRE in one step.
@@ -201,7 +204,7 @@ Write(a) ==
 
 InUse == {disk[n].tk : n \in Node} \cup {snap[n].tk : n \in Node}
     \cup UNION {{rec[k].tk[n] : n \in Node} : k \in 1..Recs}
-    \cup UNION {{op[o].f.tk[n] : n \in Node} : o \in 1..Ops}
+    \cup UNION {{op[o].tk[n] : n \in Node} : o \in 1..Ops}
     \cup UNION {{disk[m].cfg.tk[n] : n \in Node} : m \in Node}
     \cup UNION {{snap[m].cfg.tk[n] : n \in Node} : m \in Node}
     \cup UNION {{disk[m].nxt.tk[n] : n \in Node} : m \in Node}
@@ -226,13 +229,13 @@ Begins(k, n) ==
 RecBegin(k, n, f) ==
     /\ rec[k].ph = "idle" /\ n \in Members(f) /\ ~Admitted(n) /\ Open(n)
     /\ \E all \in (IF With("all_restarted") THEN BOOLEAN ELSE {FALSE}) :
-       rec' = [rec EXCEPT ![k].ph = IF all THEN "begin" ELSE "read", ![k].all = all, ![k].cfg = f,
+       rec' = [rec EXCEPT ![k].ph = "begin", ![k].all = all, ![k].cfg = f,
                           ![k].tk[n] = Ticketed(n, k).tk, ![k].tr[n] = run[n]]
     /\ Begins(k, n)
 
-\* More than a minority has restarted: tickets first, on every node that is not admitted.
+\* Several nodes at once: all the tickets first, then the reading. So it must be where more than a minority restarted.
 RecBeginMore(k, n) ==
-    /\ (rec[k].ph = "begin") \/ (Broken("read_begin") /\ rec[k].ph = "read" /\ rec[k].all)
+    /\ (rec[k].ph = "begin") \/ (Broken("read_begin") /\ rec[k].ph \in {"read", "chosen"})
     /\ n \in Members(rec[k].cfg) /\ rec[k].tk[n] = 0 /\ ~Admitted(n) /\ Open(n) /\ n \notin rec[k].rd
     /\ rec' = [rec EXCEPT ![k].tk[n] = Ticketed(n, k).tk, ![k].tr[n] = run[n]]
     /\ Begins(k, n)
@@ -243,10 +246,11 @@ BeginAgain(k, n) ==
     /\ UNCHANGED rec
     /\ Begins(k, n)
 
+\* Whose word counts: who votes (somebody else may have admitted it meanwhile); and where all restarted, who keeps our ticket.
 Readable(k, n) ==
-    IF rec[k].tk[n] /= 0
-    THEN rec[k].all /\ disk[n].adm /\ disk[n].cfg = rec[k].cfg /\ ~Admitted(n) /\ Holds(n, rec[k].tk[n]) /\ Open(n)
-    ELSE Member(n, rec[k].cfg) /\ Open(n)
+    /\ Open(n)
+    /\ \/ Member(n, rec[k].cfg)
+       \/ rec[k].all /\ disk[n].adm /\ disk[n].cfg = rec[k].cfg /\ ~Admitted(n) /\ Holds(n, rec[k].tk[n])
 
 RecRead(k, n) ==
     /\ rec[k].ph \in {"begin", "read"} /\ n \in Members(rec[k].cfg) \ rec[k].rd /\ Readable(k, n)
@@ -293,30 +297,47 @@ Admit(k, n) ==
 -------------------------------------------------------------------------------
 (* Operators: initialise, or close one list and open another.                     *)
 
-Seats(f) == Members(f) \ (IF With("init") THEN {} ELSE Lists[0])  \* those that are new
+Seats(l, old) == Lists[l] \ (IF With("init") THEN {} ELSE Members(old))  \* those that are new
+NextList(l, old, tk) ==
+    [l |-> l,
+     tk |-> [n \in Node |-> IF n \notin Lists[l] \/ Broken("fixed_ids") THEN 0
+                            ELSE IF tk[n] /= 0 \/ With("init") THEN tk[n] ELSE old.tk[n]],
+     past |-> IF With("init") \/ Broken("no_past") THEN <<>> ELSE Append(old.past, <<old.l, old.tk>>)]
 OpTicket(o) == 20 + o
+Olds == IF With("init") THEN {First} ELSE Fingerprints  \* which list an operator wants to replace
 
-OpBegin(o, n, l) ==
-    /\ op[o].ph \in {"idle", "begin"} /\ (op[o].ph = "begin" => op[o].f.l = l)
-    /\ n \in Seats([l |-> l, tk |-> NoTickets]) /\ ~disk[n].adm /\ op[o].f.tk[n] = 0
-    /\ LET f == [l |-> l, tk |-> [op[o].f.tk EXCEPT ![n] = Ticketed(n, OpTicket(o)).tk]]
-       IN op' = [op EXCEPT ![o].f = f, ![o].tr[n] = run[n],
-                 ![o].ph = IF \A m \in Seats(f) : f.tk[m] /= 0 THEN (IF With("init") THEN "open" ELSE "close") ELSE "begin"]
+FirstPhase == IF ~With("init") THEN "close" ELSE IF Broken("init_one_look") THEN "open" ELSE "check"
+
+\* A ticket for each new node; also for one of the old list that is blank, and gets a new seat in the next list.
+OpBegin(o, n, l, old) ==
+    /\ op[o].ph = "idle" \/ (op[o].ph = "begin" /\ op[o].f.l = l /\ op[o].old = old)
+    /\ n \in Lists[l] /\ ~disk[n].adm /\ op[o].tk[n] = 0
+    /\ With("once") => old = First /\ l /= 0 /\ n \in Seats(l, old)
+    /\ LET tk == [op[o].tk EXCEPT ![n] = Ticketed(n, OpTicket(o)).tk]
+       IN op' = [op EXCEPT ![o].old = old, ![o].f = NextList(l, old, tk), ![o].tk = tk, ![o].tr[n] = run[n],
+                 ![o].ph = IF \A m \in Seats(l, old) : tk[m] /= 0 THEN FirstPhase ELSE "begin"]
     /\ disk' = [disk EXCEPT ![n] = Ticketed(n, OpTicket(o))]
     /\ UNCHANGED <<run, snap, out, acq, rec, raises, db, left>>
 
+\* Where no node is new.
+OpShrink(o, l, old) ==
+    /\ op[o].ph = "idle" /\ ~With("init") /\ l /= old.l /\ Seats(l, old) = {}
+    /\ With("once") => old = First
+    /\ op' = [op EXCEPT ![o].ph = "close", ![o].old = old, ![o].f = NextList(l, old, NoTickets)]
+    /\ UNCHANGED <<run, disk, snap, out, acq, rec, raises, db, left>>
+
 OpBeginAgain(o, n) ==
-    /\ op[o].f.tk[n] /= 0 /\ op[o].tr[n] = run[n] /\ ~disk[n].adm /\ ~HasTicket(n)
+    /\ op[o].tk[n] /= 0 /\ op[o].tr[n] = run[n] /\ ~disk[n].adm /\ ~HasTicket(n)
     /\ disk' = [disk EXCEPT ![n] = Ticketed(n, OpTicket(o))]
     /\ UNCHANGED <<run, snap, out, acq, rec, op, raises, db, left>>
 
 OpClose(o, n) ==
-    /\ op[o].ph \in {"close", "check", "open"} /\ ~With("init") /\ n \in Lists[0] /\ Member(n, First)
+    /\ op[o].ph \in {"close", "check", "open"} /\ ~With("init") /\ Member(n, op[o].old)
     /\ disk[n].nxt \in {None, op[o].f} \/ Broken("no_next")
     /\ disk' = [disk EXCEPT ![n].nxt = op[o].f]
     /\ IF op[o].ph = "close"
        THEN LET q1 == op[o].q1 \cup {n}
-                enough == Cardinality(q1) >= Quorum(First)
+                enough == Cardinality(q1) >= Quorum(op[o].old)
                 mx == Max(op[o].mx, Max(disk[n].e, disk[n].p))
             IN IF Broken("one_pass")
                THEN /\ enough => mx + 1 <= MaxE
@@ -329,7 +350,7 @@ OpClose(o, n) ==
 \* The second pass.
 OpCheck(o, n) ==
     /\ op[o].ph = "check" /\ n \in op[o].q1 \ op[o].q2
-    /\ Member(n, First) /\ disk[n].nxt = op[o].f
+    /\ Member(n, op[o].old) /\ disk[n].nxt = op[o].f
     /\ LET q2 == op[o].q2 \cup {n}
            mx == Max(op[o].mx, Max(disk[n].e, disk[n].p))
            enough == q2 = op[o].q1
@@ -339,24 +360,37 @@ OpCheck(o, n) ==
     /\ UNCHANGED <<run, disk, snap, out, acq, rec, raises, db, left>>
 
 OpAgain(o) ==
-    /\ op[o].ph = "check"
+    /\ op[o].ph = "check" /\ ~With("init")
     /\ op' = [op EXCEPT ![o].ph = "close", ![o].q1 = {}, ![o].q2 = {}, ![o].mx = 0]
     /\ UNCHANGED <<run, disk, snap, out, acq, rec, raises, db, left>>
 
-\* A new node that still has its ticket, or an old one that stays and is closed in favour of this very list.
-Awaits(o, n) == \/ n \in Seats(op[o].f) /\ ~disk[n].adm /\ Holds(n, op[o].f.tk[n])
-                \/ n \in Lists[0] /\ Member(n, First) /\ disk[n].nxt = op[o].f
+\* Initialising: when every node has had a ticket, look whether every node has it still (or votes in this list already).
+OpLook(o, n) ==
+    /\ op[o].ph = "check" /\ With("init") /\ n \in Members(op[o].f) \ op[o].q2
+    /\ (~disk[n].adm /\ Holds(n, op[o].tk[n])) \/ Voting(n, op[o].f)
+    /\ op' = [op EXCEPT ![o].q2 = @ \cup {n}, ![o].ph = IF op[o].q2 \cup {n} = Members(op[o].f) THEN "open" ELSE "check"]
+    /\ UNCHANGED <<run, disk, snap, out, acq, rec, raises, db, left>>
 
-\* PROMISE to the new list, before any of its nodes may vote.
+\* A new node that still has its ticket, or an old one that stays and is closed in favour of this very list.
+Awaits(o, n) == \/ ~disk[n].adm /\ Holds(n, op[o].tk[n])
+                \/ ~With("init") /\ Member(n, op[o].old) /\ disk[n].nxt = op[o].f
+
+\* PROMISE to the new list, before any of its nodes may vote. (When initialising: note that a node votes.)
 OpPromise(o, n) ==
     /\ op[o].ph = "open" /\ n \in Members(op[o].f)
-    /\ Awaits(o, n) \/ Voting(n, op[o].f)
+    /\ (Awaits(o, n) /\ ~With("init")) \/ Voting(n, op[o].f)
     /\ disk' = [disk EXCEPT ![n].p = Max(@, op[o].e)]
     /\ op' = [op EXCEPT ![o].ack = @ \cup {n}]
     /\ UNCHANGED <<run, snap, out, acq, rec, raises, db, left>>
 
+\* Who initialises opens the nodes in the order of their tickets, each when those before it vote in his list. (Tickets are
+\* random, here the youngest is the largest; "descending" turns the order round.)
+InTurn(o, n) == \A m \in Members(op[o].f) \ op[o].ack :
+    IF With("descending") THEN op[o].tk[m] <= op[o].tk[n] ELSE op[o].tk[m] >= op[o].tk[n]
+
 OpOpen(o, n) ==
     /\ op[o].ph = "open" /\ n \in Members(op[o].f) /\ Awaits(o, n)
+    /\ With("init") => InTurn(o, n) \/ Broken("init_unordered")
     /\ Cardinality(op[o].ack) >= Quorum(op[o].f) \/ Broken("open_unpromised") \/ With("init")
     /\ disk' = [disk EXCEPT ![n] = [Blank EXCEPT !.adm = TRUE, !.e = op[o].e, !.p = Max(op[o].e, disk[n].p),
                                     !.r = run[n], !.cfg = op[o].f, !.lk = disk[n].lk]]
@@ -412,9 +446,9 @@ Next ==
         \/ RecBeginMore(k, n) \/ BeginAgain(k, n) \/ RecRead(k, n) \/ RecPromise(k, n) \/ Admit(k, n)
         \/ \E f \in Fingerprints : (k > 1 => rec[k-1].ph /= "idle") /\ RecBegin(k, n, f)
     \/ \E n \in Node, r \in raises : Raise(n, r[1], r[2])
-    \/ \E o \in 1..Ops : \/ OpAgain(o)
-        \/ \E n \in Node : \/ OpBeginAgain(o, n) \/ OpClose(o, n) \/ OpCheck(o, n) \/ OpPromise(o, n) \/ OpOpen(o, n)
-                           \/ \E l \in DOMAIN Lists \ (IF With("init") THEN {} ELSE {0}) : OpBegin(o, n, l)
+    \/ \E o \in 1..Ops : \/ OpAgain(o) \/ \E l \in DOMAIN Lists, f \in Olds : OpShrink(o, l, f)
+        \/ \E n \in Node : \/ OpBeginAgain(o, n) \/ OpClose(o, n) \/ OpCheck(o, n) \/ OpLook(o, n) \/ OpPromise(o, n) \/ OpOpen(o, n)
+                           \/ \E l \in DOMAIN Lists, f \in Olds : OpBegin(o, n, l, f)
     \/ \E n \in Node : Remember(n) \/ RollBack(n) \/ Lose(n) \/ Restart(n) \/ Careless(n)
 
 Spec == Init /\ [][Next]_vars
@@ -427,10 +461,17 @@ NoLostUpdate == db.v = db.writes
 \* Why recovery is right: whoever has forgotten what he did in an epoch never votes in it again. Within an epoch
 \* then nobody forgets, and the lock core is right; and the epoch is the upper half of the token.
 NeverAgain == \A n \in Node : ~out[n].again
-\* Why a change of nodes is right: once a list votes, the one before has no majority, and there is no third.
-OneList == \A n \in Node : disk[n].cfg /= First /\ disk[n].cfg /= None /\ Voting(n, disk[n].cfg) =>
-    /\ Cardinality({m \in Node : Voting(m, First)}) < Quorum(First) \/ With("init")
-    /\ \A m \in Node : disk[m].cfg \in {First, None, disk[n].cfg} \/ ~Voting(m, disk[m].cfg)
+\* Why a change of nodes is right: there are never two lists that have a majority; once a list votes, the one before has
+\* none, and no other votes in its place. (Of two lists that were made at once by init, a minority of one may vote.)
+Voters(f) == {n \in Node : Voting(n, f)}
+OneList ==
+    /\ \A n, m \in Node : LET f == disk[n].cfg
+                             g == disk[m].cfg
+       IN f /= g /\ Voting(n, f) /\ Voting(m, g) =>
+              Cardinality(Voters(f)) < Quorum(f) \/ Cardinality(Voters(g)) < Quorum(g)
+    /\ Broken("no_past") \/ With("init") \/ \A o \in 1..Ops : Voters(op[o].f) /= {} =>
+           /\ Cardinality(Voters(op[o].old)) < Quorum(op[o].old)
+           /\ \A q \in 1..Ops : op[q].f /= op[o].f /\ op[q].old = op[o].old => Voters(op[q].f) = {}
 \* Why epochs are not reused: nobody votes in one that a majority has not promised, lost memories apart.
 Promised == \A n \in Node : Admitted(n) /\ disk[n].e > 0 /\ ~With("sealed") =>
     LET L == Members(disk[n].cfg) IN

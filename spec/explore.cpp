@@ -28,7 +28,7 @@ using u64 = uint64_t;
 #define SHAPE 7, MAX_ACQS = 4, MAX_RECS = 3, MAX_OPS = 2
 #endif
 constexpr int MAX_NODES = SHAPE;
-constexpr u8 NONE = 9, DEAD = 31;  // no fingerprint; a ticket that nobody can use any more
+constexpr u8 NONE = 9, DEAD = 63;  // no fingerprint; a ticket that nobody can use any more
 enum Phase : u8 { IDLE, BEGIN, READ, CHOSEN, CLOSE, CHECK, OPEN };
 
 struct Disk {
@@ -43,7 +43,7 @@ struct Column {  // all that concerns one server: sorting columns is exact symme
 };
 struct Acq { u8 begun, done, cfg, fe, fg, te, tg, at, v; };
 struct Rec { u8 ph, all, cfg, mx, mc, e; };
-struct Op { u8 ph, l, f, mx, e; };
+struct Op { u8 ph, l, old, f, mx, e; };
 struct State {
     Column node[MAX_NODES];
     Acq acq[MAX_ACQS];
@@ -55,10 +55,10 @@ struct State {
 
 static int N, A, K, O, MAXG, MAXE;
 static int lists[4], n_lists;
-static bool hint, remint, sealed, restore_, guard, all_restarted, init_, only_outcome, unpromised, stray;
+static bool hint, remint, sealed, restore_, guard, all_restarted, init_, only_outcome, unpromised, stray, once, descending;
 static bool mixed_epochs, no_ownership, no_own_limit, no_write_back, seal_le, restore_early, no_claim, no_guard, client_ticket,
     ticket_unbound, closed_read, read_begin, no_promise_field, no_epoch, raise_first, admit_first, admit_lowers_p, no_ticket, no_next,
-    one_pass, open_unpromised, ticket_apart;
+    one_pass, open_unpromised, ticket_apart, fixed_ids, no_past, any_incarnation, init_unordered, init_one_look;
 
 static bool in(int list, int n) { return lists[list] >> n & 1; }
 static int size(int list) { return __builtin_popcount(lists[list]); }
@@ -74,12 +74,22 @@ static int list_of(const State& s, int f) { return f == 0 ? 0 : s.op[f - 1].l; }
 static bool member_of(const State& s, int f, int n) { return in(list_of(s, f), n); }
 static int quorum(const State& s, int f) { return majority(list_of(s, f)); }
 
+// A new node's id is the ticket under which it was opened; one that stays keeps its id.
+static int id_of(const State& s, int f, int n) {
+    if (fixed_ids || f == 0 || !member_of(s, f, n)) return 0;
+    return s.node[n].op_tk[f - 1] ? s.node[n].op_tk[f - 1] : init_ ? 0 : id_of(s, s.op[f - 1].old, n);
+}
+
+static bool same_list(const State& s, int f, int g) {
+    bool same = list_of(s, f) == list_of(s, g);
+    for (int n = 0; n < N; n++) same = same && id_of(s, f, n) == id_of(s, g, n);
+    return same && (no_past || (f && g && s.op[f - 1].old == s.op[g - 1].old));
+}
+
 static int fingerprint(const State& s, int o) {
-    for (int q = 0; q < O; q++) {
-        bool same = q != o && s.op[q].f && s.op[q].l == s.op[o].l;
-        for (int n = 0; n < N; n++) same = same && s.node[n].op_tk[q] == s.node[n].op_tk[o];
-        if (same) return s.op[q].f;
-    }
+    if (!init_ && same_list(s, o + 1, 0)) return 0;
+    for (int q = 0; q < O; q++)
+        if (q != o && s.op[q].f == q + 1 && s.op[q].ph > BEGIN && same_list(s, q + 1, o + 1)) return q + 1;
     return o + 1;
 }
 
@@ -96,13 +106,13 @@ static void ticket(State& t, int n, int mine) {
     if (has_ticket(d)) return;
     int id = mine;
     if (!client_ticket) {
-        u32 used = 1;
+        u64 used = 1;
         for (int m = 0; m < N; m++) {
-            used |= 1u << t.node[m].disk.tk | 1u << t.node[m].snap.tk;
-            for (int k = 0; k < K; k++) used |= 1u << t.node[m].rec_tk[k];
-            for (int o = 0; o < O; o++) used |= 1u << t.node[m].op_tk[o];
+            used |= 1ull << t.node[m].disk.tk | 1ull << t.node[m].snap.tk;
+            for (int k = 0; k < K; k++) used |= 1ull << t.node[m].rec_tk[k];
+            for (int o = 0; o < O; o++) used |= 1ull << t.node[m].op_tk[o];
         }
-        id = __builtin_ctz(~used);
+        id = __builtin_ctzll(~used);
     }
     d.tk = id, d.tlive = 1;
 }
@@ -171,34 +181,51 @@ static void new_incarnation(State& t, int n) {
     for (int o = 0; o < O; o++) col.op_same[o] = 0;
 }
 
-template <class Emit> static void grants(const State& s, int a, int n, bool begin, int f, Emit emit) {
+template <class Emit> static void granting(const State& s, int a, int n, int g, int f, const char* action, Emit emit) {
+    if (g > MAXG) return;
+    State t = s;
+    Disk& d = t.node[n].disk;
+    d.c = g, d.lka = a + 1, d.lke = d.e, d.lkg = g, d.lkm = 0;
+    Acq& q = t.acq[a];
+    if (!q.begun) {
+        q.begun = 1, q.cfg = f, q.fe = q.fg = 0;
+        for (int b = 0; b < A; b++)
+            if (s.acq[b].done && below(q.fe, q.fg, s.acq[b].te, s.acq[b].tg)) q.fe = s.acq[b].te, q.fg = s.acq[b].tg;
+    }
+    if (!q.done) t.node[n].votes[a] |= 1u << (8 * d.e + g - 1);
+    emit(t, action, a + 1, n);
+}
+
+template <class Emit> static void grants(const State& s, int a, int n, int f, const char* action, Emit emit) {
     const Disk& d = s.node[n].disk;
-    if (!voting(d, f)) return;
-    for (int g = d.c + 1; g <= (hint ? MAXG : d.c + 1) && g <= MAXG; g++) {
-        State t = s;
-        Disk& u = t.node[n].disk;
-        u.c = g, u.lka = a + 1, u.lke = d.e, u.lkg = g, u.lkm = 0;
-        Acq& q = t.acq[a];
-        if (begin) {
-            q.begun = 1, q.cfg = f, q.fe = q.fg = 0;
-            for (int b = 0; b < A; b++)
-                if (s.acq[b].done && below(q.fe, q.fg, s.acq[b].te, s.acq[b].tg)) q.fe = s.acq[b].te, q.fg = s.acq[b].tg;
+    if (!voting(d, f) && !(any_incarnation && d.adm && d.cfg == f && d.nxt == NONE)) return;
+    for (int g = d.c + 1; g <= (hint ? MAXG : d.c + 1); g++) granting(s, a, n, g, f, action, emit);
+}
+
+// It leads to no state that Release and Grant do not reach.
+template <class Emit> static void remints(const State& s, int a, Emit emit) {
+    for (int b = 0; b < A; b++) {
+        const Acq& held = s.acq[b];
+        if (!held.done || a == b || (s.acq[a].begun && s.acq[a].cfg != held.cfg)) continue;
+        for (int n = 0; n < N; n++) {
+            const Disk& d = s.node[n].disk;
+            if (!voting(d, held.cfg)) continue;
+            int c = d.e == held.te ? std::max(d.c, held.tg) : d.c;
+            granting(s, a, n, c + 1, held.cfg, "Remint", emit);
         }
-        if (!q.done) t.node[n].votes[a] |= 1u << (8 * d.e + g - 1);
-        emit(t, begin ? "Begin" : "Grant", a + 1, n);
     }
 }
 
-// Remint is Release and Grant in one: it leads to no state that those do not reach. So it is left out here.
 template <class Emit> static void acquisitions(const State& s, const std::vector<int>& known, Emit emit) {
     for (int a = 0; a < A; a++) {
         const Acq& q = s.acq[a];
+        if (remint) remints(s, a, emit);
         if (!q.begun) {
             for (int n = 0; n < N; n++)
-                for (int f : known) grants(s, a, n, true, f, emit);
+                for (int f : known) grants(s, a, n, f, "Begin", emit);
             break;
         }
-        for (int n = 0; n < N; n++) grants(s, a, n, false, q.cfg, emit);
+        for (int n = 0; n < N; n++) grants(s, a, n, q.cfg, "Grant", emit);
         Votes votes{s, a, quorum(s, q.cfg)};
         for (u32 h = votes.decidable(); h; h &= h - 1) {  // Confirm
             int b = __builtin_ctz(h), e = b / 8, g = b % 8 + 1;
@@ -271,9 +298,8 @@ template <class Emit> static void acquisitions(const State& s, const std::vector
 static bool readable(const State& s, int k, int n) {
     const Disk& d = s.node[n].disk;
     const Rec& r = s.rec[k];
-    if (s.node[n].rec_tk[k])
-        return r.all && d.adm && d.cfg == r.cfg && !admitted(d) && holds(d, s.node[n].rec_tk[k]) && is_open(d);
-    return member(d, r.cfg) && is_open(d);
+    bool keeps_ticket = r.all && d.adm && d.cfg == r.cfg && !admitted(d) && holds(d, s.node[n].rec_tk[k]);
+    return is_open(d) && (member(d, r.cfg) || keeps_ticket);
 }
 
 static void rec_begins(State& t, int k, int n) {
@@ -292,7 +318,7 @@ template <class Emit> static void recovery(const State& s, const std::vector<int
                     if (!member_of(s, f, n) || admitted(d) || !is_open(d)) continue;
                     for (int all = 0; all <= all_restarted; all++) {
                         State t = s;
-                        t.rec[k].ph = all ? BEGIN : READ, t.rec[k].all = all, t.rec[k].cfg = f;
+                        t.rec[k].ph = BEGIN, t.rec[k].all = all, t.rec[k].cfg = f;
                         rec_begins(t, k, n);
                         emit(t, all ? "RecBegin(all)" : "RecBegin", k + 1, n);
                     }
@@ -305,7 +331,7 @@ template <class Emit> static void recovery(const State& s, const std::vector<int
             const Column& col = s.node[n];
             const Disk& d = col.disk;
             bool in_list = member_of(s, r.cfg, n);
-            if ((r.ph == BEGIN || (read_begin && r.ph == READ && r.all)) && in_list && !col.rec_tk[k] && !admitted(d) &&
+            if ((r.ph == BEGIN || (read_begin && (r.ph == READ || r.ph == CHOSEN))) && in_list && !col.rec_tk[k] && !admitted(d) &&
                 is_open(d) && !col.rec_rd[k]) {
                 State t = s;
                 rec_begins(t, k, n);
@@ -361,35 +387,53 @@ template <class Emit> static void recovery(const State& s, const std::vector<int
             }
 }
 
-static bool new_seat(int l, int n) { return in(l, n) && (init_ || !in(0, n)); }
+static bool new_seat(const State& s, int l, int old, int n) { return in(l, n) && (init_ || !member_of(s, old, n)); }
 
 static bool awaits(const State& s, int o, int f, int n) {
     const Disk& d = s.node[n].disk;
-    if (new_seat(s.op[o].l, n) && !d.adm && holds(d, s.node[n].op_tk[o])) return true;
-    return in(0, n) && member(d, 0) && d.nxt == f;
+    if (!d.adm && holds(d, s.node[n].op_tk[o])) return true;
+    return !init_ && member(d, s.op[o].old) && d.nxt == f;
 }
 
-template <class Emit> static void operators(const State& s, Emit emit) {
+// Who initialises opens the nodes in the order of their tickets, each when those before it vote in his list.
+static bool in_turn(const State& s, int o, int n) {
+    if (!init_ || init_unordered) return true;
+    for (int m = 0; m < N; m++) {
+        int before = s.node[m].op_tk[o], own = s.node[n].op_tk[o];
+        if (in(s.op[o].l, m) && !s.node[m].op_ack[o] && (descending ? before > own : before < own)) return false;
+    }
+    return true;
+}
+
+template <class Emit> static void operators(const State& s, const std::vector<int>& known, Emit emit) {
     for (int o = 0; o < O; o++) {
         const Op& w = s.op[o];
-        for (int l = init_ ? 0 : 1; l < n_lists; l++) {
-            if (w.ph > BEGIN || (w.ph == BEGIN && w.l != l)) continue;
-            for (int n = 0; n < N; n++) {
-                if (!new_seat(l, n) || s.node[n].disk.adm || s.node[n].op_tk[o]) continue;
+        for (int old : known)
+            for (int l = 0; l < n_lists; l++) {
+                if (once && (old != 0 || l == 0)) continue;
+                if (w.ph > BEGIN || (w.ph == BEGIN && (w.l != l || w.old != old))) continue;
+                bool shrinks = w.ph == IDLE && !init_ && l != list_of(s, old);
+                for (int n = 0; n < N; n++) {
+                    shrinks = shrinks && !new_seat(s, l, old, n);
+                    if (!in(l, n) || s.node[n].disk.adm || s.node[n].op_tk[o] || (once && !new_seat(s, l, old, n))) continue;
+                    State t = s;
+                    ticket(t, n, 21 + o);
+                    t.node[n].op_tk[o] = t.node[n].disk.tk, t.node[n].op_same[o] = 1;
+                    t.op[o].l = l, t.op[o].old = old, t.op[o].ph = !init_ ? CLOSE : init_one_look ? OPEN : CHECK;
+                    for (int m = 0; m < N; m++)
+                        if (new_seat(s, l, old, m) && !t.node[m].op_tk[o]) t.op[o].ph = BEGIN;
+                    if (t.op[o].ph != BEGIN) t.op[o].f = fingerprint(t, o);
+                    emit(t, "OpBegin", o + 1, n);
+                }
+                if (!shrinks) continue;
                 State t = s;
-                ticket(t, n, 21 + o);
-                t.node[n].op_tk[o] = t.node[n].disk.tk, t.node[n].op_same[o] = 1;
-                t.op[o].l = l, t.op[o].ph = init_ ? OPEN : CLOSE;
-                for (int m = 0; m < N; m++)
-                    if (new_seat(l, m) && !t.node[m].op_tk[o]) t.op[o].ph = BEGIN;
-                if (t.op[o].ph != BEGIN) t.op[o].f = fingerprint(t, o);
-                emit(t, "OpBegin", o + 1, n);
+                t.op[o].l = l, t.op[o].old = old, t.op[o].ph = CLOSE, t.op[o].f = fingerprint(t, o);
+                emit(t, "OpShrink", o + 1, l);
             }
-        }
         int f = w.f;
         int closed = 0, checked = 0, acks = 0;
         for (int n = 0; n < N; n++) closed += s.node[n].op_q1[o], checked += s.node[n].op_q2[o], acks += s.node[n].op_ack[o];
-        if (w.ph == CHECK) {
+        if (w.ph == CHECK && !init_) {
             State t = s;
             t.op[o].ph = CLOSE, t.op[o].mx = 0;
             for (int n = 0; n < N; n++) t.node[n].op_q1[o] = t.node[n].op_q2[o] = 0;
@@ -403,13 +447,13 @@ template <class Emit> static void operators(const State& s, Emit emit) {
                 ticket(t, n, 21 + o);
                 emit(t, "OpBeginAgain", o + 1, n);
             }
-            if (w.ph >= CLOSE && !init_ && in(0, n) && member(d, 0) && (d.nxt == NONE || d.nxt == f || no_next)) {
+            if (w.ph >= CLOSE && !init_ && member(d, w.old) && (d.nxt == NONE || d.nxt == f || no_next)) {
                 State t = s;
                 Op& u = t.op[o];
                 t.node[n].disk.nxt = f;
                 if (w.ph == CLOSE) {
                     t.node[n].op_q1[o] = 1;
-                    bool enough = closed + !col.op_q1[o] >= majority(0);
+                    bool enough = closed + !col.op_q1[o] >= quorum(s, w.old);
                     if (one_pass) {
                         u.mx = std::max<int>(u.mx, std::max(d.e, d.p));
                         u.ph = enough ? OPEN : CLOSE, u.e = enough ? u.mx + 1 : 0;
@@ -419,7 +463,14 @@ template <class Emit> static void operators(const State& s, Emit emit) {
                 }
                 if (u.e <= MAXE) emit(t, "OpClose", o + 1, n);
             }
-            if (w.ph == CHECK && col.op_q1[o] && !col.op_q2[o] && member(d, 0) && d.nxt == f) {
+            bool still = !d.adm && holds(d, col.op_tk[o]);
+            if (w.ph == CHECK && init_ && in(w.l, n) && !col.op_q2[o] && (still || voting(d, f))) {
+                State t = s;
+                t.node[n].op_q2[o] = 1;
+                t.op[o].ph = checked + 1 == size(w.l) ? OPEN : CHECK;
+                emit(t, "OpLook", o + 1, n);
+            }
+            if (w.ph == CHECK && col.op_q1[o] && !col.op_q2[o] && member(d, w.old) && d.nxt == f) {
                 State t = s;
                 Op& u = t.op[o];
                 t.node[n].op_q2[o] = 1;
@@ -430,13 +481,13 @@ template <class Emit> static void operators(const State& s, Emit emit) {
             }
             if (w.ph != OPEN || !in(w.l, n)) continue;
             bool waiting = awaits(s, o, f, n);
-            if (waiting || voting(d, f)) {
+            if ((waiting && !init_) || voting(d, f)) {
                 State t = s;
                 t.node[n].disk.p = std::max(d.p, w.e);
                 t.node[n].op_ack[o] = 1;
                 emit(t, "OpPromise", o + 1, n);
             }
-            if (waiting && (acks >= majority(w.l) || open_unpromised || init_)) {
+            if (waiting && in_turn(s, o, n) && (acks >= majority(w.l) || open_unpromised || init_)) {
                 State t = s;
                 Disk u = blank();
                 u.adm = u.live = 1, u.e = w.e, u.p = std::max(w.e, d.p), u.cfg = f;
@@ -499,7 +550,7 @@ template <class Emit> void Explorer::successors(const State& s, Emit emit) {
         if (seen >> f & 1 && (f == 0 ? !init_ : true)) known.push_back(f);
     acquisitions(s, known, emit);
     recovery(s, known, emit);
-    operators(s, emit);
+    operators(s, init_ ? std::vector<int>{0} : known, emit);
     faults(s, emit);
 }
 
@@ -516,15 +567,21 @@ static const char* violated(const State& s) {
     if (sealed || only_outcome) return nullptr;
     for (int n = 0; n < N; n++)
         if (s.node[n].again) return "NeverAgain";
-    int old_voters = 0, new_list = 0;
+    int voters[MAX_OPS + 1] = {}, ruling = 0;
     for (int n = 0; n < N; n++) {
         const Disk& d = s.node[n].disk;
-        if (d.cfg == NONE || !voting(d, d.cfg)) continue;
-        if (d.cfg == 0) old_voters++;
-        else if (new_list && new_list != d.cfg) return "OneList";
-        else new_list = d.cfg;
+        if (d.cfg != NONE && voting(d, d.cfg)) voters[d.cfg]++;
     }
-    if (new_list && !init_ && old_voters >= majority(0)) return "OneList";
+    for (int f = 0; f <= O; f++) {
+        if (!voters[f]) continue;
+        ruling += voters[f] >= quorum(s, f);
+        if (f == 0 || no_past || init_) continue;
+        int old = s.op[f - 1].old;
+        if (voters[old] >= quorum(s, old)) return "OneList";
+        for (int g = 1; g < f; g++)
+            if (voters[g] && s.op[g - 1].old == old) return "OneList";
+    }
+    if (ruling > 1) return "OneList";
     if (unpromised) return nullptr;
     for (int n = 0; n < N; n++) {
         const Disk& d = s.node[n].disk;
@@ -551,12 +608,12 @@ static void sort_columns(State& s) {
 
 static void canonical(State& s) {
     if (!ticket_unbound && !client_ticket) {
-        u32 alive = 0;
+        u64 alive = 0;
         for (int n = 0; n < N; n++) {
             Column& col = s.node[n];
             col.snap.tk = 0;
             if (!col.disk.tlive) col.disk.tk = 0;
-            alive |= 1u << col.disk.tk;
+            alive |= 1ull << col.disk.tk;
         }
         for (int n = 0; n < N; n++)
             for (int k = 0; k < K; k++) {
@@ -654,6 +711,82 @@ static double now() {
 
 struct Trace { u32 parent; const char* action; u8 who, node; };
 
+// Random walks: no memory, hence larger configurations. The seed decides all of them.
+static int walk(const State& first, u64 least, int depth, u64 seed) {
+    struct Step { State state; const char* action; int who, n; };
+    double began = now();
+    u64 walks = 0, steps = 0;
+    std::vector<u64> completed(A + 1);
+    std::mt19937_64 random(seed);
+    std::vector<Step> next, path;
+    std::vector<const char*> kinds;
+    for (; steps < least; walks++) {
+        State s = first;
+        path.clear();
+        for (int i = 0; i < depth; i++, steps++) {
+            next.clear(), kinds.clear();
+            Explorer::successors(s, [&](State& t, const char* action, int who, int n) {
+                if (memcmp(&t, &s, sizeof s) == 0) return;
+                next.push_back({t, action, who, n});
+                for (auto kind : kinds) if (!strcmp(kind, action)) return;
+                kinds.push_back(action);
+            });
+            if (next.empty()) break;
+            // A kind of action is drawn first, else grants drown the rest.
+            const char* kind = kinds[random() % kinds.size()];
+            auto other = [&](const Step& step) { return strcmp(step.action, kind) != 0; };
+            next.erase(std::remove_if(next.begin(), next.end(), other), next.end());
+            path.push_back(next[random() % next.size()]);
+            s = path.back().state;
+            if (const char* bad = violated(s)) {
+                for (auto& p : path) printf("%s(%d, n%d)%s\n", p.action, p.who, p.n, show(p.state).c_str());
+                printf("VIOLATED %s walk=%llu steps=%zu seconds=%.1f\n", bad, (unsigned long long)walks, path.size(), now() - began);
+                return 1;
+            }
+        }
+        int done = 0;
+        for (int a = 0; a < A; a++) done += s.acq[a].done;
+        completed[done]++;
+    }
+    printf("OK walks=%llu steps=%llu seconds=%.1f", (unsigned long long)walks, (unsigned long long)steps, now() - began);
+    for (int a = 0; a <= A; a++) printf(" completed_%d=%llu", a, (unsigned long long)completed[a]);
+    puts("");
+    return 0;
+}
+
+// Level by level: where time or memory ends before the states do, all schedules up to some length have been tried.
+static int levels(State first, int bits, double seconds, double gigabytes) {
+    double began = now();
+    Seen seen(bits);
+    canonical(first);
+    seen.insert(hash_of(first));
+    std::vector<State> level{first}, next;
+    const char* bad = nullptr;
+    int depth = 0;
+    bool all = true;
+    for (; !level.empty() && all && !bad; depth += all && !bad) {
+        next.clear();
+        while (!level.empty() && !bad) {
+            State s = level.back();
+            level.pop_back();
+            Explorer::successors(s, [&](State& t, const char*, int, int) {
+                canonical(t);
+                if (bad || !seen.insert(hash_of(t))) return;
+                next.push_back(t);
+                bad = violated(t);
+            });
+            if (now() - began > seconds || seen.full() || double(next.size() + level.size()) * sizeof(State) > gigabytes * 1e9) {
+                all = false;
+                break;
+            }
+        }
+        level.swap(next);
+    }
+    printf("%s%s states=%llu steps=%d seconds=%.1f collision=%.1e\n", bad ? "VIOLATED " : all ? "OK" : "UNFINISHED", bad ? bad : "",
+           (unsigned long long)seen.count, depth, now() - began, double(seen.count) * double(seen.count) / 3.7e19);
+    return bad ? 1 : all ? 0 : 3;
+}
+
 int main(int argc, char** argv) {
     std::map<std::string, std::string> args;
     for (int i = 1; i < argc; i++) {
@@ -680,14 +813,15 @@ int main(int argc, char** argv) {
     if (N > MAX_NODES || A > MAX_ACQS || K > MAX_RECS || O > MAX_OPS || MAXG > 8 || MAXE > 3) return puts("too large"), 2;
     std::map<std::string, bool*> flags = {
         {"hint", &hint}, {"remint", &remint}, {"sealed", &sealed}, {"restore", &restore_}, {"guard", &guard},
-        {"all_restarted", &all_restarted}, {"init", &init_}, {"only_outcome", &only_outcome}, {"unpromised", &unpromised}, {"stray", &stray}};
+        {"all_restarted", &all_restarted}, {"init", &init_}, {"only_outcome", &only_outcome}, {"unpromised", &unpromised}, {"stray", &stray}, {"once", &once}, {"descending", &descending}};
     std::map<std::string, bool*> rules = {
         {"mixed_epochs", &mixed_epochs}, {"no_ownership", &no_ownership}, {"no_own_limit", &no_own_limit},
         {"no_write_back", &no_write_back}, {"seal_le", &seal_le}, {"restore_early", &restore_early}, {"no_claim", &no_claim},
         {"no_guard", &no_guard}, {"client_ticket", &client_ticket}, {"ticket_unbound", &ticket_unbound},
         {"closed_read", &closed_read}, {"read_begin", &read_begin}, {"no_promise_field", &no_promise_field},
         {"no_epoch", &no_epoch}, {"raise_first", &raise_first}, {"admit_first", &admit_first}, {"admit_lowers_p", &admit_lowers_p}, {"no_ticket", &no_ticket},
-        {"no_next", &no_next}, {"one_pass", &one_pass}, {"open_unpromised", &open_unpromised}, {"ticket_apart", &ticket_apart}};
+        {"no_next", &no_next}, {"one_pass", &one_pass}, {"open_unpromised", &open_unpromised}, {"ticket_apart", &ticket_apart},
+        {"fixed_ids", &fixed_ids}, {"no_past", &no_past}, {"any_incarnation", &any_incarnation}, {"init_unordered", &init_unordered}, {"init_one_look", &init_one_look}};
     for (auto& f : split(args["feature"], ',')) {
         if (!flags.count(f)) return printf("unknown feature %s\n", f.c_str()), 2;
         *flags[f] = true;
@@ -700,49 +834,8 @@ int main(int argc, char** argv) {
     double seconds = args.count("seconds") ? atof(args["seconds"].c_str()) : 1e9, began = now();
     State first = initial(args);
 
-    if (mode == "walk") {  // random walks: no memory, larger configurations
-        u64 seed = number("seed", 1), walks = 0, steps = 0;
-        int depth = number("depth", 80);
-        std::mt19937_64 random(seed);
-        std::vector<State> next;
-        std::vector<std::string> path;
-        std::map<std::string, u64> done;
-        while (now() - began < seconds) {
-            State s = first;
-            path.clear();
-            for (int i = 0; i < depth; i++) {
-                next.clear();
-                std::vector<std::string> names;
-                // A kind of action is drawn first, else grants drown the rest.
-                std::map<std::string, std::vector<std::pair<int, std::string>>> kinds;
-                Explorer::successors(s, [&](State& t, const char* action, int who, int n) {
-                    if (memcmp(&t, &s, sizeof s) == 0) return;
-                    next.push_back(t);
-                    kinds[action].push_back({int(next.size()) - 1, std::string(action) + "(" + std::to_string(who) + ", n" + std::to_string(n) + ")"});
-                });
-                if (next.empty()) break;
-                auto it = kinds.begin();
-                std::advance(it, random() % kinds.size());
-                auto& [index, name] = it->second[random() % it->second.size()];
-                s = next[index];
-                path.push_back(name + show(s));
-                steps++;
-                if (const char* bad = violated(s)) {
-                    for (auto& p : path) puts(p.c_str());
-                    printf("VIOLATED %s walk=%llu steps=%zu seconds=%.1f\n", bad, (unsigned long long)walks, path.size(), now() - began);
-                    return 1;
-                }
-            }
-            int completed = 0;
-            for (int a = 0; a < A; a++) completed += s.acq[a].done;
-            done["completed " + std::to_string(completed)]++;
-            walks++;
-        }
-        printf("OK walks=%llu steps=%llu seconds=%.1f", (unsigned long long)walks, (unsigned long long)steps, now() - began);
-        for (auto& [k, v] : done) printf(" %s:%llu", k.c_str(), (unsigned long long)v);
-        puts("");
-        return 0;
-    }
+    if (mode == "walk") return walk(first, strtoull(args["steps"].c_str(), nullptr, 10), number("depth", 80), number("seed", 1));
+    if (mode == "levels") return levels(first, number("bits", 28), seconds, number("gigabytes", 6));
 
     bool broad = mode == "broad";  // breadth first: the shortest counterexample, at the price of memory
     Seen seen(number("bits", broad ? 25 : 28));
