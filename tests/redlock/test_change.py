@@ -156,6 +156,22 @@ def test_interrupted_change_is_finished_by_the_next(
         assert [status.state for status in authority.status()] == [NodeState.ADMITTED] * 3
 
 
+def test_node_that_was_left_closed_is_opened_by_the_next_run(
+    nodes: Nodes, present: list[str], stations: list[RealNode]
+) -> None:
+    """The new list has a majority already, and one that stays was not reached any more."""
+    actor = operator(stations, (0, 1, 3))
+    actor.until("open")
+    actor.step()
+    actor.step()
+    wanted = [*present[:2], nodes.urls[3]]
+    before = take(wanted)
+    assert change(present, wanted) is True
+    with Redlock(wanted, node_timeout=0.3) as authority:
+        assert {(status.state, status.epoch) for status in authority.status()} == {(NodeState.ADMITTED, 2)}
+    assert take(wanted) > before
+
+
 def test_new_node_that_forgets_under_way_is_recovered_later(
     nodes: Nodes, present: list[str], stations: list[RealNode]
 ) -> None:
