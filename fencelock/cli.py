@@ -147,13 +147,23 @@ def _highest_fence(databases: list[str], console: Console) -> int:
 
 
 @nodes_app.callback()
-def nodes(context: typer.Context, current: Current = "", namespace: Namespace = "") -> None:
+def nodes(
+    context: typer.Context,
+    *,
+    current: Current = "",
+    namespace: Namespace = "",
+    wait: Annotated[
+        bool, typer.Option("--wait", help="First admit again what can be, which takes the longest lease.")
+    ] = False,
+) -> None:
     """Show how the nodes stand. Status 0 if a majority votes."""
     if context.invoked_subcommand is not None:
         context.obj = (current, namespace)
         return
     urls, namespace = _present(current), namespace or "fencelock"
     with _errors_as_sentences(), Redlock(urls, namespace=namespace, recover=False) as quorum:
+        if wait:
+            quorum.recover()
         found = quorum.status()
     voters = sum(status.state is NodeState.ADMITTED for status in found)
     Console().print(_table(found))

@@ -149,6 +149,16 @@ def test_nodes_says_how_long_a_recovery_takes(nodes: Nodes, three: list[str]) ->
         assert "recovering for another" in fencelock("nodes").stdout
 
 
+def test_nodes_can_be_recovered_by_hand(make_nodes: Callable[..., Nodes]) -> None:
+    """Where no client lives as long as the longest lease, the command waits and admits."""
+    nodes = make_nodes(3)
+    with Redlock(nodes.urls) as quorum:
+        quorum.init(max_ttl=1)
+    nodes[0].restart(keep_data=False)
+    shown = fencelock("nodes", "--current", nodes.url, "--wait")
+    assert (shown.returncode, shown.stdout.count("admitted")) == (0, 3)
+
+
 def take(quorum: Redlock) -> int:
     """Lock once, and return the token."""
     with quorum.lock("r", ttl=1) as token:

@@ -252,6 +252,16 @@ class Redlock:
         """
         return self._run(self._asking())
 
+    def recover(self) -> bool:
+        """Admit nodes again that restarted or forgot, after waiting for the longest lease to pass.
+
+        Clients do this in the background. It is for fleets of whose clients none lives as long as that.
+
+        Returns:
+            True when nothing is left to do; False where nothing can be done, as `status` tells.
+        """
+        return self._run(recovery.recover(self._around(), {}))
+
     def _asking(self) -> Generator[protocol.Request, Any, tuple[NodeStatus, ...]]:
         nodes = range(len(self._names))
         standings, answers = yield from survey.read(self._node_key, nodes, self._node_timeout)
