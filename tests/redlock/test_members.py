@@ -5,15 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fencelock.authority.redlock import membership
 from fencelock.authority.redlock.change import Plan, change
 from fencelock.authority.redlock.membership import Membership, initialise
 from fencelock.authority.redlock.protocol import Answer, Broadcast, Command, Said
 from fencelock.authority.redlock.recovery import Surroundings, recover
+from fencelock.authority.redlock.survey import ask
 from fencelock.embedded import Node
 from fencelock.errors import FencelockError
 from tests.redlock.member import MemberNode
@@ -285,3 +288,61 @@ def test_no_node_votes_again_in_an_epoch_that_it_has_forgotten(size: int) -> Non
 def test_storm_finds_what_is_missing(mutant: type[MemberNode]) -> None:
     """Control: without a rule, some schedule of these violates an invariant."""
     assert any(Storm(seed, mutant, 3).run(600) for seed in range(300))
+
+
+def lists_that_voted(seed: int) -> set[str]:
+    """Let three clients initialise three nodes at once; return the lists that had a majority at some time.
+
+    Nodes are flushed meanwhile, one at a time: the next only when the last is open again.
+    """
+    rng = random.Random(seed)
+    nodes = [MemberNode() for _ in range(3)]
+    names = tuple(f"redis://n{number}:6379" for number in range(3))
+    voted: set[str] = set()
+    actors = [
+        Actor(nodes, initialise(names, NODE_KEY, new_word=lambda: "", base=0, max_ttl=1.0, patience=1.0))
+        for _ in range(3)
+    ]
+    while actors:
+        actor = rng.choice(actors)
+        try:
+            actor.step()
+        except FencelockError:
+            actors.remove(actor)
+        if actor.request is None:
+            actors = [other for other in actors if other is not actor]
+        if rng.random() < 0.15 and not any(node.out for node in nodes):
+            node = rng.choice(nodes)
+            node.hash, node.out = {}, True
+        voting = [node.hash["cfg"] for node in nodes if node.admitted]
+        voted |= {cfg for cfg in voting if voting.count(cfg) >= 2}
+    return voted
+
+
+def test_clients_that_initialise_at_once_make_one_list() -> None:
+    """Whatever they forget under way: epoch 0 is that of one list only, and some come to one."""
+    made = [len(lists_that_voted(seed)) for seed in range(3000)]
+    assert max(made) == 1
+    assert sum(made) > 300
+
+
+def test_clients_that_look_once_and_open_in_any_order_make_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: who passes over a node that is in another list may open a majority of his own."""
+    shipped, looks = membership._begin, dict[Any, Any]()
+
+    def look_once(names: Any, key: Any, word: Any, *rest: Any) -> Any:
+        if word not in looks:
+            looks[word] = yield from shipped(names, key, word, *rest)
+        return looks[word]
+
+    def in_any_order(
+        names: tuple[str, ...], key: str, ids: dict[int, str], listed: Membership, **_: Any
+    ) -> Iterator[Any]:
+        for node in (2, 0, 1):
+            arguments = (listed.fingerprint, 0, ids[node], 0, listed.to_json())
+            yield from ask(Command("open", "", (key,), arguments), [node], 1.0)
+        assert names
+
+    monkeypatch.setattr(membership, "_begin", look_once)
+    monkeypatch.setattr(membership, "_open", in_any_order)
+    assert any(len(lists_that_voted(seed)) > 1 for seed in range(3000))

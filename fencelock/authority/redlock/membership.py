@@ -151,29 +151,69 @@ def initialise(
         QuorumError: not every node answered; all of them are needed, this once.
         MembershipError: some nodes are in use already, or belong to another list.
     """
-    standing: dict[int, Answer] = {}
-    for node in range(len(names)):
-        begin = Command("begin", "", (node_key,), ("", new_word(), round(max_ttl * 1000), ""))
-        standing[node] = yield from _need(names, node, begin, patience)
+    standing = yield from _begin(names, node_key, new_word, max_ttl, patience)
     ids = {node: answer.facts[0] for node, answer in standing.items()}
     membership = Membership(tuple(sorted((ids[node], names[node]) for node in ids)), max_ttl)
     _check_agreement(names, standing, membership)
-    blank = [node for node, answer in standing.items() if answer.said is Said.TICKET]
+    # All at one time: the nodes in which two lists differ were then out at one time, hence a minority.
+    again = yield from _begin(names, node_key, new_word, max_ttl, patience)
+    for node, answer in again.items():
+        if answer.facts[0] != ids[node]:
+            raise _interrupted(names[node])
+    _check_agreement(names, again, membership)
+    blank = [node for node, answer in again.items() if answer.said is Said.TICKET]
     for node in blank if epoch else ():
         promise = ("promise", "", (node_key,), (membership.fingerprint, epoch, ids[node], "change"))
         yield from _need(names, node, Command(*promise), patience)
     if epoch:
         yield from synced(blank, patience)
-    for node in blank:
-        arguments = (membership.fingerprint, epoch, ids[node], base, membership.to_json())
-        opened = yield from _need(names, node, Command("open", "", (node_key,), arguments), patience)
-        if opened.said is Said.NO_TICKET:
-            raise MembershipError(
-                f"{names[node]} restarted while it was being initialised, and is blank again: "
-                "flush all of these nodes, if none of them has been used, and initialise again"
-            )
+    if blank:
+        yield from _open(names, node_key, ids, membership, start=(epoch, base), patience=patience)
     yield from synced(blank, patience)
     return membership, bool(blank)
+
+
+def _begin(
+    names: tuple[str, ...], node_key: str, new_word: Callable[[], str], max_ttl: float, patience: float
+) -> Generator[Request, Any, dict[int, Answer]]:
+    standing: dict[int, Answer] = {}
+    for node in range(len(names)):
+        begin = Command("begin", "", (node_key,), ("", new_word(), round(max_ttl * 1000), ""))
+        standing[node] = yield from _need(names, node, begin, patience)
+    return standing
+
+
+def _open(
+    names: tuple[str, ...],
+    node_key: str,
+    ids: dict[int, str],
+    membership: Membership,
+    *,
+    start: tuple[int, int],
+    patience: float,
+) -> Generator[Request, Any, None]:
+    """Open the nodes in the order of their ids, each only when those before it vote in this very list.
+
+    Of two who initialise with lists that differ in some nodes, one then meets the other at the first node
+    that they share, and gives way; in any other order each could open a majority.
+    """
+    for node in sorted(ids, key=ids.__getitem__):
+        arguments = (membership.fingerprint, start[0], ids[node], start[1], membership.to_json())
+        opened = yield from _need(names, node, Command("open", "", (node_key,), arguments), patience)
+        if opened.said is Said.NO_TICKET:
+            raise _interrupted(names[node])
+        if Membership.from_json(opened.facts[1]).fingerprint != membership.fingerprint:
+            raise MembershipError(
+                f"{names[node]} has just been initialised by somebody else, in another list: run the same "
+                "command again to see which"
+            )
+
+
+def _interrupted(name: str) -> MembershipError:
+    return MembershipError(
+        f"{name} restarted while it was being initialised, and is blank again: "
+        "flush all of these nodes, if none of them has been used, and initialise again"
+    )
 
 
 def _need(
