@@ -339,6 +339,23 @@ def test_fair_and_short_bids_are_called_only(scripts: Scripts, calls: Calls, tur
     assert calls.heard() == ["7"]
 
 
+def test_node_that_fell_back_to_an_older_state_grants_no_parked_bid(scripts: Scripts, calls: Calls) -> None:
+    """Marker, lock, queue and bid come back together, and name the server process of then: P1 broke here."""
+    scripts.queue("n7", "r", turn=FRESH)
+    then = "0" * 40
+    scripts.client.hset(NODE_KEY, "r", then)
+    parked = f"{NODE_KEY}:p:{FRESH.place}"
+    bid = str(scripts.client.get(parked))
+    run_id = scripts.real.link.identity.run_id
+    assert run_id in bid
+    scripts.client.set(parked, bid.replace(run_id, then), keepttl=True)
+    before = scripts.counter("r")
+    assert scripts.give_up("holder", "r").said is Said.RELEASED
+    assert scripts.lock("r") == f">{FRESH.place}"
+    assert calls.heard() == ["7"]
+    assert scripts.counter("r") == before
+
+
 @pytest.mark.parametrize(
     "change",
     [{"r": "another-run"}, {"cfg": "another"}, {"next": "new"}, {f"c{stripe_of('r')}": str(MAX_COUNTER)}],

@@ -15,7 +15,9 @@ if #ARGV > 5 + 2 * LOCKS then
 end
 
 -- The ACQUIRE of a parked bid, executed now that its lock is free: with all that ACQUIRE asks for, the
--- incarnation that the bidder's socket was opened to included.
+-- incarnation that the bidder's socket was opened to included. That stands on the disk beside the marker, and
+-- comes back with it when a server falls back to an older state; so the socket of who releases has to prove it
+-- as well, and where sockets prove nothing, nobody is granted anything here.
 local function grant_parked(key, waiting)
   local _, bid = recall(waiting)
   local bidder, ttl, run_id, membership, at = string.match(bid or '', '^([^|]+)|(%d+)|([^|]+)|([^|]*)|(%d+)$')
@@ -23,6 +25,7 @@ local function grant_parked(key, waiting)
   local stripe = 'c' .. ARGV[4]
   local node = redis.call('HMGET', NODE, 'e', 'r', 'cfg', 'next', 'b', stripe)
   if not node[1] or node[2] ~= run_id or node[3] ~= membership or node[4] then return nil end
+  if run_id ~= ARGV[#ARGV - 1] or ARGV[#ARGV] ~= '' then return nil end
   local counter = tonumber(node[6] or node[5]) + 1
   if counter > COUNTER_LIMIT then return nil end
   redis.call('HSET', NODE, stripe, digits(counter))
