@@ -24,6 +24,7 @@ from fencelock.authority.redlock.seats import FRESH, Seats
 _T = TypeVar("_T")
 
 _MOST_IDLE = 16
+_SILENT = Answer(Said.SILENT)
 
 
 class Channels(Seats):
@@ -62,19 +63,19 @@ class Channels(Seats):
                 pass  # behind an old answer there may be the end of the connection
         self.connect()
         self._number += 1
+        nodes, enough, asked = request.nodes, request.enough, len(request.nodes)
         packed = pack(request.command)
         began = time.monotonic()
-        self._answers = answers = self._ask(request.nodes, self._number, request.command, packed, began)
+        self._answers = answers = self._ask(nodes, self._number, request.command, packed, began)
         self._flush()
-        unanswered = set(request.nodes).difference(answers)
         deadline = began + request.patience
         now = began
-        while unanswered and not request.enough(answers) and now < deadline:
+        while len(answers) < asked and not enough(answers) and now < deadline:
             self._read(deadline - now)
-            unanswered.difference_update(answers)
             now = time.monotonic()
-        for index in unanswered:
-            answers[index] = Answer(Said.SILENT)
+        if len(answers) < asked:
+            for index in nodes:
+                answers.setdefault(index, _SILENT)
         self._answers = None
         self._last_used = now
         self.usable = True

@@ -385,9 +385,8 @@ class Link:
         self.waiting.append((number, command, now))
         if command.script == "release":
             self.releasing.add(command.nonce)
-        self.unsent.append(packed)
-        if command.keys:  # all scripts have one
-            self.unsent.append(self._own_arguments)
+        # All scripts have a key.
+        self.unsent.append(packed + self._own_arguments if command.keys else packed)
 
     def flush(self) -> bool:
         """Write what has been put here, as far as the socket takes it; return whether that was all.
@@ -395,15 +394,16 @@ class Link:
         Raises:
             Unusable: if the connection is broken.
         """
-        data = b"".join(self.unsent)
+        data = self.unsent[0] if len(self.unsent) == 1 else b"".join(self.unsent)
         try:
             sent = self._sock.send(data)
         except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
             sent = 0
         except OSError as error:
             raise Unusable(Said.UNREACHABLE, f"the connection broke: {error}") from error
-        self.unsent = [data[sent:]] if sent < len(data) else []
-        return not self.unsent
+        complete = sent == len(data)
+        self.unsent = [] if complete else [data[sent:]]
+        return complete
 
     def send(self, number: int, command: Command, packed: bytes, now: float) -> None:
         """Send a command at once.
