@@ -144,12 +144,9 @@ class _Entry:
 
     def leave(self) -> _Steps[str]:
         """Give back what no block is inside any more; return how a lease had been lost, or nothing."""
-        lost = ""
-        for hold in reversed(self.holds):
+        for hold in self.holds:
             hold.blocks.discard(self.mark)
-            if not hold.blocks:
-                lost = (yield from _release(hold)) or lost
-        return lost
+        return (yield from _release_each([hold for hold in reversed(self.holds) if not hold.blocks]))
 
 
 class FencedLock(Generic[_Token]):
@@ -182,6 +179,8 @@ class FencedLock(Generic[_Token]):
         self._if_lost = check_choice("if_lost", if_lost, ("raise", "warn"))
         self._authority = authority
         self._entries: list[_Entry] = []
+        #: Entered by `with` and not left yet. Its body may have released it, so that it is no entry any more.
+        self._blocks: list[_Entry] = []
         self._listeners: tuple[Callable[[Lease], object], ...] = ()
 
     def __repr__(self) -> str:
@@ -216,6 +215,8 @@ class FencedLock(Generic[_Token]):
 
         Raises:
             LockTimeoutError: somebody else held it until the timeout.
+            LockLostError: one of the resources was held already, and its lease ended while the others were
+                waited for.
             AuthorityError: it could not be decided.
         """
         entry = _Entry()
@@ -301,16 +302,20 @@ class FencedLock(Generic[_Token]):
                 authority, "acquire", missing, ttl=self._ttl, timeout=waiting, fair=self._fair
             )
             yield entry.asked
+            for hold in holds:
+                _check_still_held(hold)  # it may have ended while the others were waited for
             holds.append(self._hold(authority, entry.asked.answer, entry.owner, renewers))
-        self._entries.append(entry)
         entry.enter(holds, self._resources)
+        self._entries.append(entry)
         for hold in entry.holds:
             hold.tell_when_lost(self._listeners)
         return entry
 
     def _take_back(self, entry: _Entry) -> _Steps[None]:
         """Undo an acquisition that was interrupted: its caller does not learn that he holds the lock."""
-        if entry.leases:
+        if entry in self._blocks:
+            self._blocks.remove(entry)
+        if entry.holds:
             yield from self._leave(entry)
         elif entry.asked is not None and entry.asked.answer is not None:
             yield _Call(entry.asked.authority, "release", entry.asked.answer)
@@ -371,16 +376,23 @@ class FencedLock(Generic[_Token]):
 
     def _innermost(self) -> _Entry:
         """Return where this thread or task entered last; or else where anybody did."""
-        if not self._entries:
+        if (entry := _last_of_ours(self._entries)) is None:
             raise NotHeldError(f"{self!r}: acquire it first")
-        owner = current_owner()
-        ours = (entry for entry in reversed(self._entries) if entry.owner is owner)
-        return next(ours, self._entries[-1])
+        return entry
+
+    def _begin_block(self, entry: _Entry) -> _Token:
+        self._blocks.append(entry)
+        return entry.tokens  # type: ignore[no-any-return]
 
     def _exit(self, exc_value: BaseException | None) -> _Steps[None]:
-        if not self._entries:
+        entry = _last_of_ours(self._blocks)
+        if entry is None:
+            entry = _last_of_ours(self._entries)  # it was acquired, and handed over to an ExitStack
+        else:
+            self._blocks.remove(entry)
+        if entry is None or entry not in self._entries:
             return  # the body has released it
-        lost = yield from self._leave(self._innermost())
+        lost = yield from self._leave(entry)
         if lost and exc_value is not None:
             exc_value.add_note(lost)
         elif lost and self._if_lost == "warn":
@@ -391,7 +403,7 @@ class FencedLock(Generic[_Token]):
     def __enter__(self) -> _Token:
         entry = _Entry()
         try:
-            return _block(self._acquire(entry, ..., renewal.for_thread)).tokens  # type: ignore[no-any-return]
+            return self._begin_block(_block(self._acquire(entry, ..., renewal.for_thread)))
         except BaseException:
             _block(self._take_back(entry))
             raise
@@ -407,7 +419,7 @@ class FencedLock(Generic[_Token]):
     async def __aenter__(self) -> _Token:
         entry = _Entry()
         try:
-            return (await _wait(self._acquire(entry, ..., renewal.for_loop))).tokens  # type: ignore[no-any-return]
+            return self._begin_block(await _wait(self._acquire(entry, ..., renewal.for_loop)))
         except BaseException:
             await _wait(self._take_back(entry))
             raise
@@ -474,11 +486,29 @@ def _check_listener(callback: object) -> None:
         raise TypeError(f"on_lost calls a plain function with the lease, and {callback!r} is none")
 
 
+def _last_of_ours(entries: list[_Entry]) -> _Entry | None:
+    """Return what this thread or task entered last; or else what anybody did, for blocks may be handed on."""
+    snapshot, owner = tuple(reversed(entries)), current_owner()
+    ours = (entry for entry in snapshot if entry.owner is owner)
+    return next(ours, snapshot[0] if snapshot else None)
+
+
 def _check_still_held(hold: Hold) -> None:
     for lease in hold.leases:
         lease.check()
-        if lease.lost:
+        if lease.lost or lease.released:
             raise LockLostError(f"the lease of {lease.resource!r} has ended; acquire the lock again")
+
+
+def _release_each(holds: list[Hold]) -> _Steps[str]:
+    """Give holds back, each also where it was interrupted at the one before; return as `_release` does."""
+    lost = ""
+    if holds:
+        try:
+            lost = yield from _release(holds[0])
+        finally:
+            lost = (yield from _release_each(holds[1:])) or lost
+    return lost
 
 
 def _release(hold: Hold) -> _Steps[str]:

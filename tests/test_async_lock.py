@@ -208,6 +208,48 @@ def test_body_that_is_cancelled_releases(authority: Redlock, nodes: Nodes, run: 
     run(main)
 
 
+def test_inner_block_whose_release_is_cancelled_lets_the_outer_one_release(
+    authority: Redlock, nodes: Nodes, run: Run
+) -> None:
+    """What was entered again is left, too, though leaving the rest was cut short."""
+
+    async def main() -> None:
+        async with authority.lock("a"):
+            inner = authority.lock("a", "b")
+            await inner.aio.acquire()
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await inner.aio.release()
+            task.uncancel()
+        assert eventually(lambda: locked_on(nodes, "b") == 0, 2)
+        assert locked_on(nodes, "a") == 0
+
+    run(main)
+
+
+def test_all_that_a_block_held_last_is_released_though_it_is_cancelled(
+    authority: Redlock, nodes: Nodes, run: Run
+) -> None:
+    """Two grants that one block is the last inside: the second is not forgotten for the first."""
+
+    async def main() -> None:
+        outer, inner = authority.lock("a"), authority.lock("a", "b")
+        await outer.aio.acquire()
+        await inner.aio.acquire()
+        await outer.aio.release()
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await inner.aio.release()
+        task.uncancel()
+        assert eventually(lambda: locked_on(nodes, "a") + locked_on(nodes, "b") == 0, 2)
+
+    run(main)
+
+
 def test_loops_come_and_go(authority: Redlock, run: Run) -> None:
     """As with reloads and in tests: each has its own connections and renewal."""
     tokens = []

@@ -309,6 +309,53 @@ def test_body_may_release_by_itself(authority: Redlock) -> None:
             assert token == 2
 
 
+def test_body_that_releases_by_itself_leaves_others_theirs(authority: Redlock, rival: Redlock) -> None:
+    """The very same object may be held by another thread by then, whose block it is not."""
+    lock = authority.lock("r")
+    with ThreadPoolExecutor(1) as other:
+        with lock:
+            lock.release()
+            other.submit(lock.acquire).result()
+        assert rival.lock("r").try_acquire() is None
+        other.submit(lock.release).result()
+    with rival.lock("r", timeout=0):
+        pass
+
+
+def test_inner_block_that_releases_by_itself_leaves_the_outer_one_its_lock(
+    authority: Redlock, rival: Redlock
+) -> None:
+    """Each block leaves what it entered, once."""
+    lock = authority.lock("r")
+    with lock:
+        with lock:
+            lock.release()
+        assert rival.lock("r").try_acquire() is None
+    with rival.lock("r", timeout=0):
+        pass
+
+
+@pytest.mark.parametrize("ending", ["released", "lost"])
+def test_what_ended_while_others_were_waited_for_is_not_entered(
+    authority: Redlock, rival: Redlock, ending: str
+) -> None:
+    """The body would run under a token that somebody else may have exceeded; nothing is left behind."""
+    outer = authority.lock("a", ttl=0.3, renew=False)
+    outer.acquire()
+    obstacle = rival.lock("b", ttl=0.6, renew=False)
+    obstacle.acquire()
+    both = authority.lock("a", "b", timeout=5)
+    timer = threading.Timer(0.1, outer.release)
+    if ending == "released":
+        timer.start()
+    with pytest.raises(LockLostError, match="'a' has ended"), both:
+        pytest.fail("the body ran")
+    timer.cancel()
+    assert both.leases == ()
+    with rival.lock("a", timeout=0), authority.lock("b", timeout=0):
+        pass
+
+
 def test_lease_that_ended_before_the_work_raises_on_leaving(authority: Redlock, nodes: Nodes) -> None:
     """By time, and where the nodes no longer know it."""
     with (
