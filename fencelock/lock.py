@@ -476,6 +476,10 @@ class AsyncLock(Generic[_Token]):
         await _wait(self._lock._release())
 
 
+def _name(hold: Hold) -> str:
+    return ", ".join(map(repr, hold.grant.resources))
+
+
 def give_back(hold: Hold) -> None:
     """Give a hold back, whatever blocks are still inside; blocking, also for a task's."""
     _block(_release(hold))
@@ -513,11 +517,10 @@ def _release_each(holds: list[Hold]) -> _Steps[str]:
 
 def _release(hold: Hold) -> _Steps[str]:
     """Give a hold back; return in what way it had been lost before, or nothing."""
-    name = ", ".join(map(repr, hold.grant.resources))
     lost = hold.lost
     remove(hold)
     if hold.inherited:
-        return f"the lease of {name} belongs to the process that this one was forked from"
+        return f"the lease of {_name(hold)} belongs to the process that this one was forked from"
     released = _Call(hold.authority, "release", hold.grant)
     try:
         try:
@@ -525,13 +528,13 @@ def _release(hold: Hold) -> _Steps[str]:
         finally:
             yield released
         if released.answer is None:
-            logger.warning("%s: too few nodes answered to release it; it ends by itself", name)
+            logger.warning("%s: too few nodes answered to release it; it ends by itself", _name(hold))
     except AuthorityError as error:
-        logger.warning("%s could not be released and ends by itself: %s", name, error)
+        logger.warning("%s could not be released and ends by itself: %s", _name(hold), error)
     if lost or released.answer is False:
         return (
-            f"the lease of {name} (token {hold.grant.tokens[0]}) ended before the work did: somebody else "
-            "may have worked on it meanwhile. What was committed stays committed, and fenced tables are "
+            f"the lease of {_name(hold)} (token {hold.grant.tokens[0]}) ended before the work did: somebody "
+            "else may have worked on it meanwhile. What was committed stays committed, and fenced tables are "
             "safe; make the ttl longer or the work shorter"
         )
     return ""
