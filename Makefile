@@ -6,12 +6,13 @@ SQLALCHEMY ?= 2.1
 VENV := .venv$(if $(filter-out 2.1,$(SQLALCHEMY)),-sqlalchemy-$(SQLALCHEMY))
 RUN := $(VENV)/bin/
 
-.PHONY: help demo test lint spec spec-long clean
+.PHONY: help demo test lint bench spec spec-long clean
 
 help:
 	@echo "make demo       watch a stale writer being turned away by a real database (under a minute)"
 	@echo "make test       the whole test suite, on real servers"
 	@echo "make lint       ruff and mypy --strict"
+	@echo "make bench      locks beside their peers, leases by the thousand, hand-overs (minutes; needs a quiet machine)"
 	@echo "make spec       check the model of the protocol: every schedule of its bounds, every rule left out (minutes; g++)"
 	@echo "make spec-long  the same with larger bounds (hours, 12 GB)"
 	@echo "make clean      remove the virtual environments"
@@ -35,6 +36,14 @@ lint: $(VENV)/installed
 	$(RUN)ruff check .
 	$(RUN)ruff format --check .
 	$(RUN)mypy
+
+$(VENV)/bench-installed: $(VENV)/installed
+	$(RUN)pip install --quiet --disable-pip-version-check --editable '.[bench]'
+	@touch $@
+
+bench: $(VENV)/bench-installed
+	$(RUN)python -m benchmarks.locks
+	$(RUN)python -m benchmarks.leases
 
 # Only for the jar of TLC, the checker of TLA+; check.py itself needs nothing but Python and g++.
 .venv-spec/installed:
