@@ -104,6 +104,10 @@ class Hold:
         """Whether it has been given back, or was noted to be lost: there is nothing to extend."""
         return any(lease.over for lease in self.leases)
 
+    def most_seconds(self, now: float) -> float:
+        """Return for how long it may be extended at that time: for its ttl, and not beyond its deadline."""
+        return min(self.ttl, self.deadline - now)
+
     def tell_when_lost(self, listeners: Iterable[Callable[[Lease], object]]) -> None:
         """Have these called with each lease, once, when the hold is lost; at once if it is lost already."""
         new = tuple(each for each in listeners if each not in self._listeners)
@@ -127,7 +131,12 @@ class Hold:
             lease.remint(token, grant.expires_at)
 
     def lose(self, reason: str) -> tuple[Callable[[], object], ...]:
-        """Note that the hold has ended before it was given back; return what is to be called for that."""
+        """Note that the hold has ended before it was given back; return what is to be called for that.
+
+        After it was given back there is nothing to note.
+        """
+        if self.leases[0].released:
+            return ()
         listeners, self._listeners = self._listeners, ()
         for lease in self.leases:
             lease.lose(reason)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import time
 from collections.abc import Callable, Generator, Iterable
 from types import EllipsisType, TracebackType
 from typing import Any, Generic, Literal, TypeVar, overload
@@ -276,10 +277,10 @@ class FencedLock(Generic[_Token]):
     def on_lost(self, callback: Callable[[Lease], object]) -> None:
         """Have a function called with the lease when it is found to be lost, once for each lease.
 
-        It is called by whoever renews the lease: a thread of its own for blocking code, the event loop for
-        coroutines (where `task.cancel` is a callback that makes sense). The work under the lease is not
-        interrupted; the guard will refuse its writes. Without `renew` nobody watches the lease, and nobody
-        calls. Where the lease is lost already it is called at once.
+        It is called when the lease could not be renewed: for blocking code in a thread of its own, for
+        coroutines by the event loop (where `task.cancel` is a callback that makes sense). The work under the
+        lease is not interrupted; the guard will refuse its writes. Without `renew` nobody watches the lease,
+        and nobody calls. Where the lease is lost already it is called at once.
 
         Raises:
             TypeError: for what cannot be called, and for coroutine functions, which nobody would await.
@@ -331,14 +332,13 @@ class FencedLock(Generic[_Token]):
         seconds = self._ttl if ttl is None else check_ttl(ttl)
         for hold in self._innermost().holds:
             _check_still_held(hold)
-            yield _Stop(hold)
             try:
+                yield _Stop(hold)
                 asked = _Call(hold.authority, "extend_many", [(hold.grant, seconds)])
                 yield asked
                 (outcome,) = asked.answer
                 if isinstance(outcome, LockLostError):
-                    for call in hold.lose(str(outcome)):
-                        call()
+                    renewal.tell(hold.lose(str(outcome)))
                 if not isinstance(outcome, Grant):
                     raise outcome
                 hold.prolong(outcome)
@@ -350,18 +350,21 @@ class FencedLock(Generic[_Token]):
         entry = self._innermost()
         for hold in entry.holds:
             _check_still_held(hold)
-            yield _Stop(hold)
-            asked = _Call(hold.authority, "remint", hold.grant, hold.ttl)
+            asked: _Call | None = None
             try:
+                yield _Stop(hold)
+                now = time.monotonic()
+                seconds = max(hold.most_seconds(now), hold.grant.expires_at - now)
+                asked = _Call(hold.authority, "remint", hold.grant, seconds)
                 yield asked
-            except BaseException:
-                # Once it was asked for, the old token may be nobody's any more.
-                for call in hold.lose("a new token was asked for, and none came"):
-                    call()
-                raise
-            hold.remint(asked.answer)
-            if hold.renewer is not None:
-                hold.renewer.watch(hold)
+            finally:
+                if asked is not None and asked.answer is not None:
+                    hold.remint(asked.answer)
+                elif asked is not None:
+                    # Once it was asked for, the old token may be nobody's any more.
+                    renewal.tell(hold.lose("a new token was asked for, and none came"))
+                if hold.renewer is not None and not hold.over:
+                    hold.renewer.watch(hold)
         return entry.tokens
 
     def _release(self) -> _Steps[None]:

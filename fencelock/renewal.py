@@ -16,6 +16,7 @@ nothing is extended after its release.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import heapq
 import logging
@@ -26,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Protocol
-from weakref import ReferenceType, WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from fencelock._holds import Hold
 from fencelock.authority.base import Authority, Grant, Wish
@@ -49,7 +50,7 @@ Extended = Grant | FencelockError
 class Agenda:
     """When each hold is to be looked at: in steps of a sixteenth of its interval, so that batches form.
 
-    Not for two threads at once. Holds are referred to weakly.
+    Not for two threads at once, save `strike`. Holds are referred to weakly.
     """
 
     def __init__(self) -> None:
@@ -64,7 +65,8 @@ class Agenda:
         return self._times[0] if self._times else math.inf
 
     def plan(self, hold: Hold, at: float, interval: float) -> None:
-        """Look at a hold at that time, or up to a sixteenth of the interval later."""
+        """Look at a hold at that time, or up to a sixteenth of the interval later; and at no other."""
+        self.strike(hold)
         width = interval / _PARTS
         hold.planned = step = (math.ceil(at / width - self._phase) + self._phase) * width
         holds = self._steps.get(step)
@@ -84,7 +86,8 @@ class Agenda:
         due: list[Hold] = []
         while self._times and (self._times[0] <= now or not self._steps[self._times[0]]):
             references = self._steps.pop(heapq.heappop(self._times))
-            due += [hold for reference in references if (hold := reference()) is not None]
+            # A copy, made in one step: another thread may strike one.
+            due += [hold for reference in list(references) if (hold := reference()) is not None]
         return due
 
 
@@ -116,7 +119,7 @@ def tend(
     for what may be left of it. Returns what is to be called for leases that were lost.
     """
     calls: list[Callable[[], object]] = []
-    wanted: list[tuple[Hold, float]] = []
+    wanted: list[tuple[Hold, Grant, float]] = []
     for hold in due:
         moment = now()
         if hold.over:
@@ -132,15 +135,19 @@ def tend(
         elif _is_final(hold):
             plan(hold, *first_look(hold, moment))
         else:
-            wanted.append((hold, min(hold.ttl, hold.deadline - moment)))
+            wanted.append((hold, hold.grant, hold.most_seconds(moment)))
     for start in range(0, len(wanted), BATCH):
         batch = wanted[start : start + BATCH]
-        outcomes = yield [(hold.grant, seconds) for hold, seconds in batch]
-        for (hold, _), outcome in zip(batch, outcomes, strict=True):
+        outcomes = yield [(grant, seconds) for _, grant, seconds in batch]
+        for (hold, grant, _), outcome in zip(batch, outcomes, strict=True):
+            # Who works in another thread or loop, or was interrupted, did not wait for this.
+            if hold.grant is not grant:
+                continue  # extended or minted anew meanwhile, and planned
             if isinstance(outcome, Grant):
                 hold.prolong(outcome)
                 plan(hold, *first_look(hold, now()))
-            elif isinstance(outcome, LockLostError):
+            elif hold.over or isinstance(outcome, LockLostError):
+                # Also where it was given back meanwhile: what was made again behind that must not stay.
                 calls += hold.lose(str(outcome))
                 yield hold.grant
             else:
@@ -149,12 +156,24 @@ def tend(
     return calls
 
 
-def _tell(calls: Iterable[Callable[[], object]]) -> None:
+def tell(calls: Iterable[Callable[[], object]]) -> None:
+    """Call what is to be called for leases that were lost; one that fails is logged."""
     for call in calls:
         try:
             call()
         except Exception:
             logger.exception("an on_lost callback failed")
+
+
+def _tell_apart(calls: list[Callable[[], object]]) -> None:
+    """Do as `tell`, in a thread of its own: leases are not to be lost because a callback takes its time."""
+    thread = threading.Thread(
+        target=contextvars.Context().run, args=(tell, calls), name="fencelock-lost", daemon=True
+    )
+    try:
+        thread.start()
+    except RuntimeError:  # too many threads, or the interpreter is on its way out
+        tell(calls)
 
 
 class Renewer(Protocol):
@@ -185,7 +204,7 @@ class ThreadRenewer:
         now = time.monotonic()
         with self._changed:
             self._agenda.plan(hold, *first_look(hold, now))
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():  # it may have been interrupted
                 self._start()
             elif hold.planned < self._wakes_at:
                 self._changed.notify_all()
@@ -193,16 +212,21 @@ class ThreadRenewer:
     def stop(self, hold: Hold) -> None:
         """Cease to extend a hold; an extension under way has ended when this returns."""
         with self._changed:
-            while hold in self._tended and threading.current_thread() is not self._thread:
+            while hold in self._tended:
                 self._changed.wait()
             self._agenda.strike(hold)
 
     async def stop_soon(self, hold: Hold) -> None:
         """Do as `stop`, and let other tasks run meanwhile."""
-        if hold in self._tended:
-            await asyncio.to_thread(self.stop, hold)
-        else:
-            self.stop(hold)
+        while hold in self._tended:
+            # Not `stop`: a thread cannot be cancelled, and would strike off what is planned anew by then.
+            await asyncio.to_thread(self._wait_for, hold)
+        self.stop(hold)
+
+    def _wait_for(self, hold: Hold) -> None:
+        with self._changed:
+            while hold in self._tended:
+                self._changed.wait()
 
     def _start(self) -> None:
         # An empty context: the thread must not keep the leases of whoever happened to start it.
@@ -221,7 +245,8 @@ class ThreadRenewer:
             with self._changed:
                 self._tended = frozenset()
                 self._changed.notify_all()
-            _tell(calls)
+            if calls:
+                _tell_apart(calls)
             del due, calls  # while it waits, it must not keep what nobody else does
 
     def _await_due(self) -> list[Hold]:
@@ -267,25 +292,31 @@ class ThreadRenewer:
 class LoopRenewer:
     """Extends the holds of one event loop's tasks, by timers of that loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = ref(loop)
         self._agenda = Agenda()
         self._timer: asyncio.TimerHandle | None = None
         self._wakes_at = math.inf
-        self._round: asyncio.Task[None] | None = None
+        self._round: asyncio.Task[list[Callable[[], object]]] | None = None
         self._tended: frozenset[Hold] = frozenset()
 
     def watch(self, hold: Hold) -> None:
-        """Begin to extend a hold."""
-        self._agenda.plan(hold, *first_look(hold, time.monotonic()))
-        self._wind_up()
+        """Begin to extend a hold; called elsewhere than in the loop, begin soon."""
+        loop = self._loop()
+        if _running_loop() is loop:
+            self._agenda.plan(hold, *first_look(hold, time.monotonic()))
+            self._wind_up()
+        elif loop is not None:
+            with contextlib.suppress(RuntimeError):  # it has been closed, and nobody extends
+                loop.call_soon_threadsafe(self.watch, hold, context=contextvars.Context())
 
     def stop(self, hold: Hold) -> None:
         """Cease to extend a hold; one under way is not waited for, as only tasks of the loop could."""
         self._agenda.strike(hold)
 
     async def stop_soon(self, hold: Hold) -> None:
-        """Cease to extend a hold; an extension under way has ended when this returns."""
-        if self._round is not None and hold in self._tended and asyncio.current_task() is not self._round:
+        """Cease to extend a hold; in its loop, an extension under way has ended when this returns."""
+        if self._round is not None and hold in self._tended and _running_loop() is self._loop():
             await asyncio.wait([self._round])
         self._agenda.strike(hold)
 
@@ -305,18 +336,21 @@ class LoopRenewer:
         self._timer, self._wakes_at = None, math.inf
         if due := self._agenda.take(time.monotonic()):
             self._tended = frozenset(due)
-            self._round = asyncio.get_running_loop().create_task(self._tend(due), name="fencelock-renewal")
+            self._round = asyncio.get_running_loop().create_task(self._ask(due), name="fencelock-renewal")
+            self._round.add_done_callback(self._end_round)
         else:
             self._wind_up()
 
-    async def _tend(self, due: list[Hold]) -> None:
-        calls: list[Callable[[], object]] = []
-        try:
-            calls = await self._ask(due)
-        finally:
-            self._round, self._tended = None, frozenset()
-            self._wind_up()
-        _tell(calls)
+    def _end_round(self, done: asyncio.Task[list[Callable[[], object]]]) -> None:
+        tended, self._round, self._tended = self._tended, None, frozenset()
+        if done.cancelled():  # by somebody who cancels all tasks that there are; what is held is held still
+            now = time.monotonic()
+            for hold in tended:
+                if not hold.over:
+                    self._agenda.plan(hold, *second_look(hold, now))
+        self._wind_up()
+        if not done.cancelled():
+            tell(done.result())
 
     async def _ask(self, due: list[Hold]) -> list[Callable[[], object]]:
         authority = due[0].authority.aio
@@ -346,6 +380,13 @@ def _failed(asked: Wishes | Grant, error: Exception) -> Sequence[Extended]:
     return [error if isinstance(error, FencelockError) else AuthorityError(repr(error))] * count
 
 
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
 _of_threads: WeakKeyDictionary[Authority, ThreadRenewer] = WeakKeyDictionary()
 _of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, WeakKeyDictionary[Authority, LoopRenewer]] = (
     WeakKeyDictionary()
@@ -366,7 +407,7 @@ def for_loop(authority: Authority) -> LoopRenewer:
     renewers = _of_loops.setdefault(loop, WeakKeyDictionary())
     renewer = renewers.get(authority)
     if renewer is None:
-        renewer = renewers[authority] = LoopRenewer()
+        renewer = renewers[authority] = LoopRenewer(loop)
     return renewer
 
 

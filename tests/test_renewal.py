@@ -8,6 +8,7 @@ import logging
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from contextlib import ExitStack
 import pytest
 import redis
 
-from fencelock import Lease, Redlock
+from fencelock import FencedLock, Lease, Redlock
 from fencelock._holds import Hold
 from fencelock.authority.base import Grant
 from fencelock.embedded import Nodes
@@ -262,8 +263,57 @@ def test_callback_that_fails_harms_nobody(
         lock.release()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_callback_that_takes_its_time_or_ends_its_thread_harms_nobody(
+    authority: Redlock, nodes: Nodes, rival: Redlock
+) -> None:
+    """Other leases are renewed meanwhile, and afterwards."""
+    told: list[Lease] = []
+    over = threading.Event()
+
+    def take_time(lease: Lease) -> None:
+        told.append(lease)
+        over.wait(20)
+        sys.exit("nobody is to go down with it")
+
+    lock, other = authority.lock("r", ttl=TTL), authority.lock("other", ttl=TTL)
+    lock.on_lost(take_time)
+    with other:
+        lock.acquire()
+        forget(nodes, 0, 1, 2)
+        assert eventually(lambda: bool(told))
+        time.sleep(1.5 * TTL)
+        assert not other.lease.lost
+        over.set()
+        time.sleep(1.5 * TTL)
+        assert not other.lease.lost
+        assert rival.lock("other").try_acquire() is None
+    with pytest.raises(LockLostError):
+        lock.release()
+
+
+@pytest.mark.parametrize("method", ["extend", "remint"])
+def test_callback_that_fails_does_not_hide_what_was_found(
+    authority: Redlock, nodes: Nodes, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever extends or mints anew, and finds the lease lost, hears of that; and all others are told."""
+    told: list[Lease] = []
+    lock = authority.lock("r", renew=False)
+    lock.on_lost(lambda _: 1 // 0)
+    lock.on_lost(told.append)
+    lease = lock.acquire()
+    forget(nodes, 0, 1, 2, 3, 4)
+    with Redlock(authority.nodes) as other, other.lock("r", timeout=1):
+        with pytest.raises(LockLostError):
+            getattr(lock, method)()
+        assert told == [lease]
+        assert "on_lost callback failed" in caplog.text
+        with pytest.raises(LockLostError):
+            lock.release()
+
+
 def test_callback_may_release_the_lock(authority: Redlock, nodes: Nodes) -> None:
-    """It runs in the renewing thread, which must not wait for itself."""
+    """Nobody waits for the callback."""
     outcome: list[object] = []
     lock = authority.lock("r", ttl=TTL)
 
@@ -330,6 +380,118 @@ def test_paused_process_does_not_revive_its_lease(authority: Redlock, rival: Red
     os.close(write)
     with authority.lock("r", timeout=0):
         pass
+
+
+async def extended(lock: FencedLock[int]) -> Hold:
+    """Return the hold of a task's lock when its loop has asked the nodes to extend it."""
+    (hold,) = lock._entries[0].holds
+    while hold not in hold.renewer._tended:  # type: ignore[union-attr]  # noqa: ASYNC110 - it says so to nobody
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.02)
+    return hold
+
+
+def test_extension_under_way_does_not_bring_back_the_old_token(authority: Redlock, nodes: Nodes) -> None:
+    """A blocking remint of what a task acquired: the loop cannot wait for its own round meanwhile."""
+
+    async def main() -> None:
+        lock = authority.lock("r", ttl=TTL)
+        async with lock:
+            for node in nodes:
+                node.pause()
+            hold = await extended(lock)
+            for node in nodes:
+                node.resume()
+            token = lock.remint()
+            for _ in range(4):
+                await asyncio.sleep(TTL / 3)
+            assert lock.lease.fencing_token == token
+            assert hold.grant.tokens == (token,)
+            assert not lock.lease.lost
+        assert locks(nodes) == [None] * 5
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("method", ["extend", "remint"])
+def test_lease_of_a_task_is_renewed_after_a_thread_has_extended_it(
+    authority: Redlock, rival: Redlock, nodes: Nodes, method: str
+) -> None:
+    """Its loop renews it still; the thread has none."""
+
+    async def main() -> None:
+        lock = authority.lock("r", ttl=TTL)
+        async with lock:
+            await asyncio.sleep(TTL / 6)
+            for node in nodes:
+                node.pause()
+            changing = asyncio.create_task(asyncio.to_thread(getattr(lock, method)))
+            await asyncio.sleep(0.15)  # the loop finds nothing to do when it meant to look
+            for node in nodes:
+                node.resume()
+            await changing
+            await asyncio.sleep(3 * TTL)
+            assert not lock.lease.lost
+            assert await rival.lock("r").aio.try_acquire() is None
+
+    asyncio.run(main())
+
+
+def test_lease_of_one_loop_is_released_in_another_while_it_is_extended(
+    authority: Redlock, nodes: Nodes
+) -> None:
+    """Neither loop waits for the other, and no lock is made again behind the release."""
+    lock = authority.lock("r", ttl=5 * TTL)
+    acquired, released = threading.Event(), threading.Event()
+
+    async def hold_it() -> None:
+        await lock.aio.acquire()
+        for node in nodes:
+            node.pause()
+        await extended(lock)
+        acquired.set()
+        await asyncio.to_thread(released.wait, 20)
+        await asyncio.sleep(0.5)
+        await authority.aio.close()
+
+    async def give_back() -> None:
+        try:
+            for node in nodes:
+                node.resume()
+            async with asyncio.timeout(5):
+                await lock.aio.release()
+        finally:
+            released.set()
+            await authority.aio.close()
+
+    thread = threading.Thread(target=asyncio.run, args=(hold_it(),))
+    thread.start()
+    assert acquired.wait(10)
+    asyncio.run(give_back())
+    thread.join(20)
+    assert eventually(lambda: locks(nodes) == [None] * 5, 0.1)
+
+
+def test_loop_renews_though_every_task_was_cancelled(
+    authority: Redlock, rival: Redlock, nodes: Nodes
+) -> None:
+    """As supervisors do who begin to shut down, and then clean up for a while."""
+
+    async def main() -> None:
+        lock = authority.lock("r", ttl=TTL)
+        async with lock:
+            for node in nodes:
+                node.pause()
+            await extended(lock)
+            for node in nodes:
+                node.resume()
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            assert [task.cancel() for task in others] == [True]
+            await asyncio.sleep(3 * TTL)
+            assert not lock.lease.lost
+            assert await rival.lock("r").aio.try_acquire() is None
+
+    asyncio.run(main())
 
 
 def test_many_leases_are_renewed_in_few_round_trips(authority: Redlock) -> None:

@@ -178,6 +178,25 @@ def test_what_is_not_held_or_lost_is_not_minted_anew(authority: Redlock) -> None
         lock.release()
 
 
+def test_lease_is_not_shortened(authority: Redlock) -> None:
+    """What had been extended for longer stays so; the clocks' drift over it is all that is lost."""
+    lock = authority.lock(RESOURCE, ttl=2, renew=False)
+    with lock:
+        lock.extend(100)
+        lock.remint()
+        assert lock.lease.remaining > 97
+
+
+def test_max_hold_bounds_the_hold_all_the_same(authority: Redlock) -> None:
+    """A new token is no new hold."""
+    lock = authority.lock(RESOURCE, ttl=1, max_hold=1.2)
+    with lock:
+        began = time.monotonic()
+        time.sleep(0.9)
+        lock.remint()
+        assert lock.lease.expires_at < began + 1.2
+
+
 def test_tasks_mint_anew(authority: Redlock) -> None:
     """`await lock.aio.remint()`."""
 
