@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import string
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
 from fencelock.authority.base import Authority
@@ -77,19 +77,19 @@ def fenced(
             resources = (template.format_map(call.arguments) for template in templates)
             return make(tuple(dict.fromkeys(resources)))
 
-        if inspect.iscoroutinefunction(function):
+        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(_what_runs(function)):
 
             @functools.wraps(function)
             async def fenced_coroutine(*args: _P.args, **kwargs: _P.kwargs) -> Any:
                 async with lock_for(*args, **kwargs):
-                    return await function(*args, **kwargs)
+                    return await cast("Callable[_P, Awaitable[Any]]", function)(*args, **kwargs)
 
             return cast("Callable[_P, _R]", fenced_coroutine)
 
         @functools.wraps(function)
         def fenced_function(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             with lock_for(*args, **kwargs):
-                return function(*args, **kwargs)
+                return _done(function(*args, **kwargs), function)
 
         return fenced_function
 
@@ -102,9 +102,10 @@ def _check(function: Any, templates: tuple[str, ...]) -> inspect.Signature:
         raise TypeError(f"write @{type(function).__name__} above @fenced, not below it")
     if not callable(function) or isinstance(function, type):
         raise TypeError(f"fenced decorates a function, not {function!r}")
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+    runs = _what_runs(function)
+    if inspect.isgeneratorfunction(runs) or inspect.isasyncgenfunction(runs):
         raise TypeError(
-            f"{function.__qualname__} is a generator, whose body runs after the call has returned: write "
+            f"{_name(function)} is a generator, whose body runs after the call has returned: write "
             "`with fenced_lock(…)` inside it"
         )
     signature = inspect.signature(function)
@@ -113,9 +114,31 @@ def _check(function: Any, templates: tuple[str, ...]) -> inspect.Signature:
             if field not in signature.parameters:
                 raise TypeError(
                     f"{template!r} names {field or 'a field without a name'!r}, which is no parameter of "
-                    f"{getattr(function, '__qualname__', function)}{signature}"
+                    f"{_name(function)}{signature}"
                 )
     return signature
+
+
+def _what_runs(function: Any) -> Any:
+    """Return the function that runs when something is called: a partial function's, or an object's method."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function if inspect.isroutine(function) else type(function).__call__
+
+
+def _done(result: _R, function: object) -> _R:
+    """Return what a function returned, unless that is a coroutine, which has done nothing yet."""
+    if inspect.iscoroutine(result):
+        result.close()
+        raise TypeError(
+            f"{_name(function)} returned a coroutine, which would run after the release: decorate the "
+            "coroutine function itself, or await it in an `async def`"
+        )
+    return result
+
+
+def _name(function: object) -> str:
+    return str(getattr(function, "__qualname__", function))
 
 
 def _fields(template: str) -> list[str]:

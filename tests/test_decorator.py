@@ -5,8 +5,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, assert_type
 
@@ -180,6 +181,14 @@ def test_template_that_is_none_is_an_error_where_the_function_is_decorated(templ
         def ship(order_id: int) -> None: ...
 
 
+class Counting:
+    """An object that is called like a generator function."""
+
+    def __call__(self) -> Iterator[int]:
+        """Yield a number."""
+        yield 1
+
+
 def test_what_cannot_be_fenced_is_refused_where_it_is_decorated() -> None:
     """Generators would run after the release; classes, static methods and other things are no functions."""
 
@@ -192,6 +201,8 @@ def test_what_cannot_be_fenced_is_refused_where_it_is_decorated() -> None:
     bad: list[tuple[Any, str]] = [
         (numbers, "generator"),
         (later, "generator"),
+        (functools.partial(numbers), "generator"),
+        (Counting(), "generator"),
         (Account, "function"),
         (3, "function"),
         (staticmethod(names), "above"),
@@ -203,6 +214,49 @@ def test_what_cannot_be_fenced_is_refused_where_it_is_decorated() -> None:
         fenced()
     with pytest.raises(TypeError, match="name of what to lock"):
         fenced(names)  # type: ignore[arg-type]
+
+
+class Shipper:
+    """An object that is called like a coroutine function."""
+
+    async def __call__(self, order_id: int) -> list[str]:
+        """Return what is held, a moment later."""
+        await asyncio.sleep(0 * order_id)
+        return names()
+
+
+def test_what_is_awaited_runs_inside_however_it_is_made(authority: Redlock) -> None:
+    """Objects whose call is a coroutine, and partial functions of those: not only `async def`."""
+
+    async def with_more(order_id: int, /, *rest: int, **options: int) -> list[str]:
+        await asyncio.sleep(0)
+        return names()
+
+    async def main() -> None:
+        fence = fenced("order:{order_id}", authority=authority)
+        assert await fence(Shipper())(7) == ["order:7"]
+        assert await fence(functools.partial(Shipper(), order_id=8))() == ["order:8"]
+        assert await fence(functools.partial(with_more, more=1))(9, 1, order_id=2) == ["order:9"]
+        assert await fence(Shipper().__call__)(order_id=10) == ["order:10"]
+        await authority.aio.close()
+
+    asyncio.run(main())
+
+
+def test_coroutine_that_would_run_after_the_release_is_refused(authority: Redlock) -> None:
+    """A plain function that returns one has done nothing yet."""
+
+    async def work() -> None:
+        pytest.fail("it ran without the lock")
+
+    @fenced("r", authority=authority)
+    def plain() -> Coroutine[Any, Any, None]:
+        return work()
+
+    with pytest.raises(TypeError, match="after the release"):
+        _ = plain()
+    with authority.lock("r", timeout=0):
+        pass
 
 
 def test_settings_are_checked_where_the_function_is_decorated() -> None:
