@@ -15,13 +15,13 @@ import pytest
 import redis
 
 from fencelock import Redlock
-from fencelock.authority.redlock import protocol
 from fencelock.authority.redlock.protocol import Answer, Said
 from fencelock.authority.redlock.waiting import HESITATION, Line
 from fencelock.embedded import Nodes
 from fencelock.errors import LockTimeoutError
 from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY
+from tests.redlock.views import waiting_on
 
 
 @pytest.fixture
@@ -110,14 +110,6 @@ class TestLine:
 
 
 @pytest.fixture
-def authority(nodes: Nodes) -> Iterator[Redlock]:
-    """A Redlock on five initialised nodes, for the holder."""
-    with Redlock(nodes.urls, node_timeout=0.3, connect_timeout=1.0, outage_grace=0.3) as made:
-        made.init(base=0)
-        yield made
-
-
-@pytest.fixture
 def waiter(authority: Redlock, nodes: Nodes) -> Iterator[Redlock]:
     """Another client, whose listener is connected already."""
     with Redlock(nodes.urls, node_timeout=0.3, connect_timeout=1.0, outage_grace=0.3) as made:
@@ -139,17 +131,6 @@ def start_listening(waiter: Redlock, holder: Redlock, nodes: int = 5) -> None:
 def heard_by(client: Redlock) -> int:
     """Return how many nodes a client listens to."""
     return len(client._listener._line._listening)
-
-
-@pytest.fixture
-def never_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One who stands in line looks after 20 s only: nothing but a call can explain an early success."""
-    pause = protocol._pause
-
-    def patched(outcome: protocol.Failed, tries: int, random: float) -> float:
-        return 20.0 if outcome.waits_for_a_call else pause(outcome, tries, random)
-
-    monkeypatch.setattr(protocol, "_pause", patched)
 
 
 def seconds_until_handed_over(holder: Redlock, waiter: Redlock, timeout: float = 3.0) -> float:
@@ -185,7 +166,7 @@ def test_waiter_that_hears_nothing_is_not_woken(
     authority: Redlock, waiter: Redlock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control of the tests around it: it has the lock only when it looks for a last time."""
-    monkeypatch.setattr(Line, "note", lambda *_: None)
+    monkeypatch.setattr(Line, "note", lambda *_: "")
     assert seconds_until_handed_over(authority, waiter, timeout=3.0) > 2.0
 
 
@@ -206,9 +187,8 @@ def test_waiter_is_woken_though_calls_of_a_minority_are_lost(
     """Two of five calls never arrive."""
     note = Line.note
 
-    def lossy(line: Line, node: int, message: bytes, now: float) -> None:
-        if node > 1:
-            note(line, node, message, now)
+    def lossy(line: Line, node: int, message: bytes, now: float) -> str:
+        return note(line, node, message, now) if node > 1 else ""
 
     monkeypatch.setattr(Line, "note", lossy)
     assert seconds_until_handed_over(authority, waiter) < 1.0
@@ -218,7 +198,7 @@ def test_waiter_whose_calls_are_all_lost_looks_by_itself(
     authority: Redlock, waiter: Redlock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After somewhat more than a second at the latest: a claim that nobody takes, and a look."""
-    monkeypatch.setattr(Line, "note", lambda *_: None)
+    monkeypatch.setattr(Line, "note", lambda *_: "")
     assert seconds_until_handed_over(authority, waiter, timeout=10.0) < 2.0
 
 
@@ -257,12 +237,6 @@ def wait_and_hold(urls: list[str]) -> None:
     """Wait for the lock in a process of its own, which a test stops in the meantime."""
     with Redlock(urls) as authority, authority.lock("r", timeout=60):
         pass
-
-
-def waiting_on(node_url: str, resource: str = "r") -> int:
-    """Return how many stand in a node's queue."""
-    with redis.Redis.from_url(node_url) as client:
-        return int(str(client.zcard(f"{NODE_KEY}:q:{resource}")))
 
 
 @pytest.mark.parametrize("fair", [False, True])

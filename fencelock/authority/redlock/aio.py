@@ -16,7 +16,7 @@ from fencelock.authority.base import Grant, Wish
 from fencelock.authority.redlock import membership, protocol
 from fencelock.authority.redlock.multiplex import Lines, run, tell
 from fencelock.authority.redlock.survey import NodeStatus
-from fencelock.authority.redlock.waiting import Deaf, Waiter
+from fencelock.authority.redlock.waiting import Waiter
 from fencelock.errors import FencelockError
 
 if TYPE_CHECKING:
@@ -68,11 +68,19 @@ class AsyncRedlock:
 
         Cancelled, it releases what it may have acquired, without waiting for that.
         """
-        waiter = Waiter(Deaf(), time.monotonic, time.time, fair=fair, patient=timeout != 0)
-        bids = self._redlock._new_bids(resources, ttl, waiter)
         lines = self._lines_here()
+        listener = lines.listener
+        waiter = Waiter(listener, time.monotonic, time.time, fair=fair, patient=timeout != 0)
+        bids = self._redlock._new_bids(resources, ttl, waiter)
+
+        async def wait(seconds: float) -> Lines:
+            nonlocal lines
+            await listener.wait(waiter.place, seconds)
+            lines = self._lines_here()
+            return lines
+
         try:
-            return await run(self._redlock._acquiring(bids, timeout), lines)
+            return await run(self._redlock._acquiring(bids, timeout), lines, wait)
         except BaseException as error:
             for undo in bids.give_up(error):
                 tell(undo, lines)

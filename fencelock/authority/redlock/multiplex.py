@@ -17,9 +17,10 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Awaitable, Callable, Generator
 from typing import Any, Final, TypeVar
 
+from fencelock.authority.redlock.loop_listening import LoopListener
 from fencelock.authority.redlock.node import Link, Unusable, pack
 from fencelock.authority.redlock.protocol import Answer, Answers, Broadcast, Request, Round, Said
 from fencelock.authority.redlock.seats import FRESH, Seats
@@ -60,10 +61,14 @@ class Lines(Seats):
     """One connection to each node, for all tasks of one loop; other arguments as for `Seats`.
 
     May be used in the loop's own thread only, and has to be closed there.
+
+    Attributes:
+        listener: hears the nodes' calls for those who wait; it ends with the connections.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.listener = LoopListener(loop, [seat.node for seat in self._seats], self._node_key)
         self._loop = weakref.ref(loop)
         self._pid = os.getpid()
         self._asking: dict[int, _Asking] = {}
@@ -91,7 +96,13 @@ class Lines(Seats):
             self._asking.clear()  # nobody can be woken any more
         for index in range(len(self._seats)):
             self._drop(index, Answer(Said.UNREACHABLE, detail="the connection was closed here"))
+        self.listener.close()
         super().close()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: close its copies of the sockets, by no lock that a thread may have held."""
+        super().leave_to_parent()
+        self.listener.leave_to_parent()
 
     @property
     def is_elsewhere(self) -> bool:
@@ -278,15 +289,29 @@ class Lines(Seats):
             self._look_at(next_end, loop)
 
 
-async def run(generator: Generator[Request, Any, _T], lines: Lines) -> _T:
-    """Run one of the protocol's generators to its end; return what it returns."""
+async def run(
+    generator: Generator[Request, Any, _T],
+    lines: Lines,
+    wait: Callable[[float], Awaitable[Lines]] | None = None,
+) -> _T:
+    """Run one of the protocol's generators to its end; return what it returns.
+
+    Args:
+        generator: the operation.
+        lines: the loop's connections.
+        wait: how to sleep where it may be woken up; returns the connections to go on with, for these may
+            have been closed in the meantime.
+    """
     try:
         request = next(generator)
         while True:
             if isinstance(request, Broadcast):
                 request = generator.send(await lines.broadcast(request))
             else:
-                await asyncio.sleep(request.seconds)
+                if wait is not None and request.wakeable:
+                    lines = await wait(request.seconds)
+                else:
+                    await asyncio.sleep(request.seconds)
                 request = generator.send(time.monotonic())
     except StopIteration as stop:
         return stop.value  # type: ignore[no-any-return]

@@ -4,19 +4,18 @@ Which links are open and which are being opened; who may be asked at the moment;
 that nobody waits for any more. A driver adds how it waits: it says where answers go (`_heard`), how
 written data leaves (`_write`), how a socket is watched, and who is told of a new link (`_announce`).
 
-Links are opened in short-lived background threads, for redis-py's connecting blocks: a node that hangs
-while being connected to costs nobody anything.
+How links are opened stands in `dialling.py`.
 """
 
 from __future__ import annotations
 
 import abc
-import random
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from fencelock.authority.redlock.dialling import LONGEST_BACKOFF, Dialler
 from fencelock.authority.redlock.node import Identity, Link, Node, Unusable, pack
 from fencelock.authority.redlock.protocol import Answer, Command, Said, left_behind
 from fencelock.errors import MembershipError
@@ -28,8 +27,6 @@ MOST_OWED = 1000
 
 #: Answers after which there may be a lock that was not there before.
 _MAKES_LOCKS = frozenset({Said.GRANTED, Said.EXTENDED})
-_BACKOFF = 0.05
-_LONGEST_BACKOFF = 2.0
 _OTHERS_GRACE = 0.05
 #: Seconds after which a node that still owes an answer is connected to anew: its machine may be gone, and
 #: nobody there to say that the connection is.
@@ -38,32 +35,18 @@ _LOST_AFTER = 10.0
 _MOST_UNANSWERED = 50_000
 
 
-class Seat:
+class Seat(Dialler):
     """One node's place: its link, or why there is none and when to try again.
 
     Attributes:
-        node: where it is.
         link: what it is spoken to over; None while there is none.
-        arrived: a link that has been opened in the background and is not in use yet.
         owed: commands whose locks are to be released once there is a link again.
-        failure: what to report as its answer while there is no link.
-        retry_at: when it may be connected to again.
     """
 
-    def __init__(self, node: Node) -> None:
-        self.node = node
+    def __init__(self, node: Node, mutex: threading.RLock) -> None:
+        super().__init__(node, mutex)
         self.link: Link | None = None
-        self.arrived: Link | None = None
-        self.dialler: threading.Thread | None = None
         self.owed: deque[Command] = deque(maxlen=MOST_OWED)
-        self.failure = Answer(Said.UNREACHABLE, detail="not connected yet")
-        self.failures = 0
-        self.retry_at = 0.0
-
-    @property
-    def dialling(self) -> bool:
-        """Whether a thread is at work on a new link."""
-        return self.dialler is not None and self.dialler.is_alive()
 
 
 class Seats(abc.ABC):
@@ -92,7 +75,9 @@ class Seats(abc.ABC):
         connect_timeout: float,
         patience: float,
     ) -> None:
-        self._seats = [Seat(node) for node in nodes]
+        #: Held for what the connecting threads share with the driver's.
+        self._mutex = threading.RLock()
+        self._seats = [Seat(node, self._mutex) for node in nodes]
         self._node_key = node_key
         self._on_identity = on_identity
         self._is_open = is_open
@@ -106,8 +91,6 @@ class Seats(abc.ABC):
         self._majority_at: float | None = None
         self._closed = False
         self._absent = len(self._seats)
-        #: Held for what the connecting threads share with the driver's.
-        self._mutex = threading.RLock()
 
     @abc.abstractmethod
     def _watch(self, index: int, link: Link) -> None:
@@ -134,17 +117,17 @@ class Seats(abc.ABC):
         with self._mutex:
             self._closed = True
             for seat in self._seats:
-                for link in (seat.link, seat.arrived):
-                    if link is not None:
-                        link.close()
-                seat.link = seat.arrived = None
+                seat.close()
+                if seat.link is not None:
+                    seat.link.close()
+                seat.link = None
 
     def leave_to_parent(self) -> None:
         """In a forked child: close its copies of the sockets, by no lock that a thread may have held."""
         for seat in self._seats:
-            for link in (seat.link, seat.arrived):
-                if link is not None:
-                    link.close()
+            seat.leave_to_parent()
+            if seat.link is not None:
+                seat.link.close()
 
     def _ask(
         self, nodes: Sequence[int], number: int, command: Command, packed: bytes, now: float
@@ -247,45 +230,13 @@ class Seats(abc.ABC):
 
     def _dial(self, index: int, seat: Seat) -> None:
         """Begin to open a link, unless that is going on, has just failed, or is too late."""
-        if seat.dialling or seat.arrived is not None or time.monotonic() < seat.retry_at or self._closed:
-            return
-        seat.dialler = threading.Thread(
-            target=self._open, args=(index, seat), name=f"fencelock-connect-{seat.node.name}", daemon=True
-        )
-        try:
-            seat.dialler.start()
-        except RuntimeError as error:  # too many threads, or the interpreter is on its way out
-            seat.failure = Answer(Said.UNREACHABLE, detail=f"no thread to connect with: {error}")
-
-    def _open(self, index: int, seat: Seat) -> None:
-        try:
-            link = seat.node.open(self._node_key)
-        except Unusable as error:
-            with self._mutex:
-                seat.failures += 1
-                pause = min(_LONGEST_BACKOFF, _BACKOFF * 2**seat.failures) * random.uniform(0.5, 1.0)  # noqa: S311
-                seat.retry_at = time.monotonic() + pause
-                seat.failure = error.answer
-                seat.dialler = None
-            self._announce()
-            return
-        self._on_identity(index, link.identity)
-        with self._mutex:
-            seat.dialler = None
-            seat.failures = 0
-            if self._closed:
-                link.close()
-            else:
-                seat.arrived = link
-        self._announce()
+        seat.dial(self._node_key, lambda link: self._on_identity(index, link.identity), self._announce)
 
     def _adopt(self) -> None:
         """Use the links that have been opened in the background."""
         with self._mutex:
-            arrived = [(index, seat) for index, seat in enumerate(self._seats) if seat.arrived is not None]
-            for index, seat in arrived:
-                link, seat.arrived = seat.arrived, None
-                if link is not None:
+            for index, seat in enumerate(self._seats):
+                if seat.arrived is not None and (link := seat.take()) is not None:
                     self._seat(index, seat, link)
 
     def _look_again(self, index: int, link: Link) -> None:
@@ -310,7 +261,7 @@ class Seats(abc.ABC):
             if other.link is not None and other.link.identity.run_id == link.identity.run_id:
                 link.close()
                 seat.failure = Answer(Said.CONFIG, detail=f"the same server as {other.node.name}")
-                seat.retry_at = time.monotonic() + _LONGEST_BACKOFF
+                seat.retry_at = time.monotonic() + LONGEST_BACKOFF
                 return
         seat.link = link
         self._absent -= 1

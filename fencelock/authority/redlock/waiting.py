@@ -77,27 +77,29 @@ class Line:
         """Forget a place whose acquisition is over."""
         self._places.pop(place, None)
 
-    def note(self, node: int, message: bytes, now: float) -> None:
-        """Note what a node has published.
+    def note(self, node: int, message: bytes, now: float) -> str:
+        """Note what a node has published; return the place that it is about, empty for none of this line.
 
         That is the number of a place; for the second in line, the milliseconds to wait; and where the bid
         itself has been granted, `=` with epoch, counter and nonce.
         """
         number, _, later = message.decode("ascii", "replace").partition(" ")
-        place = self._places.get(f"{self._client}.{number}")
+        name = f"{self._client}.{number}"
+        place = self._places.get(name)
         if place is None:
-            return
+            return ""
         if later.startswith("= "):
             self._note_grant(place, node, later.split()[1:])
         elif later:
             if later.isdecimal():
                 place.due = min(place.due, now + int(later) / 1000 + HESITATION * self._jitter())
-            return
+            return name
         place.callers.add(node)
         if len(place.callers) >= self._quorum:
             place.due = now
         elif len(place.callers) == 1:
             place.due = min(place.due, now + HESITATION * (0.5 + self._jitter()))
+        return name
 
     def _note_grant(self, place: _Place, node: int, facts: list[str]) -> None:
         match facts:
@@ -180,20 +182,3 @@ class Waiter:
         """Forget the place: the acquisition is over."""
         if self.place:
             self._ears.leave(self.place)
-
-
-class Deaf:
-    """Ears that hear nothing: whoever has them waits by looking again and again."""
-
-    hears = False
-
-    def expect(self, place: str, nonce: str) -> str:  # noqa: ARG002 - it hears nothing of either
-        """Return what it is given."""
-        return place
-
-    def granted(self, place: str) -> Answers:  # noqa: ARG002 - the same
-        """Return nothing."""
-        return {}
-
-    def leave(self, place: str) -> None:
-        """Do nothing."""

@@ -1,0 +1,138 @@
+"""Hears the nodes' calls for all tasks of a loop that wait, over one connection to each node.
+
+The loop reads them: whoever is called is resumed in its next round. Nothing is opened before a task waits,
+and everything is closed when none has waited for a while, so that a loop in which nobody waits has nothing
+to do, nor to end. Lost connections are opened again by the next task that begins to wait, for those who
+wait look by themselves every second or so.
+
+As for `Lines`, a loop knows its listener by readers and timers, and the listener it by weak references only,
+so that a loop which is thrown away with tasks in it can go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+import weakref
+from collections.abc import Sequence
+
+from fencelock.authority.redlock.ears import Ear, Listening
+from fencelock.authority.redlock.node import Link, Node
+from fencelock.authority.redlock.protocol import Answer, Said
+
+#: Seconds without anybody who waits, after which the connections are closed.
+IDLE = 10.0
+
+
+class _Rest:
+    """A task that waits: what resumes it, and when that happens at the latest."""
+
+    __slots__ = ("__weakref__", "_alarm", "_due", "woken")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.woken = loop.create_future()
+        self._due = math.inf
+        self._alarm: asyncio.TimerHandle | None = None
+
+    def end_by(self, due: float, now: float) -> None:
+        """Resume the task at that time, if it would not be sooner."""
+        if due <= now:
+            self.wake()
+        elif due < self._due:
+            self.cancel_alarm()
+            self._due = due
+            self._alarm = self.woken.get_loop().call_later(due - now, self.wake)
+
+    def wake(self) -> None:
+        """Resume the task, unless it is on its way already."""
+        if not self.woken.done():
+            self.woken.set_result(None)
+
+    def cancel_alarm(self) -> None:
+        """Leave nothing behind in the loop."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+
+
+class LoopListener(Listening):
+    """Wakes up tasks of one loop when the nodes call them; other arguments as for `Listening`.
+
+    May be used in the loop's own thread only, and has to be closed there.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, nodes: Sequence[Node], node_key: str) -> None:
+        super().__init__(nodes, node_key)
+        self._loop = weakref.ref(loop)
+        self._resting: weakref.WeakValueDictionary[str, _Rest] = weakref.WeakValueDictionary()
+        self._last_rest = 0.0
+        self._ends_when_idle = False
+
+    def close(self) -> None:
+        """Close the connections; whoever waits goes on by looking."""
+        for ear in self._ears:
+            ear.close()
+        self._hang_up()
+
+    async def wait(self, place: str, seconds: float) -> None:
+        """Return when the nodes call the place, at the latest after so many seconds."""
+        loop = asyncio.get_running_loop()
+        self._last_rest = now = time.monotonic()
+        self._dial_absent()
+        self._end_when_idle(loop, IDLE)
+        rest = _Rest(loop)
+        rest.end_by(min(now + seconds, self._line.due(place)), now)
+        if place:
+            self._resting[place] = rest
+        try:
+            await rest.woken
+        finally:
+            rest.cancel_alarm()
+            self._resting.pop(place, None)
+
+    def _end_when_idle(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
+        if not self._ends_when_idle:
+            self._ends_when_idle = True
+            # The handle is not kept: it knows the loop, which is to be free to go.
+            loop.call_later(seconds, self._end_idleness)
+
+    def _end_idleness(self) -> None:
+        """Close the connections if nobody has waited for so long; otherwise look again."""
+        self._ends_when_idle = False
+        left = self._last_rest + IDLE - time.monotonic()
+        if left <= 0 and not self._resting:
+            self._hang_up()
+        elif (loop := self._loop()) is not None:
+            self._end_when_idle(loop, max(left, 0.1 * IDLE))
+
+    def _announce(self) -> None:
+        loop = self._loop()
+        if loop is not None:
+            try:
+                loop.call_soon_threadsafe(self._adopt)
+            except RuntimeError:  # it has been closed, and nobody waits
+                self.close()
+
+    def _readable(self, ear: Ear) -> None:
+        """Read what has arrived, and resume those who were called; called by the loop."""
+        try:
+            called = self._hear(ear)
+        except BaseException:
+            # A signal handler's: nobody knows how much of a message has been read.
+            self._lose(ear, Answer(Said.UNREACHABLE, detail="reading was interrupted"))
+            raise
+        now = time.monotonic()
+        for place in called:
+            rest = self._resting.get(place)
+            if rest is not None:
+                rest.end_by(self._line.due(place), now)
+
+    def _watch(self, ear: Ear, link: Link) -> None:
+        loop = self._loop()
+        if loop is not None and not loop.is_closed():
+            loop.add_reader(link.descriptor, self._readable, ear)
+
+    def _unwatch(self, ear: Ear, link: Link) -> None:  # noqa: ARG002 - the other listener's needs no more either
+        loop = self._loop()
+        if loop is not None and not loop.is_closed():
+            loop.remove_reader(link.descriptor)

@@ -1,0 +1,544 @@
+"""Tasks of a loop that wait for a held lock: called as threads are, over one connection a node and loop."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from typing import Any
+
+import pytest
+import redis
+
+from fencelock import Redlock
+from fencelock.authority.base import Grant
+from fencelock.authority.redlock import loop_listening
+from fencelock.authority.redlock.ears import Ear
+from fencelock.authority.redlock.loop_listening import LoopListener
+from fencelock.authority.redlock.waiting import Line
+from fencelock.embedded import Nodes
+from fencelock.errors import FencelockError, LockTimeoutError
+from tests.polling import eventually
+from tests.redlock.stage import SlowDoor
+from tests.redlock.views import Run, becomes_free, connections_to, locks_on, take, waiting_on
+
+pytestmark = pytest.mark.usefixtures("no_noise")
+
+
+@pytest.fixture
+def client(authority: Redlock, nodes: Nodes) -> Iterator[Redlock]:
+    """Another client, whose tasks wait; `authority` holds what they wait for."""
+    with Redlock(nodes.urls, node_timeout=0.3, connect_timeout=1.0, outage_grace=0.3) as made:
+        authority.release(hold(authority, "connect"))
+        yield made
+
+
+def hold(authority: Redlock, resource: str = "r") -> Grant:
+    """Acquire with the blocking driver: while nobody else wants it, that takes a moment."""
+    return authority.acquire((resource,), ttl=30.0, timeout=5.0)
+
+
+def listener_of(client: Redlock) -> LoopListener:
+    """Return what hears for the running loop."""
+    return client.aio._lines_here().listener
+
+
+def heard_by(client: Redlock) -> int:
+    """Return how many nodes the running loop listens to."""
+    return len(listener_of(client)._line._listening)
+
+
+async def soon(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    """Return whether a condition comes to hold, while the loop goes on."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        await asyncio.sleep(0.01)
+    return True
+
+
+async def start_listening(client: Redlock, holder: Redlock, nodes: int = 5) -> None:
+    """Have a task wait for something, until the loop hears so many nodes."""
+    resource = f"warm-up-{threading.get_ident()}"
+    grant = hold(holder, resource)
+    for _ in range(20):
+        with pytest.raises(LockTimeoutError):
+            await client.aio.acquire((resource,), ttl=30, timeout=0.2)
+        if heard_by(client) == nodes:
+            break
+    holder.release(grant)
+    assert heard_by(client) == nodes
+
+
+async def seconds_until_handed_over(holder: Redlock, client: Redlock, timeout: float = 3.0) -> float:  # noqa: ASYNC109
+    """Let a task wait for another client; return how long after the release it has the lock."""
+    grant = hold(holder)
+    task = asyncio.ensure_future(take_and_tell(client, timeout))
+    assert not listener_of(client).hears or await soon(lambda: bool(listener_of(client)._resting))
+    await asyncio.sleep(0.2)
+    holder.release(grant)
+    released = time.monotonic()
+    return await task - released
+
+
+async def take_and_tell(client: Redlock, timeout: float = 30.0, **options: Any) -> float:  # noqa: ASYNC109
+    """Acquire and release; return when it was acquired, infinity for never."""
+    try:
+        grant = await client.aio.acquire(("r",), ttl=30.0, timeout=timeout, **options)
+    except LockTimeoutError:
+        return math.inf
+    acquired = time.monotonic()
+    await client.aio.release(grant)
+    return acquired
+
+
+@pytest.mark.usefixtures("never_look")
+def test_task_is_woken_by_the_release(authority: Redlock, client: Redlock, run: Run) -> None:
+    """The holder's lease would last for 30 s, and looking alone would take 20."""
+
+    async def main() -> None:
+        await start_listening(client, authority)
+        assert await seconds_until_handed_over(authority, client) < 1.0
+
+    run(main())
+
+
+@pytest.mark.usefixtures("never_look")
+def test_task_that_hears_nothing_is_not_woken(
+    authority: Redlock, client: Redlock, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control of the tests around it: it has the lock only when it looks for a last time."""
+    monkeypatch.setattr(Line, "note", lambda *_: "")
+
+    async def main() -> None:
+        await start_listening(client, authority)
+        assert await seconds_until_handed_over(authority, client, timeout=3.0) > 2.0
+
+    run(main())
+
+
+@pytest.mark.usefixtures("never_look")
+def test_call_that_comes_before_the_wait_begins_is_not_missed(
+    authority: Redlock, client: Redlock, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The release falls between the answers to the bid and the wait."""
+    wait = LoopListener.wait
+
+    async def late(listener: LoopListener, place: str, seconds: float) -> None:
+        if place:
+            authority.release(grants.pop())
+            assert await soon(lambda: listener._line.due(place) < time.monotonic())
+        await wait(listener, place, seconds)
+
+    grants: list[Grant] = []
+
+    async def main() -> None:
+        await start_listening(client, authority)
+        grants.append(hold(authority))
+        monkeypatch.setattr(LoopListener, "wait", late)
+        began = time.monotonic()
+        assert await take_and_tell(client, timeout=3.0) - began < 1.0
+
+    run(main())
+
+
+def scripts_run_on(nodes: Nodes) -> int:
+    """Return how many scripts the first node has executed."""
+    with redis.Redis.from_url(nodes[0].url) as client:
+        facts: Any = client.info("commandstats")
+        return sum(facts.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("eval", "evalsha"))
+
+
+@pytest.mark.parametrize("hears", [True, False], ids=["called", "looking"])
+def test_fifty_tasks_take_turns_without_a_herd(
+    authority: Redlock,
+    client: Redlock,
+    nodes: Nodes,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    hears: bool,
+) -> None:
+    """Whoever is called bids, the others are quiet; those who look (the control) ask far more often."""
+    if not hears:
+        monkeypatch.setattr(LoopListener, "_dial_absent", lambda _: None)
+
+    async def work() -> int:
+        grant = await client.aio.acquire(("r",), ttl=30.0, timeout=60.0)
+        await asyncio.sleep(0.02)
+        await client.aio.release(grant)
+        return grant.tokens[0]
+
+    async def main() -> int:
+        await start_listening(client, authority, nodes=5 if hears else 0)
+        before = scripts_run_on(nodes)
+        tokens = await asyncio.gather(*(work() for _ in range(50)))
+        assert len(set(tokens)) == 50
+        return scripts_run_on(nodes) - before
+
+    scripts = run(main()) / 50
+    assert (scripts < 10) == hears, scripts
+
+
+@pytest.mark.usefixtures("never_look")
+def test_fifty_tasks_need_nothing_but_calls(authority: Redlock, client: Redlock, run: Run) -> None:
+    """Nobody is forgotten in the queue."""
+
+    async def main() -> None:
+        await start_listening(client, authority)
+        began = time.monotonic()
+        await asyncio.gather(*(take(client, timeout=60.0) for _ in range(50)))
+        assert time.monotonic() - began < 10.0
+
+    run(main())
+
+
+def test_tasks_come_in_the_order_in_which_they_asked(
+    authority: Redlock, client: Redlock, nodes: Nodes, run: Run
+) -> None:
+    """With `fair`, of one loop as of many clients."""
+    order: list[int] = []
+
+    async def work(number: int) -> None:
+        grant = await client.aio.acquire(("r",), ttl=30.0, timeout=30.0, fair=True)
+        order.append(number)
+        await client.aio.release(grant)
+
+    async def main() -> None:
+        await start_listening(client, authority)
+        grant = hold(authority)
+        tasks = []
+        for number in range(12):
+            tasks.append(asyncio.ensure_future(work(number)))
+            assert await soon(lambda number=number: waiting_on(nodes[0].url) == number + 1)  # type: ignore[misc]
+            await asyncio.sleep(0.01)
+        authority.release(grant)
+        await asyncio.gather(*tasks)
+
+    run(main())
+    assert order == list(range(12))
+
+
+def test_cancelled_task_leaves_its_place(authority: Redlock, client: Redlock, nodes: Nodes, run: Run) -> None:
+    """It is gone from every queue, no node would keep the lock for it, and nothing of it is left here."""
+
+    async def main() -> None:
+        await start_listening(client, authority)
+        grant = hold(authority)
+        tasks = [asyncio.ensure_future(take_and_tell(client)) for _ in range(5)]
+        assert await soon(lambda: all(waiting_on(node.url) == 5 for node in nodes))
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        assert await soon(lambda: not any(waiting_on(node.url) for node in nodes), 1.0)
+        listener = listener_of(client)
+        assert not listener._resting
+        assert not listener._line._places
+        authority.release(grant)
+        assert locks_on(nodes) == []
+
+    run(main())
+
+
+def test_lock_that_is_granted_while_its_task_is_cancelled_is_released(
+    authority: Redlock, client: Redlock, nodes: Nodes, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bid that waits on the nodes is granted by the release; the task is cancelled before it can resume."""
+    readable = LoopListener._readable
+    tasks: list[asyncio.Future[Any]] = []
+    granted = []
+
+    def cancelling(listener: LoopListener, ear: Ear) -> None:
+        readable(listener, ear)
+        for place in list(listener._resting):
+            if len(listener.granted(place)) >= 3:
+                granted.append(place)
+                tasks[-1].cancel()
+
+    monkeypatch.setattr(LoopListener, "_readable", cancelling)
+
+    async def main() -> None:
+        await start_listening(client, authority)
+        for _ in range(10):
+            grant = hold(authority)
+            tasks.append(asyncio.ensure_future(client.aio.acquire(("r",), ttl=60.0, timeout=30.0)))
+            assert await soon(lambda: bool(listener_of(client)._resting))
+            assert authority.release(grant)
+            await asyncio.wait(tasks[-1:])
+            if not tasks[-1].cancelled():
+                await client.aio.release(tasks[-1].result())
+            assert await becomes_free(nodes)
+
+    run(main())
+    assert granted
+    assert any(task.cancelled() for task in tasks)
+    assert not client._wanted
+
+
+def test_storm_of_cancelled_tasks_that_wait_leaves_nothing(
+    authority: Redlock, client: Redlock, nodes: Nodes, run: Run
+) -> None:
+    """100 tasks contend for three resources, each cancelled at a random moment of its wait or hand-over."""
+    tokens: dict[str, list[int]] = {"a": [], "b": [], "c": []}
+    chance = random.Random(11)
+
+    async def once() -> None:
+        resource = chance.choice(list(tokens))
+        grant = await client.aio.acquire((resource,), ttl=60.0, timeout=5.0, fair=chance.random() < 0.3)
+        tokens[resource].append(grant.tokens[0])
+        try:
+            await asyncio.sleep(chance.random() * 0.01)
+        finally:
+            await client.aio.release(grant)
+
+    async def work(end: float) -> None:
+        while time.monotonic() < end:
+            task = asyncio.ensure_future(once())
+            await asyncio.sleep(chance.random() ** 3 * 2.0)
+            task.cancel()
+            with suppress(asyncio.CancelledError, FencelockError):
+                await task
+
+    async def main() -> None:
+        await start_listening(client, authority)
+        await asyncio.gather(*(work(time.monotonic() + 3.0) for _ in range(100)))
+        assert await becomes_free(nodes)
+        assert heard_by(client) == 5
+        listener = listener_of(client)
+        assert not listener._resting
+        assert not listener._line._places
+        for resource, seen in tokens.items():
+            assert await take(client, resource, timeout=0) > max(seen)
+            assert await soon(lambda resource=resource: waiting_on(nodes[0].url, resource) == 0)  # type: ignore[misc]
+
+    run(main())
+    assert all(seen == sorted(set(seen)) for seen in tokens.values())
+    assert sum(map(len, tokens.values())) > 50
+    assert not client._wanted
+
+
+def test_node_that_was_killed_is_heard_again(
+    authority: Redlock, client: Redlock, nodes: Nodes, run: Run
+) -> None:
+    """Until then the others call."""
+
+    async def main() -> None:
+        await start_listening(client, authority)
+        nodes[1].kill()
+        assert await seconds_until_handed_over(authority, client) < 2.0
+        assert heard_by(client) == 4
+        nodes[1].restart(keep_data=False)
+        await start_listening(client, authority)
+        assert await seconds_until_handed_over(authority, client) < 2.0
+
+    run(main())
+
+
+def test_tasks_wait_by_looking_where_most_nodes_are_silent(
+    authority: Redlock, nodes: Nodes, run: Run
+) -> None:
+    """Three of five do not let this user listen: nobody stands in a queue where it is called in vain."""
+    for node in nodes[:3]:
+        with redis.Redis.from_url(node.url) as admin:
+            admin.acl_setuser("deaf", enabled=True, nopass=True, keys=["*"], commands=["+@all"], reset=True)
+    urls = [url.replace("redis://", "redis://deaf:any@") for url in nodes.urls[:3]] + nodes.urls[3:]
+
+    async def main() -> None:
+        async with Redlock(urls).aio as aio:
+            deaf = aio._redlock
+            assert await seconds_until_handed_over(authority, deaf, timeout=5.0) < 1.0
+            assert await soon(lambda: heard_by(deaf) == 2)
+            assert not listener_of(deaf).hears
+            assert await seconds_until_handed_over(authority, deaf, timeout=5.0) < 1.0
+            grant = hold(authority)
+            with pytest.raises(LockTimeoutError):
+                await aio.acquire(("r",), ttl=30, timeout=0.3)
+            assert waiting_on(nodes[4].url) == 0
+            authority.release(grant)
+
+    try:
+        run(main())
+    finally:
+        for node in nodes[:3]:
+            with redis.Redis.from_url(node.url) as admin:
+                admin.acl_deluser("deaf")
+
+
+@pytest.mark.usefixtures("never_look")
+def test_tasks_of_two_loops_and_threads_hand_the_lock_to_each_other(
+    authority: Redlock, client: Redlock, nodes: Nodes, run: Run
+) -> None:
+    """Two loops and two threads of one client, called over connections of their own; nobody looks."""
+    tokens: list[int] = []
+    ready = threading.Barrier(4)
+
+    async def work() -> None:
+        await start_listening(client, authority)
+        await asyncio.to_thread(ready.wait)
+
+        async def often() -> None:
+            for _ in range(5):
+                grant = await client.aio.acquire(("r",), ttl=30.0, timeout=60.0)
+                tokens.append(grant.tokens[0])
+                await client.aio.release(grant)
+
+        await asyncio.gather(*(often() for _ in range(4)))
+
+    def block() -> None:
+        resource = f"warm-up-{threading.get_ident()}"
+        grant = hold(authority, resource)
+        while not client._listener.hears:
+            with pytest.raises(LockTimeoutError):
+                client.acquire((resource,), ttl=30.0, timeout=0.2)
+        authority.release(grant)
+        ready.wait()
+        for _ in range(10):
+            grant = client.acquire(("r",), ttl=30.0, timeout=60.0)
+            tokens.append(grant.tokens[0])
+            client.release(grant)
+
+    began = time.monotonic()
+    with ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(run, work()), threads.submit(run, work())] + [
+            threads.submit(block) for _ in range(2)
+        ]:
+            done.result(60)
+    assert time.monotonic() - began < 15.0
+    assert len(tokens) == 60
+    assert tokens == sorted(set(tokens))
+    assert eventually(lambda: locks_on(nodes) == [])
+
+
+def test_forked_child_waits_with_ears_of_its_own(authority: Redlock, client: Redlock, run: Run) -> None:
+    """It is forked while a task of its parent waits, reads none of those calls, and both get the lock."""
+
+    async def main() -> None:
+        await start_listening(client, authority)
+        grant = hold(authority)
+        task = asyncio.ensure_future(take_and_tell(client))
+        assert await soon(lambda: bool(listener_of(client)._resting))
+        child = os.fork()
+        if child == 0:
+            os._exit(exit_code_of_child(client))
+        await asyncio.sleep(1.0)
+        authority.release(grant)
+        assert await task < math.inf
+        _, status = await asyncio.to_thread(os.waitpid, child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert await seconds_until_handed_over(authority, client) < 2.0
+        assert heard_by(client) == 5
+
+    run(main())
+
+
+def exit_code_of_child(client: Redlock) -> int:
+    """Wait for the lock in a child; return 0 if it was had, in a loop that hears all nodes."""
+    signal.alarm(20)
+
+    async def main() -> int:
+        return 0 if await take_and_tell(client) < math.inf and heard_by(client) == 5 else 1
+
+    with suppress(BaseException):
+        asyncio._set_running_loop(None)
+        with ThreadPoolExecutor(1) as threads:  # a loop in a thread that never had one
+            return threads.submit(asyncio.run, main()).result()
+    return 2
+
+
+def listening_threads() -> list[str]:
+    """Return the names of the threads that open connections for calls."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("fencelock-listen")]
+
+
+def test_who_never_waits_opens_nothing(authority: Redlock, client: Redlock, nodes: Nodes, run: Run) -> None:
+    """One connection a node, no thread; also where an acquisition fails at once."""
+
+    async def main() -> None:
+        before = connections_to(nodes)
+        await take(client)
+        grant = hold(authority)
+        with pytest.raises(LockTimeoutError):
+            await client.aio.acquire(("r",), ttl=30, timeout=0)
+        authority.release(grant)
+        assert connections_to(nodes) == before + 1
+        assert not listening_threads()
+
+    run(main())
+
+
+def test_connections_for_calls_are_closed_when_nobody_waits(
+    authority: Redlock, client: Redlock, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a while; then neither a timer nor a task is left in the loop. Who waits next opens them again."""
+    monkeypatch.setattr(loop_listening, "IDLE", 0.5)
+
+    async def main() -> None:
+        before = connections_to(nodes)
+        await start_listening(client, authority)
+        assert connections_to(nodes) == before + 2
+        grant = hold(authority)
+        task = asyncio.ensure_future(take_and_tell(client))
+        await asyncio.sleep(1.5)
+        assert heard_by(client) == 5, "closed under one who waits"
+        authority.release(grant)
+        await task
+        assert await soon(lambda: connections_to(nodes) == before + 1, 3.0)
+        assert len(asyncio.all_tasks()) == 1
+        timers = asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
+        await asyncio.sleep(1.0)
+        assert not [timer for timer in timers if "fencelock" in repr(timer)]
+        await start_listening(client, authority)
+
+    asyncio.run(main())
+
+
+def test_closing_lets_tasks_that_wait_go_on(
+    authority: Redlock, client: Redlock, nodes: Nodes, run: Run
+) -> None:
+    """They look by themselves from then on, without an error."""
+
+    async def main() -> None:
+        await start_listening(client, authority)
+        grant = hold(authority)
+        task = asyncio.ensure_future(take_and_tell(client))
+        assert await soon(lambda: bool(listener_of(client)._resting))
+        await client.aio.close()
+        await asyncio.sleep(0.1)
+        authority.release(grant)
+        released = time.monotonic()
+        assert await task - released < 3.0
+        await client.aio.close()
+        assert await soon(lambda: connections_to(nodes) == 1)
+
+    run(main())
+
+
+def test_loop_that_ends_while_ears_are_opened_leaves_no_connection(nodes: Nodes, run: Run) -> None:
+    """They come up when nobody is there any more; the tasks that waited were cancelled with their loop."""
+    with closing(SlowDoor(nodes[0].port)) as door, Redlock(nodes.urls[0]) as holder:
+        holder.init(base=0)
+        door.open.set()
+        client = Redlock(f"redis://127.0.0.1:{door.port}")
+
+        async def main() -> None:
+            await take(client)
+            door.open.clear()
+            hold(holder)
+            task = asyncio.ensure_future(take_and_tell(client))
+            assert await soon(lambda: bool(listening_threads()))
+            await asyncio.sleep(0.1)
+            del task
+
+        run(main())
+        door.open.set()
+        assert eventually(lambda: not listening_threads())
+        client.close()
+        assert eventually(lambda: connections_to(nodes) == 1)
