@@ -73,6 +73,7 @@ class CountingRedlock:
         ttl: float,
         timeout: float | None,
         fair: bool = False,  # noqa: ARG002 - this one has no queue
+        above: tuple[int, ...] = (),  # noqa: ARG002 - nothing is sealed here
     ) -> Grant:
         """Return a grant of one resource.
 

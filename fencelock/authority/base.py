@@ -42,11 +42,19 @@ class Authority(Protocol):
         """The same authority for coroutines."""
 
     def acquire(
-        self, resources: tuple[str, ...], *, ttl: float, timeout: float | None, fair: bool = False
+        self,
+        resources: tuple[str, ...],
+        *,
+        ttl: float,
+        timeout: float | None,
+        fair: bool = False,
+        above: tuple[int, ...] = (),
     ) -> Grant:
         """Return leases of all the resources, or of none.
 
-        With `fair`, those who have waited longer come first, as far as the authority can tell.
+        With `fair`, those who have waited longer come first, as far as the authority can tell. `above` has a
+        token for each resource that the new one must exceed, 0 for none: what a storage has seen, where the
+        authority has forgotten. It is asked for after a refusal only.
 
         Raises:
             LockTimeoutError: somebody else held one of them until the timeout.
@@ -89,6 +97,7 @@ class AsyncAuthority(Protocol):
         ttl: float,
         timeout: float | None,  # noqa: ASYNC109 - it waits for other holders, with errors of its own
         fair: bool = False,
+        above: tuple[int, ...] = (),
     ) -> Grant:
         """Return leases of all the resources, or of none: see `Authority.acquire`."""
 

@@ -55,10 +55,18 @@ class ThroughLoop(Redlock):
         return asyncio.run_coroutine_threadsafe(coroutine, self._runner).result()
 
     def acquire(
-        self, resources: tuple[str, ...], *, ttl: float, timeout: float | None, fair: bool = False
+        self,
+        resources: tuple[str, ...],
+        *,
+        ttl: float,
+        timeout: float | None,
+        fair: bool = False,
+        above: tuple[int, ...] = (),
     ) -> Grant:
         """Acquire in the loop."""
-        grant: Grant = self._there(self.aio.acquire(resources, ttl=ttl, timeout=timeout, fair=fair))
+        grant: Grant = self._there(
+            self.aio.acquire(resources, ttl=ttl, timeout=timeout, fair=fair, above=above)
+        )
         return grant
 
     def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:

@@ -63,6 +63,7 @@ class AsyncRedlock:
         ttl: float,
         timeout: float | None,  # noqa: ASYNC109 - it waits for other holders, with errors of its own
         fair: bool = False,
+        above: tuple[int, ...] = (),
     ) -> Grant:
         """Return leases of all the resources, or of none: see `Redlock.acquire`, also for the errors.
 
@@ -71,7 +72,7 @@ class AsyncRedlock:
         lines = self._lines_here()
         listener = lines.listener
         waiter = Waiter(listener, time.monotonic, time.time, fair=fair, patient=timeout != 0)
-        bids = self._redlock._new_bids(resources, ttl, waiter)
+        bids = self._redlock._new_bids(resources, ttl, waiter, above=above)
 
         async def wait(seconds: float) -> Lines:
             nonlocal lines

@@ -261,6 +261,13 @@ class Bid:
         hints = tuple(counter + 1 for counter in granted.counters)
         return replace(self, turn=None, hint_epoch=granted.epoch, hints=hints, instead_of=granted.bid.nonce)
 
+    def not_below(self, epoch: int, hints: tuple[int, ...]) -> Bid:
+        """Return this bid as one that is granted no counter below the hints, where nodes are in that epoch.
+
+        It does not wait in line: a node would grant it later as it grants others, without the hints.
+        """
+        return replace(self, turn=None, hint_epoch=epoch, hints=hints)
+
     @property
     def ttl_ms(self) -> int:
         """The ttl as it goes over the wire."""

@@ -33,7 +33,7 @@ is needed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +49,7 @@ from fencelock.authority.redlock.survey import (
     synced,
 )
 from fencelock.errors import MembershipError
-from fencelock.token import MAX_EPOCH
+from fencelock.token import MAX_COUNTER, MAX_EPOCH, split
 
 #: Recoverers that have waited for one node spread their work over so many seconds, or a tenth of the wait.
 _SPREAD = 5.0
@@ -204,9 +204,45 @@ def _raise_laggards(around: Surroundings, roll: Roll) -> Generator[Request, Any,
     highest = max(epochs.values(), default=0)
     behind = [node for node, epoch in epochs.items() if epoch < highest]
     if behind:
-        command = around.command("raise", roll.membership.fingerprint, highest)
-        answers, _ = yield from ask(command, behind, around.patience)
-        yield from synced(_who(answers, Said.RAISED), around.patience)
+        yield from _raise(around, roll, highest, behind)
+
+
+def rise(around: Surroundings, token: int) -> Generator[Request, Any, int | None]:
+    """Bring the voters to where they can grant larger tokens than one that a storage has seen.
+
+    The nodes have forgotten that they granted it. Where it is of their own epoch or an earlier one, nothing
+    is to be done: a larger counter will do, or any. Where it is of a later one, or the last of theirs, they
+    go beyond its epoch, and so beyond all that was granted in it: PROMISE first, then RAISE, as always.
+
+    Returns the epoch in which they vote then; None where too few of them do.
+    """
+    standings, _ = yield from read(around.node_key, range(len(around.names)), around.patience)
+    roll = Roll.call(around.names, standings)
+    if roll is None or not roll.has_quorum:
+        return None
+    voters = {node: roll.standings[node] for node in roll.voters}
+    epochs = sorted((standing.epoch or 0 for standing in voters.values()), reverse=True)
+    present = epochs[roll.quorum - 1]  # a majority votes in it, or in a later one
+    epoch, counter = split(token)
+    if epoch < present or (epoch == present and counter < MAX_COUNTER):
+        return present
+    following = epoch + 1
+    if following > MAX_EPOCH:
+        return None
+    promised = yield from _promise(around, roll, following, {}, voters)
+    if len(promised) < roll.quorum:
+        return None
+    raised = yield from _raise(around, roll, following, voters)
+    return following if len(raised) >= roll.quorum else None
+
+
+def _raise(
+    around: Surroundings, roll: Roll, epoch: int, nodes: Iterable[int]
+) -> Generator[Request, Any, set[int]]:
+    """Have voters vote in an epoch that a majority has promised; return those that have it on their disks."""
+    command = around.command("raise", roll.membership.fingerprint, epoch)
+    answers, _ = yield from ask(command, nodes, around.patience)
+    return (yield from synced(_who(answers, Said.RAISED), around.patience))
 
 
 def _begin(
@@ -258,9 +294,7 @@ def _admit(
     if len(promised) < roll.quorum:
         return False
     voters = [node for node, standing in standings.items() if standing.admitted]
-    command = around.command("raise", roll.membership.fingerprint, epoch)
-    answers, _ = yield from ask(command, voters, around.patience)
-    raised = yield from synced(_who(answers, Said.RAISED), around.patience)
+    raised = yield from _raise(around, roll, epoch, voters)
     if roll.has_quorum and len(raised) < roll.quorum:
         return False
     return (yield from _let_in(around, roll, epoch, {node: tickets[node] for node in due}))

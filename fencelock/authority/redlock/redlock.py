@@ -35,6 +35,9 @@ from fencelock.authority.redlock.waiting import Waiter
 from fencelock.errors import FencelockError, MembershipError, NodesNotInitialisedError, QuorumError
 
 if TYPE_CHECKING:
+    from sqlalchemy import Engine
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
     from fencelock.lock import FencedLock, IfLost
 
 _T = TypeVar("_T")
@@ -153,6 +156,7 @@ class Redlock:
         max_hold: float | None = ...,
         fair: bool = ...,
         if_lost: IfLost = ...,
+        seal: Engine | AsyncEngine | None = ...,
     ) -> FencedLock[int]: ...
 
     @overload
@@ -165,6 +169,7 @@ class Redlock:
         max_hold: float | None = ...,
         fair: bool = ...,
         if_lost: IfLost = ...,
+        seal: Engine | AsyncEngine | None = ...,
     ) -> FencedLock[tuple[int, ...]]: ...
 
     def lock(self, *resources: str, **settings: Any) -> FencedLock[int] | FencedLock[tuple[int, ...]]:
@@ -174,7 +179,13 @@ class Redlock:
         return fenced_lock(*resources, **settings, authority=self)
 
     def acquire(
-        self, resources: tuple[str, ...], *, ttl: float, timeout: float | None, fair: bool = False
+        self,
+        resources: tuple[str, ...],
+        *,
+        ttl: float,
+        timeout: float | None,
+        fair: bool = False,
+        above: tuple[int, ...] = (),
     ) -> Grant:
         """Return leases of all the resources, or of none: see `Authority.acquire`.
 
@@ -188,7 +199,7 @@ class Redlock:
         self._check_process()
         listener = self._listener
         waiter = Waiter(listener, time.monotonic, time.time, fair=fair, patient=timeout != 0)
-        bids = self._new_bids(resources, ttl, waiter)
+        bids = self._new_bids(resources, ttl, waiter, above=above)
         try:
             return self._run(
                 self._acquiring(bids, timeout), lambda seconds: listener.wait(waiter.place, seconds)
@@ -273,9 +284,10 @@ class Redlock:
         ttl: float,
         waiter: Waiter | None,
         instead_of: protocol.Granted | None = None,
+        above: tuple[int, ...] = (),
     ) -> _Bids:
         self._check_process()
-        return _Bids(resources, ttl, self._wanted, waiter, instead_of)
+        return _Bids(resources, ttl, self._wanted, waiter, instead_of, above)
 
     def _acquiring(self, bids: _Bids, timeout: float | None) -> Generator[protocol.Request, Any, Grant]:
         try:
@@ -287,6 +299,8 @@ class Redlock:
         return (yield from self._bidding(bids, timeout))
 
     def _bidding(self, bids: _Bids, timeout: float | None) -> Generator[protocol.Request, Any, Grant]:
+        if bids.above:
+            yield from self._rising(bids)
         granted = yield from protocol.acquire(
             self._see,
             bids.next,
@@ -296,6 +310,16 @@ class Redlock:
             granted_meanwhile=bids.granted_meanwhile,
         )
         return bids.won(granted)
+
+    def _rising(self, bids: _Bids) -> Generator[protocol.Request, Any, None]:
+        """Bring the nodes where they can grant tokens above those that the bids must exceed."""
+        epoch = yield from recovery.rise(self._around(), max(bids.above))
+        if epoch is None:
+            raise QuorumError(
+                f"the storage has seen token {max(bids.above)}, and too few nodes vote or answer to bring "
+                "them above it; `fencelock nodes` tells how they stand"
+            )
+        bids.hint(epoch)
 
     def _extending(
         self, wishes: Sequence[Wish]
@@ -456,15 +480,17 @@ class _Bids:
         wanted: where bids are noted whose late grants must not be released.
         waiter: knows the acquisition's place among those who wait; None where nobody waits.
         instead_of: what the bids take over.
+        above: a token for each resource that the new one must exceed; empty for none.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - all of them are what an acquisition is about
         self,
         resources: tuple[str, ...],
         ttl: float,
         wanted: WeakValueDictionary[str, protocol.Bid],
         waiter: Waiter | None,
         instead_of: protocol.Granted | None = None,
+        above: tuple[int, ...] = (),
     ) -> None:
         self._resources = resources
         self._canonical = tuple(sorted(resources))
@@ -472,6 +498,9 @@ class _Bids:
         self._wanted = wanted
         self._waiter = waiter
         self._instead_of = instead_of
+        self.above = above
+        self._hint_epoch = 0
+        self._hints: tuple[int, ...] = ()
         self._latest: tuple[protocol.Fleet, protocol.Bid] | None = None
 
     def next(self, fleet: protocol.Fleet) -> protocol.Bid:
@@ -483,9 +512,19 @@ class _Bids:
         bid = protocol.Bid.of(fleet, self._canonical, nonce, self._ttl, turn)
         if self._instead_of is not None:
             bid = bid.anew(self._instead_of)
+        elif self._hints:
+            bid = bid.not_below(self._hint_epoch, self._hints)
         self._latest = fleet, bid
         self._wanted[bid.nonce] = bid
         return bid
+
+    def hint(self, epoch: int) -> None:
+        """Have the next bids exceed what they must in this epoch, in which the nodes vote now."""
+        halves = dict(zip(self._resources, map(token.split, self.above), strict=True))
+        self._hint_epoch = epoch
+        self._hints = tuple(
+            halves[resource][1] + 1 if halves[resource][0] == epoch else 0 for resource in self._canonical
+        )
 
     def granted_meanwhile(self) -> protocol.Answers:
         """Return the nodes that have granted the latest bid while it waited."""
