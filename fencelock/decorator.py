@@ -6,10 +6,14 @@ import functools
 import inspect
 import string
 from collections.abc import Awaitable, Callable
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from fencelock.authority.base import Authority
 from fencelock.lock import FencedLock, IfLost, fenced_lock
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+    from sqlalchemy.ext.asyncio import AsyncEngine
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -24,6 +28,7 @@ def fenced(
     fair: bool = False,
     if_lost: IfLost = "raise",
     authority: Authority | None = None,
+    seal: Engine | AsyncEngine | None = None,
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Have a function, or a coroutine function, run only while it holds `fenced_lock` on its resources.
 
@@ -45,6 +50,7 @@ def fenced(
         fair: wait in line.
         if_lost: "raise" or "warn" after the function has returned.
         authority: who grants it; by default the process default at the time of the call.
+        seal: the engine on the database that has the last word; an `AsyncEngine` for coroutine functions.
 
     Raises:
         TypeError: at once, for a field that is no parameter of the function, and for a generator function,
@@ -64,6 +70,7 @@ def fenced(
             fair=fair,
             if_lost=if_lost,
             authority=authority,
+            seal=seal,
         )
 
     make(("checks the settings",))

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import time
 from collections.abc import Callable, Generator, Iterable
 from types import EllipsisType, TracebackType
-from typing import Any, Generic, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 
 from fencelock import renewal
 from fencelock._checks import check_choice, check_max_hold, check_timeout, check_ttl
@@ -23,10 +24,19 @@ from fencelock.errors import AuthorityError, LockLostError, LockTimeoutError, No
 from fencelock.lease import Lease, check_resource
 from fencelock.settings import default_authority
 
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
+    from fencelock.guard.seal import Sealer, Wish
+
 _T = TypeVar("_T")
 _Token = TypeVar("_Token", int, tuple[int, ...])
 
 IfLost = Literal["raise", "warn"]
+
+#: How often an acquisition is tried whose time is over, because the storage was ahead of the nodes.
+_HINTED_TRIES = 3
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +81,50 @@ class _Stop:
             await self.hold.renewer.stop_soon(self.hold)
 
 
-_Steps = Generator[_Call | _Stop, None, _T]
+class _Check:
+    """Refuse to seal from coroutines with an engine that blocks, and the other way round."""
+
+    __slots__ = ("sealer",)
+
+    def __init__(self, sealer: Sealer) -> None:
+        self.sealer = sealer
+
+    def block(self) -> None:
+        self.sealer.check(blocking=True)
+
+    async def wait(self) -> None:
+        self.sealer.check(blocking=False)
+
+
+class _Seal:
+    """Have a database raise its fences to a grant's tokens.
+
+    Attributes:
+        fences: those that were in the way; empty where there was none.
+        done: whether it is sealed.
+    """
+
+    __slots__ = ("done", "fences", "sealer", "wish")
+
+    def __init__(self, sealer: Sealer, grant: Grant) -> None:
+        self.sealer = sealer
+        self.wish: Wish = sealer.wish(grant.resources, grant.tokens, grant.expires_at)
+        self.fences: tuple[int, ...] = ()
+        self.done = False
+
+    def block(self) -> None:
+        self._note(*self.sealer.seal(self.wish))
+
+    async def wait(self) -> None:
+        self._note(*await self.sealer.seal_soon(self.wish))
+
+    def _note(self, done: bool, fences: tuple[int, ...]) -> None:
+        # The validity is looked at after the COMMIT, and not before.
+        self.done = done and time.monotonic() < self.wish.expires_at
+        self.fences = fences
+
+
+_Steps = Generator[_Call | _Stop | _Check | _Seal, None, _T]
 _Renewers = Callable[[Authority], renewal.Renewer]
 
 
@@ -170,6 +223,7 @@ class FencedLock(Generic[_Token]):
         fair: bool,
         if_lost: IfLost,
         authority: Authority | None,
+        seal: Engine | AsyncEngine | None = None,
     ) -> None:
         self._resources = _check_resources(resources)
         self._ttl = check_ttl(ttl)
@@ -179,6 +233,7 @@ class FencedLock(Generic[_Token]):
         self._fair = bool(fair)
         self._if_lost = check_choice("if_lost", if_lost, ("raise", "warn"))
         self._authority = authority
+        self._sealer = None if seal is None else _sealer_with(seal)
         self._entries: list[_Entry] = []
         #: Entered by `with` and not left yet. Its body may have released it, so that it is no entry any more.
         self._blocks: list[_Entry] = []
@@ -299,10 +354,12 @@ class FencedLock(Generic[_Token]):
         known = {name for hold in holds for name in hold.grant.resources}
         missing = tuple(name for name in self._resources if name not in known)
         if missing:
-            entry.asked = _Call(
-                authority, "acquire", missing, ttl=self._ttl, timeout=waiting, fair=self._fair
-            )
-            yield entry.asked
+            if self._sealer is None:
+                entry.asked = self._ask(authority, missing, waiting)
+                yield entry.asked
+            else:
+                yield from self._acquire_sealed(entry, self._sealer, authority, missing, waiting)
+            assert entry.asked is not None  # noqa: S101 - either way it was
             for hold in holds:
                 _check_still_held(hold)  # it may have ended while the others were waited for
             holds.append(self._hold(authority, entry.asked.answer, entry.owner, renewers))
@@ -311,6 +368,42 @@ class FencedLock(Generic[_Token]):
         for hold in entry.holds:
             hold.tell_when_lost(self._listeners)
         return entry
+
+    def _ask(
+        self, authority: Authority, missing: tuple[str, ...], waiting: float | None, **options: Any
+    ) -> _Call:
+        return _Call(
+            authority, "acquire", missing, ttl=self._ttl, timeout=waiting, fair=self._fair, **options
+        )
+
+    def _acquire_sealed(
+        self,
+        entry: _Entry,
+        sealer: Sealer,
+        authority: Authority,
+        missing: tuple[str, ...],
+        waiting: float | None,
+    ) -> _Steps[None]:
+        """Acquire until the storage has accepted the tokens, and the lease is still valid after that."""
+        yield _Check(sealer)
+        end = math.inf if waiting is None else time.monotonic() + waiting
+        hints: dict[str, Any] = {}
+        tries = 0
+        while True:
+            left = None if waiting is None else max(0.0, end - time.monotonic())
+            entry.asked = self._ask(authority, missing, left, **hints)
+            yield entry.asked
+            seal = _Seal(sealer, entry.asked.answer)
+            yield seal
+            if seal.done:
+                return
+            yield _Call(authority, "release", entry.asked.answer)
+            entry.asked = None
+            tries += 1
+            # Nobody is to wait for a hint, which costs no time, even where one try was asked for.
+            if time.monotonic() >= end and not (seal.fences and tries < _HINTED_TRIES):
+                raise LockTimeoutError(seal.wish.complaint(seal.fences))
+            hints = {"above": seal.fences} if seal.fences else {}
 
     def _take_back(self, entry: _Entry) -> _Steps[None]:
         """Undo an acquisition that was interrupted: its caller does not learn that he holds the lock."""
@@ -350,6 +443,10 @@ class FencedLock(Generic[_Token]):
         entry = self._innermost()
         for hold in entry.holds:
             _check_still_held(hold)
+            if self._sealer is not None:
+                yield _Check(self._sealer)
+                self._sealer.refuse_to_wait_for_oneself(hold.grant.resources)
+            sealed = self._sealer is None
             asked: _Call | None = None
             try:
                 yield _Stop(hold)
@@ -357,10 +454,14 @@ class FencedLock(Generic[_Token]):
                 seconds = max(hold.most_seconds(now), hold.grant.expires_at - now)
                 asked = _Call(hold.authority, "remint", hold.grant, seconds)
                 yield asked
+                if self._sealer is not None:
+                    yield from _seal_anew(self._sealer, asked.answer)
+                    sealed = True
             finally:
-                if asked is not None and asked.answer is not None:
+                if asked is not None and asked.answer is not None and sealed:
                     hold.remint(asked.answer)
                 elif asked is not None:
+                    hold.grant = asked.answer or hold.grant  # what was not sealed is still to be given back
                     # Once it was asked for, the old token may be nobody's any more.
                     renewal.tell(hold.lose("a new token was asked for, and none came"))
                 if hold.renewer is not None and not hold.over:
@@ -518,6 +619,19 @@ def _release_each(holds: list[Hold]) -> _Steps[str]:
     return lost
 
 
+def _sealer_with(engine: Engine | AsyncEngine) -> Sealer:
+    from fencelock.guard.seal import Sealer  # noqa: PLC0415 - locks that seal nothing need no database
+
+    return Sealer(engine)
+
+
+def _seal_anew(sealer: Sealer, grant: Grant) -> _Steps[None]:
+    seal = _Seal(sealer, grant)
+    yield seal
+    if not seal.done:
+        raise LockLostError(f"{seal.wish.complaint(seal.fences)}; the lease is lost, acquire the lock again")
+
+
 def _release(hold: Hold) -> _Steps[str]:
     """Give a hold back; return in what way it had been lost before, or nothing."""
     lost = hold.lost
@@ -555,6 +669,7 @@ def fenced_lock(
     fair: bool = ...,
     if_lost: IfLost = ...,
     authority: Authority | None = ...,
+    seal: Engine | AsyncEngine | None = ...,
 ) -> FencedLock[int]: ...
 
 
@@ -568,6 +683,7 @@ def fenced_lock(
     fair: bool = ...,
     if_lost: IfLost = ...,
     authority: Authority | None = ...,
+    seal: Engine | AsyncEngine | None = ...,
 ) -> FencedLock[tuple[int, ...]]: ...
 
 
@@ -580,6 +696,7 @@ def fenced_lock(
     fair: bool = False,
     if_lost: IfLost = "raise",
     authority: Authority | None = None,
+    seal: Engine | AsyncEngine | None = None,
 ) -> FencedLock[int] | FencedLock[tuple[int, ...]]:
     """Return a lock on a resource, to be entered with `with` or `async with`: it yields the fencing token.
 
@@ -606,9 +723,14 @@ def fenced_lock(
         if_lost: what leaving the block does if the lease was lost before and the body raised nothing:
             "raise" LockLostError, or "warn" in the log.
         authority: who grants it; by default what `configure()` or FENCELOCK_URL say.
+        seal: an engine (an `AsyncEngine` for `async with`) on the database that has the fence table: the
+            resource's fence is raised there, in a transaction of its own, before the lock is held. Tokens are
+            then unique and rising even if every node loses its memory. It holds only if every acquisition of
+            the resource seals, in the same database. See docs/sealed.md.
 
     Raises:
-        TypeError: for arguments of the wrong kind; entering raises the errors of `FencedLock.acquire`.
+        TypeError: for arguments of the wrong kind, and for an engine that does not suit `with` or `async
+            with`; entering raises the errors of `FencedLock.acquire`.
         ValueError: for arguments out of range.
     """
     lock: FencedLock[int] = FencedLock(
@@ -620,6 +742,7 @@ def fenced_lock(
         fair=fair,
         if_lost=if_lost,
         authority=authority,
+        seal=seal,
     )
     return lock
 

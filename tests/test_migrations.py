@@ -124,7 +124,10 @@ def test_program_that_knows_no_fence_goes_on_working(engine: Engine, database_ur
 def test_resources_that_differ_in_case_have_fences_of_their_own(engine: Engine, database_url: str) -> None:
     """The migrated fence table compares resources exactly, whatever the database's default collation."""
     alembic(database_url, "upgrade", "head")
-    execute(engine, "INSERT INTO fencelock_fences VALUES ('order:a', 1), ('order:A', 2), ('order:ä', 3)")
+    execute(
+        engine,
+        "INSERT INTO fencelock_fences VALUES ('order:a', 1, ''), ('order:A', 2, ''), ('order:ä', 3, '')",
+    )
     with engine.connect() as connection:
         found = connection.scalar(
             text("SELECT last_fencing_token FROM fencelock_fences WHERE resource = 'order:A'")

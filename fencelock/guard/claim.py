@@ -40,7 +40,7 @@ from fencelock.guard._statement import TOKEN_OPTION
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table
 from fencelock.guard._write import LOCKING_READS
 from fencelock.guard.fences import FENCES
-from fencelock.guard.session import BYPASS, Tokens, roll_back, writer_of
+from fencelock.guard.session import BYPASS, Tokens, note_gate, roll_back, writer_of
 from fencelock.lease import check_resource
 
 T = TypeVar("T")
@@ -192,6 +192,7 @@ def gate(session: Session, resource: str | None = None) -> None:
     token = _token_for(connection, fenced, (name,))
     connection.execute(_raise_or_make(connection, name, token), execution_options={"fencelock": BYPASS})
     _raise_fences(connection, fenced, [(name, name)], token)
+    note_gate(connection, name)
 
 
 def _fenced_model(model: type[Any]) -> tuple[Mapper[Any], FencedTable]:

@@ -15,6 +15,7 @@ from fencelock.guard._tables import FENCE_COLUMN, FencedTable, ResourceTemplate,
 from fencelock.lease import MAX_RESOURCE_LENGTH
 
 FENCE_TABLE: Final = "fencelock_fences"
+SEAL_COLUMN: Final = "sealed_by"
 
 _COMPARED_EXACTLY: Final = String(MAX_RESOURCE_LENGTH).with_variant(
     mysql.VARCHAR(MAX_RESOURCE_LENGTH, charset="utf8mb4", collation="utf8mb4_bin"), "mysql", "mariadb"
@@ -25,14 +26,16 @@ _COMPARED_EXACTLY: Final = String(MAX_RESOURCE_LENGTH).with_variant(
 def fence_table(metadata: MetaData, *, schema: str | None = None) -> Table:
     """Return the fence table as part of `metadata`, defining it there at the first call.
 
-    Its columns are `resource VARCHAR(255) PRIMARY KEY` (compared exactly, on MariaDB too) and
-    `last_fencing_token BIGINT NOT NULL DEFAULT 0`. It is fenced itself: each row by its own resource.
+    Its columns are `resource VARCHAR(255) PRIMARY KEY` (compared exactly, on MariaDB too),
+    `last_fencing_token BIGINT NOT NULL DEFAULT 0` and `sealed_by VARCHAR(32)`, which tells an acquisition
+    that seals whether it has done so already. It is fenced itself: each row by its own resource.
     """
     table = Table(
         FENCE_TABLE,
         metadata,
         Column("resource", _COMPARED_EXACTLY, primary_key=True),
         Column(FENCE_COLUMN, BigInteger, nullable=False, server_default=text("0")),
+        Column(SEAL_COLUMN, String(32)),
         schema=schema,
         keep_existing=True,
     )

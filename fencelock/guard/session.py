@@ -16,6 +16,8 @@ statement is decided once more, and finally, when the statement is rewritten.
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -96,14 +98,16 @@ class Writer:
             several share a connection.
         has_transaction: whether the driver was seen to hold a transaction open.
         remembered: the leases it was written under so far, by resource.
+        gates: which it has passed, and which thread and task did so: each as (resource, who).
     """
 
-    __slots__ = ("_bound_before", "has_transaction", "remembered", "session")
+    __slots__ = ("_bound_before", "gates", "has_transaction", "remembered", "session")
 
     def __init__(self) -> None:
         self.session: ReferenceType[Session] | None = None
         self.has_transaction = False
         self.remembered: dict[str, Lease] = {}
+        self.gates: set[tuple[str, object]] = set()
         self._bound_before: tuple[Lease, ...] | None = None
 
     def owner(self) -> Session | None:
@@ -135,6 +139,28 @@ def writer_of(connection: Connection) -> Writer:
     if writer is None:
         writer = _writers[transaction] = Writer()
     return writer
+
+
+def note_gate(connection: Connection, resource: str) -> None:
+    """Note that the connection's transaction holds the resource's row of the fence table."""
+    writer_of(connection).gates.add((resource, _who()))
+
+
+def passes_gate_here(resource: str) -> bool:
+    """Tell whether an open transaction of this thread or task has passed the gate of a resource."""
+    for transaction in [reference() for reference in _writers.keyrefs()]:
+        writer = None if transaction is None or not transaction.is_active else _writers.get(transaction)
+        if writer is not None and (resource, _who()) in writer.gates:
+            return True
+    return False
+
+
+def _who() -> object:
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:
+        task = None
+    return threading.get_ident() if task is None else id(task)
 
 
 def refuse_autocommit(connection: Connection, options: Mapping[str, Any], fenced: FencedTable) -> None:

@@ -42,6 +42,7 @@ def upgrade() -> None:
         "fencelock_fences",
         sa.Column("resource", RESOURCE, nullable=False),
         _fence(),
+        sa.Column("sealed_by", sa.String(32), nullable=True),
         sa.PrimaryKeyConstraint("resource", name=op.f("pk_fencelock_fences")),
     )
 
