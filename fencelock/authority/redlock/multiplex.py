@@ -148,7 +148,7 @@ class Lines(Seats):
             try:
                 await asking.woken
             finally:
-                del self._asking[number]
+                self._asking.pop(number, None)  # it may have been closed meanwhile
         if len(answers) < len(nodes):
             answers = {index: answers.get(index, _SILENT) for index in nodes}
         return Round(began, time.monotonic(), answers)
