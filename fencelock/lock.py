@@ -133,9 +133,10 @@ def _block(steps: _Steps[_T]) -> _T:
     error: BaseException | None = None
     while True:
         try:
-            step = next(steps) if error is None else steps.throw(error)
-            error = None
-            step.block()
+            while True:  # inside, for it is where a loop goes round that signal handlers run
+                step = next(steps) if error is None else steps.throw(error)
+                error = None
+                step.block()
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
         except BaseException as caught:
@@ -457,15 +458,11 @@ class FencedLock(Generic[_Token]):
                 if self._sealer is not None:
                     yield from _seal_anew(self._sealer, asked.answer)
                     sealed = True
-            finally:
-                if asked is not None and asked.answer is not None and sealed:
-                    hold.remint(asked.answer)
-                elif asked is not None:
-                    hold.grant = asked.answer or hold.grant  # what was not sealed is still to be given back
-                    # Once it was asked for, the old token may be nobody's any more.
-                    renewal.tell(hold.lose("a new token was asked for, and none came"))
-                if hold.renewer is not None and not hold.over:
-                    hold.renewer.watch(hold)
+                _note_remint(hold, asked, sealed=sealed)
+            except BaseException:
+                # Once more, where a signal handler raised in the middle of it.
+                _note_remint(hold, asked, sealed=sealed)
+                raise
         return entry.tokens
 
     def _release(self) -> _Steps[None]:
@@ -474,9 +471,14 @@ class FencedLock(Generic[_Token]):
 
     def _leave(self, entry: _Entry) -> _Steps[str]:
         """Leave one block; return in what way a lease had been lost before, or nothing."""
-        if entry in self._entries:
-            self._entries.remove(entry)
-        return (yield from entry.leave())
+        try:
+            if entry in self._entries:
+                self._entries.remove(entry)
+            return (yield from entry.leave())
+        except (Exception, KeyboardInterrupt, SystemExit):
+            # A signal handler's, at any line. (One that is cancelled has been sent.) Once more does no harm.
+            yield from entry.leave()
+            raise
 
     def _innermost(self) -> _Entry:
         """Return where this thread or task entered last; or else where anybody did."""
@@ -606,6 +608,18 @@ def _check_still_held(hold: Hold) -> None:
         lease.check()
         if lease.lost or lease.released:
             raise LockLostError(f"the lease of {lease.resource!r} has ended; acquire the lock again")
+
+
+def _note_remint(hold: Hold, asked: _Call | None, *, sealed: bool) -> None:
+    """Note what has become of a hold for which a new token was asked for, if it was; again has no effect."""
+    if asked is not None and asked.answer is not None and sealed:
+        hold.remint(asked.answer)
+    elif asked is not None:
+        hold.grant = asked.answer or hold.grant  # what was not sealed is still to be given back
+        # The old token may be nobody's any more.
+        renewal.tell(hold.lose("a new token was asked for, and none came"))
+    if hold.renewer is not None and not hold.over:
+        hold.renewer.watch(hold)
 
 
 def _release_each(holds: list[Hold]) -> _Steps[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import linecache
 import os
@@ -564,6 +565,28 @@ def test_interruption_at_any_line_of_an_acquisition_leaves_no_lock(nodes: Nodes,
             last = token
     assert line > (150 if warm else 300)
     gc.collect()  # sockets of interrupted connections; elsewhere they would count as a leak
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.parametrize("step", ["release", "leave", "extend", "remint"])
+def test_interruption_at_any_line_of_what_a_holder_does_leaves_no_lock(nodes: Nodes, step: str) -> None:
+    """What has begun to be given back is given back, and what goes on can be."""
+    with Redlock(nodes.urls[:3]) as authority, Redlock(nodes.urls[:3]) as rival:
+        authority.init(base=0)
+        line, interrupted = 0, True
+        while interrupted:
+            line += 1
+            lock = authority.lock("r", ttl=60)
+            lock.acquire()
+            action = getattr(lock, step, None) or functools.partial(lock.__exit__, None, None, None)
+            interrupted = interrupt_at(line, action)
+            if lock.leases:
+                with contextlib.suppress(LockLostError):
+                    lock.release()
+            assert take(rival, timeout=1), f"at line {line}"
+    assert line > 150
+    gc.collect()
 
 
 def test_keyboard_interrupt_while_waiting_leaves_no_lock(
