@@ -474,8 +474,9 @@ def test_connections_for_calls_are_closed_when_nobody_waits(
         assert connections_to(nodes) == before + 2
         grant = hold(authority)
         task = asyncio.ensure_future(take_and_tell(client))
+        links = [ear.link for ear in listener_of(client)._ears]
         await asyncio.sleep(1.5)
-        assert heard_by(client) == 5, "closed under one who waits"
+        assert links == [ear.link for ear in listener_of(client)._ears], "closed under one who waits"
         authority.release(grant)
         await task
         assert await soon(lambda: connections_to(nodes) == before + 1, 3.0)
@@ -530,3 +531,26 @@ def test_loop_that_ends_while_ears_are_opened_leaves_no_connection(nodes: Nodes,
         assert eventually(lambda: not listening_threads())
         client.close()
         assert eventually(lambda: connections_to(nodes) == 1)
+
+
+@pytest.mark.usefixtures("never_look")
+def test_connections_that_break_under_a_task_that_waits_are_opened_again(
+    authority: Redlock, client: Redlock, nodes: Nodes, run: Run
+) -> None:
+    """All of them at once: it stands in line still, and is called over the new ones before it would look."""
+
+    async def main() -> None:
+        await start_listening(client, authority)
+        grant = hold(authority)
+        task = asyncio.ensure_future(take_and_tell(client, timeout=15.0))
+        assert await soon(lambda: bool(listener_of(client)._resting))
+        for node in nodes:
+            with redis.Redis.from_url(node.url) as admin:
+                admin.client_kill_filter(_type="pubsub")
+        assert await soon(lambda: heard_by(client) < 5)
+        assert await soon(lambda: heard_by(client) == 5, 3.0)
+        authority.release(grant)
+        released = time.monotonic()
+        assert await task - released < 1.0
+
+    run(main())

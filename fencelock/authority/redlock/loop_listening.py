@@ -2,8 +2,7 @@
 
 The loop reads them: whoever is called is resumed in its next round. Nothing is opened before a task waits,
 and everything is closed when none has waited for a while, so that a loop in which nobody waits has nothing
-to do, nor to end. Lost connections are opened again by the next task that begins to wait, for those who
-wait look by themselves every second or so.
+to do, nor to end. Lost connections are opened again as long as somebody waits.
 
 As for `Lines`, a loop knows its listener by readers and timers, and the listener it by weak references only,
 so that a loop which is thrown away with tasks in it can go.
@@ -17,10 +16,13 @@ import time
 import weakref
 from collections.abc import Sequence
 
+from fencelock.authority.redlock.dialling import LONGEST_BACKOFF
 from fencelock.authority.redlock.ears import Ear, Listening
 from fencelock.authority.redlock.node import Link, Node
 from fencelock.authority.redlock.protocol import Answer, Said
 
+#: Seconds by which a timer may be early.
+_SLACK = 0.002
 #: Seconds without anybody who waits, after which the connections are closed.
 IDLE = 10.0
 
@@ -67,6 +69,7 @@ class LoopListener(Listening):
         self._resting: weakref.WeakValueDictionary[str, _Rest] = weakref.WeakValueDictionary()
         self._last_rest = 0.0
         self._ends_when_idle = False
+        self._dials_later = False
 
     def close(self) -> None:
         """Close the connections; whoever waits goes on by looking."""
@@ -109,9 +112,35 @@ class LoopListener(Listening):
         loop = self._loop()
         if loop is not None:
             try:
-                loop.call_soon_threadsafe(self._adopt)
+                loop.call_soon_threadsafe(self._welcome)
             except RuntimeError:  # it has been closed, and nobody waits
                 self.close()
+
+    def _welcome(self) -> None:
+        self._adopt()
+        self._dial_later()
+
+    def _lose(self, ear: Ear, answer: Answer) -> None:
+        super()._lose(ear, answer)
+        self._dial_later()
+
+    def _dial_later(self) -> None:
+        """Open soon what has failed, if somebody waits. What has to wait longer is left to who waits next."""
+        loop = self._loop()
+        if self._dials_later or not self._resting or loop is None or loop.is_closed():
+            return
+        now = time.monotonic()
+        pauses = (ear.retry_at - now for ear in self._ears if ear.link is None and ear.retry_at > now)
+        pause = min(pauses, default=math.inf)
+        if pause <= LONGEST_BACKOFF:
+            self._dials_later = True
+            loop.call_later(pause + _SLACK, self._dial_again)
+
+    def _dial_again(self) -> None:
+        self._dials_later = False
+        if self._resting:
+            self._dial_absent()
+            self._dial_later()
 
     def _readable(self, ear: Ear) -> None:
         """Read what has arrived, and resume those who were called; called by the loop."""
