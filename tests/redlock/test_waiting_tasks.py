@@ -479,11 +479,12 @@ def test_connections_for_calls_are_closed_when_nobody_waits(
         assert links == [ear.link for ear in listener_of(client)._ears], "closed under one who waits"
         authority.release(grant)
         await task
+        timers = asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
+        assert not [timer for timer in timers if "_Rest." in repr(timer) and not timer.cancelled()]
         assert await soon(lambda: connections_to(nodes) == before + 1, 3.0)
         assert len(asyncio.all_tasks()) == 1
-        timers = asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
         await asyncio.sleep(1.0)
-        assert not [timer for timer in timers if "fencelock" in repr(timer)]
+        assert not [timer for timer in timers if "LoopListener." in repr(timer)]
         await start_listening(client, authority)
 
     asyncio.run(main())
