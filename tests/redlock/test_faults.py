@@ -485,9 +485,9 @@ def test_forked_child_holds_nothing_and_uses_sockets_of_its_own(blocking: Redloc
     for number in range(20):
         assert take(blocking, "parent") == number + 1
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert len(locked_on(nodes)) == 5
+    assert eventually(lambda: len(locked_on(nodes)) == 5, 1)
     lock.release()
-    assert locked_on(nodes) == []
+    assert eventually(lambda: locked_on(nodes) == [], 1)
 
 
 def _child_is_right(lock: Any, lease: Any, authority: Redlock) -> bool:
