@@ -209,7 +209,7 @@ def test_hold_ends_with_max_hold(authority: Redlock, rival: Redlock) -> None:
     began = time.monotonic()
     lock.acquire()
     with rival.lock("r", timeout=5):
-        assert 0.7 < time.monotonic() - began < 1.5
+        assert 0.7 < time.monotonic() - began < 3  # who waits looks once a second
     assert eventually(lambda: bool(told))
     with pytest.raises(LockLostError, match="max_hold"):
         told[0].check()
