@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import os
 import random
@@ -513,6 +514,8 @@ def test_closing_lets_tasks_that_wait_go_on(
 
 def test_loop_that_ends_while_ears_are_opened_leaves_no_connection(nodes: Nodes, run: Run) -> None:
     """They come up when nobody is there any more; the tasks that waited were cancelled with their loop."""
+    gc.collect()
+    before = connections_to(nodes)  # what other tests have left
     with closing(SlowDoor(nodes[0].port)) as door, Redlock(nodes.urls[0]) as holder:
         holder.init(base=0)
         door.open.set()
@@ -531,7 +534,7 @@ def test_loop_that_ends_while_ears_are_opened_leaves_no_connection(nodes: Nodes,
         door.open.set()
         assert eventually(lambda: not listening_threads())
         client.close()
-        assert eventually(lambda: connections_to(nodes) == 1)
+        assert eventually(lambda: connections_to(nodes) <= before + 1)
 
 
 @pytest.mark.usefixtures("never_look")
