@@ -14,7 +14,7 @@ import asyncio
 import math
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from fencelock.authority.redlock.dialling import LONGEST_BACKOFF
 from fencelock.authority.redlock.ears import Ear, Listening
@@ -55,6 +55,17 @@ class _Rest:
         """Leave nothing behind in the loop."""
         if self._alarm is not None:
             self._alarm.cancel()
+
+
+def call_into(
+    loop: asyncio.AbstractEventLoop | None, callback: Callable[[], None], otherwise: Callable[[], None]
+) -> None:
+    """Have a loop call something, from any thread; `otherwise` where it has been closed and nobody waits."""
+    if loop is not None:
+        try:
+            loop.call_soon_threadsafe(callback)
+        except RuntimeError:
+            otherwise()
 
 
 class LoopListener(Listening):
@@ -109,12 +120,7 @@ class LoopListener(Listening):
             self._end_when_idle(loop, max(left, 0.1 * IDLE))
 
     def _announce(self) -> None:
-        loop = self._loop()
-        if loop is not None:
-            try:
-                loop.call_soon_threadsafe(self._welcome)
-            except RuntimeError:  # it has been closed, and nobody waits
-                self.close()
+        call_into(self._loop(), self._welcome, self.close)
 
     def _welcome(self) -> None:
         self._adopt()

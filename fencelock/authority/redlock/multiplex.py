@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Generator
 from typing import Any, Final, TypeVar
 
-from fencelock.authority.redlock.loop_listening import LoopListener
+from fencelock.authority.redlock.loop_listening import LoopListener, call_into
 from fencelock.authority.redlock.node import Link, Unusable, pack
 from fencelock.authority.redlock.protocol import Answer, Answers, Broadcast, Request, Round, Said
 from fencelock.authority.redlock.seats import FRESH, Seats
@@ -174,12 +174,7 @@ class Lines(Seats):
         self._adopt()
 
     def _announce(self) -> None:
-        loop = self._loop()
-        if loop is not None:
-            try:
-                loop.call_soon_threadsafe(self._welcome)
-            except RuntimeError:  # it has been closed, and nobody waits
-                self.close()
+        call_into(self._loop(), self._welcome, self.close)
 
     def _welcome(self) -> None:
         self._adopt()
