@@ -33,7 +33,8 @@ VARIABLES
     disk,    \* disk[n]: all that the server stores
     snap,    \* snap[n]: an older state of it, to which it may fall back
     out,     \* out[n], which nobody can see: .now it has lost memory and not been admitted since;
-             \* .ever 1 + the highest epoch in which it could vote; .again it could do so twice
+             \* .ever 1 + the highest epoch in which it could vote; .again it could do so twice; .twin another
+             \* server has taken over its address, while it lives on, cut off, as the Spare
     acq,     \* the acquisitions: what each has heard
     rec,     \* the recoverers
     op,      \* the operators who change the list of nodes
@@ -46,6 +47,7 @@ vars == <<run, disk, snap, out, acq, rec, op, raises, db, left>>
 Broken(rule) == rule \in Mutant
 With(part) == part \in Feature
 Max(a, b) == IF a > b THEN a ELSE b
+Spare == Node \ UNION {Lists[l] : l \in DOMAIN Lists}  \* a server of no list, until it is the double of one
 Majority(S) == Cardinality(S) \div 2 + 1
 Below(s, t) == s[1] < t[1] \/ (s[1] = t[1] /\ s[2] < t[2])  \* of tokens <<epoch, counter>>
 NoToken == <<0, 0>>
@@ -69,13 +71,14 @@ Init ==
          disk = [n \in Node |-> IF n \notin Lists[0] \/ With("init") THEN Blank
                                ELSE [Fresh EXCEPT !.p = IF With("stray") /\ n = s THEN 1 ELSE 0]]
     /\ snap = disk
-    /\ out = [n \in Node |-> [now |-> FALSE, ever |-> IF disk[n].adm THEN 1 ELSE 0, again |-> FALSE]]
+    /\ out = [n \in Node |-> [now |-> FALSE, ever |-> IF disk[n].adm THEN 1 ELSE 0, again |-> FALSE, twin |-> FALSE]]
     /\ acq = [a \in 1..Acqs |-> [begun |-> FALSE, done |-> FALSE, cfg |-> None, floor |-> NoToken,
                                  votes |-> {}, acks |-> {}, tok |-> NoToken, at |-> 0, v |-> 0]]
-    /\ rec = [k \in 1..Recs |-> [ph |-> "idle", all |-> FALSE, cfg |-> None, tk |-> NoTickets,
-                                 tr |-> NoTickets, rd |-> {}, mx |-> 0, mc |-> 0, e |-> 0, ack |-> {}]]
+    /\ rec = [k \in 1..Recs |-> [ph |-> "idle", kind |-> "recover", all |-> FALSE, cfg |-> None, tk |-> NoTickets,
+                                 tr |-> NoTickets, rd |-> {}, mx |-> 0, mc |-> 0, e |-> 0,
+                                 ack |-> NoTickets, ok |-> {}, up |-> {}]]
     /\ op = [o \in 1..Ops |-> [ph |-> "idle", old |-> None, f |-> None, tk |-> NoTickets, tr |-> NoTickets, q1 |-> {}, q2 |-> {}, mx |-> 0,
-                               e |-> 0, ack |-> {}]]
+                               e |-> 0, ack |-> NoTickets, ok |-> {}]]
     /\ raises = {}
     /\ db = [fence |-> NoToken, by |-> 0, v |-> 0, writes |-> 0, stale |-> FALSE]
     /\ left = [lose |-> Losses, roll |-> Rollbacks, restart |-> Restarts]
@@ -127,11 +130,14 @@ Remint(a, b, n) ==
        IN Granting(a, n, c + 1, IF acq[a].begun THEN acq[a]
              ELSE [acq[a] EXCEPT !.begun = TRUE, !.cfg = acq[b].cfg, !.floor = Highest])
 
+\* A server and its double have one seat, and one vote.
+Seats(S) == UNION {IF n \in Spare THEN {m \in Node : out[m].twin} ELSE {n} : n \in S}
+
 \* T may be decided: the largest of one grant from each of a majority, all of one epoch.
 Decidable(a) ==
     {<<e, T>> \in {<<v[2], v[3]>> : v \in acq[a].votes} :
-        Cardinality({n \in Node : \E v \in acq[a].votes :
-            v[1] = n /\ v[3] <= T /\ (v[2] = e \/ Broken("mixed_epochs"))}) >= Quorum(acq[a].cfg)}
+        Cardinality(Seats({n \in Node : \E v \in acq[a].votes :
+            v[1] = n /\ v[3] <= T /\ (v[2] = e \/ Broken("mixed_epochs"))})) >= Quorum(acq[a].cfg)}
 
 Confirm(a, n) ==
     /\ acq[a].begun /\ Voting(n, acq[a].cfg)
@@ -148,8 +154,8 @@ Standing(a) ==
     LET heard == acq[a].votes \cup acq[a].acks IN
     IF Broken("no_write_back") THEN Decidable(a)
     ELSE {<<e, T>> \in {<<v[2], v[3]>> : v \in heard} :
-          Cardinality({n \in Node : \E v \in heard : v[1] = n /\ v[3] = T
-              /\ (v[2] = e \/ Broken("mixed_epochs"))}) >= Quorum(acq[a].cfg)}
+          Cardinality(Seats({n \in Node : \E v \in heard : v[1] = n /\ v[3] = T
+              /\ (v[2] = e \/ Broken("mixed_epochs"))})) >= Quorum(acq[a].cfg)}
 
 Complete(a) ==
     /\ acq[a].begun /\ ~acq[a].done
@@ -219,6 +225,11 @@ Ticketed(n, mine) == IF HasTicket(n) THEN disk[n]
 Holds(n, t) == t /= 0 /\ disk[n].tk = t /\ (disk[n].tr = run[n] \/ Broken("ticket_unbound"))
 Open(n) == disk[n].nxt = None \/ Broken("closed_read")
 
+\* Of a recoverer or an operator: how many have promised to him; whether a majority has, and is known to hold the promise still.
+Acks(who) == Cardinality({n \in Node : who.ack[n] > 0})
+HasPromise(k) == rec[k].ph = "promised" \/ (Broken("one_look") /\ Acks(rec[k]) >= Quorum(rec[k].cfg))
+OpHasPromise(o) == op[o].ph = "promised" \/ (Broken("one_look") /\ Acks(op[o]) >= Quorum(op[o].f))
+
 -------------------------------------------------------------------------------
 (* Recovery of a node that is blank or restarted.                                 *)
 
@@ -249,55 +260,128 @@ BeginAgain(k, n) ==
 \* Whose word counts: who votes (somebody else may have admitted it meanwhile); and where all restarted, who keeps our ticket.
 Readable(k, n) ==
     /\ Open(n)
+    /\ rec[k].kind = "finish" => Voting(n, rec[k].cfg)
     /\ \/ Member(n, rec[k].cfg)
        \/ rec[k].all /\ disk[n].adm /\ disk[n].cfg = rec[k].cfg /\ ~Admitted(n) /\ Holds(n, rec[k].tk[n])
+
+Seen(n) == IF Broken("no_promise_field") THEN disk[n].e ELSE Max(disk[n].e, disk[n].p)
 
 RecRead(k, n) ==
     /\ rec[k].ph \in {"begin", "read"} /\ n \in Members(rec[k].cfg) \ rec[k].rd /\ Readable(k, n)
     /\ LET rd == rec[k].rd \cup {n}
-           mx == Max(rec[k].mx, IF Broken("no_promise_field") THEN disk[n].e ELSE Max(disk[n].e, disk[n].p))
+           mx == Max(rec[k].mx, Seen(n))
            enough == Cardinality(rd) >= (IF rec[k].all THEN Cardinality(Members(rec[k].cfg)) ELSE Quorum(rec[k].cfg))
            e == IF Broken("no_epoch") THEN mx ELSE mx + 1
        IN /\ enough => e <= MaxE
-          /\ rec' = [rec EXCEPT ![k].rd = rd, ![k].mx = mx, ![k].mc = IF Broken("no_epoch") THEN Max(@, disk[n].c) ELSE 0,
-                                ![k].ph = IF enough THEN "chosen" ELSE "read", ![k].e = IF enough THEN e ELSE 0]
+          /\ rec' = [rec EXCEPT ![k].rd = IF enough /\ ~Broken("read_begin") THEN {} ELSE rd,
+                                ![k].mx = IF enough /\ ~Broken("read_begin") THEN 0 ELSE mx, ![k].mc = IF Broken("no_epoch") THEN Max(@, disk[n].c) ELSE 0,
+                                ![k].ph = IF enough THEN "chosen" ELSE "read", ![k].e = IF enough THEN e ELSE 0,
+                                ![k].up = IF With("double") /\ ~Member(n, rec[k].cfg) THEN @ \cup {n} ELSE @]
     /\ UNCHANGED <<run, disk, snap, out, acq, op, raises, db, left>>
 
+\* Who finishes a change that was interrupted: a node of this list that has not voted in it yet.
+Waits(k, n) ==
+    /\ rec[k].kind = "finish" /\ n \in Members(rec[k].cfg)
+    /\ \/ ~disk[n].adm /\ Holds(n, rec[k].cfg.tk[n])
+       \/ Admitted(n) /\ disk[n].nxt = rec[k].cfg
+
 RecPromise(k, n) ==
-    /\ rec[k].ph = "chosen" /\ n \in Members(rec[k].cfg) /\ Readable(k, n)
+    /\ rec[k].ph \in {"chosen", "promised"} /\ n \in Members(rec[k].cfg)
+    /\ Readable(k, n) \/ Waits(k, n)
     /\ LET too == Broken("raise_first") /\ Admitted(n) /\ disk[n].e < rec[k].e IN
        /\ disk' = [disk EXCEPT ![n].p = Max(@, rec[k].e), ![n].e = IF too THEN rec[k].e ELSE @]
        /\ out' = IF too THEN [out EXCEPT ![n].ever = rec[k].e + 1] ELSE out
-    /\ rec' = [rec EXCEPT ![k].ack = @ \cup {n}]
-    /\ raises' = IF Cardinality(rec'[k].ack) >= Quorum(rec[k].cfg) THEN raises \cup {<<rec[k].cfg, rec[k].e>>} ELSE raises
+    /\ rec' = [rec EXCEPT ![k].ack[n] = IF rec[k].ok = {} /\ rec[k].ph = "chosen" THEN IF Broken("one_look") THEN 1 ELSE 1 + disk[n].e ELSE @]
+    /\ raises' = IF Broken("one_look") /\ Acks(rec'[k]) >= Quorum(rec[k].cfg) THEN raises \cup {<<rec[k].cfg, rec[k].e>>} ELSE raises
     /\ UNCHANGED <<run, snap, acq, op, db, left>>
 
-\* RAISE, by the recoverer, or by whoever saw that epoch on another node.
+\* When a majority has promised, a second look: each holds the promise still, and is in the epoch in which it made it. Else it
+\* may have forgotten the promise meanwhile, and been admitted by somebody to whom the others had not yet told theirs.
+RecStill(k, n) ==
+    /\ rec[k].ph = "chosen" /\ n \in Members(rec[k].cfg) \ rec[k].ok
+    /\ Readable(k, n) \/ Waits(k, n)
+    /\ Acks(rec[k]) >= Quorum(rec[k].cfg) /\ ~Broken("one_look")
+    /\ rec[k].ack[n] = 1 + disk[n].e /\ disk[n].p >= rec[k].e
+    /\ IF Cardinality(rec[k].ok) + 1 >= Quorum(rec[k].cfg)
+       THEN /\ rec' = [rec EXCEPT ![k].ph = "promised", ![k].ack = NoTickets, ![k].ok = {}]
+            /\ raises' = raises \cup {<<rec[k].cfg, rec[k].e>>}
+       ELSE /\ rec' = [rec EXCEPT ![k].ok = @ \cup {n}]
+            /\ UNCHANGED raises
+    /\ UNCHANGED <<run, disk, snap, out, acq, op, db, left>>
+
+\* RAISE, by the recoverer, or by whoever saw that epoch on another node. Not of a double: it is cut off.
 Raise(n, f, e) ==
+    /\ n \notin Spare \/ Broken("raise_double")
     /\ Member(n, f) /\ Open(n) /\ disk[n].e < e
     /\ disk' = [disk EXCEPT ![n].e = e, ![n].p = Max(@, e)]
     /\ out' = [out EXCEPT ![n].ever = e + 1]
     /\ UNCHANGED <<run, snap, acq, rec, op, raises, db, left>>
 
-\* A node may vote in epoch e, and has forgotten what it did before.
-Voter(n, e) == [now |-> FALSE, ever |-> Max(out[n].ever, e + 1), again |-> out[n].again \/ e < out[n].ever]
+\* The recoverer's own RAISE, where he has to wait for it.
+RecRaise(k, n) ==
+    /\ rec[k].ph \in {"chosen", "promised"}
+    /\ (With("double") /\ rec[k].kind = "recover") \/ rec[k].kind = "finish"
+    /\ HasPromise(k) /\ n \in Members(rec[k].cfg) \ rec[k].up /\ Member(n, rec[k].cfg) /\ Open(n)
+    /\ rec' = [rec EXCEPT ![k].up = @ \cup {n}]
+    /\ IF disk[n].e < rec[k].e
+       THEN /\ disk' = [disk EXCEPT ![n].e = rec[k].e, ![n].p = Max(@, rec[k].e)]
+            /\ out' = [out EXCEPT ![n].ever = rec[k].e + 1]
+       ELSE UNCHANGED <<disk, out>>
+    /\ UNCHANGED <<run, snap, acq, op, raises, db, left>>
 
-\* ADMIT. It does not wait for RAISE: the promises suffice. `p` is never lowered.
+\* Where a server's double may live on, cut off, it must not find a majority in the old epoch: a majority is raised
+\* before; where all restarted, whoever votes.
+Raised(k) ==
+    \/ ~With("double") /\ rec[k].kind /= "finish"
+    \/ Broken("admit_unraised") \/ (rec[k].all /\ Broken("all_unraised"))
+    \/ Cardinality(rec[k].up) >= (IF rec[k].all THEN Cardinality(Members(rec[k].cfg)) ELSE Quorum(rec[k].cfg))
+
+\* A node may vote in epoch e, and has forgotten what it did before.
+Voter(n, e) == [out[n] EXCEPT !.now = FALSE, !.ever = Max(@, e + 1), !.again = @ \/ e < out[n].ever]
+
+\* ADMIT. It does not wait for RAISE, doubles apart: the promises suffice. `p` is never lowered.
 Admit(k, n) ==
-    /\ rec[k].ph = "chosen" /\ rec[k].tk[n] /= 0 /\ ~Admitted(n)
+    /\ rec[k].ph \in {"chosen", "promised"} /\ rec[k].tk[n] /= 0 /\ ~Admitted(n)
     /\ Holds(n, rec[k].tk[n]) \/ Broken("no_ticket")
     /\ Open(n)
-    /\ Cardinality(rec[k].ack) >= Quorum(rec[k].cfg) \/ Broken("admit_first") \/ Broken("no_epoch")
+    /\ (HasPromise(k) /\ Raised(k)) \/ Broken("admit_first") \/ Broken("no_epoch")
     /\ disk' = [disk EXCEPT ![n] = [Blank EXCEPT !.adm = TRUE, !.e = rec[k].e, !.r = run[n], !.cfg = rec[k].cfg,
             !.p = IF Broken("admit_lowers_p") THEN rec[k].e ELSE Max(rec[k].e, disk[n].p),
             !.c = rec[k].mc, !.lk = disk[n].lk]]
     /\ out' = [out EXCEPT ![n] = Voter(n, rec[k].e)]
     /\ UNCHANGED <<run, snap, acq, rec, op, raises, db, left>>
 
+\* An operator, of the present list, who opens those that an interrupted change has left; their epoch may be above all he sees.
+Finish(k, f) ==
+    /\ With("finish") /\ rec[k].ph = "idle" /\ f /= First
+    /\ rec' = [rec EXCEPT ![k].ph = "read", ![k].kind = "finish", ![k].cfg = f]
+    /\ UNCHANGED <<run, disk, snap, out, acq, op, raises, db, left>>
+
+FinishLook(k, n) ==
+    /\ rec[k].ph = "read" /\ Waits(k, n) /\ Seen(n) > rec[k].mx
+    /\ rec' = [rec EXCEPT ![k].mx = Seen(n)]
+    /\ UNCHANGED <<run, disk, snap, out, acq, op, raises, db, left>>
+
+FinishOpen(k, n) ==
+    /\ rec[k].ph \in {"chosen", "promised"} /\ Waits(k, n)
+    /\ (HasPromise(k) /\ Raised(k)) \/ Broken("finish_unpromised")
+    /\ disk' = [disk EXCEPT ![n] = [Blank EXCEPT !.adm = TRUE, !.e = rec[k].e, !.p = Max(rec[k].e, disk[n].p),
+                                    !.r = run[n], !.cfg = rec[k].cfg, !.lk = disk[n].lk]]
+    /\ out' = [out EXCEPT ![n] = Voter(n, rec[k].e)]
+    /\ raises' = raises \cup {<<rec[k].cfg, rec[k].e>>}
+    /\ UNCHANGED <<run, snap, acq, rec, op, db, left>>
+
+\* A client whose token the storage has refused because of its epoch brings the nodes above the one that it names.
+\* That can be any.
+Rise(k, f, e) ==
+    /\ With("rise") /\ rec[k].ph = "idle"
+    /\ rec' = [rec EXCEPT ![k].ph = "chosen", ![k].kind = "rise", ![k].cfg = f, ![k].e = e]
+    /\ UNCHANGED <<run, disk, snap, out, acq, op, raises, db, left>>
+
 -------------------------------------------------------------------------------
 (* Operators: initialise, or close one list and open another.                     *)
 
-Seats(l, old) == Lists[l] \ (IF With("init") THEN {} ELSE Members(old))  \* those that are new
+NewSeats(l, old) == Lists[l] \ (IF With("init") THEN {} ELSE Members(old))  \* those that are new
 NextList(l, old, tk) ==
     [l |-> l,
      tk |-> [n \in Node |-> IF n \notin Lists[l] \/ Broken("fixed_ids") THEN 0
@@ -312,16 +396,16 @@ FirstPhase == IF ~With("init") THEN "close" ELSE IF Broken("init_one_look") THEN
 OpBegin(o, n, l, old) ==
     /\ op[o].ph = "idle" \/ (op[o].ph = "begin" /\ op[o].f.l = l /\ op[o].old = old)
     /\ n \in Lists[l] /\ ~disk[n].adm /\ op[o].tk[n] = 0
-    /\ With("once") => old = First /\ l /= 0 /\ n \in Seats(l, old)
+    /\ With("once") => old = First /\ l /= 0 /\ n \in NewSeats(l, old)
     /\ LET tk == [op[o].tk EXCEPT ![n] = Ticketed(n, OpTicket(o)).tk]
        IN op' = [op EXCEPT ![o].old = old, ![o].f = NextList(l, old, tk), ![o].tk = tk, ![o].tr[n] = run[n],
-                 ![o].ph = IF \A m \in Seats(l, old) : tk[m] /= 0 THEN FirstPhase ELSE "begin"]
+                 ![o].ph = IF \A m \in NewSeats(l, old) : tk[m] /= 0 THEN FirstPhase ELSE "begin"]
     /\ disk' = [disk EXCEPT ![n] = Ticketed(n, OpTicket(o))]
     /\ UNCHANGED <<run, snap, out, acq, rec, raises, db, left>>
 
 \* Where no node is new.
 OpShrink(o, l, old) ==
-    /\ op[o].ph = "idle" /\ ~With("init") /\ l /= old.l /\ Seats(l, old) = {}
+    /\ op[o].ph = "idle" /\ ~With("init") /\ l /= old.l /\ NewSeats(l, old) = {}
     /\ With("once") => old = First
     /\ op' = [op EXCEPT ![o].ph = "close", ![o].old = old, ![o].f = NextList(l, old, NoTickets)]
     /\ UNCHANGED <<run, disk, snap, out, acq, rec, raises, db, left>>
@@ -332,7 +416,7 @@ OpBeginAgain(o, n) ==
     /\ UNCHANGED <<run, snap, out, acq, rec, op, raises, db, left>>
 
 OpClose(o, n) ==
-    /\ op[o].ph \in {"close", "check", "open"} /\ ~With("init") /\ Member(n, op[o].old)
+    /\ op[o].ph \in {"close", "check", "open", "promised"} /\ ~With("init") /\ Member(n, op[o].old)
     /\ disk[n].nxt \in {None, op[o].f} \/ Broken("no_next")
     /\ disk' = [disk EXCEPT ![n].nxt = op[o].f]
     /\ IF op[o].ph = "close"
@@ -377,21 +461,31 @@ Awaits(o, n) == \/ ~disk[n].adm /\ Holds(n, op[o].tk[n])
 
 \* PROMISE to the new list, before any of its nodes may vote. (When initialising: note that a node votes.)
 OpPromise(o, n) ==
-    /\ op[o].ph = "open" /\ n \in Members(op[o].f)
+    /\ op[o].ph \in {"open", "promised"} /\ n \in Members(op[o].f)
     /\ (Awaits(o, n) /\ ~With("init")) \/ Voting(n, op[o].f)
     /\ disk' = [disk EXCEPT ![n].p = Max(@, op[o].e)]
-    /\ op' = [op EXCEPT ![o].ack = @ \cup {n}]
+    /\ op' = [op EXCEPT ![o].ack[n] = IF op[o].ok = {} /\ op[o].ph = "open" THEN IF Broken("one_look") THEN 1 ELSE 1 + disk[n].e ELSE @]
     /\ UNCHANGED <<run, snap, out, acq, rec, raises, db, left>>
+
+OpStill(o, n) ==
+    /\ op[o].ph = "open" /\ n \in Members(op[o].f) \ op[o].ok /\ ~With("init") /\ ~Broken("one_look")
+    /\ Awaits(o, n) \/ Voting(n, op[o].f)
+    /\ Acks(op[o]) >= Quorum(op[o].f)
+    /\ op[o].ack[n] = 1 + disk[n].e /\ disk[n].p >= op[o].e
+    /\ op' = IF Cardinality(op[o].ok) + 1 >= Quorum(op[o].f)
+             THEN [op EXCEPT ![o].ph = "promised", ![o].ack = NoTickets, ![o].ok = {}]
+             ELSE [op EXCEPT ![o].ok = @ \cup {n}]
+    /\ UNCHANGED <<run, disk, snap, out, acq, rec, raises, db, left>>
 
 \* Who initialises opens the nodes in the order of their tickets, each when those before it vote in his list. (Tickets are
 \* random, here the youngest is the largest; "descending" turns the order round.)
-InTurn(o, n) == \A m \in Members(op[o].f) \ op[o].ack :
+InTurn(o, n) == \A m \in {m \in Members(op[o].f) : op[o].ack[m] = 0} :
     IF With("descending") THEN op[o].tk[m] <= op[o].tk[n] ELSE op[o].tk[m] >= op[o].tk[n]
 
 OpOpen(o, n) ==
-    /\ op[o].ph = "open" /\ n \in Members(op[o].f) /\ Awaits(o, n)
+    /\ op[o].ph \in {"open", "promised"} /\ n \in Members(op[o].f) /\ Awaits(o, n)
     /\ With("init") => InTurn(o, n) \/ Broken("init_unordered")
-    /\ Cardinality(op[o].ack) >= Quorum(op[o].f) \/ Broken("open_unpromised") \/ With("init")
+    /\ OpHasPromise(o) \/ Broken("open_unpromised") \/ With("init")
     /\ disk' = [disk EXCEPT ![n] = [Blank EXCEPT !.adm = TRUE, !.e = op[o].e, !.p = Max(op[o].e, disk[n].p),
                                     !.r = run[n], !.cfg = op[o].f, !.lk = disk[n].lk]]
     /\ out' = [out EXCEPT ![n] = Voter(n, op[o].e)]
@@ -429,6 +523,19 @@ Restart(n) ==
     /\ run' = [run EXCEPT ![n] = @ + 1]
     /\ UNCHANGED <<disk, snap, out, acq, rec, op, raises, db>>
 
+\* Another server takes over the address, blank or with all the data, while this one lives on: the clients that
+\* have a connection to it still reach it; nobody else does.
+TakeOver(n) ==
+    /\ With("double") /\ Voting(n, First)
+    /\ \E s \in Spare, data \in BOOLEAN :
+        /\ ~disk[s].adm
+        /\ IF data THEN left.restart > 0 ELSE left.lose > 0
+        /\ left' = IF data THEN [left EXCEPT !.restart = @ - 1] ELSE [left EXCEPT !.lose = @ - 1]
+        /\ disk' = [disk EXCEPT ![s] = [disk[n] EXCEPT !.r = run[s]], ![n] = IF data THEN @ ELSE Blank]
+        /\ run' = [run EXCEPT ![n] = @ + 1]
+        /\ out' = [out EXCEPT ![n].twin = TRUE, ![n].now = @ \/ ~data] /\ Bearable
+    /\ UNCHANGED <<snap, acq, rec, op, raises, db>>
+
 \* Sealed mode must hold even where nodes forget, and nobody asks for a marker.
 Careless(n) ==
     /\ With("sealed") /\ ~Admitted(n)
@@ -443,13 +550,15 @@ Next ==
                            \/ \E f \in Fingerprints : Begin(a, n, f)
                            \/ \E b \in 1..Acqs : Remint(a, b, n)
     \/ \E k \in 1..Recs, n \in Node :
-        \/ RecBeginMore(k, n) \/ BeginAgain(k, n) \/ RecRead(k, n) \/ RecPromise(k, n) \/ Admit(k, n)
-        \/ \E f \in Fingerprints : (k > 1 => rec[k-1].ph /= "idle") /\ RecBegin(k, n, f)
+        \/ RecBeginMore(k, n) \/ BeginAgain(k, n) \/ RecRead(k, n) \/ RecPromise(k, n) \/ RecStill(k, n)
+        \/ RecRaise(k, n) \/ Admit(k, n) \/ FinishLook(k, n) \/ FinishOpen(k, n)
+        \/ \E f \in Fingerprints : (k > 1 => rec[k-1].ph /= "idle") /\ (RecBegin(k, n, f) \/ Finish(k, f) \/ \E e \in 1..MaxE : Rise(k, f, e))
     \/ \E n \in Node, r \in raises : Raise(n, r[1], r[2])
     \/ \E o \in 1..Ops : \/ OpAgain(o) \/ \E l \in DOMAIN Lists, f \in Olds : OpShrink(o, l, f)
-        \/ \E n \in Node : \/ OpBeginAgain(o, n) \/ OpClose(o, n) \/ OpCheck(o, n) \/ OpLook(o, n) \/ OpPromise(o, n) \/ OpOpen(o, n)
+        \/ \E n \in Node : \/ OpBeginAgain(o, n) \/ OpClose(o, n) \/ OpCheck(o, n) \/ OpLook(o, n) \/ OpPromise(o, n) \/ OpStill(o, n)
+                           \/ OpOpen(o, n)
                            \/ \E l \in DOMAIN Lists, f \in Olds : OpBegin(o, n, l, f)
-    \/ \E n \in Node : Remember(n) \/ RollBack(n) \/ Lose(n) \/ Restart(n) \/ Careless(n)
+    \/ \E n \in Node \ Spare : Remember(n) \/ RollBack(n) \/ Lose(n) \/ Restart(n) \/ TakeOver(n) \/ Careless(n)
 
 Spec == Init /\ [][Next]_vars
 

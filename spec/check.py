@@ -140,7 +140,7 @@ class Explorer:
         return Found(verdict[2] or "", states, steps, seconds, done.stdout, finished=finished)
 
     def _program(self, run: Run) -> Path:
-        shape = (run.servers, max(run.acqs, 1), max(run.recs, 2), max(run.ops, 2))
+        shape = (len(run.servers), max(run.acqs, 1), max(run.recs, 2), max(run.ops, 2))
         program = self._folder / "explore-{}-{}-{}-{}".format(*shape)
         with self._compiling:
             if not program.exists():
@@ -208,7 +208,7 @@ def _tlc_jar() -> str:
 def _write_module(run: Run, folder: Path) -> None:
     """Write down a configuration as TLC reads it."""
     lists = run.lists.split(",")
-    servers = sorted(set(run.lists) - {","})
+    servers = run.servers
     name = {server: f"n{server}" for server in servers}
     symmetry = " \\cup ".join(
         f"Permutations({{{', '.join(name[s] for s in kind)}}})" for kind in _kinds(lists, servers)
@@ -221,6 +221,7 @@ def _write_module(run: Run, folder: Path) -> None:
     features = set(run.feature.split(",")) - {""}
     left_out = set().union(*(NARROWING[feature] for feature in features & set(NARROWING)))
     quoted = ", ".join(f'"{feature}"' for feature in sorted(features))
+    rules = ", ".join(f'"{rule}"' for rule in run.mutant.split(","))
     constants = {
         **{each: each for each in name.values()},
         "Node": f"{{{', '.join(name.values())}}}",
@@ -233,7 +234,7 @@ def _write_module(run: Run, folder: Path) -> None:
         "Rollbacks": run.roll,
         "Restarts": run.restart,
         "Feature": f"{{{quoted}}}",
-        "Mutant": f'{{"{run.mutant}"}}',
+        "Mutant": f"{{{rules}}}",
     }
     settings = [
         "SPECIFICATION Spec",
@@ -258,7 +259,7 @@ def _kinds(lists: list[str], servers: list[str]) -> Iterator[str]:
 
 
 def write_results(outcomes: Iterable[Outcome]) -> None:
-    """Put rows into README's tables; rows of configurations that have not run stay, if they exist still."""
+    """Put rows into README's tables; those of configurations that were not run stay, or say so."""
     new = {outcome.run.name: outcome.row for outcome in outcomes}
     text = README.read_text()
     for table, titles in TITLES.items():
@@ -269,9 +270,10 @@ def write_results(outcomes: Iterable[Outcome]) -> None:
         rows = {row[0]: row for row in cells if len(row) == len(titles)} | new
         lines = [titles, ("---",) * len(titles)]
         for run in RUNS:
-            known = rows.get(run.name)
-            if known and bool(run.mutant) == (table == "mutants") and known[1] == run.bounds:
-                lines.append(known)
+            known = rows.get(run.name, ())
+            if bool(run.mutant) == (table == "mutants"):
+                nothing = (run.name, run.bounds, "", "", "", "no result")
+                lines.append(known if known[1:2] == (run.bounds,) else nothing)
         body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
         text = f"{before}{begin}\n{body}\n{end}{after}"
     README.write_text(text)

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Run:
     """One configuration.
 
@@ -17,7 +17,7 @@ class Run:
         maxg: largest counter looked at; `maxe` the largest epoch.
         lose: how often a server is blanked; `roll` comes back older; `restart` comes back unharmed.
         feature: optional parts that take part.
-        mutant: the rule that is left out; the run must then find a violation.
+        mutant: the rule that is left out (or rules); the run must then find a violation.
         walk: random walks of so many steps together, instead of looking at every state; `depth` is the length
             of each, and `seed` decides them all.
         minutes: for what is too large to be finished: schedules of 1, 2, 3 … steps, as far as the time goes.
@@ -26,6 +26,7 @@ class Run:
     """
 
     name: str
+    _: KW_ONLY
     lists: str = "012"
     acqs: int = 2
     recs: int = 0
@@ -45,15 +46,16 @@ class Run:
     long: bool = False
 
     @property
-    def servers(self) -> int:
-        """How many servers there are in all lists."""
-        return len(set(self.lists) - {","})
+    def servers(self) -> list[str]:
+        """All servers by digit: those of the lists; and one more where a server can have a double."""
+        listed = sorted(set(self.lists) - {","})
+        return [*listed, str(len(listed))] if "double" in self.feature else listed
 
     @property
     def bounds(self) -> str:
         """How far is looked, in words."""
         counts = (
-            (self.servers, "node"),
+            (len(set(self.lists) - {","}), "node"),
             (self.lists.count(",") and self.lists.count(",") + 1, "list"),
             (self.acqs, "acquisition"),
             (self.recs, "recoverer"),
@@ -71,25 +73,25 @@ class Run:
 FIVE = "01234"
 REPLACE = "012,013"  # server 3 takes the place of server 2
 RUNS = (
-    Run(name="lock core, 2 counters", maxg=2, tlc=True),
-    Run(name="lock core", maxg=3),
-    Run(name="lock core, 4 counters", maxg=4, long=True),
-    Run(name="lock core, N=5", lists=FIVE, maxg=2),
-    Run(name="hints and restored keys", maxg=3, feature="hint,restore"),
-    Run(name="EXTEND restores a released key", acqs=3, feature="restore"),
-    Run(name="EXTEND restores, 1 loss", recs=1, maxe=1, lose=1, feature="restore"),
-    Run(name="REMINT", feature="remint", tlc=True),
-    Run(name="REMINT again and again, resent", acqs=3, maxg=3, feature="remint,restore"),
-    Run(name="REMINT, 1 loss", recs=1, maxe=1, lose=1, feature="remint"),
-    Run(name="guard with claim", acqs=3, maxg=3, feature="guard", long=True),
-    Run(name="guard with claim, 2", maxg=2, feature="guard", tlc=True),
-    Run(name="sealed, every node forgets", lose=3, long=True, feature="sealed"),
-    Run(name="sealed, a majority forgets", lose=2, feature="sealed"),
-    Run(name="init, 2 losses", ops=1, lose=2, feature="init"),
-    Run(name="init, FLUSHALL while two initialise", ops=2, lose=2, maxg=1, feature="init,only_outcome"),
-    Run(name="init, the other order", ops=2, lose=2, maxg=1, feature="init,only_outcome,descending"),
+    Run("lock core, 2 counters", tlc=True),
+    Run("lock core", maxg=3),
+    Run("lock core, 4 counters", maxg=4, long=True),
+    Run("lock core, N=5", lists=FIVE),
+    Run("hints and restored keys", maxg=3, feature="hint,restore"),
+    Run("EXTEND restores a released key", acqs=3, feature="restore"),
+    Run("EXTEND restores, 1 loss", recs=1, maxe=1, lose=1, feature="restore"),
+    Run("REMINT", feature="remint", tlc=True),
+    Run("REMINT again and again, resent", acqs=3, maxg=3, feature="remint,restore"),
+    Run("REMINT, 1 loss", recs=1, maxe=1, lose=1, feature="remint"),
+    Run("guard with claim", acqs=3, maxg=3, feature="guard", long=True),
+    Run("guard with claim, 2", feature="guard", tlc=True),
+    Run("sealed, every node forgets", lose=3, long=True, feature="sealed"),
+    Run("sealed, a majority forgets", lose=2, feature="sealed"),
+    Run("init, 2 losses", ops=1, lose=2, feature="init"),
+    Run("init, FLUSHALL while two initialise", ops=2, lose=2, maxg=1, feature="init,only_outcome"),
+    Run("init, the other order", ops=2, lose=2, maxg=1, feature="init,only_outcome,descending"),
     Run(
-        name="init, two initialise, recovery",
+        "init, two initialise, recovery",
         recs=1,
         ops=2,
         maxg=1,
@@ -99,17 +101,17 @@ RUNS = (
         minutes=5,
         long=True,
     ),
-    Run(name="recovery, 1 acquisition", acqs=1, recs=1, maxe=1, lose=1, tlc=True),
-    Run(name="recovery, 2 losses", recs=1, maxe=1, lose=2),
-    Run(name="recovery, 1 rollback", recs=1, maxe=1, roll=1, long=True),
-    Run(name="recovery, 2 recoverers", recs=2, maxg=2, maxe=2, lose=1, long=True),
-    Run(name="epochs, N=3, 3 losses", acqs=0, recs=2, maxe=3, lose=3),
-    Run(name="epochs, N=5, 3 losses", lists=FIVE, acqs=0, recs=2, maxe=3, lose=3),
-    Run(name="epochs, N=5, 3 recoverers", lists=FIVE, acqs=0, recs=3, maxe=3, lose=2, long=True),
-    Run(name="epochs, N=5, 2 rollbacks", lists=FIVE, acqs=0, recs=2, maxe=2, roll=2, long=True),
-    Run(name="all restarted, 2 losses", acqs=0, recs=2, maxe=3, lose=2, restart=3, feature="all_restarted"),
+    Run("recovery, 1 acquisition", acqs=1, recs=1, maxe=1, lose=1, tlc=True),
+    Run("recovery, 2 losses", recs=1, maxe=1, lose=2),
+    Run("recovery, 1 rollback", recs=1, maxe=1, roll=1, long=True),
+    Run("recovery, 2 recoverers", recs=2, maxe=2, lose=1, long=True),
+    Run("epochs, N=3, 3 losses", acqs=0, recs=2, maxe=3, lose=3),
+    Run("epochs, N=5, 3 losses", lists=FIVE, acqs=0, recs=2, maxe=3, lose=3),
+    Run("epochs, N=5, 3 recoverers", lists=FIVE, acqs=0, recs=3, maxe=3, lose=2, long=True),
+    Run("epochs, N=5, 2 rollbacks", lists=FIVE, acqs=0, recs=2, maxe=2, roll=2, long=True),
+    Run("all restarted, 2 losses", acqs=0, recs=2, maxe=3, lose=2, restart=3, feature="all_restarted"),
     Run(
-        name="all restarted, 1 rollback",
+        "all restarted, 1 rollback",
         acqs=0,
         recs=2,
         maxe=3,
@@ -118,36 +120,37 @@ RUNS = (
         feature="all_restarted",
         long=True,
     ),
-    Run(name="change, one operator", lists=REPLACE, acqs=1, ops=1, maxg=1, maxe=1, tlc=True),
-    Run(name="init, one operator", acqs=1, ops=1, lose=1, maxg=1, feature="init", tlc=True),
-    Run(name="change, two lists wanted", lists="012,013,014", acqs=0, ops=2, maxe=2),
-    Run(name="change and back", lists="01,012", acqs=0, ops=2, maxe=3),
-    Run(name="change and back, 1 loss", lists="01,012", acqs=0, recs=1, ops=2, maxe=3, lose=1),
-    Run(name="change, 1 loss", lists=REPLACE, acqs=0, recs=1, ops=2, maxe=2, lose=1),
+    Run("a double, cut off", recs=1, maxg=1, maxe=1, lose=1, restart=1, feature="double"),
+    Run("a double, N=5", lists=FIVE, recs=1, maxg=1, maxe=1, lose=1, feature="double"),
+    Run("a double, all restarted", recs=1, maxg=1, maxe=2, restart=2, feature="double,all_restarted"),
+    Run("a double, 1 acquisition", acqs=1, recs=1, maxg=1, maxe=1, lose=1, feature="double", tlc=True),
+    Run("rise to the storage's epoch", acqs=0, recs=2, maxe=3, lose=3, feature="rise"),
+    Run("rise, N=5", lists=FIVE, acqs=0, recs=2, maxe=2, lose=2, feature="rise"),
+    Run("rise, 1 recoverer", acqs=0, recs=1, maxe=2, lose=1, feature="rise", tlc=True),
+    Run("rise, 3 recoverers", acqs=0, recs=3, maxe=2, lose=2, feature="rise"),
+    Run("finish a change", lists=REPLACE, acqs=0, recs=2, ops=1, maxe=2, lose=1, feature="finish,once"),
     Run(
-        name="change, 2 losses",
+        "finish a change, no loss",
         lists=REPLACE,
         acqs=0,
         recs=1,
-        ops=2,
-        maxe=3,
-        lose=2,
-        feature="stray",
-        long=True,
-    ),
-    Run(name="change, all new", lists="012,345", acqs=0, recs=1, ops=2, maxe=2, lose=1, feature="once"),
-    Run(name="change, with clients", lists=REPLACE, recs=1, ops=1, maxg=2, maxe=2, lose=1, long=True),
-    Run(
-        name="recovery, N=5, 2 acquisitions",
-        lists=FIVE,
-        recs=2,
+        ops=1,
         maxe=2,
-        lose=2,
-        minutes=20,
-        long=True,
+        feature="finish,once",
+        tlc=True,
     ),
+    Run("change, one operator", lists=REPLACE, acqs=1, ops=1, maxg=1, maxe=1, tlc=True),
+    Run("init, one operator", acqs=1, ops=1, lose=1, maxg=1, feature="init", tlc=True),
+    Run("change, two lists wanted", lists="012,013,014", acqs=0, ops=2, maxe=2),
+    Run("change and back", lists="01,012", acqs=0, ops=2, maxe=3),
+    Run("change and back, 1 loss", lists="01,012", acqs=0, recs=1, ops=2, maxe=3, lose=1),
+    Run("change, 1 loss", lists=REPLACE, acqs=0, recs=1, ops=2, maxe=2, lose=1),
+    Run("change, 2 losses", lists=REPLACE, acqs=0, recs=1, ops=2, maxe=3, lose=2, feature="stray", long=True),
+    Run("change, all new", lists="012,345", acqs=0, recs=1, ops=2, maxe=2, lose=1, feature="once"),
+    Run("change, with clients", lists=REPLACE, recs=1, ops=1, maxe=2, lose=1, long=True),
+    Run("recovery, N=5, 2 acquisitions", lists=FIVE, recs=2, maxe=2, lose=2, minutes=20, long=True),
     Run(
-        name="walks, N=5, recovery",
+        "walks, N=5, recovery",
         lists=FIVE,
         acqs=3,
         recs=3,
@@ -162,7 +165,7 @@ RUNS = (
         long=True,
     ),
     Run(
-        name="walks, N=5, everything",
+        "walks, N=5, everything",
         lists="01234,01256",
         acqs=3,
         recs=3,
@@ -176,19 +179,19 @@ RUNS = (
         walk=3_000_000,
         depth=150,
     ),
-    Run(name="M no write-back", acqs=2, maxg=3, mutant="no_write_back", tlc=True),
-    Run(name="M no ownership test", acqs=2, maxg=3, mutant="no_ownership"),
-    Run(name="M no g <= T", acqs=2, maxg=3, mutant="no_own_limit"),
-    Run(name="M any incarnation", roll=1, mutant="any_incarnation", tlc=True),
-    Run(name="M mixed epochs", recs=1, maxe=1, lose=1, mutant="mixed_epochs", feature="unpromised"),
-    Run(name="M restore before completion", maxg=3, mutant="restore_early", feature="restore"),
-    Run(name="M no ticket", recs=1, maxe=1, lose=2, mutant="no_ticket", feature="unpromised"),
-    Run(name="M ticket not bound", recs=1, maxe=1, roll=2, mutant="ticket_unbound", feature="unpromised"),
-    Run(name="M client's ticket", recs=1, maxe=1, lose=2, mutant="client_ticket", feature="only_outcome"),
-    Run(name="M client's ticket, init", ops=1, lose=1, mutant="client_ticket", feature="init,only_outcome"),
-    Run(name="M ADMIT before PROMISE", recs=1, maxe=2, lose=2, mutant="admit_first", tlc=True),
+    Run("M no write-back", maxg=3, mutant="no_write_back", tlc=True),
+    Run("M no ownership test", maxg=3, mutant="no_ownership"),
+    Run("M no g <= T", maxg=3, mutant="no_own_limit"),
+    Run("M any incarnation", roll=1, mutant="any_incarnation", tlc=True),
+    Run("M mixed epochs", recs=1, maxe=1, lose=1, mutant="mixed_epochs", feature="unpromised"),
+    Run("M restore before completion", maxg=3, mutant="restore_early", feature="restore"),
+    Run("M no ticket", recs=1, maxe=1, lose=2, mutant="no_ticket", feature="unpromised"),
+    Run("M ticket not bound", recs=1, maxe=1, roll=2, mutant="ticket_unbound", feature="unpromised"),
+    Run("M client's ticket", recs=1, maxe=1, lose=2, mutant="client_ticket", feature="only_outcome"),
+    Run("M client's ticket, init", ops=1, lose=1, mutant="client_ticket", feature="init,only_outcome"),
+    Run("M ADMIT before PROMISE", recs=1, maxe=2, lose=2, mutant="admit_first", tlc=True),
     Run(
-        name="M RAISE without PROMISE, N=5",
+        "M RAISE without PROMISE, N=5",
         lists=FIVE,
         acqs=0,
         recs=2,
@@ -196,11 +199,44 @@ RUNS = (
         lose=2,
         mutant="raise_first",
         feature="unpromised",
-        tlc=True,
     ),
-    Run(name="M no epoch", recs=1, maxe=1, lose=1, mutant="no_epoch", feature="only_outcome"),
     Run(
-        name="M BEGIN after reading, N=5",
+        "M one look at promises", acqs=0, recs=3, maxe=2, lose=2, mutant="one_look", feature="rise,unpromised"
+    ),
+    Run(
+        "M rise without PROMISE",
+        acqs=0,
+        recs=2,
+        maxe=2,
+        lose=2,
+        mutant="raise_first",
+        feature="rise,unpromised",
+    ),
+    Run("M ADMIT before RAISE", recs=1, maxg=1, maxe=1, lose=1, mutant="admit_unraised", feature="double"),
+    Run(
+        "M all restarted, no RAISE",
+        recs=1,
+        maxg=1,
+        maxe=1,
+        restart=2,
+        mutant="all_unraised",
+        feature="double,all_restarted",
+    ),
+    Run("M RAISE of a double", recs=1, maxg=1, maxe=1, lose=1, mutant="raise_double", feature="double"),
+    Run(
+        "M finish without PROMISE",
+        lists=REPLACE,
+        acqs=0,
+        recs=2,
+        ops=1,
+        maxe=2,
+        lose=1,
+        mutant="finish_unpromised",
+        feature="finish,unpromised,once",
+    ),
+    Run("M no epoch", recs=1, maxe=1, lose=1, mutant="no_epoch", feature="only_outcome"),
+    Run(
+        "M BEGIN after reading, N=5",
         lists=FIVE,
         acqs=0,
         recs=2,
@@ -210,7 +246,7 @@ RUNS = (
         feature="unpromised",
     ),
     Run(
-        name="M read and BEGIN node by node",
+        "M read and BEGIN node by node",
         acqs=0,
         recs=2,
         maxe=2,
@@ -220,7 +256,7 @@ RUNS = (
         feature="unpromised,all_restarted",
     ),
     Run(
-        name="M no p",
+        "M no p",
         acqs=0,
         recs=2,
         maxe=2,
@@ -230,7 +266,7 @@ RUNS = (
         feature="unpromised,all_restarted",
     ),
     Run(
-        name="M ADMIT lowers p",
+        "M ADMIT lowers p",
         acqs=0,
         recs=2,
         maxe=3,
@@ -240,7 +276,7 @@ RUNS = (
         tlc=True,
     ),
     Run(
-        name="M one closing pass",
+        "M one closing pass",
         lists=REPLACE,
         acqs=0,
         recs=1,
@@ -250,9 +286,9 @@ RUNS = (
         mutant="one_pass",
         tlc=True,
     ),
-    Run(name="M no next", lists="012,013,014", acqs=0, ops=2, maxe=2, mutant="no_next", feature="unpromised"),
+    Run("M no next", lists="012,013,014", acqs=0, ops=2, maxe=2, mutant="no_next", feature="unpromised"),
     Run(
-        name="M recovery reads closed nodes",
+        "M recovery reads closed nodes",
         lists=REPLACE,
         acqs=0,
         recs=1,
@@ -263,37 +299,30 @@ RUNS = (
         feature="unpromised",
     ),
     Run(
-        name="M OPEN without PROMISE",
+        "M OPEN without PROMISE",
         lists=REPLACE,
         acqs=0,
         recs=1,
         ops=2,
         maxe=2,
         lose=1,
-        mutant="open_unpromised",
+        mutant="open_unpromised,one_look",
         feature="stray,unpromised,once",
     ),
     Run(
-        name="M ticket outside the hash",
+        "M ticket outside the hash",
         lists=REPLACE,
         acqs=0,
         recs=1,
         ops=2,
         maxe=2,
         lose=2,
-        mutant="ticket_apart",
+        mutant="ticket_apart,one_look",
         feature="stray,unpromised,once",
     ),
+    Run("M init in any order", ops=2, lose=1, maxg=1, mutant="init_unordered", feature="init,only_outcome"),
     Run(
-        name="M init in any order",
-        ops=2,
-        lose=1,
-        maxg=1,
-        mutant="init_unordered",
-        feature="init,only_outcome",
-    ),
-    Run(
-        name="M init without a second look",
+        "M init without a second look",
         ops=2,
         lose=2,
         maxg=1,
@@ -301,7 +330,7 @@ RUNS = (
         feature="init,only_outcome,descending",
     ),
     Run(
-        name="M same ids for a new node",
+        "M same ids for a new node",
         lists=REPLACE,
         acqs=0,
         ops=2,
@@ -310,8 +339,8 @@ RUNS = (
         mutant="fixed_ids",
         feature="once",
     ),
-    Run(name="M a list comes again", lists="01,012", acqs=0, ops=2, maxe=3, mutant="no_past", tlc=True),
-    Run(name="M seal with <=", lose=2, mutant="seal_le", feature="sealed", tlc=True),
-    Run(name="M no claim", mutant="no_claim", feature="guard", tlc=True),
-    Run(name="M no guard", mutant="no_guard", feature="guard", tlc=True),
+    Run("M a list comes again", lists="01,012", acqs=0, ops=2, maxe=3, mutant="no_past", tlc=True),
+    Run("M seal with <=", lose=2, mutant="seal_le", feature="sealed", tlc=True),
+    Run("M no claim", mutant="no_claim", feature="guard", tlc=True),
+    Run("M no guard", mutant="no_guard", feature="guard", tlc=True),
 )

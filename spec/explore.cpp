@@ -29,20 +29,21 @@ using u64 = uint64_t;
 #endif
 constexpr int MAX_NODES = SHAPE;
 constexpr u8 NONE = 9, DEAD = 63;  // no fingerprint; a ticket that nobody can use any more
-enum Phase : u8 { IDLE, BEGIN, READ, CHOSEN, CLOSE, CHECK, OPEN };
+enum Phase : u8 { IDLE, BEGIN, READ, CHOSEN, PROMISED, CLOSE, CHECK, OPEN, PROMISED_OPEN };
+enum Kind : u8 { RECOVER, FINISH, RISE };
 
 struct Disk {
     u8 adm, live, cfg, nxt, e, p, c, lka, lke, lkg, lkm, tk, tlive;
 };
 struct Column {  // all that concerns one server: sorting columns is exact symmetry reduction
     Disk disk, snap;
-    u8 out, ever, again;
-    u8 rec_tk[MAX_RECS], rec_same[MAX_RECS], rec_rd[MAX_RECS], rec_ack[MAX_RECS];
-    u8 op_tk[MAX_OPS], op_same[MAX_OPS], op_q1[MAX_OPS], op_q2[MAX_OPS], op_ack[MAX_OPS];
+    u8 out, ever, again, doubled;
+    u8 rec_tk[MAX_RECS], rec_same[MAX_RECS], rec_rd[MAX_RECS], rec_ack[MAX_RECS], rec_ok[MAX_RECS], rec_up[MAX_RECS];
+    u8 op_tk[MAX_OPS], op_same[MAX_OPS], op_q1[MAX_OPS], op_q2[MAX_OPS], op_ack[MAX_OPS], op_ok[MAX_OPS];
     u32 votes[MAX_ACQS], acks[MAX_ACQS];  // bit 8e + g - 1
 };
 struct Acq { u8 begun, done, cfg, fe, fg, te, tg, at, v; };
-struct Rec { u8 ph, all, cfg, mx, mc, e; };
+struct Rec { u8 ph, all, cfg, mx, mc, e, kind; };
 struct Op { u8 ph, l, old, f, mx, e; };
 struct State {
     Column node[MAX_NODES];
@@ -53,12 +54,12 @@ struct State {
     u8 fe, fg, by, v, writes, stale, lose, roll, restart;
 };
 
-static int N, A, K, O, MAXG, MAXE;
+static int N, A, K, O, MAXG, MAXE, SPARE = -1;  // SPARE: a server in no list, until it is somebody's double
 static int lists[4], n_lists;
-static bool hint, remint, sealed, restore_, guard, all_restarted, init_, only_outcome, unpromised, stray, once, descending;
+static bool hint, remint, sealed, restore_, guard, all_restarted, init_, only_outcome, unpromised, stray, once, descending, double_, finish, rise;
 static bool mixed_epochs, no_ownership, no_own_limit, no_write_back, seal_le, restore_early, no_claim, no_guard, client_ticket,
     ticket_unbound, closed_read, read_begin, no_promise_field, no_epoch, raise_first, admit_first, admit_lowers_p, no_ticket, no_next,
-    one_pass, open_unpromised, ticket_apart, fixed_ids, no_past, any_incarnation, init_unordered, init_one_look;
+    one_pass, open_unpromised, ticket_apart, fixed_ids, no_past, any_incarnation, init_unordered, init_one_look, admit_unraised, all_unraised, raise_double, finish_unpromised, one_look;
 
 static bool in(int list, int n) { return lists[list] >> n & 1; }
 static int size(int list) { return __builtin_popcount(lists[list]); }
@@ -127,14 +128,18 @@ static Disk blank() {
 struct Votes {
     const State& s;
     int a, q;
-    int count(u32 mask, bool with_acks) const {
+    u32 told(int n, bool with_acks) const { return s.node[n].votes[a] | (with_acks ? s.node[n].acks[a] : 0); }
+    int count(u32 mask, bool with_acks) const {  // a server and its double have one seat
         int c = 0;
-        for (int n = 0; n < N; n++) c += ((s.node[n].votes[a] | (with_acks ? s.node[n].acks[a] : 0)) & mask) != 0;
+        for (int n = 0; n < N; n++) {
+            u32 said = told(n, with_acks) | (s.node[n].doubled ? told(SPARE, with_acks) : 0);
+            c += n != SPARE && (said & mask) != 0;
+        }
         return c;
     }
     u32 heard(bool with_acks) const {
         u32 h = 0;
-        for (int n = 0; n < N; n++) h |= s.node[n].votes[a] | (with_acks ? s.node[n].acks[a] : 0);
+        for (int n = 0; n < N; n++) h |= told(n, with_acks);
         return h;
     }
     static u32 every_epoch(u32 m) { return m | m << 8 | m << 16 | m << 24; }
@@ -295,9 +300,16 @@ template <class Emit> static void acquisitions(const State& s, const std::vector
     }
 }
 
+static bool awaits(const State& s, int o, int f, int n) {
+    const Disk& d = s.node[n].disk;
+    if (!d.adm && holds(d, s.node[n].op_tk[o])) return true;
+    return !init_ && member(d, s.op[o].old) && d.nxt == f;
+}
+
 static bool readable(const State& s, int k, int n) {
     const Disk& d = s.node[n].disk;
     const Rec& r = s.rec[k];
+    if (r.kind == FINISH) return voting(d, r.cfg);
     bool keeps_ticket = r.all && d.adm && d.cfg == r.cfg && !admitted(d) && holds(d, s.node[n].rec_tk[k]);
     return is_open(d) && (member(d, r.cfg) || keeps_ticket);
 }
@@ -312,7 +324,17 @@ template <class Emit> static void recovery(const State& s, const std::vector<int
     for (int k = 0; k < K; k++) {
         const Rec& r = s.rec[k];
         if (r.ph == IDLE) {
-            for (int f : known)
+            for (int f : known) {
+                if (finish && f) {  // Finish
+                    State t = s;
+                    t.rec[k].ph = READ, t.rec[k].cfg = f, t.rec[k].kind = FINISH;
+                    emit(t, "Finish", k + 1, f);
+                }
+                for (int e = 1; rise && e <= MAXE; e++) {  // Rise
+                    State t = s;
+                    t.rec[k].ph = CHOSEN, t.rec[k].cfg = f, t.rec[k].kind = RISE, t.rec[k].e = e;
+                    emit(t, "Rise", k + 1, e);
+                }
                 for (int n = 0; n < N; n++) {
                     const Disk& d = s.node[n].disk;
                     if (!member_of(s, f, n) || admitted(d) || !is_open(d)) continue;
@@ -323,10 +345,17 @@ template <class Emit> static void recovery(const State& s, const std::vector<int
                         emit(t, all ? "RecBegin(all)" : "RecBegin", k + 1, n);
                     }
                 }
+            }
             break;
         }
-        int acks = 0, rds = 0;
-        for (int n = 0; n < N; n++) acks += s.node[n].rec_ack[k], rds += s.node[n].rec_rd[k];
+        int acks = 0, rds = 0, oks = 0, ups = 0;
+        for (int n = 0; n < N; n++) {
+            const Column& col = s.node[n];
+            acks += col.rec_ack[k] > 0, rds += col.rec_rd[k], oks += col.rec_ok[k], ups += col.rec_up[k];
+        }
+        bool promised = r.ph == PROMISED || (one_look && acks >= quorum(s, r.cfg));
+        int needed = r.all ? all_unraised ? 0 : size(list_of(s, r.cfg)) : quorum(s, r.cfg);
+        bool raised = !(double_ || r.kind == FINISH) || ups >= needed || admit_unraised;
         for (int n = 0; n < N; n++) {
             const Column& col = s.node[n];
             const Disk& d = col.disk;
@@ -348,24 +377,59 @@ template <class Emit> static void recovery(const State& s, const std::vector<int
                 t.node[n].rec_rd[k] = 1;
                 u.mx = std::max<int>(u.mx, epoch_seen(d));
                 if (no_epoch) u.mc = std::max(u.mc, d.c);
+                if (double_ && !member(d, r.cfg)) t.node[n].rec_up[k] = 1;  // it does not vote, so need not be raised
                 bool enough = rds + 1 >= (r.all ? size(list_of(s, r.cfg)) : quorum(s, r.cfg));
                 u.ph = enough ? CHOSEN : READ;
                 u.e = enough ? u.mx + !no_epoch : 0;
+                for (int m = 0; enough && !read_begin && m < N; m++) t.node[m].rec_rd[k] = 0, u.mx = 0;
                 if (u.e <= MAXE) {
                     emit(t, "RecRead", k + 1, n);
                 }
             }
-            if (r.ph != CHOSEN) continue;
-            if (in_list && readable(s, k, n)) {
+            bool waiting = r.kind == FINISH && in_list && awaits(s, r.cfg - 1, r.cfg, n);
+            if (r.kind == FINISH && r.ph == READ && waiting && epoch_seen(d) > r.mx) {
+                State t = s;
+                t.rec[k].mx = epoch_seen(d);
+                emit(t, "FinishLook", k + 1, n);
+            }
+            if (r.ph != CHOSEN && r.ph != PROMISED) continue;
+            if (in_list && (readable(s, k, n) || waiting)) {
                 State t = s;
                 t.node[n].disk.p = std::max(d.p, r.e);
                 if (raise_first && admitted(d) && d.e < r.e) t.node[n].disk.e = r.e, t.node[n].ever = r.e + 1;
-                t.node[n].rec_ack[k] = 1;
-                if (acks + !col.rec_ack[k] >= quorum(s, r.cfg)) t.raises |= 1u << (4 * r.cfg + r.e);
+                if (!oks && r.ph == CHOSEN) t.node[n].rec_ack[k] = one_look ? 1 : 1 + d.e;
+                if (one_look && acks + !col.rec_ack[k] >= quorum(s, r.cfg)) t.raises |= 1u << (4 * r.cfg + r.e);
                 emit(t, "RecPromise", k + 1, n);
+                bool still = col.rec_ack[k] == 1 + d.e && d.p >= r.e;
+                if (acks >= quorum(s, r.cfg) && still && !col.rec_ok[k] && !one_look) {
+                    t = s;
+                    t.node[n].rec_ok[k] = 1;
+                    if (oks + 1 >= quorum(s, r.cfg)) {
+                        t.rec[k].ph = PROMISED, t.raises |= 1u << (4 * r.cfg + r.e);
+                        for (int m = 0; m < N; m++) t.node[m].rec_ack[k] = t.node[m].rec_ok[k] = 0;
+                    }
+                    emit(t, "RecStill", k + 1, n);
+                }
+            }
+            if ((double_ || r.kind == FINISH) && r.kind != RISE && promised && in_list && member(d, r.cfg) && is_open(d) && !col.rec_up[k]) {
+                State t = s;
+                Column& u = t.node[n];
+                u.rec_up[k] = 1;
+                if (d.e < r.e) u.disk.e = r.e, u.disk.p = std::max(d.p, r.e), u.ever = r.e + 1;
+                emit(t, "RecRaise", k + 1, n);
+            }
+            if (waiting && ((promised && raised) || finish_unpromised)) {
+                State t = s;
+                Disk u = blank();
+                u.adm = u.live = 1, u.e = r.e, u.p = std::max(r.e, d.p), u.cfg = r.cfg;
+                u.lka = d.lka, u.lke = d.lke, u.lkg = d.lkg, u.lkm = d.lkm;
+                t.node[n].disk = u;
+                voter(t.node[n]);
+                t.raises |= 1u << (4 * r.cfg + r.e);
+                emit(t, "FinishOpen", k + 1, n);
             }
             if (col.rec_tk[k] && !admitted(d) && (holds(d, col.rec_tk[k]) || no_ticket) && is_open(d) &&
-                (acks >= quorum(s, r.cfg) || admit_first || no_epoch)) {
+                ((promised && raised) || admit_first || no_epoch)) {
                 State t = s;
                 Disk u = blank();
                 u.adm = u.live = 1, u.e = r.e, u.cfg = r.cfg, u.p = admit_lowers_p ? r.e : std::max(r.e, d.p), u.c = r.mc;
@@ -381,6 +445,7 @@ template <class Emit> static void recovery(const State& s, const std::vector<int
             for (int e = 1; e <= MAXE; e++) {
                 const Disk& d = s.node[n].disk;
                 if (!(s.raises >> (4 * f + e) & 1) || !member(d, f) || !is_open(d) || d.e >= e) continue;
+                if (n == SPARE && !raise_double) continue;
                 State t = s;
                 t.node[n].disk.e = e, t.node[n].disk.p = std::max<int>(d.p, e), t.node[n].ever = e + 1;
                 emit(t, "Raise", e, n);
@@ -388,12 +453,6 @@ template <class Emit> static void recovery(const State& s, const std::vector<int
 }
 
 static bool new_seat(const State& s, int l, int old, int n) { return in(l, n) && (init_ || !member_of(s, old, n)); }
-
-static bool awaits(const State& s, int o, int f, int n) {
-    const Disk& d = s.node[n].disk;
-    if (!d.adm && holds(d, s.node[n].op_tk[o])) return true;
-    return !init_ && member(d, s.op[o].old) && d.nxt == f;
-}
 
 // Who initialises opens the nodes in the order of their tickets, each when those before it vote in his list.
 static bool in_turn(const State& s, int o, int n) {
@@ -431,8 +490,12 @@ template <class Emit> static void operators(const State& s, const std::vector<in
                 emit(t, "OpShrink", o + 1, l);
             }
         int f = w.f;
-        int closed = 0, checked = 0, acks = 0;
-        for (int n = 0; n < N; n++) closed += s.node[n].op_q1[o], checked += s.node[n].op_q2[o], acks += s.node[n].op_ack[o];
+        int closed = 0, checked = 0, acks = 0, oks = 0;
+        for (int n = 0; n < N; n++) {
+            const Column& col = s.node[n];
+            closed += col.op_q1[o], checked += col.op_q2[o], acks += col.op_ack[o] > 0, oks += col.op_ok[o];
+        }
+        bool promised = w.ph == PROMISED_OPEN || (one_look && acks >= majority(w.l));
         if (w.ph == CHECK && !init_) {
             State t = s;
             t.op[o].ph = CLOSE, t.op[o].mx = 0;
@@ -479,15 +542,25 @@ template <class Emit> static void operators(const State& s, const std::vector<in
                 u.ph = enough ? OPEN : CHECK, u.e = enough ? u.mx + 1 : 0;
                 if (u.e <= MAXE) emit(t, "OpCheck", o + 1, n);
             }
-            if (w.ph != OPEN || !in(w.l, n)) continue;
+            if (w.ph < OPEN || !in(w.l, n)) continue;
             bool waiting = awaits(s, o, f, n);
             if ((waiting && !init_) || voting(d, f)) {
                 State t = s;
                 t.node[n].disk.p = std::max(d.p, w.e);
-                t.node[n].op_ack[o] = 1;
+                if (!oks && w.ph == OPEN) t.node[n].op_ack[o] = one_look ? 1 : 1 + d.e;
                 emit(t, "OpPromise", o + 1, n);
+                bool still = col.op_ack[o] == 1 + d.e && d.p >= w.e;
+                if (acks >= majority(w.l) && still && !col.op_ok[o] && !init_ && !one_look) {
+                    t = s;
+                    t.node[n].op_ok[o] = 1;
+                    if (oks + 1 >= majority(w.l)) {
+                        t.op[o].ph = PROMISED_OPEN;
+                        for (int m = 0; m < N; m++) t.node[m].op_ack[o] = t.node[m].op_ok[o] = 0;
+                    }
+                    emit(t, "OpStill", o + 1, n);
+                }
             }
-            if (waiting && in_turn(s, o, n) && (acks >= majority(w.l) || open_unpromised || init_)) {
+            if (waiting && in_turn(s, o, n) && (promised || open_unpromised || init_)) {
                 State t = s;
                 Disk u = blank();
                 u.adm = u.live = 1, u.e = w.e, u.p = std::max(w.e, d.p), u.cfg = f;
@@ -504,6 +577,18 @@ template <class Emit> static void operators(const State& s, const std::vector<in
 template <class Emit> static void faults(const State& s, Emit emit) {
     for (int n = 0; n < N; n++) {
         const Column& col = s.node[n];
+        if (n == SPARE) continue;
+        bool can_double = double_ && voting(col.disk, 0) && !s.node[SPARE].disk.adm;
+        for (int data = 0; can_double && data < 2; data++) {  // TakeOver
+            if (data ? !s.restart : !s.lose) continue;
+            State t = s;
+            Column& u = t.node[n];
+            t.node[SPARE].disk = col.disk, u.doubled = 1;
+            new_incarnation(t, n);
+            if (data) t.restart--;
+            else t.lose--, u.disk = blank(), u.out = 1;
+            if (bearable(t)) emit(t, data ? "TakeOver(with data)" : "TakeOver", n, n);
+        }
         if (s.roll) {
             State t = s;
             t.node[n].snap = col.disk;
@@ -570,7 +655,7 @@ static const char* violated(const State& s) {
     int voters[MAX_OPS + 1] = {}, ruling = 0;
     for (int n = 0; n < N; n++) {
         const Disk& d = s.node[n].disk;
-        if (d.cfg != NONE && voting(d, d.cfg)) voters[d.cfg]++;
+        if (n != SPARE && d.cfg != NONE && voting(d, d.cfg)) voters[d.cfg]++;
     }
     for (int f = 0; f <= O; f++) {
         if (!voters[f]) continue;
@@ -621,20 +706,25 @@ static void canonical(State& s) {
                 if (t && !(alive >> t & 1)) t = DEAD;
             }
     }
-    if (K == 2 && s.rec[1].ph != IDLE && !client_ticket) {
-        State other = s;
-        std::swap(other.rec[0], other.rec[1]);
-        for (int n = 0; n < N; n++) {
-            Column& c = other.node[n];
-            std::swap(c.rec_tk[0], c.rec_tk[1]), std::swap(c.rec_same[0], c.rec_same[1]);
-            std::swap(c.rec_rd[0], c.rec_rd[1]), std::swap(c.rec_ack[0], c.rec_ack[1]);
+    int begun = 0, order[MAX_RECS];
+    for (int k = 0; k < K; k++) begun += s.rec[k].ph != IDLE, order[k] = k;
+    State first = s;
+    sort_columns(s);
+    while (!client_ticket && std::next_permutation(order, order + begun)) {
+        State other = first;
+        for (int k = 0; k < begun; k++) {
+            int j = order[k];
+            other.rec[k] = first.rec[j];
+            for (int n = 0; n < N; n++) {
+                Column& c = other.node[n];
+                const Column& d = first.node[n];
+                c.rec_tk[k] = d.rec_tk[j], c.rec_same[k] = d.rec_same[j], c.rec_rd[k] = d.rec_rd[j];
+                c.rec_ack[k] = d.rec_ack[j], c.rec_ok[k] = d.rec_ok[j], c.rec_up[k] = d.rec_up[j];
+            }
         }
         sort_columns(other);
-        sort_columns(s);
         if (memcmp(&other, &s, sizeof s) < 0) s = other;
-        return;
     }
-    sort_columns(s);
 }
 
 static u64 hash_of(const State& s) {
@@ -810,10 +900,12 @@ int main(int argc, char** argv) {
         n_lists++;
     }
     A = number("acqs", 2), K = number("recs", 0), O = number("ops", 0), MAXG = number("maxg", 3), MAXE = number("maxe", 0);
+    if (("," + args["feature"] + ",").find(",double,") != std::string::npos) SPARE = N++;
     if (N > MAX_NODES || A > MAX_ACQS || K > MAX_RECS || O > MAX_OPS || MAXG > 8 || MAXE > 3) return puts("too large"), 2;
     std::map<std::string, bool*> flags = {
         {"hint", &hint}, {"remint", &remint}, {"sealed", &sealed}, {"restore", &restore_}, {"guard", &guard},
-        {"all_restarted", &all_restarted}, {"init", &init_}, {"only_outcome", &only_outcome}, {"unpromised", &unpromised}, {"stray", &stray}, {"once", &once}, {"descending", &descending}};
+        {"all_restarted", &all_restarted}, {"init", &init_}, {"only_outcome", &only_outcome}, {"unpromised", &unpromised}, {"stray", &stray}, {"once", &once}, {"descending", &descending},
+        {"double", &double_}, {"finish", &finish}, {"rise", &rise}};
     std::map<std::string, bool*> rules = {
         {"mixed_epochs", &mixed_epochs}, {"no_ownership", &no_ownership}, {"no_own_limit", &no_own_limit},
         {"no_write_back", &no_write_back}, {"seal_le", &seal_le}, {"restore_early", &restore_early}, {"no_claim", &no_claim},
@@ -821,7 +913,8 @@ int main(int argc, char** argv) {
         {"closed_read", &closed_read}, {"read_begin", &read_begin}, {"no_promise_field", &no_promise_field},
         {"no_epoch", &no_epoch}, {"raise_first", &raise_first}, {"admit_first", &admit_first}, {"admit_lowers_p", &admit_lowers_p}, {"no_ticket", &no_ticket},
         {"no_next", &no_next}, {"one_pass", &one_pass}, {"open_unpromised", &open_unpromised}, {"ticket_apart", &ticket_apart},
-        {"fixed_ids", &fixed_ids}, {"no_past", &no_past}, {"any_incarnation", &any_incarnation}, {"init_unordered", &init_unordered}, {"init_one_look", &init_one_look}};
+        {"fixed_ids", &fixed_ids}, {"no_past", &no_past}, {"any_incarnation", &any_incarnation}, {"init_unordered", &init_unordered}, {"init_one_look", &init_one_look},
+        {"admit_unraised", &admit_unraised}, {"all_unraised", &all_unraised}, {"raise_double", &raise_double}, {"finish_unpromised", &finish_unpromised}, {"one_look", &one_look}};
     for (auto& f : split(args["feature"], ',')) {
         if (!flags.count(f)) return printf("unknown feature %s\n", f.c_str()), 2;
         *flags[f] = true;
@@ -864,7 +957,7 @@ int main(int argc, char** argv) {
             bad = violated(t);
         });
         if (bad) break;
-        if ((seen.count & 0x3fff) < 40 && (now() - began > seconds || seen.full() || (broad && states.size() > 12000000))) {
+        if ((seen.count & 0x3fff) < 40 && (now() - began > seconds || seen.full() || (broad && states.size() > 20000000))) {
             complete = false;
             break;
         }
