@@ -37,6 +37,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -53,6 +54,8 @@ from fencelock._workspace import POLL_SECONDS, EmbeddedServerError, Workspace, e
 __all__ = ["EmbeddedServerError", "Node", "Nodes", "Postgres"]
 
 LOOPBACK: Final = "127.0.0.1"
+# A server of a cluster listens on a second port, so much above the first, for its fellows.
+_BUS_OFFSET: Final = 10_000
 # A socket's path must fit sockaddr_un: 104 bytes on macOS, 108 on Linux, the final NUL included.
 MAX_SOCKET_PATH: Final = 103
 # Trust: only those who may enter the folder of the socket can connect at all.
@@ -89,25 +92,41 @@ def _ephemeral_ports() -> range:
     return range(first, last + 1)
 
 
-def _reserve_port() -> socket.socket:
-    """Return a socket that is bound to a free loopback port and reserves it for a server.
+def _bind(port: int) -> socket.socket:
+    """Return a socket that reserves a loopback port for a server; raise OSError where it is taken.
 
-    The port lies outside the range of outgoing connections where there is such a port. While the socket
-    is open, Linux gives the port to nobody else, but lets a server that sets SO_REUSEADDR (Valkey and
-    Redis do) listen on it, again and again.
+    While the socket is open, Linux gives the port to nobody else, but lets a server that sets SO_REUSEADDR
+    (Valkey and Redis do) listen on it, again and again.
     """
+    reservation = socket.socket()
+    try:
+        reservation.bind((LOOPBACK, port))
+    except OSError:
+        reservation.close()
+        raise
+    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return reservation
+
+
+def _reserve_port(below: int = 65_536) -> socket.socket:
+    """Reserve a free port, outside the range of outgoing connections where there is such a port."""
     ephemeral = _ephemeral_ports()
-    candidates = [port for port in range(10_000, 65_536) if port not in ephemeral]
+    candidates = [port for port in range(10_000, below) if port not in ephemeral]
     for port in [*random.SystemRandom().sample(candidates, k=min(100, len(candidates))), 0]:
-        reservation = socket.socket()
-        try:
-            reservation.bind((LOOPBACK, port))
-        except OSError:
-            reservation.close()
-            continue
-        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        return reservation
+        with suppress(OSError):
+            return _bind(port)
     raise EmbeddedServerError("there is no free port on the loopback interface")
+
+
+def _reserve_cluster_ports() -> list[socket.socket]:
+    """Reserve a port for a server of a cluster, and the one for its fellows, so much above it."""
+    for _ in range(100):
+        reservation = _reserve_port(below=65_536 - _BUS_OFFSET)
+        try:
+            return [reservation, _bind(reservation.getsockname()[1] + _BUS_OFFSET)]
+        except (OSError, OverflowError):
+            reservation.close()
+    raise EmbeddedServerError(f"there are no two free ports on the loopback interface, {_BUS_OFFSET} apart")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +138,10 @@ class _NodeSettings:
     password: str | None
     settings: Mapping[str, str]
     start_timeout: float
+
+    @property
+    def is_of_cluster(self) -> bool:
+        return self.settings.get("cluster-enabled", "no") == "yes"
 
     def configuration(self, port: int) -> str:
         lines = {
@@ -279,12 +302,13 @@ class Node:
         return self._server
 
     def _take_port(self) -> None:
-        reservation = _reserve_port()
-        self._port = reservation.getsockname()[1]
-        if sys.platform == "linux":
-            self._workspace.keep(reservation)
-        else:
-            reservation.close()  # BSD's SO_REUSEADDR would not let the server listen
+        reservations = _reserve_cluster_ports() if self._settings.is_of_cluster else [_reserve_port()]
+        self._port = reservations[0].getsockname()[1]
+        for reservation in reservations:
+            if sys.platform == "linux":
+                self._workspace.keep(reservation)
+            else:
+                reservation.close()  # BSD's SO_REUSEADDR would not let the server listen
 
     def _spawn(self) -> None:
         self._workspace.check()

@@ -5,13 +5,10 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from typing import Any, TypeVar, overload
-
-import redis
-import redis.asyncio
+from typing import Any, TypeVar, cast, overload
 
 from fencelock.authority.base import Authority
-from fencelock.authority.redlock.node import Source
+from fencelock.authority.redlock.places import Source, is_source
 from fencelock.authority.redlock.redlock import Redlock
 from fencelock.errors import AuthorityError
 
@@ -31,8 +28,8 @@ def configure(authority: Source | Sequence[Source] | Authority, **options: Any) 
     Connections are opened when they are first needed. Without this call, FENCELOCK_URL is used.
 
     Args:
-        authority: URLs of the nodes (with commas between), `redis.Redis` or `redis.asyncio.Redis`
-            clients, or a ready authority.
+        authority: URLs of the nodes (with commas between) or clients of redis-py, as `Redlock` takes them; or
+            a ready authority.
         **options: settings of `Redlock`, where nodes are given.
 
     Raises:
@@ -40,15 +37,17 @@ def configure(authority: Source | Sequence[Source] | Authority, **options: Any) 
         TypeError: for options beside a ready authority.
     """
     global _default  # noqa: PLW0603 - the process default is what this module is about
-    if isinstance(authority, (str, redis.Redis, redis.asyncio.Redis, Sequence)):
-        authority = Redlock(authority, **options)
+    if is_source(authority) or isinstance(authority, Sequence):
+        made: Authority = Redlock(cast("Source | Sequence[Source]", authority), **options)
     elif not callable(getattr(authority, "acquire", None)):
         raise TypeError(f"an authority is made of URLs or redis.Redis clients, and not of {authority!r}")
     elif options:
         raise TypeError(f"{authority!r} has its settings already; these belong to it: {', '.join(options)}")
+    else:
+        made = cast("Authority", authority)
     with _lock:
-        _default = authority
-    return authority
+        _default = made
+    return made
 
 
 def default_authority() -> Authority:

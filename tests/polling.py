@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any, Final
+
+#: Settings of a Redlock for tests whose nodes hang or die: it does not wait for them for long.
+IMPATIENT: Final[dict[str, Any]] = {"node_timeout": 0.3, "connect_timeout": 1.0, "outage_grace": 0.3}
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 15.0) -> bool:

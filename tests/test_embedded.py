@@ -350,6 +350,11 @@ class TestNode:
 class TestStart:
     """Starts that go wrong."""
 
+    def test_servers_of_a_cluster_get_two_ports(self, make_nodes: Callable[..., Nodes]) -> None:
+        """The port for its fellows exists, and is free, too: no start fails for that."""
+        nodes = make_nodes(24, appendfsync=None, settings={"cluster-enabled": "yes"})
+        assert all(node.port + 10_000 < 65_536 for node in nodes)
+
     def test_a_port_taken_in_between(
         self, make_nodes: Callable[..., Nodes], monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from fencelock import Redlock
 from fencelock.authority.redlock import protocol
-from fencelock.embedded import Nodes
+from fencelock.authority.redlock.ears import Ear
+from tests.polling import IMPATIENT
 from tests.redlock.views import Run
 
 
 @pytest.fixture
-def authority(nodes: Nodes) -> Iterator[Redlock]:
-    """A Redlock on five initialised nodes, with counters from 0 and little patience."""
-    with Redlock(nodes.urls, node_timeout=0.3, connect_timeout=1.0, outage_grace=0.3) as made:
-        made.init(base=0)
-        yield made
+def patience() -> dict[str, Any]:
+    """Little: nodes hang in many of these tests."""
+    return IMPATIENT
 
 
 @pytest.fixture(params=["asyncio", "uvloop"])
@@ -37,6 +37,21 @@ def no_noise(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     yield
     gc.collect()
     assert not [record.getMessage() for record in caplog.records if record.name == "asyncio"]
+
+
+@pytest.fixture(params=["swift", "slow"])
+def dialling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long it takes to begin to open one node's connection: slow is until another may be tried."""
+    if request.param == "swift":
+        return
+    dial = Ear.dial
+
+    def patched(ear: Ear, *arguments: Any) -> None:
+        dial(ear, *arguments)
+        time.sleep(0.06)
+
+    monkeypatch.setattr(Ear, "_pause", lambda ear, _: 0.01 if ear.number == 4 else 0.04)
+    monkeypatch.setattr(Ear, "dial", patched)
 
 
 @pytest.fixture

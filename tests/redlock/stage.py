@@ -37,7 +37,7 @@ from fencelock.authority.redlock.protocol import (
     Round,
     Said,
 )
-from fencelock.authority.redlock.recovery import Surroundings, recover
+from fencelock.authority.redlock.recovery import Surroundings, recover, rise
 from fencelock.authority.redlock.redlock import Redlock
 from fencelock.embedded import Node as Server
 
@@ -75,12 +75,12 @@ class RealNode:
         """Send the command, and wait for its answer."""
         text = self.scripts.get(command.script)
         packed = nodes.pack(command) if text is None else nodes._pack(command, "EVAL", text)
-        self.link.send(1, command, packed, 0.0)
+        self.link.send((None, command, 0.0), packed)
         poll = select.poll()
         poll.register(self.link.descriptor, select.POLLIN)
         while True:
             assert poll.poll(5000), f"{self.node.name} does not answer"
-            for _, _, answer in self.link.receive(0.0):
+            for _, answer in self.link.receive(0.0):
                 return answer
             self.link.flush()
 
@@ -289,9 +289,17 @@ class Actor:
 
 def recoverer(stations: Sequence[RealNode]) -> Actor:
     """Return a recoverer of the nodes, in a hurry only as far as time goes."""
+    return Actor(stations, recover(_surroundings(stations), {}))
+
+
+def riser(stations: Sequence[RealNode], seen: int) -> Actor:
+    """Return a client that brings the nodes above a token that a storage has seen."""
+    return Actor(stations, rise(_surroundings(stations), seen))
+
+
+def _surroundings(stations: Sequence[RealNode]) -> Surroundings:
     names = tuple(station.node.name for station in stations)
-    around = Surroundings(names, NODE_KEY, 1.0, lambda: "word", lambda: 0.0)
-    return Actor(stations, recover(around, {}))
+    return Surroundings(names, NODE_KEY, 1.0, lambda: "word", lambda: 0.0)
 
 
 def operator(stations: Sequence[RealNode], wanted: Sequence[int]) -> Actor:
@@ -303,7 +311,7 @@ def operator(stations: Sequence[RealNode], wanted: Sequence[int]) -> Actor:
 
 def without(script: str, line: str, instead: str = "") -> dict[str, str]:
     """Return a mutant of a shipped script, in which one piece of text is gone."""
-    text = nodes._SCRIPTS[script]
+    text = nodes.SCRIPTS[script]
     assert text.count(line) == 1, f"{line!r} stands {text.count(line)} times in {script}"
     return {script: text.replace(line, instead)}
 
@@ -327,12 +335,18 @@ class SlowDoor:
             for pair in ((inside, outside), (outside, inside)):
                 self._threads.submit(self._pump, *pair)
 
+    def lead_to(self, port: int) -> None:
+        """Pass new connections on to another port."""
+        self._target = port
+
     @staticmethod
     def _pump(source: socket.socket, sink: socket.socket) -> None:
         with source, contextlib.suppress(OSError):
-            while data := source.recv(65536):
-                sink.sendall(data)
-            sink.shutdown(socket.SHUT_WR)
+            try:
+                while data := source.recv(65536):
+                    sink.sendall(data)
+            finally:  # also where who closed it had not read everything
+                sink.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         """Accept no more."""

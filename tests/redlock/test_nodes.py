@@ -40,7 +40,7 @@ from fencelock.errors import (
     NodesNotInitialisedError,
     QuorumError,
 )
-from fencelock.token import MAX_COUNTER
+from fencelock.token import MAX_COUNTER, split
 from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY, SlowDoor
 
@@ -151,9 +151,9 @@ def test_web_server_is_no_node() -> None:
         thread.start()
         try:
             began = time.monotonic()
-            error = failure_of(Redlock(f"redis://127.0.0.1:{server.server_port}"))
+            error = failure_of(Redlock(f"redis://127.0.0.1:{server.server_port}", outage_grace=10.0))
             assert isinstance(error, QuorumError)
-            assert time.monotonic() - began < 1.5
+            assert time.monotonic() - began < 5.0
         finally:
             server.shutdown()
             thread.join()
@@ -177,11 +177,11 @@ def test_wrong_password_is_reported_as_such(make_nodes: Callable[..., Nodes]) ->
     nodes = make_nodes(1, password="right")
     began = time.monotonic()
     for url in (f"redis://:wrong@127.0.0.1:{nodes[0].port}", f"redis://127.0.0.1:{nodes[0].port}"):
-        error = failure_of(Redlock(url))
+        error = failure_of(Redlock(url, outage_grace=10.0))
         assert isinstance(error, QuorumError)
         assert "error" in next(iter(error.nodes.values()))
         assert "wrong@" not in str(error)
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < 5.0
     with Redlock(nodes.urls) as authority:
         assert authority.init()
 
@@ -246,6 +246,35 @@ def test_votes_prove_their_server_once_there_has_been_a_replica(make_nodes: Call
         assert eventually(lambda: has_replicas(0))
         facts: Any = admin.info("replication")
     assert replid_of_a_vote() == facts["master_replid"]
+
+
+def test_connection_to_a_server_that_was_replaced_is_given_up(make_nodes: Callable[..., Nodes]) -> None:
+    """A proxy leads new connections to who took over; the old one goes on to lead to who must not vote."""
+    first, second = make_nodes(2, settings={"repl-diskless-sync-delay": "0"})
+    with (
+        closing(SlowDoor(first.port)) as door,
+        Redlock(f"redis://127.0.0.1:{door.port}", verify="vote", node_timeout=0.3) as authority,
+        redis.Redis.from_url(first.url) as old,
+        redis.Redis.from_url(second.url) as new,
+    ):
+        door.open.set()
+        authority.init(base=0, max_ttl=1.0)
+        with authority.lock("r", ttl=1.0) as token:
+            assert token == 1
+        new.replicaof("127.0.0.1", first.port)
+        assert eventually(lambda: bool(new.hgetall(NODE_KEY)))
+        new.replicaof("NO", "ONE")
+        old.replicaof("127.0.0.1", second.port)
+        door.lead_to(second.port)
+
+        def is_locked_again() -> bool:
+            try:
+                with authority.lock("r", ttl=1.0, timeout=0) as token:
+                    return split(token) == (1, 1)
+            except QuorumError:
+                return False
+
+        assert eventually(is_locked_again)
 
 
 def test_two_names_of_one_server_are_refused(nodes: Nodes) -> None:

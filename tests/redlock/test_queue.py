@@ -14,7 +14,7 @@ from fencelock.embedded import Node
 from fencelock.token import MAX_COUNTER
 from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY, stripe_of
-from tests.redlock.test_scripts import NOT_EXTENDED, Scripts, key_of
+from tests.redlock.test_scripts import MADE_AGAIN, NOT_EXTENDED, Scripts, key_of
 
 CLAIM = 0.1
 FIRST, SECOND, THIRD = (
@@ -88,22 +88,44 @@ def test_claim_never_lasts_longer_than_a_moment(scripts: Scripts, calls: Calls) 
     """One who was called and does not come, for its process is hung: after that anybody may have the lock."""
     scripts.queue("n1", "r", turn=FIRST)
     scripts.release("holder", {"r": 1})
-    began = time.monotonic()
+    assert int(str(scripts.client.pttl(key_of("r")))) <= CLAIM * 1000
     assert eventually(lambda: scripts.acquire("newcomer", "r").said is Said.GRANTED)
-    assert time.monotonic() - began < CLAIM + 0.1
     assert calls.heard() == ["0"]
 
 
 def test_claim_is_no_lock(scripts: Scripts, calls: Calls) -> None:
-    """Nobody can confirm, extend or release it, not even whom it is for."""
+    """Nobody can confirm or release it, not even whom it is for."""
     scripts.queue("n1", "r", turn=FIRST)
     scripts.release("holder", {"r": 1})
     for nonce in ("n1", "holder"):
         assert scripts.confirm(nonce, {"r": 1}).said is Said.LOST
-        assert scripts.extend(nonce, "r") == NOT_EXTENDED
         assert scripts.release(nonce, {"r": 1}).said is Said.LOST
     assert scripts.acquire("newcomer", "r").said is Said.HELD
     assert calls.heard() == ["0"]
+
+
+def test_extension_makes_a_lock_again_where_a_claim_stands(scripts: Scripts, calls: Calls) -> None:
+    """A majority has it, so who was called here would be refused; they wait on, and are called at its end."""
+    scripts.queue("n1", "r", turn=FIRST)
+    scripts.release("holder", {"r": 1})
+    assert str(scripts.lock("r")).startswith(">")
+    scripts.client.pexpire(key_of("r"), 5000)  # so that a slow machine makes no difference
+    assert scripts.extend("elsewhere", "r", ttl=60) == MADE_AGAIN
+    assert scripts.lock("r") == "elsewhere|0|restored"
+    assert int(str(scripts.client.pttl(key_of("r")))) > 59_000
+    assert scripts.queue("n1'", "r", turn=later(FIRST)).said is Said.HELD
+    assert queue_of(scripts) == [FIRST.place]
+    assert scripts.release("elsewhere", {"r": 2}).said is Said.RELEASED
+    assert calls.heard() == ["0", "0"]
+    assert scripts.queue("n1''", "r", turn=later(later(FIRST))) == Answer(Said.GRANTED, 0, (3,))
+
+
+def test_extension_leaves_alone_what_only_looks_like_a_claim(scripts: Scripts) -> None:
+    """Another program's value without an end, and a lock of somebody who was granted it: both are foreign."""
+    scripts.client.set(key_of("r"), ">something")
+    assert scripts.extend("elsewhere", "r") == NOT_EXTENDED
+    scripts.client.set(key_of("r"), ">n|0|1", px=50)
+    assert scripts.extend("elsewhere", "r") == NOT_EXTENDED
 
 
 def test_one_whom_nobody_hears_is_passed_over(scripts: Scripts, calls: Calls) -> None:

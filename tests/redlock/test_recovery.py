@@ -21,7 +21,7 @@ from fencelock.authority.redlock.survey import NodeState, NodeStatus
 from fencelock.embedded import Node, Nodes
 from fencelock.errors import AuthorityError, NodesNotInitialisedError, QuorumError
 from fencelock.token import split
-from tests.polling import eventually
+from tests.polling import IMPATIENT, eventually
 from tests.redlock.stage import NODE_KEY
 
 MAX_TTL = 0.6
@@ -36,8 +36,7 @@ def connect() -> Iterator[MakeRedlock]:
 
         def make(nodes: Nodes | list[str], **options: Any) -> Redlock:
             urls = nodes.urls if isinstance(nodes, Nodes) else nodes
-            settings = {"node_timeout": 0.3, "connect_timeout": 1.0, "outage_grace": 0.1, **options}
-            return stack.enter_context(Redlock(urls, **settings))
+            return stack.enter_context(Redlock(urls, **{**IMPATIENT, "outage_grace": 0.1, **options}))
 
         yield make
 
@@ -226,7 +225,7 @@ def test_one_recovery_at_a_time_which_ends_with_close(nodes: Nodes, connect: Mak
     began = time.monotonic()
     authority.close()
     assert eventually(lambda: not threads())
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 10.0
     assert 290 < (authority.status()[0].recovering_for or 0) < 300
 
 
@@ -285,19 +284,23 @@ def test_asyncio_users_have_their_nodes_recovered(nodes: Nodes, connect: MakeRed
     authority = connect(list(nodes.urls[:3]))
     authority.init(base=0, max_ttl=MAX_TTL)
 
-    async def main() -> float:
-        longest = 0.0
-        nodes[0].restart(keep_data=False)
+    async def longest() -> float:
+        durations = []
         end = time.monotonic() + 3 * MAX_TTL
         while time.monotonic() < end:
-            before = time.monotonic()
+            began = time.monotonic()
             grant = await authority.aio.acquire(("r",), ttl=0.5, timeout=5)
             await authority.aio.release(grant)
-            longest = max(longest, time.monotonic() - before)
-        assert len(await authority.aio.status()) == 3
-        return longest
+            durations.append(time.monotonic() - began)
+        return max(durations)
 
-    assert asyncio.run(main()) < 0.3
+    async def main() -> None:
+        calm = await longest()  # as long as the machine's other work has it
+        nodes[0].restart(keep_data=False)
+        assert await longest() < calm + 0.3
+        assert len(await authority.aio.status()) == 3
+
+    asyncio.run(main())
     assert votes_again(authority)
 
 
@@ -327,14 +330,19 @@ def test_acquisitions_do_not_wait_for_a_recovery(nodes: Nodes, connect: MakeRedl
     """Not even while the epoch changes: an acquisition that falls into it is a few tries longer."""
     authority = connect(nodes)
     authority.init(base=0, max_ttl=MAX_TTL)
-    take(authority)
+
+    def longest() -> float:
+        durations = []
+        end = time.monotonic() + 3 * MAX_TTL
+        while time.monotonic() < end:
+            began = time.monotonic()
+            take(authority)
+            durations.append(time.monotonic() - began)
+        return max(durations)
+
+    calm = longest()  # as long as the machine's other work has it
     nodes[4].restart(keep_data=False)
-    longest, end = 0.0, time.monotonic() + 3 * MAX_TTL
-    while time.monotonic() < end:
-        began = time.monotonic()
-        take(authority)
-        longest = max(longest, time.monotonic() - began)
-    assert longest < 0.3
+    assert longest() < calm + 0.3
     assert split(take(authority))[0] == 1
 
 

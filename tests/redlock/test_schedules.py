@@ -207,7 +207,7 @@ def test_marker_made_on_demand_gives_a_token_twice(make_stage: MakeStage) -> Non
     """Control: a node that makes its marker when it misses it counts from the beginning again."""
     on_demand = "if redis.call('EXISTS', NODE) == 0 then redis.call('HSET', NODE, 'e', 0, 'b', 0, "
     on_demand += "'r', ARGV[#ARGV - 1], 'cfg', ARGV[1]) end\n"
-    start = "local fields = {'e', 'r', 'cfg', 'next', 'b'}"
+    start = "local fields = {'e', 'r', 'cfg', 'next', 'b', 'c' .. ARGV[5]}"
     mutant = without("acquire", start, on_demand + start)
     a, b, _ = play_a_node_that_loses_its_data(make_stage(mutant))
     assert (a, b) == (1, 1)

@@ -21,7 +21,7 @@ from fencelock.embedded import Nodes
 from fencelock.errors import LockTimeoutError
 from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY
-from tests.redlock.views import waiting_on
+from tests.redlock.views import all_wait, is_held_everywhere
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ class TestLine:
     def test_majority_of_calls_is_due_at_once(self, line: Line) -> None:
         """Two of five are not enough; the third is."""
         place = line.new_place()
-        line.expect(place, "nonce")
+        line.expect(place, "nonce", 0.0)
         for node in range(2):
             line.note(node, b"1", 10.0)
         assert line.due(place) > 10.0
@@ -49,7 +49,7 @@ class TestLine:
     def test_minority_of_calls_is_due_soon(self, line: Line) -> None:
         """Nodes that disagree on who is first leave nobody waiting; a repeated call adds nothing."""
         place = line.new_place()
-        line.expect(place, "nonce")
+        line.expect(place, "nonce", 0.0)
         for _ in range(5):
             line.note(4, b"1", 10.0)
         assert 10.0 + 0.5 * HESITATION <= line.due(place) <= 10.0 + 1.5 * HESITATION
@@ -57,23 +57,33 @@ class TestLine:
     def test_calls_count_from_the_last_try_only(self, line: Line) -> None:
         """What called a bid that has failed since says nothing about the next one."""
         place = line.new_place()
-        line.expect(place, "nonce")
+        line.expect(place, "nonce", 0.0)
         for node in range(3):
             line.note(node, b"1", 10.0)
-        line.expect(place, "nonce")
+        line.expect(place, "nonce", 0.0)
         assert line.due(place) == math.inf
 
     def test_second_in_line_is_due_when_the_claim_ends(self, line: Line) -> None:
         """The call says in how many milliseconds."""
         place = line.new_place()
-        line.expect(place, "nonce")
+        line.expect(place, "nonce", 0.0)
         line.note(0, b"1 100", 10.0)
         assert 10.1 <= line.due(place) <= 10.1 + HESITATION
+
+    def test_end_of_a_claim_is_remembered_over_a_try(self, line: Line) -> None:
+        """The nodes do not call again for it; once it has ended it says nothing any more."""
+        place = line.new_place()
+        line.expect(place, "nonce", 0.0)
+        line.note(0, b"1 100", 10.0)
+        line.expect(place, "next", 10.05)
+        assert 10.1 <= line.due(place) <= 10.1 + HESITATION
+        line.expect(place, "the one after", 10.2)
+        assert line.due(place) == math.inf
 
     def test_calls_for_nobody_are_ignored(self, line: Line) -> None:
         """Of an acquisition that is over, of another client, or no call at all."""
         place = line.new_place()
-        line.expect(place, "nonce")
+        line.expect(place, "nonce", 0.0)
         for message in (b"2", b"", b"\xff", b"1 soon", b"one"):
             line.note(0, message, 10.0)
         assert line.due(place) == math.inf
@@ -84,13 +94,13 @@ class TestLine:
     def test_grants_count_for_the_bid_that_they_name(self, line: Line) -> None:
         """They arrive as calls; one for a bid that has failed since is a call and nothing more."""
         place = line.new_place()
-        line.expect(place, "nonce")
+        line.expect(place, "nonce", 0.0)
         line.note(0, b"1 = 3 17 nonce", 10.0)
         line.note(1, b"1 = 3 17 another", 10.0)
         line.note(2, b"1 = x 17 nonce", 10.0)
         assert line.granted(place) == {0: Answer(Said.GRANTED, 3, (17,))}
         assert line.due(place) == 10.0
-        line.expect(place, "next")
+        line.expect(place, "next", 0.0)
         assert line.granted(place) == {}
 
     def test_nobody_stands_in_line_where_most_nodes_are_silent(self, line: Line) -> None:
@@ -110,11 +120,10 @@ class TestLine:
 
 
 @pytest.fixture
-def waiter(authority: Redlock, nodes: Nodes) -> Iterator[Redlock]:
+def waiter(authority: Redlock, rival: Redlock) -> Redlock:
     """Another client, whose listener is connected already."""
-    with Redlock(nodes.urls, node_timeout=0.3, connect_timeout=1.0, outage_grace=0.3) as made:
-        start_listening(made, authority)
-        yield made
+    start_listening(rival, authority)
+    return rival
 
 
 def start_listening(waiter: Redlock, holder: Redlock, nodes: int = 5) -> None:
@@ -249,16 +258,17 @@ def test_hung_process_at_the_head_costs_one_claim(
     head.start()
     lock = authority.lock("r")
     lock.acquire()
-    assert eventually(lambda: waiting_on(nodes[0].url) == 1)
+    assert is_held_everywhere(nodes.urls)
+    assert eventually(lambda: all_wait(nodes, 1), 60.0)  # a process takes its time to start
     assert head.pid is not None
     os.kill(head.pid, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:
         second = pool.submit(acquire_and_release, waiter, "r", fair=fair)
-        assert eventually(lambda: waiting_on(nodes[0].url) == 2)
+        assert eventually(lambda: all_wait(nodes, 2))
         time.sleep(0.2)
-        lock.release()
         released = time.monotonic()
-        assert 0.05 < second.result(10) - released < 0.6
+        lock.release()
+        assert 0.05 < second.result(10) - released < 2.0  # and not 20
     os.kill(head.pid, signal.SIGKILL)
     head.join(10)
 
@@ -272,23 +282,51 @@ def acquire_and_release(authority: Redlock, *resources: str, fair: bool = False)
 
 
 def test_killed_processes_at_the_head_cost_nothing(authority: Redlock, waiter: Redlock, nodes: Nodes) -> None:
-    """Nobody hears them any more, so they are passed over, however many they were."""
+    """Nobody hears them any more, so they are passed over, however many they were: no claim is waited for."""
+    tries = (seconds_behind_killed_processes(authority, waiter, nodes) for _ in range(3))
+    assert any(seconds < 0.09 for seconds in tries)  # where they cost a claim, they always do
+
+
+def seconds_behind_killed_processes(authority: Redlock, waiter: Redlock, nodes: Nodes) -> float:
+    """Kill two processes that wait before `waiter`; return how long after the release that has the lock."""
     context = multiprocessing.get_context("spawn")
     heads = [context.Process(target=wait_and_hold, args=(nodes.urls,), daemon=True) for _ in range(2)]
     lock = authority.lock("r")
     lock.acquire()
+    assert is_held_everywhere(nodes.urls)
     for head in heads:
         head.start()
-    assert eventually(lambda: waiting_on(nodes[0].url) == 2)
+    assert eventually(lambda: all_wait(nodes, 2), 60.0)
     for head in heads:
         head.kill()
         head.join(10)
     with ThreadPoolExecutor(1) as pool:
         second = pool.submit(acquire_and_release, waiter, "r")
-        assert eventually(lambda: waiting_on(nodes[0].url) == 3)
+        assert eventually(lambda: all_wait(nodes, 3))
         lock.release()
         released = time.monotonic()
-        assert second.result(10) - released < 0.09
+        return second.result(10) - released
+
+
+@pytest.mark.usefixtures("never_look", "dialling")
+def test_connections_that_break_under_one_who_waits_are_opened_again(
+    authority: Redlock, waiter: Redlock, nodes: Nodes
+) -> None:
+    """All of them at once, however long it takes to begin to open each."""
+    lock = authority.lock("r")
+    lock.acquire()
+    assert is_held_everywhere(nodes.urls)
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(acquire_and_release, waiter, "r")
+        assert eventually(lambda: all_wait(nodes, 1))
+        for node in reversed(nodes):
+            with redis.Redis.from_url(node.url) as admin:
+                admin.client_kill_filter(_type="pubsub")
+        assert eventually(lambda: heard_by(waiter) < 5)
+        assert eventually(lambda: heard_by(waiter) == 5)
+        lock.release()
+        released = time.monotonic()
+        assert second.result(30) - released < 1.0
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["one client", "a client each"])
@@ -306,11 +344,12 @@ def test_eight_who_wait_come_in_order(
 
     lock = authority.lock("r")
     lock.acquire()
+    assert is_held_everywhere(nodes.urls)
     with ThreadPoolExecutor(8) as pool:
         futures = []
         for number in range(8):
             futures.append(pool.submit(wait, number))
-            assert eventually(lambda number=number: waiting_on(nodes[0].url) == number + 1)  # type: ignore[misc]
+            assert eventually(lambda number=number: all_wait(nodes, number + 1))  # type: ignore[misc]
             time.sleep(0.02)
         lock.release()
         for future in futures:
@@ -355,16 +394,21 @@ def test_waiting_for_several_resources_never_deadlocks(nodes: Nodes, authority: 
 
 def test_uncontended_acquisition_opens_no_listener(authority: Redlock, nodes: Nodes) -> None:
     """Who never waits pays nothing: no connection, no thread, no key."""
-    before = threading.active_count()
+    before = _threads()
     with authority.lock("r"):
         pass
     with authority.lock("r"), Redlock(nodes.urls) as other, pytest.raises(LockTimeoutError):
         other.lock("r", timeout=0).acquire()
     assert authority._listener._poll is None
-    assert eventually(lambda: threading.active_count() <= before)
+    assert eventually(lambda: _threads() <= before)
     with redis.Redis.from_url(nodes[0].url) as client:
         assert client.pubsub_channels() == []
         assert client.keys("*") == [NODE_KEY.encode()]
+
+
+def _threads() -> set[threading.Thread]:
+    """Return the threads that run, save those that renew leases, which stay for a while."""
+    return {thread for thread in threading.enumerate() if thread.name != "fencelock-renewal"}
 
 
 def test_one_who_gives_up_is_gone_from_the_queues(authority: Redlock, waiter: Redlock, nodes: Nodes) -> None:
@@ -372,7 +416,7 @@ def test_one_who_gives_up_is_gone_from_the_queues(authority: Redlock, waiter: Re
     with authority.lock("r"):
         with pytest.raises(LockTimeoutError):
             waiter.lock("r", timeout=0.3).acquire()
-        assert eventually(lambda: not any(waiting_on(node.url) for node in nodes), 1.0)
+        assert eventually(lambda: all_wait(nodes, 0), 3.0)  # it ends after 5
 
 
 def test_forked_child_waits_with_ears_of_its_own(authority: Redlock, waiter: Redlock) -> None:

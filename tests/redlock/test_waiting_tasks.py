@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import math
 import os
 import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from typing import Any
@@ -28,22 +27,33 @@ from fencelock.embedded import Nodes
 from fencelock.errors import FencelockError, LockTimeoutError
 from tests.polling import eventually
 from tests.redlock.stage import SlowDoor
-from tests.redlock.views import Run, becomes_free, connections_to, locks_on, take, waiting_on
+from tests.redlock.views import (
+    Run,
+    all_wait,
+    becomes_free,
+    connections_to,
+    is_held_everywhere,
+    locks_on,
+    soon,
+    take,
+    waiting_on,
+)
 
 pytestmark = pytest.mark.usefixtures("no_noise")
 
 
 @pytest.fixture
-def client(authority: Redlock, nodes: Nodes) -> Iterator[Redlock]:
+def client(authority: Redlock, rival: Redlock) -> Redlock:
     """Another client, whose tasks wait; `authority` holds what they wait for."""
-    with Redlock(nodes.urls, node_timeout=0.3, connect_timeout=1.0, outage_grace=0.3) as made:
-        authority.release(hold(authority, "connect"))
-        yield made
+    authority.release(hold(authority, "connect"))
+    return rival
 
 
 def hold(authority: Redlock, resource: str = "r") -> Grant:
-    """Acquire with the blocking driver: while nobody else wants it, that takes a moment."""
-    return authority.acquire((resource,), ttl=30.0, timeout=5.0)
+    """Acquire with the blocking driver: while nobody else wants it, that takes a moment; on every node."""
+    grant = authority.acquire((resource,), ttl=30.0, timeout=5.0)
+    assert is_held_everywhere(authority.nodes, resource)
+    return grant
 
 
 def listener_of(client: Redlock) -> LoopListener:
@@ -54,16 +64,6 @@ def listener_of(client: Redlock) -> LoopListener:
 def heard_by(client: Redlock) -> int:
     """Return how many nodes the running loop listens to."""
     return len(listener_of(client)._line._listening)
-
-
-async def soon(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
-    """Return whether a condition comes to hold, while the loop goes on."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        await asyncio.sleep(0.01)
-    return True
 
 
 async def start_listening(client: Redlock, holder: Redlock, nodes: int = 5) -> None:
@@ -171,7 +171,7 @@ def test_fifty_tasks_take_turns_without_a_herd(
 ) -> None:
     """Whoever is called bids, the others are quiet; those who look (the control) ask far more often."""
     if not hears:
-        monkeypatch.setattr(LoopListener, "_dial_absent", lambda _: None)
+        monkeypatch.setattr(LoopListener, "_dial_absent", lambda *_: None)
 
     async def work() -> int:
         grant = await client.aio.acquire(("r",), ttl=30.0, timeout=60.0)
@@ -207,7 +207,7 @@ def test_tasks_come_in_the_order_in_which_they_asked(
         tasks = []
         for number in range(12):
             tasks.append(asyncio.ensure_future(work(number)))
-            assert await soon(lambda number=number: waiting_on(nodes[0].url) == number + 1)  # type: ignore[misc]
+            assert await soon(lambda number=number: all_wait(nodes, number + 1))  # type: ignore[misc]
             await asyncio.sleep(0.01)
         authority.release(grant)
         await asyncio.gather(*tasks)
@@ -223,16 +223,16 @@ def test_cancelled_task_leaves_its_place(authority: Redlock, client: Redlock, no
         await start_listening(client, authority)
         grant = hold(authority)
         tasks = [asyncio.ensure_future(take_and_tell(client)) for _ in range(5)]
-        assert await soon(lambda: all(waiting_on(node.url) == 5 for node in nodes))
+        assert await soon(lambda: all_wait(nodes, 5))
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-        assert await soon(lambda: not any(waiting_on(node.url) for node in nodes), 1.0)
+        assert await soon(lambda: all_wait(nodes, 0), 3.0)  # they end after 5
         listener = listener_of(client)
         assert not listener._resting
         assert not listener._line._places
         authority.release(grant)
-        assert locks_on(nodes) == []
+        assert await becomes_free(nodes)
 
     run(main())
 
@@ -343,10 +343,10 @@ def test_tasks_wait_by_looking_where_most_nodes_are_silent(
     async def main() -> None:
         async with Redlock(urls).aio as aio:
             deaf = aio._redlock
-            assert await seconds_until_handed_over(authority, deaf, timeout=5.0) < 1.0
+            assert await seconds_until_handed_over(authority, deaf, timeout=5.0) < 2.0
             assert await soon(lambda: heard_by(deaf) == 2)
             assert not listener_of(deaf).hears
-            assert await seconds_until_handed_over(authority, deaf, timeout=5.0) < 1.0
+            assert await seconds_until_handed_over(authority, deaf, timeout=5.0) < 2.0
             grant = hold(authority)
             with pytest.raises(LockTimeoutError):
                 await aio.acquire(("r",), ttl=30, timeout=0.3)
@@ -457,7 +457,7 @@ def test_who_never_waits_opens_nothing(authority: Redlock, client: Redlock, node
         with pytest.raises(LockTimeoutError):
             await client.aio.acquire(("r",), ttl=30, timeout=0)
         authority.release(grant)
-        assert connections_to(nodes) == before + 1
+        assert await soon(lambda: connections_to(nodes) == before + 1)
         assert not listening_threads()
 
     run(main())
@@ -472,7 +472,7 @@ def test_connections_for_calls_are_closed_when_nobody_waits(
     async def main() -> None:
         before = connections_to(nodes)
         await start_listening(client, authority)
-        assert connections_to(nodes) == before + 2
+        assert await soon(lambda: connections_to(nodes) == before + 2)
         grant = hold(authority)
         task = asyncio.ensure_future(take_and_tell(client))
         links = [ear.link for ear in listener_of(client)._ears]
@@ -482,10 +482,9 @@ def test_connections_for_calls_are_closed_when_nobody_waits(
         await task
         timers = asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
         assert not [timer for timer in timers if "_Rest." in repr(timer) and not timer.cancelled()]
-        assert await soon(lambda: connections_to(nodes) == before + 1, 3.0)
+        assert await soon(lambda: connections_to(nodes) == before + 1)
         assert len(asyncio.all_tasks()) == 1
-        await asyncio.sleep(1.0)
-        assert not [timer for timer in timers if "LoopListener." in repr(timer)]
+        assert await soon(lambda: not [timer for timer in timers if "LoopListener." in repr(timer)])
         await start_listening(client, authority)
 
     asyncio.run(main())
@@ -512,10 +511,11 @@ def test_closing_lets_tasks_that_wait_go_on(
     run(main())
 
 
-def test_loop_that_ends_while_ears_are_opened_leaves_no_connection(nodes: Nodes, run: Run) -> None:
+def test_loop_that_ends_while_ears_are_opened_leaves_no_connection(
+    make_nodes: Callable[..., Nodes], run: Run
+) -> None:
     """They come up when nobody is there any more; the tasks that waited were cancelled with their loop."""
-    gc.collect()
-    before = connections_to(nodes)  # what other tests have left
+    nodes = make_nodes(1)  # of its own: other tests leave connections behind for a while
     with closing(SlowDoor(nodes[0].port)) as door, Redlock(nodes.urls[0]) as holder:
         holder.init(base=0)
         door.open.set()
@@ -534,10 +534,10 @@ def test_loop_that_ends_while_ears_are_opened_leaves_no_connection(nodes: Nodes,
         door.open.set()
         assert eventually(lambda: not listening_threads())
         client.close()
-        assert eventually(lambda: connections_to(nodes) <= before + 1)
+        assert eventually(lambda: connections_to(nodes) <= 1)
 
 
-@pytest.mark.usefixtures("never_look")
+@pytest.mark.usefixtures("never_look", "dialling")
 def test_connections_that_break_under_a_task_that_waits_are_opened_again(
     authority: Redlock, client: Redlock, nodes: Nodes, run: Run
 ) -> None:
@@ -548,11 +548,11 @@ def test_connections_that_break_under_a_task_that_waits_are_opened_again(
         grant = hold(authority)
         task = asyncio.ensure_future(take_and_tell(client, timeout=15.0))
         assert await soon(lambda: bool(listener_of(client)._resting))
-        for node in nodes:
+        for node in reversed(nodes):
             with redis.Redis.from_url(node.url) as admin:
                 admin.client_kill_filter(_type="pubsub")
         assert await soon(lambda: heard_by(client) < 5)
-        assert await soon(lambda: heard_by(client) == 5, 3.0)
+        assert await soon(lambda: heard_by(client) == 5)
         authority.release(grant)
         released = time.monotonic()
         assert await task - released < 1.0

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any
 
 import redis
 
 from fencelock import Redlock
 from fencelock.embedded import Nodes
+from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY
 
 #: Runs a coroutine in a new loop.
@@ -33,13 +36,33 @@ def locks_on(nodes: Nodes) -> list[str]:
     return found
 
 
+def is_held_everywhere(urls: Sequence[str], resource: str = "r") -> bool:
+    """Return whether every node that can be reached and is initialised comes to hold a lock that was granted.
+
+    A majority is enough for the grant. On the others, whoever bids next may still be the first.
+    """
+    return eventually(lambda: all(_has_lock_or_no_vote(url, resource) for url in urls))
+
+
+def _has_lock_or_no_vote(url: str, resource: str) -> bool:
+    with suppress(redis.RedisError), redis.Redis.from_url(url, socket_timeout=0.5) as client:
+        return bool(client.exists(f"{NODE_KEY}:l:{resource}")) or not client.hexists(NODE_KEY, "e")
+    return True
+
+
+async def soon(condition: Callable[[], bool], seconds: float = 15.0) -> bool:
+    """Return whether a condition comes to hold, while the loop goes on."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        await asyncio.sleep(0.01)
+    return True
+
+
 async def becomes_free(nodes: Nodes) -> bool:
     """Return whether all locks go within seconds, while the loop is there to see to it."""
-    for _ in range(200):
-        if not locks_on(nodes):
-            return True
-        await asyncio.sleep(0.02)
-    return False
+    return await soon(lambda: not locks_on(nodes))
 
 
 def connections_to(nodes: Nodes, number: int = 0) -> int:
@@ -53,3 +76,8 @@ def waiting_on(node_url: str, resource: str = "r") -> int:
     """Return how many stand in a node's queue."""
     with redis.Redis.from_url(node_url) as client:
         return int(str(client.zcard(f"{NODE_KEY}:q:{resource}")))
+
+
+def all_wait(nodes: Nodes, count: int) -> bool:
+    """Return whether so many stand in the queue of every node; a majority that lags passes them over."""
+    return all(waiting_on(node.url) == count for node in nodes)

@@ -41,6 +41,8 @@ class AsyncRedlock:
         """Begin without connections: at first, and in a forked child."""
         self._lock = threading.Lock()
         self._lines: WeakKeyDictionary[asyncio.AbstractEventLoop, Lines] = WeakKeyDictionary()
+        #: Those that were asked for last: mostly there is but one loop.
+        self._latest: Lines | None = None
 
     def __repr__(self) -> str:
         return f"{self._redlock!r}.aio"
@@ -138,11 +140,15 @@ class AsyncRedlock:
         """Return the running loop's connections."""
         self._redlock._check_process()
         loop = asyncio.get_running_loop()
+        latest = self._latest
+        if latest is not None and latest.serve(loop):
+            return latest
         lines = self._lines.get(loop)
         if lines is None or lines.is_closed:
             with self._lock:
                 self._close_orphans()
                 self._lines[loop] = lines = self._redlock._make_lines(loop)
+        self._latest = lines
         return lines
 
     def _close_orphans(self) -> None:

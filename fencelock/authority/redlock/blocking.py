@@ -17,14 +17,13 @@ import time
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
-from fencelock.authority.redlock.node import Link, Unusable, pack
-from fencelock.authority.redlock.protocol import Answer, Broadcast, Request, Round, Said
-from fencelock.authority.redlock.seats import FRESH, Seats
+from fencelock.authority.redlock.node import Link, Unusable
+from fencelock.authority.redlock.protocol import Broadcast, Request, Round, Said
+from fencelock.authority.redlock.seats import FRESH, Ballot, Seats
 
 _T = TypeVar("_T")
 
 _MOST_IDLE = 16
-_SILENT = Answer(Said.SILENT)
 
 
 class Channels(Seats):
@@ -39,7 +38,6 @@ class Channels(Seats):
         self._poll = select.poll()
         self._by_descriptor: dict[int, int] = {}
         self._news = threading.Condition(self._mutex)
-        self._answers: dict[int, Answer] | None = None
         self._last_used = 0.0
         self.usable = True
 
@@ -62,24 +60,17 @@ class Channels(Seats):
             while self._read(0.0):
                 pass  # behind an old answer there may be the end of the connection
         self.connect()
-        self._number += 1
-        nodes, enough, asked = request.nodes, request.enough, len(request.nodes)
-        packed = pack(request.command)
-        began = time.monotonic()
-        self._answers = answers = self._ask(nodes, self._number, request.command, packed, began)
+        ballot = Ballot(request)
+        began = now = time.monotonic()
+        self._ask(ballot, request, began)
         self._flush()
         deadline = began + request.patience
-        now = began
-        while len(answers) < asked and not enough(answers) and now < deadline:
+        while not ballot.complete and now < deadline:
             self._read(deadline - now)
             now = time.monotonic()
-        if len(answers) < asked:
-            for index in nodes:
-                answers.setdefault(index, _SILENT)
-        self._answers = None
         self._last_used = now
         self.usable = True
-        return Round(began, now, answers)
+        return Round(began, now, ballot.close())
 
     def _flush(self) -> None:
         """Write to each node what has been put into its link."""
@@ -104,12 +95,6 @@ class Channels(Seats):
             except Unusable as error:
                 self._drop(index, error.answer)
         return bool(ready)
-
-    def _heard(self, number: int, index: int, answer: Answer) -> bool:
-        if self._answers is None or number != self._number:
-            return False
-        self._answers[index] = answer
-        return True
 
     def _write(self, index: int, link: Link) -> None:  # noqa: ARG002 - the other driver needs the index
         if not link.flush():

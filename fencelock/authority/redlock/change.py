@@ -12,7 +12,8 @@ Pure, as the protocol is. `spec/` has it in the model; the schedules that each s
    no recovery.
 4. The new epoch is above all that they know of. No counters are carried over: the epoch dominates.
 5. PROMISE it to a majority of the *new* nodes, before any of them votes. Two operators who finish the same
-   change may have chosen different epochs ("OPEN without PROMISE": the higher one could be used again).
+   change may have chosen different epochs ("OPEN without PROMISE": the higher one could be used again). Then
+   a second look, as in a recovery: they hold the promise all at the same time.
 6. Wait for the leases that old nodes have granted: for mutual exclusion only.
 7. A list's fingerprint covers that of the list before it, too: nobody who returns to an earlier choice of
    nodes gets an earlier list, whose messages may still be under way.
@@ -284,11 +285,14 @@ def _closed_still(
 def _promise(plan: Plan, target: Membership, epoch: int) -> Generator[Request, Any, None]:
     ids = {address: node_id for node_id, address in target.seats}
     promised: set[int] = set()
-    for node in plan.wanted:
+    before, _ = yield from read(plan.node_key, plan.wanted, plan.patience)
+    for node in before:
         command = plan.command("promise", target.fingerprint, epoch, ids[plan.names[node]], "change")
         answers, _ = yield from ask(command, [node], plan.patience)
         promised |= _who(answers, Said.PROMISED)
     promised = yield from synced(promised, plan.patience)
+    told, _ = yield from read(plan.node_key, promised, plan.patience)
+    promised = {node for node, standing in told.items() if standing.still_promises(epoch, before[node])}
     if len(promised) < _majority(len(plan.wanted)):
         silent = [plan.names[node] for node in plan.wanted if node not in promised]
         raise QuorumError(

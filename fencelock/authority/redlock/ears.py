@@ -85,7 +85,7 @@ class Listening(abc.ABC):
         """Count the calls for a bid from now on; return its place, a new one where it is empty."""
         with self._mutex:
             place = place or self._line.new_place()
-            self._line.expect(place, nonce)
+            self._line.expect(place, nonce, time.monotonic())
             return place
 
     def granted(self, place: str) -> Answers:
@@ -98,10 +98,16 @@ class Listening(abc.ABC):
         with self._mutex:
             self._line.leave(place)
 
-    def _dial_absent(self) -> None:
-        """Begin to open what is not open."""
+    def _dial_absent(self, now: float) -> None:
+        """Begin to open what is not open, or goes to a server that another has taken over from.
+
+        A call reaches only those who listen to the very server that makes it, also in a cluster. What may
+        not be tried again at that moment is the caller's to plan: this may take longer than until it may be.
+        """
         for ear in self._ears:
-            if ear.link is None:
+            if ear.link is not None and ear.link.identity.run_id != ear.node.run_id:
+                self._drop(ear)
+            if ear.link is None and ear.retry_at <= now:
                 ear.dial(self._node_key, lambda _: None, self._announce)
 
     def _adopt(self) -> None:

@@ -109,9 +109,9 @@ class Listener(Listening):
         poll = self._poll
         if poll is None:
             poll = self._pick_up()
-        self._dial_absent()
-        self._adopt()
         now = time.monotonic()
+        self._dial_absent(now)
+        self._adopt()
         for ear in self._ears:
             if ear.link is None and ear.retry_at > now:
                 timeout = min(timeout, ear.retry_at - now)

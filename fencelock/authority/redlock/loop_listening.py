@@ -92,12 +92,13 @@ class LoopListener(Listening):
         """Return when the nodes call the place, at the latest after so many seconds."""
         loop = asyncio.get_running_loop()
         self._last_rest = now = time.monotonic()
-        self._dial_absent()
+        self._dial_absent(now)
         self._end_when_idle(loop, IDLE)
         rest = _Rest(loop)
         rest.end_by(min(now + seconds, self._line.due(place)), now)
         if place:
             self._resting[place] = rest
+            self._dial_later(now)
         try:
             await rest.woken
         finally:
@@ -124,29 +125,32 @@ class LoopListener(Listening):
 
     def _welcome(self) -> None:
         self._adopt()
-        self._dial_later()
+        self._dial_again()
 
     def _lose(self, ear: Ear, answer: Answer) -> None:
         super()._lose(ear, answer)
-        self._dial_later()
+        self._dial_later(time.monotonic())
 
-    def _dial_later(self) -> None:
+    def _dial_later(self, now: float) -> None:
         """Open soon what has failed, if somebody waits. What has to wait longer is left to who waits next."""
         loop = self._loop()
         if self._dials_later or not self._resting or loop is None or loop.is_closed():
             return
-        now = time.monotonic()
         pauses = (ear.retry_at - now for ear in self._ears if ear.link is None and ear.retry_at > now)
         pause = min(pauses, default=math.inf)
         if pause <= LONGEST_BACKOFF:
             self._dials_later = True
-            loop.call_later(pause + _SLACK, self._dial_again)
+            loop.call_later(pause + _SLACK, self._end_pause)
+
+    def _end_pause(self) -> None:
+        self._dials_later = False
+        self._dial_again()
 
     def _dial_again(self) -> None:
-        self._dials_later = False
         if self._resting:
-            self._dial_absent()
-            self._dial_later()
+            now = time.monotonic()
+            self._dial_absent(now)
+            self._dial_later(now)
 
     def _readable(self, ear: Ear) -> None:
         """Read what has arrived, and resume those who were called; called by the loop."""

@@ -18,43 +18,38 @@ import os
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Generator
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from fencelock.authority.redlock.loop_listening import LoopListener, call_into
-from fencelock.authority.redlock.node import Link, Unusable, pack
+from fencelock.authority.redlock.node import Link, Unusable
 from fencelock.authority.redlock.protocol import Answer, Answers, Broadcast, Request, Round, Said
-from fencelock.authority.redlock.seats import FRESH, Seats
+from fencelock.authority.redlock.seats import FRESH, Ballot, Seats
 
 _T = TypeVar("_T")
 
 #: Seconds by which a patience may be exceeded, so that one look serves many broadcasts.
 _SLACK = 0.01
-_SILENT: Final = Answer(Said.SILENT)
 
 
-class _Asking:
-    """A broadcast that waits: what has come back, and who is to be woken."""
+class _Asking(Ballot):
+    """A broadcast whose task waits, and when its patience ends."""
 
-    __slots__ = ("answers", "asked", "deadline", "enough", "woken")
+    __slots__ = ("_woken", "deadline")
 
-    def __init__(
-        self,
-        answers: dict[int, Answer],
-        asked: int,
-        enough: Callable[[Answers], bool],
-        deadline: float,
-        woken: asyncio.Future[None],
-    ) -> None:
-        self.answers = answers
-        self.asked = asked
-        self.enough = enough
+    def __init__(self, request: Broadcast, deadline: float, woken: asyncio.Future[None]) -> None:
+        super().__init__(request)
         self.deadline = deadline
-        self.woken = woken
+        self._woken: asyncio.Future[None] | None = woken
 
     def wake(self) -> None:
-        """Let the broadcast go on, unless it is on its way already."""
-        if not self.woken.done():
-            self.woken.set_result(None)
+        """Let the task go on, unless it is on its way already."""
+        if self._woken is not None and not self._woken.done():
+            self._woken.set_result(None)
+
+    def close(self) -> Answers:
+        """Do as any ballot; and forget the future, for that knows the loop, which is to be free to go."""
+        self._woken = None
+        return super().close()
 
 
 class Lines(Seats):
@@ -71,13 +66,17 @@ class Lines(Seats):
         self.listener = LoopListener(loop, [seat.node for seat in self._seats], self._node_key)
         self._loop = weakref.ref(loop)
         self._pid = os.getpid()
-        self._asking: dict[int, _Asking] = {}
+        self._asking: set[_Asking] = set()
         self._newcomers: set[asyncio.Future[None]] = set()
         self._congested: set[int] = set()
         self._flush_is_due = False
         self._looks_at = math.inf
         self._last_used = 0.0
         self._farewell = weakref.finalize(loop, self.close)
+
+    def serve(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Whether these are the running loop's, and open."""
+        return not self._closed and self._loop() is loop
 
     @property
     def is_closed(self) -> bool:
@@ -93,7 +92,8 @@ class Lines(Seats):
         self._farewell.detach()
         self._closed = True
         if (loop := self._loop()) is None or loop.is_closed():
-            self._asking.clear()  # nobody can be woken any more
+            for asking in self._asking:
+                asking.over = True  # nobody can be woken any more
         for index in range(len(self._seats)):
             self._drop(index, Answer(Said.UNREACHABLE, detail="the connection was closed here"))
         self.listener.close()
@@ -134,31 +134,30 @@ class Lines(Seats):
             await self._await_links()
             began = time.monotonic()
         self._last_used = began
-        nodes = request.nodes
-        self._number = number = self._number + 1
-        answers = self._ask(nodes, number, request.command, pack(request.command), began)
         loop = asyncio.get_running_loop()
+        deadline = began + request.patience
+        woken = loop.create_future()
+        asking = _Asking(request, deadline, woken)
+        self._ask(asking, request, began)
         self._flush_soon(loop)
-        if len(answers) < len(nodes) and not request.enough(answers):
-            deadline = began + request.patience
+        if not asking.complete:
             self._look_at(deadline, loop)
-            self._asking[number] = asking = _Asking(
-                answers, len(nodes), request.enough, deadline, loop.create_future()
-            )
+            self._asking.add(asking)
             try:
-                await asking.woken
+                await woken
             finally:
-                self._asking.pop(number, None)  # it may have been closed meanwhile
-        if len(answers) < len(nodes):
-            answers = {index: answers.get(index, _SILENT) for index in nodes}
-        return Round(began, time.monotonic(), answers)
+                self._asking.discard(asking)
+                asking.close()
+        return Round(began, time.monotonic(), asking.close())
 
     def tell(self, request: Broadcast) -> Round:
         """Send a command to its nodes at once, and wait for nothing: also where no loop runs any more."""
         now = time.monotonic()
-        answers = self._ask(request.nodes, 0, request.command, pack(request.command), now)
+        ballot = Ballot(request)
+        ballot.over = True
+        self._ask(ballot, request, now)
         self._flush()
-        return Round(now, now, {index: answers.get(index, _SILENT) for index in request.nodes})
+        return Round(now, now, ballot.close())
 
     async def _await_links(self) -> None:
         """Wait while less than a majority is connected, as long as that may change."""
@@ -181,16 +180,6 @@ class Lines(Seats):
         for newcomer in self._newcomers:
             if not newcomer.done():
                 newcomer.set_result(None)
-
-    def _heard(self, number: int, index: int, answer: Answer) -> bool:
-        asking = self._asking.get(number)
-        if asking is None:
-            return False
-        answers = asking.answers
-        answers[index] = answer
-        if len(answers) == asking.asked or asking.enough(answers):
-            asking.wake()
-        return True
 
     def _readable(self, index: int, link: Link) -> None:
         """Read what has arrived; called by the loop."""
@@ -274,7 +263,7 @@ class Lines(Seats):
         now = time.monotonic()
         self._look(now)  # the loop may have been busy with something else, and the answers be here
         next_end = math.inf
-        for asking in self._asking.values():
+        for asking in self._asking:
             if asking.deadline <= now:
                 asking.wake()
             else:

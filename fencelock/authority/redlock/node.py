@@ -15,61 +15,60 @@ from __future__ import annotations
 import hashlib
 import importlib.resources
 import math
+import re
 import socket
 import ssl
 from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 import hiredis
-import redis
-import redis.asyncio
-from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, InvalidResponse, RedisError, ResponseError
+from redis.exceptions import (
+    AskError,
+    AuthenticationError,
+    ClusterDownError,
+    InvalidResponse,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+    TryAgainError,
+)
 from redis.exceptions import TimeoutError as RedisTimeoutError
-from redis.retry import Retry
 
 from fencelock.authority.redlock.membership import Membership
+from fencelock.authority.redlock.places import (
+    Nowhere,
+    Place,
+    Server,
+    Source,
+    members_of_cluster,
+    place_of,
+    redirection,
+)
 from fencelock.authority.redlock.protocol import SYNC, Answer, Command, Said
 from fencelock.errors import MembershipError
 
-#: What a node is made of.
-Source = str | redis.Redis | redis.asyncio.Redis
-
-#: Settings of a client's pool that would make a connection do things by itself.
-_NOT_OURS = frozenset(
-    {
-        "decode_responses",
-        "encoder_class",
-        "event_dispatcher",
-        "health_check_interval",
-        "himport_registry",
-        "legacy_responses",
-        "maint_notifications_config",
-        "maint_notifications_pool_handler",
-        "orig_host_address",
-        "orig_socket_connect_timeout",
-        "orig_socket_timeout",
-        "parser_class",
-        "protocol",
-        "retry",
-        "retry_on_error",
-        "retry_on_timeout",
-    }
+#: Error replies of a server that is on its way up, about to be promoted, or no longer the one to ask.
+_PASSING_ERRORS = (
+    "LOADING",
+    "BUSY",
+    "TRYAGAIN",
+    "CLUSTERDOWN",
+    "MASTERDOWN",
+    "NOREPLICAS",
+    "READONLY",
+    "MOVED",
+    "ASK",
 )
-#: Connections are opened in threads, in asyncio code too: TLS, ACL and sockets are set the same way.
-_BLOCKING_TWINS: Final[dict[Any, Any]] = {
-    redis.asyncio.Connection: redis.Connection,
-    redis.asyncio.SSLConnection: redis.SSLConnection,
-    redis.asyncio.UnixDomainSocketConnection: redis.UnixDomainSocketConnection,
-}
-#: Error replies of a server that is on its way up, or about to be promoted.
-_PASSING_ERRORS = ("LOADING", "BUSY", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN", "READONLY")
+#: The same as redis-py has them, which takes the first word away.
+_PASSING_EXCEPTIONS = (AskError, ClusterDownError, ReadOnlyError, TryAgainError)
+#: What stands in error replies of a server that does not serve the keys any more. Another does by now.
+_ELSEWHERE = ("MOVED", "ASK ", "READONLY")
 _GRANTED: Final = Said.GRANTED
 _SAID: Final = {said.name.encode(): said for said in Said}
 _READ_SIZE = 65536
 _OWN_ARGUMENTS: Final = 2
+_LEADING: Final = frozenset({Said.UNREACHABLE, Said.ERROR})
 _WITH_FACTS: Final = frozenset({Said.TICKET, Said.ADMITTED, Said.OPENED, Said.STANDING, Said.LEASES})
 _TELLING = _WITH_FACTS | {Said.EXTENDED, Said.GRANTED, Said.HIGHER, Said.HELD}
 #: Answers that are complete with their first word. That of WAITAOF is how many disks it is on.
@@ -81,20 +80,23 @@ _BARE: Final[dict[bytes | int, Answer]] = {
 
 
 def _load_scripts() -> dict[str, str]:
-    scripts: dict[str, str] = {}
-    prelude = ""
+    """Return the scripts, each with the texts that it includes. Those in the folder itself are parts too."""
     folder = importlib.resources.files(__package__).joinpath("scripts")
-    for room in (folder, folder.joinpath("membership")):
-        files = [file for file in room.iterdir() if file.is_file()]
-        texts = {file.name.removesuffix(".lua"): file.read_text() for file in files}
-        prelude += texts.pop("prelude")
-        scripts |= {name: prelude + text for name, text in texts.items()}
-    return scripts
+    texts = {
+        file.name.removesuffix(".lua"): file.read_text()
+        for room in (folder, folder.joinpath("membership"))
+        for file in room.iterdir()
+        if file.is_file()
+    }
+    return {
+        name: re.sub(r"^-- include (\w+)\n", lambda found: texts[found[1]], text, flags=re.MULTILINE)
+        for name, text in texts.items()
+    }
 
 
-_SCRIPTS: Final = _load_scripts()
+SCRIPTS: Final = _load_scripts()
 _DIGESTS: Final = {
-    name: hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest() for name, text in _SCRIPTS.items()
+    name: hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest() for name, text in SCRIPTS.items()
 }
 
 
@@ -107,6 +109,10 @@ class Unusable(Exception):  # noqa: N818 - it carries a node's answer, and is ne
     def __init__(self, said: Said, detail: str) -> None:
         super().__init__(detail)
         self.answer = Answer(said, detail=detail)
+
+
+#: What has been sent: something of the sender's, the command, and when.
+Sent = tuple[Any, Command, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +144,15 @@ class Node:
     """Where a node is, and how to open a socket to it.
 
     Args:
-        source: a URL (`redis://`, `rediss://`, `unix://`), or a `redis.Redis` or `redis.asyncio.Redis`,
-            whose settings are kept.
+        source: a URL (`redis://`, `rediss://`, `unix://`, `redis+sentinel://`, `redis+cluster://`), or a
+            client of redis-py, whose settings are kept.
         connect_timeout: seconds for connecting and for each answer while doing so.
         verify_votes: have every vote prove its server process, also where the socket would do.
+
+    Attributes:
+        name: the address, as a URL without its password.
+        url_to_type: the same with a word where the password is to be typed.
+        run_id: of the server that it was when a socket was opened last; empty before.
 
     Raises:
         ValueError: if the URL cannot be understood.
@@ -149,22 +160,11 @@ class Node:
     """
 
     def __init__(self, source: Source, connect_timeout: float, *, verify_votes: bool) -> None:
-        self._verify_votes = verify_votes
-        self._connection_class, settings = _connection_of(source)
-        self._settings: dict[str, Any] = {
-            **{name: value for name, value in settings.items() if name not in _NOT_OURS},
-            "protocol": 2,
-            "retry": Retry(NoBackoff(), 0),
-            "socket_connect_timeout": connect_timeout,
-            "socket_timeout": connect_timeout,
-        }
-        try:
-            self._connection_class(**self._settings)  # opens nothing yet, but knows its settings
-        except TypeError as error:
-            raise ValueError(f"{_masked(str(source))!r} has a setting that is unknown: {error}") from None
-        self.name = _name_of(self._connection_class, self._settings)
-        login = f"{self._settings.get('username') or ''}:PASSWORD@" if self._settings.get("password") else ""
-        self.url_to_type = _name_of(self._connection_class, self._settings, login)
+        self._place: Place = place_of(source, connect_timeout)
+        self._verify_votes = verify_votes or self._place.moves
+        self.name = self._place.url()
+        self.url_to_type = self._place.url(self._place.login)
+        self.run_id = ""
 
     def open(self, node_key: str) -> Link:
         """Connect, and learn who is there.
@@ -172,22 +172,60 @@ class Node:
         Raises:
             Unusable: with what to report as the node's answer.
         """
-        connection = self._connection_class(**self._settings)
+        failures: list[tuple[Server, Unusable]] = []
+        tried: set[str] = set()
         try:
-            connection.connect()
-            identity = _identify(connection, node_key, verify_votes=self._verify_votes)
-            _bring_scripts(connection)
-        except Unusable:
-            connection.disconnect()
-            raise
-        except Exception as error:
-            # Whatever a stranger on that port says, or a user's own connection class raises.
-            connection.disconnect()
-            raise _why(error) from error
-        # From here on the socket is ours; the connection object must never touch it again.
-        sock: socket.socket = connection._sock  # noqa: SLF001 - redis-py has no public name for it
-        connection._sock = None  # noqa: SLF001
-        return Link(sock, identity)
+            for server in self._place.servers():
+                if server.address in tried:
+                    continue
+                try:
+                    return self._open(server, node_key, tried)
+                except Unusable as error:
+                    failures.append((server, error))
+        except Nowhere as error:
+            raise Unusable(Said.UNREACHABLE if error.passing else Said.ERROR, str(error)) from error
+        if len(failures) == 1 and not self._place.moves:
+            raise failures[0][1]
+        raise _joined(failures)
+
+    def _open(self, server: Server, node_key: str, tried: set[str]) -> Link:
+        """Connect to a server; in a cluster, to the one where it says that the keys are.
+
+        Several may name one that is gone: it is tried once.
+        """
+        while server.address not in tried:
+            tried.add(server.address)
+            connection = server.new_connection()
+            try:
+                connection.connect()
+                info = _read_info(connection)
+                identity = _identify(connection, info, node_key, verify_votes=self._verify_votes)
+                _bring_scripts(connection)
+                self._place.settle(server, _others(connection, info, server))
+            except Unusable:
+                connection.disconnect()
+                raise
+            except Exception as error:
+                # Whatever a stranger on that port says, or a user's own connection class raises.
+                connection.disconnect()
+                moved = redirection(error)
+                if moved is None:
+                    raise _why(error) from error
+                server = self._place.elsewhere(server, *moved)
+            else:
+                # From here on the socket is ours; the connection object must never touch it again.
+                sock: socket.socket = connection._sock  # noqa: SLF001 - redis-py has no public name for it
+                connection._sock = None  # noqa: SLF001
+                self.run_id = identity.run_id
+                return Link(sock, identity)
+        raise Unusable(Said.UNREACHABLE, f"its cluster sends to {server.address}, which has been tried")
+
+
+def _joined(failures: list[tuple[Server, Unusable]]) -> Unusable:
+    """Return what to report where several servers were tried, or one that the user has not named."""
+    passing = [error for _, error in failures if error.answer.said is not Said.ERROR]
+    said = passing[0].answer.said if passing else Said.ERROR
+    return Unusable(said, "; ".join(f"{server.address}: {error}" for server, error in failures))
 
 
 def _why(error: Exception) -> Unusable:
@@ -199,71 +237,53 @@ def _why(error: Exception) -> Unusable:
     if isinstance(error, AuthenticationError):
         return Unusable(Said.ERROR, f"it refused the user or password: {error}")
     if isinstance(error, ResponseError):
-        passing = str(error).startswith(_PASSING_ERRORS)
-        return Unusable(Said.UNREACHABLE if passing else Said.ERROR, str(error))
+        return _why_refused(error)
     if isinstance(error, InvalidResponse) or not isinstance(error, (RedisError, OSError)):
         return Unusable(Said.ERROR, f"it does not speak like a node: {error!r}")
     return Unusable(Said.UNREACHABLE, str(error))
 
 
-def _connection_of(source: Source) -> tuple[Any, dict[str, Any]]:
-    """Return the class of blocking connections to a node, and their settings."""
-    if isinstance(source, str):
-        pool = _pool_of(source)
-        return pool.connection_class, pool.connection_kwargs
-    if isinstance(source, redis.Redis):
-        return source.connection_pool.connection_class, source.connection_pool.connection_kwargs
-    if not isinstance(source, redis.asyncio.Redis):
-        raise TypeError(
-            "a node is a redis:// URL, a redis.Redis or a redis.asyncio.Redis client, "
-            f"not {type(source).__name__}"
+def _why_refused(error: ResponseError) -> Unusable:
+    """Return the same for an error that the server has answered."""
+    if isinstance(error, ClusterDownError) or str(error).startswith("CLUSTERDOWN"):
+        return Unusable(
+            Said.UNREACHABLE, f"its cluster is down, as `redis-cli --cluster check` tells: {error}"
         )
-    theirs = source.connection_pool.connection_class
-    if theirs not in _BLOCKING_TWINS or source.connection_pool.connection_kwargs.get("redis_connect_func"):
-        raise TypeError(
-            f"this redis.asyncio client connects in a way of its own ({theirs.__name__}), which cannot be "
-            "repeated here: name the node by its URL, or by a redis.Redis client"
-        )
-    return _BLOCKING_TWINS[theirs], source.connection_pool.connection_kwargs
+    passing = isinstance(error, _PASSING_EXCEPTIONS) or str(error).startswith(_PASSING_ERRORS)
+    return Unusable(Said.UNREACHABLE if passing else Said.ERROR, str(error))
 
 
-def _pool_of(url: str) -> redis.ConnectionPool:
-    shown = _masked(url)
-    try:
-        pool = redis.ConnectionPool.from_url(url)
-    except ValueError as error:
-        raise ValueError(
-            f"{shown!r} is no URL of a Redis node ({error}); write redis://host:6379, "
-            "rediss://user:password@host:6380 or unix:///path/to/socket"
-        ) from None
-    if not url.startswith("unix://") and not urlsplit(url).hostname:
-        raise ValueError(f"{shown!r} names no host; write redis://host:6379")
-    return pool
+def leads_elsewhere(answer: Answer) -> bool:
+    """Whether an answer says that the node is served by another server now."""
+    return answer.said in _LEADING and any(word in answer.detail for word in _ELSEWHERE)
 
 
-def _masked(url: str) -> str:
-    head, at, tail = url.partition("?")[0].rpartition("@")
-    return f"{head.partition(':')[0]}://***@{tail}" if at else tail
-
-
-def _name_of(connection_class: Any, settings: dict[str, Any], login: str = "") -> str:
-    """Return the node's address, as a URL without its password."""
-    if "path" in settings:
-        return f"unix://{login}{settings['path']}"
-    scheme = "rediss" if issubclass(connection_class, redis.SSLConnection) else "redis"
-    database = f"/{settings['db']}" if settings.get("db") else ""
-    return f"{scheme}://{login}{settings.get('host', 'localhost')}:{settings.get('port', 6379)}{database}"
-
-
-def _identify(connection: Any, node_key: str, *, verify_votes: bool) -> Identity:
+def _read_info(connection: Any) -> dict[str, str]:
     connection.send_command("INFO")
     info = dict(
         line.split(":", 1)
         for line in connection.read_response().decode(errors="replace").splitlines()
         if ":" in line
     )
+    if "sentinel" in {info.get("redis_mode"), info.get("server_mode")}:
+        raise Unusable(
+            Said.ERROR,
+            "it is a sentinel: write redis+sentinel://host1:26379,host2:26379/SERVICE with all of them",
+        )
+    return info
+
+
+def _identify(connection: Any, info: dict[str, str], node_key: str, *, verify_votes: bool) -> Identity:
+    # Before its role matters: a replica in a cluster says where its primary is.
+    connection.send_command("HMGET", node_key, "id", "members")
+    node_id, members = connection.read_response()
     if info.get("role") not in {"master", None}:
-        raise Unusable(Said.ERROR, f"it is a {info['role']}, and only primaries grant locks")
+        # Who was sent here by a sentinel has come in the midst of a failover.
+        raise Unusable(
+            Said.UNREACHABLE if verify_votes else Said.ERROR,
+            f"it is a {info['role']}, and only primaries grant locks: name the primary, or the sentinels "
+            "that know it, redis+sentinel://host1:26379,host2:26379/SERVICE",
+        )
     if "run_id" not in info:
         raise Unusable(Said.ERROR, "its INFO has no run_id, so a restart could not be noticed")
     # One-to-one TCP to a lone primary: a restart breaks the connection. With anything that can be
@@ -274,10 +294,19 @@ def _identify(connection: Any, node_key: str, *, verify_votes: bool) -> Identity
     replid = info.get("master_replid", "") if verify else ""
     if verify and not replid:
         raise Unusable(Said.ERROR, "its INFO has no master_replid, so a failover could not be noticed")
-    connection.send_command("HMGET", node_key, "id", "members")
-    node_id, members = connection.read_response()
     blank = Identity(info["run_id"], replid, "", None)
     return blank.admitted(node_id.decode(), members.decode()) if members else blank
+
+
+def _others(connection: Any, info: dict[str, str], server: Server) -> list[tuple[str, int]]:
+    """Return the servers of a cluster, any of which can be asked when this one is gone."""
+    if info.get("cluster_enabled", "0") == "0":
+        return []
+    try:
+        connection.send_command("CLUSTER", "SLOTS")
+        return members_of_cluster(server, connection.read_response())
+    except ResponseError:
+        return []  # this user may not: then those that were named have to do
 
 
 def _bring_scripts(connection: Any) -> None:
@@ -290,7 +319,7 @@ def _bring_scripts(connection: Any) -> None:
         connection.send_command("SCRIPT EXISTS", *(_DIGESTS[name] for name in _EVERYDAY))
         for name, known in zip(_EVERYDAY, connection.read_response(), strict=True):
             if not known:
-                connection.send_command("SCRIPT LOAD", _SCRIPTS[name])
+                connection.send_command("SCRIPT LOAD", SCRIPTS[name])
                 connection.read_response()
     except ResponseError:
         return  # this user may not: then each is brought along when it is first called
@@ -318,15 +347,18 @@ def _pack_words(words: tuple[str | int, ...]) -> bytes:
 
 def read_answer(reply: Any) -> Answer:
     """Return what a node's reply to a script means."""
-    if isinstance(reply, hiredis.ReplyError):
+    if type(reply) is list:
+        word = reply[0]
+        if word == b"GRANTED":  # first, for most are that or bare
+            return Answer(_GRANTED, reply[1], tuple(reply[2:]))
+        if (bare := _BARE.get(word)) is not None:
+            return bare
+    elif isinstance(reply, hiredis.ReplyError):
         text = str(reply)
-        said = Said.UNREACHABLE if text.startswith(_PASSING_ERRORS) else Said.ERROR
-        return Answer(said, detail=text)
+        # Before version 7, an error in a script is quoted in another one.
+        reason = text.rpartition(": -")[2] if text.startswith("ERR Error running script") else text
+        return Answer(Said.UNREACHABLE if reason.startswith(_PASSING_ERRORS) else Said.ERROR, detail=reason)
     word = reply[0]
-    if word == b"GRANTED":  # first, for most are that or bare
-        return Answer(_GRANTED, reply[1], tuple(reply[2:]))
-    if (bare := _BARE.get(word)) is not None:
-        return bare
     said = _SAID[word]
     if said is Said.HELD:
         # A lock without an end was put there by somebody else than a client of ours.
@@ -345,10 +377,9 @@ class Link:
     Attributes:
         identity: who answered when the socket was opened.
         descriptor: the socket's, for polling.
-        waiting: what has been sent and not been answered: for each a number that means something to
-            the sender, the command, and when it was sent.
-        releasing: nonces of which a RELEASE is among those.
+        waiting: what has been sent and not been answered.
         unsent: what has been put here and not been written yet.
+        leads_elsewhere: whether an answer has said that another server has taken over.
     """
 
     __slots__ = (
@@ -358,7 +389,7 @@ class Link:
         "_sock",
         "descriptor",
         "identity",
-        "releasing",
+        "leads_elsewhere",
         "unsent",
         "waiting",
     )
@@ -372,21 +403,23 @@ class Link:
         self._own_arguments = _pack_words((identity.run_id, identity.replid))
         self.identity = identity
         self.descriptor = sock.fileno()
-        self.waiting: deque[tuple[int, Command, float]] = deque()
-        self.releasing: set[str] = set()
+        self.waiting: deque[Sent] = deque()
         self.unsent: list[bytes] = []
+        self.leads_elsewhere = False
 
     def close(self) -> None:
         """Close the socket. In a forked child this leaves the parent's alone."""
         self._sock.close()
 
-    def put(self, number: int, command: Command, packed: bytes, now: float) -> None:
+    def put(self, sent: Sent, packed: bytes) -> None:
         """Take a command, whose common part has been packed, for the next `flush`."""
-        self.waiting.append((number, command, now))
-        if command.script == "release":
-            self.releasing.add(command.nonce)
+        self.waiting.append(sent)
         # All scripts have a key.
-        self.unsent.append(packed + self._own_arguments if command.keys else packed)
+        self.unsent.append(packed + self._own_arguments if sent[1].keys else packed)
+
+    def releases(self, nonce: str) -> bool:
+        """Whether a RELEASE of that nonce is under way."""
+        return any(command.script == "release" and command.nonce == nonce for _, command, _ in self.waiting)
 
     def flush(self) -> bool:
         """Write what has been put here, as far as the socket takes it; return whether that was all.
@@ -405,17 +438,17 @@ class Link:
         self.unsent = [] if complete else [data[sent:]]
         return complete
 
-    def send(self, number: int, command: Command, packed: bytes, now: float) -> None:
+    def send(self, sent: Sent, packed: bytes) -> None:
         """Send a command at once.
 
         Raises:
             Unusable: if the connection is broken or its buffer is full.
         """
-        self.put(number, command, packed, now)
+        self.put(sent, packed)
         if not self.flush():
             raise Unusable(Said.SILENT, "it reads nothing any more")
 
-    def receive(self, now: float) -> list[tuple[int, Command, Answer]]:
+    def receive(self, now: float) -> list[tuple[Sent, Answer]]:
         """Return the answers that have arrived, with what they answer.
 
         Commands whose script the node did not know are put here again, with its text, for a `flush`.
@@ -427,15 +460,17 @@ class Link:
         if data is None:
             return []
         answers = []
+        reader, waiting = self._reader, self.waiting
         try:
-            self._reader.feed(data)
-            while (reply := self._reader.gets()) is not False:
-                number, command, _ = self.waiting.popleft()
-                if type(reply) is not list and str(reply).startswith("NOSCRIPT"):
-                    # On the same socket, or who knows which server process would answer.
-                    self.put(number, command, _pack(command, "EVAL", _SCRIPTS[command.script]), now)
+            reader.feed(data)
+            while (reply := reader.gets()) is not False:
+                sent = waiting.popleft()
+                if type(reply) is list or not str(reply).startswith("NOSCRIPT"):
+                    answers.append((sent, read_answer(reply)))
                 else:
-                    answers.append((number, command, read_answer(reply)))
+                    # On the same socket, or who knows which server process would answer.
+                    sender, command, _ = sent
+                    self.put((sender, command, now), _pack(command, "EVAL", SCRIPTS[command.script]))
         except (hiredis.HiredisError, LookupError, TypeError, ValueError) as error:
             raise Unusable(Said.ERROR, f"it does not speak like a node: {error!r}") from error
         return answers

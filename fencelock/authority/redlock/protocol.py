@@ -80,12 +80,12 @@ class Said(enum.Enum):
     SILENT = "no answer in time"
     ERROR = "error"
 
+    #: Of each there is one. That of `Enum` is written in Python, and looked up for every answer.
+    __hash__ = object.__hash__
+
 
 #: These get better by themselves or with a new connection; the others need an operator.
 PASSING = frozenset({Said.UNREACHABLE, Said.SILENT})
-#: Answers of a node on which the lock no longer exists. Others leave that open: a restarted node that has
-#: kept its data refuses to vote, but has the lock still.
-_GONE = frozenset({Said.LOST, Said.AMNESIA})
 #: What a lock that EXTEND has made again holds instead of a counter.
 RESTORED = "restored"
 #: What EXTEND says of a grant.
@@ -141,13 +141,14 @@ class Broadcast(NamedTuple):
     """Request: send `command` to `nodes`, and resume once `enough` holds or `patience` is over.
 
     Answers that come later are not lost: whoever runs this reads them, and releases a grant that came
-    for an acquisition that had been given up.
+    for an acquisition that had been given up. With fewer answers than `least`, `enough` never holds.
     """
 
     command: Command
     nodes: Sequence[int]
     enough: Callable[[Answers], bool]
     patience: float
+    least: int = 1
 
 
 class Round(NamedTuple):
@@ -223,9 +224,9 @@ class Turn:
     fair: bool = False
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Bid:
-    """One attempt at a lock: which resources, under which nonce, for how long.
+    """One attempt at a lock: which resources, under which nonce, for how long. Never changed.
 
     Attributes:
         resources: in canonical order, which is the same for everybody.
@@ -252,8 +253,8 @@ class Bid:
         cls, fleet: Fleet, resources: tuple[str, ...], nonce: str, ttl: float, turn: Turn | None = None
     ) -> Bid:
         """Return a bid with the keys and stripes that the resources have on this fleet."""
-        locks = (f"{fleet.node_key}:l:{resource}" for resource in resources)
-        stripes = (zlib.crc32(resource.encode()) % STRIPES for resource in resources)
+        locks = [f"{fleet.node_key}:l:{resource}" for resource in resources]
+        stripes = [zlib.crc32(resource.encode()) % STRIPES for resource in resources]
         return cls(resources, nonce, ttl, (fleet.node_key, *locks), tuple(stripes), turn)
 
     def anew(self, granted: Granted) -> Bid:
@@ -430,7 +431,8 @@ def attempt(fleet: Fleet, bid: Bid, *, alone: bool = False) -> Generator[Broadca
                 return Failed(bid, answers, began, first.ended, contended=True, split=True)
     earlier = dict(answers)
     others = [node for node in fleet.everybody if node not in earlier] if earlier else fleet.everybody
-    everyone = yield Broadcast(command, others, _enough_granted(fleet, earlier), patience)
+    least = fleet.quorum - len(earlier)
+    everyone = yield Broadcast(command, others, _enough_granted(fleet, earlier), patience, least)
     began = everyone.began if began is None else began
     answers.update(everyone.answers)
 
@@ -459,7 +461,7 @@ def _decide(
     """
     epoch, granted = _largest_epoch(answers)
     votes = list(granted.values())
-    value = max(votes, key=votes.count)
+    value = votes[0] if votes.count(votes[0]) >= fleet.quorum else max(votes, key=votes.count)
     if votes.count(value) >= fleet.quorum:
         return epoch, value, ended
     value = _maximum(granted.values())
@@ -505,8 +507,14 @@ def release(fleet: Fleet, granted: Granted) -> Generator[Broadcast, Round, bool 
     nodes answered to tell; in that case the lock ends by itself with its ttl.
     """
     command = _release_command(fleet, granted.bid, granted.epoch, granted.counters)
-    done = yield Broadcast(command, fleet.everybody, _is_clear(fleet, Said.RELEASED), fleet.patience)
-    return _still_ours(fleet, done.answers, Said.RELEASED)
+    least = len(fleet.names) - fleet.quorum + 1
+    enough = _is_clear(fleet, Said.RELEASED)
+    done = yield Broadcast(command, fleet.everybody, enough, fleet.patience, least)
+    if _count(Said.RELEASED, done.answers) >= fleet.quorum:
+        return True
+    # RELEASE refuses nobody: a blank node does not know the lock either, and says so.
+    gone = _count(Said.LOST, done.answers)
+    return None if len(fleet.names) - gone >= fleet.quorum else False
 
 
 def extend(
@@ -597,7 +605,8 @@ def _still_extended(fleet: Fleet, answers: Answers, index: int) -> bool | None:
     extended = gone = 0
     for answer in answers.values():
         if answer.said is not Said.EXTENDED:
-            gone += answer.said in _GONE
+            # A restarted node that has kept its data refuses to vote as well, but has the lock still.
+            gone += answer.said is Said.AMNESIA
         elif answer.counters[index] == _EXTENDED:
             extended += 1
         else:
@@ -749,7 +758,9 @@ def _maximum(vectors: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
 def _largest_epoch(answers: Answers) -> tuple[int, dict[int, tuple[int, ...]]]:
     """Return the epoch in which most nodes granted, and their counters: epochs are never mixed."""
     epochs = _epochs(answers)
-    epoch = max(epochs, key=epochs.count, default=0)
+    epoch = epochs[0] if epochs else 0
+    if epochs.count(epoch) < len(epochs):
+        epoch = max(epochs, key=epochs.count)
     return epoch, {
         node: answer.counters
         for node, answer in answers.items()
@@ -770,13 +781,12 @@ def _enough_granted(fleet: Fleet, earlier: Answers) -> Callable[[Answers], bool]
     quorum = fleet.quorum
 
     def enough(answers: Answers) -> bool:
-        if len(answers) + len(earlier) < quorum:
-            return False
         together = {**earlier, **answers} if earlier else answers
         epochs = _epochs(together)
         best = max(map(epochs.count, epochs), default=0)
-        hopeless = best + len(fleet.names) - len(together) < quorum
-        return best >= quorum or (hopeless and _can_vote(fleet, together))
+        if best >= quorum:
+            return True
+        return best + len(fleet.names) - len(together) < quorum and _can_vote(fleet, together)
 
     return enough
 
@@ -804,13 +814,6 @@ def _is_clear(fleet: Fleet, good: Said) -> Callable[[Answers], bool]:
 
 def _count(said: Said, answers: Answers) -> int:
     return [answer.said for answer in answers.values()].count(said)
-
-
-def _still_ours(fleet: Fleet, answers: Answers, good: Said) -> bool | None:
-    if _count(good, answers) >= fleet.quorum:
-        return True
-    gone = sum(answer.said in _GONE for answer in answers.values())
-    return None if len(fleet.names) - gone >= fleet.quorum else False
 
 
 def _pause(outcome: Failed, tries: int, random: float) -> float:

@@ -15,9 +15,11 @@ half of the token. `spec/` has the whole as a model, with the schedules that eac
 2. Only then the highest epoch is read, from a majority of *other* nodes that vote. The new one is above it:
    what is in flight in the old one, and could be copied at no moment, no longer matters ("no epoch").
 3. PROMISE on a majority, and only then RAISE. Otherwise the one node that had been raised may forget, and a
-   second recoverer chooses the same epoch ("RAISE without PROMISE": it takes five nodes to see).
+   second recoverer chooses the same epoch ("RAISE without PROMISE": it takes five nodes to see). When all of
+   them have promised, a second look: none has forgotten that, and been admitted by somebody who has read from
+   the others before they promised ("one look at promises").
 4. RAISE before ADMIT, on a majority. A server that has taken over the address of another which still lives,
-   cut off, must not leave that one with a majority in the old epoch.
+   cut off, must not leave that one with a majority in the old epoch ("ADMIT before RAISE").
 5. ADMIT, with the ticket, and not before the longest lease has passed since this recoverer first saw it.
    The wait serves mutual exclusion only: the locks that the node has forgotten end meanwhile.
 
@@ -26,8 +28,8 @@ Nodes that are closed take part in none of this ("recovery reads closed nodes": 
 When more than a minority has restarted with its data, there is no majority to read from. Then *all* nodes
 are read, after each of those that do not vote has its ticket: one that forgets between the two has another
 ticket, and the reading is void ("read and BEGIN node by node"). Some node still holds `p` as high as
-anybody ever voted ("no p"). With a blank node among them nobody knows what it has promised, and an operator
-is needed.
+anybody ever voted ("no p"). Whoever votes is raised before anybody is admitted ("all restarted, no RAISE").
+With a blank node among them nobody knows what it has promised, and an operator is needed.
 """
 
 from __future__ import annotations
@@ -295,7 +297,7 @@ def _admit(
         return False
     voters = [node for node, standing in standings.items() if standing.admitted]
     raised = yield from _raise(around, roll, epoch, voters)
-    if roll.has_quorum and len(raised) < roll.quorum:
+    if len(raised) < (roll.quorum if roll.has_quorum else len(voters)):
         return False
     return (yield from _let_in(around, roll, epoch, {node: tickets[node] for node in due}))
 
@@ -316,7 +318,7 @@ def _choose_epoch(
 def _promise(
     around: Surroundings, roll: Roll, epoch: int, tickets: Mapping[int, str], standings: Standings
 ) -> Generator[Request, Any, set[int]]:
-    """Have nodes promise the epoch; return those that have it on their disks."""
+    """Have nodes promise the epoch; return those that have it on their disks, and all at the same time."""
     fingerprint = roll.membership.fingerprint
     voters = [node for node, standing in standings.items() if standing.admitted]
     answers, _ = yield from ask(
@@ -327,7 +329,13 @@ def _promise(
         command = around.command("promise", fingerprint, epoch, tickets[node], "")
         answers, _ = yield from ask(command, [node], around.patience)
         promised |= _who(answers, Said.PROMISED)
-    return (yield from synced(promised, around.patience))
+    promised = yield from synced(promised, around.patience)
+    told, _ = yield from read(around.node_key, promised, around.patience)
+    return {
+        node
+        for node, standing in told.items()
+        if roll.answers_for(node, standing, tickets) and standing.still_promises(epoch, standings[node])
+    }
 
 
 def _let_in(

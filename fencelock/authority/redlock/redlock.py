@@ -14,11 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast, overload
 from weakref import WeakSet, WeakValueDictionary
-
-import redis
-import redis.asyncio
 
 from fencelock import token
 from fencelock._checks import check_seconds, check_ttl
@@ -28,17 +25,15 @@ from fencelock.authority.redlock.aio import AsyncRedlock
 from fencelock.authority.redlock.blocking import Channels, Pool, run
 from fencelock.authority.redlock.listening import Listener
 from fencelock.authority.redlock.multiplex import Lines
-from fencelock.authority.redlock.node import Identity, Node, Source
+from fencelock.authority.redlock.node import Identity, Node
+from fencelock.authority.redlock.places import Source, is_source, split_urls
 from fencelock.authority.redlock.recoverer import Recoverer
 from fencelock.authority.redlock.survey import NodeStatus
 from fencelock.authority.redlock.waiting import Waiter
 from fencelock.errors import FencelockError, MembershipError, NodesNotInitialisedError, QuorumError
 
 if TYPE_CHECKING:
-    from sqlalchemy import Engine
-    from sqlalchemy.ext.asyncio import AsyncEngine
-
-    from fencelock.lock import FencedLock, IfLost
+    from fencelock.lock import FencedLock, LockSettings
 
 _T = TypeVar("_T")
 
@@ -53,16 +48,18 @@ class Redlock:
     Connects when first used. May be shared by threads. A forked child opens connections of its own.
 
     Args:
-        nodes: the N nodes, each once: URLs (one string may hold several, with commas between) or
-            `redis.Redis` or `redis.asyncio.Redis` clients, whose TLS, ACL and socket settings are used.
-            One node is a quorum of one.
+        nodes: the N nodes, each once: URLs (one string may hold several, with commas between) or clients of
+            redis-py, whose TLS, ACL and socket settings are used. A node is a server, the primary of a
+            service that Sentinel watches (`redis+sentinel://host:26379,host:26379/service`, or a client
+            made by `master_for`), or a Redis Cluster (`redis+cluster://host:6379,host:6379`, or a
+            `RedisCluster` client). One node is a quorum of one.
         namespace: prefix of every key on the nodes.
         node_timeout: seconds to wait for a silent node before deciding without it.
         connect_timeout: seconds that a node may take to accept a connection.
         outage_grace: seconds to go on trying when no majority answers, within the timeout of the
             acquisition.
         verify: "auto" has the connection prove the server process where that is sound and every vote
-            where it is not (replicas, cluster); "vote" has every vote do it.
+            where it is not (replicas, Sentinel, Redis Cluster); "vote" has every vote do it: behind a proxy.
         recover: admit nodes again that have restarted or lost their memory, in the background and once the
             longest lease has passed; False leaves that to other clients.
 
@@ -145,35 +142,22 @@ class Redlock:
         self.aio._close_everywhere()  # noqa: SLF001 - its other face
 
     @overload
-    def lock(
-        self,
-        resource: str,
-        /,
-        *,
-        ttl: float = ...,
-        timeout: float | None = ...,
-        renew: bool = ...,
-        max_hold: float | None = ...,
-        fair: bool = ...,
-        if_lost: IfLost = ...,
-        seal: Engine | AsyncEngine | None = ...,
-    ) -> FencedLock[int]: ...
-
+    def lock(self, resource: str, /, **settings: Unpack[LockSettings]) -> FencedLock[int]: ...
     @overload
+    def lock(self, *resources: str, **settings: Unpack[LockSettings]) -> FencedLock[tuple[int, ...]]: ...
     def lock(
-        self,
-        *resources: str,
-        ttl: float = ...,
-        timeout: float | None = ...,
-        renew: bool = ...,
-        max_hold: float | None = ...,
-        fair: bool = ...,
-        if_lost: IfLost = ...,
-        seal: Engine | AsyncEngine | None = ...,
-    ) -> FencedLock[tuple[int, ...]]: ...
+        self, *resources: str, **settings: Unpack[LockSettings]
+    ) -> FencedLock[int] | FencedLock[tuple[int, ...]]:
+        """Return `fenced_lock(*resources, …)` on these nodes: with the same settings, save the authority.
 
-    def lock(self, *resources: str, **settings: Any) -> FencedLock[int] | FencedLock[tuple[int, ...]]:
-        """Return `fenced_lock(*resources, …)` on these nodes: the same settings, save the authority."""
+        Args:
+            *resources: what to lock.
+            **settings: ttl, timeout, renew, max_hold, fair, if_lost and seal, as for `fenced_lock`.
+
+        Raises:
+            TypeError: as `fenced_lock` does, and for settings that it does not have.
+            ValueError: for arguments out of range.
+        """
         from fencelock.lock import fenced_lock  # noqa: PLC0415 - the lock stands on the authorities
 
         return fenced_lock(*resources, **settings, authority=self)
@@ -215,6 +199,7 @@ class Redlock:
 
     def remint(self, grant: Grant, ttl: float) -> Grant:
         """Exchange a grant for one with larger tokens: see `Authority.remint`."""
+        self._check_process()
         bids = self._new_bids(grant.resources, ttl, None, instead_of=grant.proof)
         try:
             return self._run(self._reminting(bids, grant))
@@ -286,30 +271,28 @@ class Redlock:
         instead_of: protocol.Granted | None = None,
         above: tuple[int, ...] = (),
     ) -> _Bids:
-        self._check_process()
         return _Bids(resources, ttl, self._wanted, waiter, instead_of, above)
 
     def _acquiring(self, bids: _Bids, timeout: float | None) -> Generator[protocol.Request, Any, Grant]:
-        try:
-            return (yield from self._bidding(bids, timeout))
-        except NodesNotInitialisedError:
-            if os.environ.get("FENCELOCK_AUTO_INIT") != "1":
-                raise
-        yield from self._initialising(None, membership.DEFAULT_MAX_TTL)
-        return (yield from self._bidding(bids, timeout))
-
-    def _bidding(self, bids: _Bids, timeout: float | None) -> Generator[protocol.Request, Any, Grant]:
-        if bids.above:
-            yield from self._rising(bids)
-        granted = yield from protocol.acquire(
-            self._see,
-            bids.next,
-            timeout=timeout,
-            grace=self._outage_grace,
-            jitter=random.random,
-            granted_meanwhile=bids.granted_meanwhile,
-        )
-        return bids.won(granted)
+        initialised = False
+        while True:
+            try:
+                if bids.above:
+                    yield from self._rising(bids)
+                granted = yield from protocol.acquire(
+                    self._see,
+                    bids.next,
+                    timeout=timeout,
+                    grace=self._outage_grace,
+                    jitter=random.random,
+                    granted_meanwhile=bids.granted_meanwhile,
+                )
+                return bids.won(granted)
+            except NodesNotInitialisedError:
+                if initialised or os.environ.get("FENCELOCK_AUTO_INIT") != "1":
+                    raise
+            initialised = True
+            yield from self._initialising(None, membership.DEFAULT_MAX_TTL)
 
     def _rising(self, bids: _Bids) -> Generator[protocol.Request, Any, None]:
         """Bring the nodes where they can grant tokens above those that the bids must exceed."""
@@ -416,7 +399,6 @@ class Redlock:
         Raises:
             MembershipError: two of the nodes are one, or the nodes were initialised as another number.
         """
-        self._check_process()
         if (fleet := self._fleet) is not None:
             return fleet
         with self._lock:
@@ -507,7 +489,7 @@ class _Bids:
         """Return a new bid, and forget the one before."""
         _check_max_ttl(self._ttl, fleet)
         self._forget()
-        nonce = secrets.token_urlsafe(16)
+        nonce = secrets.token_hex(16)
         turn = self._waiter.turn(nonce) if self._waiter is not None else None
         bid = protocol.Bid.of(fleet, self._canonical, nonce, self._ttl, turn)
         if self._instead_of is not None:
@@ -515,7 +497,7 @@ class _Bids:
         elif self._hints:
             bid = bid.not_below(self._hint_epoch, self._hints)
         self._latest = fleet, bid
-        self._wanted[bid.nonce] = bid
+        self._wanted[nonce] = bid
         return bid
 
     def hint(self, epoch: int) -> None:
@@ -563,11 +545,9 @@ def _close_all() -> None:
 
 def _sources(nodes: Source | Sequence[Source]) -> list[Source]:
     if isinstance(nodes, str):
-        sources: list[Source] = [url.strip() for url in nodes.split(",") if url.strip()]
-    elif isinstance(nodes, (redis.Redis, redis.asyncio.Redis)):
-        sources = [nodes]
+        sources: list[Source] = [*split_urls(nodes)]
     else:
-        sources = list(nodes)
+        sources = [cast("Source", nodes)] if is_source(nodes) else list(cast("Sequence[Source]", nodes))
     if not sources:
         raise ValueError("no nodes are named; write redis://host1:6379,redis://host2:6379,redis://host3:6379")
     return sources

@@ -1,8 +1,8 @@
 """The N nodes' places: what the blocking and the asyncio driver have in common.
 
 Which links are open and which are being opened; who may be asked at the moment; what becomes of an answer
-that nobody waits for any more. A driver adds how it waits: it says where answers go (`_heard`), how
-written data leaves (`_write`), how a socket is watched, and who is told of a new link (`_announce`).
+that nobody waits for any more. A driver adds how it waits (`Ballot.wake`), how written data leaves
+(`_write`), how a socket is watched, and who is told of a new link (`_announce`).
 
 How links are opened stands in `dialling.py`.
 """
@@ -16,8 +16,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from fencelock.authority.redlock.dialling import LONGEST_BACKOFF, Dialler
-from fencelock.authority.redlock.node import Identity, Link, Node, Unusable, pack
-from fencelock.authority.redlock.protocol import Answer, Command, Said, left_behind
+from fencelock.authority.redlock.node import Identity, Link, Node, Sent, Unusable, leads_elsewhere, pack
+from fencelock.authority.redlock.protocol import Answer, Answers, Broadcast, Command, Said, left_behind
 from fencelock.errors import MembershipError
 
 #: Seconds after which a link is looked at before it is used: it may be gone, or have old answers.
@@ -27,12 +27,61 @@ MOST_OWED = 1000
 
 #: Answers after which there may be a lock that was not there before.
 _MAKES_LOCKS = frozenset({Said.GRANTED, Said.EXTENDED})
+_SILENT = Answer(Said.SILENT)
+#: Looked up for every answer.
+_GRANTED = Said.GRANTED
+_ADMITTING = frozenset({Said.ADMITTED, Said.OPENED})
+_FORGETFUL = frozenset({Said.AMNESIA, Said.RESTARTED})
+#: Answers that say something about the node itself.
+_NEWS = _ADMITTING | _FORGETFUL | {Said.UNREACHABLE, Said.ERROR}
 _OTHERS_GRACE = 0.05
 #: Seconds after which a node that still owes an answer is connected to anew: its machine may be gone, and
 #: nobody there to say that the connection is.
 _LOST_AFTER = 10.0
 #: Answers that a node may owe on one link before it counts as silent.
 _MOST_UNANSWERED = 50_000
+
+
+class Ballot:
+    """A broadcast that waits for answers, and what has come back.
+
+    Args:
+        request: what is asked.
+
+    Attributes:
+        answers: of each node that has answered, or could not be asked.
+        complete: whether more of them would change nothing.
+        over: whether nobody waits any more: what comes now is late.
+    """
+
+    __slots__ = ("_request", "answers", "complete", "over")
+
+    def __init__(self, request: Broadcast) -> None:
+        self._request = request
+        self.answers: dict[int, Answer] = {}
+        self.complete = False
+        self.over = False
+
+    def hear(self, node: int, answer: Answer) -> None:
+        """Note a node's answer, or why there is none."""
+        answers, request = self.answers, self._request
+        answers[node] = answer
+        count = len(answers)
+        if count >= request.least and not self.complete:
+            self.complete = count == len(request.nodes) or request.enough(answers)
+            if self.complete:
+                self.wake()
+
+    def wake(self) -> None:
+        """Let who waits go on."""
+
+    def close(self) -> Answers:
+        """Return an answer for each node; what comes from now on is late."""
+        self.over = True
+        answers, nodes = self.answers, self._request.nodes
+        if len(answers) == len(nodes):
+            return answers
+        return {node: answers.get(node, _SILENT) for node in nodes}
 
 
 class Seat(Dialler):
@@ -85,7 +134,7 @@ class Seats(abc.ABC):
         self._epoch: int | None = None
         self._connect_timeout = connect_timeout
         self._patience = patience
-        self._number = 0
+        self._has_asked = False
         #: The nonce of a RELEASE that goes out after old answers have been read; it needs no other.
         self._about_to_release = ""
         self._majority_at: float | None = None
@@ -99,10 +148,6 @@ class Seats(abc.ABC):
     @abc.abstractmethod
     def _unwatch(self, index: int, link: Link) -> None:
         """Undo `_watch`, before the link is closed."""
-
-    @abc.abstractmethod
-    def _heard(self, number: int, index: int, answer: Answer) -> bool:
-        """Hand an answer to the broadcast of that number; return False where it is over."""
 
     @abc.abstractmethod
     def _write(self, index: int, link: Link) -> None:
@@ -129,54 +174,65 @@ class Seats(abc.ABC):
             if seat.link is not None:
                 seat.link.close()
 
-    def _ask(
-        self, nodes: Sequence[int], number: int, command: Command, packed: bytes, now: float
-    ) -> dict[int, Answer]:
-        """Put a command into the links of nodes; return what to take for the answers of the others."""
+    def _ask(self, ballot: Ballot, request: Broadcast, now: float) -> None:
+        """Put a command into the links of its nodes; where there is none, that is the answer."""
+        self._has_asked = True
+        command, packed = request.command, pack(request.command)
+        sent = (ballot, command, now)
+        overdue = now - self._patience
         seats = self._seats
-        answers: dict[int, Answer] = {}
-        for index in nodes:
+        for index in request.nodes:
             link = seats[index].link
             if link is None:
-                answers[index] = seats[index].failure
+                ballot.hear(index, seats[index].failure)
                 if command.script == "release":
                     seats[index].owed.append(command)
                 continue
             waiting = link.waiting
-            if waiting and (now - waiting[0][2] > self._patience or len(waiting) >= _MOST_UNANSWERED):
+            if waiting and (waiting[0][2] < overdue or len(waiting) >= _MOST_UNANSWERED):
                 silent = _why_silent(waiting, command, now, self._patience)
                 if silent is not None:
-                    answers[index] = silent
+                    ballot.hear(index, silent)
                     if _is_lost(link, now):
                         self._dial(index, seats[index])
                     continue
-            link.put(number, command, packed, now)
-        return answers
+            link.put(sent, packed)
 
     def _take(self, index: int, link: Link, now: float) -> None:
         """Read what has arrived on a link: hand on what is waited for, deal with the rest."""
-        for number, command, answer in link.receive(now):
-            if command.script == "release":
-                link.releasing.discard(command.nonce)
+        for (ballot, command, _), answer in link.receive(now):
             said = answer.said
-            if said is Said.GRANTED:
+            if said is _GRANTED:
                 if answer.epoch != self._epoch:
                     self._note_epoch(answer.epoch)
-            elif said is Said.ADMITTED or said is Said.OPENED:
-                answer = self._noted(index, link, answer)  # noqa: PLW2901 - what it could not read is an error
-            elif said is Said.AMNESIA or said is Said.RESTARTED:
-                self._on_trouble()
-            if not self._heard(number, index, answer) and said in _MAKES_LOCKS:
+            elif said in _NEWS:
+                answer = self._noted(index, link, answer, now)  # noqa: PLW2901 - it may be no good
+            if ballot is not None and not ballot.over:
+                ballot.hear(index, answer)
+            elif said in _MAKES_LOCKS:
                 self._undo(link, command, answer)
+        if link.leads_elsewhere:
+            raise Unusable(Said.UNREACHABLE, "another server has taken over")
         if link.unsent:
             self._write(index, link)
+
+    def _noted(self, index: int, link: Link, answer: Answer, now: float) -> Answer:
+        """Take notice of what an answer says about its node; return the answer, or what is wrong with it."""
+        if answer.said in _ADMITTING:
+            return self._met_again(index, link, answer)
+        if answer.said in _FORGETFUL:
+            self._on_trouble()
+            self._look_elsewhere(index, link, now)
+        elif leads_elsewhere(answer):
+            link.leads_elsewhere = True
+        return answer
 
     def _note_epoch(self, epoch: int) -> None:
         if self._epoch is not None:  # some nodes have moved on; others may lag behind
             self._on_trouble()
         self._epoch = epoch
 
-    def _noted(self, index: int, link: Link, answer: Answer) -> Answer:
+    def _met_again(self, index: int, link: Link, answer: Answer) -> Answer:
         try:
             link.identity = link.identity.admitted(*answer.facts[:2])
         except MembershipError as error:
@@ -187,9 +243,9 @@ class Seats(abc.ABC):
     def _undo(self, link: Link, command: Command, answer: Answer | None) -> None:
         """Release what a command may have locked, if its grant is over and no release is under way."""
         for nonce, keys in left_behind(command, answer):
-            if nonce not in link.releasing and nonce != self._about_to_release and not self._is_open(nonce):
+            if nonce != self._about_to_release and not self._is_open(nonce) and not link.releases(nonce):
                 undo = Command("release", nonce, keys, ("", nonce, 0, *(0, 0) * (len(keys) - 1)))
-                link.put(0, undo, pack(undo), time.monotonic())
+                link.put((None, undo, time.monotonic()), pack(undo))
 
     def _drop(self, index: int, failure: Answer) -> None:
         """Close a node's link: what it owes is answered with the failure, and released later."""
@@ -201,8 +257,9 @@ class Seats(abc.ABC):
         self._absent += 1
         self._unwatch(index, link)
         link.close()
-        for number, sent, _ in link.waiting:
-            self._heard(number, index, failure)
+        for ballot, sent, _ in link.waiting:
+            if ballot is not None and not ballot.over:
+                ballot.hear(index, failure)
             if left_behind(sent, None):
                 seat.owed.append(sent)
 
@@ -224,7 +281,7 @@ class Seats(abc.ABC):
         if sum(bool(seat.link or seat.arrived) for seat in self._seats) >= len(self._seats) // 2 + 1:
             if self._majority_at is None:
                 self._majority_at = now
-            grace = _OTHERS_GRACE if self._number == 0 else 0.0
+            grace = 0.0 if self._has_asked else _OTHERS_GRACE
             deadline = min(deadline, self._majority_at + grace)
         return deadline - now
 
@@ -239,8 +296,21 @@ class Seats(abc.ABC):
                 if seat.arrived is not None and (link := seat.take()) is not None:
                     self._seat(index, seat, link)
 
-    def _look_again(self, index: int, link: Link) -> None:
-        """Drop a link that was given up for lost, unless it has come back to life."""
+    def _look_elsewhere(self, index: int, link: Link, now: float) -> None:
+        """Find out, beside the link, whether another server has taken over from one that must not vote.
+
+        Who was replaced may go on to say so on this link for ever.
+        """
+        seat = self._seats[index]
+        if link.identity.replid and now >= seat.retry_at:
+            self._dial(index, seat)
+            seat.retry_at = now + LONGEST_BACKOFF
+
+    def _look_again(self, index: int, link: Link, newer: Link) -> None:
+        """Drop a link that was given up for lost or for replaced, unless it has come back to life."""
+        if link.identity.run_id != newer.identity.run_id:
+            self._drop(index, Answer(Said.UNREACHABLE, detail="another server has taken over"))
+            return
         now = time.monotonic()
         try:
             self._take(index, link, now)
@@ -253,7 +323,7 @@ class Seats(abc.ABC):
     def _seat(self, index: int, seat: Seat, link: Link) -> None:
         """Use a link that has been opened, unless its server has a seat already: it would vote twice."""
         if seat.link is not None:
-            self._look_again(index, seat.link)
+            self._look_again(index, seat.link, link)
         if seat.link is not None:
             link.close()
             return
@@ -280,9 +350,7 @@ def _is_lost(link: Link, now: float) -> bool:
     return bool(link.waiting) and now - link.waiting[0][2] > _LOST_AFTER
 
 
-def _why_silent(
-    waiting: Sequence[tuple[int, Command, float]], command: Command, now: float, patience: float
-) -> Answer | None:
+def _why_silent(waiting: Sequence[Sent], command: Command, now: float, patience: float) -> Answer | None:
     """Return what to report for a node that is not to be asked: it owes too much, or for too long."""
     owing = now - waiting[0][2]
     releases = command.script == "release"

@@ -121,6 +121,13 @@ class Standing:
         """Whether it votes in the list of that fingerprint."""
         return self.admitted and not self.closed and self.fingerprint == fingerprint
 
+    def still_promises(self, epoch: int, before: Standing) -> bool:
+        """Whether a node that has promised an epoch has not forgotten it since `before` that.
+
+        One that has been admitted again meanwhile is in a later epoch than it was.
+        """
+        return self.promised >= epoch and self.epoch == before.epoch
+
 
 Standings = dict[int, Standing]
 

@@ -32,6 +32,7 @@ class _Place:
     callers: set[int] = field(default_factory=set)
     granted: dict[int, Answer] = field(default_factory=dict)
     due: float = math.inf
+    claim_ends: float = math.inf
 
 
 class Line:
@@ -69,9 +70,15 @@ class Line:
         self._count += 1
         return f"{self._client}.{self._count}"
 
-    def expect(self, place: str, nonce: str) -> None:
-        """Count calls from now on: said before each bid, for a call may come before its answer does."""
-        self._places[place] = _Place(nonce)
+    def expect(self, place: str, nonce: str, now: float) -> None:
+        """Count calls from now on: said before each bid, for a call may come before its answer does.
+
+        The end of another's claim is still to come: nobody calls again for that.
+        """
+        known = self._places.get(place)
+        self._places[place] = new = _Place(nonce)
+        if known is not None and known.claim_ends > now:
+            new.claim_ends = known.claim_ends
 
     def leave(self, place: str) -> None:
         """Forget a place whose acquisition is over."""
@@ -92,7 +99,8 @@ class Line:
             self._note_grant(place, node, later.split()[1:])
         elif later:
             if later.isdecimal():
-                place.due = min(place.due, now + int(later) / 1000 + HESITATION * self._jitter())
+                ends = now + int(later) / 1000 + HESITATION * self._jitter()
+                place.claim_ends = min(place.claim_ends, ends)
             return name
         place.callers.add(node)
         if len(place.callers) >= self._quorum:
@@ -114,7 +122,7 @@ class Line:
     def due(self, place: str) -> float:
         """Return when a place should try again because of calls; infinity without any."""
         known = self._places.get(place)
-        return math.inf if known is None else known.due
+        return math.inf if known is None else min(known.due, known.claim_ends)
 
 
 class Ears(Protocol):

@@ -1,3 +1,5 @@
+-- include prelude
+-- include marker
 -- CONFIRM: raise the counters to the decided values T, if the locks are still ours.
 -- ARGV[3] the epoch of the decision; then for each lock its stripe and T.
 -- Returns CONFIRMED | LOST | EPOCH, epoch | HIGHER, epoch, counter … | a refusal.

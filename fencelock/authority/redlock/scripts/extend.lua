@@ -1,6 +1,10 @@
+-- include prelude
+-- include marker
 -- EXTEND: let the locks of completed leases live on, grant by grant, each if all its locks are still ours. The
 -- tokens stay. A lock that is missing here is made again with a mark that no CONFIRM accepts: this node had
 -- missed it, or lost it. That is not counted in this round, for somebody else may have had it in between.
+-- A claim is missing too: it is nobody's lock, and whom it is for is refused by the majority that has ours. They stay
+-- in line, and are called when ours is released. Left alone, a node where many wait would never have it again.
 -- ARGV[3..]: for each grant its nonce, ttl in ms, how many locks it has, and what to write into a missing one.
 -- Returns EXTENDED, epoch and for each grant 2 (extended), 1 (a lock was made again) or 0 (another has one of them) |
 -- a refusal.
@@ -8,13 +12,17 @@ local state = redis.call('HMGET', NODE, 'e', 'r', 'cfg', 'next')
 local refused = refusal(state[1], state[2], state[3], state[4])
 if refused then return refused end
 
+local function is_claim(key, value, epoch)
+  return not epoch and string.sub(value, 1, 1) == '>' and redis.call('PTTL', key) >= 0
+end
+
 local answer, key = {'EXTENDED', tonumber(state[1])}, 2
 for at = 3, #ARGV - 5, 4 do
   local nonce, ttl, last = ARGV[at], tonumber(ARGV[at + 1]), key + tonumber(ARGV[at + 2]) - 1
   local code, missing = 2, {}
   for i = key, last do
-    local holder = read_lock(KEYS[i])
-    if not holder then
+    local holder, epoch = read_lock(KEYS[i])
+    if not holder or (holder ~= nonce and is_claim(KEYS[i], holder, epoch)) then
       missing[i] = true
     elseif holder ~= nonce then
       code = 0

@@ -1,9 +1,25 @@
+-- include prelude
 -- RELEASE: delete the locks that are still ours, and let a laggard's counters catch up.
--- No vote: it never refuses. ARGV[3] the epoch of the decision; then for each lock its stripe and T
--- (0 where nothing was decided). After these, of one who waited in line: its place, and if it goes on
--- waiting, µs waited and since when in ms; 'leave' otherwise.
+-- No vote: it never refuses. A blank node says LOST: it does not know the lock. ARGV[3] the epoch of the decision;
+-- then for each lock its stripe and T (0 where nothing was decided). After these, of one who waited in line: its
+-- place, and if it goes on waiting, µs waited and since when in ms; 'leave' otherwise.
 -- Returns RELEASED | LOST.
-local state = redis.call('HMGET', NODE, 'e', 'cfg', 'b')
+local state = redis.call('HMGET', NODE, 'e', 'cfg', 'b', 'c' .. ARGV[4])
+
+-- Most often one lock is ours still, nobody waits for it, and the counter is not behind: then it is only deleted.
+-- Whatever is otherwise goes the long way, and nothing has been changed by then.
+if #ARGV == 7 and state[1] == ARGV[3] and state[2] == ARGV[1]
+  and tonumber(state[4] or state[3]) >= tonumber(ARGV[5]) then
+  local value = redis.call('GET', KEYS[2])
+  if value and string.sub(value, 1, #NONCE + 1) == NONCE .. '|'
+    and redis.call('EXISTS', queue_of(KEYS[2])) == 0 then
+    redis.call('DEL', KEYS[2])
+    return {'RELEASED'}
+  end
+end
+
+-- include marker
+-- include queue
 -- A blank node stays blank: a counter alone would be state without a marker.
 if state[1] == ARGV[3] and state[2] == ARGV[1] then
   for i = 1, LOCKS do catch_up(ARGV[2 + 2 * i], ARGV[3 + 2 * i], state[3]) end

@@ -1,3 +1,6 @@
+-- include prelude
+-- include marker
+-- include membership
 -- BEGIN: put a ticket on a node that is not admitted; only who knows it may admit the node later. One that is
 -- there already is returned unchanged, so that all who initialise or recover share it.
 -- ARGV[2] a random word of the sender, ARGV[3] longest ttl in ms, ARGV[4] id of the seat that the node is to

@@ -1,3 +1,6 @@
+-- include prelude
+-- include marker
+-- include membership
 -- PROMISE: from now on this node answers for no epoch below ARGV[2] as the highest. Whoever chooses an epoch
 -- later reads it from one of the majority that has promised this one.
 -- ARGV[3] the ticket of a node that is not admitted, else ''; ARGV[4] 'change' where a node counts that is

@@ -1,3 +1,6 @@
+-- include prelude
+-- include marker
+-- include membership
 -- READ: all that the node says about itself at one moment; '' where there is nothing.
 -- Returns STANDING, whether it is admitted, epoch, promised epoch, fingerprint, id, members, fingerprint and
 -- members of the list that it is closed for, ticket (of this server process only), ms since that was put.

@@ -1,0 +1,39 @@
+-- Why this node must not vote, or nil. `r` was written at admission: a server that was restarted, or
+-- that came back with an older file, has another run_id than the one it was admitted with.
+local function refusal(epoch, admitted_run_id, membership, closed)
+  if not epoch then return {'AMNESIA'} end
+  local run_id, replid = ARGV[#ARGV - 1], ARGV[#ARGV]
+  if replid ~= '' then
+    -- A socket proves nothing where a proxy or a failover may stand behind it: ask the server itself.
+    run_id = string.match(redis.call('INFO', 'server'), 'run_id:(%x+)')
+    local now = string.match(redis.call('INFO', 'replication'), 'master_replid:(%x+)')
+    if now ~= redis.call('HGET', NODE, 'm') then return {'RESTARTED'} end
+  end
+  if admitted_run_id ~= run_id then return {'RESTARTED'} end
+  if membership ~= ARGV[1] then return {'CONFIG'} end
+  if closed then return {'CLOSED'} end
+end
+
+-- What a lock key holds: the nonce, epoch and counter of the grant. One that EXTEND has made again has no counter.
+local function read_lock(key)
+  local value = redis.call('GET', key)
+  if not value then return nil end
+  local nonce, epoch, counter = string.match(value, '^([^|]+)|(%d+)|(%w+)$')
+  return nonce or value, tonumber(epoch), tonumber(counter)
+end
+
+-- Lua would print a large number with an exponent.
+local function digits(number)
+  return string.format('%.0f', number)
+end
+
+-- Raise a stripe's counter to a decided value; never lower it. A missing counter stands at `base`.
+local function catch_up(stripe, decided, base)
+  local last = redis.call('HGET', NODE, 'c' .. stripe) or base
+  if tonumber(decided) > tonumber(last) then redis.call('HSET', NODE, 'c' .. stripe, decided) end
+end
+
+local function now_ms()
+  local time = redis.call('TIME')
+  return time[1] * 1000 + math.floor(time[2] / 1000)
+end
