@@ -19,15 +19,19 @@ from fencelock.authority.base import Authority, Grant
 from fencelock.lease import Lease, note_ended, note_held
 
 if TYPE_CHECKING:
+    from fencelock.guard.seal import Sealer
     from fencelock.renewal import Renewer
+
+
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """Return the event loop that runs in this thread; None where none does."""
+    return asyncio._get_running_loop()  # noqa: SLF001 - documented, and an error for each thread is slow
 
 
 def current_owner() -> object:
     """Return who is running: the task of the running event loop, or else the thread."""
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:
-        task = None
+    loop = running_loop()
+    task = asyncio.current_task(loop) if loop is not None else None
     return task if task is not None else threading.current_thread()
 
 
@@ -44,7 +48,14 @@ class Hold:
         renewer: who extends it; None if nobody does.
         trouble: why it could not be extended last time; empty if it could.
         itself: a weak reference: what is thrown away while it is held is not extended any more.
+        loop: whose task has acquired it; returns None for blocking code's.
         planned: when the renewer means to look at it next.
+        extended_behind: whether an extension has ended since its release was sent: it may have arrived after
+            that, and made locks again.
+        sealers: the databases that have raised their fences to its tokens.
+        seal_nonce: under which they did; empty where there are none.
+        release_ended: whether its release has been answered, or given up. Of the two who set these marks, the
+            one that sees the other's releases once more; earlier, the release would hear that all was lost.
     """
 
     __slots__ = (
@@ -53,12 +64,17 @@ class Hold:
         "authority",
         "blocks",
         "deadline",
+        "extended_behind",
         "grant",
         "itself",
         "leases",
+        "loop",
         "owner",
         "planned",
+        "release_ended",
         "renewer",
+        "seal_nonce",
+        "sealers",
         "trouble",
         "ttl",
     )
@@ -85,8 +101,13 @@ class Hold:
         self.deadline = math.inf if max_hold is None else time.monotonic() + max_hold
         self.renewer = renewer
         self.trouble = ""
+        self.loop: Callable[[], asyncio.AbstractEventLoop | None] = _no_loop
         self.itself: ReferenceType[Hold] = ref(self)
         self.planned = math.inf
+        self.extended_behind = False
+        self.release_ended = False
+        self.sealers: tuple[Sealer, ...] = ()
+        self.seal_nonce = ""
         self._listeners: tuple[Callable[[Lease], object], ...] = ()
 
     @property
@@ -103,6 +124,11 @@ class Hold:
     def over(self) -> bool:
         """Whether it has been given back, or was noted to be lost: there is nothing to extend."""
         return any(lease.over for lease in self.leases)
+
+    @property
+    def released(self) -> bool:
+        """Whether it has been given back, or is being so."""
+        return self.leases[0].released
 
     def most_seconds(self, now: float) -> float:
         """Return for how long it may be extended at that time: for its ttl, and not beyond its deadline."""
@@ -135,12 +161,16 @@ class Hold:
 
         After it was given back there is nothing to note.
         """
-        if self.leases[0].released:
+        if self.released:
             return ()
         listeners, self._listeners = self._listeners, ()
         for lease in self.leases:
             lease.lose(reason)
         return tuple(_calling(listener, lease) for listener in listeners for lease in self.leases)
+
+
+def _no_loop() -> None:
+    return None
 
 
 def _calling(listener: Callable[[Lease], object], lease: Lease) -> Callable[[], object]:
@@ -185,5 +215,5 @@ def everything_held() -> list[Hold]:
     return [hold for hold in holds if hold is not None and not hold.inherited]
 
 
-def _keys(hold: Hold) -> Iterable[_Key]:
-    return ((hold.authority, hold.owner, resource) for resource in hold.grant.resources)
+def _keys(hold: Hold) -> list[_Key]:
+    return [(hold.authority, hold.owner, resource) for resource in hold.grant.resources]

@@ -6,29 +6,16 @@ import functools
 import inspect
 import string
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, Unpack, cast
 
-from fencelock.authority.base import Authority
-from fencelock.lock import FencedLock, IfLost, fenced_lock
-
-if TYPE_CHECKING:
-    from sqlalchemy import Engine
-    from sqlalchemy.ext.asyncio import AsyncEngine
+from fencelock.lock import AllLockSettings, FencedLock, fenced_lock
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
 def fenced(
-    *templates: str,
-    ttl: float = 30.0,
-    timeout: float | None = 10.0,
-    renew: bool = True,
-    max_hold: float | None = 3600.0,
-    fair: bool = False,
-    if_lost: IfLost = "raise",
-    authority: Authority | None = None,
-    seal: Engine | AsyncEngine | None = None,
+    *templates: str, **settings: Unpack[AllLockSettings]
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Have a function, or a coroutine function, run only while it holds `fenced_lock` on its resources.
 
@@ -43,35 +30,20 @@ def fenced(
     Args:
         *templates: resources, in which {name} stands for an argument of the call; {name.attribute},
             {name[key]} and {name:format} work as in str.format. Defaults count. {self.id} works in methods.
-        ttl: as for `fenced_lock`, and so are the others.
-        timeout: seconds to wait for another holder.
-        renew: extend the lease in the background.
-        max_hold: seconds after which it is no longer extended.
-        fair: wait in line.
-        if_lost: "raise" or "warn" after the function has returned.
-        authority: who grants it; by default the process default at the time of the call.
-        seal: the engine on the database that has the last word; an `AsyncEngine` for coroutine functions.
+        **settings: as for `fenced_lock`: ttl, timeout, renew, max_hold, fair, if_lost, authority (by default
+            the process default at the time of the call) and seal (an `AsyncEngine` for coroutine functions).
 
     Raises:
-        TypeError: at once, for a field that is no parameter of the function, and for a generator function,
-            whose body would run after the release. Calling raises the errors of `FencedLock.acquire`.
+        TypeError: at once, for a field that is no parameter of the function, for a setting that `fenced_lock`
+            does not have, and for a generator function, whose body would run after the release. Calling
+            raises the errors of `FencedLock.acquire`.
         ValueError: at once, for a template that cannot be formatted, or settings out of range.
     """
     if not templates or not all(isinstance(template, str) for template in templates):
         raise TypeError('fenced needs the name of what to lock: write @fenced("order:{order_id}")')
 
     def make(resources: tuple[str, ...]) -> FencedLock[Any]:
-        return fenced_lock(
-            *resources,
-            ttl=ttl,
-            timeout=timeout,
-            renew=renew,
-            max_hold=max_hold,
-            fair=fair,
-            if_lost=if_lost,
-            authority=authority,
-            seal=seal,
-        )
+        return fenced_lock(*resources, **settings)
 
     make(("checks the settings",))
 

@@ -12,6 +12,7 @@ FencelockError
 │   └── MembershipError                        nodes disagree on who the N nodes are
 └── FenceError                                 never wrapped in SQLAlchemy's StatementError
     ├── StaleTokenError                        a newer holder has been here; .table .identity .token .current
+    ├── CommitInDoubtError                     nobody knows yet what became of the last COMMIT
     ├── UnfencedWriteError                     no lease guards this write
     └── AmbiguousFenceError                    several leases could guard this write
 ```
@@ -33,6 +34,7 @@ from sqlalchemy.exc import DontWrapMixin
 __all__ = [
     "AmbiguousFenceError",
     "AuthorityError",
+    "CommitInDoubtError",
     "FenceError",
     "FencelockError",
     "LockError",
@@ -108,12 +110,14 @@ class FenceError(DontWrapMixin, FencelockError):
 
 
 class StaleTokenError(FenceError):
-    """The row has been claimed or written under a larger token: this writer's lease is over.
+    """The row has been claimed or written under a larger token: this holder's lease is over.
+
+    Raised by writes, and by loads of objects under a lease that is older than the row's fence.
 
     Attributes:
         table: name of the table.
         identity: primary key of the row, as a tuple; None where the statement named many rows.
-        token: the fencing token that was refused.
+        token: the fencing token that was refused; 0 where the trigger of an SQLite table did not say.
         current: the row's fence, or None where it could not be read any more.
     """
 
@@ -141,6 +145,14 @@ class StaleTokenError(FenceError):
             "a newer holder has taken over, so roll back and acquire the lock again"
             + (f" ({self.detail})" if self.detail else "")
         )
+
+
+class CommitInDoubtError(FenceError):
+    """The connection was lost while a transaction was written under the lease, which may still be committed.
+
+    Until that is decided nothing can be read or written under the lease. In this order: roll back; mint a new
+    token, `lock.remint()`; claim, or pass the gate of, what that transaction has written; only then read.
+    """
 
 
 class UnfencedWriteError(FenceError):

@@ -5,21 +5,24 @@ module knows neither Redis nor SQLAlchemy, and is all that the two share besides
 
 The held leases live in a context variable. It follows the code into coroutines, into greenlets of
 SQLAlchemy's asyncio extension and into `asyncio.to_thread`; it does not reach new threads or executors.
-Leases that have been released are never shown, whoever still has a copy of the context.
+Leases that have been released are never shown, whoever still has a copy of the context; nor are those whose
+block was left, and which wait only for transactions that were open then.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
 import unicodedata
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import final
 from weakref import ref
 
 from fencelock import token as tokens
-from fencelock.errors import LockLostError
+from fencelock.errors import CommitInDoubtError, LockLostError
 
 MAX_RESOURCE_LENGTH = 255
 
@@ -82,12 +85,16 @@ class Lease:
 
     __slots__ = (
         "__weakref__",
+        "_doubted",
         "_expires_at",
         "_fencing_token",
         "_generation",
+        "_left",
         "_lost",
+        "_needed_by",
         "_released",
         "_resource",
+        "_waiting",
     )
 
     def __init__(self, resource: str, fencing_token: int, expires_at: float = math.inf) -> None:
@@ -97,6 +104,10 @@ class Lease:
         self._generation = _Process.generation
         self._lost = ""
         self._released = False
+        self._left = False
+        self._doubted = 0
+        self._needed_by: set[object] = set()
+        self._waiting: list[Callable[[], object]] = []
 
     def __repr__(self) -> str:
         state = "released" if self._released else "lost" if self.lost else f"{self.remaining:.3f} s left"
@@ -128,18 +139,23 @@ class Lease:
         return self._released
 
     @property
+    def usable(self) -> bool:
+        """Whether work may begin under it: it was not given back, nor left to what had begun by then."""
+        return not (self._released or self._left)
+
+    @property
     def lost(self) -> bool:
         """Whether the lease is known to have ended before it was released.
 
         True when its time ran out by this process' clock, when a node majority no longer knew it, and
         in a forked child, which holds nothing of its parent's.
         """
-        return not self._released and bool(self._reason_lost() or self.remaining == 0.0)
+        return not self._released and (self.over or self._expires_at <= time.monotonic())
 
     @property
     def over(self) -> bool:
         """Whether it has been given back, or somebody has noted that it is lost."""
-        return self._released or bool(self._reason_lost())
+        return self._released or bool(self._lost) or self.inherited
 
     @property
     def inherited(self) -> bool:
@@ -182,14 +198,86 @@ class Lease:
         """Note that the holder has given the lease back."""
         self._released = True
 
+    def leave(self) -> None:
+        """Note that no block is inside any more, and that open transactions still need the lease."""
+        self._left = True
+
+    def enter(self) -> None:
+        """Note that a block is inside again."""
+        self._left = False
+
+    # What follows is for whoever writes under the lease.
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether a transaction that has written under it may still be committed, for all that is known."""
+        return self._doubted > 0
+
+    def doubt(self) -> None:
+        """Note that the connection of such a transaction was lost before its outcome was known."""
+        self._doubted = self._fencing_token
+
+    def settle(self, token: int) -> None:
+        """Note that `token` has claimed: a transaction with an earlier one has ended, or will be refused."""
+        if token > self._doubted:
+            self._doubted = 0
+
+    def check_certain(self, *, claiming: bool) -> None:
+        """Refuse a lease in doubt, save to claim with a token that was minted since.
+
+        Raises:
+            CommitInDoubtError: for all else.
+        """
+        reminted = self._fencing_token > self._doubted
+        if self._doubted and not (claiming and reminted):
+            todo = "claim or gate" if reminted else "roll back, call lock.remint(), then claim or gate"
+            raise CommitInDoubtError(
+                f"the connection was lost while a transaction was written under the lease of "
+                f"{self._resource!r} with token {self._doubted}, and it may still be committed: {todo} what "
+                f"it has written, and only then read"
+            )
+
+    # What follows is between whoever writes under the lease and whoever gives it back, in any threads.
+
+    @property
+    def needed(self) -> bool:
+        """Whether an open transaction has written under it."""
+        return bool(self._needed_by)
+
+    def need(self, user: object) -> None:
+        """Note that `user` has begun to write under it."""
+        self._needed_by.add(user)
+
+    def let_go(self, user: object) -> list[Callable[[], object]]:
+        """Note that `user` has ended; return what is to be called, where nobody needs the lease now."""
+        self._needed_by.discard(user)
+        calls: list[Callable[[], object]] = []
+        with contextlib.suppress(IndexError):
+            while not self._needed_by:
+                calls.append(self._waiting.pop())
+        return calls
+
+    def when_let_go(self, call: Callable[[], object]) -> bool:
+        """Have `call` called when nobody needs the lease any more; return False if nobody does now."""
+        self._waiting.append(call)
+        if self._needed_by:
+            return True
+        try:  # who let go at this very moment has either seen it, and calls, or not
+            self._waiting.remove(call)
+        except ValueError:
+            return True
+        return False
+
 
 _held: ContextVar[tuple[Lease | ref[Lease], ...]] = ContextVar("fencelock_held", default=())
 
 
 def held_leases() -> tuple[Lease, ...]:
     """Return the leases that the current context holds, in the order in which they were taken."""
-    leases = (entry if isinstance(entry, Lease) else entry() for entry in _held.get())
-    return tuple(lease for lease in leases if lease is not None and not lease.released)
+    if not (entries := _held.get()):
+        return ()
+    leases = (entry if isinstance(entry, Lease) else entry() for entry in entries)
+    return tuple(lease for lease in leases if lease is not None and lease.usable)
 
 
 def note_held(*leases: Lease) -> None:
@@ -199,10 +287,16 @@ def note_held(*leases: Lease) -> None:
     to hear from the storage that it is stale, but what nobody releases must not pile up.
     """
     held = held_leases()
+    if not held:
+        _held.set(leases)
+        return
     earlier = (lease if lease.remaining else ref(lease) for lease in held)
     _held.set((*earlier, *(lease for lease in leases if lease not in held)))
 
 
 def note_ended(*leases: Lease) -> None:
     """Take leases out of the current context; those it never held are passed over."""
+    if _held.get() == leases:  # nothing else is held
+        _held.set(())
+        return
     _held.set(tuple(lease for lease in held_leases() if lease not in leases))

@@ -8,20 +8,26 @@ blocks for it, `AsyncLock` awaits it.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import contextvars
+import functools
 import inspect
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Generator, Iterable
 from types import EllipsisType, TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypedDict, TypeVar, Unpack, overload
+from weakref import ref
 
 from fencelock import renewal
 from fencelock._checks import check_choice, check_max_hold, check_timeout, check_ttl
-from fencelock._holds import Hold, add, current_owner, find, remove
+from fencelock._holds import Hold, add, current_owner, find, remove, running_loop
 from fencelock.authority.base import Authority, Grant
-from fencelock.errors import AuthorityError, LockLostError, LockTimeoutError, NotHeldError
-from fencelock.lease import Lease, check_resource
+from fencelock.errors import AuthorityError, LockError, LockLostError, LockTimeoutError, NotHeldError
+from fencelock.lease import Lease, check_resource, note_ended
 from fencelock.settings import default_authority
 
 if TYPE_CHECKING:
@@ -34,6 +40,25 @@ _T = TypeVar("_T")
 _Token = TypeVar("_Token", int, tuple[int, ...])
 
 IfLost = Literal["raise", "warn"]
+
+
+class LockSettings(TypedDict, total=False):
+    """The settings of a lock, save who grants it; `fenced_lock` says what they mean, and their defaults."""
+
+    ttl: float
+    timeout: float | None
+    renew: bool
+    max_hold: float | None
+    fair: bool
+    if_lost: IfLost
+    seal: Engine | AsyncEngine | None
+
+
+class AllLockSettings(LockSettings, total=False):
+    """The settings of a lock, and who grants it."""
+
+    authority: Authority | None
+
 
 #: How often an acquisition is tried whose time is over, because the storage was ahead of the nodes.
 _HINTED_TRIES = 3
@@ -106,9 +131,9 @@ class _Seal:
 
     __slots__ = ("done", "fences", "sealer", "wish")
 
-    def __init__(self, sealer: Sealer, grant: Grant) -> None:
+    def __init__(self, sealer: Sealer, grant: Grant, nonce: str = "") -> None:
         self.sealer = sealer
-        self.wish: Wish = sealer.wish(grant.resources, grant.tokens, grant.expires_at)
+        self.wish: Wish = sealer.wish(grant.resources, grant.tokens, grant.expires_at, nonce)
         self.fences: tuple[int, ...] = ()
         self.done = False
 
@@ -185,23 +210,31 @@ class _Entry:
     def enter(self, holds: Iterable[Hold], resources: Iterable[str]) -> None:
         """Be inside holds, which have all of the resources between them."""
         self.holds = tuple(dict.fromkeys(holds))
-        by_name = {lease.resource: lease for hold in self.holds for lease in hold.leases}
-        self.leases = tuple(by_name[resource] for resource in resources)
+        self.leases = self.holds[0].leases
+        if len(self.holds) > 1 or len(self.leases) > 1:
+            by_name = {lease.resource: lease for hold in self.holds for lease in hold.leases}
+            self.leases = tuple(by_name[resource] for resource in resources)
         for hold in self.holds:
             hold.blocks.add(self.mark)
+            for lease in hold.leases:
+                lease.enter()
             add(hold)
 
     @property
     def tokens(self) -> Any:
         """What `with` yields: the token, or the tokens of several resources."""
-        tokens = tuple(lease.fencing_token for lease in self.leases)
-        return tokens if len(tokens) > 1 else tokens[0]
+        if len(self.leases) == 1:
+            return self.leases[0].fencing_token
+        return tuple(lease.fencing_token for lease in self.leases)
 
     def leave(self) -> _Steps[str]:
         """Give back what no block is inside any more; return how a lease had been lost, or nothing."""
-        for hold in self.holds:
+        over = []
+        for hold in reversed(self.holds):
             hold.blocks.discard(self.mark)
-        return (yield from _release_each([hold for hold in reversed(self.holds) if not hold.blocks]))
+            if not hold.blocks and not _waits(hold):
+                over.append(hold)
+        return _release(over[0]) if len(over) == 1 else _release_each(over)
 
 
 class FencedLock(Generic[_Token]):
@@ -209,32 +242,20 @@ class FencedLock(Generic[_Token]):
 
     Made by `fenced_lock` or `Redlock.lock`, for `with` and for `async with`; coroutines find its methods
     under `aio`. The thread (or asyncio task) that holds a resource enters it again at no cost and gets the
-    same token, with this object or another; what is held is given back when the last block is left. May be
-    used again afterwards.
+    same token, with this object or another; what is held is given back when the last block is left, or, where
+    a transaction that was written under it is still open then, when that ends. May be used again afterwards.
     """
 
-    def __init__(
-        self,
-        resources: tuple[str, ...],
-        *,
-        ttl: float,
-        timeout: float | None,
-        renew: bool,
-        max_hold: float | None,
-        fair: bool,
-        if_lost: IfLost,
-        authority: Authority | None,
-        seal: Engine | AsyncEngine | None = None,
-    ) -> None:
+    def __init__(self, resources: tuple[str, ...], **settings: Unpack[AllLockSettings]) -> None:
         self._resources = _check_resources(resources)
-        self._ttl = check_ttl(ttl)
-        self._timeout = check_timeout(timeout)
-        self._renew = bool(renew)
-        self._max_hold = check_max_hold(max_hold, self._ttl) if renew else None
-        self._fair = bool(fair)
-        self._if_lost = check_choice("if_lost", if_lost, ("raise", "warn"))
-        self._authority = authority
-        self._sealer = None if seal is None else _sealer_with(seal)
+        self._ttl = check_ttl(settings["ttl"])
+        self._timeout = check_timeout(settings["timeout"])
+        self._renew = bool(settings["renew"])
+        self._max_hold = check_max_hold(settings["max_hold"], self._ttl) if self._renew else None
+        self._fair = bool(settings["fair"])
+        self._if_lost = check_choice("if_lost", settings["if_lost"], ("raise", "warn"))
+        self._authority = settings["authority"]
+        self._sealer = None if settings["seal"] is None else _sealer_with(settings["seal"])
         self._entries: list[_Entry] = []
         #: Entered by `with` and not left yet. Its body may have released it, so that it is no entry any more.
         self._blocks: list[_Entry] = []
@@ -309,9 +330,10 @@ class FencedLock(Generic[_Token]):
     def remint(self) -> _Token:
         """Exchange the token for a new, larger one, and keep holding the lock; return it.
 
-        For a COMMIT in doubt: when the connection was lost during one, nobody knows whether it took place.
-        Once something has been claimed with the new token, nothing that is under way with the old one can be
-        written any more. In this order: mint anew, claim, only then read.
+        For a COMMIT in doubt: when the connection was lost during one, nobody knows whether it took place,
+        and the guard refuses the lease. Once what was written has been claimed with the new token (or its
+        gate passed), nothing that is under way with the old one can be written any more. In this order: roll
+        back, mint anew, claim, only then read.
 
         Raises:
             NotHeldError: the lock is not held.
@@ -352,22 +374,31 @@ class FencedLock(Generic[_Token]):
         waiting = self._timeout if timeout is ... else check_timeout(timeout)
         authority = self._authority or default_authority()
         holds = [hold for name in self._resources if (hold := find(authority, entry.owner, name))]
-        known = {name for hold in holds for name in hold.grant.resources}
-        missing = tuple(name for name in self._resources if name not in known)
+        missing = self._resources
+        if holds:
+            known = {name for hold in holds for name in hold.grant.resources}
+            missing = tuple(name for name in self._resources if name not in known)
+            if self._sealer is not None:
+                for hold in dict.fromkeys(holds):
+                    yield from _seal_held(self._sealer, hold)
         if missing:
+            nonce = ""
             if self._sealer is None:
                 entry.asked = self._ask(authority, missing, waiting)
                 yield entry.asked
             else:
-                yield from self._acquire_sealed(entry, self._sealer, authority, missing, waiting)
+                nonce = yield from self._acquire_sealed(entry, self._sealer, authority, missing, waiting)
             assert entry.asked is not None  # noqa: S101 - either way it was
             for hold in holds:
                 _check_still_held(hold)  # it may have ended while the others were waited for
             holds.append(self._hold(authority, entry.asked.answer, entry.owner, renewers))
+            if self._sealer is not None:
+                holds[-1].sealers, holds[-1].seal_nonce = (self._sealer,), nonce
         entry.enter(holds, self._resources)
         self._entries.append(entry)
-        for hold in entry.holds:
-            hold.tell_when_lost(self._listeners)
+        if self._listeners:
+            for hold in entry.holds:
+                hold.tell_when_lost(self._listeners)
         return entry
 
     def _ask(
@@ -384,8 +415,11 @@ class FencedLock(Generic[_Token]):
         authority: Authority,
         missing: tuple[str, ...],
         waiting: float | None,
-    ) -> _Steps[None]:
-        """Acquire until the storage has accepted the tokens, and the lease is still valid after that."""
+    ) -> _Steps[str]:
+        """Acquire until the storage has accepted the tokens, and the lease is still valid after that.
+
+        Returns the nonce that it has accepted them under.
+        """
         yield _Check(sealer)
         end = math.inf if waiting is None else time.monotonic() + waiting
         hints: dict[str, Any] = {}
@@ -397,7 +431,7 @@ class FencedLock(Generic[_Token]):
             seal = _Seal(sealer, entry.asked.answer)
             yield seal
             if seal.done:
-                return
+                return seal.wish.nonce
             yield _Call(authority, "release", entry.asked.answer)
             entry.asked = None
             tries += 1
@@ -417,6 +451,8 @@ class FencedLock(Generic[_Token]):
 
     def _hold(self, authority: Authority, grant: Grant, owner: object, renewers: _Renewers) -> Hold:
         hold = Hold(authority, grant, owner, ttl=self._ttl, max_hold=self._max_hold)
+        if renewers is renewal.for_loop and (loop := running_loop()) is not None:
+            hold.loop = ref(loop)
         if self._renew:
             hold.renewer = renewers(authority)
             hold.renewer.watch(hold)
@@ -444,10 +480,11 @@ class FencedLock(Generic[_Token]):
         entry = self._innermost()
         for hold in entry.holds:
             _check_still_held(hold)
-            if self._sealer is not None:
-                yield _Check(self._sealer)
-                self._sealer.refuse_to_wait_for_oneself(hold.grant.resources)
-            sealed = self._sealer is None
+            # Also what a lock without seal= mints anew, inside a block that has sealed.
+            for sealer in hold.sealers:
+                yield _Check(sealer)
+                sealer.refuse_to_wait_for_oneself(hold.grant.resources)
+            sealed = not hold.sealers
             asked: _Call | None = None
             try:
                 yield _Stop(hold)
@@ -455,8 +492,8 @@ class FencedLock(Generic[_Token]):
                 seconds = max(hold.most_seconds(now), hold.grant.expires_at - now)
                 asked = _Call(hold.authority, "remint", hold.grant, seconds)
                 yield asked
-                if self._sealer is not None:
-                    yield from _seal_anew(self._sealer, asked.answer)
+                if hold.sealers:
+                    hold.seal_nonce = yield from _seal_anew(hold.sealers, asked.answer)
                     sealed = True
                 _note_remint(hold, asked, sealed=sealed)
             except BaseException:
@@ -591,6 +628,92 @@ def give_back(hold: Hold) -> None:
     _block(_release(hold))
 
 
+def _waits(hold: Hold) -> bool:
+    """Have a hold given back when the transactions that have written under it end; tell whether any is open.
+
+    The lock must outlive the COMMIT: who came next would otherwise read, by its own claim, what is about to
+    change. Until then the hold is renewed as before, and its owner may enter it again. New transactions do
+    not begin under it.
+    """
+    for lease in hold.leases:
+        if not lease.needed:
+            continue
+        if hold.inherited or hold.lost or hold.released:
+            return False
+        if lease.when_let_go(functools.partial(_go_on, hold)):
+            for each in hold.leases:
+                each.leave()
+            note_ended(*hold.leases)
+            logger.debug(
+                "%s: released when the transaction that has written to %r ends", _name(hold), lease.resource
+            )
+            return True
+    return False
+
+
+def _go_on(hold: Hold) -> None:
+    """Give a hold back that has waited for a transaction, unless somebody has entered it again."""
+    if hold.blocks or hold.released or _waits(hold):
+        return
+    loop = hold.loop()
+    here = running_loop()
+    if loop is not None and not loop.is_running():
+        loop = None
+    if loop is not None and loop is here:
+        _give_back_soon(hold, loop)
+        return
+    if loop is not None:
+        try:
+            loop.call_soon_threadsafe(_give_back_soon, hold, loop, context=contextvars.Context())
+        except RuntimeError:  # it has been closed
+            loop = None
+    if loop is None and here is None:
+        _give_back_quietly(hold)
+    elif loop is None:  # nobody else in this loop is to wait for it
+        _give_back_apart(hold)
+
+
+#: Loops refer to their tasks weakly.
+_releases: set[asyncio.Task[None]] = set()
+
+
+def _give_back_soon(hold: Hold, loop: asyncio.AbstractEventLoop) -> None:
+    """Give a hold back in a task of its own, of the running loop."""
+
+    async def release() -> None:
+        _note_late(await _wait(_release(hold)))
+
+    def end(done: asyncio.Task[None]) -> None:
+        _releases.discard(done)
+        if done.cancelled() and not hold.released:  # by a loop that ends, before it began
+            _give_back_apart(hold)
+        elif not done.cancelled() and (error := done.exception()) is not None:
+            logger.error("%s could not be released", _name(hold), exc_info=error)
+
+    task = loop.create_task(release(), name="fencelock-release", context=contextvars.Context())
+    _releases.add(task)
+    task.add_done_callback(end)
+
+
+def _give_back_apart(hold: Hold) -> None:
+    """Give a hold back in a thread of its own, which the interpreter waits for when it ends."""
+    with contextlib.suppress(RuntimeError):  # it has, and gives everything back
+        threading.Thread(target=_give_back_quietly, args=(hold,), name="fencelock-release").start()
+
+
+def _give_back_quietly(hold: Hold) -> None:
+    """Give a hold back; whoever ends a transaction is not to hear that it could not be done."""
+    try:
+        _note_late(_block(_release(hold)))
+    except Exception:
+        logger.exception("%s could not be released", _name(hold))
+
+
+def _note_late(lost: str) -> None:
+    if lost:
+        logger.warning("%s", lost)
+
+
 def _check_listener(callback: object) -> None:
     if not callable(callback) or inspect.iscoroutinefunction(callback):
         raise TypeError(f"on_lost calls a plain function with the lease, and {callback!r} is none")
@@ -598,9 +721,12 @@ def _check_listener(callback: object) -> None:
 
 def _last_of_ours(entries: list[_Entry]) -> _Entry | None:
     """Return what this thread or task entered last; or else what anybody did, for blocks may be handed on."""
-    snapshot, owner = tuple(reversed(entries)), current_owner()
-    ours = (entry for entry in snapshot if entry.owner is owner)
-    return next(ours, snapshot[0] if snapshot else None)
+    snapshot = tuple(entries)
+    if len(snapshot) < 2:  # noqa: PLR2004 - then there is nothing to choose
+        return snapshot[0] if snapshot else None
+    owner = current_owner()
+    ours = (entry for entry in reversed(snapshot) if entry.owner is owner)
+    return next(ours, snapshot[-1])
 
 
 def _check_still_held(hold: Hold) -> None:
@@ -639,11 +765,41 @@ def _sealer_with(engine: Engine | AsyncEngine) -> Sealer:
     return Sealer(engine)
 
 
-def _seal_anew(sealer: Sealer, grant: Grant) -> _Steps[None]:
-    seal = _Seal(sealer, grant)
+def _seal_held(sealer: Sealer, hold: Hold) -> _Steps[None]:
+    """Seal what is held already, and was not sealed in that database: who enters with `seal=` relies on it.
+
+    Raises:
+        LockError: the database refuses, or this very thread or task keeps it from being done.
+        LockTimeoutError: it could not be done while the lease was valid.
+    """
+    if sealer in hold.sealers:
+        return
+    yield _Check(sealer)
+    sealer.refuse_to_wait_for_oneself(hold.grant.resources)
+    seal = _Seal(sealer, hold.grant, hold.seal_nonce)
     yield seal
+    if seal.fences:
+        raise LockError(
+            f"{seal.wish.complaint(seal.fences)}; the block that holds the lock did not seal it, and may "
+            "have passed the gate itself: give that block seal= too"
+        )
     if not seal.done:
-        raise LockLostError(f"{seal.wish.complaint(seal.fences)}; the lease is lost, acquire the lock again")
+        raise LockTimeoutError(seal.wish.complaint(seal.fences))
+    hold.sealers, hold.seal_nonce = (*hold.sealers, sealer), seal.wish.nonce
+
+
+def _seal_anew(sealers: Iterable[Sealer], grant: Grant) -> _Steps[str]:
+    """Seal new tokens of a hold wherever it was sealed; return under which nonce."""
+    nonce = ""
+    for sealer in sealers:
+        seal = _Seal(sealer, grant, nonce)
+        yield seal
+        if not seal.done:
+            raise LockLostError(
+                f"{seal.wish.complaint(seal.fences)}; the lease is lost, acquire the lock again"
+            )
+        nonce = seal.wish.nonce
+    return nonce
 
 
 def _release(hold: Hold) -> _Steps[str]:
@@ -657,7 +813,13 @@ def _release(hold: Hold) -> _Steps[str]:
         try:
             yield _Stop(hold)
         finally:
-            yield released
+            hold.extended_behind = False  # what has been extended by now is released with the rest
+            try:
+                yield released
+            finally:
+                hold.release_ended = True
+                if hold.extended_behind:
+                    yield _Call(hold.authority, "release", hold.grant)
         if released.answer is None:
             logger.warning("%s: too few nodes answered to release it; it ends by itself", _name(hold))
     except AuthorityError as error:
@@ -672,35 +834,9 @@ def _release(hold: Hold) -> _Steps[str]:
 
 
 @overload
-def fenced_lock(
-    resource: str,
-    /,
-    *,
-    ttl: float = ...,
-    timeout: float | None = ...,
-    renew: bool = ...,
-    max_hold: float | None = ...,
-    fair: bool = ...,
-    if_lost: IfLost = ...,
-    authority: Authority | None = ...,
-    seal: Engine | AsyncEngine | None = ...,
-) -> FencedLock[int]: ...
-
-
+def fenced_lock(resource: str, /, **settings: Unpack[AllLockSettings]) -> FencedLock[int]: ...
 @overload
-def fenced_lock(
-    *resources: str,
-    ttl: float = ...,
-    timeout: float | None = ...,
-    renew: bool = ...,
-    max_hold: float | None = ...,
-    fair: bool = ...,
-    if_lost: IfLost = ...,
-    authority: Authority | None = ...,
-    seal: Engine | AsyncEngine | None = ...,
-) -> FencedLock[tuple[int, ...]]: ...
-
-
+def fenced_lock(*resources: str, **settings: Unpack[AllLockSettings]) -> FencedLock[tuple[int, ...]]: ...
 def fenced_lock(
     *resources: str,
     ttl: float = 30.0,

@@ -10,7 +10,8 @@ healthy renewer must not hold for ever. Whoever works under a lost lease is not 
 from the next use of the lease, from `on_lost`, and on leaving the block; the storage has the last word.
 
 A lease that is given back is taken off the agenda first, and an extension that is under way is waited for:
-nothing is extended after its release.
+nothing is extended after its release. Where it cannot be waited for, in another thread than the loop's, nodes
+may make locks again behind the release: then the one of the two that ends last releases once more.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Protocol
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
-from fencelock._holds import Hold
+from fencelock._holds import Hold, running_loop
 from fencelock.authority.base import Authority, Grant, Wish
 from fencelock.errors import AuthorityError, FencelockError, LockLostError
 
 #: Grants that are extended in one round trip. A node does nothing else meanwhile: about a millisecond.
 BATCH = 500
+#: Seconds after which new holds are planned, all at once: most are given back by then, and cost nothing here.
+_SOON = 0.05
 _PARTS = 16
 _SHORTEST_PAUSE = 0.01
 _IDLE = 30.0
@@ -51,18 +54,29 @@ class Agenda:
     """When each hold is to be looked at: in steps of a sixteenth of its interval, so that batches form.
 
     Not for two threads at once, save `strike`. Holds are referred to weakly.
+
+    Attributes:
+        next_at: when something is to be done; infinite if nothing is.
     """
 
     def __init__(self) -> None:
         self._steps: dict[float, set[ReferenceType[Hold]]] = {}
         self._times: list[float] = []
+        self._newcomers: set[ReferenceType[Hold]] = set()
+        self._admits_at = math.inf
+        self.next_at = math.inf
         # Another one in every process, or all would ask the nodes at the same moments.
         self._phase = random.random()  # noqa: S311 - no secret
 
-    @property
-    def next_at(self) -> float:
-        """When something is to be done; infinite if nothing is."""
-        return self._times[0] if self._times else math.inf
+    def enter(self, hold: Hold, now: float) -> None:
+        """Plan the first look at a hold: soon, where there is time."""
+        if hold.ttl < 20 * _SOON:
+            self.plan(hold, *first_look(hold, now))
+            return
+        if not self._newcomers:
+            self._admits_at = now + _SOON
+            self.next_at = min(self.next_at, self._admits_at)
+        self._newcomers.add(hold.itself)
 
     def plan(self, hold: Hold, at: float, interval: float) -> None:
         """Look at a hold at that time, or up to a sixteenth of the interval later; and at no other."""
@@ -73,21 +87,29 @@ class Agenda:
         if holds is None:
             self._steps[step] = {hold.itself}
             heapq.heappush(self._times, step)
+            self.next_at = min(self.next_at, step)
         else:
             holds.add(hold.itself)
 
     def strike(self, hold: Hold) -> None:
         """Take a hold off the agenda."""
+        self._newcomers.discard(hold.itself)
         if (holds := self._steps.get(hold.planned)) is not None:
             holds.discard(hold.itself)
 
     def take(self, now: float) -> list[Hold]:
         """Take off, and return, what is to be looked at now."""
+        if now >= self._admits_at:
+            newcomers, self._newcomers, self._admits_at = self._newcomers, set(), math.inf
+            for reference in list(newcomers):  # made in one step, as below
+                if (hold := reference()) is not None and not hold.over:
+                    self.plan(hold, *first_look(hold, now))
         due: list[Hold] = []
         while self._times and (self._times[0] <= now or not self._steps[self._times[0]]):
             references = self._steps.pop(heapq.heappop(self._times))
             # A copy, made in one step: another thread may strike one.
             due += [hold for reference in list(references) if (hold := reference()) is not None]
+        self.next_at = min(self._admits_at, self._times[0] if self._times else math.inf)
         return due
 
 
@@ -141,18 +163,33 @@ def tend(
         outcomes = yield [(grant, seconds) for _, grant, seconds in batch]
         for (hold, grant, _), outcome in zip(batch, outcomes, strict=True):
             # Who works in another thread or loop, or was interrupted, did not wait for this.
-            if hold.grant is not grant:
-                continue  # extended or minted anew meanwhile, and planned
-            if isinstance(outcome, Grant):
-                hold.prolong(outcome)
-                plan(hold, *first_look(hold, now()))
-            elif hold.over or isinstance(outcome, LockLostError):
-                # Also where it was given back meanwhile: what was made again behind that must not stay.
-                calls += hold.lose(str(outcome))
-                yield hold.grant
-            else:
-                hold.trouble = str(outcome)
-                plan(hold, *second_look(hold, now()))
+            if hold.released:
+                yield from _follow_release(hold)
+            elif hold.grant is grant:  # or else extended or minted anew meanwhile, and planned
+                calls += yield from _note(hold, outcome, now, plan)
+    return calls
+
+
+def _follow_release(hold: Hold) -> Generator[Grant, object, None]:
+    """Release once more what may have been made again behind the release; or leave that to the releaser."""
+    hold.extended_behind = True
+    if hold.release_ended:
+        yield hold.grant
+
+
+def _note(
+    hold: Hold, outcome: Extended, now: Callable[[], float], plan: Callable[[Hold, float, float], None]
+) -> Generator[Grant, object, tuple[Callable[[], object], ...]]:
+    calls: tuple[Callable[[], object], ...] = ()
+    if hold.over or isinstance(outcome, LockLostError):
+        calls = hold.lose(str(outcome))
+        yield hold.grant
+    elif isinstance(outcome, Grant):
+        hold.prolong(outcome)
+        plan(hold, *first_look(hold, now()))
+    else:
+        hold.trouble = str(outcome)
+        plan(hold, *second_look(hold, now()))
     return calls
 
 
@@ -203,17 +240,17 @@ class ThreadRenewer:
         """Begin to extend a hold."""
         now = time.monotonic()
         with self._changed:
-            self._agenda.plan(hold, *first_look(hold, now))
+            self._agenda.enter(hold, now)
             if self._thread is None or not self._thread.is_alive():  # it may have been interrupted
                 self._start()
-            elif hold.planned < self._wakes_at:
+            elif self._agenda.next_at < self._wakes_at:
+                self._wakes_at = self._agenda.next_at
                 self._changed.notify_all()
 
     def stop(self, hold: Hold) -> None:
         """Cease to extend a hold; an extension under way has ended when this returns."""
         with self._changed:
-            while hold in self._tended:
-                self._changed.wait()
+            self._changed.wait_for(lambda: hold not in self._tended)
             self._agenda.strike(hold)
 
     async def stop_soon(self, hold: Hold) -> None:
@@ -225,8 +262,7 @@ class ThreadRenewer:
 
     def _wait_for(self, hold: Hold) -> None:
         with self._changed:
-            while hold in self._tended:
-                self._changed.wait()
+            self._changed.wait_for(lambda: hold not in self._tended)
 
     def _start(self) -> None:
         # An empty context: the thread must not keep the leases of whoever happened to start it.
@@ -303,8 +339,8 @@ class LoopRenewer:
     def watch(self, hold: Hold) -> None:
         """Begin to extend a hold; called elsewhere than in the loop, begin soon."""
         loop = self._loop()
-        if _running_loop() is loop:
-            self._agenda.plan(hold, *first_look(hold, time.monotonic()))
+        if running_loop() is loop:
+            self._agenda.enter(hold, time.monotonic())
             self._wind_up()
         elif loop is not None:
             with contextlib.suppress(RuntimeError):  # it has been closed, and nobody extends
@@ -316,7 +352,7 @@ class LoopRenewer:
 
     async def stop_soon(self, hold: Hold) -> None:
         """Cease to extend a hold; in its loop, an extension under way has ended when this returns."""
-        if self._round is not None and hold in self._tended and _running_loop() is self._loop():
+        if self._round is not None and hold in self._tended and running_loop() is self._loop():
             await asyncio.wait([self._round])
         self._agenda.strike(hold)
 
@@ -378,13 +414,6 @@ def _failed(asked: Wishes | Grant, error: Exception) -> Sequence[Extended]:
         logger.error("leases could not be extended or released", exc_info=error)
     count = 0 if isinstance(asked, Grant) else len(asked)
     return [error if isinstance(error, FencelockError) else AuthorityError(repr(error))] * count
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
 
 
 _of_threads: WeakKeyDictionary[Authority, ThreadRenewer] = WeakKeyDictionary()

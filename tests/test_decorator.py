@@ -19,14 +19,6 @@ from fencelock.errors import LockTimeoutError
 from fencelock.lease import held_leases
 
 
-@pytest.fixture
-def authority(nodes: Nodes) -> Iterator[Redlock]:
-    """A Redlock on five initialised nodes."""
-    with Redlock(nodes.urls) as made:
-        made.init(base=0)
-        yield made
-
-
 @dataclass
 class Account:
     """Something with an id."""

@@ -72,7 +72,7 @@ def test_lease_that_was_never_left_is_released_when_the_interpreter_exits(urls: 
     process = start(urls, program)
     assert locked(urls) >= 3
     assert end(process) == (0, "")
-    assert eventually(lambda: locked(urls) == 0, 2)  # who exits waits for a majority of the nodes only
+    assert eventually(lambda: locked(urls) == 0)  # who exits waits for a majority of the nodes only
 
 
 def test_lease_of_a_task_that_was_never_left_is_released_when_the_interpreter_exits(urls: list[str]) -> None:
@@ -86,7 +86,7 @@ def test_lease_of_a_task_that_was_never_left_is_released_when_the_interpreter_ex
         asyncio.run(main())
     """
     assert end(start(urls, program)) == (0, "")
-    assert eventually(lambda: locked(urls) == 0, 2)  # who exits waits for a majority of the nodes only
+    assert eventually(lambda: locked(urls) == 0)  # who exits waits for a majority of the nodes only
 
 
 def test_sigterm_kills_by_default(urls: list[str]) -> None:
@@ -114,7 +114,7 @@ def test_sigterm_releases_where_it_was_asked_for(urls: list[str], body: str) -> 
     process = start(urls, "fencelock.exit_on_signals()\n" + body)
     process.send_signal(signal.SIGTERM)
     assert end(process)[0] == 128 + signal.SIGTERM
-    assert eventually(lambda: locked(urls) == 0, 2)  # who exits waits for a majority of the nodes only
+    assert eventually(lambda: locked(urls) == 0)  # who exits waits for a majority of the nodes only
 
 
 def test_sigint_leaves_the_blocks_by_itself(urls: list[str]) -> None:
@@ -122,7 +122,7 @@ def test_sigint_leaves_the_blocks_by_itself(urls: list[str]) -> None:
     process = start(urls, 'with quorum.lock("r", ttl=60):\n    print("held", flush=True)\n    time.sleep(30)')
     process.send_signal(signal.SIGINT)
     assert end(process)[0] == -signal.SIGINT
-    assert eventually(lambda: locked(urls) == 0, 2)  # who exits waits for a majority of the nodes only
+    assert eventually(lambda: locked(urls) == 0)  # who exits waits for a majority of the nodes only
 
 
 def test_end_is_not_delayed_by_nodes_that_hang(urls: list[str], nodes: Nodes) -> None:

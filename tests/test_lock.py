@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import copy
+import inspect
 import math
 import pickle
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, assert_type
 
@@ -17,25 +17,11 @@ import pytest
 import redis
 
 import fencelock
-from fencelock import FencedLock, Redlock, errors, fenced_lock, settings
+from fencelock import FencedLock, Redlock, errors, fenced, fenced_lock, settings
 from fencelock.embedded import Nodes
 from fencelock.errors import AuthorityError, LockLostError, LockTimeoutError, NotHeldError
 from fencelock.lease import Lease, held_leases
-
-
-@pytest.fixture
-def authority(nodes: Nodes) -> Iterator[Redlock]:
-    """A Redlock on five initialised nodes, with counters from 0."""
-    with Redlock(nodes.urls) as made:
-        made.init(base=0)
-        yield made
-
-
-@pytest.fixture
-def rival(authority: Redlock) -> Iterator[Redlock]:
-    """Another client of the same nodes: for what this very thread could enter again otherwise."""
-    with Redlock(authority.nodes) as made:
-        yield made
+from fencelock.lock import AllLockSettings, LockSettings
 
 
 def forget(nodes: Nodes, resource: str) -> None:
@@ -91,6 +77,34 @@ def test_resource_of_the_wrong_kind_is_refused(resource: Any) -> None:
     """A name is a str."""
     with pytest.raises(TypeError, match="str"):
         fenced_lock(resource)
+
+
+def test_settings_are_the_parameters_of_fenced_lock() -> None:
+    """Those that may be handed on are the ones it has, and its signature shows what each is by default."""
+    parameters = list(inspect.signature(fenced_lock).parameters.values())
+    assert {each.name: each.default for each in parameters[1:]} == {
+        "ttl": 30.0,
+        "timeout": 10.0,
+        "renew": True,
+        "max_hold": 3600.0,
+        "fair": False,
+        "if_lost": "raise",
+        "authority": None,
+        "seal": None,
+    }
+    assert {each.name for each in parameters[1:]} == AllLockSettings.__optional_keys__
+    assert AllLockSettings.__optional_keys__ - LockSettings.__optional_keys__ == {"authority"}
+
+
+def test_setting_that_does_not_exist_is_refused() -> None:
+    """By its name, wherever a lock is made."""
+    lock: Any = Redlock("redis://nobody.invalid").lock
+    make: Any
+    for make in (fenced_lock, lock, fenced):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'tll'"):
+            make("r", tll=5)
+    with pytest.raises(TypeError, match="'authority'"):
+        lock("r", authority=None)
 
 
 def test_lock_names_each_resource_once_and_at_least_one() -> None:
@@ -161,7 +175,7 @@ def test_timeout_of_zero_is_one_try(authority: Redlock, rival: Redlock) -> None:
         began = time.monotonic()
         with pytest.raises(LockTimeoutError) as failure:
             rival.lock("r", timeout=0).acquire()
-        assert time.monotonic() - began < 0.3
+        assert time.monotonic() - began < 2.0
     assert failure.value.holder_ttl is not None
     assert 18 < failure.value.holder_ttl <= 20
     assert isinstance(failure.value, TimeoutError)
@@ -177,7 +191,7 @@ def test_waiting_ends_with_the_timeout(authority: Redlock, rival: Redlock) -> No
             began = time.monotonic()
             with pytest.raises(LockTimeoutError):
                 lock.acquire(**options)
-            assert 0.29 < time.monotonic() - began < 0.8
+            assert 0.29 < time.monotonic() - began < 2.0
 
 
 def test_waiting_for_ever_ends_with_the_holders_lease(authority: Redlock, rival: Redlock) -> None:
@@ -187,7 +201,7 @@ def test_waiting_for_ever_ends_with_the_holders_lease(authority: Redlock, rival:
     began = time.monotonic()
     with rival.lock("r", timeout=None) as token:
         assert token > 1
-    assert 0.3 < time.monotonic() - began < 2
+    assert 0.3 < time.monotonic() - began < 5
 
 
 def test_lock_held_by_a_foreign_value_says_so(authority: Redlock, nodes: Nodes) -> None:
@@ -209,7 +223,8 @@ def test_lease_tells_what_is_held_and_for_how_long(authority: Redlock) -> None:
         lease = lock.lease
         assert (lease.resource, lease.fencing_token) == ("r", token)
         assert 9.5 < lease.remaining < 9.9
-        assert lease.expires_at == pytest.approx(time.monotonic() + lease.remaining, abs=0.05)
+        before, left, after = time.monotonic(), lease.remaining, time.monotonic()
+        assert before + left - 1e-6 < lease.expires_at < after + left + 1e-6
         assert not lease.lost
     assert lease.released
     assert not lease.lost
@@ -340,7 +355,7 @@ def test_what_ended_while_others_were_waited_for_is_not_entered(
     authority: Redlock, rival: Redlock, ending: str
 ) -> None:
     """The body would run under a token that somebody else may have exceeded; nothing is left behind."""
-    outer = authority.lock("a", ttl=0.3, renew=False)
+    outer = authority.lock("a", ttl=0.3 if ending == "lost" else 30, renew=False)
     outer.acquire()
     obstacle = rival.lock("b", ttl=0.6, renew=False)
     obstacle.acquire()
@@ -482,6 +497,7 @@ def test_errors_survive_pickling() -> None:
         errors.StaleTokenError("orders", (1,), 3, 4, detail="x"),
         errors.UnfencedWriteError("none"),
         errors.AmbiguousFenceError("several"),
+        errors.CommitInDoubtError("who knows"),
     ]
     assert {type(sample).__name__ for sample in samples} | {
         "FencelockError",

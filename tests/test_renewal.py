@@ -11,8 +11,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import redis
@@ -23,25 +24,16 @@ from fencelock.authority.base import Grant
 from fencelock.embedded import Nodes
 from fencelock.errors import LockLostError, QuorumError
 from fencelock.renewal import Agenda, first_look, for_thread, tend
-from tests.polling import eventually
+from tests.polling import IMPATIENT, eventually
 from tests.redlock.stage import NODE_KEY
 
 TTL = 0.6
 
 
 @pytest.fixture
-def authority(nodes: Nodes) -> Iterator[Redlock]:
-    """A Redlock on five initialised nodes, with little patience."""
-    with Redlock(nodes.urls, node_timeout=0.2, outage_grace=0.2) as made:
-        made.init(base=0)
-        yield made
-
-
-@pytest.fixture
-def rival(authority: Redlock) -> Iterator[Redlock]:
-    """Another client of the same nodes."""
-    with Redlock(authority.nodes, node_timeout=0.2, outage_grace=0.2) as made:
-        yield made
+def patience() -> dict[str, Any]:
+    """Little: some nodes hang."""
+    return IMPATIENT
 
 
 def locks(nodes: Nodes, resource: str = "r") -> list[str | None]:
@@ -55,9 +47,13 @@ def locks(nodes: Nodes, resource: str = "r") -> list[str | None]:
 
 
 def forget(nodes: Nodes, *which: int, resource: str = "r") -> None:
-    """End the lock of a resource on some nodes."""
-    for number in which:
-        with redis.Redis.from_url(nodes[number].url) as client:
+    """End the lock of a resource on some nodes, once all of them have it: late votes are on their way."""
+    assert eventually(lambda: None not in locks(nodes, resource))
+    with ExitStack() as stack:
+        clients = [stack.enter_context(redis.Redis.from_url(nodes[number].url)) for number in which]
+        for client in clients:
+            client.ping()
+        for client in clients:  # no extension is to come in between
             client.delete(f"{NODE_KEY}:l:{resource}")
 
 
@@ -67,7 +63,8 @@ def test_held_lease_outlives_its_ttl(authority: Redlock, rival: Redlock) -> None
         assert rival.lock("r").try_acquire() is None
         time.sleep(3 * TTL)
         assert rival.lock("r").try_acquire() is None
-        assert authority.lock("r", timeout=0).acquire().fencing_token == token
+        with authority.lock("r", timeout=0) as again:
+            assert again == token
 
 
 def test_lease_of_a_task_outlives_its_ttl(authority: Redlock, rival: Redlock) -> None:
@@ -115,7 +112,7 @@ def test_nothing_is_renewed_after_the_release(authority: Redlock, nodes: Nodes) 
     for _ in range(60):
         with authority.lock("r", ttl=0.1, if_lost="warn"):
             time.sleep(chance.uniform(0.0, 0.05))
-        assert eventually(lambda: locks(nodes) == [None] * 5, 1)
+        assert eventually(lambda: locks(nodes) == [None] * 5)
     time.sleep(0.1)
     assert locks(nodes) == [None] * 5
 
@@ -128,7 +125,7 @@ def test_node_that_missed_the_lock_gets_it_back(authority: Redlock, nodes: Nodes
         marks = [str(value).split("|")[2] for value in locks(nodes)]
         assert marks == [str(token), "restored"] * 2 + [str(token)]
         time.sleep(TTL)
-    assert eventually(lambda: locks(nodes) == [None] * 5, 1)
+    assert eventually(lambda: locks(nodes) == [None] * 5)
 
 
 def test_lock_that_a_majority_has_lost_is_lost(authority: Redlock, rival: Redlock, nodes: Nodes) -> None:
@@ -209,7 +206,7 @@ def test_hold_ends_with_max_hold(authority: Redlock, rival: Redlock) -> None:
     began = time.monotonic()
     lock.acquire()
     with rival.lock("r", timeout=5):
-        assert 0.7 < time.monotonic() - began < 3  # who waits looks once a second
+        assert 0.7 < time.monotonic() - began < 5
     assert eventually(lambda: bool(told))
     with pytest.raises(LockLostError, match="max_hold"):
         told[0].check()
@@ -250,14 +247,14 @@ def test_callback_that_fails_harms_nobody(
 ) -> None:
     """The others are called, and other leases renewed."""
     told: list[Lease] = []
-    lock, other = authority.lock("r", ttl=TTL), authority.lock("other", ttl=TTL)
+    lock, other = authority.lock("r", ttl=3 * TTL), authority.lock("other", ttl=3 * TTL)
     lock.on_lost(lambda _: 1 // 0)
     lock.on_lost(told.append)
     with other:
         lock.acquire()
         forget(nodes, 0, 1, 2)
         assert eventually(lambda: bool(told))
-        time.sleep(1.5 * TTL)
+        time.sleep(4 * TTL)
     assert "on_lost callback failed" in caplog.text
     with pytest.raises(LockLostError):
         lock.release()
@@ -354,7 +351,7 @@ def test_lock_that_is_thrown_away_is_not_renewed(authority: Redlock, rival: Redl
     gc.collect()
     began = time.monotonic()
     with rival.lock("r", timeout=5):
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < 4.0
 
 
 def test_paused_process_does_not_revive_its_lease(authority: Redlock, rival: Redlock, nodes: Nodes) -> None:
@@ -408,7 +405,7 @@ def test_extension_under_way_does_not_bring_back_the_old_token(authority: Redloc
             assert lock.lease.fencing_token == token
             assert hold.grant.tokens == (token,)
             assert not lock.lease.lost
-        assert eventually(lambda: locks(nodes) == [None] * 5, 1)
+        assert eventually(lambda: locks(nodes) == [None] * 5)
 
     asyncio.run(main())
 
@@ -469,6 +466,48 @@ def test_lease_of_one_loop_is_released_in_another_while_it_is_extended(
     assert acquired.wait(10)
     asyncio.run(give_back())
     thread.join(20)
+    assert eventually(lambda: locks(nodes) == [None] * 5, 2)
+
+
+@pytest.mark.parametrize("last", ["extension", "release"])
+def test_extension_that_arrives_behind_the_release_leaves_nothing(
+    authority: Redlock, nodes: Nodes, last: str
+) -> None:
+    """A thread gives back what a task holds, and cannot wait for the loop: whoever is last cleans up."""
+    extend_many, release = authority.aio.extend_many, authority.release
+    extended, answered, arrives, ended = (threading.Event() for _ in range(4))
+
+    async def extend_again(wishes: list[tuple[Grant, float]]) -> object:
+        outcome = await extend_many(wishes)
+        extended.set()
+        await asyncio.to_thread(arrives.wait, 20)
+        await extend_many(wishes)  # as if some nodes had got it only now
+        return outcome
+
+    def release_slowly(grant: Grant) -> object:
+        answer = release(grant)
+        answered.set()
+        assert last == "extension" or ended.wait(20)
+        return answer
+
+    authority.aio.extend_many = extend_again  # type: ignore[assignment,method-assign]
+    authority.release = release_slowly  # type: ignore[assignment,method-assign]
+
+    async def main() -> None:
+        lock = authority.lock("r", ttl=5 * TTL)
+        await lock.aio.acquire()
+        (hold,) = lock._entries[0].holds
+        await asyncio.to_thread(extended.wait, 20)
+        giving_back = asyncio.create_task(asyncio.to_thread(lock.release))
+        await (giving_back if last == "extension" else asyncio.to_thread(answered.wait, 20))
+        arrives.set()
+        while hold in hold.renewer._tended:  # type: ignore[union-attr]  # noqa: ASYNC110 - it says so to nobody
+            await asyncio.sleep(0)
+        ended.set()
+        await giving_back
+        await authority.aio.close()
+
+    asyncio.run(main())
     assert eventually(lambda: locks(nodes) == [None] * 5, 1)
 
 
@@ -504,14 +543,15 @@ def test_many_leases_are_renewed_in_few_round_trips(authority: Redlock) -> None:
         return extend_many(wishes)
 
     authority.extend_many = note  # type: ignore[assignment,method-assign]
+    began = time.monotonic()
     with ExitStack() as stack:
         many = [authority.lock(f"r{number}", ttl=6.0) for number in range(1000)]
         for lock in many:
             stack.enter_context(lock)
-        assert eventually(lambda: sum(sizes) >= 2000, 12)
+        assert eventually(lambda: sum(sizes) >= 2000, 60)
         assert not any(lock.lease.lost for lock in many)
         assert max(sizes) <= 500
-        assert len(sizes) < 60
+        assert len(sizes) < 20 + (time.monotonic() - began) * 16 / 2.0  # sixteen in each third of the ttl
 
 
 def test_renewing_thread_ends_when_it_is_idle_and_comes_back(
@@ -544,7 +584,8 @@ def test_forked_child_renews_nothing_of_its_parent_and_can_hold_its_own(
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         time.sleep(TTL)
-        assert authority.lock("r", timeout=0).acquire().fencing_token == token
+        with authority.lock("r", timeout=0) as again:
+            assert again == token
 
 
 class Clockwork:
@@ -627,6 +668,24 @@ def test_agenda_looks_at_nothing_early_and_forgets_what_is_struck() -> None:
     assert seen == set(wanted) - {struck.hold}
 
 
+def test_agenda_plans_newcomers_together_and_forgets_who_has_left() -> None:
+    """Nothing is to be done for 0.05 s, however many come; who has left by then is not planned."""
+    agenda = Agenda()
+    works = [Clockwork(ttl=30.0) for _ in range(4)]
+    now = works[-1].now
+    for number, work in enumerate(works):
+        agenda.enter(work.hold, now + number / 100)
+        assert agenda.next_at == pytest.approx(now + 0.05)
+    agenda.strike(works[0].hold)
+    works[1].hold.leases[0].release()
+    assert agenda.take(now + 0.04) == []
+    assert agenda.next_at == pytest.approx(now + 0.05)
+    assert agenda.take(now + 0.05) == []
+    assert [work.hold.planned < float("inf") for work in works] == [False, False, True, True]
+    assert 10.0 <= agenda.next_at - now < 10.0 + 0.05 + 10.0 / 16
+    assert set(agenda.take(now + 11.0)) == {works[2].hold, works[3].hold}
+
+
 def test_threads_release_while_others_hold(authority: Redlock) -> None:
     """Eight threads, short leases, renewal under way all the time: every release is of a lease that lives."""
     errors: list[BaseException] = []
@@ -634,9 +693,9 @@ def test_threads_release_while_others_hold(authority: Redlock) -> None:
     def work(number: int) -> None:
         chance = random.Random(number)
         try:
-            for _ in range(15):
-                with authority.lock(f"r{number}", ttl=0.3):
-                    time.sleep(chance.uniform(0.0, 0.15))
+            for _ in range(10):
+                with authority.lock(f"r{number}", ttl=1.2):
+                    time.sleep(chance.uniform(0.0, 0.6))
         except BaseException as error:  # noqa: BLE001 - shown by the test
             errors.append(error)
 

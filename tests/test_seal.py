@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import redis
 from sqlalchemy import Engine, NullPool, create_engine, delete, event, insert, select, text, update
-from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.orm import Session
 
 from fencelock import (
@@ -42,14 +42,6 @@ PLAIN = {"fencelock": "bypass"}
 
 
 @pytest.fixture
-def authority(nodes: Nodes) -> Iterator[Redlock]:
-    """A Redlock on five nodes whose tokens begin with 1."""
-    with Redlock(nodes.urls, node_timeout=0.5, outage_grace=0.5) as made:
-        made.init(base=0)
-        yield made
-
-
-@pytest.fixture
 def database(engine: Engine) -> Engine:
     """An engine on a database with an empty fence table."""
     FENCES.create(engine)
@@ -57,12 +49,9 @@ def database(engine: Engine) -> Engine:
 
 
 @pytest.fixture
-def aengine(database: Engine) -> AsyncEngine:
+def aengine(database: Engine, for_asyncio: Callable[[Engine], AsyncEngine]) -> AsyncEngine:
     """The same database for coroutines."""
-    drivers = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+psycopg", "mysql": "mysql+aiomysql"}
-    if database.dialect.name == "mysql":
-        pytest.importorskip("aiomysql")
-    return create_async_engine(database.url.set(drivername=drivers[database.dialect.name]))
+    return for_asyncio(database)
 
 
 def forget(nodes: Nodes) -> None:
@@ -318,6 +307,80 @@ def test_seal_waits_no_longer_than_the_lease_is_valid(
         assert connection.scalar(text(settings[name])) == usual[name]
 
 
+@pytest.fixture
+def hanging(database: Engine) -> Iterator[None]:
+    """The database takes a seal's statement, or its COMMIT, and does not come back: not for a row's lock."""
+    name = database.dialect.name
+    with database.connect().execution_options(**PLAIN) as connection:
+        if name == "postgresql":  # the COMMIT itself takes its time
+            connection.exec_driver_sql("""
+                CREATE FUNCTION take_time() RETURNS trigger LANGUAGE plpgsql
+                AS $$ BEGIN PERFORM pg_sleep(15); RETURN NULL; END $$
+            """)
+            connection.exec_driver_sql("""
+                CREATE CONSTRAINT TRIGGER slow AFTER INSERT OR UPDATE ON fencelock_fences
+                DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION take_time()
+            """)
+            connection.commit()
+        elif name == "sqlite":  # the COMMIT waits for a reader
+            connection.exec_driver_sql("BEGIN")
+            connection.exec_driver_sql("SELECT count(*) FROM fencelock_fences").all()
+        else:  # what somebody migrates
+            connection.exec_driver_sql("LOCK TABLES fencelock_fences WRITE")
+        yield
+        if name == "mysql":
+            connection.exec_driver_sql("UNLOCK TABLES")
+
+
+@pytest.mark.usefixtures("hanging")
+def test_seal_that_the_database_does_not_finish_ends_with_the_lease(
+    authority: Redlock, database: Engine, nodes: Nodes
+) -> None:
+    """Whatever it is that the server waits for, statements and COMMIT included."""
+    began = time.monotonic()
+    with pytest.raises(LockTimeoutError, match="the database is slow"):
+        authority.lock("r", ttl=1.2, timeout=1.0, seal=database).acquire()
+    assert 1.0 < time.monotonic() - began < 4
+    assert locked_on(nodes, "r") == 0
+
+
+@pytest.mark.usefixtures("hanging")
+def test_coroutines_do_not_wait_for_a_database_that_hangs(
+    authority: Redlock, aengine: AsyncEngine, nodes: Nodes
+) -> None:
+    """The same, through the drivers for asyncio."""
+
+    async def main() -> None:
+        began = time.monotonic()
+        with pytest.raises(LockTimeoutError, match="the database is slow"):
+            await authority.lock("r", ttl=1.2, timeout=1.0, seal=aengine).aio.acquire()
+        assert 1.0 < time.monotonic() - began < 4
+        await aengine.dispose()
+        await authority.aio.close()
+
+    asyncio.run(main())
+    assert locked_on(nodes, "r") == 0
+
+
+def test_two_rows_are_waited_for_no_longer_than_one(database: Engine, row_held: Callable[[], None]) -> None:
+    """What the first has used up is not there for the second."""
+    with database.begin() as connection:
+        if database.dialect.name == "sqlite":
+            pytest.skip("SQLite has one lock for everything")
+        row = {"resource": "a", "last_fencing_token": 1}
+        connection.execute(insert(FENCES), row, execution_options=PLAIN)
+    until, held = threading.Event(), threading.Event()
+    thread = threading.Thread(target=hold_row, args=(database, "a", until, held))
+    thread.start()
+    assert held.wait(5)
+    threading.Timer(1.5, until.set).start()
+    began = time.monotonic()
+    assert Sealer(database).seal(Wish(("a", "r"), (5, 5), began + 2.2, "mine")) == (False, ())
+    assert time.monotonic() - began < 3.2
+    thread.join()
+    row_held()
+
+
 def test_seal_goes_on_when_the_row_is_free(
     authority: Redlock, database: Engine, row_held: Callable[[], None]
 ) -> None:
@@ -398,6 +461,82 @@ def test_remint_that_cannot_be_sealed_is_a_lost_lease(
     with pytest.raises(LockLostError):
         lock.release()
     assert locked_on(nodes, "r") == 0
+
+
+def test_block_inside_one_that_did_not_seal_seals(authority: Redlock, database: Engine, nodes: Nodes) -> None:
+    """Who asks for a seal gets it, with the token that is held; so all tokens rise though nodes forget."""
+    with authority.lock("r") as token:
+        assert fence_of(database, "r") is None
+        for _ in range(2):
+            with authority.lock("r", "s", seal=database) as (again, other):
+                assert again == token
+                assert (fence_of(database, "r"), fence_of(database, "s")) == (token, other)
+    forget(nodes)
+    with authority.lock("r", seal=database) as later:
+        assert later > token
+
+
+def test_block_inside_one_that_sealed_seals_where_that_did_not(authority: Redlock, database: Engine) -> None:
+    """By another engine on the same database it is the same seal, whatever has passed the gate since."""
+    another = create_engine(database.url, poolclass=NullPool)
+    with authority.lock("r", seal=database) as token:
+        with Session(database) as session:
+            gate(session)
+            session.commit()
+        with authority.lock("r", seal=another) as again:
+            assert again == token
+
+
+def test_block_that_cannot_seal_what_is_held_is_not_entered(authority: Redlock, database: Engine) -> None:
+    """Nobody can tell whose the fence is. The outer block goes on: it did not ask for a seal."""
+    lock = authority.lock("r", seal=database)
+    with authority.lock("r") as token:
+        with Session(database) as session:
+            gate(session)
+            with pytest.raises(LockError, match="roll back first"):
+                lock.acquire()
+            session.commit()
+        with pytest.raises(LockError, match=r"did not seal it.*give that block seal= too"):
+            lock.acquire()
+        assert lock.leases == ()
+        assert fence_of(database, "r") == token
+        with Session(database) as session:
+            gate(session)
+
+
+def test_remint_in_a_block_that_did_not_ask_for_the_seal_is_sealed(
+    authority: Redlock, database: Engine
+) -> None:
+    """A token that is minted for a sealed hold is the sealed holder's too."""
+    inner = authority.lock("r")
+    with authority.lock("r", seal=database), inner as token:
+        newer = inner.remint()
+        assert newer > token
+        assert fence_of(database, "r") == newer
+
+
+def test_coroutines_seal_what_they_hold(authority: Redlock, database: Engine, aengine: AsyncEngine) -> None:
+    """`async with` inside one that did not seal: sealed, or refused."""
+
+    async def main() -> None:
+        outer, inner = authority.lock("r"), authority.lock("r", seal=aengine)
+        async with outer as token, inner as again:
+            assert again == token
+            assert fence_of(database, "r") == token
+            newer = await outer.aio.remint()
+            assert fence_of(database, "r") == newer
+        async with outer as token:
+            with database.begin() as connection:
+                high = update(FENCES).values(last_fencing_token=token)
+                connection.execute(high, execution_options=PLAIN)
+            with pytest.raises(LockError, match="did not seal it"):
+                await inner.aio.acquire()
+            with pytest.raises(TypeError, match="AsyncEngine"):
+                await authority.lock("r", seal=database).aio.acquire()
+        await aengine.dispose()
+        await authority.aio.close()
+
+    asyncio.run(main())
 
 
 def test_engine_must_suit_the_block(authority: Redlock, database: Engine, aengine: AsyncEngine) -> None:

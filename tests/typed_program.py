@@ -8,21 +8,26 @@ Nobody runs it. `test_typing.py` has it checked, outside of this project's own s
 from __future__ import annotations
 
 import asyncio
-from typing import assert_type
+from typing import Literal, assert_type
 
-from sqlalchemy import Engine, select
-from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, Session, mapped_column
+from sqlalchemy import Column, Engine, Integer, MetaData, Table, create_engine, select
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, Session, mapped_column, sessionmaker
 
 import fencelock
 from fencelock import (
     AmbiguousFenceError,
+    AsyncFencedTransaction,
     AsyncLock,
     AuthorityError,
+    CommitInDoubtError,
     FencedDataclassModel,
     FencedLock,
     FencedModel,
+    FencedTransaction,
     FenceError,
     FencelockError,
+    GuardEvent,
     Lease,
     LockError,
     LockLostError,
@@ -37,6 +42,8 @@ from fencelock import (
     bind,
     claim,
     claim_all,
+    claim_all_async,
+    claim_async,
     conditional_delete,
     conditional_update,
     configure,
@@ -45,9 +52,16 @@ from fencelock import (
     fenced,
     fenced_delete,
     fenced_lock,
+    fenced_transaction,
     fenced_update,
     gate,
+    gate_async,
+    on_claim,
+    on_stale,
+    on_unfenced,
+    upsert,
 )
+from fencelock.guard import fence_column, triggers
 
 
 class Base(DeclarativeBase):
@@ -59,6 +73,7 @@ class Order(FencedModel, Base):
 
     __tablename__ = "orders"
     __fence_resource__ = "order:{id}"
+    __fence_trigger__ = "strict"
     id: Mapped[int] = mapped_column(primary_key=True)
     status: Mapped[str]
 
@@ -80,7 +95,16 @@ def ship(order_id: int) -> str:
     return f"shipped {order_id}"
 
 
-@fenced("order:{order_id}")
+@fenced(
+    "order:{order_id}",
+    timeout=None,
+    renew=True,
+    max_hold=None,
+    fair=True,
+    if_lost="warn",
+    authority=None,
+    seal=None,
+)
 async def ship_soon(order_id: int) -> str:
     """Run under the lock, in a task."""
     return f"shipped {order_id}"
@@ -97,6 +121,7 @@ def with_blocks(engine: Engine) -> None:
         several = claim_all(session, select(Order).where(Order.status == "new"))
         print([each.status for each in several])
         gate(session, "order:1")
+        upsert(session, Order, [{"id": 1, "status": "new"}])
         bind(session, Lease("order:1", token))
         session.commit()
         statement = fenced_update(Order).where(Order.id == 1).values(status="paid")
@@ -106,13 +131,67 @@ def with_blocks(engine: Engine) -> None:
         assert_type(tokens, tuple[int, ...])
     sql, parameters = conditional_update("orders", {"status": "paid"}, {"id": 1}, 5)
     print(sql, parameters, conditional_delete("orders", {"id": 1}, 5, paramstyle="qmark"))
+    print(conditional_delete("orders", {"id": 1}, 5, dialect="postgresql", strict=True))
     print(ship(1).upper(), Item(id=1).id)
+
+
+@on_stale
+@on_unfenced
+@on_claim
+def count(event: GuardEvent) -> None:
+    """Hang metrics on what the guard does."""
+    print(event.table, event.identity, event.resource, event.token, event.fence, event.error)
+
+
+def with_triggers(engine: Engine) -> None:
+    """Have the database refuse by itself."""
+    table = Table("crates", MetaData(), Column("id", Integer, primary_key=True), fence_column(trigger=True))
+    with engine.begin() as connection:
+        for statement in triggers.create(table, engine.dialect.name, strict=True):
+            connection.execute(statement)
+        assert_type(triggers.installed(connection, "crates"), bool | Literal["strict"])
+        for statement in triggers.drop("crates", engine.dialect.name, schema=None):
+            connection.execute(statement)
+
+
+def pay(session: Session) -> str:
+    """Run in a fenced transaction."""
+    order = claim(session, Order, 1)
+    order.status = "paid"
+    return order.status
+
+
+async def pay_soon(session: AsyncSession) -> str:
+    """Run in one, in a task."""
+    order = await claim_async(session, Order, 1)
+    order.status = "paid"
+    return order.status
+
+
+def transactions(engine: Engine) -> None:
+    """Every order right, in one line."""
+    with fenced_transaction(sessionmaker(engine), "order:1", ttl=5) as session:
+        assert_type(session, Session)
+    transaction = fenced_transaction(engine, "order:1", "stock:7", retries=2, gate=False)
+    assert_type(transaction, FencedTransaction[Session])
+    assert_type(transaction.run(pay), str)
+
+
+async def transactions_of_tasks(engine: AsyncEngine) -> None:
+    """The same, with await."""
+    async with fenced_transaction(async_sessionmaker(engine), "order:1", timeout=None) as session:
+        assert_type(session, AsyncSession)
+    transaction = fenced_transaction(engine, "order:1", retries=2)
+    assert_type(transaction, AsyncFencedTransaction[AsyncSession])
+    assert_type(await transaction.run(pay_soon), str)
 
 
 def by_hand(quorum: Redlock) -> None:
     """Without a block."""
     lock = quorum.lock("order:1", timeout=None, if_lost="warn")
     assert_type(lock, FencedLock[int])
+    several = quorum.lock("order:1", "stock:7", ttl=5, renew=False, max_hold=None, fair=True, seal=None)
+    assert_type(several, FencedLock[tuple[int, ...]])
     lock.on_lost(lambda lease: print(lease.resource, lease.lost))
     lease = lock.acquire(timeout=0)
     assert_type(lease, Lease)
@@ -125,10 +204,17 @@ def by_hand(quorum: Redlock) -> None:
     print([node.address for node in quorum.status()])
 
 
-async def in_tasks(quorum: Redlock) -> None:
+async def in_tasks(quorum: Redlock, engine: AsyncEngine) -> None:
     """With async."""
     async with quorum.lock("order:1") as token:
         assert_type(token, int)
+    async with fenced_lock("order:1"), AsyncSession(engine) as session:
+        order = await claim_async(session, Order, 1)
+        assert_type(order, Order)
+        assert_type(await claim_async(session, Order, 1, skip_locked=True), Order | None)
+        print(len(await claim_all_async(session, select(Order))))
+        await gate_async(session, "order:1")
+        await session.commit()
     twin = quorum.lock("order:1").aio
     assert_type(twin, AsyncLock[int])
     lease = await twin.acquire()
@@ -137,6 +223,20 @@ async def in_tasks(quorum: Redlock) -> None:
     assert_type(await twin.remint(), int)
     await twin.release()
     print((await ship_soon(1)).upper())
+
+
+def mistakes(quorum: Redlock) -> None:
+    """What is refused: --strict also refuses an ignore that nothing needs."""
+    fenced_lock("order:1", tll=5)  # type: ignore[call-overload]
+    fenced_lock("order:1", ttl="5")  # type: ignore[call-overload]
+    fenced_lock("order:1", if_lost="ignore")  # type: ignore[call-overload]
+    quorum.lock("order:1", tll=5)  # type: ignore[call-overload]
+    quorum.lock("order:1", timeout="5")  # type: ignore[call-overload]
+    quorum.lock("order:1", authority=quorum)  # type: ignore[call-overload]
+    fenced("order:{order_id}", tll=5)  # type: ignore[call-arg]
+    fenced("order:{order_id}", fair="no")  # type: ignore[arg-type]
+    fence_column(trigger="Strict")  # type: ignore[arg-type]
+    triggers.create("orders")  # type: ignore[call-arg]
 
 
 def errors() -> dict[str, list[type[FencelockError]]]:
@@ -154,7 +254,7 @@ def errors() -> dict[str, list[type[FencelockError]]]:
     return {
         "lock": [LockError, LockLostError, NotHeldError],
         "authority": [AuthorityError, NodesNotInitialisedError, MembershipError],
-        "fence": [FenceError, UnfencedWriteError, AmbiguousFenceError],
+        "fence": [FenceError, UnfencedWriteError, AmbiguousFenceError, CommitInDoubtError],
     }
 
 
@@ -164,5 +264,8 @@ def main() -> None:
     quorum = configure("redis://r1:6379,redis://r2:6379,redis://r3:6379")
     assert_type(quorum, Redlock)
     by_hand(quorum)
-    asyncio.run(in_tasks(quorum))
+    with_triggers(create_engine("sqlite://"))
+    transactions(create_engine("sqlite://"))
+    asyncio.run(transactions_of_tasks(create_async_engine("sqlite+aiosqlite://")))
+    asyncio.run(in_tasks(quorum, create_async_engine("sqlite+aiosqlite://")))
     print(errors(), fencelock.__all__)

@@ -1,0 +1,284 @@
+"""A fenced transaction with every order right: lease, transaction, gate; commit, release.
+
+It is the one place that puts both halves together; each half can be had without it. What is remembered of a
+COMMIT whose answer was lost lives in the lease: here it is only asked for, to run the body once more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import operator
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    asynccontextmanager,
+    contextmanager,
+)
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Final, Generic, TypeVar, Unpack, overload
+
+from sqlalchemy import Engine
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
+from sqlalchemy.orm import Session, sessionmaker
+
+from fencelock.guard import gate as pass_gate
+from fencelock.guard import gate_async
+from fencelock.lock import AllLockSettings, FencedLock, fenced_lock
+
+_R = TypeVar("_R")
+_S = TypeVar("_S", bound=Session)
+_A = TypeVar("_A", bound=AsyncSession)
+_Made = TypeVar("_Made")
+
+_FIRST_PAUSE: Final = 0.1
+_LONGEST_PAUSE: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan(Generic[_Made]):
+    """What a fenced transaction is to do.
+
+    Attributes:
+        make: makes a session.
+        resources: what to lock.
+        retries: how often to run a body again.
+        gate: whether to pass the resources' gates.
+        settings: of the lock.
+    """
+
+    make: Callable[[], _Made]
+    resources: tuple[str, ...]
+    retries: int
+    gate: bool
+    settings: AllLockSettings
+    gates: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if operator.index(self.retries) < 0:
+            raise ValueError(f"retries is how often to run again, from 0, not {self.retries}")
+        self.lock()  # checks the resources and the settings
+        # In one order, so that two who pass the same gates wait for each other instead of deadlocking.
+        object.__setattr__(self, "gates", tuple(sorted(self.resources)) if self.gate else ())
+
+    def lock(self) -> FencedLock[Any]:
+        return fenced_lock(*self.resources, **self.settings)
+
+    def refuse_retries(self) -> None:
+        if self.retries:
+            raise TypeError(
+                "a `with` block cannot be run again: give its body to run(), or leave retries away"
+            )
+
+    def pause_before(self, attempt: int, lock: FencedLock[Any]) -> float | None:
+        """Return how long to pause before that attempt; None if it is not to be made."""
+        if attempt > self.retries or not any(lease.in_doubt for lease in lock.leases):
+            return None
+        return 0.0 if attempt == 1 else min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0 ** (attempt - 2))
+
+
+class FencedTransaction(Generic[_S]):
+    """What `fenced_transaction` returns for blocking code: a context manager, with `run`."""
+
+    def __init__(self, plan: _Plan[_S]) -> None:
+        self._plan = plan
+        self._open: list[AbstractContextManager[_S]] = []
+
+    def __enter__(self) -> _S:
+        self._plan.refuse_retries()
+        block = self._block()
+        session = block.__enter__()
+        self._open.append(block)
+        return session
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool | None:
+        return self._open.pop().__exit__(exc_type, exc_value, traceback)
+
+    def run(self, body: Callable[[_S], _R]) -> _R:
+        """Call `body` with the session, commit, and return what it returned.
+
+        Where the connection is lost so that nobody knows whether the COMMIT took place, the token is minted
+        anew, the gates are passed with it, and the body is called again, up to `retries` times. What the
+        first one did may have been committed: the body finds out by looking, which it can once it is called.
+        Without gates (`gate=False`), it has to claim before it reads.
+
+        Raises:
+            sqlalchemy.exc.DBAPIError: the connection was lost, and no retries are left.
+            LockLostError: no new token could be had.
+        """
+        lock = self._plan.lock()
+        with lock:
+            attempt = 0
+            while True:
+                try:
+                    with self._session() as session:
+                        result = body(session)
+                except Exception:
+                    attempt += 1
+                    pause = self._plan.pause_before(attempt, lock)
+                    if pause is None:
+                        raise
+                else:
+                    return result
+                time.sleep(pause)
+                lock.remint()
+
+    @contextmanager
+    def _block(self) -> Iterator[_S]:
+        with self._plan.lock(), self._session() as session:
+            yield session
+
+    @contextmanager
+    def _session(self) -> Iterator[_S]:
+        with self._plan.make() as session:
+            if not session.in_transaction():
+                session.begin()
+            for resource in self._plan.gates:
+                pass_gate(session, resource)
+            yield session
+            session.commit()
+
+
+class AsyncFencedTransaction(Generic[_A]):
+    """What `fenced_transaction` returns for coroutines: for `async with`, with `await …run(body)`."""
+
+    def __init__(self, plan: _Plan[_A]) -> None:
+        self._plan = plan
+        self._open: list[AbstractAsyncContextManager[_A]] = []
+
+    async def __aenter__(self) -> _A:
+        self._plan.refuse_retries()
+        block = self._block()
+        session = await block.__aenter__()
+        self._open.append(block)
+        return session
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool | None:
+        return await self._open.pop().__aexit__(exc_type, exc_value, traceback)
+
+    async def run(self, body: Callable[[_A], Awaitable[_R]]) -> _R:
+        """Await `body` with the session, commit, and return what it returned: see `FencedTransaction.run`."""
+        lock = self._plan.lock()
+        async with lock:
+            attempt = 0
+            while True:
+                try:
+                    async with self._session() as session:
+                        result = await body(session)
+                except Exception:
+                    attempt += 1
+                    pause = self._plan.pause_before(attempt, lock)
+                    if pause is None:
+                        raise
+                else:
+                    return result
+                await asyncio.sleep(pause)
+                await lock.aio.remint()
+
+    @asynccontextmanager
+    async def _block(self) -> AsyncIterator[_A]:
+        async with self._plan.lock(), self._session() as session:
+            yield session
+
+    @asynccontextmanager
+    async def _session(self) -> AsyncIterator[_A]:
+        async with self._plan.make() as session:
+            if not session.in_transaction():
+                await session.begin()
+            for resource in self._plan.gates:
+                await gate_async(session, resource)
+            yield session
+            await session.commit()
+
+
+@overload
+def fenced_transaction(
+    session: sessionmaker[_S],
+    /,
+    *resources: str,
+    retries: int = ...,
+    gate: bool = ...,
+    **settings: Unpack[AllLockSettings],
+) -> FencedTransaction[_S]: ...
+@overload
+def fenced_transaction(
+    session: Engine,
+    /,
+    *resources: str,
+    retries: int = ...,
+    gate: bool = ...,
+    **settings: Unpack[AllLockSettings],
+) -> FencedTransaction[Session]: ...
+@overload
+def fenced_transaction(
+    session: async_sessionmaker[_A],
+    /,
+    *resources: str,
+    retries: int = ...,
+    gate: bool = ...,
+    **settings: Unpack[AllLockSettings],
+) -> AsyncFencedTransaction[_A]: ...
+@overload
+def fenced_transaction(
+    session: AsyncEngine,
+    /,
+    *resources: str,
+    retries: int = ...,
+    gate: bool = ...,
+    **settings: Unpack[AllLockSettings],
+) -> AsyncFencedTransaction[AsyncSession]: ...
+def fenced_transaction(
+    session: Any, /, *resources: str, retries: int = 0, gate: bool = True, **settings: Unpack[AllLockSettings]
+) -> FencedTransaction[Any] | AsyncFencedTransaction[Any]:
+    """Return a transaction under a lock, to be entered with `with` or `async with`; it yields the session.
+
+    In this order: the lock is acquired, a session begins its transaction, and passes the gate of each
+    resource; after the body it is committed, or rolled back if the body raised, and closed; only then the
+    lock is released. Nothing that an older holder may still send can come between what the body reads and
+    what it writes, new rows included.
+
+    Args:
+        session: a `sessionmaker` or an `Engine`; for coroutines an `async_sessionmaker` or an `AsyncEngine`.
+        *resources: what to lock.
+        retries: how often `run` calls its body again after a COMMIT in doubt. A `with` block has one body
+            and one run, so it takes no retries.
+        gate: pass the gates, for which the database needs the fence table (`fence_table`). Without them,
+            claim before reading.
+        **settings: of the lock: see `fenced_lock`.
+
+    Raises:
+        TypeError: for arguments of the wrong kind, and for retries with a `with` block. Entering raises what
+            `FencedLock.acquire` and `gate` raise.
+        ValueError: for arguments out of range.
+
+    Example:
+        ```python
+        with fenced_transaction(Session, "order:1") as session:
+            session.get_one(Order, 1).status = "paid"
+
+        def pay(session):
+            order = session.get_one(Order, 1)
+            order.status = "paid"          # once more does no harm
+
+        fenced_transaction(Session, "order:1", retries=2).run(pay)
+        ```
+    """
+    if isinstance(session, AsyncEngine | async_sessionmaker):
+        maker = async_sessionmaker(session) if isinstance(session, AsyncEngine) else session
+        return AsyncFencedTransaction(_Plan(maker, resources, retries, gate, settings))
+    if isinstance(session, Engine | sessionmaker):
+        blocking = sessionmaker(session) if isinstance(session, Engine) else session
+        return FencedTransaction(_Plan(blocking, resources, retries, gate, settings))
+    raise TypeError(f"fenced_transaction takes a sessionmaker or an engine, not {session!r}")

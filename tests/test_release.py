@@ -1,0 +1,364 @@
+"""Blocks that are left while a transaction is open: the lock outlives the COMMIT."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from sqlalchemy import Engine, event, insert, update
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+
+from fencelock import (
+    LockLostError,
+    Redlock,
+    UnfencedWriteError,
+    bind,
+    claim,
+    claim_async,
+    execute_fenced,
+    fenced_update,
+    gate,
+)
+from fencelock.ending import _give_back_everything
+from fencelock.guard import FencedModel, begin_immediate, fence_table
+from fencelock.lease import held_leases
+from tests.polling import eventually
+
+
+class Base(DeclarativeBase):
+    """The models of this file."""
+
+
+class Account(FencedModel, Base):
+    """The row that everybody wants."""
+
+    __tablename__ = "release_accounts"
+    __fence_resource__ = "account:{id}"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    balance: Mapped[int]
+
+
+fence_table(Base.metadata)
+
+
+@pytest.fixture
+def accounts(engine: Engine) -> Engine:
+    """An engine on three accounts with a balance of 100."""
+    if engine.dialect.name == "sqlite":
+        begin_immediate(engine)
+    Base.metadata.create_all(engine)
+    with engine.execution_options(fencelock="bypass").begin() as connection:
+        connection.execute(insert(Account), [{"id": number, "balance": 100} for number in (1, 2, 3)])
+    return engine
+
+
+def is_free(rival: Redlock, resource: str = "account:1") -> bool:
+    """Tell whether somebody else gets the lock at once."""
+    other = rival.lock(resource, timeout=0)
+    if other.try_acquire() is None:
+        return False
+    other.release()
+    return True
+
+
+def withdraw(session: Session, number: int = 1) -> None:
+    """Write to an account, without committing it."""
+    claim(session, Account, number).balance -= 10
+    session.flush()
+
+
+def test_nobody_comes_between_the_write_and_its_commit(
+    authority: Redlock, rival: Redlock, accounts: Engine
+) -> None:
+    """A new holder would read by plain queries what is about to change, and act on it."""
+    with Session(accounts) as session:
+        with authority.lock("account:1"):
+            withdraw(session)
+        assert not is_free(rival)
+        session.commit()
+        assert is_free(rival)
+    with Session(accounts) as reader:
+        assert reader.get_one(Account, 1).balance == 90
+
+
+ENDS: dict[str, Callable[[Session], object]] = {
+    "commit": Session.commit,
+    "rollback": Session.rollback,
+    "close": Session.close,
+    "thrown away": lambda _: None,
+}
+
+
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+@pytest.mark.parametrize("write", ["flush", "gate", "claim", "core"])
+def test_every_end_of_the_transaction_releases(
+    authority: Redlock, rival: Redlock, accounts: Engine, end: Callable[[Session], object], write: str
+) -> None:
+    """Whatever it was that needed the lease, and however the transaction ends."""
+    session = Session(accounts)
+    with authority.lock("account:1"):
+        if write == "flush":
+            session.get_one(Account, 1).balance = 5
+            session.flush()
+        elif write == "gate":
+            gate(session, "account:1")
+        elif write == "claim":
+            claim(session, Account, 1)
+        else:
+            session.connection().execute(update(Account).where(Account.id == 1).values(balance=5))
+    assert not is_free(rival)
+    end(session)
+    del session
+    gc.collect()
+    assert eventually(lambda: is_free(rival))
+
+
+def test_what_was_committed_before_is_released_at_once(
+    authority: Redlock, rival: Redlock, accounts: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing written, or everything committed: nothing waits, though the session goes on."""
+    caplog.set_level(logging.DEBUG, logger="fencelock.lock")
+    with Session(accounts) as session:
+        with authority.lock("account:1"):
+            withdraw(session)
+            session.commit()
+            session.get_one(Account, 2)
+        assert is_free(rival)
+        assert not caplog.messages
+
+
+def test_a_log_record_says_that_a_release_waits(
+    authority: Redlock, accounts: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the logger fencelock.lock, for whoever wonders why a lock is still held."""
+    caplog.set_level(logging.DEBUG, logger="fencelock.lock")
+    with Session(accounts) as session:
+        with authority.lock("account:1"):
+            withdraw(session)
+        assert "'account:1': released when the transaction" in caplog.text
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_core_connections_are_waited_for(
+    authority: Redlock, rival: Redlock, accounts: Engine, *, explicit: bool
+) -> None:
+    """A transaction without a session ends at its COMMIT, whether or not anybody still refers to it."""
+    statement = fenced_update(Account).where(Account.id == 1).values(balance=5)
+    with accounts.connect() as connection:
+        for commit in (True, False):
+            with authority.lock("account:1") as token:
+                transaction = connection.begin()
+                execute_fenced(connection, statement, token=token if explicit else None)
+            assert not is_free(rival)
+            if commit:
+                transaction.commit()
+            else:
+                transaction.rollback()
+            assert is_free(rival)
+
+
+def test_savepoints_do_not_end_it(authority: Redlock, rival: Redlock, accounts: Engine) -> None:
+    """Neither their release nor a rollback to them."""
+    with Session(accounts) as session:
+        with authority.lock("account:1"):
+            inner = session.begin_nested()
+            withdraw(session)
+        inner.commit()
+        assert not is_free(rival)
+        session.begin_nested().rollback()
+        assert not is_free(rival)
+        session.commit()
+        assert is_free(rival)
+
+
+def test_all_transactions_are_waited_for(authority: Redlock, rival: Redlock, accounts: Engine) -> None:
+    """Several of them, and several resources, which are given back together as they were acquired."""
+    if accounts.dialect.name == "sqlite":
+        pytest.skip("SQLite has one writer at a time")
+    with Session(accounts) as first, Session(accounts) as second, Session(accounts) as third:
+        with authority.lock("account:1", "account:2"):
+            withdraw(first)
+            withdraw(second, 2)
+            gate(third, "account:1")
+        for session in (second, first, third):
+            assert not is_free(rival)
+            assert not is_free(rival, "account:2")
+            session.commit()
+        assert is_free(rival)
+        assert is_free(rival, "account:2")
+
+
+def test_the_holder_enters_again_meanwhile(authority: Redlock, rival: Redlock, accounts: Engine) -> None:
+    """With the same token; the end of the transaction does not take the lock from under that block."""
+    with Session(accounts) as session:
+        with authority.lock("account:1") as first:
+            withdraw(session)
+        with authority.lock("account:1") as second:
+            assert second == first
+            session.commit()
+            assert not is_free(rival)
+            withdraw(session)
+        assert not is_free(rival)
+        session.rollback()
+        assert is_free(rival)
+
+
+def test_inner_blocks_do_not_release(authority: Redlock, rival: Redlock, accounts: Engine) -> None:
+    """An outer block holds the lock, whatever transactions end."""
+    with authority.lock("account:1"):
+        with Session(accounts) as session, authority.lock("account:1"):
+            withdraw(session)
+            session.commit()
+        assert not is_free(rival)
+    assert is_free(rival)
+
+
+def test_an_explicit_release_waits_too(authority: Redlock, rival: Redlock, accounts: Engine) -> None:
+    """So does one inside the block."""
+    with Session(accounts) as session:
+        lock = authority.lock("account:1")
+        lock.acquire()
+        withdraw(session)
+        lock.release()
+        assert not is_free(rival)
+        session.commit()
+        assert is_free(rival)
+
+
+def test_new_transactions_do_not_begin_under_it(authority: Redlock, rival: Redlock, accounts: Engine) -> None:
+    """The block was left: only what had begun goes on, and is guarded as before."""
+    with Session(accounts) as session, Session(accounts) as other:
+        with authority.lock("account:1") as token, authority.lock("account:2"):
+            bind(other, *held_leases())
+            withdraw(session)
+        withdraw(session)
+        assert session.get_one(Account, 1).last_fencing_token == token
+        session.commit()
+        other.add(Account(id=1, balance=0))
+        with pytest.raises(UnfencedWriteError):
+            other.flush()
+        other.rollback()
+        session.get_one(Account, 1).balance = 0
+        with pytest.raises(UnfencedWriteError):
+            session.flush()
+        assert is_free(rival)
+
+
+def test_it_is_renewed_until_then(authority: Redlock, rival: Redlock, accounts: Engine) -> None:
+    """For longer than its ttl."""
+    with Session(accounts) as session:
+        with authority.lock("account:1", ttl=0.6):
+            withdraw(session)
+        time.sleep(1.5)
+        assert not is_free(rival)
+        withdraw(session)
+        session.commit()
+        assert is_free(rival)
+
+
+def test_it_ends_with_max_hold(authority: Redlock, rival: Redlock, accounts: Engine) -> None:
+    """A transaction that nobody ends must not hold the lock for ever; it is refused before SQL is sent."""
+    lock = authority.lock("account:1", ttl=0.5, max_hold=1.0)
+    told: list[str] = []
+    lock.on_lost(lambda lease: told.append(lease.resource))
+    with Session(accounts) as session:
+        with lock:
+            withdraw(session)
+        assert eventually(lambda: is_free(rival))
+        assert eventually(lambda: told == ["account:1"])
+        account = session.get_one(Account, 1)
+        statements: list[str] = []
+        event.listen(accounts, "before_cursor_execute", lambda *args: statements.append(args[2]))
+        account.balance = 0
+        with pytest.raises(LockLostError, match="max_hold"):
+            session.commit()
+        assert not statements
+        session.rollback()
+
+
+def test_a_transaction_may_end_in_another_thread(
+    authority: Redlock, rival: Redlock, accounts: Engine
+) -> None:
+    """Who commits releases, wherever that is."""
+    if accounts.dialect.name == "sqlite":
+        pytest.skip("SQLite's connections stay in their threads")
+    session = Session(accounts)
+    with authority.lock("account:1"):
+        withdraw(session)
+    thread = threading.Thread(target=session.commit)
+    thread.start()
+    thread.join()
+    assert is_free(rival)
+    session.close()
+
+
+def test_the_end_of_the_interpreter_does_not_wait(
+    authority: Redlock, rival: Redlock, accounts: Engine
+) -> None:
+    """What is open then is never committed; the late end of the transaction does no harm."""
+    with Session(accounts) as session:
+        with authority.lock("account:1"):
+            withdraw(session)
+        _give_back_everything()
+        assert is_free(rival)
+        session.rollback()
+
+
+def test_tasks_release_without_waiting_for_it(
+    authority: Redlock, rival: Redlock, accounts: Engine, for_asyncio: Callable[[Engine], AsyncEngine]
+) -> None:
+    """On their loop, after the COMMIT, though nobody awaits the release."""
+
+    async def main() -> None:
+        engine = for_asyncio(accounts)
+        async with AsyncSession(engine) as session:
+            for end in (session.commit, session.rollback, session.close):
+                async with authority.lock("account:1"):
+                    (await claim_async(session, Account, 1)).balance -= 10
+                    await session.flush()
+                assert not await asyncio.to_thread(is_free, rival)
+                await end()
+                assert await asyncio.to_thread(eventually, lambda: is_free(rival))
+        await engine.dispose()
+        await authority.aio.close()
+
+    asyncio.run(main())
+
+
+def test_a_loop_that_ends_at_once_releases_all_the_same(
+    authority: Redlock, rival: Redlock, accounts: Engine, for_asyncio: Callable[[Engine], AsyncEngine]
+) -> None:
+    """The last thing that the program does is the COMMIT."""
+
+    async def main() -> None:
+        engine = for_asyncio(accounts)
+        session = AsyncSession(engine)
+        async with authority.lock("account:1"):
+            await claim_async(session, Account, 1)
+        await session.commit()
+        await session.close()
+        await engine.dispose()
+
+    asyncio.run(main())
+    assert eventually(lambda: is_free(rival))
+
+
+def test_a_blocking_lock_in_a_loop_does_not_stop_it(
+    authority: Redlock, rival: Redlock, accounts: Engine
+) -> None:
+    """A session that is committed inside a loop has the lock released by a thread."""
+
+    async def main() -> None:
+        with Session(accounts) as session:
+            with authority.lock("account:1"):
+                withdraw(session)
+            session.commit()
+            assert await asyncio.to_thread(eventually, lambda: is_free(rival))
+
+    asyncio.run(main())

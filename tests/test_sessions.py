@@ -1,0 +1,189 @@
+"""Kinds of sessions: each is guarded, and each lets go of the lock at its COMMIT and not before."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Engine, create_engine, event, insert, select, update
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scoped_session, sessionmaker
+
+from fencelock import FencedModel, Redlock, UnfencedWriteError, bind, claim
+from fencelock.guard import begin_immediate
+
+
+class Base(DeclarativeBase):
+    """The models of this file."""
+
+
+class Account(FencedModel, Base):
+    """The row that everybody wants."""
+
+    __tablename__ = "session_accounts"
+    __fence_resource__ = "account:{id}"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    balance: Mapped[int]
+
+
+class OtherBase(DeclarativeBase):
+    """The models of another database."""
+
+
+class Visit(OtherBase):
+    """Not fenced, and in a database where nothing is."""
+
+    __tablename__ = "session_visits"
+    id: Mapped[int] = mapped_column(primary_key=True)
+
+
+@pytest.fixture
+def accounts(engine: Engine) -> Engine:
+    """An engine on two accounts with a balance of 100."""
+    if engine.dialect.name == "sqlite":
+        begin_immediate(engine)
+    Base.metadata.create_all(engine)
+    with engine.execution_options(fencelock="bypass").begin() as connection:
+        connection.execute(insert(Account), [{"id": number, "balance": 100} for number in (1, 2)])
+    return engine
+
+
+@pytest.fixture
+def visits(tmp_path: Path) -> Iterator[Engine]:
+    """An engine on a database without fenced tables."""
+    made = create_engine(f"sqlite:///{tmp_path / 'visits.sqlite'}")
+    OtherBase.metadata.create_all(made)
+    yield made
+    made.dispose()
+
+
+def is_free(rival: Redlock) -> bool:
+    """Tell whether somebody else gets the lock at once."""
+    other = rival.lock("account:1", timeout=0)
+    if other.try_acquire() is None:
+        return False
+    other.release()
+    return True
+
+
+def balance(engine: Engine) -> int:
+    """Read it without any lease."""
+    with Session(engine) as session:
+        return session.get_one(Account, 1).balance
+
+
+@pytest.mark.parametrize("commits", [True, False], ids=["commit", "rollback"])
+def test_two_phase_sessions_end_with_the_second_phase(
+    authority: Redlock, rival: Redlock, accounts: Engine, *, commits: bool
+) -> None:
+    """What is prepared may still be committed: the lock is held until it is."""
+    if accounts.dialect.name != "mysql":
+        pytest.skip("SQLite has no two-phase commit, and the PostgreSQL of the tests has it switched off")
+    with Session(accounts, twophase=True) as session:
+        with authority.lock("account:1"):
+            claim(session, Account, 1).balance = 90
+            session.flush()
+        session.prepare()
+        assert not is_free(rival)
+        if commits:
+            session.commit()
+        else:
+            session.rollback()
+        assert is_free(rival)
+    assert balance(accounts) == (90 if commits else 100)
+
+
+def test_scoped_sessions_are_guarded_like_any_other(
+    authority: Redlock, rival: Redlock, accounts: Engine
+) -> None:
+    """Each thread has its own, which `remove` ends."""
+    scoped = scoped_session(sessionmaker(accounts))
+    with pytest.raises(UnfencedWriteError):
+        scoped.execute(update(Account).where(Account.id == 1).values(balance=0))
+    scoped.rollback()
+    for expected in (90, 80):
+        with authority.lock("account:1"):
+            claim(scoped, Account, 1).balance -= 10
+            scoped.flush()
+        assert not is_free(rival)
+        scoped.commit()
+        assert is_free(rival)
+        assert balance(accounts) == expected
+    with authority.lock("account:1"):
+        claim(scoped, Account, 1)
+    scoped.remove()
+    assert is_free(rival)
+
+
+def test_executors_write_under_a_lease_that_was_handed_over(
+    authority: Redlock, rival: Redlock, accounts: Engine
+) -> None:
+    """It does not follow by itself; once a transaction has been written under it, the lock waits for that."""
+    with ThreadPoolExecutor(1) as pool:
+        session = pool.submit(Session, accounts).result()
+
+        def write() -> None:
+            claim(session, Account, 1).balance = 90
+            session.flush()
+
+        lock = authority.lock("account:1")
+        with lock:
+            with pytest.raises(UnfencedWriteError):
+                pool.submit(contextvars.Context().run, write).result()
+            pool.submit(session.rollback).result()
+            bind(session, lock.lease)
+            pool.submit(contextvars.Context().run, write).result()
+        assert not is_free(rival)
+        pool.submit(session.commit).result()
+        assert is_free(rival)
+        pool.submit(session.close).result()
+    assert balance(accounts) == 90
+
+
+def test_a_transaction_that_a_session_has_joined_is_waited_for(
+    authority: Redlock, rival: Redlock, accounts: Engine
+) -> None:
+    """The session's own commit commits nothing then; the connection's does."""
+    with accounts.connect() as connection:
+        outer = connection.begin()
+        with Session(connection, join_transaction_mode="create_savepoint") as session:
+            with authority.lock("account:1"):
+                claim(session, Account, 1).balance = 90
+                session.commit()
+            assert not is_free(rival)
+        assert not is_free(rival)
+        outer.commit()
+        assert is_free(rival)
+    assert balance(accounts) == 90
+
+
+def test_an_engine_without_fenced_tables_is_left_alone(
+    authority: Redlock, rival: Redlock, accounts: Engine, visits: Engine
+) -> None:
+    """One session on two databases: only what is fenced needs a lease, and only it is waited for."""
+    if accounts.dialect.name == "sqlite":
+        pytest.skip("SQLite's readers wait for writers here")
+    statements: list[str] = []
+    event.listen(visits, "before_cursor_execute", lambda *args: statements.append(args[2]))
+    with Session(binds={Base: accounts, OtherBase: visits}) as session:
+        session.add(Visit(id=1))
+        session.commit()
+        assert [each.split()[0] for each in statements] == ["INSERT"]
+        with authority.lock("account:1"):
+            session.add(Visit(id=2))
+            session.flush()
+        assert is_free(rival), "no fenced table was written to"
+        session.rollback()
+        with authority.lock("account:1"):
+            claim(session, Account, 1).balance = 90
+            session.add(Visit(id=3))
+            session.flush()
+        assert not is_free(rival)
+        session.commit()
+        assert is_free(rival)
+        assert session.scalars(select(Visit.id).order_by(Visit.id)).all() == [1, 3]
+        session.add(Account(id=3, balance=0))
+        with pytest.raises(UnfencedWriteError):
+            session.flush()

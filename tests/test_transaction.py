@@ -1,0 +1,280 @@
+"""Fenced transactions: lease, transaction, gate; commit, release; and once more after a COMMIT in doubt."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Self
+
+import pytest
+from sqlalchemy import Engine, event, insert, select, text
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
+
+from fencelock import (
+    CommitInDoubtError,
+    FencedModel,
+    LockTimeoutError,
+    Redlock,
+    StaleTokenError,
+    claim,
+    fenced_transaction,
+    gate,
+)
+from fencelock.guard import bind, fence_table
+from fencelock.lease import Lease, held_leases
+from tests.door import Door
+from tests.polling import eventually
+
+
+class Base(DeclarativeBase):
+    """The models of this file."""
+
+
+class Account(FencedModel, Base):
+    """The row that everybody wants."""
+
+    __tablename__ = "transaction_accounts"
+    __fence_resource__ = "account:{id}"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    balance: Mapped[int]
+
+
+FENCES = fence_table(Base.metadata)
+
+
+@pytest.fixture
+def accounts(engine: Engine) -> Engine:
+    """An engine on an account with a balance of 100."""
+    Base.metadata.create_all(engine)
+    with engine.execution_options(fencelock="bypass").begin() as connection:
+        connection.execute(insert(Account), {"id": 1, "balance": 100})
+    return engine
+
+
+@pytest.fixture
+def door(accounts: Engine) -> Iterator[Door]:
+    """A door before the database, which loses the answers to the first COMMIT."""
+    if accounts.dialect.name == "sqlite":
+        pytest.skip("SQLite has no connection that could be lost")
+    made = Door(accounts)
+    yield made
+    made.close()
+
+
+def is_free(rival: Redlock) -> bool:
+    """Tell whether somebody else gets the lock at once."""
+    other = rival.lock("account:1", timeout=0)
+    if other.try_acquire() is None:
+        return False
+    other.release()
+    return True
+
+
+def balance(engine: Engine) -> int:
+    """Read it without any lease."""
+    with Session(engine) as session:
+        return session.get_one(Account, 1).balance
+
+
+@pytest.mark.parametrize("kind", ["maker", "engine"])
+def test_every_order_is_right(authority: Redlock, rival: Redlock, accounts: Engine, kind: str) -> None:
+    """The gate is passed before the body; the lock is held until after the COMMIT, and free then."""
+    seen: list[bool] = []
+    event.listen(accounts, "commit", lambda _: seen.append(is_free(rival)))
+    factory = sessionmaker(accounts) if kind == "maker" else accounts
+    for expected in (90, 80):
+        with fenced_transaction(factory, "account:1", authority=authority) as session:
+            (lease,) = held_leases()
+            fence = select(FENCES.c.last_fencing_token)
+            assert session.scalar(fence) == lease.fencing_token
+            session.get_one(Account, 1).balance -= 10
+        assert is_free(rival)
+        assert balance(accounts) == expected
+        assert not session.in_transaction()
+    assert seen == [False, False]
+
+
+def test_a_body_that_raises_is_rolled_back(authority: Redlock, rival: Redlock, accounts: Engine) -> None:
+    """Nothing is written, and the lock is free."""
+    with pytest.raises(ZeroDivisionError):  # noqa: PT012, SIM117
+        with fenced_transaction(accounts, "account:1", authority=authority) as session:
+            session.get_one(Account, 1).balance = 0
+            session.flush()
+            raise ZeroDivisionError
+    assert balance(accounts) == 100
+    assert is_free(rival)
+
+
+def test_older_holders_do_not_come_between(authority: Redlock, accounts: Engine) -> None:
+    """Who has passed the gate earlier neither passes again nor inserts."""
+    with fenced_transaction(accounts, "account:1", authority=authority):
+        pass
+    with Session(accounts) as old:
+        bind(old, Lease("account:1", 0 + 1))
+        with fenced_transaction(accounts, "account:1", authority=authority):
+            pass
+        with pytest.raises(StaleTokenError):
+            gate(old)
+
+
+def test_without_a_gate_the_body_claims(authority: Redlock, accounts: Engine) -> None:
+    """No fence table is needed then."""
+    FENCES.drop(accounts)
+    with fenced_transaction(accounts, "account:1", gate=False, authority=authority) as session:
+        claim(session, Account, 1).balance = 5
+    assert balance(accounts) == 5
+
+
+def test_the_lock_is_set_as_any_other(authority: Redlock, rival: Redlock, accounts: Engine) -> None:
+    """Its settings are passed on, and its errors come out before a session is made."""
+    made: list[Session] = []
+
+    class Seen(Session):
+        def __enter__(self) -> Self:
+            made.append(self)
+            return self
+
+    maker = sessionmaker(accounts, class_=Seen)
+    with (
+        rival.lock("account:1"),
+        pytest.raises(LockTimeoutError),
+        fenced_transaction(maker, "account:1", timeout=0, authority=authority),
+    ):
+        pass
+    assert not made
+
+
+def test_what_cannot_be_is_refused(accounts: Engine) -> None:
+    """Wrong factories, resources, settings and retries are errors at once."""
+    with pytest.raises(TypeError, match="sessionmaker or an engine"):
+        fenced_transaction(Session(accounts), "account:1")  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="ttl"):
+        fenced_transaction(accounts, "account:1", ttl=-1)
+    with pytest.raises(ValueError, match="name what to lock"):
+        fenced_transaction(accounts)
+    with pytest.raises(ValueError, match="retries"):
+        fenced_transaction(accounts, "account:1", retries=-1)
+    with pytest.raises(TypeError, match="run"), fenced_transaction(accounts, "account:1", retries=1):
+        pass
+
+
+@pytest.mark.parametrize("committed", [False, True], ids=["late", "committed"])
+def test_a_body_runs_again_after_a_commit_in_doubt(
+    authority: Redlock, rival: Redlock, accounts: Engine, door: Door, *, committed: bool
+) -> None:
+    """Under a new token, which waits for the COMMIT that is still under way: the body finds it done."""
+    tokens: list[int] = []
+    read: list[int] = []
+    door.loses_answers = committed
+
+    def pay(session: Session) -> str:
+        (lease,) = held_leases()
+        tokens.append(lease.fencing_token)
+        account = session.get_one(Account, 1)
+        read.append(account.balance)
+        if account.balance == 100:  # not paid yet
+            account.balance -= 10
+        return "paid"
+
+    made = door.engine
+    door.opens_after = 0.5
+    assert fenced_transaction(made, "account:1", retries=1, authority=authority).run(pay) == "paid"
+    assert tokens == sorted(set(tokens))
+    assert read == [100, 90]
+    assert balance(accounts) == 90
+    assert is_free(rival)
+
+
+def test_without_retries_the_error_comes_out(
+    authority: Redlock, rival: Redlock, accounts: Engine, door: Door
+) -> None:
+    """It is the database's own; the lock is free."""
+    with pytest.raises(DBAPIError):
+        fenced_transaction(door.engine, "account:1", authority=authority).run(
+            lambda session: claim(session, Account, 1)
+        )
+    assert is_free(rival)
+    door.let_through()
+    assert eventually(lambda: balance(accounts) == 100)
+
+
+def test_other_errors_are_not_tried_again(authority: Redlock, accounts: Engine) -> None:
+    """Only a doubt is a reason."""
+    calls: list[Session] = []
+
+    def fail(session: Session) -> None:
+        calls.append(session)
+        session.execute(text("SELECT nonsense"))
+
+    with pytest.raises(DBAPIError):
+        fenced_transaction(accounts, "account:1", retries=3, authority=authority).run(fail)
+    assert len(calls) == 1
+
+
+def test_a_remint_without_a_claim_is_not_enough(authority: Redlock, accounts: Engine, door: Door) -> None:
+    """Without gates, a body that reads before it claims is told so."""
+
+    def read_first(session: Session) -> None:
+        session.get_one(Account, 1).balance -= 10
+
+    transaction = fenced_transaction(door.engine, "account:1", retries=1, gate=False, authority=authority)
+    with pytest.raises(CommitInDoubtError, match="claim or gate"):
+        transaction.run(read_first)
+    assert balance(accounts) == 100
+
+
+def test_coroutines_have_the_same(
+    authority: Redlock, rival: Redlock, accounts: Engine, for_asyncio: Callable[[Engine], AsyncEngine]
+) -> None:
+    """`async with`, with an engine and with a maker; and `await run`."""
+
+    async def pay(session: AsyncSession) -> int:
+        account = await session.get_one(Account, 1)
+        account.balance -= 10
+        return account.balance
+
+    async def main() -> None:
+        engine = for_asyncio(accounts)
+        async with fenced_transaction(engine, "account:1", authority=authority) as session:
+            assert await pay(session) == 90
+            assert not await asyncio.to_thread(is_free, rival)
+        assert await asyncio.to_thread(is_free, rival)
+        with pytest.raises(ZeroDivisionError):  # noqa: PT012
+            async with fenced_transaction(
+                async_sessionmaker(engine), "account:1", authority=authority
+            ) as session:
+                await pay(session)
+                raise ZeroDivisionError
+        transaction = fenced_transaction(engine, "account:1", retries=1, authority=authority)
+        assert await transaction.run(pay) == 80
+        await engine.dispose()
+        await authority.aio.close()
+
+    asyncio.run(main())
+    assert balance(accounts) == 80
+
+
+def test_coroutines_run_again_too(
+    authority: Redlock, accounts: Engine, door: Door, for_asyncio: Callable[[Engine], AsyncEngine]
+) -> None:
+    """After a COMMIT in doubt."""
+    door.opens_after = 0.5
+    read: list[int] = []
+
+    async def pay(session: AsyncSession) -> None:
+        account = await session.get_one(Account, 1)
+        read.append(account.balance)
+        if account.balance == 100:
+            account.balance -= 10
+
+    async def main() -> None:
+        engine = for_asyncio(door.engine)
+        await fenced_transaction(engine, "account:1", retries=2, authority=authority).run(pay)
+        await engine.dispose()
+        await authority.aio.close()
+
+    asyncio.run(main())
+    assert read == [100, 90]
+    assert balance(accounts) == 90
