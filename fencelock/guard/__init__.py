@@ -5,7 +5,9 @@ last_fencing_token <= :token`. Everything here is there so that no write can for
 grants the leases.
 """
 
+from fencelock.guard._claim_async import claim_all_async, claim_async, gate_async
 from fencelock.guard.claim import claim, claim_all, gate
+from fencelock.guard.events import GuardEvent, forget, on_claim, on_stale, on_unfenced
 from fencelock.guard.fences import FENCE_TABLE, fence_table
 from fencelock.guard.model import FencedDataclassModel, FencedModel, fence_column
 from fencelock.guard.session import bind
@@ -17,15 +19,19 @@ from fencelock.guard.sql import (
     fenced_update,
 )
 from fencelock.guard.sqlite import begin_immediate
+from fencelock.guard.upsert import upsert
 
 __all__ = [
     "FENCE_TABLE",
     "FencedDataclassModel",
     "FencedModel",
+    "GuardEvent",
     "begin_immediate",
     "bind",
     "claim",
     "claim_all",
+    "claim_all_async",
+    "claim_async",
     "conditional_delete",
     "conditional_update",
     "execute_fenced",
@@ -33,5 +39,11 @@ __all__ = [
     "fence_table",
     "fenced_delete",
     "fenced_update",
+    "forget",
     "gate",
+    "gate_async",
+    "on_claim",
+    "on_stale",
+    "on_unfenced",
+    "upsert",
 ]

@@ -14,7 +14,7 @@ from sqlalchemy import event
 from sqlalchemy.engine import Engine
 from sqlalchemy.orm import Mapper
 
-from fencelock.guard import refusal, rewrite, session
+from fencelock.guard import refusal, rewrite, session, triggers
 from fencelock.guard._mapping import on_any_mapped
 
 _lock = Lock()
@@ -30,7 +30,10 @@ def install() -> None:
         event.listen(Engine, "before_execute", rewrite.before_execute, retval=True)
         event.listen(Engine, "after_execute", rewrite.after_execute)
         event.listen(Engine, "before_cursor_execute", refusal.before_cursor_execute)
+        event.listen(Engine, "handle_error", session.doubt_lost_transaction)
         event.listen(Engine, "handle_error", refusal.explain_missing_column)
+        event.listen(Engine, "handle_error", triggers.explain)
         event.listen(Mapper, "after_mapper_constructed", on_any_mapped)
         session.watch_sessions()
+        triggers.watch_tables()
         _installed = True

@@ -13,11 +13,14 @@ from weakref import ref
 from sqlalchemy import Table
 from sqlalchemy.orm import Mapper
 
+from fencelock.guard._loading import watch_loads
 from fencelock.guard._tables import (
     FENCE_COLUMN,
     FENCE_MARK,
+    TRIGGER_MARK,
     FencedTable,
     ResourceTemplate,
+    check_trigger,
     fenced_table,
     register,
     register_sub_table,
@@ -35,6 +38,8 @@ def on_mapped(mapper: Mapper[Any], model: type[Any]) -> None:
     """Make the tables of a freshly mapped model known to the guard."""
     base = _base_table(mapper, model)
     _refuse_another_name(mapper, model)
+    if trigger := check_trigger(getattr(model, "__fence_trigger__", False)):
+        base.c[FENCE_COLUMN].info[TRIGGER_MARK] = trigger
     fenced = fenced_table(base)
     template = _template(mapper, model, base, fenced)
     if fenced is None or fenced.mapper is None:
@@ -48,6 +53,7 @@ def on_mapped(mapper: Mapper[Any], model: type[Any]) -> None:
         if isinstance(table, Table) and table is not base:
             register_sub_table(table, fenced)
     watch_mapper(mapper, fenced)
+    watch_loads(mapper)
 
 
 def _base_table(mapper: Mapper[Any], model: type[Any]) -> Table:

@@ -13,11 +13,23 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from string import Formatter
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 from uuid import UUID
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet
 
-from sqlalchemy import Column, DateTime, Enum, Float, Integer, Numeric, String, Table, Uuid
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    DateTime,
+    Enum,
+    Float,
+    Integer,
+    Numeric,
+    String,
+    Table,
+    Uuid,
+    text,
+)
 from sqlalchemy.sql import FromClause
 from sqlalchemy.sql.selectable import AliasedReturnsRows
 from sqlalchemy.types import TypeDecorator, TypeEngine
@@ -31,8 +43,12 @@ if TYPE_CHECKING:
 
 FENCE_COLUMN: Final = "last_fencing_token"
 FENCE_MARK: Final[dict[Any, Any]] = {"fencelock": "fence"}
+TRIGGER_MARK: Final = "fencelock.trigger"
 _FENCED: Final = "fencelock.fenced"
 _SUB_TABLE_OF: Final = "fencelock.sub_table_of"
+
+FenceTrigger: TypeAlias = bool | Literal["strict"]
+"""A table's trigger: none, one that keeps the fence from going down, or one that is strict as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +182,12 @@ class FencedTable:
         """The table's name as error messages and users know it."""
         return self.table.name
 
-    def fix(self, dialect: Dialect, schema: str | None, resource: str) -> None:
+    @property
+    def strict(self) -> bool:
+        """Whether the table has a trigger that wants each statement to carry its token."""
+        return trigger_of(self.table) == "strict"
+
+    def fix(self, dialect: Dialect, options: Mapping[str, Any], resource: str) -> None:
         """Note that `resource` guards this table, where no template says so; refuse any other from then on.
 
         Tokens of different resources are not comparable, so rows written under one would be refused, or
@@ -177,13 +198,23 @@ class FencedTable:
         Raises:
             AmbiguousFenceError: if another resource has guarded the table before.
         """
-        fixed = self._fixed.setdefault(dialect, {}).setdefault(schema, resource)
+        fixed = self._fixed.setdefault(dialect, {}).setdefault(self._schema(options), resource)
         if fixed != resource:
             raise AmbiguousFenceError(
                 f"table {self.name!r} was written under the lease of {fixed!r} and now under that of "
                 f"{resource!r}, and tokens of different resources are not comparable; say which resource "
                 f"guards a row with __fence_resource__, or always lock the same one for this table"
             )
+
+    def fixed(self, dialect: Dialect, options: Mapping[str, Any]) -> str | None:
+        """Return the resource that guards this table, where no template says so, and one is known to."""
+        return self._fixed.get(dialect, {}).get(self._schema(options))
+
+    def _schema(self, options: Mapping[str, Any]) -> str | None:
+        """Return the schema that the table is in under these execution options."""
+        translated = options.get("schema_translate_map") or {}
+        found: str | None = translated.get(self.table.schema, self.table.schema)
+        return found
 
 
 _names: dict[str, WeakSet[Table]] = {}
@@ -200,6 +231,31 @@ def register_sub_table(table: Table, base: FencedTable) -> None:
     """Make `table` known as one that holds the rest of the rows of a fenced one (joined inheritance)."""
     table.info[_SUB_TABLE_OF] = base
     _names.setdefault(table.name.lower(), WeakSet()).add(table)
+
+
+def new_fence_column(info: Mapping[Any, Any] | None = None) -> Column[int]:
+    """Return a column `last_fencing_token BIGINT NOT NULL DEFAULT 0`."""
+    return Column(FENCE_COLUMN, BigInteger, nullable=False, server_default=text("0"), info=dict(info or {}))
+
+
+def trigger_of(table: Table) -> FenceTrigger:
+    """Return which trigger the table shall have, as its model or its `fence_column` says."""
+    fence = table.c.get(FENCE_COLUMN)
+    wanted: FenceTrigger = False if fence is None else fence.info.get(TRIGGER_MARK, False)
+    return wanted
+
+
+def check_trigger(wanted: object) -> FenceTrigger:
+    """Return what was asked for.
+
+    Raises:
+        ValueError: if there is no such trigger.
+    """
+    if wanted is True or wanted is False:
+        return wanted
+    if wanted == "strict":
+        return "strict"
+    raise ValueError(f"a fence's trigger is False, True or 'strict', not {wanted!r}")
 
 
 def fenced_names() -> list[str]:
@@ -228,6 +284,16 @@ def _copied(table: Table, original: FencedTable | None) -> FencedTable:
         return FencedTable(table)
     columns = {name: table.c[column.key] for name, column in original.template.columns.items()}
     return FencedTable(table, ResourceTemplate(original.template.text, columns), original.mapper)
+
+
+def fenced_by_name(name: str, schema: str) -> FencedTable | None:
+    """Return the one fenced table of this name, in lower case; None where there is none, or more than one."""
+    tables = [
+        table
+        for table in list(_names.get(name, ()))
+        if not schema or table.schema is None or table.schema.lower() == schema
+    ]
+    return fenced_table(tables[0]) if len(tables) == 1 else None
 
 
 def sub_table_of(target: object) -> FencedTable | None:

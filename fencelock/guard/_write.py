@@ -6,7 +6,7 @@ to compare with.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
@@ -17,6 +17,7 @@ from sqlalchemy.sql.elements import BindParameter
 from sqlalchemy.sql.selectable import AliasedReturnsRows
 
 from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
+from fencelock.guard._carried import CarriedToken
 from fencelock.guard._exact import SameText, is_text
 from fencelock.guard._statement import (
     TOKEN_BIND,
@@ -37,7 +38,10 @@ from fencelock.guard.session import Tokens, rows_known_to
 LOCKING_READS: Final = frozenset({"mysql", "mariadb"})
 """Dialects whose plain SELECT reads an old snapshot under the default isolation level (REPEATABLE READ)."""
 
-_KEYS_PER_QUERY: Final = 500
+_ADDED: Final = (SameText, CarriedToken)
+"""What `guard` adds to the criteria, besides the condition."""
+
+KEYS_PER_QUERY: Final = 500
 
 _LOOKED_UP: Final = "fencelock_of_"
 """How the parameters begin that carry what the session knows of a row."""
@@ -88,6 +92,7 @@ class GuardedWrite:
     ) -> Iterator[dict[str, Any]]:
         """Add to each execution its own token, and what the session knows of its row where that is asked."""
         if self.naming is None:
+            tokens.need_some()
             self._refuse_unnamed()
         known = rows_known_to(connection, self.fenced) if self.looked_up else None
         for row in rows:
@@ -95,6 +100,7 @@ class GuardedWrite:
             if known:
                 values = known(self._identity(row))
                 if values is None:
+                    tokens.need_some()
                     self._refuse_unnamed()
                 for name, at in self.looked_up.items():
                     stamped[name] = values[at]
@@ -163,10 +169,9 @@ class GuardedWrite:
             groups.setdefault(group, []).append(self._identity(row))
         for (token, named), identities in groups.items():
             turned_away = or_(above, *self._differs(named))
-            for start in range(0, len(identities), _KEYS_PER_QUERY):
-                some = identities[start : start + _KEYS_PER_QUERY]
-                one_of = tuple_(*key).in_(some) if len(key) > 1 else key[0].in_([value for (value,) in some])
-                yield asked.where(one_of, turned_away), {TOKEN_BIND: token}, named
+            for start in range(0, len(identities), KEYS_PER_QUERY):
+                some = identities[start : start + KEYS_PER_QUERY]
+                yield asked.where(is_one_of(key, some), turned_away), {TOKEN_BIND: token}, named
 
     def naming_columns(self) -> list[ColumnElement[Any]]:
         """Return the columns that make the name of the resource, if the statement tells their values."""
@@ -179,7 +184,7 @@ class GuardedWrite:
         """Return criteria for a row that another resource guards than the one that these values name."""
         for column, value in zip(self.naming_columns(), named, strict=False):
             yield not_(
-                _is(column, value if isinstance(value, BindParameter) else literal(value, column.type))
+                holds(column, value if isinstance(value, BindParameter) else literal(value, column.type))
             )
 
     def _error(self, found: tuple[Any, ...], token: int, named: tuple[Any, ...]) -> FenceError | None:
@@ -198,7 +203,14 @@ class GuardedWrite:
         return StaleTokenError(self.fenced.name, identity if self.key else None, token, current)
 
 
-def _is(column: ColumnElement[Any], value: ColumnElement[Any]) -> ColumnElement[bool]:
+def is_one_of(
+    key: Sequence[ColumnElement[Any]], identities: Iterable[tuple[Any, ...]]
+) -> ColumnElement[bool]:
+    """Return the criterion that a primary key is one of these."""
+    return tuple_(*key).in_(identities) if len(key) > 1 else key[0].in_([value for (value,) in identities])
+
+
+def holds(column: ColumnElement[Any], value: ColumnElement[Any]) -> ColumnElement[bool]:
     """Return the criterion that a column holds this value, to the character."""
     return SameText(column, value) if is_text(column) else column == value
 
@@ -239,7 +251,7 @@ def guard(
     source = statement.table if isinstance(statement.table, AliasedReturnsRows) else fenced.table
     fence = source.c[fenced.fence.key]
     parts = criteria(statement)
-    where = tuple(part for part in parts if not (is_condition(part, fence) or isinstance(part, SameText)))
+    where = tuple(part for part in parts if not (is_condition(part, fence) or isinstance(part, _ADDED)))
     pinned = dict(pins(where, source, fenced))
     key = tuple([pinned[column.key] for column in fenced.table.primary_key if column.key in pinned])
     keyed = bool(key) and len(key) == len(fenced.table.primary_key)
@@ -256,7 +268,10 @@ def guard(
     )
     if not any(is_condition(part, fence) for part in parts):
         statement = statement.where(fence <= bindparam(TOKEN_BIND, type_=BigInteger))
-    return statement.where(*_same_resource(write)), write
+    statement = statement.where(*_same_resource(write))
+    if fenced.strict and not any(isinstance(part, CarriedToken) for part in parts):
+        statement = statement.where(CarriedToken())
+    return statement, write
 
 
 def _moved(fenced: FencedTable, changed: Sequence[Any]) -> frozenset[str]:
@@ -293,4 +308,4 @@ def _same_resource(write: GuardedWrite) -> Iterator[ColumnElement[bool]]:
     columns = write.naming_columns()
     for column, bind in zip(columns, write.naming or (), strict=True):
         if bind.key in write.looked_up or is_text(column):
-            yield _is(column, bind)
+            yield holds(column, bind)

@@ -26,21 +26,31 @@ from sqlalchemy import (
     func,
     inspect,
     select,
-    tuple_,
     update,
 )
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import InvalidRequestError, NoInspectionAvailable, NoResultFound
-from sqlalchemy.orm import Mapper, Session
+from sqlalchemy.orm import Mapper, Session, scoped_session
 
 from fencelock.errors import AmbiguousFenceError, UnfencedWriteError
 from fencelock.guard._install import install
 from fencelock.guard._statement import TOKEN_OPTION
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table
-from fencelock.guard._write import LOCKING_READS
+from fencelock.guard._write import LOCKING_READS, is_one_of
+from fencelock.guard.events import report_claim, telling
 from fencelock.guard.fences import FENCES
-from fencelock.guard.session import BYPASS, Tokens, note_gate, roll_back, writer_of
+from fencelock.guard.session import (
+    BYPASS,
+    NOT_INHERITED,
+    Tokens,
+    note_gate,
+    resource_of,
+    roll_back,
+    session_of,
+    take_doubted,
+    writer_of,
+)
 from fencelock.lease import check_resource
 
 T = TypeVar("T")
@@ -51,7 +61,7 @@ _ROUNDS: Final = 3
 
 @overload
 def claim(
-    session: Session,
+    session: Session | scoped_session[Any],
     model: type[T],
     identity: object,
     *,
@@ -60,10 +70,21 @@ def claim(
 ) -> T: ...
 @overload
 def claim(
-    session: Session, model: type[T], identity: object, *, nowait: bool = ..., skip_locked: bool
+    session: Session | scoped_session[Any],
+    model: type[T],
+    identity: object,
+    *,
+    nowait: bool = ...,
+    skip_locked: bool,
 ) -> T | None: ...
+@telling
 def claim(
-    session: Session, model: type[T], identity: object, *, nowait: bool = False, skip_locked: bool = False
+    session: Session | scoped_session[Any],
+    model: type[T],
+    identity: object,
+    *,
+    nowait: bool = False,
+    skip_locked: bool = False,
 ) -> T | None:
     """Raise a row's fence to the lease's token, lock the row, and return it freshly loaded.
 
@@ -100,12 +121,13 @@ def claim(
             session.commit()
         ```
     """
-    mapper, fenced = _fenced_model(model)
+    session = session_of(session)
+    mapper, fenced = fenced_model(model)
     key = _key_of(mapper, identity)
     if session.autoflush:
         session.flush()
     _refuse_to_discard(session, mapper, key)
-    connection = _connection(session, mapper)
+    connection = connection_of(session, mapper)
     for _ in range(_ROUNDS):
         naming = _naming_of(connection, fenced, key)
         if naming is None:
@@ -119,11 +141,13 @@ def claim(
             break
         if getattr(found, FENCE_COLUMN) == token:
             _refuse_another_row(connection, fenced, naming, tuple(mapper.primary_key_from_instance(found)))
+            report_claim(fenced.name, key, resource_of(connection, token), token)
             return found
     raise NoResultFound(f"there is no {mapper.class_.__name__} with the primary key {key!r} to claim")
 
 
-def claim_all(session: Session, statement: Select[Any]) -> list[Any]:
+@telling
+def claim_all(session: Session | scoped_session[Any], statement: Select[Any]) -> list[Any]:
     """Claim every row that a query finds, and return those that still match it once they are locked.
 
     The rows are claimed in the order of their primary keys whatever the query's own order, so that two
@@ -145,15 +169,16 @@ def claim_all(session: Session, statement: Select[Any]) -> list[Any]:
         items = claim_all(session, select(Item).where(Item.order_id == 1))
         ```
     """
+    session = session_of(session)
     model = _selected_model(statement)
-    mapper, fenced = _fenced_model(model)
+    mapper, fenced = fenced_model(model)
     resource = fenced.template.columns if fenced.template else {}
     columns = (*fenced.table.primary_key, *resource.values())
     found = session.execute(statement.with_only_columns(*columns, maintain_column_froms=True)).unique().all()
     if not found:
         return []
-    connection = _connection(session, mapper)
-    tokens = Tokens(connection, fenced, connection.get_execution_options())
+    connection = connection_of(session, mapper)
+    tokens = Tokens(connection, fenced, connection.get_execution_options(), claiming=True)
     width = len(fenced.table.primary_key)
     token_of: dict[tuple[Any, ...], int] = {}
     for row in sorted(map(tuple, found), key=lambda row: row[:width]):
@@ -161,10 +186,13 @@ def claim_all(session: Session, statement: Select[Any]) -> list[Any]:
     for token, rows in groupby(token_of, key=token_of.__getitem__):
         _raise_fences(connection, fenced, list(rows), token)
     claimed = {row[:width]: token for row, token in token_of.items()}
+    for key, token in claimed.items():
+        report_claim(fenced.name, key, resource_of(connection, token), token)
     return _load_claimed(session, connection, statement, fenced, claimed)
 
 
-def gate(session: Session, resource: str | None = None) -> None:
+@telling
+def gate(session: Session | scoped_session[Any], resource: str | None = None) -> None:
     """Claim the resource's own row in the fence table, making it where there is none.
 
     It guards what rows cannot guard themselves: INSERTs, a DELETE followed by an INSERT, and whole
@@ -183,9 +211,10 @@ def gate(session: Session, resource: str | None = None) -> None:
         LockLostError: if the lease is known to be lost.
     """
     install()
+    session = session_of(session)
     if session.autoflush:
         session.flush()
-    connection = _connection(session, None)
+    connection = connection_of(session, None)
     fenced = fenced_table(FENCES)
     assert fenced is not None  # noqa: S101  it is registered where it is defined
     name = _only_resource(connection) if resource is None else check_resource(resource)
@@ -193,9 +222,15 @@ def gate(session: Session, resource: str | None = None) -> None:
     connection.execute(_raise_or_make(connection, name, token), execution_options={"fencelock": BYPASS})
     _raise_fences(connection, fenced, [(name, name)], token)
     note_gate(connection, name)
+    report_claim(fenced.name, (name,), name, token)
 
 
-def _fenced_model(model: type[Any]) -> tuple[Mapper[Any], FencedTable]:
+def fenced_model(model: type[Any]) -> tuple[Mapper[Any], FencedTable]:
+    """Return what is known of a fenced model.
+
+    Raises:
+        TypeError: if it is no model, or has no fence.
+    """
     try:
         mapper: Mapper[Any] = inspect(model)
         tables = mapper.tables
@@ -238,7 +273,8 @@ def _refuse_to_discard(session: Session, mapper: Mapper[Any], key: tuple[Any, ..
         )
 
 
-def _connection(session: Session, mapper: Mapper[Any] | None) -> Connection:
+def connection_of(session: Session, mapper: Mapper[Any] | None) -> Connection:
+    """Return the connection on which a session writes a model, in its transaction."""
     connection = session.connection(bind_arguments={"mapper": mapper} if mapper else None)
     writer_of(connection).session = ref(session)
     return connection
@@ -247,7 +283,9 @@ def _connection(session: Session, mapper: Mapper[Any] | None) -> Connection:
 def _only_resource(connection: Connection) -> str:
     held = writer_of(connection).candidates(connection)
     if not held:
-        raise UnfencedWriteError("no lease is held to pass a gate with; acquire a fenced_lock around it")
+        raise UnfencedWriteError(
+            f"no lease is held to pass a gate with; acquire a fenced_lock around it. {NOT_INHERITED}"
+        )
     if len(held) > 1:
         raise AmbiguousFenceError(f"{', '.join(map(repr, held))} are held; say which one's gate to pass")
     return next(iter(held))
@@ -276,7 +314,7 @@ def _naming_in(fenced: FencedTable, key: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _token_for(connection: Connection, fenced: FencedTable, naming: tuple[Any, ...]) -> int:
-    tokens = Tokens(connection, fenced, connection.get_execution_options())
+    tokens = Tokens(connection, fenced, connection.get_execution_options(), claiming=True)
     return tokens.of_row(naming) if fenced.template else tokens.of_table()
 
 
@@ -319,11 +357,15 @@ def _raise_fences(
     columns = (*table.primary_key, *naming)
     names = [f"key_{number}" for number in range(len(columns))]
     matches = (column == bindparam(name) for column, name in zip(columns, names, strict=True))
-    connection.execute(
+    doubted = take_doubted(connection, token)
+    result = connection.execute(
         update(table).where(*matches).values(unchanged),
         [dict(zip(names, row, strict=True)) for row in rows],
         execution_options={TOKEN_OPTION: token},
     )
+    if result.rowcount:  # what is not there tells nothing about what is under way
+        for lease in doubted:
+            lease.settle(token)
 
 
 def _try_lock(
@@ -349,8 +391,7 @@ def _load_claimed(
     token_of: Mapping[tuple[Any, ...], int],
 ) -> list[Any]:
     key = tuple(fenced.table.primary_key)
-    one_of = tuple_(*key).in_(token_of) if len(key) > 1 else key[0].in_([value for (value,) in token_of])
-    fresh = statement.where(one_of).execution_options(populate_existing=True)
+    fresh = statement.where(is_one_of(key, token_of)).execution_options(populate_existing=True)
     if connection.dialect.name in LOCKING_READS:
         fresh = fresh.with_for_update(read=True)
     found = session.scalars(fresh).unique().all()

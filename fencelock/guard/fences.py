@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from sqlalchemy import BigInteger, Column, MetaData, String, Table, text
+from sqlalchemy import Column, MetaData, String, Table
 from sqlalchemy.dialects import mysql
 
-from fencelock.guard._tables import FENCE_COLUMN, FencedTable, ResourceTemplate, fenced_table, register
+from fencelock.guard._tables import FencedTable, ResourceTemplate, fenced_table, new_fence_column, register
 from fencelock.lease import MAX_RESOURCE_LENGTH
 
 FENCE_TABLE: Final = "fencelock_fences"
@@ -34,7 +34,7 @@ def fence_table(metadata: MetaData, *, schema: str | None = None) -> Table:
         FENCE_TABLE,
         metadata,
         Column("resource", _COMPARED_EXACTLY, primary_key=True),
-        Column(FENCE_COLUMN, BigInteger, nullable=False, server_default=text("0")),
+        new_fence_column(),
         Column(SEAL_COLUMN, String(32)),
         schema=schema,
         keep_existing=True,

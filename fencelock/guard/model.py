@@ -14,18 +14,32 @@ from sqlalchemy.orm import Mapped, MappedAsDataclass, Mapper, mapped_column
 
 from fencelock.guard._install import install
 from fencelock.guard._mapping import on_mapped
-from fencelock.guard._tables import FENCE_COLUMN, FENCE_MARK
+from fencelock.guard._tables import (
+    FENCE_COLUMN,
+    FENCE_MARK,
+    TRIGGER_MARK,
+    FenceTrigger,
+    check_trigger,
+    new_fence_column,
+)
 
 _AT_THE_END: Final = 1000
 
 
-def fence_column() -> Column[int]:
+def fence_column(*, trigger: FenceTrigger = False) -> Column[int]:
     """Return the column that makes a Core `Table`, or the table of an imperative mapping, a fenced one.
 
     It is `last_fencing_token BIGINT NOT NULL DEFAULT 0`. Declarative models get it from `FencedModel`.
+
+    Args:
+        trigger: whether `create_all` gives the table a trigger, and of which form (True or `"strict"`; see
+            `fencelock.guard.triggers`).
+
+    Raises:
+        ValueError: if there is no such form.
     """
     install()
-    return Column(FENCE_COLUMN, BigInteger, nullable=False, server_default=text("0"), info=dict(FENCE_MARK))
+    return new_fence_column({**FENCE_MARK, TRIGGER_MARK: check_trigger(trigger)})
 
 
 class FencedModel:
@@ -36,6 +50,10 @@ class FencedModel:
     raises the fence, where the token is that of the lease held (`fenced_lock`, `bind`). Without a lease
     nothing is sent. The column belongs to the guard: what a program assigns to the attribute is replaced
     by the lease's token when it is written.
+
+    Set `__fence_trigger__ = True` for a trigger that refuses in the database itself what would lower a fence,
+    whoever writes, or to `"strict"` for one that refuses also what carries no token: `create_all` makes it,
+    and Alembic's autogenerate finds it missing (see `fencelock.guard.triggers`).
 
     Set `__fence_resource__` to say which lease guards a row: a format string over columns of the fenced
     table, which must never change, and whose values the database gives back as they were given to it (no
@@ -59,10 +77,17 @@ class FencedModel:
     Raises:
         ValueError: when the class is mapped, if `__fence_resource__` names what is no column of its table,
             names one of a type whose equal values are written in several ways, or the table has no column
-            `last_fencing_token` or the model calls it something else.
+            `last_fencing_token` or the model calls it something else; or if there is no such trigger.
+        TypeError: beside `MappedAsDataclass`, which takes `FencedDataclassModel`.
     """
 
     __fence_resource__: ClassVar[str | None] = None
+    __fence_trigger__: ClassVar[FenceTrigger] = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        if issubclass(cls, MappedAsDataclass):
+            raise TypeError(f"{cls.__name__} is a dataclass: use FencedDataclassModel instead of FencedModel")
+        super().__init_subclass__(**options)
 
     last_fencing_token: Mapped[int] = mapped_column(
         FENCE_COLUMN,
@@ -81,6 +106,7 @@ class FencedDataclassModel(MappedAsDataclass):
     """
 
     __fence_resource__: ClassVar[str | None] = None
+    __fence_trigger__: ClassVar[FenceTrigger] = False
 
     last_fencing_token: Mapped[int] = mapped_column(
         FENCE_COLUMN,

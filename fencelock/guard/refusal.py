@@ -4,8 +4,9 @@ What has come this far is SQL text and parameters, and, where SQLAlchemy compile
 Whatever may write to a fenced table and does not carry the token is refused: driver SQL, textual SQL, DML
 inside a WITH clause, and a guarded statement that somebody else's listener has replaced.
 
-Textual SQL is looked at for a fenced table's name together with a word that writes. That errs on the side of
-refusing: text that mentions both in passing needs `execution_options(fencelock="bypass")`.
+Textual SQL is looked at for a fenced table's name together with a word that writes. Where both are found, a
+parser has the last word (see `_text`); what it does not understand needs
+`execution_options(fencelock="bypass")`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from sqlalchemy.engine import Connection, ExceptionContext
 from fencelock.errors import FenceError, UnfencedWriteError
 from fencelock.guard._statement import TOKEN_BIND
 from fencelock.guard._tables import FENCE_COLUMN, fenced_names, fenced_table, underlying
+from fencelock.guard._text import HAS_PARSER, TOKEN, only_reads
+from fencelock.guard.events import report
 from fencelock.guard.session import BYPASS
+from fencelock.guard.textual import is_guarded
 
 _WRITES: Final = re.compile(
     r"\b(?:delete|(?:insert|merge|replace|truncate)(?! ?\()|(?<!for )(?<!no key )update)\b"
@@ -29,6 +33,8 @@ _WRITES: Final = re.compile(
 )
 _LINE_COMMENT: Final = re.compile(r"(?:--|#).*")
 """A comment that ends with "for" must not make the UPDATE in the next line look like a locking read."""
+_DRIVER_PARAMETERS: Final = ((re.compile(r"%\((\w+)\)s"), r":\1"), (re.compile(r"%s"), "?"))
+"""Parameters as drivers have them, which a parser takes for an operator, and as it knows them."""
 _MISSING_COLUMN: Final = re.compile(
     r"no such column|no column named|unknown column|column .* does not exist|undefined column", re.IGNORECASE
 )
@@ -43,30 +49,49 @@ def before_cursor_execute(
     _executemany: bool,
 ) -> None:
     """Refuse a statement that may write to a fenced table and was not guarded."""
+    try:
+        _refuse(statement, context)
+    except FenceError as error:
+        report(error)
+        raise
+
+
+def _refuse(statement: str, context: Any) -> None:
     if context is None or context.execution_options.get("fencelock") == BYPASS:
         return
     compiled = context.compiled
     if context.isddl:
         if isinstance(compiled.statement, DDL):
-            _refuse_text(statement)
+            _refuse_text(statement, context.dialect.name)
     elif compiled is None:
-        _refuse_text(statement)
+        _refuse_text(statement, context.dialect.name)
+    elif is_guarded(context.invoked_statement):
+        return
     elif compiled.isupdate or compiled.isdelete or compiled.isinsert:
         _refuse_unguarded(compiled)
     elif ";" in statement or not statement.startswith("SELECT"):
         _refuse_writing_ctes(compiled)
-        _refuse_text(statement)
+        _refuse_text(statement, context.dialect.name)
 
 
-def _refuse_text(statement: str) -> None:
+def _refuse_text(statement: str, dialect: str) -> None:
     text = " ".join(_LINE_COMMENT.sub(r"\g<0> ;", statement).split())
     table = _mentioned(text, tuple(fenced_names()))
-    if table is not None and _WRITES.search(text):
-        raise UnfencedWriteError(
-            f"textual SQL that may write to the fenced table {table!r} cannot be guarded; use "
-            f"fenced_update() or fenced_delete() with execute_fenced(), or, if no fence is wanted, "
-            f'execution_options(fencelock="bypass")'
-        )
+    if table is None or not _WRITES.search(text) or _only_reads(statement, dialect):
+        return
+    parser = "" if HAS_PARSER else ", which needs pip install 'fencelock[sql]' to be recognised"
+    raise UnfencedWriteError(
+        f"textual SQL that may write to the fenced table {table!r} is not guarded: an UPDATE of it sets "
+        f"{FENCE_COLUMN} = :{TOKEN} and, like a DELETE, has {FENCE_COLUMN} <= :{TOKEN} in its WHERE "
+        f"clause{parser}; or use fenced_update() or fenced_delete() with execute_fenced(); or, if no fence "
+        f'is wanted, execution_options(fencelock="bypass")'
+    )
+
+
+def _only_reads(statement: str, dialect: str) -> bool:
+    for parameter, known in _DRIVER_PARAMETERS:
+        statement = parameter.sub(known, statement)
+    return only_reads(statement, dialect)
 
 
 def _mentioned(text: str, names: tuple[str, ...]) -> str | None:
@@ -108,10 +133,11 @@ def _refuse_writing_ctes(compiled: Any) -> None:
 def explain_missing_column(context: ExceptionContext) -> None:
     """Say what to do when the database lacks the column that the model has."""
     # Only the first line: those that follow quote the statement, which names the column anyway.
-    message = str(context.original_exception).splitlines()[0]
+    message = str(context.original_exception).partition("\n")[0]
     if FENCE_COLUMN in message and _MISSING_COLUMN.search(message):
         raise FenceError(
             f"the database lacks the column {FENCE_COLUMN!r} of a fenced model ({message}); add it with a "
-            f'migration: op.add_column("<table>", sa.Column("{FENCE_COLUMN}", sa.BigInteger(), '
-            f'nullable=False, server_default=sa.text("0")))'
+            f'migration: op.add_fence("<table>"), which fencelock[alembic] brings, or '
+            f'op.add_column("<table>", sa.Column("{FENCE_COLUMN}", sa.BigInteger(), nullable=False, '
+            f'server_default=sa.text("0")))'
         ) from context.original_exception

@@ -20,17 +20,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import Delete, Insert, Update
+from sqlalchemy import Delete, Insert, TextClause, Update
 from sqlalchemy.engine import Connection, CursorResult
 from sqlalchemy.sql import ClauseElement
 from sqlalchemy.sql.lambdas import LambdaElement
 
-from fencelock.errors import UnfencedWriteError
+from fencelock.errors import FenceError, UnfencedWriteError
+from fencelock.guard._carried import ready, take_back
 from fencelock.guard._insert import stamp_insert
 from fencelock.guard._statement import TOKEN_OPTION, Row, refuse_foreign_assignments
 from fencelock.guard._tables import FencedTable, fenced_table, impersonates_fenced, sub_table_of, underlying
 from fencelock.guard._write import GuardedWrite, guard
-from fencelock.guard.session import BYPASS, in_unit_of_work, refuse_autocommit, roll_back
+from fencelock.guard.events import report
+from fencelock.guard.session import BYPASS, in_unit_of_work, refuse_autocommit, report_refusal, roll_back
+from fencelock.guard.textual import is_guarded, refused_text, stamp_text
 
 _guarded: WeakKeyDictionary[ClauseElement, dict[bool, tuple[Any, GuardedWrite]]] = WeakKeyDictionary()
 """By statement, its guarded form with and without an explicit token.
@@ -50,6 +53,23 @@ def before_execute(
     options: Mapping[str, Any],
 ) -> tuple[Any, Sequence[Row], Row]:
     """Guard a statement on its way to the database, or refuse it."""
+    try:
+        return _guarded_form(connection, statement, multiparams, params, options)
+    except FenceError as error:
+        report(error, table=getattr(underlying(getattr(statement, "table", None)), "name", None))
+        raise
+
+
+def _guarded_form(
+    connection: Connection,
+    statement: Any,
+    multiparams: Sequence[Row],
+    params: Row,
+    options: Mapping[str, Any],
+) -> tuple[Any, Sequence[Row], Row]:
+    if isinstance(statement, TextClause) and not _bypassed(options):
+        statement, rows = stamp_text(connection, statement, multiparams or [params], options)
+        return (statement, rows, {}) if multiparams else (statement, [], rows[0])
     if not getattr(statement, "is_dml", False) or _bypassed(options):
         return statement, multiparams, params
     if isinstance(statement, LambdaElement):
@@ -65,6 +85,8 @@ def before_execute(
     else:
         statement, write = _guard_once(statement, fenced, explicit=TOKEN_OPTION in options)
         rows = write.stamp(connection, rows, options)
+        if fenced.strict:
+            ready(connection)
     return (statement, rows, {}) if multiparams else (statement, [], rows[0])
 
 
@@ -77,6 +99,11 @@ def after_execute(  # noqa: PLR0917  SQLAlchemy's signature
     result: CursorResult[Any],
 ) -> None:
     """Raise where the fence has turned a guarded statement away."""
+    if isinstance(statement, TextClause):
+        if is_guarded(statement):
+            take_back(connection)
+            _raise(connection, refused_text(connection, statement, options, result), result)
+        return
     if not getattr(statement, "is_dml", False) or isinstance(statement, Insert) or _bypassed(options):
         return
     write = _writes.get(statement)
@@ -85,9 +112,16 @@ def after_execute(  # noqa: PLR0917  SQLAlchemy's signature
         if fenced is None:
             return
         _, write = guard(statement, fenced, explicit=TOKEN_OPTION in options)
-    refusal = write.refused(connection, multiparams or [params], options, result)
+    if write.fenced.strict:
+        take_back(connection)
+    _raise(connection, write.refused(connection, multiparams or [params], options, result), result)
+
+
+def _raise(connection: Connection, refusal: FenceError | None, result: CursorResult[Any]) -> None:
+    """Raise the error if there is one, once what the statement belongs to is rolled back."""
     if refusal is not None:
         result.close()
+        report_refusal(connection, refusal)
         roll_back(connection)
         raise refusal
 

@@ -12,14 +12,17 @@ It is one transaction, the same for blocking and asyncio engines (`AsyncConnecti
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
+import inspect
 import math
 import secrets
+import threading
 import time
-from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from types import TracebackType
+from typing import Any, Final, NamedTuple, Self
 
 from sqlalchemy import Connection, Engine, StaticPool, select, update
 from sqlalchemy.dialects import mysql, postgresql, sqlite
@@ -35,9 +38,14 @@ from fencelock.guard.session import BYPASS, passes_gate_here
 _DIALECTS: Final = frozenset({"postgresql", "mysql", "mariadb", "sqlite"})
 _MYSQL: Final = frozenset({"mysql", "mariadb"})
 _PAUSE: Final = 0.02
-#: What databases say of a lock that was waited for too long, of a deadlock, of a snapshot that is too old.
-_BUSY_STATES: Final = frozenset({"55P03", "40001", "40P01"})
-_BUSY_NUMBERS: Final = frozenset({1020, 1205, 1213})
+#: Seconds that may pass before the database is told anew how long it may take.
+_SLACK: Final = 0.05
+#: Seconds after the leases' end when coroutines no longer wait for a database to end what it does by itself.
+_GRACE: Final = 0.3
+#: What databases say of a lock that was waited for too long, of a deadlock, of a snapshot that is too old, of
+#: a statement that took too long.
+_BUSY_STATES: Final = frozenset({"55P03", "40001", "40P01", "57014"})
+_BUSY_NUMBERS: Final = frozenset({1020, 1205, 1213, 1969})
 _SQLITE_BUSY: Final = frozenset({5, 6})
 
 _fence = FENCES.c[FENCE_COLUMN]
@@ -129,9 +137,17 @@ class Sealer:
                 "an Engine would block the event loop; give seal= an AsyncEngine for `async with`"
             )
 
-    def wish(self, resources: tuple[str, ...], tokens: tuple[int, ...], expires_at: float) -> Wish:
-        """Return what to seal, under a nonce that is new."""
-        return Wish(resources, tokens, expires_at, secrets.token_urlsafe(16))
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sealer) and self._engine is other._engine
+
+    def __hash__(self) -> int:
+        return id(self._engine)
+
+    def wish(
+        self, resources: tuple[str, ...], tokens: tuple[int, ...], expires_at: float, nonce: str = ""
+    ) -> Wish:
+        """Return what to seal: under a new nonce, or the one that has sealed the same tokens before."""
+        return Wish(resources, tokens, expires_at, nonce or secrets.token_urlsafe(16))
 
     def refuse_to_wait_for_oneself(self, resources: tuple[str, ...]) -> None:
         """Refuse to seal what an open transaction of this very thread or task has written.
@@ -143,7 +159,7 @@ class Sealer:
             if passes_gate_here(resource):
                 raise LockError(
                     f"a transaction of this thread or task has passed the gate of {resource!r} and is still "
-                    "open, and the seal would wait for it: roll back first, then mint anew"
+                    "open, and the seal would wait for it: roll back first, then try again"
                 )
 
     def seal(self, wish: Wish) -> Sealed:
@@ -152,64 +168,56 @@ class Sealer:
         Raises:
             sqlalchemy.exc.SQLAlchemyError: the database cannot be used.
         """
-        steps = _attempts(wish)
-        pause = next(steps)
+        assert isinstance(self._engine, Engine)  # noqa: S101  it was checked
+        obstacles = _Obstacles()
         while True:
-            time.sleep(pause)
-            outcome: Sealed | DBAPIError
-            try:
-                outcome = self._seal_once(wish)
-            except DBAPIError as error:
-                outcome = error
-            try:
-                pause = steps.send(outcome)
-            except StopIteration as end:
-                return end.value  # type: ignore[no-any-return]
+            with obstacles, self._engine.connect() as connection:
+                return seal_on(connection, wish)
+            if wish.left <= _PAUSE:
+                return Sealed(done=False)
+            time.sleep(_PAUSE)
 
     async def seal_soon(self, wish: Wish) -> Sealed:
         """Raise the fences, as `seal` does, letting other tasks run."""
-        steps = _attempts(wish)
-        pause = next(steps)
-        while True:
-            await asyncio.sleep(pause)
-            outcome: Sealed | DBAPIError
-            try:
-                outcome = await self._seal_once_soon(wish)
-            except DBAPIError as error:
-                outcome = error
-            try:
-                pause = steps.send(outcome)
-            except StopIteration as end:
-                return end.value  # type: ignore[no-any-return]
-
-    def _seal_once(self, wish: Wish) -> Sealed:
-        assert isinstance(self._engine, Engine)  # noqa: S101  it was checked
-        with self._engine.connect() as connection:
-            return seal_on(connection, wish)
-
-    async def _seal_once_soon(self, wish: Wish) -> Sealed:
         assert isinstance(self._engine, AsyncEngine)  # noqa: S101  it was checked
-        async with self._engine.connect() as connection:
-            return await connection.run_sync(seal_on, wish)
+        obstacles = _Obstacles()
+        while True:
+            limit = asyncio.timeout(max(0.0, wish.left) + _GRACE)
+            with obstacles:
+                try:
+                    async with limit, self._engine.connect() as connection:
+                        return await connection.run_sync(seal_on, wish)
+                except Exception:  # drivers make of it what they like
+                    if not limit.expired():
+                        raise
+            if wish.left <= _PAUSE:
+                return Sealed(done=False)
+            await asyncio.sleep(_PAUSE)
 
 
-def _attempts(wish: Wish) -> Generator[float, Sealed | DBAPIError, Sealed]:
-    """Yield how many seconds to pause before each attempt, and be sent what came of it.
+class _Obstacles:
+    """Lets pass the errors of attempts to seal after which another attempt may succeed, and no others.
 
     A connection that was lost leaves in doubt whether the COMMIT took place: the same nonce finds out on a
     new one, however long the database takes to come back, within the leases.
     """
-    doubt = False
-    outcome = yield 0.0
-    while True:
-        if isinstance(outcome, Sealed):
-            return outcome
-        doubt = doubt or outcome.connection_invalidated
-        if not _is_busy(outcome) and not (doubt and _is_of_the_connection(outcome)):
-            raise outcome
-        if wish.left <= _PAUSE:
-            return Sealed(done=False)
-        outcome = yield _PAUSE
+
+    def __init__(self) -> None:
+        self._doubt = False
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        if not isinstance(exc_value, DBAPIError):
+            return False
+        self._doubt = self._doubt or exc_value.connection_invalidated
+        return _is_busy(exc_value) or (self._doubt and _is_of_the_connection(exc_value))
 
 
 def _is_of_the_connection(error: DBAPIError) -> bool:
@@ -234,17 +242,16 @@ def seal_on(connection: Connection, wish: Wish) -> Sealed:
     Resources are taken in the order of their names, so that two who seal the same ones do not deadlock.
     """
     name = connection.dialect.name
-    if (
-        name == "postgresql"
-    ):  # under a stricter level, who has waited is refused; AUTOCOMMIT knows no lock_timeout
+    if name == "postgresql":
+        # Under a stricter level, who has waited is refused; AUTOCOMMIT knows no lock_timeout.
         connection = connection.execution_options(isolation_level="READ COMMITTED")
-    with _patience(connection, name, wish.left):
-        done = [
-            _raise_fence(connection, name, resource, token, wish.nonce)
-            for resource, token in sorted(zip(wish.resources, wish.tokens, strict=True))
-        ]
+    with _PATIENCE[name](connection, wish) as patience:
+        done = []
+        for resource, token in sorted(zip(wish.resources, wish.tokens, strict=True)):
+            patience.renew()
+            done.append(_raise_fence(connection, name, resource, token, wish.nonce))
         if all(done):
-            connection.commit()
+            patience.commit()
             return Sealed(done=True)
         fences = tuple(_read(connection, resource)[0] for resource in wish.resources)
         connection.rollback()
@@ -283,39 +290,138 @@ def _read(connection: Connection, resource: str) -> tuple[int, str | None]:
     return (0, None) if found is None else (found[0], found[1])
 
 
-@contextlib.contextmanager
-def _patience(connection: Connection, name: str, seconds: float) -> Iterator[None]:
-    """Have the connection wait for locks no longer than that, and no shorter afterwards than before."""
-    seconds = max(0.0, seconds)
-    if name == "postgresql":
-        connection.exec_driver_sql(f"SET LOCAL lock_timeout = {max(1, math.floor(seconds * 1000))}")
-        yield
-    elif name == "sqlite":
-        with _busy_timeout(connection, math.floor(seconds * 1000)):
-            yield
-    else:
-        # Whole seconds, and 0 for not at all: then it is tried again after a pause.
-        whole = math.floor(seconds)
-        connection.exec_driver_sql(
-            "SET @fencelock_wait = @@SESSION.innodb_lock_wait_timeout, "
-            f"SESSION innodb_lock_wait_timeout = {whole}"
+class _Patience(abc.ABC):
+    """Has the connection wait no longer than the leases are valid, and no shorter afterwards than before.
+
+    Each statement and each lock has its own time, so it is told anew where much has been used up.
+    """
+
+    def __init__(self, connection: Connection, wish: Wish) -> None:
+        self._connection = connection
+        self._wish = wish
+        self._given = math.inf
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if not self._connection.invalidated and self._given < math.inf:
+            self._restore()
+
+    def renew(self) -> None:
+        """Tell the database what is left, unless that is about what it was told before."""
+        left = max(0.0, self._wish.left)
+        if left < self._given - _SLACK:
+            self._set(left)
+            self._given = left
+
+    def commit(self) -> None:
+        """Commit."""
+        self.renew()
+        self._connection.commit()
+
+    @abc.abstractmethod
+    def _set(self, seconds: float) -> None:
+        """Allow so many seconds for each statement and each lock."""
+
+    @abc.abstractmethod
+    def _restore(self) -> None:
+        """Have the connection's own settings again."""
+
+
+class _PostgresPatience(_Patience):
+    """The settings end with the transaction, before its COMMIT, which may wait for a replica for ever."""
+
+    def _set(self, seconds: float) -> None:
+        most = max(1, math.floor(seconds * 1000))
+        settings = ", ".join(
+            f"set_config('{name}_timeout', '{most}', true)" for name in ("lock", "statement")
         )
+        self._connection.exec_driver_sql(f"SELECT {settings}")
+
+    def commit(self) -> None:
+        """Commit; psycopg's connections are asked to give it up when the leases have ended.
+
+        What was committed by then, but not on the replica, comes too late for these leases anyway.
+        """
+        driver = self._connection.connection.driver_connection
+        cancel = getattr(driver, "cancel", None)
+        if cancel is None or inspect.iscoroutinefunction(getattr(driver, "commit", None)):
+            self._connection.commit()  # coroutines have a limit of their own
+            return
+        given_up = threading.Event()
+
+        def give_up() -> None:
+            given_up.set()
+            with contextlib.suppress(Exception):  # the driver's: then there is nothing to be done from here
+                cancel()
+
+        timer = threading.Timer(max(0.0, self._wish.left), give_up)
+        timer.daemon = True
+        timer.start()
         try:
-            yield
+            self._connection.commit()
         finally:
-            if not connection.invalidated:
-                connection.exec_driver_sql("SET SESSION innodb_lock_wait_timeout = @fencelock_wait")
+            timer.cancel()
+            timer.join()
+            if given_up.is_set():  # it may come to what is executed next
+                self._connection.invalidate()
+
+    def _restore(self) -> None:
+        """They have ended."""
 
 
-@contextlib.contextmanager
-def _busy_timeout(connection: Connection, milliseconds: int) -> Iterator[None]:
-    """Set SQLite's. It stands outside of transactions: also for a BEGIN IMMEDIATE that is still to come."""
-    cursor = connection.connection.cursor()
-    cursor.execute("PRAGMA busy_timeout")
-    before = cursor.fetchone()
-    cursor.execute(f"PRAGMA busy_timeout = {milliseconds}")
-    try:
-        yield
-    finally:
-        cursor.execute(f"PRAGMA busy_timeout = {before[0] if before else 0}")
-        cursor.close()
+class _MariadbPatience(_Patience):
+    """MariaDB and MySQL wait for locks in whole seconds, and not at all for 0: then it is tried again.
+
+    Only MariaDB bounds statements, in fractions of seconds.
+    """
+
+    def __init__(self, connection: Connection, wish: Wish) -> None:
+        super().__init__(connection, wish)
+        self._names = ["innodb_lock_wait_timeout", "lock_wait_timeout"]
+        if getattr(connection.dialect, "is_mariadb", False):
+            self._names.append("max_statement_time")
+
+    def _set(self, seconds: float) -> None:
+        whole = math.floor(seconds)
+        values = (whole, max(1, whole), f"{max(seconds, 0.001):.3f}")
+        parts = [f"SESSION {name} = {value}" for name, value in zip(self._names, values, strict=False)]
+        if self._given == math.inf:
+            parts[:0] = [f"@fencelock_{name} = @@SESSION.{name}" for name in self._names]
+        self._connection.exec_driver_sql("SET " + ", ".join(parts))
+
+    def _restore(self) -> None:
+        parts = [f"SESSION {name} = @fencelock_{name}" for name in self._names]
+        self._connection.exec_driver_sql("SET " + ", ".join(parts))
+
+
+class _SqlitePatience(_Patience):
+    """SQLite's stands outside of transactions: also for a BEGIN IMMEDIATE that is still to come."""
+
+    def _set(self, seconds: float) -> None:
+        if self._given == math.inf:
+            self._before = self._pragma("busy_timeout") or 0
+        self._pragma(f"busy_timeout = {math.floor(seconds * 1000)}")
+
+    def _restore(self) -> None:
+        self._pragma(f"busy_timeout = {self._before}")
+
+    def _pragma(self, what: str) -> int | None:
+        with contextlib.closing(self._connection.connection.cursor()) as cursor:
+            cursor.execute(f"PRAGMA {what}")
+            found = cursor.fetchone()
+        return found[0] if found else None
+
+
+_PATIENCE: Final[dict[str, type[_Patience]]] = {
+    "postgresql": _PostgresPatience,
+    "mysql": _MariadbPatience,
+    "mariadb": _MariadbPatience,
+    "sqlite": _SqlitePatience,
+}

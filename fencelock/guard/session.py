@@ -16,27 +16,36 @@ statement is decided once more, and finally, when the statement is rewritten.
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
-from sqlalchemy import event
-from sqlalchemy.engine import Connection, Transaction
+from sqlalchemy import Executable, event
+from sqlalchemy.engine import Connection, ExceptionContext, RootTransaction, Transaction, TwoPhaseTransaction
 from sqlalchemy.orm import Mapper, Session
 from sqlalchemy.orm.base import INCLUDE_PENDING_MUTATIONS, NO_VALUE, PASSIVE_NO_INITIALIZE
 
-from fencelock.errors import AmbiguousFenceError, UnfencedWriteError
+from fencelock.errors import AmbiguousFenceError, FenceError, UnfencedWriteError
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable
+from fencelock.guard.events import report
 from fencelock.lease import Lease, held_leases
 
 if TYPE_CHECKING:
-    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
     from sqlalchemy.orm import InstanceState, scoped_session
 
 BYPASS = "bypass"
 """The value of the execution option `fencelock` that lets a statement pass unguarded."""
+
+NOT_INHERITED: Final = (
+    "Leases do not follow into other threads or executors: there, hand one over with "
+    "bind(session, lock.lease)"
+)
+"""What to say to one who holds no lease, and may believe that he does."""
 
 _CHANGES_ONLY = PASSIVE_NO_INITIALIZE | INCLUDE_PENDING_MUTATIONS
 """Ask an attribute for its changes without loading anything."""
@@ -46,7 +55,13 @@ _writers: WeakKeyDictionary[Transaction, Writer] = WeakKeyDictionary()
 
 
 def bind(
-    target: Session | Connection | AsyncSession | AsyncConnection | scoped_session[Any], *leases: Lease
+    target: Session
+    | Connection
+    | AsyncSession
+    | AsyncConnection
+    | scoped_session[Any]
+    | async_scoped_session[Any],
+    *leases: Lease,
 ) -> None:
     """Hand leases to a session or connection: its writes are guarded by these, whatever the context holds.
 
@@ -55,7 +70,8 @@ def bind(
     connection, or until the next `bind`; without leases it undoes an earlier one. A transaction that is
     already open forgets the leases that it was written under before.
 
-    It does not keep the lock: whoever took the lease still releases it.
+    It does not keep the lock: whoever took the lease still releases it, which waits for transactions that
+    have been written under it by then, and for no others.
 
     Example:
         ```python
@@ -80,35 +96,100 @@ def bind(
 
 def _blocking(target: object) -> Session | Connection:
     """Return the session or connection behind the asyncio and scoped facades."""
-    for attribute in ("sync_session", "sync_connection"):
-        target = getattr(target, attribute, target)
     registry = getattr(target, "registry", None)
     if callable(registry):
         target = registry()
+    for attribute in ("sync_session", "sync_connection"):
+        target = getattr(target, attribute, target)
     if not isinstance(target, Session | Connection):
         raise TypeError(f"expected a session or a connection, not {type(target).__name__}")
     return target
+
+
+def session_of(target: Session | scoped_session[Any]) -> Session:
+    """Return the session behind the facade for scoped ones.
+
+    Raises:
+        TypeError: for anything else, an `AsyncSession` for instance.
+    """
+    session = target.registry() if hasattr(target, "registry") else target
+    if not isinstance(session, Session):
+        raise TypeError(
+            f"expected a Session, not {type(session).__name__}; for an AsyncSession there are claim_async, "
+            f"claim_all_async and gate_async"
+        )
+    return session
 
 
 class Writer:
     """What one database transaction writes under.
 
     Attributes:
+        claiming: leases in doubt that are about to be claimed under.
         session: the session that the transaction belongs to, if any; the one that flushed last, where
             several share a connection.
         has_transaction: whether the driver was seen to hold a transaction open.
         remembered: the leases it was written under so far, by resource.
         gates: which it has passed, and which thread and task did so: each as (resource, who).
+        undoing: whether it is being rolled back, so that nothing can come of it.
     """
 
-    __slots__ = ("_bound_before", "gates", "has_transaction", "remembered", "session")
+    __slots__ = (
+        "_bound_before",
+        "_mark",
+        "_needs",
+        "claiming",
+        "gates",
+        "has_transaction",
+        "remembered",
+        "session",
+        "undoing",
+    )
 
     def __init__(self) -> None:
         self.session: ReferenceType[Session] | None = None
         self.has_transaction = False
         self.remembered: dict[str, Lease] = {}
         self.gates: set[tuple[str, object]] = set()
+        self.undoing = False
+        self.claiming: set[Lease] = set()
         self._bound_before: tuple[Lease, ...] | None = None
+        self._needs: set[Lease] = set()
+        # Stands for it in the leases: if they referred to it, it would never be thrown away.
+        self._mark = object()
+
+    def __del__(self) -> None:
+        """End with a transaction that was thrown away; in a thread, for this runs amidst anything."""
+        if calls := self._let_go():
+            with suppress(RuntimeError):  # the interpreter is on its way out, and gives everything back
+                _thread.start_new_thread(_call_each, (calls,))
+
+    def remember(self, lease: Lease, connection: Connection) -> None:
+        """Note that the transaction is written under a lease."""
+        self.remembered[lease.resource] = lease
+        self.need(lease, connection)
+
+    def need(self, lease: Lease, connection: Connection) -> None:
+        """Note that a lease must not be given back before the transaction ends."""
+        if lease not in self._needs:
+            self._needs.add(lease)
+            lease.need(self._mark)
+            watch_end(connection.get_transaction())
+
+    def doubt(self) -> None:
+        """Note that nobody knows what became of the transaction."""
+        if not self.undoing:
+            for lease in self._needs:
+                lease.doubt()
+
+    def end(self) -> None:
+        """Let go of the leases: the transaction has ended."""
+        _call_each(self._let_go())
+
+    def _let_go(self) -> list[Callable[[], object]]:
+        calls = [call for lease in self._needs for call in lease.let_go(self._mark)]
+        self._needs.clear()
+        return calls
 
     def owner(self) -> Session | None:
         """Return the session that the transaction belongs to, if it is alive."""
@@ -116,15 +197,84 @@ class Writer:
 
     def candidates(self, connection: Connection) -> dict[str, Lease]:
         """Return the leases that may guard a write now, by resource."""
-        session = self.owner()
-        bound = (session and _bound.get(session)) or _bound.get(connection)
+        bound = None
+        if _bound:
+            session = self.owner()
+            bound = (session and _bound.get(session)) or _bound.get(connection)
         if bound != self._bound_before:
             self.remembered.clear()
             self._bound_before = bound
         current: Iterable[Lease] = held_leases() if bound is None else bound
-        found = {lease.resource: lease for lease in current if not lease.released}
-        found.update(self.remembered)
+        found = {lease.resource: lease for lease in current if lease.usable}
+        if self.remembered:
+            found.update(self.remembered)
         return found
+
+
+def _call_each(calls: Iterable[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
+
+
+class _Watched(Transaction):
+    """A transaction that lets go of its leases when it has ended, however it did."""
+
+    __slots__ = ()
+
+    def commit(self) -> None:
+        try:
+            super().commit()
+        finally:
+            self._note_end()
+
+    def rollback(self) -> None:
+        self._note_undoing()
+        try:
+            super().rollback()
+        finally:
+            self._note_end()
+
+    def close(self) -> None:
+        self._note_undoing()
+        try:
+            super().close()
+        finally:
+            self._note_end()
+
+    def _note_undoing(self) -> None:
+        writer = _writers.get(self)
+        if writer is not None:
+            writer.undoing = True
+
+    def _note_end(self) -> None:
+        writer = None if self.is_active else _writers.get(self)
+        if writer is not None:
+            writer.end()
+
+
+class _WatchedRoot(_Watched, RootTransaction):
+    __slots__ = ()
+
+
+class _WatchedTwoPhase(_Watched, TwoPhaseTransaction):
+    __slots__ = ()
+
+
+_WATCHED: Final[Mapping[type[Any], type[Transaction]]] = {
+    RootTransaction: _WatchedRoot,
+    TwoPhaseTransaction: _WatchedTwoPhase,
+}
+
+
+def watch_end(transaction: Transaction | None) -> None:
+    """Have a transaction let go of its leases at its end.
+
+    SQLAlchemy has events before a COMMIT and none after it, save those of sessions, which do not see the
+    transactions of others that they have joined. One of an unknown class lets go when it is thrown away.
+    """
+    watched = _WATCHED.get(type(transaction))
+    if transaction is not None and watched is not None:
+        transaction.__class__ = watched
 
 
 def writer_of(connection: Connection) -> Writer:
@@ -139,6 +289,42 @@ def writer_of(connection: Connection) -> Writer:
     if writer is None:
         writer = _writers[transaction] = Writer()
     return writer
+
+
+def leases_of(connection: Connection | None) -> Mapping[str, Lease]:
+    """Return the leases that the connection's transaction reads and writes under now, by resource."""
+    transaction = None if connection is None else connection.get_transaction()
+    writer = None if transaction is None else _writers.get(transaction)
+    if connection is None or writer is None:
+        return {}
+    return writer.candidates(connection)
+
+
+def note_token(target: Connection | Session, statement: Executable, token: int) -> None:
+    """Note that a transaction is written with this token, of whichever lease it is."""
+    arguments = {"clause": statement}
+    connection = target.connection(bind_arguments=arguments) if isinstance(target, Session) else target
+    writer = writer_of(connection)
+    for lease in writer.candidates(connection).values():
+        if lease.fencing_token == token:
+            writer.need(lease, connection)
+
+
+def take_doubted(connection: Connection, token: int) -> list[Lease]:
+    """Return the leases in doubt that the transaction is about to claim under with this token."""
+    claiming = writer_of(connection).claiming
+    taken = [lease for lease in claiming if lease.fencing_token == token]
+    claiming.difference_update(taken)
+    return taken
+
+
+def doubt_lost_transaction(context: ExceptionContext) -> None:
+    """Note that the connection of a transaction was lost: its COMMIT may have been sent, or be under way."""
+    connection = context.connection
+    transaction = connection.get_transaction() if context.is_disconnect and connection is not None else None
+    writer = None if transaction is None else _writers.get(transaction)
+    if writer is not None:
+        writer.doubt()
 
 
 def note_gate(connection: Connection, resource: str) -> None:
@@ -204,25 +390,54 @@ _COMMITS_BY_ITSELF: Final[Mapping[str, Callable[[Any], bool]]] = {
 class Tokens:
     """The tokens for the rows of one statement: resolves, checks and remembers each lease once."""
 
-    __slots__ = ("_candidates", "_connection", "_found", "_of_table", "_options", "_writer", "fenced")
+    __slots__ = (
+        "_candidates",
+        "_claiming",
+        "_connection",
+        "_found",
+        "_of_table",
+        "_options",
+        "_writer",
+        "fenced",
+    )
 
-    def __init__(self, connection: Connection, fenced: FencedTable, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        fenced: FencedTable,
+        options: Mapping[str, Any],
+        *,
+        claiming: bool = False,
+    ) -> None:
         self.fenced = fenced
         self._connection = connection
         self._options = options
+        self._claiming = claiming
         self._writer = writer_of(connection)
         self._candidates = self._writer.candidates(connection)
         self._found: dict[tuple[Any, ...], int] = {}
         self._of_table: int | None = None
-        if not self._candidates:
-            raise UnfencedWriteError(
-                f"no lease is held for this write to {fenced.name!r}; acquire "
-                f"{self._wanted()} around it, or hand a lease over with bind()"
-            )
 
-    def _wanted(self) -> str:
+    @property
+    def none_held(self) -> bool:
+        """Whether there is no lease that could guard anything."""
+        return not self._candidates
+
+    def need_some(self, resource: str | None = None) -> None:
+        """Refuse a write under no lease at all; the resource that it needed is named where it is known.
+
+        Raises:
+            UnfencedWriteError: if none is held.
+        """
+        if not self.none_held:
+            return
         template = self.fenced.template
-        return f"fenced_lock({template.text!r})" if template else "the fenced_lock of its resource"
+        name = resource or (template and template.text)
+        raise UnfencedWriteError(
+            f"no lease is held for this write to {self.fenced.name!r}; acquire "
+            f"{f'fenced_lock({name!r})' if name else 'the fenced_lock of its resource'} around it. "
+            f"{NOT_INHERITED}"
+        )
 
     def of_table(self) -> int:
         """Return the token of the one resource that guards the whole table.
@@ -233,15 +448,14 @@ class Tokens:
         """
         if self._of_table is not None:
             return self._of_table
+        self.need_some()
         if len(self._candidates) > 1:
             raise AmbiguousFenceError(
                 f"{', '.join(map(repr, self._candidates))} are held and any of them could guard this write "
                 f"to {self.fenced.name!r}; say which with __fence_resource__, or bind() one of them"
             )
         (lease,) = self._candidates.values()
-        translated = self._options.get("schema_translate_map") or {}
-        schema = self.fenced.table.schema
-        self.fenced.fix(self._connection.dialect, translated.get(schema, schema), lease.resource)
+        self.fenced.fix(self._connection.dialect, self._options, lease.resource)
         self._of_table = self._use(lease)
         return self._of_table
 
@@ -263,6 +477,7 @@ class Tokens:
         resource = template.render(values)
         lease = self._candidates.get(resource)
         if lease is None:
+            self.need_some(resource)
             raise UnfencedWriteError(
                 f"this write to {self.fenced.name!r} needs the lease of {resource!r}, and held are "
                 f"{', '.join(map(repr, self._candidates))}; acquire fenced_lock({resource!r}) around it"
@@ -271,8 +486,24 @@ class Tokens:
 
     def _use(self, lease: Lease) -> int:
         lease.check()
-        self._writer.remembered[lease.resource] = lease
+        if lease.in_doubt:
+            lease.check_certain(claiming=self._claiming)
+            self._writer.claiming.add(lease)
+        self._writer.remember(lease, self._connection)
         return lease.fencing_token
+
+
+def resource_of(connection: Connection, token: int | None) -> str | None:
+    """Return the resource whose token the connection's transaction has used; None if that is not known."""
+    transaction = connection.get_transaction()
+    writer = None if transaction is None else _writers.get(transaction)
+    leases = writer.remembered.values() if writer is not None else ()
+    return next((lease.resource for lease in leases if lease.fencing_token == token), None)
+
+
+def report_refusal(connection: Connection, error: FenceError) -> None:
+    """Tell of what the database has turned away, with the resource of the token that was refused."""
+    report(error, resource=resource_of(connection, getattr(error, "token", None)))
 
 
 def rows_known_to(
@@ -458,12 +689,31 @@ class _Watch:
         if self._looked_up:
             self._token_for(flush, connection, state, state.dict)
         else:  # the statement has the key, which the object need not be loaded for
-            flush.tokens(self._fenced, connection)
+            tokens = flush.tokens(self._fenced, connection)
+            if tokens is not None and tokens.none_held:
+                tokens.need_some(self._resource_of(state))
+
+    def _resource_of(self, state: InstanceState[Any]) -> str | None:
+        """Return which resource guards an object, by its key alone."""
+        template = self._fenced.template
+        if template is None or state.key is None:
+            return None
+        key = dict(zip(self._fenced.table.primary_key, state.key[1], strict=True))
+        return template.render([key[column] for column in template.columns.values()])
 
     def _token_for(
         self, flush: _Flush, connection: Connection, state: InstanceState[Any], current: Mapping[str, Any]
     ) -> int | None:
         """Return the token to write an object with; None where the connection bypasses the guard."""
+        try:
+            return self._found_token(flush, connection, state, current)
+        except FenceError as error:
+            report(error, table=self._fenced.name)
+            raise
+
+    def _found_token(
+        self, flush: _Flush, connection: Connection, state: InstanceState[Any], current: Mapping[str, Any]
+    ) -> int | None:
         tokens = flush.tokens(self._fenced, connection)
         if tokens is None:
             return None
@@ -471,6 +721,7 @@ class _Watch:
             return tokens.of_table()
         values = _loaded_values(self._naming, state, current)
         if values is None:
+            tokens.need_some()
             return 0
         if self._looked_up and state.key is not None:
             flush.known[self._fenced][state.key[1]] = values

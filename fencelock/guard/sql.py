@@ -17,9 +17,11 @@ from sqlalchemy.orm import Session
 from sqlalchemy.sql import FromClause
 from sqlalchemy.sql.selectable import AliasedReturnsRows
 
+from fencelock.guard._carried import CARRIERS
 from fencelock.guard._install import install
 from fencelock.guard._statement import TOKEN_BIND, TOKEN_OPTION
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table, register, underlying
+from fencelock.guard.session import note_token
 from fencelock.token import check as check_token
 
 
@@ -87,6 +89,8 @@ def execute_fenced(
         raise TypeError(f"execute_fenced takes an UPDATE, DELETE or INSERT, not {type(statement).__name__}")
     _known(statement.table)
     options = {} if token is None else {TOKEN_OPTION: check_token(token)}
+    if token is not None:
+        note_token(connection, statement, token)
     result: CursorResult[Any] = connection.execute(statement, parameters, execution_options=options)  # type: ignore[assignment]
     return result
 
@@ -143,6 +147,7 @@ def conditional_update(
     paramstyle: str = "pyformat",
     *,
     dialect: str | None = None,
+    strict: bool = False,
 ) -> tuple[str, Any]:
     """Return the SQL and the parameters of a fenced UPDATE, for a bare DB-API cursor.
 
@@ -162,13 +167,15 @@ def conditional_update(
         paramstyle: as PEP 249 calls it, in the `paramstyle` of the driver's module (psycopg and PyMySQL
             `"pyformat"`, sqlite3 `"qmark"`), or `"numeric_dollar"`, as asyncpg has it.
         dialect: `"postgresql"`, `"mysql"`, `"mariadb"` or `"sqlite"`: quote the names for this database.
+        strict: carry the token for a strict trigger (see `fencelock.guard.triggers`), which takes a dialect.
 
     Returns:
         The SQL, and a dict of parameters for the styles `"named"` and `"pyformat"`, else a tuple.
 
     Raises:
         ValueError: if the token is not 1 … 2**63 - 1; the key is empty or has a None, which no row equals;
-            the values or the key name `last_fencing_token`; a name needs quotes; the style is unknown.
+            the values or the key name `last_fencing_token`; a name needs quotes; the style is unknown; it is
+            to be strict without a dialect.
         TypeError: if the token is no int.
 
     Example:
@@ -177,7 +184,7 @@ def conditional_update(
         if cursor.execute(sql, params).rowcount == 0: ...
         ```
     """
-    write = _RawWrite(paramstyle, dialect)
+    write = _RawWrite(paramstyle, dialect, strict=strict)
     fence = write.name(FENCE_COLUMN)
     _check_raw(values, key, token)
     assignments = [f"{write.name(column)} = {write.bind(value)}" for column, value in values.items()]
@@ -194,13 +201,14 @@ def conditional_delete(
     paramstyle: str = "pyformat",
     *,
     dialect: str | None = None,
+    strict: bool = False,
 ) -> tuple[str, Any]:
     """Return the SQL and the parameters of a fenced DELETE, for a bare DB-API cursor.
 
     See `conditional_update` for the arguments, what is returned and what is raised. The fence goes with the
     row: a stale holder could insert it again, which only a gate or a trigger prevents.
     """
-    write = _RawWrite(paramstyle, dialect)
+    write = _RawWrite(paramstyle, dialect, strict=strict)
     _check_raw({}, key, token)
     sql = f"DELETE FROM {write.table(table)} WHERE {write.where(key, token)}"  # noqa: S608  see name()
     return sql, write.parameters()
@@ -221,11 +229,14 @@ def _check_raw(values: Mapping[str, Any], key: Mapping[str, Any], token: int) ->
 class _RawWrite:
     """Collects the parameters of one statement, and writes names and placeholders as its database wants."""
 
-    def __init__(self, paramstyle: str, dialect: str | None) -> None:
+    def __init__(self, paramstyle: str, dialect: str | None, *, strict: bool) -> None:
         if paramstyle not in _PLACEHOLDERS:
             raise ValueError(f"paramstyle is one of {', '.join(_PLACEHOLDERS)}, not {paramstyle!r}")
         if dialect is not None and dialect not in _QUOTES:
             raise ValueError(f"dialect is one of {', '.join(_QUOTES)} or None, not {dialect!r}")
+        if strict and dialect is None:
+            raise ValueError("each database carries the token in its own way; with strict, give dialect=")
+        self._carrier = CARRIERS[dialect] if dialect and strict else ""
         self._paramstyle = paramstyle
         self._quote = _QUOTES[dialect] if dialect else ""
         self._values: list[Any] = []
@@ -244,7 +255,10 @@ class _RawWrite:
     def where(self, key: Mapping[str, Any], token: int) -> str:
         """Return the criteria: the key, and the condition on the fence."""
         equal = [f"{self.name(column)} = {self.bind(value)}" for column, value in key.items()]
-        return " AND ".join([*equal, f"{self.name(FENCE_COLUMN)} <= {self.bind(token)}"])
+        criteria = [*equal, f"{self.name(FENCE_COLUMN)} <= {self.bind(token)}"]
+        if self._carrier:
+            criteria.append(self._carrier.format(self.bind(token)))
+        return " AND ".join(criteria)
 
     def table(self, table: Any) -> str:
         """Return a table's name, with its schema if it has one."""

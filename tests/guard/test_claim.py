@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,10 +11,31 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, ForeignKey, String, create_engine, delete, event, func, insert, select, update
 from sqlalchemy.exc import DBAPIError, InvalidRequestError, NoResultFound, OperationalError
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, joinedload, mapped_column, relationship
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_scoped_session, async_sessionmaker
+from sqlalchemy.orm import (
+    DeclarativeBase,
+    Mapped,
+    Session,
+    joinedload,
+    mapped_column,
+    relationship,
+    scoped_session,
+    sessionmaker,
+)
 
 from fencelock.errors import AmbiguousFenceError, StaleTokenError, UnfencedWriteError
-from fencelock.guard import FencedModel, begin_immediate, bind, claim, claim_all, fence_table, gate
+from fencelock.guard import (
+    FencedModel,
+    begin_immediate,
+    bind,
+    claim,
+    claim_all,
+    claim_all_async,
+    claim_async,
+    fence_table,
+    gate,
+    gate_async,
+)
 from fencelock.lease import Lease, note_ended, note_held
 
 OLD = Lease("account:1", 1)
@@ -163,10 +185,8 @@ def test_with_a_claim_no_update_is_lost(engine: Engine, old: Session, new: Sessi
     account = claim(new, Account, 1)
     read_by_new = account.balance
     new.commit()
-    stale = old.get_one(Account, 1)
-    stale.balance -= 10
     with pytest.raises(StaleTokenError) as caught:
-        old.commit()
+        old.execute(update(Account).where(Account.id == 1).values(balance=Account.balance - 10))
     assert (caught.value.token, caught.value.current) == (1, 2)
     new.get_one(Account, 1).balance = read_by_new - 50
     new.commit()
@@ -257,6 +277,7 @@ def test_a_stale_claim_is_refused(old: Session, new: Session) -> None:
         claim(old, Account, 1)
     assert (caught.value.table, caught.value.identity) == ("cl_accounts", (1,))
     old.rollback()
+    bind(old, NEW)
     assert old.get_one(Account, 1).balance == 100
 
 
@@ -586,3 +607,92 @@ def test_a_row_that_appears_after_the_claim_is_claimed(engine: Engine, new: Sess
     event.listen(engine, "after_execute", appear)
     assert claim(new, Account, 5).last_fencing_token == 3
     assert new.connection().scalar(select(Account.last_fencing_token).where(Account.id == 5)) == 3
+
+
+async def _two_holders(aengine: AsyncEngine) -> None:
+    """Claim, gate and claim all as the newer holder; the older one is turned away by each."""
+    async with AsyncSession(aengine) as new, AsyncSession(aengine) as old:
+        bind(new, NEW, Lease("queue:a", 2))
+        bind(old, OLD, Lease("queue:a", 1))
+        account = await claim_async(new, Account, 1)
+        assert account.last_fencing_token == 2
+        account.balance -= 50
+        assert [task.id for task in await claim_all_async(new, select(Task).where(Task.queue == "a"))] == [
+            1,
+            3,
+        ]
+        await gate_async(new, "account:1")
+        await new.commit()
+        for late in (
+            claim_async(old, Account, 1),
+            claim_all_async(old, select(Task).where(Task.queue == "a")),
+            gate_async(old, "account:1"),
+        ):
+            with pytest.raises(StaleTokenError):
+                await late
+            await old.rollback()
+        bind(new, Lease("account:7", 1))
+        with pytest.raises(NoResultFound):
+            await claim_async(new, Account, {"id": 7})
+    await aengine.dispose()
+
+
+def test_coroutines_claim(engine: Engine, for_asyncio: Callable[[Engine], AsyncEngine]) -> None:
+    """The twins for `AsyncSession` do what `claim`, `claim_all` and `gate` do."""
+    asyncio.run(_two_holders(for_asyncio(engine)))
+    assert (balance(engine), fence(engine)) == (50, 2)
+
+
+def test_coroutines_claim_without_waiting(
+    engine: Engine, for_asyncio: Callable[[Engine], AsyncEngine]
+) -> None:
+    """`skip_locked` and `nowait` are passed on."""
+    if engine.dialect.name == "sqlite":
+        pytest.skip("SQLite has no row locks")
+
+    async def main() -> None:
+        aengine = for_asyncio(engine)
+        async with AsyncSession(aengine) as first, AsyncSession(aengine) as second:
+            for session in (first, second):
+                bind(session, NEW)
+            await claim_async(first, Account, 1)
+            assert await claim_async(second, Account, 1, skip_locked=True) is None
+            with pytest.raises(DBAPIError):
+                await claim_async(second, Account, 1, nowait=True)
+        await aengine.dispose()
+
+    asyncio.run(main())
+
+
+def test_scoped_sessions_claim(engine: Engine, for_asyncio: Callable[[Engine], AsyncEngine]) -> None:
+    """The session behind the facade claims, and a refusal rolls that one back."""
+    scoped = scoped_session(sessionmaker(engine))
+    bind(scoped, NEW)
+    gate(scoped, "account:1")
+    claim(scoped, Account, 1).balance = 70
+    assert [account.id for account in claim_all(scoped, select(Account))] == [1]
+    scoped.commit()
+    bind(scoped, OLD)
+    with pytest.raises(StaleTokenError):
+        claim(scoped, Account, 1)
+    assert not scoped().in_transaction()
+    scoped.remove()
+
+    async def main() -> None:
+        aengine = for_asyncio(engine)
+        of_task = async_scoped_session(async_sessionmaker(aengine), scopefunc=asyncio.current_task)
+        bind(of_task, NEW)
+        (await claim_async(of_task, Account, 1)).balance = 60
+        await of_task.commit()
+        await of_task.remove()
+        await aengine.dispose()
+
+    asyncio.run(main())
+    assert balance(engine) == 60
+
+
+def test_a_session_of_coroutines_is_not_claimed_with_by_blocking_code(engine: Engine) -> None:
+    """The error names the function to use."""
+    for wrong in (AsyncSession(), Session, engine):
+        with pytest.raises(TypeError, match="claim_async"):
+            claim(wrong, Account, 1)  # type: ignore[call-overload]

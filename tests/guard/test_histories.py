@@ -12,11 +12,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, find, given, settings
 from hypothesis import strategies as st
-from sqlalchemy import Engine, String, create_engine, delete, insert, select, update
+from sqlalchemy import Engine, String, create_engine, delete, insert, select, text, update
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from fencelock.errors import StaleTokenError
-from fencelock.guard import FencedModel, bind, claim, execute_fenced, fenced_update
+from fencelock.guard import FencedModel, bind, claim, execute_fenced, fenced_update, upsert
 from fencelock.lease import Lease
 
 SHARED = [HealthCheck.function_scoped_fixture]  # each example empties the database itself
@@ -96,6 +96,34 @@ class Worker:
         execute_fenced(self.session, fenced_update(Entry).where(*which).values(log=Entry.log.concat(mark)))
         return self.session.expire_all()
 
+    def textual(self, row: int, mark: str) -> None:
+        """Append in the database, by text that carries the condition."""
+        if not self._guarded:
+            return self.statement(row, mark)
+        mysql = self.session.get_bind().dialect.name in {"mysql", "mariadb"}
+        longer = "concat(log, :mark)" if mysql else "log || :mark"
+        statement = text(
+            f"UPDATE hi_entries SET log = {longer}, last_fencing_token = :fencing_token"  # noqa: S608 - ours
+            " WHERE id = :id AND ledger = 'main' AND last_fencing_token <= :fencing_token"
+        )
+        self.session.execute(statement, {"id": row, "mark": mark, "fencing_token": self.token})
+        return self.session.expire_all()
+
+    def upserted(self, row: int, mark: str) -> None:
+        """Append by an INSERT that finds the row there."""
+        if not self._guarded:
+            return self.mappings(row, mark)
+        log = self.entry(row).log
+        return upsert(self.session, Entry, [{"id": row, "ledger": "main", "log": log + mark}])
+
+    def after_a_savepoint(self, row: int, mark: str) -> None:
+        """Append after a savepoint was rolled back, which took a claim and a write along."""
+        nested = self.session.begin_nested()
+        self.unit_of_work(row, "never seen")
+        nested.rollback()
+        self._claimed.discard(row)
+        self.unit_of_work(row, mark)
+
     def give_up(self) -> None:
         """Take back what has not been committed, and trust nothing any more."""
         self.session.rollback()
@@ -103,7 +131,17 @@ class Worker:
         self._claimed.clear()
 
 
-PATHS = ("unit_of_work", "merge", "mappings", "replacement", "statement", "construct")
+PATHS = (
+    "unit_of_work",
+    "merge",
+    "mappings",
+    "replacement",
+    "statement",
+    "construct",
+    "textual",
+    "upserted",
+    "after_a_savepoint",
+)
 Step = tuple[int, str, int, bool]
 """Who writes, how, which row, and whether the transaction is committed."""
 HISTORIES = st.lists(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import os
+import re
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, ForeignKey, String, bindparam, create_engine, insert, select, update
+from sqlalchemy import Engine, ForeignKey, String, bindparam, create_engine, event, insert, select, update
 from sqlalchemy.orm import (
     DeclarativeBase,
     Mapped,
@@ -29,7 +30,7 @@ from fencelock.errors import (
     StaleTokenError,
     UnfencedWriteError,
 )
-from fencelock.guard import FencedModel, bind
+from fencelock.guard import FencedModel, bind, claim
 from fencelock.lease import Lease, note_ended, note_held
 from fencelock.token import MAX_TOKEN
 
@@ -135,8 +136,9 @@ def test_the_held_lease_of_each_row_is_found(session: Session) -> None:
     assert session.get_one(Order, 1).last_fencing_token == 4
 
 
-def test_rows_of_one_flush_get_their_own_tokens(session: Session) -> None:
+def test_rows_of_one_flush_get_their_own_tokens(session: Session, unseen: Callable[[Session], None]) -> None:
     """One executemany carries a token per row, and refuses if any of them is stale."""
+    unseen(session)
     bind(session, Lease("ticket:1", 3), Lease("ticket:2", 30))
     for number in (1, 2):
         session.get_one(Ticket, number).seat = "a"
@@ -412,6 +414,59 @@ def test_a_released_lease_guards_nothing(session: Session) -> None:
         session.commit()
 
 
+@pytest.mark.parametrize(
+    ("write", "lock"),
+    [
+        ("insert", "fenced_lock('ticket:7')"),
+        ("update", "fenced_lock('ticket:1')"),
+        ("delete", "fenced_lock('ticket:1')"),
+        ("statement", "fenced_lock('ticket:1')"),
+        ("claim", "fenced_lock('ticket:1')"),
+        ("key of the database", "fenced_lock('ticket:{id}')"),
+        ("of a table", "the fenced_lock of its resource"),
+        ("inherited", "fenced_lock('customer:2')"),
+    ],
+)
+def test_write_without_a_lease_is_told_which_and_that_threads_inherit_none(
+    session: Session, write: str, lock: str
+) -> None:
+    """The row's own resource, where its values are known; and how leases get into other threads."""
+    writes: dict[str, Callable[[], object]] = {
+        "insert": lambda: session.add(Ticket(id=7)),
+        "update": lambda: setattr(session.get_one(Ticket, 1), "seat", "a"),
+        "delete": lambda: session.delete(session.get_one(Ticket, 1)),
+        "statement": lambda: session.execute(update(Ticket).where(Ticket.id == 1).values(seat="a")),
+        "claim": lambda: claim(session, Ticket, 1),
+        "key of the database": lambda: session.add(Ticket()),
+        "of a table": lambda: setattr(session.get_one(Stock, 1), "count", 1),
+        "inherited": lambda: setattr(session.get_one(Order, 2), "status", "paid"),
+    }
+
+    def write_it() -> None:
+        writes[write]()
+        session.flush()
+
+    hint = r"do not follow into other threads or executors.*bind\(session, lock\.lease\)"
+    with pytest.raises(UnfencedWriteError, match=f"no lease is held.*{re.escape(lock)}.*{hint}"):
+        write_it()
+
+
+def test_nothing_is_sent_where_no_lease_is_held(session: Session) -> None:
+    """Neither for a row whose key the database makes, nor before a DELETE that comes later in the flush."""
+    sent: list[str] = []
+    engine = session.get_bind()
+    ticket = session.get_one(Ticket, 1)
+    event.listen(engine, "before_cursor_execute", lambda *arguments: sent.append(arguments[2]))
+    session.delete(ticket)
+    with pytest.raises(UnfencedWriteError):
+        session.flush()
+    session.rollback()
+    session.add(Ticket())
+    with pytest.raises(UnfencedWriteError):
+        session.flush()
+    assert [statement for statement in sent if not statement.startswith("SELECT")] == []
+
+
 def test_a_lost_lease_is_refused_before_anything_is_sent(session: Session) -> None:
     """A lease known to be lost raises LockLostError; one whose time ran out is the database's to judge."""
     expired = Lease("ticket:1", 3, expires_at=0.0)
@@ -515,11 +570,14 @@ def test_the_largest_token_works(session: Session) -> None:
     assert caught.value.current == MAX_TOKEN
 
 
-def test_sessions_that_share_a_connection_keep_their_leases_apart(engine: Engine) -> None:
+def test_sessions_that_share_a_connection_keep_their_leases_apart(
+    engine: Engine, unseen: Callable[[Session], None]
+) -> None:
     """Each session's flush is guarded by what is bound to it, whoever began or flushed last."""
     with engine.execution_options(fencelock="bypass").begin() as connection:
         connection.execute(update(Ticket).values(last_fencing_token=5))
     with engine.connect() as connection, Session(connection) as stale, Session(connection) as fresh:
+        unseen(stale)
         bind(stale, Lease("ticket:1", 4))
         bind(fresh, Lease("ticket:1", 6), Lease("customer:1", 6))
         ticket = stale.get_one(Ticket, 1)

@@ -285,6 +285,19 @@ def test_plain_models_stay_hashable_and_dataclasses_stay_dataclasses() -> None:
     assert len({Order(id=1), Order(id=1)}) == 2
 
 
+def test_mixin_of_plain_models_beside_dataclasses_names_the_other_one() -> None:
+    """SQLAlchemy's own error would not."""
+
+    class Base(MappedAsDataclass, DeclarativeBase):
+        pass
+
+    with pytest.raises(TypeError, match="Point is a dataclass: use FencedDataclassModel"):
+
+        class Point(FencedModel, Base):
+            __tablename__ = "mo_points"
+            id: Mapped[int] = mapped_column(primary_key=True)
+
+
 def test_a_copied_table_is_guarded_like_the_original(in_memory: InMemory) -> None:
     """to_metadata keeps the fence and the template."""
 
@@ -474,8 +487,9 @@ def test_a_class_without_the_mixin_is_guarded_by_its_table(tmp_path: Path) -> No
         bind(session, Lease("boxes", 5))
         session.add(Crate(id=1))
         session.commit()
+        crate = session.get_one(Crate, 1)
         bind(session, Lease("boxes", 4))
-        session.get_one(Crate, 1).width = 7
+        crate.width = 7
         with pytest.raises(StaleTokenError):
             session.commit()
         session.rollback()

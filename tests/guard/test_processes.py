@@ -98,3 +98,5 @@ def test_a_deferred_transaction_that_has_read_cannot_claim(tmp_path: Any) -> Non
         writer.commit()
         with pytest.raises(DBAPIError, match="locked"):
             claim(reader, Counter, 1)
+    deferred.dispose()
+    other.dispose()

@@ -1,0 +1,93 @@
+"""Claims for coroutines: `claim`, `claim_all` and `gate` on the session behind an `AsyncSession`.
+
+Apart from `claim` because nothing is decided here. (And because an `AsyncSession` needs greenlet, which is
+not asked for until somebody has one.)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+
+from fencelock.guard.claim import claim, claim_all, gate
+
+if TYPE_CHECKING:
+    from sqlalchemy import Select
+    from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
+
+T = TypeVar("T")
+
+
+@overload
+async def claim_async(
+    session: AsyncSession | async_scoped_session[Any],
+    model: type[T],
+    identity: object,
+    *,
+    nowait: bool = ...,
+    skip_locked: Literal[False] = ...,
+) -> T: ...
+@overload
+async def claim_async(
+    session: AsyncSession | async_scoped_session[Any],
+    model: type[T],
+    identity: object,
+    *,
+    nowait: bool = ...,
+    skip_locked: bool,
+) -> T | None: ...
+async def claim_async(
+    session: AsyncSession | async_scoped_session[Any],
+    model: type[T],
+    identity: object,
+    *,
+    nowait: bool = False,
+    skip_locked: bool = False,
+) -> T | None:
+    """Raise a row's fence, lock the row, and return it freshly loaded: `claim`, for an `AsyncSession`.
+
+    It takes the same arguments, makes the same promises and raises the same errors. Other tasks run while
+    the database works. As everywhere with asyncio, relationships that are not loaded cannot be looked at
+    afterwards without `await`.
+
+    Example:
+        ```python
+        async with fenced_lock("order:1"), AsyncSession(engine) as session:
+            order = await claim_async(session, Order, 1)
+            order.status = "paid"
+            await session.commit()
+        ```
+    """
+    return await _of_task(session).run_sync(
+        lambda blocking: claim(blocking, model, identity, nowait=nowait, skip_locked=skip_locked)
+    )
+
+
+async def claim_all_async(
+    session: AsyncSession | async_scoped_session[Any], statement: Select[Any]
+) -> list[Any]:
+    """Claim every row that a query finds, and return them: `claim_all`, for an `AsyncSession`.
+
+    Example:
+        ```python
+        items = await claim_all_async(session, select(Item).where(Item.order_id == 1))
+        ```
+    """
+    return await _of_task(session).run_sync(claim_all, statement)
+
+
+async def gate_async(session: AsyncSession | async_scoped_session[Any], resource: str | None = None) -> None:
+    """Claim the resource's own row in the fence table: `gate`, for an `AsyncSession`.
+
+    Example:
+        ```python
+        await gate_async(session, "order:1")
+        session.add(Item(order_id=1))
+        ```
+    """
+    await _of_task(session).run_sync(gate, resource)
+
+
+def _of_task(session: AsyncSession | async_scoped_session[Any]) -> AsyncSession:
+    """Return the session behind the facade for scoped ones."""
+    found: AsyncSession = session.registry() if hasattr(session, "registry") else session
+    return found

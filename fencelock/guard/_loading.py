@@ -1,0 +1,134 @@
+"""Raises where an object is loaded whose fence is above the lease that it is read under.
+
+What such a holder computes from the row could not be written anyway; it had better hear of it before it sends
+an e-mail. This saves work and is no safeguard: a fence may rise a moment after it was read (see `claim`).
+
+It costs nothing for each row where no lease is in scope, and one comparison where there is: SQLAlchemy asks
+once for each query how a column's value gets from a row into an object, and the answer is given by the leases
+of that moment. An event for each loaded object would cost a sixth of a large query (*measured*).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from sqlalchemy.orm import ColumnProperty, Mapper
+from sqlalchemy.sql import ColumnElement
+
+from fencelock.errors import StaleTokenError
+from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table
+from fencelock.guard.events import report
+from fencelock.guard.session import BYPASS, leases_of
+from fencelock.lease import Lease
+
+_Getter = Callable[[Any], Any]
+
+
+class _FenceProperty(ColumnProperty[Any]):
+    """The attribute of the fence, once its model is mapped."""
+
+    __slots__ = ()
+    inherit_cache = True
+
+    def setup(self, context: Any, query_entity: Any, path: Any, adapter: Any, **kwargs: Any) -> None:
+        """Have a query select the column, and ask for each execution how to load it."""
+        super().setup(context, query_entity, path, adapter, **kwargs)
+        memoized: dict[Any, Any] = kwargs["memoized_populators"]
+        if isinstance(memoized.get(self), ColumnElement):  # else a mark, for what is not loaded
+            del memoized[self]
+
+    def create_row_processor(  # noqa: PLR0917  SQLAlchemy's signature
+        self,
+        context: Any,
+        query_entity: Any,
+        path: Any,
+        mapper: Any,
+        result: Any,
+        adapter: Any,
+        populators: dict[str, list[tuple[str, Any]]],
+    ) -> None:
+        """Say how the column gets from a row into an object; look at it where a lease is in scope."""
+        known = context.compile_state.attributes
+        getter: _Getter | None = known.get(("fencelock", path.natural_path))
+        if getter is None:
+            before = len(populators["quick"])
+            super().create_row_processor(context, query_entity, path, mapper, result, adapter, populators)
+            if len(populators["quick"]) == before:
+                return  # the query does not load it
+            getter = known["fencelock", path.natural_path] = populators["quick"].pop()[1]
+        leases = leases_of(getattr(result, "connection", None))
+        if leases and result.context.execution_options.get("fencelock") != BYPASS:
+            getter = _looking(getter, _Look(self, leases, result, adapter))
+        populators["quick"].append((self.key, getter))
+
+
+def _looking(getter: _Getter, look: _Look) -> _Getter:
+    """Return what reads the fence from a row, and refuses one that is too high."""
+    # Of a lease in doubt no row may be read, whatever its fence.
+    lowest = min([-1 if lease.in_doubt else lease.fencing_token for lease in look.leases.values()])
+
+    def read(row: Any) -> Any:
+        fence = getter(row)
+        if fence is not None and fence > lowest:
+            look.compare(row, fence)
+        return fence
+
+    return read
+
+
+class _Look:
+    """Looks at the high ones among the fences that one query loads.
+
+    Attributes:
+        leases: those that the query reads under, by resource.
+    """
+
+    __slots__ = ("_adapter", "_fence", "_result", "leases")
+
+    def __init__(self, fence: _FenceProperty, leases: Mapping[str, Lease], result: Any, adapter: Any) -> None:
+        self._fence = fence
+        self._result = result
+        self._adapter = adapter
+        self.leases = leases
+
+    def compare(self, row: Any, fence: int) -> None:
+        """Refuse a row whose fence is above the lease that guards it.
+
+        Raises:
+            StaleTokenError: it is.
+            CommitInDoubtError: it may rise, by what the holder himself has sent.
+        """
+        fenced = fenced_table(self._fence.columns[0].table)
+        resource = None if fenced is None else self._resource_of(row, fenced)
+        lease = None if resource is None else self.leases.get(resource)
+        if lease is not None and lease.in_doubt:
+            lease.check_certain(claiming=False)
+        if fenced is not None and lease is not None and fence > lease.fencing_token:
+            identity = tuple(self._values(row, fenced.table.primary_key))
+            error = StaleTokenError(
+                fenced.name, identity, lease.fencing_token, fence, detail="it was read, and not written"
+            )
+            report(error, resource=lease.resource)
+            raise error
+
+    def _resource_of(self, row: Any, fenced: FencedTable) -> str | None:
+        """Return the resource that guards a row; None where that cannot be told from here."""
+        if fenced.template is None:
+            return fenced.fixed(self._result.dialect, self._result.context.execution_options)
+        values = self._values(row, fenced.template.columns.values())
+        return fenced.template.render(values) if len(values) == len(fenced.template.columns) else None
+
+    def _values(self, row: Any, columns: Iterable[Any]) -> list[Any]:
+        """Return what a row has of these columns."""
+        if self._adapter:
+            columns = [self._adapter.columns[column] for column in columns]
+        getters = [self._result._getter(column, False) for column in columns]  # noqa: FBT003, SLF001  no public way
+        return [getter(row) for getter in getters if getter is not None]
+
+
+def watch_loads(mapper: Mapper[Any]) -> None:
+    """Look at what is loaded of a fenced model."""
+    fence = mapper.get_property(FENCE_COLUMN)
+    if type(fence) is ColumnProperty:
+        fence.__class__ = _FenceProperty

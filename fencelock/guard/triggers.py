@@ -1,0 +1,399 @@
+"""Triggers: what the database itself refuses, whoever writes and by whatever way.
+
+Python sees what passes through SQLAlchemy. A bare cursor, psql, a view, a stored function, a COPY into a
+staging table and the UPDATE that follows are seen by the database alone. A trigger is optional, table by
+table, in one of two forms.
+
+- Plain: the fence of a row never goes down. It stops a stale holder who writes his token unchecked, a program
+  that writes back all the columns that it has read, and a restore of old rows over new ones.
+- Strict: besides, an UPDATE must raise the fence or carry the token that the fence has, and a DELETE must
+  carry a token that is not below it. The statements of the guard do (see `_carried`); others are refused, so
+  a program that knows no fence can only read and insert. On PostgreSQL, TRUNCATE is refused as well.
+
+What they cannot see: an INSERT, which has no fence to compare with (`gate` is for that); REPLACE, which is a
+DELETE and an INSERT (a strict trigger of MariaDB sees the DELETE, one of SQLite does only with `PRAGMA
+recursive_triggers`); on MariaDB the rows that a foreign key changes or deletes by CASCADE or SET NULL, and
+TRUNCATE; links and joined sub-tables, which are other tables. Whoever may drop the trigger may do anything.
+
+The names and texts are made here and nowhere else: `create_all`, the Alembic operations and programs that do
+it by hand all ask `create` and `drop`.
+"""
+
+# ruff: noqa: S608 - names are quoted by the dialect, and the rest is written here
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from typing import Any, Final, Literal
+
+from sqlalchemy import MetaData, Table, event, text
+from sqlalchemy.engine import Connection, ExceptionContext
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.schema import ExecutableDDLElement
+from sqlalchemy.sql.compiler import DDLCompiler, IdentifierPreparer
+
+from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
+from fencelock.guard import _carried
+from fencelock.guard._tables import FENCE_COLUMN, FenceTrigger, trigger_of
+from fencelock.guard.events import report
+
+__all__ = ["FenceDDL", "FenceTrigger", "create", "drop", "installed", "knows", "prepare"]
+
+_LONGEST_NAME: Final = 60
+"""PostgreSQL cuts longer names, MariaDB refuses them."""
+
+_PLAIN: Final = "fence"
+_STRICT: Final = "strict"
+_STRICT_DELETE: Final = "strict_delete"
+_STRICT_TRUNCATE: Final = "strict_truncate"
+_FUNCTION: Final = "refuse"
+_Form = Literal["fence", "strict", "strict_delete", "strict_truncate", "refuse"]
+
+_POSTGRESQL_FUNCTION: Final = f"""
+CREATE FUNCTION {{refuse}}() RETURNS trigger LANGUAGE plpgsql AS $fencelock$
+BEGIN
+    IF TG_OP = 'UPDATE' THEN
+        IF NEW.{FENCE_COLUMN} < OLD.{FENCE_COLUMN} THEN
+            RAISE EXCEPTION USING ERRCODE = '23000', TABLE = TG_TABLE_NAME, SCHEMA = TG_TABLE_SCHEMA,
+                MESSAGE = concat('fencelock: token ', NEW.{FENCE_COLUMN}, ' < ', OLD.{FENCE_COLUMN},
+                                 ' in ', TG_TABLE_NAME);
+        END IF;
+    END IF;
+    RAISE EXCEPTION USING ERRCODE = '23000', TABLE = TG_TABLE_NAME, SCHEMA = TG_TABLE_SCHEMA,
+        MESSAGE = concat('fencelock: ', TG_OP, ' without a token in ', TG_TABLE_NAME);
+END $fencelock$
+"""
+
+_POSTGRESQL_CARRIED: Final = "current_setting('fencelock.token', true)"
+
+_MARIADB_STALE: Final = f"""
+    IF COALESCE(NEW.{FENCE_COLUMN}, -1) < OLD.{FENCE_COLUMN} THEN
+        SET refusal = CONCAT('fencelock: token ', COALESCE(NEW.{FENCE_COLUMN}, -1), ' < ',
+                             OLD.{FENCE_COLUMN}, ' in ', {{label}});
+        SIGNAL SQLSTATE '23000' SET MESSAGE_TEXT = refusal;
+    END IF;
+"""
+
+# An upsert of MariaDB that the fence turns away writes the row as it is, so it gets here.
+_MARIADB_CARRIED_LESS: Final = f"""
+    IF COALESCE(@fencelock_token < OLD.{FENCE_COLUMN} AND @fencelock_at = NOW(6) + 0, FALSE) THEN
+        SET refusal = CONCAT('fencelock: token ', @fencelock_token, ' < ',
+                             OLD.{FENCE_COLUMN}, ' in ', {{label}});
+        SIGNAL SQLSTATE '23000' SET MESSAGE_TEXT = refusal;
+    END IF;
+"""
+
+_SQLITE_STALE: Final = f"""
+    SELECT RAISE(ABORT, {{stale}}) WHERE COALESCE(NEW.{FENCE_COLUMN}, -1) < OLD.{FENCE_COLUMN};
+"""
+
+_CREATE: Final[Mapping[str, Mapping[_Form, str]]] = {
+    "postgresql": {
+        "refuse": _POSTGRESQL_FUNCTION,
+        "fence": f"""
+CREATE TRIGGER {{fence}} BEFORE UPDATE ON {{table}} FOR EACH ROW
+WHEN (NEW.{FENCE_COLUMN} < OLD.{FENCE_COLUMN})
+EXECUTE FUNCTION {{refuse}}()
+""",
+        "strict": f"""
+CREATE TRIGGER {{strict}} BEFORE UPDATE ON {{table}} FOR EACH ROW
+WHEN (
+    NEW.{FENCE_COLUMN} < OLD.{FENCE_COLUMN}
+    OR NEW.{FENCE_COLUMN} = OLD.{FENCE_COLUMN}
+    AND {_POSTGRESQL_CARRIED} IS DISTINCT FROM concat(NEW.{FENCE_COLUMN}, '@', statement_timestamp())
+)
+EXECUTE FUNCTION {{refuse}}()
+""",
+        "strict_delete": f"""
+CREATE TRIGGER {{strict_delete}} BEFORE DELETE ON {{table}} FOR EACH ROW
+WHEN (
+    NOT CASE WHEN split_part({_POSTGRESQL_CARRIED}, '@', 2) = concat(statement_timestamp())
+        THEN CAST(split_part({_POSTGRESQL_CARRIED}, '@', 1) AS BIGINT) >= OLD.{FENCE_COLUMN}
+        ELSE false END
+)
+EXECUTE FUNCTION {{refuse}}()
+""",
+        "strict_truncate": """
+CREATE TRIGGER {strict_truncate} BEFORE TRUNCATE ON {table} EXECUTE FUNCTION {refuse}()
+""",
+    },
+    "mysql": {
+        "fence": f"""
+CREATE TRIGGER {{fence}} BEFORE UPDATE ON {{table}} FOR EACH ROW BEGIN
+    DECLARE refusal VARCHAR(128) CHARACTER SET utf8mb4;{_MARIADB_STALE}END
+""",
+        "strict": f"""
+CREATE TRIGGER {{strict}} BEFORE UPDATE ON {{table}} FOR EACH ROW BEGIN
+    DECLARE refusal VARCHAR(128) CHARACTER SET utf8mb4;{_MARIADB_STALE}{_MARIADB_CARRIED_LESS}
+    IF NEW.{FENCE_COLUMN} = OLD.{FENCE_COLUMN} AND NOT COALESCE(
+        @fencelock_token = NEW.{FENCE_COLUMN} AND @fencelock_at = NOW(6) + 0, FALSE
+    ) THEN
+        SIGNAL SQLSTATE '23000' SET MESSAGE_TEXT = {{unfenced_update}};
+    END IF;
+END
+""",
+        "strict_delete": f"""
+CREATE TRIGGER {{strict_delete}} BEFORE DELETE ON {{table}} FOR EACH ROW BEGIN
+    IF NOT COALESCE(@fencelock_token >= OLD.{FENCE_COLUMN} AND @fencelock_at = NOW(6) + 0, FALSE) THEN
+        SIGNAL SQLSTATE '23000' SET MESSAGE_TEXT = {{unfenced_delete}};
+    END IF;
+END
+""",
+    },
+    "sqlite": {
+        "fence": f"""
+CREATE TRIGGER {{fence}} BEFORE UPDATE ON {{bare_table}} FOR EACH ROW BEGIN{_SQLITE_STALE}END
+""",
+        "strict": f"""
+CREATE TRIGGER {{strict}} BEFORE UPDATE ON {{bare_table}} FOR EACH ROW BEGIN{_SQLITE_STALE}
+    SELECT RAISE(ABORT, {{unfenced_update}})
+    WHERE NEW.{FENCE_COLUMN} = OLD.{FENCE_COLUMN} AND NEW.{FENCE_COLUMN} IS NOT fencelock_token();
+END
+""",
+        "strict_delete": f"""
+CREATE TRIGGER {{strict_delete}} BEFORE DELETE ON {{bare_table}} FOR EACH ROW BEGIN
+    SELECT RAISE(ABORT, {{unfenced_delete}}) WHERE COALESCE(fencelock_token(), -1) < OLD.{FENCE_COLUMN};
+END
+""",
+    },
+}
+
+_DROP: Final = {
+    "postgresql": "DROP TRIGGER IF EXISTS {{{form}}} ON {{table}}",
+    "mysql": "DROP TRIGGER IF EXISTS {{{form}}}",
+    "sqlite": "DROP TRIGGER IF EXISTS {{{form}}}",
+}
+
+_LOOK: Final = {
+    "postgresql": """
+        SELECT tgname FROM pg_trigger
+        JOIN pg_class ON pg_class.oid = tgrelid JOIN pg_namespace ON pg_namespace.oid = relnamespace
+        WHERE relname = :table AND tgenabled IN ('O', 'A') AND NOT tgisinternal AND CASE
+            WHEN CAST(:schema AS TEXT) IS NULL THEN pg_table_is_visible(pg_class.oid)
+            ELSE nspname = CAST(:schema AS TEXT) END
+    """,
+    "mysql": """
+        SELECT trigger_name FROM information_schema.triggers
+        WHERE event_object_table = :table AND event_object_schema = COALESCE(:schema, DATABASE())
+    """,
+    "sqlite": "SELECT name FROM {schema}sqlite_master WHERE type = 'trigger' AND tbl_name = :table",
+}
+
+_REFUSED: Final = re.compile(
+    r"fencelock: (?:token (?P<token>-?\d+) < (?P<current>\d+)|(?P<stale>a token below the fence)"
+    r"|(?P<operation>\w+) without a token) in (?P<table>.+)"
+)
+_NOT_PREPARED: Final = "no such function: fencelock_token"
+
+
+class FenceDDL(ExecutableDDLElement):
+    """One statement that makes or drops a part of a table's trigger.
+
+    `connection.execute()` takes it, and the SQL is `str(ddl.compile(dialect=engine.dialect))`.
+
+    Attributes:
+        table: the table, of which only the name and the schema are used.
+    """
+
+    def __init__(self, template: str, table: Table) -> None:
+        self._template = template.strip()
+        self.table = table
+
+    def _render(self, preparer: IdentifierPreparer) -> str:
+        table = self.table
+        fields = {
+            "table": preparer.format_table(table),
+            "bare_table": preparer.format_table(table, use_schema=False),
+            "label": _literal(table.name, preparer),
+            "stale": _literal(f"fencelock: a token below the fence in {table.name}", preparer),
+            "unfenced_update": _literal(f"fencelock: UPDATE without a token in {table.name}", preparer),
+            "unfenced_delete": _literal(f"fencelock: DELETE without a token in {table.name}", preparer),
+        }
+        for form in (_PLAIN, _STRICT, _STRICT_DELETE, _STRICT_TRUNCATE, _FUNCTION):
+            named = Table(_name(table.name, form), MetaData(), schema=table.schema)
+            of_table = preparer.dialect.name == "postgresql" and form != _FUNCTION
+            fields[form] = preparer.format_table(named, use_schema=not of_table)
+        return self._template.format_map(fields)
+
+
+@compiles(FenceDDL)
+def _compile(ddl: FenceDDL, compiler: DDLCompiler, **_: Any) -> str:
+    return ddl._render(compiler.preparer)  # noqa: SLF001  its own compiler
+
+
+def _literal(value: str, preparer: Any) -> str:
+    quoted = value.replace("'", "''")
+    if preparer.dialect.name in {"mysql", "mariadb"}:
+        quoted = quoted.replace("\\", "\\\\")
+    if preparer._double_percents:  # noqa: SLF001  as the names' own quoting asks
+        quoted = quoted.replace("%", "%%")
+    return f"'{quoted}'"
+
+
+def _name(table: str, form: str) -> str:
+    name = f"fencelock_{table}_{form}"
+    if len(name.encode()) <= _LONGEST_NAME:
+        return name
+    return f"fencelock_{hashlib.sha256(table.encode()).hexdigest()[:16]}_{form}"
+
+
+def _family(dialect: str) -> str:
+    if not knows(dialect):
+        raise ValueError(f"there are triggers for postgresql, mysql, mariadb and sqlite, not for {dialect!r}")
+    return "mysql" if dialect == "mariadb" else dialect
+
+
+def _table(table: Any, schema: str | None) -> Table:
+    if isinstance(table, str):
+        return Table(table, MetaData(), schema=schema)
+    found = getattr(table, "__table__", table)
+    if not isinstance(found, Table):
+        raise TypeError(f"a trigger is for a table: its name, a Table or a model, not {table!r}")
+    return found
+
+
+def knows(dialect: str) -> bool:
+    """Tell whether there are triggers for a dialect."""
+    return dialect in {*_CREATE, "mariadb"}
+
+
+def create(table: Any, dialect: str, *, strict: bool = False, schema: str | None = None) -> list[FenceDDL]:
+    """Return the statements that give a table its trigger, in place of any that it has.
+
+    The table must have the column `last_fencing_token`. Models have it done by `create_all` with
+    `__fence_trigger__ = True` or `"strict"`, migrations by `op.add_fence("orders", trigger=True)`.
+
+    With a strict trigger, the guard must know of it (`__fence_trigger__ = "strict"`, or
+    `fence_column(trigger="strict")`), or its own second write with the same token is refused. For a bare
+    cursor, `conditional_update(…, strict=True)` makes statements that carry the token. On SQLite, a strict
+    trigger refuses every connection that nobody has given its functions: see `prepare`.
+
+    Args:
+        table: its name, or a `Table` or a model.
+        dialect: the name of the engine's dialect: `"postgresql"`, `"mysql"`, `"mariadb"` or `"sqlite"`.
+        strict: refuse also an UPDATE or DELETE that carries no token.
+        schema: where the table is, if it is given by its name.
+
+    Raises:
+        ValueError: if there are no triggers for this dialect.
+        TypeError: if the table is none.
+
+    Example:
+        ```python
+        with engine.begin() as connection:
+            for statement in triggers.create("orders", engine.dialect.name):
+                connection.execute(statement)
+        ```
+    """
+    target = _table(table, schema)
+    forms: tuple[_Form, ...] = (_FUNCTION, _STRICT, _STRICT_DELETE, _STRICT_TRUNCATE)
+    if not strict:
+        forms = (_FUNCTION, _PLAIN)
+    templates = _CREATE[_family(dialect)]
+    made = [FenceDDL(templates[form], target) for form in forms if form in templates]
+    return [*drop(target, dialect), *made]
+
+
+def drop(table: Any, dialect: str, *, schema: str | None = None) -> list[FenceDDL]:
+    """Return the statements that take a table's trigger away, of either form; none is no error.
+
+    Args and errors are those of `create`.
+    """
+    target = _table(table, schema)
+    family = _family(dialect)
+    forms = [form for form in _CREATE[family] if form != _FUNCTION] + [_PLAIN]
+    dropped = [FenceDDL(_DROP[family].format(form=form), target) for form in dict.fromkeys(forms)]
+    if family == "postgresql":
+        dropped.append(FenceDDL("DROP FUNCTION IF EXISTS {refuse}()", target))
+    return dropped
+
+
+def installed(connection: Connection, table: str, *, schema: str | None = None) -> FenceTrigger:
+    """Return which trigger a table has in the database: False, True or `"strict"`.
+
+    One that is disabled, or not complete, counts as none.
+    """
+    family = _family(connection.dialect.name)
+    quoted = f"{connection.dialect.identifier_preparer.quote_schema(schema)}." if schema else ""
+    look = text(_LOOK[family].format(schema=quoted))
+    asked = {"table": table} if family == "sqlite" else {"table": table, "schema": schema}
+    found = set(connection.scalars(look, asked))
+    wanted = {_name(table, form) for form in _CREATE[family] if form not in {_PLAIN, _FUNCTION}}
+    if wanted <= found:
+        return "strict"
+    return _name(table, _PLAIN) in found
+
+
+def prepare(connection: Any) -> None:
+    """Let a bare connection of `sqlite3` write to tables with a strict trigger.
+
+    SQLAlchemy's connections get it from the guard. It adds the functions `fencelock_carry` and
+    `fencelock_token`, which the statements of `conditional_update(…, strict=True)` and the triggers call. On
+    this one database a token that was carried stays, on this connection, until the next one is.
+    """
+    _carried.prepare(connection)
+
+
+def _after_create(table: Table, connection: Any, **options: Any) -> None:
+    wanted = trigger_of(table)
+    if wanted:
+        target = connection or options["_ddl_runner"]  # Alembic's --sql has no connection
+        for statement in create(table, target.dialect.name, strict=wanted == "strict"):
+            target.execute(statement)
+
+
+def _before_drop(table: Table, connection: Any, **options: Any) -> None:
+    if trigger_of(table):
+        target = connection or options["_ddl_runner"]
+        for statement in drop(table, target.dialect.name):
+            target.execute(statement)
+
+
+def watch_tables() -> None:
+    """Listen to every table that is created or dropped by SQLAlchemy."""
+    event.listen(Table, "after_create", _after_create)
+    event.listen(Table, "before_drop", _before_drop)
+
+
+def explain(context: ExceptionContext) -> None:
+    """Turn a trigger's refusal into the error that the guard would have raised."""
+    error = context.original_exception
+    if context.connection is not None:
+        _carried.take_back(context.connection)
+    message = str(error.args[-1]).splitlines()[0] if error.args and str(error.args[-1]) else ""
+    if "fencelock" not in message:
+        return
+    refusal = _refusal(message)
+    if refusal is not None:
+        raise refusal from error
+
+
+def _refusal(message: str) -> FenceError | None:
+    """Return the error behind what the database said, and tell of it; None if it is no refusal."""
+    refused = _REFUSED.search(message)
+    table = refused and refused["table"].strip()
+    refusal: FenceError
+    if _NOT_PREPARED in message:
+        refusal = UnfencedWriteError(
+            "a strict trigger of SQLite refuses this connection, which carries no tokens; write through a "
+            "model that says __fence_trigger__ = 'strict', or see fencelock.guard.triggers.prepare()"
+        )
+    elif refused is None or not table:
+        return None
+    elif refused["operation"]:
+        refusal = UnfencedWriteError(
+            f"the trigger of {table!r} has refused {_article(refused['operation'])} that carries no token; "
+            f"write under a lease and through the guard, whose models say __fence_trigger__ = 'strict'; or "
+            f"with conditional_update(…, strict=True)"
+        )
+    else:
+        token, current = (int(refused[name]) if refused[name] else None for name in ("token", "current"))
+        refusal = StaleTokenError(table, None, token or 0, current, detail="refused by the table's trigger")
+    report(refusal, table=table)
+    return refusal
+
+
+def _article(operation: str) -> str:
+    return f"an {operation}" if operation == "UPDATE" else f"a {operation}"

@@ -1,0 +1,237 @@
+"""INSERT, or UPDATE where the row is there already: guarded, in the one statement that databases have for it.
+
+`INSERT … ON CONFLICT DO UPDATE … WHERE fence <= new fence` on PostgreSQL and SQLite. MariaDB and MySQL have
+no WHERE there: each column keeps its value unless the fence lets it go, and the fence itself is written last,
+for they assign from left to right. What was turned away is found out by one query afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby, islice
+from typing import Any, Final
+
+from sqlalchemy import ColumnElement, Insert, Table, and_, func, select
+from sqlalchemy.dialects import mysql, postgresql, sqlite
+from sqlalchemy.engine import Connection
+from sqlalchemy.orm import Mapper, Session
+
+from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
+from fencelock.guard._carried import CarriedToken, ready, take_back
+from fencelock.guard._exact import is_text
+from fencelock.guard._install import install
+from fencelock.guard._tables import FENCE_COLUMN, FencedTable, spelling
+from fencelock.guard._write import KEYS_PER_QUERY, holds, is_one_of, newest
+from fencelock.guard.claim import connection_of, fenced_model
+from fencelock.guard.events import telling
+from fencelock.guard.session import BYPASS, Tokens, refuse_autocommit, report_refusal, roll_back
+
+_MYSQL: Final = frozenset({"mysql", "mariadb"})
+_Key = tuple[Any, ...]
+
+
+@telling
+def upsert(session: Session, model: type[Any], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Insert rows, or update those whose primary key is there already, unless a newer holder has fenced them.
+
+    All or nothing: where one is turned away, the transaction (or the innermost savepoint) is rolled back. The
+    rows are written in the order of their keys, so that two who write the same ones wait for each other.
+    Objects that the session has of them are expired. Columns that a row does not name keep their values, or
+    get their defaults in a new row; `onupdate` has no effect, as SQLAlchemy has it for ON CONFLICT.
+
+    As with any INSERT, a stale holder may bring back a row that was deleted: pass the `gate` first where that
+    matters.
+
+    Args:
+        session: whose transaction writes them. With an `AsyncSession`: `await session.run_sync(upsert, …)`.
+        model: a fenced model with a table of its own.
+        rows: for each the values by the names of attributes, the primary key and what `__fence_resource__`
+            names included.
+
+    Raises:
+        StaleTokenError: if a newer holder has claimed or written one of the rows.
+        UnfencedWriteError: if the lease of one of the rows is not held, or the row that is there is guarded
+            by another resource.
+        AmbiguousFenceError: if several leases are held and the model does not say which one counts.
+        LockLostError: if a lease is known to be lost.
+        FenceError: (MariaDB, MySQL) if another row has the same value in another unique column. Elsewhere
+            that is the database's own IntegrityError.
+        ValueError: if a row lacks its key, names what is no column or the fence, or is given twice.
+        TypeError: if the model has no fence, or its rows are in several tables.
+        NotImplementedError: on a database other than PostgreSQL, SQLite, MariaDB and MySQL.
+
+    Example:
+        ```python
+        with fenced_lock("prices"), Session(engine) as session:
+            upsert(session, Price, [{"sku": "pen", "cents": 120}, {"sku": "ink", "cents": 900}])
+            session.commit()
+        ```
+    """
+    install()
+    mapper, fenced = fenced_model(model)
+    if len(mapper.tables) > 1:
+        raise TypeError(f"the rows of {mapper.class_.__name__} are in several tables; use session.merge()")
+    if not rows:
+        return
+    if session.autoflush:
+        session.flush()
+    connection = connection_of(session, mapper)
+    options = connection.get_execution_options()
+    refuse_autocommit(connection, options, fenced)
+    by_key = _by_key(mapper, fenced, rows)
+    tokens = Tokens(connection, fenced, options)
+    token_of = {key: _token(tokens, row) for key, row in by_key.items()}
+
+    if fenced.strict:
+        ready(connection)
+
+    def columns(key: _Key) -> list[str]:
+        return sorted(by_key[key])
+
+    for _, keys in groupby(sorted(by_key, key=columns), columns):
+        some = sorted(keys)
+        statement = _statement(connection.dialect.name, fenced, by_key[some[0]])
+        stamped = [{**by_key[key], fenced.fence.key: token_of[key]} for key in some]
+        connection.execute(statement, stamped, execution_options={"fencelock": BYPASS})
+    take_back(connection)
+    try:
+        written = [
+            identity
+            for token in dict.fromkeys(token_of.values())
+            for identity in _check(
+                connection, fenced, {key: by_key[key] for key in by_key if token_of[key] == token}, token
+            )
+        ]
+    except FenceError as error:
+        report_refusal(connection, error)
+        roll_back(connection)
+        raise
+    for identity in written:
+        known = session.identity_map.get(mapper.identity_key_from_primary_key(identity))
+        if known is not None:
+            session.expire(known)
+
+
+def _by_key(
+    mapper: Mapper[Any], fenced: FencedTable, rows: Sequence[Mapping[str, Any]]
+) -> dict[_Key, dict[str, Any]]:
+    """Return the rows as their columns have them, by primary key."""
+    known: dict[_Key, dict[str, Any]] = {}
+    for row in rows:
+        if unknown := [name for name in row if name not in mapper.columns or name == FENCE_COLUMN]:
+            raise ValueError(
+                f"{unknown[0]!r} is no column of {mapper.class_.__name__} that can be given; {FENCE_COLUMN} "
+                f"is the guard's"
+            )
+        values = {mapper.columns[name].key: value for name, value in row.items()}
+        if mapper.polymorphic_on is not None and mapper.polymorphic_on.key in fenced.table.c:
+            values.setdefault(mapper.polymorphic_on.key, mapper.polymorphic_identity)
+        key = tuple([values.get(column.key) for column in fenced.table.primary_key])
+        if None in key:
+            names = ", ".join(mapper.get_property_by_column(column).key for column in mapper.primary_key)
+            raise ValueError(
+                f"a row to upsert needs its whole primary key ({names}), and this has not: {row!r}"
+            )
+        key = tuple(
+            [spelling(column, value) for column, value in zip(fenced.table.primary_key, key, strict=True)]
+        )
+        if key in known:
+            raise ValueError(f"{mapper.class_.__name__} {key!r} is given twice; which of them is it to be?")
+        known[key] = values
+    return known
+
+
+def _token(tokens: Tokens, row: Mapping[str, Any]) -> int:
+    template = tokens.fenced.template
+    if template is None:
+        return tokens.of_table()
+    for name, column in template.columns.items():
+        if row.get(column.key) is None:
+            raise ValueError(
+                f"which lease guards a row of {tokens.fenced.name!r} hangs on {name}: give it in each row"
+            )
+    return tokens.of_row(tuple([row[column.key] for column in template.columns.values()]))
+
+
+def _statement(dialect: str, fenced: FencedTable, row: Mapping[str, Any]) -> Insert:
+    """Return the statement for rows that have values for the same columns."""
+    table = fenced.table
+    kept = {column.key for column in _identifying(fenced)}
+    names = [name for name in row if name not in kept]
+    if dialect in _MYSQL:
+        return _of_mysql(table, fenced, names)
+    if dialect not in {"postgresql", "sqlite"}:
+        raise NotImplementedError(f"upsert knows PostgreSQL, SQLite, MariaDB and MySQL, not {dialect}")
+    statement = postgresql.insert(table) if dialect == "postgresql" else sqlite.insert(table)
+    new = statement.excluded
+    return statement.on_conflict_do_update(
+        index_elements=list(table.primary_key),
+        set_={name: new[name] for name in (*names, fenced.fence.key)},
+        where=_lets_pass(fenced, new),
+    )
+
+
+def _of_mysql(table: Table, fenced: FencedTable, names: Sequence[str]) -> Insert:
+    statement = mysql.insert(table)
+    new = statement.inserted
+    passes = _lets_pass(fenced, new)
+    fence = fenced.fence.key
+    return statement.on_duplicate_key_update(
+        [(name, func.if_(passes, new[name], table.c[name])) for name in (*names, fence)]
+    )
+
+
+def _identifying(fenced: FencedTable) -> dict[ColumnElement[Any], None]:
+    """Return the columns of the primary key and of the resource's name, which a row keeps."""
+    template = fenced.template
+    naming = template.columns.values() if template else ()
+    return dict.fromkeys([*fenced.table.primary_key, *naming])
+
+
+def _lets_pass(fenced: FencedTable, new: Any) -> ColumnElement[bool]:
+    """Return the criterion for a row that may be written: the same key, resource and no higher fence."""
+    same = [holds(column, new[column.key]) for column in _identifying(fenced)]
+    token = new[fenced.fence.key]
+    # First, because MariaDB's triggers also see what is turned away.
+    carried = [CarriedToken(token)] if fenced.strict else []
+    return and_(*carried, fenced.fence <= token, *same)
+
+
+def _check(
+    connection: Connection, fenced: FencedTable, rows: Mapping[_Key, Mapping[str, Any]], token: int
+) -> Iterator[_Key]:
+    """Yield the primary keys, as the database has them, of rows that were written with a token.
+
+    Raises:
+        FenceError: if one has not been.
+    """
+    key = tuple(fenced.table.primary_key)
+    template = fenced.template
+    naming = tuple(template.columns.values()) if template else ()
+    texts = [at for at, column in enumerate(key) if is_text(column)]
+    keys = iter(rows)
+    while some := tuple(islice(keys, KEYS_PER_QUERY)):
+        query = newest(select(*key, fenced.fence, *naming).where(is_one_of(key, some)), connection)
+        found = connection.execute(query).all()
+        for row in found:
+            identity, current, named = tuple(row[: len(key)]), row[len(key)], row[len(key) + 1 :]
+            if current != token:
+                actual = template.render(named) if template else ""
+                if template and actual not in {_resource(fenced, rows[each]) for each in some}:
+                    raise UnfencedWriteError(
+                        f"{fenced.name}{identity!r} is guarded by {actual!r}, and not by what the row to "
+                        f"upsert names; nothing was written"
+                    )
+                raise StaleTokenError(fenced.name, identity, token, current)
+            yield identity
+        written = {tuple([row[at] for at in texts]) for row in found}
+        if len(found) < len(some) or not written <= {tuple([each[at] for at in texts]) for each in some}:
+            raise FenceError(
+                f"not all rows were written to {fenced.name!r}: others have the same values in a unique "
+                f"column, or keys that the database takes for the same"
+            )
+
+
+def _resource(fenced: FencedTable, row: Mapping[str, Any]) -> str:
+    assert fenced.template is not None  # noqa: S101  only asked for tables with a template
+    return fenced.template.render([row[column.key] for column in fenced.template.columns.values()])

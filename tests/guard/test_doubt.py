@@ -1,0 +1,251 @@
+"""Connections that are lost during a fenced transaction: real ones, of which nobody knows what they did."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from sqlalchemy import Engine, create_engine, delete, insert, text, update
+from sqlalchemy.exc import DBAPIError, NoResultFound
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+
+from fencelock.errors import CommitInDoubtError
+from fencelock.guard import FencedModel, bind, claim, claim_async, fence_table, gate
+from fencelock.lease import Lease
+from tests.door import Door
+
+
+class Base(DeclarativeBase):
+    """The models of this file."""
+
+
+class Account(FencedModel, Base):
+    """The row that everybody wants."""
+
+    __tablename__ = "doubt_accounts"
+    __fence_resource__ = "account:{id}"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    balance: Mapped[int]
+
+
+fence_table(Base.metadata)
+
+
+@pytest.fixture(scope="module")
+def _tables(shared_url: str) -> None:
+    engine = create_engine(shared_url)
+    Base.metadata.create_all(engine)
+    engine.dispose()
+
+
+@pytest.fixture
+def engine(shared_engine: Engine, _tables: None) -> Engine:
+    """An engine on two accounts with a balance of 100."""
+    if shared_engine.dialect.name == "sqlite":
+        pytest.skip("SQLite has no connection that could be lost")
+    with shared_engine.execution_options(fencelock="bypass").begin() as connection:
+        for table in reversed(Base.metadata.sorted_tables):
+            connection.execute(delete(table))
+        connection.execute(insert(Account), [{"id": number, "balance": 100} for number in (1, 2)])
+    return shared_engine
+
+
+@pytest.fixture
+def lease() -> Lease:
+    """What stands for a lock's lease; `remint` gives it a larger token."""
+    return Lease("account:1", 5)
+
+
+@pytest.fixture
+def door(engine: Engine) -> Iterator[Door]:
+    """A door before the database."""
+    made = Door(engine)
+    yield made
+    made.close()
+
+
+def lose_the_answer(door: Door, lease: Lease) -> Session:
+    """Withdraw 10 under the lease, and lose the connection with the COMMIT under way."""
+    session = Session(door.engine)
+    bind(session, lease)
+    claim(session, Account, 1).balance -= 10
+    with pytest.raises(DBAPIError) as caught:
+        session.commit()
+    assert caught.value.connection_invalidated
+    session.rollback()
+    return session
+
+
+def kill(engine: Engine, session: Session) -> None:
+    """Have the server end the session's connection."""
+    if engine.dialect.name == "postgresql":
+        number = session.scalar(text("SELECT pg_backend_pid()"))
+        order = text("SELECT pg_terminate_backend(:number, 5000)").bindparams(number=number)
+    else:
+        number = session.scalar(text("SELECT connection_id()"))
+        order = text(f"KILL {number:d}")
+    with engine.connect() as connection:
+        connection.execute(order)
+
+
+def doubts(lease: Lease) -> bool:
+    """Tell whether the lease is in doubt, now."""
+    return lease.in_doubt
+
+
+def balance(engine: Engine) -> int:
+    """Read it without any lease."""
+    with Session(engine) as session:
+        return session.get_one(Account, 1).balance
+
+
+def test_without_the_remedy_the_ghost_is_overwritten(engine: Engine, door: Door, lease: Lease) -> None:
+    """What it is about: a new token alone does not help who reads before the ghost commits."""
+    lose_the_answer(door, lease).close()
+    with Session(engine) as session:
+        bind(session, Lease("account:1", 6))  # a hold that knows of no doubt
+        read = session.get_one(Account, 1).balance
+        session.rollback()
+        door.let_through()
+        deadline = time.monotonic() + 10
+        while balance(engine) == 100 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        session.get_one(Account, 1).balance = read - 50
+        session.commit()
+    assert balance(engine) == 50, "10 were withdrawn for nothing"
+
+
+def read(session: Session) -> None:
+    """Load the row."""
+    session.get(Account, 1)
+
+
+def write(session: Session) -> None:
+    """Write the row without loading it."""
+    session.execute(update(Account).where(Account.id == 1).values(balance=0))
+
+
+def refuses(session: Session, todo: str, *attempts: Callable[[Session], object]) -> None:
+    """Check that each of them is refused, with a word on what is to be done."""
+    for attempt in attempts:
+        with pytest.raises(CommitInDoubtError, match=todo):
+            attempt(session)
+        session.rollback()
+
+
+def test_nothing_is_read_or_written_before_the_claim_with_a_new_token(
+    engine: Engine, door: Door, lease: Lease
+) -> None:
+    """In this order: mint anew, claim, read. The claim waits for the ghost, and sees what it did."""
+    lose_the_answer(door, lease).close()
+    with Session(engine) as session:
+        bind(session, lease)
+        refuses(session, "remint", read, write, lambda each: claim(each, Account, 1), gate)
+        lease.remint(6, lease.expires_at)
+        refuses(session, "claim or gate", read, write)
+        bind(session, lease, Lease("account:2", 6), Lease("account:9", 6))
+        claim(session, Account, 2)
+        with pytest.raises(NoResultFound):
+            claim(session, Account, 9)
+        session.rollback()
+        refuses(session, "claim or gate", read, write)
+        timer = threading.Timer(0.5, door.let_through)
+        timer.start()
+        account = claim(session, Account, 1)
+        assert account.balance == 90, "the ghost has been waited for"
+        account.balance -= 50
+        session.commit()
+        timer.join()
+    assert balance(engine) == 40
+
+
+def test_a_gate_decides_as_well(engine: Engine, door: Door, lease: Lease) -> None:
+    """Where the transaction in doubt had passed it."""
+    session = Session(door.engine)
+    bind(session, lease)
+    gate(session)
+    session.add(Account(id=7, balance=1))
+    bind(session, lease, Lease("account:7", 1))
+    with pytest.raises(DBAPIError):
+        session.commit()
+    session.close()
+    lease.remint(6, lease.expires_at)
+    with Session(engine) as again:
+        bind(again, lease)
+        timer = threading.Timer(0.5, door.let_through)
+        timer.start()
+        gate(again)
+        timer.join()
+        assert again.get(Account, 7) is not None
+        again.rollback()
+
+
+def test_a_connection_that_was_killed_after_a_write_is_in_doubt(engine: Engine, lease: Lease) -> None:
+    """At the COMMIT, and at a later statement; not before anything was written."""
+    with Session(engine) as session:
+        bind(session, lease)
+        session.get_one(Account, 1)
+        kill(engine, session)
+        with pytest.raises(DBAPIError):
+            session.scalar(text("SELECT 1"))
+        session.rollback()
+        assert not doubts(lease)
+        losses: tuple[Callable[[], object], ...] = (session.commit, lambda: session.scalar(text("SELECT 1")))
+        for token, lose in enumerate(losses, 6):
+            claim(session, Account, 1).balance = 5
+            session.flush()
+            kill(engine, session)
+            with pytest.raises(DBAPIError):
+                lose()
+            session.rollback()
+            assert doubts(lease)
+            lease.remint(token, lease.expires_at)
+            claim(session, Account, 1)
+            assert not doubts(lease)
+            session.commit()
+    assert balance(engine) == 100
+
+
+def test_a_rollback_leaves_nothing_in_doubt(engine: Engine, lease: Lease) -> None:
+    """Whether or not the server hears of it; nor does a COMMIT that the server refuses."""
+    with Session(engine) as session:
+        bind(session, lease)
+        claim(session, Account, 1).balance = 5
+        session.flush()
+        kill(engine, session)
+        with contextlib.suppress(DBAPIError):
+            session.rollback()
+        assert not lease.in_doubt
+    assert balance(engine) == 100
+
+
+def test_coroutines_are_in_doubt(
+    engine: Engine, lease: Lease, for_asyncio: Callable[[Engine], AsyncEngine]
+) -> None:
+    """The same for an AsyncSession."""
+
+    async def main() -> None:
+        aengine = for_asyncio(engine)
+        async with AsyncSession(aengine) as session:
+            bind(session, lease)
+            (await claim_async(session, Account, 1)).balance = 5
+            await session.flush()
+            await session.run_sync(lambda blocking: kill(engine, blocking))
+            with pytest.raises(DBAPIError):
+                await session.commit()
+            await session.rollback()
+            with pytest.raises(CommitInDoubtError):
+                await session.get(Account, 1)
+            await session.rollback()
+            lease.remint(6, lease.expires_at)
+            (await claim_async(session, Account, 1)).balance -= 10
+            await session.commit()
+        await aengine.dispose()
+
+    asyncio.run(main())
+    assert balance(engine) == 90

@@ -1,0 +1,186 @@
+"""What the guard tells of itself: each refusal and each claim once, with the facts that an operator needs."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Callable, Iterator
+
+import pytest
+from sqlalchemy import Engine, create_engine, event, insert, select, text, update
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+
+from fencelock import (
+    AmbiguousFenceError,
+    FencedModel,
+    Lease,
+    StaleTokenError,
+    UnfencedWriteError,
+    bind,
+    claim,
+    claim_all,
+    gate,
+    upsert,
+)
+from fencelock.guard import GuardEvent, fence_table, forget, on_claim, on_stale, on_unfenced
+
+
+class Base(DeclarativeBase):
+    """Tables of these tests."""
+
+
+class Order(FencedModel, Base):
+    """Each row has a resource of its own."""
+
+    __tablename__ = "ev_orders"
+    __fence_resource__ = "order:{id}"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    amount: Mapped[int] = mapped_column(default=0)
+
+
+fence_table(Base.metadata)
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    """A database with two orders that have been fenced with 5."""
+    made = create_engine("sqlite://")
+    Base.metadata.create_all(made)
+    with made.execution_options(fencelock="bypass").begin() as connection:
+        connection.execute(
+            insert(Order), [{"id": 1, "last_fencing_token": 5}, {"id": 2, "last_fencing_token": 5}]
+        )
+    yield made
+    made.dispose()
+
+
+@pytest.fixture
+def told() -> Iterator[dict[str, list[GuardEvent]]]:
+    """What the guard tells, by kind."""
+    found: dict[str, list[GuardEvent]] = {"stale": [], "unfenced": [], "claim": []}
+    callbacks = [on_stale(found["stale"].append), on_unfenced(found["unfenced"].append)]
+    callbacks.append(on_claim(found["claim"].append))
+    yield found
+    for callback in callbacks:
+        forget(callback)
+
+
+def facts(event: GuardEvent) -> tuple[object, ...]:
+    """Return what an event says, without the error."""
+    return event.table, event.identity, event.resource, event.token, event.fence
+
+
+def write(session: Session) -> None:
+    """Write order 1 by the unit of work."""
+    session.get_one(Order, 1).amount += 1
+    session.flush()
+
+
+def test_stale_write_is_told_once_with_all_facts(
+    engine: Engine, told: dict[str, list[GuardEvent]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the flush, by Core, by upsert and by a claim; and the log has the same."""
+    stale: tuple[Callable[[Session], object], ...] = (
+        write,
+        lambda s: s.execute(update(Order).where(Order.id == 1).values(amount=2)),
+        lambda s: claim(s, Order, 1),
+        lambda s: upsert(s, Order, [{"id": 1, "amount": 2}]),
+    )
+    for number, work in enumerate(stale, 1):
+        with Session(engine) as session:
+            bind(session, Lease("order:1", 4))
+            with pytest.raises(StaleTokenError) as refused:
+                work(session)
+        assert len(told["stale"]) == number
+        assert facts(told["stale"][-1]) == ("ev_orders", (1,), "order:1", 4, 5)
+        assert told["stale"][-1].error is refused.value
+    records = [record for record in caplog.records if record.name == "fencelock.guard"]
+    assert [(r.levelno, r.table, r.resource, r.token, r.fence) for r in records] == [  # type: ignore[attr-defined]
+        (logging.WARNING, "ev_orders", "order:1", 4, 5)
+    ] * len(stale)
+    assert not told["unfenced"]
+    assert not told["claim"]
+
+
+def test_write_without_its_lease_is_told_once(engine: Engine, told: dict[str, list[GuardEvent]]) -> None:
+    """Whichever way it was tried, and also where several leases could be meant."""
+    unfenced: tuple[Callable[[Session], object], ...] = (
+        write,
+        lambda s: s.execute(update(Order).where(Order.id == 1).values(amount=2)),
+        lambda s: s.execute(text("UPDATE ev_orders SET amount = 2")),
+        lambda s: claim(s, Order, 1),
+        lambda s: claim_all(s, select(Order)),
+        lambda s: upsert(s, Order, [{"id": 1}]),
+        gate,
+    )
+    for number, work in enumerate(unfenced, 1):
+        with Session(engine) as session, pytest.raises(UnfencedWriteError) as refused:
+            work(session)
+        assert len(told["unfenced"]) == number
+        assert told["unfenced"][-1].error is refused.value
+    assert [event.table for event in told["unfenced"][:2]] == ["ev_orders"] * 2
+    with Session(engine) as session:
+        bind(session, Lease("a", 6), Lease("b", 6))
+        with pytest.raises(AmbiguousFenceError):
+            gate(session)
+    assert isinstance(told["unfenced"][-1].error, AmbiguousFenceError)
+
+
+def test_claims_and_gates_are_told(
+    engine: Engine, told: dict[str, list[GuardEvent]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the resource and the token, once they have succeeded; the log has them on the level DEBUG."""
+    caplog.set_level(logging.DEBUG, "fencelock.guard")
+    with Session(engine) as session:
+        bind(session, Lease("order:1", 6), Lease("order:2", 7))
+        claim(session, Order, 1)
+        claim_all(session, select(Order))
+        gate(session, "order:2")
+    assert [facts(event) for event in told["claim"]] == [
+        ("ev_orders", (1,), "order:1", 6, None),
+        ("ev_orders", (1,), "order:1", 6, None),
+        ("ev_orders", (2,), "order:2", 7, None),
+        ("fencelock_fences", ("order:2",), "order:2", 7, None),
+    ]
+    assert {record.levelno for record in caplog.records if record.name == "fencelock.guard"} == {
+        logging.DEBUG
+    }
+
+
+def test_callback_that_fails_changes_nothing(
+    engine: Engine, told: dict[str, list[GuardEvent]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is logged; the others are called, and the caller gets the guard's error."""
+
+    def fail(event: GuardEvent) -> None:
+        raise ZeroDivisionError(event.table)
+
+    on_stale(fail)
+    try:
+        with Session(engine) as session:
+            bind(session, Lease("order:1", 4))
+            with pytest.raises(StaleTokenError):
+                write(session)
+    finally:
+        forget(fail)
+    assert len(told["stale"]) == 1
+    assert "a callback of on_stale failed" in caplog.text
+
+
+def test_what_is_no_function_is_refused() -> None:
+    """At once, and not when the first refusal comes."""
+    with pytest.raises(TypeError, match="on_stale calls a function"):
+        on_stale("print")  # type: ignore[type-var]
+
+
+def test_error_without_a_word_is_the_users(engine: Engine) -> None:
+    """Errors of the database pass through the guard, which reads them, as they are."""
+
+    @event.listens_for(engine, "do_execute")
+    def fail(*_: object) -> None:
+        raise sqlite3.OperationalError
+
+    with engine.connect() as connection, pytest.raises(OperationalError) as failure:
+        connection.execute(select(Order.id))
+    assert str(failure.value.orig) == ""

@@ -1,0 +1,286 @@
+"""INSERT or UPDATE in one statement: guarded on every database, or nothing is written."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, String, create_engine, delete, insert, select
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+
+from fencelock import (
+    AmbiguousFenceError,
+    FencedModel,
+    FenceError,
+    Lease,
+    StaleTokenError,
+    UnfencedWriteError,
+    bind,
+    claim,
+    upsert,
+)
+
+
+class Base(DeclarativeBase):
+    """Tables of these tests."""
+
+
+class Order(FencedModel, Base):
+    """Each row has a resource of its own."""
+
+    __tablename__ = "up_orders"
+    __fence_resource__ = "order:{id}"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    code: Mapped[str | None] = mapped_column("code_", String(20), unique=True)
+    status: Mapped[str] = mapped_column(String(20), default="new")
+
+
+class Item(FencedModel, Base):
+    """Rows of an aggregate, whose resource is in no key."""
+
+    __tablename__ = "up_items"
+    __fence_resource__ = "order:{order_id}"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    line: Mapped[int] = mapped_column(primary_key=True)
+    order_id: Mapped[int]
+    amount: Mapped[int] = mapped_column(default=1)
+
+
+class Price(FencedModel, Base):
+    """One resource guards the table; the key is text."""
+
+    __tablename__ = "up_prices"
+    sku: Mapped[str] = mapped_column(String(20), primary_key=True)
+    cents: Mapped[int]
+
+
+class Thing(FencedModel, Base):
+    """A key that can be given in several ways, and two kinds of rows in one table."""
+
+    __tablename__ = "up_things"
+    __mapper_args__ = {"polymorphic_on": "kind", "polymorphic_identity": "thing"}  # noqa: RUF012 - as SQLAlchemy has it
+    id: Mapped[uuid.UUID] = mapped_column(primary_key=True)
+    kind: Mapped[str] = mapped_column(String(10))
+
+
+class Toy(Thing):
+    """Single-table inheritance."""
+
+    __mapper_args__ = {"polymorphic_identity": "toy"}  # noqa: RUF012 - as SQLAlchemy has it
+
+
+@pytest.fixture(scope="module")
+def _tables(shared_url: str) -> None:
+    engine = create_engine(shared_url)
+    Base.metadata.create_all(engine)
+    engine.dispose()
+
+
+@pytest.fixture
+def engine(shared_engine: Engine, _tables: None) -> Engine:
+    """An engine on a database with one order, item and price, fenced with 5."""
+    with shared_engine.execution_options(fencelock="bypass").begin() as connection:
+        for table in Base.metadata.tables.values():
+            connection.execute(delete(table))
+        fence = {"last_fencing_token": 5}
+        connection.execute(insert(Order), {"id": 1, "code_": "A", "status": "old", **fence})
+        connection.execute(insert(Item), {"id": 1, "line": 1, "order_id": 1, "amount": 7, **fence})
+        connection.execute(insert(Price), {"sku": "pen", "cents": 100, **fence})
+    return shared_engine
+
+
+@pytest.fixture
+def session(engine: Engine) -> Iterator[Session]:
+    """A session without a lease; the tests bind what they hold."""
+    with Session(engine) as made:
+        yield made
+
+
+def rows(engine: Engine, model: type[Any]) -> list[tuple[Any, ...]]:
+    """Return what the database has, by key."""
+    with engine.connect() as connection:
+        return [
+            tuple(row)
+            for row in connection.execute(select(model.__table__).order_by(*model.__table__.primary_key))
+        ]
+
+
+def test_rows_are_inserted_or_updated_with_the_token(session: Session, engine: Engine) -> None:
+    """Each with that of its own lease; what is not named keeps its value or gets its default."""
+    bind(session, Lease("order:1", 6), Lease("order:2", 9))
+    upsert(session, Order, [{"id": 2}, {"id": 1, "status": "paid"}])
+    session.commit()
+    with engine.connect() as connection:
+        found = connection.execute(
+            select(Order.id, Order.code, Order.status, Order.last_fencing_token).order_by(Order.id)
+        ).all()
+    assert [tuple(row) for row in found] == [(1, "A", "paid", 6), (2, None, "new", 9)]
+
+
+def test_a_holder_may_upsert_again(session: Session, engine: Engine) -> None:
+    """The same token passes, as with any write."""
+    bind(session, Lease("prices", 6))
+    for cents in (110, 120):
+        upsert(session, Price, [{"sku": "pen", "cents": cents}, {"sku": "ink", "cents": cents}])
+    session.commit()
+    with engine.connect() as connection:
+        assert set(connection.scalars(select(Price.cents))) == {120}
+
+
+@pytest.mark.parametrize("model", [Order, Item, Price])
+def test_stale_holder_is_turned_away_and_nothing_is_written(
+    session: Session, engine: Engine, model: type[Any]
+) -> None:
+    """Also the rows of the same call that nobody else has fenced."""
+    before = rows(engine, model)
+    stale: dict[type[Any], tuple[str, list[dict[str, Any]]]] = {
+        Order: ("order:1", [{"id": 1, "status": "stale"}]),
+        Item: (
+            "order:1",
+            [{"id": 2, "line": 1, "order_id": 1}, {"id": 1, "line": 1, "order_id": 1, "amount": 0}],
+        ),
+        Price: ("prices", [{"sku": "ink", "cents": 1}, {"sku": "pen", "cents": 1}]),
+    }
+    resource, given = stale[model]
+    bind(session, Lease(resource, 4))
+    with pytest.raises(StaleTokenError) as refused:
+        upsert(session, model, given)
+    assert (refused.value.token, refused.value.current) == (4, 5)
+    assert refused.value.identity in {(1,), (1, 1), ("pen",)}
+    session.commit()
+    assert rows(engine, model) == before
+
+
+def test_stale_upsert_that_waits_for_a_newer_holder_is_turned_away(engine: Engine) -> None:
+    """The row lock is waited for, and the fence that the newer one has left is what counts."""
+    if engine.dialect.name == "sqlite":
+        pytest.skip("SQLite has no row locks to wait for")
+    refused: list[BaseException] = []
+
+    def late() -> None:
+        with Session(engine) as session:
+            bind(session, Lease("prices", 6))
+            try:
+                upsert(session, Price, [{"sku": "pen", "cents": 1}])
+                session.commit()
+            except StaleTokenError as error:
+                refused.append(error)
+
+    with Session(engine) as newer:
+        bind(newer, Lease("prices", 7))
+        claim(newer, Price, "pen").cents = 777
+        newer.flush()
+        thread = threading.Thread(target=late)
+        thread.start()
+        thread.join(0.3)
+        assert thread.is_alive()
+        newer.commit()
+    thread.join(10)
+    assert len(refused) == 1
+    with engine.connect() as connection:
+        assert connection.scalar(select(Price.cents)) == 777
+
+
+def test_row_that_another_resource_guards_is_left_alone(session: Session, engine: Engine) -> None:
+    """Its key is there, but it belongs to another order, whose tokens are not comparable."""
+    before = rows(engine, Item)
+    bind(session, Lease("order:2", 900))
+    with pytest.raises(UnfencedWriteError, match="order:1"):
+        upsert(session, Item, [{"id": 1, "line": 1, "order_id": 2, "amount": 0}])
+    session.commit()
+    assert rows(engine, Item) == before
+
+
+def test_another_rows_unique_value_is_an_error(session: Session, engine: Engine) -> None:
+    """It is no reason to write to that other row, as ON DUPLICATE KEY would."""
+    before = rows(engine, Order)
+    bind(session, Lease("order:3", 9))
+    with pytest.raises((IntegrityError, FenceError)):
+        upsert(session, Order, [{"id": 3, "code": "A", "status": "mine"}])
+    session.rollback()
+    assert rows(engine, Order) == before
+
+
+def test_key_that_the_database_takes_for_the_same_is_an_error(session: Session, engine: Engine) -> None:
+    """MariaDB finds "pen" for "PEN"; the others insert."""
+    bind(session, Lease("prices", 6))
+    upsert(session, Price, [{"sku": "pen", "cents": 101}])
+    if engine.dialect.name in {"mysql", "mariadb"}:
+        with pytest.raises(FenceError, match="takes for the same"):
+            upsert(session, Price, [{"sku": "PEN", "cents": 102}])
+    else:
+        upsert(session, Price, [{"sku": "PEN", "cents": 102}])
+        assert session.get_one(Price, "PEN").cents == 102
+
+
+def test_objects_of_the_session_are_read_anew(session: Session) -> None:
+    """And its pending changes are flushed first."""
+    bind(session, Lease("prices", 6))
+    pen = session.get_one(Price, "pen")
+    session.add(Price(sku="ink", cents=5))
+    upsert(session, Price, [{"sku": "pen", "cents": 1}, {"sku": "ink", "cents": 2}])
+    assert (pen.cents, pen.last_fencing_token, session.get_one(Price, "ink").cents) == (1, 6, 2)
+
+
+def test_keys_may_be_given_as_the_type_takes_them(session: Session) -> None:
+    """A UUID or its text; the kind of the rows is that of the model."""
+    bind(session, Lease("things", 6))
+    first, second = uuid.uuid4(), uuid.uuid4()
+    upsert(session, Toy, [{"id": first}, {"id": second}])
+    upsert(session, Toy, [{"id": first}])
+    assert {type(session.get_one(Thing, each)) for each in (first, second)} == {Toy}
+
+
+def test_many_rows(session: Session, engine: Engine) -> None:
+    """More than one query can ask for; in the order of their keys, whatever theirs was."""
+    bind(session, Lease("prices", 6))
+    upsert(session, Price, [{"sku": f"sku{number:04}", "cents": number} for number in reversed(range(1200))])
+    session.commit()
+    assert len(rows(engine, Price)) == 1201
+
+
+def test_no_rows_are_no_work(session: Session) -> None:
+    """Not even a lease is needed."""
+    upsert(session, Price, [])
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "match"),
+    [
+        (Order, [{"status": "x"}], "whole primary key"),
+        (Order, [{"id": None, "status": "x"}], "whole primary key"),
+        (Order, [{"id": 1, "nonsense": 2}], "'nonsense' is no column"),
+        (Order, [{"id": 1, "last_fencing_token": 2}], "the guard's"),
+        (Order, [{"id": 1}, {"id": 1}], "given twice"),
+        (Item, [{"id": 1, "line": 1}], "hangs on order_id"),
+    ],
+)
+def test_rows_that_do_not_say_enough(
+    session: Session, model: type[Any], given: list[dict[str, Any]], match: str
+) -> None:
+    """A clear error, before anything is sent."""
+    bind(session, Lease("order:1", 6))
+    with pytest.raises(ValueError, match=match):
+        upsert(session, model, given)
+
+
+def test_lease_is_needed(session: Session) -> None:
+    """None, the wrong one, and too many are three errors."""
+    with pytest.raises(UnfencedWriteError, match="no lease"):
+        upsert(session, Price, [{"sku": "pen", "cents": 1}])
+    bind(session, Lease("order:2", 6))
+    with pytest.raises(UnfencedWriteError, match="order:1"):
+        upsert(session, Order, [{"id": 1}])
+    bind(session, Lease("a", 6), Lease("b", 6))
+    with pytest.raises(AmbiguousFenceError):
+        upsert(session, Price, [{"sku": "pen", "cents": 1}])
+
+
+def test_what_has_no_fence_is_no_model_to_upsert(session: Session) -> None:
+    """The error says so."""
+    with pytest.raises(TypeError, match="expected a mapped class"):
+        upsert(session, str, [{"id": 1}])

@@ -1,0 +1,188 @@
+"""The table of write paths in the docs: made by taking every path, on every driver, so that it cannot lie.
+
+`FENCELOCK_WRITE_DOCS=1` writes it anew; otherwise it must say what happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from sqlalchemy import URL, Engine, create_engine, text
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy.orm import Session
+
+from fencelock import Lease, StaleTokenError, UnfencedWriteError, bind, upsert
+from tests.guard import test_refusals as refusals
+from tests.guard import test_write_paths as guarded
+
+DOCS = Path(__file__).parents[2] / "docs" / "write-paths.md"
+DRIVERS = {
+    "sqlite": ("pysqlite", "aiosqlite"),
+    "postgresql": ("psycopg", "psycopg_async", "asyncpg"),
+    "mariadb": ("pymysql", "aiomysql", "asyncmy"),
+}
+ALL_DRIVERS = sorted(driver for drivers in DRIVERS.values() for driver in drivers)
+ASYNC = frozenset({"aiosqlite", "psycopg_async", "asyncpg", "aiomysql", "asyncmy"})
+
+Write = Callable[[Session], object]
+
+
+class Way(NamedTuple):
+    """A way to write, and what it writes to."""
+
+    kind: str
+    name: str
+    write: Write
+    tables: Any
+
+    @property
+    def resource(self) -> str:
+        """What guards the rows that it writes."""
+        return "order:1" if self.tables is guarded else "orders"
+
+
+def upsert_again(session: Session) -> None:
+    """Update by `upsert`."""
+    upsert(session, guarded.Order, [{"id": 1, "status": "paid"}])
+
+
+def upsert_anew(session: Session) -> None:
+    """Insert by `upsert`."""
+    upsert(session, guarded.Point, [{"id": 2, "x": 1}])
+
+
+def update_by_text(session: Session) -> None:
+    """Update by text that carries the condition."""
+    stamped = "UPDATE wp_orders SET status = 'paid', last_fencing_token = :fencing_token"
+    session.execute(text(f"{stamped} WHERE id = :id AND last_fencing_token <= :fencing_token"), {"id": 1})
+
+
+def delete_by_text(session: Session) -> None:
+    """Delete by text that carries the condition."""
+    session.execute(
+        text("DELETE FROM wp_boxes WHERE id = :id AND last_fencing_token <= :fencing_token"), {"id": 1}
+    )
+
+
+WAYS = (
+    *(Way("UPDATE", name, write, guarded) for name, write in guarded.UPDATES.items()),
+    Way("UPDATE", "upsert", upsert_again, guarded),
+    Way("UPDATE", "text with the condition", update_by_text, guarded),
+    *(Way("DELETE", name, write, guarded) for name, write in guarded.DELETES.items()),
+    Way("DELETE", "text with the condition", delete_by_text, guarded),
+    *(Way("INSERT", name, write, guarded) for name, write in guarded.INSERTS.items()),
+    Way("INSERT", "upsert", upsert_anew, guarded),
+    *(Way("other", name, write, refusals) for name, write in refusals.UNGUARDABLE.items()),
+)
+
+HEAD = """\
+# Every way to write, and what becomes of it
+
+Written by the tests (`tests/guard/test_write_table.py`), which take each of these ways without a lease, with
+a stale one, whose token is below the row's fence, and with a fresh one; on SQLite, PostgreSQL and MariaDB,
+through {drivers}.
+
+- **refused**: `UnfencedWriteError`, before anything is sent to the database.
+- **stale**: `StaleTokenError`; the database itself has turned the write away, and all is rolled back.
+- **written**: with the token, which is the row's fence from then on.
+
+A new row has no fence to compare with, so a stale holder's INSERT is written; where that matters, pass the
+`gate` first, which turns him away. What SQLAlchemy does not see (bare cursors, `psql`, stored code) is for
+`conditional_update` and for triggers.
+
+| | way | no lease | stale | fresh |
+|---|---|---|---|---|
+"""
+
+
+def outcome(session: Session, resource: str, token: int | None, write: Write) -> str:
+    """Return what becomes of a write under a lease, or under none."""
+    if token is not None:
+        bind(session, Lease(resource, token))
+    try:
+        write(session)
+        session.commit()
+    except UnfencedWriteError:
+        return "refused"
+    except StaleTokenError:
+        return "stale"
+    finally:
+        session.rollback()
+    return "written"
+
+
+Run = Callable[[Way, int | None], Awaitable[str]]
+
+
+async def every_outcome(seeding: Engine, run: Run) -> list[str]:
+    """Take every way under every condition; return the table's rows."""
+    found = []
+    for way in WAYS:
+        cells = []
+        for token in (None, guarded.STALE, guarded.FRESH):
+            way.tables.seed(seeding)
+            cells.append(await run(way, token))
+        found.append(f"| {way.kind} | {way.name} | {' | '.join(cells)} |")
+    return found
+
+
+async def blocking(seeding: Engine, url: URL) -> list[str]:
+    """Take them with sessions that block."""
+    engine = create_engine(url)
+
+    async def run(way: Way, token: int | None) -> str:
+        with Session(engine) as session:
+            return outcome(session, way.resource, token, way.write)
+
+    try:
+        return await every_outcome(seeding, run)
+    finally:
+        engine.dispose()
+
+
+async def awaiting(seeding: Engine, url: URL) -> list[str]:
+    """Take them with sessions for asyncio."""
+    engine = create_async_engine(url)
+
+    async def run(way: Way, token: int | None) -> str:
+        async with AsyncSession(engine) as session:
+            return await session.run_sync(outcome, way.resource, token, way.write)
+
+    try:
+        return await every_outcome(seeding, run)
+    finally:
+        await engine.dispose()
+
+
+@pytest.fixture(scope="module")
+def seeding(shared_url: str) -> Iterator[Engine]:
+    """A blocking engine on the database, with all tables."""
+    engine = create_engine(shared_url)
+    for tables in (guarded, refusals):
+        tables.Base.metadata.create_all(engine)
+    yield engine
+    engine.dispose()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("shared_url", "driver"),
+    [(database, driver) for database, drivers in DRIVERS.items() for driver in drivers],
+    indirect=["shared_url"],
+)
+def test_every_way_to_write_ends_as_the_docs_say(seeding: Engine, driver: str) -> None:
+    """The same on every database, through every driver."""
+    url = seeding.url
+    take_all = awaiting if driver in ASYNC else blocking
+    table = asyncio.run(take_all(seeding, url.set(drivername=f"{url.get_backend_name()}+{driver}")))
+    page = HEAD.format(drivers=", ".join(ALL_DRIVERS)) + "\n".join(table) + "\n"
+    if os.environ.get("FENCELOCK_WRITE_DOCS") == "1":
+        DOCS.write_text(page)
+    assert page.splitlines() == DOCS.read_text().splitlines()
+    guarded_rows = {row for row in table if "| refused | stale | written |" in row or "| INSERT |" in row}
+    assert all("| refused | refused | refused |" in row for row in table if row not in guarded_rows)
