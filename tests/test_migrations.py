@@ -21,6 +21,8 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from fencelock import FencedModel, FenceError, Lease, UnfencedWriteError, bind, claim
 
+pytestmark = pytest.mark.usefixtures("alembic_plugin")
+
 ROOT = Path(__file__).parent.parent
 DIALECT_URLS = {
     "sqlite": "sqlite://",
@@ -138,7 +140,7 @@ def test_resources_that_differ_in_case_have_fences_of_their_own(engine: Engine, 
 @pytest.mark.parametrize(
     ("wrong", "operation"),
     [
-        (None, "add_column"),
+        (None, "add_fence"),
         ("INTEGER DEFAULT 0 NOT NULL", "modify_type"),
         ("BIGINT DEFAULT 7 NOT NULL", "modify_default"),
         ("BIGINT DEFAULT 0", "modify_nullable"),

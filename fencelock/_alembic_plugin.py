@@ -1,0 +1,43 @@
+"""What the entry point for Alembic leads to.
+
+Apart from `migrations`, and without a module of Alembic, because whichever of the two is imported first loads
+the other one while it is half there itself. So what `migrations` has is looked up when it is called.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from alembic.runtime.plugins import Plugin
+
+PLUGIN_NAME: Final = "alembic.autogenerate.fencelock"
+"""Under `alembic.autogenerate`, because that is what an environment uses that chooses no plugins."""
+
+
+class _PluginModule(ModuleType):
+    """Alembic 1.20 wants the entry point to be a module, earlier ones a collection of modules."""
+
+    def __iter__(self) -> Iterator[_PluginModule]:
+        yield self
+
+    def setup(self, registered: Plugin) -> None:
+        """Register the operations, by importing them, and what autogenerate compares."""
+        from alembic.util import DispatchPriority  # noqa: PLC0415  see the module's docstring
+
+        migrations = importlib.import_module("fencelock.migrations")
+
+        def compare(*table: Any) -> Any:
+            return migrations.compare_trigger(*table)
+
+        def say(*upgrade: Any) -> Any:
+            return migrations.use_operations(*upgrade)
+
+        registered.add_autogenerate_comparator(compare, "table", "fencelock")
+        registered.add_autogenerate_comparator(say, "schema", "fencelock", priority=DispatchPriority.LAST)
+
+
+plugin: Final = _PluginModule(__name__, __doc__)

@@ -1,0 +1,375 @@
+"""Fences in Alembic: operations for migrations, and an autogenerate that knows them.
+
+`pip install 'fencelock[alembic]'` is all that it takes: Alembic (1.18 or later) finds the plugin by itself.
+Migrations then have `op.add_fence`, `op.drop_fence`, `op.create_fence_trigger`, `op.drop_fence_trigger`,
+`op.create_fence_table` and `op.drop_fence_table`; `alembic revision --autogenerate` writes them, and `alembic
+check` notices what is missing, a trigger that SQLite's batch mode has dropped included.
+
+What an operation makes never changes with the version of fencelock, because migrations are history: whatever
+a later version needs will be an operation of its own, which autogenerate finds.
+
+Alembic loads plugins while it is half imported itself: hence the imports of its innermost modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from alembic.autogenerate.render import renderers
+from alembic.operations.base import BatchOperations, Operations
+from alembic.operations.ops import (
+    AddColumnOp,
+    CreateTableOp,
+    DropColumnOp,
+    DropTableOp,
+    MigrateOperation,
+    ModifyTableOps,
+)
+from alembic.util import PriorityDispatchResult
+from sqlalchemy import BigInteger, MetaData, Table
+
+from fencelock.guard import triggers
+from fencelock.guard._tables import FENCE_COLUMN, FENCE_MARK, FenceTrigger, new_fence_column, trigger_of
+from fencelock.guard.fences import FENCE_TABLE, fence_table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from alembic.autogenerate.api import AutogenContext
+    from alembic.operations.ops import UpgradeOps
+
+
+class FenceOperation(MigrateOperation):
+    """What the operations have in common: a table, and a line in the migration."""
+
+    name: ClassVar[str]
+
+    def __init__(self, table_name: str, *, schema: str | None = None, trigger: FenceTrigger = False) -> None:
+        self.table_name = table_name
+        self.schema = schema
+        self.trigger = trigger
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments that stand in the migration, apart from what is left as it is by default."""
+        return {"trigger": self.trigger, "schema": self.schema}
+
+    def to_diff_tuple(self) -> tuple[Any, ...]:
+        """Return how `alembic check` shows it."""
+        return (self.name, self.schema, self.table_name, self.trigger)
+
+
+@Operations.register_operation("add_fence")
+@BatchOperations.register_operation("add_fence", "batch_add_fence")
+class AddFenceOp(FenceOperation):
+    """The column, and the trigger if one is wanted."""
+
+    name = "add_fence"
+
+    def reverse(self) -> DropFenceOp:
+        """Return the way back."""
+        return DropFenceOp(self.table_name, schema=self.schema, trigger=self.trigger)
+
+    @classmethod
+    def add_fence(
+        cls,
+        operations: Operations,
+        table_name: str,
+        *,
+        trigger: FenceTrigger = False,
+        schema: str | None = None,
+    ) -> None:
+        """Give a table the column `last_fencing_token`, with 0 in every row, which no database rewrites.
+
+        Args:
+            operations: given by Alembic.
+            table_name: the table.
+            trigger: True or `"strict"` to give it a trigger too (see `fencelock.guard.triggers`).
+            schema: where the table is.
+        """
+        operations.invoke(cls(table_name, schema=schema, trigger=trigger))
+
+    @classmethod
+    def batch_add_fence(cls, operations: BatchOperations) -> None:
+        """Give the table of a batch the column; a trigger comes afterwards, `op.create_fence_trigger`."""
+        operations.invoke(AddColumnOp(**_of_batch(operations), column=new_fence_column()))
+
+
+@Operations.register_operation("drop_fence")
+@BatchOperations.register_operation("drop_fence", "batch_drop_fence")
+class DropFenceOp(FenceOperation):
+    """The column and the trigger, if there is one."""
+
+    name = "drop_fence"
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments that stand in the migration."""
+        return {"schema": self.schema}
+
+    def reverse(self) -> AddFenceOp:
+        """Return the way back."""
+        return AddFenceOp(self.table_name, schema=self.schema, trigger=self.trigger)
+
+    @classmethod
+    def drop_fence(cls, operations: Operations, table_name: str, *, schema: str | None = None) -> None:
+        """Take the column away, and the trigger with it. SQLite must be 3.35 or later."""
+        operations.invoke(cls(table_name, schema=schema))
+
+    @classmethod
+    def batch_drop_fence(cls, operations: BatchOperations) -> None:
+        """Take the column of a batch's table away, and the trigger with it."""
+        of_table = _of_batch(operations)
+        _drop_trigger(operations, DropFenceTriggerOp(**of_table))
+        operations.invoke(DropColumnOp(**of_table, column_name=FENCE_COLUMN))
+
+
+@Operations.register_operation("create_fence_trigger")
+class CreateFenceTriggerOp(FenceOperation):
+    """The trigger of a table that has the column.
+
+    Attributes:
+        replaces: the trigger that it had before.
+    """
+
+    name = "create_fence_trigger"
+
+    def __init__(
+        self,
+        table_name: str,
+        *,
+        schema: str | None = None,
+        trigger: FenceTrigger = True,
+        replaces: FenceTrigger = False,
+    ) -> None:
+        super().__init__(table_name, schema=schema, trigger=trigger)
+        self.replaces = replaces
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments that stand in the migration."""
+        return {"strict": self.trigger == "strict", "schema": self.schema}
+
+    def reverse(self) -> FenceOperation:
+        """Return the way back."""
+        if self.replaces:
+            return CreateFenceTriggerOp(self.table_name, schema=self.schema, trigger=self.replaces)
+        return DropFenceTriggerOp(self.table_name, schema=self.schema, trigger=self.trigger)
+
+    @classmethod
+    def create_fence_trigger(
+        cls, operations: Operations, table_name: str, *, strict: bool = False, schema: str | None = None
+    ) -> None:
+        """Give a table that has the column its trigger, in place of any other.
+
+        Args:
+            operations: given by Alembic.
+            table_name: the table.
+            strict: refuse also what carries no token (see `fencelock.guard.triggers`).
+            schema: where the table is.
+        """
+        operations.invoke(cls(table_name, schema=schema, trigger="strict" if strict else True))
+
+
+@Operations.register_operation("drop_fence_trigger")
+class DropFenceTriggerOp(FenceOperation):
+    """The trigger, whichever it is."""
+
+    name = "drop_fence_trigger"
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments that stand in the migration."""
+        return {"schema": self.schema}
+
+    def reverse(self) -> CreateFenceTriggerOp:
+        """Return the way back."""
+        return CreateFenceTriggerOp(self.table_name, schema=self.schema, trigger=self.trigger or True)
+
+    @classmethod
+    def drop_fence_trigger(
+        cls, operations: Operations, table_name: str, *, schema: str | None = None
+    ) -> None:
+        """Take the trigger away; the column stays, and so does the guard in Python."""
+        operations.invoke(cls(table_name, schema=schema))
+
+
+class _OfFenceTable(FenceOperation):
+    def __init__(self, *, schema: str | None = None) -> None:
+        super().__init__(FENCE_TABLE, schema=schema)
+
+    def arguments(self) -> dict[str, Any]:
+        return {"schema": self.schema}
+
+
+@Operations.register_operation("create_fence_table")
+class CreateFenceTableOp(_OfFenceTable):
+    """The table behind `gate` and sealed locks."""
+
+    name = "create_fence_table"
+
+    def reverse(self) -> DropFenceTableOp:
+        """Return the way back."""
+        return DropFenceTableOp(schema=self.schema)
+
+    @classmethod
+    def create_fence_table(cls, operations: Operations, *, schema: str | None = None) -> None:
+        """Make the table `fencelock_fences`, as `fencelock.guard.fence_table` describes it."""
+        operations.invoke(cls(schema=schema))
+
+
+@Operations.register_operation("drop_fence_table")
+class DropFenceTableOp(_OfFenceTable):
+    """The fence table goes, and with it the fence of every resource."""
+
+    name = "drop_fence_table"
+
+    def reverse(self) -> CreateFenceTableOp:
+        """Return the way back."""
+        return CreateFenceTableOp(schema=self.schema)
+
+    @classmethod
+    def drop_fence_table(cls, operations: Operations, *, schema: str | None = None) -> None:
+        """Drop the table `fencelock_fences`; `gate` has forgotten every holder then."""
+        operations.invoke(cls(schema=schema))
+
+
+def _of_batch(operations: BatchOperations) -> dict[str, Any]:
+    return {"table_name": operations.impl.table_name, "schema": operations.impl.schema}
+
+
+def _dialect(operations: Operations | BatchOperations) -> str:
+    return operations.migration_context.dialect.name
+
+
+@Operations.implementation_for(AddFenceOp)
+def _add_fence(operations: Operations, op: AddFenceOp) -> None:
+    operations.invoke(AddColumnOp(op.table_name, new_fence_column(), schema=op.schema))
+    if op.trigger:
+        _create_trigger(operations, op)
+
+
+@Operations.implementation_for(DropFenceOp)
+def _drop_fence(operations: Operations, op: DropFenceOp) -> None:
+    _drop_trigger(operations, op)
+    operations.invoke(DropColumnOp(op.table_name, FENCE_COLUMN, schema=op.schema))
+
+
+@Operations.implementation_for(CreateFenceTriggerOp)
+def _create_trigger(operations: Operations, op: FenceOperation) -> None:
+    strict = op.trigger == "strict"
+    dialect = _dialect(operations)
+    _execute(operations, triggers.create(op.table_name, dialect, strict=strict, schema=op.schema))
+
+
+@Operations.implementation_for(DropFenceTriggerOp)
+def _drop_trigger(operations: Operations | BatchOperations, op: FenceOperation) -> None:
+    _execute(operations, triggers.drop(op.table_name, _dialect(operations), schema=op.schema))
+
+
+@Operations.implementation_for(CreateFenceTableOp)
+def _create_table(operations: Operations, op: CreateFenceTableOp) -> None:
+    operations.invoke(CreateTableOp.from_table(_fence_table(operations, op)))
+
+
+@Operations.implementation_for(DropFenceTableOp)
+def _drop_table(operations: Operations, op: DropFenceTableOp) -> None:
+    operations.invoke(DropTableOp(op.table_name, schema=op.schema))
+
+
+def _fence_table(operations: Operations, op: FenceOperation) -> Table:
+    target = operations.migration_context.opts.get("target_metadata")
+    convention = target.naming_convention if isinstance(target, MetaData) else None
+    return fence_table(MetaData(naming_convention=convention), schema=op.schema)
+
+
+def _execute(operations: Operations | BatchOperations, statements: Iterable[triggers.FenceDDL]) -> None:
+    """Execute the statements, or print them as the database's own client reads them."""
+    context = operations.migration_context
+    for statement in statements:
+        if context.as_sql and context.dialect.name in {"mysql", "mariadb"}:
+            sql = str(statement.compile(dialect=context.dialect))
+            compound = ";" in sql  # the client ends a statement at its first semicolon
+            context.impl.static_output(f"DELIMITER //\n{sql}//\nDELIMITER ;" if compound else f"{sql};")
+        else:
+            context.impl.execute(statement)
+
+
+@renderers.dispatch_for(FenceOperation)
+def _render(context: AutogenContext, op: FenceOperation) -> str:
+    table = [] if isinstance(op, _OfFenceTable) else [repr(str(op.table_name))]
+    named = [f"{name}={value!r}" for name, value in op.arguments().items() if value]
+    return f"{context.opts['alembic_module_prefix'] or ''}{op.name}({', '.join([*table, *named])})"
+
+
+def compare_trigger(  # noqa: PLR0917  Alembic's signature
+    context: AutogenContext,
+    changes: ModifyTableOps,
+    schema: str | None,
+    table_name: str,
+    in_database: Table | None,
+    in_model: Table | None,
+) -> PriorityDispatchResult:
+    """Find a trigger that is missing, too many or another one; those of a column that comes or goes aside."""
+    if not _comes_or_goes(in_database, in_model):
+        wanted = False if in_model is None else trigger_of(in_model)
+        found = _found(context, table_name, schema) if in_database is not None else False
+        if wanted and wanted != found:
+            changes.ops.append(
+                CreateFenceTriggerOp(table_name, schema=schema, trigger=wanted, replaces=found)
+            )
+        elif found and not wanted:
+            changes.ops.append(DropFenceTriggerOp(table_name, schema=schema, trigger=found))
+    return PriorityDispatchResult.CONTINUE
+
+
+def _comes_or_goes(in_database: Table | None, in_model: Table | None) -> bool:
+    return (
+        in_database is not None
+        and in_model is not None
+        and (FENCE_COLUMN in in_database.c) != (FENCE_COLUMN in in_model.c)
+    )
+
+
+def _found(context: AutogenContext, table_name: str, schema: str | None) -> FenceTrigger:
+    connection = context.connection
+    if connection is None or not triggers.knows(connection.dialect.name):
+        return False
+    return triggers.installed(connection, table_name, schema=schema)
+
+
+def use_operations(
+    context: AutogenContext, upgrade: UpgradeOps, _schemas: Iterable[str | None]
+) -> PriorityDispatchResult:
+    """Say it with the operations of this module, outside of batches: those copy tables on SQLite.
+
+    What drops something goes before the other changes of a table and what adds something after them, so that
+    the way back has the right order, too.
+    """
+    upgrade.ops[:] = [said for op in upgrade.ops for said in _said_anew(context, op)]
+    return PriorityDispatchResult.CONTINUE
+
+
+def _said_anew(context: AutogenContext, op: MigrateOperation) -> Iterator[MigrateOperation]:
+    if isinstance(op, CreateTableOp) and op.table_name == FENCE_TABLE:
+        yield CreateFenceTableOp(schema=op.schema)
+    elif isinstance(op, DropTableOp) and op.table_name == FENCE_TABLE:
+        yield DropFenceTableOp(schema=op.schema)
+    elif isinstance(op, ModifyTableOps):
+        changes = [_fence_change(context, change) for change in op.ops]
+        yield from (each for each in changes if isinstance(each, DropFenceOp | DropFenceTriggerOp))
+        op.ops[:] = [each for each in changes if not isinstance(each, FenceOperation)]
+        if op.ops:
+            yield op
+        yield from (each for each in changes if isinstance(each, AddFenceOp | CreateFenceTriggerOp))
+    else:
+        yield op
+
+
+def _fence_change(context: AutogenContext, op: MigrateOperation) -> MigrateOperation:
+    if isinstance(op, AddColumnOp) and FENCE_MARK.items() <= op.column.info.items():
+        wanted = trigger_of(op.column.table)
+        return AddFenceOp(op.table_name, schema=op.schema, trigger=wanted)
+    if isinstance(op, DropColumnOp) and op.column_name == FENCE_COLUMN:
+        column = op.to_column()
+        if isinstance(column.type, BigInteger) and not column.nullable:
+            found = _found(context, op.table_name, op.schema)
+            return DropFenceOp(op.table_name, schema=op.schema, trigger=found)
+    return op
