@@ -6,7 +6,6 @@ nodes run ACQUIRE and then RELEASE. What fencelock takes longer than this is its
 
 from __future__ import annotations
 
-import importlib.resources
 import select
 import socket
 from collections.abc import Sequence
@@ -15,6 +14,8 @@ from typing import Any
 
 import hiredis
 import redis
+
+from fencelock.authority.redlock.node import SCRIPTS
 
 
 @dataclass(slots=True)
@@ -27,7 +28,7 @@ class _Node:
 
 
 class BareSockets:
-    """Acquires and releases one resource, over and over, on nodes that have been initialised.
+    """A lock on one resource, to be entered over and over, on nodes that have been initialised.
 
     Args:
         urls: the nodes.
@@ -44,17 +45,15 @@ class BareSockets:
             self._nodes[node.sock.fileno()] = node
             self._poll.register(node.sock, select.POLLIN)
 
-    def close(self) -> None:
-        """Close the sockets."""
-        for node in self._nodes.values():
-            node.sock.close()
-
-    def acquire_and_release(self) -> None:
-        """Have a majority acquire, then a majority release."""
+    def __enter__(self) -> None:
+        """Have a majority acquire."""
         for node in self._nodes.values():
             node.sock.send(node.acquire)
             node.owed += 1
         self._await_majority(b"GRANTED")
+
+    def __exit__(self, *details: object) -> None:
+        """Have a majority release."""
         for node in self._nodes.values():
             node.sock.send(node.release)
             node.owed += 1
@@ -76,7 +75,7 @@ def _open(url: str, node_key: str, resource: str) -> _Node:
     with redis.Redis.from_url(url) as client:
         about: Any = client.info("server")
         fingerprint: Any = client.hget(node_key, "cfg")
-        acquire, release = (client.script_load(_script(name)) for name in ("acquire", "release"))
+        acquire, release = (client.script_load(SCRIPTS[name]) for name in ("acquire", "release"))
         address = client.connection_pool.connection_kwargs
     sock = socket.create_connection((address["host"], address["port"]))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -93,8 +92,3 @@ def _open(url: str, node_key: str, resource: str) -> _Node:
 def _pack(*words: str | bytes | int) -> bytes:
     packed: bytes = hiredis.pack_command(words)  # type: ignore[arg-type] # its stub knows one word only
     return packed
-
-
-def _script(name: str) -> str:
-    folder = importlib.resources.files("fencelock.authority.redlock") / "scripts"
-    return (folder / "prelude.lua").read_text() + (folder / f"{name}.lua").read_text()

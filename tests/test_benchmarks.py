@@ -1,0 +1,71 @@
+"""A short form of `python -m benchmarks.locks`: real nodes, real workers, few turns."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from benchmarks import contenders, rates
+from benchmarks.arena import NODES, Arena
+from benchmarks.contenders import Setting
+from benchmarks.handovers import Relay
+from benchmarks.peers import Homes
+from benchmarks.worker import Play, Worker, WorkerError
+from fencelock.embedded import Nodes
+
+
+@pytest.fixture(scope="module")
+def arena() -> Iterator[Arena]:
+    """Five nodes, two short rounds, nothing installed."""
+    with Nodes(NODES) as nodes:
+        arena = Arena(nodes, Console(file=StringIO()), rounds=2, seconds=0.05, homes=Homes(None))
+        arena.initialise()
+        yield arena
+
+
+def test_all_who_take_part_are_measured_in_each_round(arena: Arena) -> None:
+    """Blocking and asyncio contenders and the floor work in processes of their own, and are in the table."""
+    entered = (
+        *(rates.OURS, rates.OURS_ASYNCIO, contenders.BARE_AUTHORITY),
+        *(contenders.ANEW, contenders.REDIS_PY, contenders.REDIS_ASYNCIO, contenders.FLOOR),
+    )
+    results = rates.measure(arena, "in short", entered, width=3, seconds=arena.seconds)
+    assert {one.contender for one in results} == set(entered), arena.report.absent
+    assert all(len(one.rates) == arena.rounds and min(one.rates) > 0 for one in results)
+    assert all(min(one.costs) > 0 for one in results)
+    table = rates.section_of("in short", results, rates.OURS).markdown()
+    assert all(f"| {one.name} | {one.nodes} |" in table for one in entered)
+
+
+def test_who_cannot_take_part_is_named(arena: Arena) -> None:
+    """A peer without the home that it needs is left out, with a sentence that says why."""
+    (peer,) = (one for one in contenders.REDLOCKS if one.name == "redlock-ng")
+    assert rates.measure(arena, "alone", [peer], seconds=arena.seconds) == []
+    assert "redlock-ng does not take part: it would need a home of its own" in arena.report.absent
+
+
+def test_a_worker_that_ends_leaves_its_last_words() -> None:
+    """What it said is in the error; nobody waits for its answer."""
+    worker = Worker(
+        rates.OURS, Setting([]), [sys.executable, "-c", "raise SystemExit('something is missing')"]
+    )
+    with closing(worker), pytest.raises(WorkerError, match="something is missing"):
+        worker.prepare(["r"])
+
+
+def test_a_handover_is_an_acquisition_by_another_process() -> None:
+    """What a process takes back from itself is none, and the longest wait is that of all of them."""
+    plays = [
+        Play([(0.0, 1.0, 1.5), (1.5, 2.0, 2.5)], 0.0, 5.0, 0.1, 0, None),
+        Play([(0.0, 3.0, 3.5), (3.5, 5.0, 5.0)], 0.0, 5.0, 0.1, 0, None),
+    ]
+    relay = Relay(rates.OURS)
+    relay.note(plays)
+    assert relay.handovers == [1 / 4]
+    assert relay.acquisitions == [3 / 4]
+    assert relay.longest == [3.0]
