@@ -1,19 +1,22 @@
 # The two commands of the README are `make demo` and `make test`; each sets up everything it needs.
-# Variables: PYTHON (3.11 or later) makes the venv; SQLALCHEMY=2.0 tests against that series.
+# Variables: PYTHON (3.11 or later) makes the venv; SQLALCHEMY=2.0 tests against that series; JOBS is how many
+# files of tests run side by side (more than two disturb what is timed).
 
 PYTHON ?= python3
 SQLALCHEMY ?= 2.1
+JOBS ?= 2
 VENV := .venv$(if $(filter-out 2.1,$(SQLALCHEMY)),-sqlalchemy-$(SQLALCHEMY))
 RUN := $(VENV)/bin/
 
-.PHONY: help demo test lint bench spec spec-long clean
+.PHONY: help demo test test-sqlalchemy lint bench spec spec-long clean
 
 help:
 	@echo "make demo       watch a stale writer being turned away by a real database (under a minute)"
 	@echo "make test       the whole test suite, on real servers"
+	@echo "make test-sqlalchemy  SQLAlchemy's own tests, with the guard in place (half an hour)"
 	@echo "make lint       ruff and mypy --strict"
-	@echo "make bench      locks beside their peers, leases by the thousand, hand-overs (minutes; needs a quiet machine)"
-	@echo "make spec       check the model of the protocol: every schedule of its bounds, every rule left out (minutes; g++)"
+	@echo "make bench      locks beside their peers, hung nodes, a million resources; writes docs/benchmarks.md (11 minutes on a quiet machine)"
+	@echo "make spec       check the model of the protocol: every schedule of its bounds, every rule left out (five minutes; g++; CHECK=--write puts the results into spec/README.md)"
 	@echo "make spec-long  the same with larger bounds (hours, 12 GB)"
 	@echo "make clean      remove the virtual environments"
 
@@ -30,7 +33,10 @@ demo: $(VENV)/installed
 	$(RUN)fencelock demo
 
 test: $(VENV)/installed
-	$(RUN)python -m pytest $(PYTEST)
+	$(RUN)python -m pytest -n $(JOBS) --dist loadfile $(PYTEST)
+
+test-sqlalchemy: $(VENV)/installed
+	$(RUN)python -m tests.sqlalchemy_suite --jobs $(JOBS)
 
 lint: $(VENV)/installed
 	$(RUN)ruff check .
@@ -42,8 +48,7 @@ $(VENV)/bench-installed: $(VENV)/installed
 	@touch $@
 
 bench: $(VENV)/bench-installed
-	$(RUN)python -m benchmarks.locks
-	$(RUN)python -m benchmarks.leases
+	$(RUN)python -m benchmarks.locks --docs docs
 
 # Only for the jar of TLC, the checker of TLA+; check.py itself needs nothing but Python and g++.
 .venv-spec/installed:
@@ -53,10 +58,10 @@ bench: $(VENV)/bench-installed
 	@touch $@
 
 spec: .venv-spec/installed
-	.venv-spec/bin/python spec/check.py --jobs 2
+	.venv-spec/bin/python spec/check.py --jobs 2 $(CHECK)
 
 spec-long: .venv-spec/installed
-	.venv-spec/bin/python spec/check.py --long
+	.venv-spec/bin/python spec/check.py --long $(CHECK)
 
 clean:
-	rm -rf .venv .venv-sqlalchemy-* .venv-spec
+	rm -rf .venv .venv-sqlalchemy-* .venv-spec .venv-peers

@@ -6,6 +6,7 @@ from fencelock.ending import exit_on_signals
 from fencelock.errors import (
     AmbiguousFenceError,
     AuthorityError,
+    CommitInDoubtError,
     FenceError,
     FencelockError,
     LockError,
@@ -21,29 +22,42 @@ from fencelock.errors import (
 from fencelock.guard import (
     FencedDataclassModel,
     FencedModel,
+    GuardEvent,
     bind,
     claim,
     claim_all,
+    claim_all_async,
+    claim_async,
     conditional_delete,
     conditional_update,
     execute_fenced,
     fenced_delete,
     fenced_update,
     gate,
+    gate_async,
+    on_claim,
+    on_stale,
+    on_unfenced,
+    upsert,
 )
 from fencelock.lease import Lease
 from fencelock.lock import AsyncLock, FencedLock, fenced_lock
 from fencelock.settings import configure
+from fencelock.transaction import AsyncFencedTransaction, FencedTransaction, fenced_transaction
 
 __all__ = [
     "AmbiguousFenceError",
+    "AsyncFencedTransaction",
     "AsyncLock",
     "AuthorityError",
+    "CommitInDoubtError",
     "FenceError",
     "FencedDataclassModel",
     "FencedLock",
     "FencedModel",
+    "FencedTransaction",
     "FencelockError",
+    "GuardEvent",
     "Lease",
     "LockError",
     "LockLostError",
@@ -58,6 +72,8 @@ __all__ = [
     "bind",
     "claim",
     "claim_all",
+    "claim_all_async",
+    "claim_async",
     "conditional_delete",
     "conditional_update",
     "configure",
@@ -66,6 +82,12 @@ __all__ = [
     "fenced",
     "fenced_delete",
     "fenced_lock",
+    "fenced_transaction",
     "fenced_update",
     "gate",
+    "gate_async",
+    "on_claim",
+    "on_stale",
+    "on_unfenced",
+    "upsert",
 ]

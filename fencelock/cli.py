@@ -24,6 +24,7 @@ from fencelock._workspace import EmbeddedServerError
 from fencelock.authority.redlock.change import Change
 from fencelock.authority.redlock.membership import DEFAULT_MAX_TTL, epoch_above
 from fencelock.authority.redlock.operator import change_nodes
+from fencelock.authority.redlock.places import split_urls
 from fencelock.authority.redlock.redlock import Redlock
 from fencelock.authority.redlock.survey import NodeState, NodeStatus
 from fencelock.errors import FencelockError
@@ -173,7 +174,7 @@ def nodes(
 
 def _present(current: str) -> list[str]:
     current = current or os.environ.get("FENCELOCK_URL", "")
-    urls = [url.strip() for url in current.split(",") if url.strip()]
+    urls = split_urls(current)
     if not urls:
         _fail(
             "which nodes? Set FENCELOCK_URL, or name those in use: fencelock nodes --current "

@@ -17,6 +17,7 @@ from fencelock import Redlock, fenced_lock
 from fencelock.demo.page import Page
 from fencelock.embedded import Nodes
 from tests.polling import eventually
+from tests.redlock.groups import Cluster
 
 
 def fencelock(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
@@ -163,6 +164,20 @@ def take(quorum: Redlock) -> int:
     """Lock once, and return the token."""
     with quorum.lock("r", ttl=1) as token:
         return token
+
+
+def test_nodes_may_have_several_hosts_each(nodes: Nodes) -> None:
+    """A comma inside a URL ends nothing: in the arguments, in --current, and in what is to be exported."""
+    with Cluster(2) as cluster:
+        urls = [cluster.url(), *nodes.urls[:2]]
+        made = fencelock("init", *urls)
+        assert made.stderr.splitlines()[0] == "3 nodes initialised"
+        assert f"FENCELOCK_URL={','.join(urls)}" in made.stderr
+        shown = fencelock("nodes", "--current", ",".join(urls))
+        assert (shown.returncode, shown.stdout.count("admitted")) == (0, 3)
+        replaced = fencelock("nodes", "--current", ",".join(urls), "replace", cluster.url(), nodes[2].url)
+        assert replaced.returncode == 0, replaced.stderr
+        assert "3 nodes are in use now" in replaced.stderr
 
 
 def test_nodes_wants_to_know_which(monkeypatch: pytest.MonkeyPatch) -> None:
