@@ -1,4 +1,4 @@
-"""The command line: `fencelock init`, `fencelock nodes` and `fencelock demo`."""
+"""The command line: `fencelock init`, `fencelock nodes`, `fencelock demo` and `fencelock check`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 try:
@@ -280,6 +281,16 @@ def demo(
         )
         raise typer.Exit(1) from None
     raise typer.Exit(0 if holds else 1)
+
+
+@app.command()
+def check(
+    history: Annotated[Path, typer.Argument(help="A history that `fencelock torture` has written.")],
+) -> None:
+    """Judge a history: were tokens unique and in order, was any write lost? Status 0, 1, or 2 for no history."""
+    from fencelock.torture import checker  # noqa: PLC0415 - nothing else needs it
+
+    raise typer.Exit(checker.main([str(history)]))
 
 
 def main() -> None:
