@@ -40,6 +40,7 @@ from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
 from fencelock.guard import FencedModel, bind, claim
 from fencelock.lease import Lease
 from fencelock.token import MAX_TOKEN
+from tests.guard.rows import empty
 
 
 class Base(DeclarativeBase):
@@ -98,9 +99,9 @@ def _tables(shared_url: str) -> None:
 
 def seed(engine: Engine) -> None:
     """Make an order, a gift and something unfenced; the fences are 5."""
+    with engine.begin() as connection:
+        empty(connection, Base.metadata)
     with engine.execution_options(fencelock="bypass").begin() as connection:
-        for table in reversed(Base.metadata.sorted_tables):
-            connection.execute(delete(table))
         connection.execute(insert(orders), {"id": 1, "last_fencing_token": 5})
         connection.execute(insert(orders), {"id": 2, "last_fencing_token": 5, "kind": "gift"})
         connection.execute(insert(gifts), {"id": 2})

@@ -46,6 +46,8 @@ from fencelock.guard import (
     fenced_update,
 )
 from fencelock.lease import Lease
+from fencelock.token import MAX_TOKEN
+from tests.guard.rows import empty
 
 FENCE = 5
 STALE = 4
@@ -172,10 +174,10 @@ engineers: Table = Engineer.__table__  # type: ignore[assignment]
 def seed(engine: Engine) -> None:
     """Make one row of each table, all with the same fence."""
     fence = {"last_fencing_token": FENCE}
+    with engine.begin() as connection:
+        execute_fenced(connection, fenced_update(orders).values(first_item_id=None), token=MAX_TOKEN)
+        empty(connection, Base.metadata)
     with engine.execution_options(fencelock="bypass").begin() as connection:
-        connection.execute(update(orders).values(first_item_id=None))
-        for table in reversed(Base.metadata.sorted_tables):
-            connection.execute(delete(table))
         connection.execute(insert(Tag), [{"id": 1}, {"id": 2}])
         connection.execute(insert(Order), {"id": 1, "status": "new", **fence})
         connection.execute(insert(Item), [{"id": 1, "order_id": 1}, {"id": 2, "order_id": None}])

@@ -1,26 +1,27 @@
 """The table of write paths in the docs: made by taking every path, on every driver, so that it cannot lie.
 
-`FENCELOCK_WRITE_DOCS=1` writes it anew; otherwise it must say what happens.
+Each path is taken on tables without triggers, with plain ones and with strict ones: the guard's own
+statements must pass them all. What only triggers see is in `test_trigger_table`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from sqlalchemy import URL, Engine, create_engine, text
+from sqlalchemy import URL, Engine, Table, create_engine, text
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
 from fencelock import Lease, StaleTokenError, UnfencedWriteError, bind, upsert
+from fencelock.guard import rewrite, triggers
+from fencelock.guard._tables import FENCE_COLUMN, TRIGGER_MARK, FenceTrigger
 from tests.guard import test_refusals as refusals
 from tests.guard import test_write_paths as guarded
+from tests.guard.write_docs import check_section
 
-DOCS = Path(__file__).parents[2] / "docs" / "write-paths.md"
 DRIVERS = {
     "sqlite": ("pysqlite", "aiosqlite"),
     "postgresql": ("psycopg", "psycopg_async", "asyncpg"),
@@ -84,8 +85,10 @@ HEAD = """\
 # Every way to write, and what becomes of it
 
 Written by the tests (`tests/guard/test_write_table.py`), which take each of these ways without a lease, with
-a stale one, whose token is below the row's fence, and with a fresh one; on SQLite, PostgreSQL and MariaDB,
-through {drivers}.
+a stale one, whose token is below the row's fence, with one that has written before, whose token is the row's
+fence, and with a fresh one, whose token is above it; on SQLite, PostgreSQL and MariaDB,
+through {drivers}; and that
+on tables without triggers, with plain and with strict ones, which makes no difference here.
 
 - **refused**: `UnfencedWriteError`, before anything is sent to the database.
 - **stale**: `StaleTokenError`; the database itself has turned the write away, and all is rolled back.
@@ -93,10 +96,10 @@ through {drivers}.
 
 A new row has no fence to compare with, so a stale holder's INSERT is written; where that matters, pass the
 `gate` first, which turns him away. What SQLAlchemy does not see (bare cursors, `psql`, stored code) is for
-`conditional_update` and for triggers.
+`conditional_update` and for triggers: see the sections below the table.
 
-| | way | no lease | stale | fresh |
-|---|---|---|---|---|
+| | way | no lease | stale | again | fresh |
+|---|---|---|---|---|---|
 """
 
 
@@ -124,7 +127,7 @@ async def every_outcome(seeding: Engine, run: Run) -> list[str]:
     found = []
     for way in WAYS:
         cells = []
-        for token in (None, guarded.STALE, guarded.FRESH):
+        for token in (None, guarded.STALE, guarded.FENCE, guarded.FRESH):
             way.tables.seed(seeding)
             cells.append(await run(way, token))
         found.append(f"| {way.kind} | {way.name} | {' | '.join(cells)} |")
@@ -169,20 +172,55 @@ def seeding(shared_url: str) -> Iterator[Engine]:
     engine.dispose()
 
 
+FENCED: list[Table] = [
+    table
+    for tables in (guarded, refusals)
+    for table in tables.Base.metadata.sorted_tables
+    if FENCE_COLUMN in table.c
+]
+
+
+@pytest.fixture
+def _trigger(seeding: Engine, trigger: FenceTrigger) -> Iterator[None]:
+    """All fenced tables with the trigger that the test wants, and models that say so."""
+    set_triggers(seeding, trigger=trigger)
+    yield
+    set_triggers(seeding, trigger=False)
+
+
+def set_triggers(engine: Engine, *, trigger: FenceTrigger) -> None:
+    """Give all fenced tables a trigger, or none, and say so where a model's definition does."""
+    dialect = engine.dialect.name
+    with engine.begin() as connection:
+        for table in FENCED:
+            table.c[FENCE_COLUMN].info[TRIGGER_MARK] = trigger
+            make = triggers.create(table, dialect, strict=trigger == "strict")
+            for statement in make if trigger else triggers.drop(table, dialect):
+                connection.execute(statement)
+            assert triggers.installed(connection, table.name) == trigger
+    rewrite._guarded.clear()  # a program's models never change their minds, so their statements are kept
+
+
 @pytest.mark.timeout(300)
+@pytest.mark.usefixtures("_trigger")
 @pytest.mark.parametrize(
-    ("shared_url", "driver"),
-    [(database, driver) for database, drivers in DRIVERS.items() for driver in drivers],
+    ("shared_url", "driver", "trigger"),
+    [
+        (database, driver, trigger)
+        for database, drivers in DRIVERS.items()
+        for driver in drivers
+        for trigger in (False, True, "strict")
+        if trigger is not True or driver not in ASYNC  # what plain ones refuse is refused by strict ones, too
+    ],
     indirect=["shared_url"],
 )
 def test_every_way_to_write_ends_as_the_docs_say(seeding: Engine, driver: str) -> None:
-    """The same on every database, through every driver."""
+    """The same on every database, through every driver, whatever trigger the tables have."""
     url = seeding.url
     take_all = awaiting if driver in ASYNC else blocking
     table = asyncio.run(take_all(seeding, url.set(drivername=f"{url.get_backend_name()}+{driver}")))
-    page = HEAD.format(drivers=", ".join(ALL_DRIVERS)) + "\n".join(table) + "\n"
-    if os.environ.get("FENCELOCK_WRITE_DOCS") == "1":
-        DOCS.write_text(page)
-    assert page.splitlines() == DOCS.read_text().splitlines()
-    guarded_rows = {row for row in table if "| refused | stale | written |" in row or "| INSERT |" in row}
-    assert all("| refused | refused | refused |" in row for row in table if row not in guarded_rows)
+    check_section(HEAD.format(drivers=", ".join(ALL_DRIVERS)) + "\n".join(table) + "\n")
+    unguarded = [
+        row for row in table if "| stale | written | written |" not in row and "| INSERT |" not in row
+    ]
+    assert all("| refused | refused | refused | refused |" in row for row in unguarded)

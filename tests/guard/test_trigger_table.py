@@ -1,0 +1,306 @@
+"""The table of what only a trigger sees: ways past SQLAlchemy, with no trigger, a plain and a strict one.
+
+The column without a trigger is the control: what is refused with one is written there.
+"""
+
+# ruff: noqa: S608 - the SQL of these tests is written here
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+from sqlalchemy import (
+    Column,
+    Connection,
+    Engine,
+    ForeignKey,
+    Integer,
+    MetaData,
+    NullPool,
+    String,
+    Table,
+    create_engine,
+    insert,
+    select,
+)
+
+from fencelock.guard import conditional_delete, conditional_update, fence_column, triggers
+from fencelock.guard._tables import FenceTrigger
+from tests.guard.rows import empty
+from tests.guard.write_docs import check_section
+
+FENCE = 5
+TRIGGERS: tuple[FenceTrigger, ...] = (False, True, "strict")
+SAME = "status = 'x'"
+LOWER = "status = 'x', last_fencing_token = 4"
+
+Act = Callable[[Connection, Any], object]
+"""Writes with a connection's bare cursor."""
+
+
+class Way(NamedTuple):
+    """A way to write past SQLAlchemy; on SQLite most have prepared their connection for strict triggers."""
+
+    name: str
+    act: Act
+    prepared: bool = True
+
+
+def sql(name: str, *statements: str) -> Way:
+    """Return the way of one who sends these statements."""
+
+    def act(_: Connection, cursor: Any) -> None:
+        for statement in statements:
+            cursor.execute(statement)
+
+    return Way(name, act)
+
+
+def updates(name: str, form: str) -> list[Way]:
+    """Return the ways of one who knows no fence, and of a stale holder who writes his token unchecked."""
+    return [
+        sql(f"{name}, leaves the fence", form.format(SAME)),
+        sql(f"{name}, lowers the fence", form.format(LOWER)),
+    ]
+
+
+def with_token(kind: str, token: int) -> Act:
+    """Return the write of a bare cursor with the statement that fencelock makes for it."""
+
+    def act(connection: Connection, cursor: Any) -> None:
+        style: Any = connection.dialect.paramstyle
+        options: Any = {"dialect": connection.dialect.name, "strict": True}
+        if kind == "UPDATE":
+            made = conditional_update("tt_orders", {"status": "x"}, {"id": 1}, token, style, **options)
+        else:
+            made = conditional_delete("tt_orders", {"id": 1}, token, style, **options)
+        cursor.execute(*made)
+
+    return act
+
+
+def copy_rows(_: Connection, cursor: Any) -> None:
+    """Copy a row in."""
+    with cursor.copy("COPY tt_orders (id, status) FROM STDIN") as copy:
+        copy.write_row((2, "x"))
+
+
+def copy_and_update(_: Connection, cursor: Any) -> None:
+    """Copy an old row to somewhere else, and write the row back from there."""
+    cursor.execute("CREATE TEMP TABLE staged ON COMMIT DROP AS SELECT * FROM tt_orders WHERE false")
+    with cursor.copy("COPY staged (id, status, last_fencing_token) FROM STDIN") as copy:
+        copy.write_row((1, "x", 4))
+    cursor.execute(
+        "UPDATE tt_orders SET status = staged.status, last_fencing_token = staged.last_fencing_token "
+        "FROM staged WHERE staged.id = tt_orders.id"
+    )
+
+
+NEW_ROW = "INTO tt_orders (id, status) VALUES (2, 'x')"
+SAME_ROW = "INTO tt_orders (id, status) VALUES (1, 'x')"
+CASCADE = "DELETE FROM tt_customers"
+RAISES = sql("UPDATE, raises the fence", "UPDATE tt_orders SET status = 'x', last_fencing_token = 6")
+EVERYWHERE = [
+    *updates("UPDATE", "UPDATE tt_orders SET {} WHERE id = 1"),
+    RAISES,
+    sql("DELETE", "DELETE FROM tt_orders"),
+    sql("INSERT", f"INSERT {NEW_ROW}"),
+    Way("`conditional_update`, stale", with_token("UPDATE", 4)),
+    Way("`conditional_update`, again", with_token("UPDATE", 5)),
+    Way("`conditional_update`, fresh", with_token("UPDATE", 6)),
+    Way("`conditional_delete`, stale", with_token("DELETE", 4)),
+    Way("`conditional_delete`, fresh", with_token("DELETE", 6)),
+    *updates("view", "UPDATE tt_view SET {}"),
+]
+POSTGRESQL = [
+    *EVERYWHERE,
+    *updates("DO block", "DO $$ BEGIN UPDATE tt_orders SET {}; END $$"),
+    *updates("CTE", "WITH w AS (UPDATE tt_orders SET {} RETURNING 1) SELECT * FROM w"),
+    *updates("ON CONFLICT", f"INSERT {SAME_ROW} ON CONFLICT (id) DO UPDATE SET {{}}"),
+    *updates("MERGE", "MERGE INTO tt_orders USING tt_customers ON true WHEN MATCHED THEN UPDATE SET {}"),
+    sql("function, leaves the fence", "SELECT tt_same()"),
+    sql("function, lowers the fence", "SELECT tt_lower()"),
+    Way("COPY into the table", copy_rows),
+    Way("COPY elsewhere and UPDATE from there, lowers the fence", copy_and_update),
+    sql("foreign key, ON DELETE SET NULL", CASCADE),
+    sql("TRUNCATE", "TRUNCATE tt_orders"),
+]
+MARIADB = [
+    *EVERYWHERE,
+    *updates("compound statement", "BEGIN NOT ATOMIC UPDATE tt_orders SET {}; END"),
+    *updates("ON DUPLICATE KEY", f"INSERT {SAME_ROW} ON DUPLICATE KEY UPDATE {{}}"),
+    sql("procedure, leaves the fence", "CALL tt_same()"),
+    sql("procedure, lowers the fence", "CALL tt_lower()"),
+    sql("REPLACE", f"REPLACE {SAME_ROW}"),
+    sql("foreign key, ON DELETE SET NULL", CASCADE),
+    sql("TRUNCATE", "SET foreign_key_checks = 0", "TRUNCATE tt_orders"),
+]
+SQLITE = [
+    *EVERYWHERE,
+    RAISES._replace(name="UPDATE, raises the fence, without `triggers.prepare`", prepared=False),
+    *updates("ON CONFLICT", f"INSERT {SAME_ROW} ON CONFLICT (id) DO UPDATE SET {{}}"),
+    sql("OR REPLACE", f"INSERT OR REPLACE {SAME_ROW}"),
+    sql("OR REPLACE, `PRAGMA recursive_triggers`", "PRAGMA recursive_triggers = ON", f"REPLACE {SAME_ROW}"),
+    sql("foreign key, ON DELETE SET NULL", "PRAGMA foreign_keys = ON", CASCADE),
+]
+
+VIEW = "CREATE VIEW tt_view AS SELECT id, status, last_fencing_token FROM tt_orders"
+STORED: dict[str, list[str]] = {
+    "postgresql": [
+        VIEW,
+        f"CREATE FUNCTION tt_same() RETURNS void LANGUAGE sql AS $$ UPDATE tt_orders SET {SAME} $$",
+        f"CREATE FUNCTION tt_lower() RETURNS void LANGUAGE sql AS $$ UPDATE tt_orders SET {LOWER} $$",
+    ],
+    "mysql": [
+        VIEW,
+        f"CREATE PROCEDURE tt_same() UPDATE tt_orders SET {SAME}",
+        f"CREATE PROCEDURE tt_lower() UPDATE tt_orders SET {LOWER}",
+    ],
+    "sqlite": [
+        VIEW,
+        """CREATE TRIGGER tt_through INSTEAD OF UPDATE ON tt_view BEGIN
+               UPDATE tt_orders SET status = NEW.status, last_fencing_token = NEW.last_fencing_token
+               WHERE id = NEW.id;
+           END""",
+    ],
+}
+STORED_GOES = {
+    "postgresql": ["DROP FUNCTION tt_same", "DROP FUNCTION tt_lower", "DROP VIEW tt_view"],
+    "mysql": ["DROP PROCEDURE tt_same", "DROP PROCEDURE tt_lower", "DROP VIEW tt_view"],
+    "sqlite": ["DROP VIEW tt_view"],
+}
+
+SECTION = """\
+## What only a trigger sees: {database}
+
+Written by the tests (`tests/guard/test_trigger_table.py`), by a bare cursor of {driver}. The row's fence is
+5; who *leaves the fence* knows nothing of it, and who *lowers* it is a stale holder with token 4.
+**written**: the table has changed; **no row**: there was none to write; **stale** and **refused**: the error
+of a trigger.
+
+| way | no trigger | plain trigger | strict trigger |
+|---|---|---|---|
+"""
+
+
+def make_tables(trigger: FenceTrigger) -> MetaData:
+    """Describe an order and its customer; the order's table has that trigger."""
+    metadata = MetaData()
+    Table("tt_customers", metadata, Column("id", Integer, primary_key=True))
+    Table(
+        "tt_orders",
+        metadata,
+        Column("id", Integer, primary_key=True),
+        Column("status", String(20)),
+        Column("customer_id", ForeignKey("tt_customers.id", ondelete="SET NULL")),
+        fence_column(trigger=trigger),
+    )
+    return metadata
+
+
+@pytest.fixture
+def lone_engine(shared_url: str) -> Iterator[Engine]:
+    """An engine that keeps no connection, so that what a way sets on one is gone with it."""
+    engine = create_engine(shared_url, poolclass=NullPool)
+    yield engine
+    engine.dispose()
+
+
+def outcomes(engine: Engine, ways: list[Way], trigger: FenceTrigger) -> list[str]:
+    """Take every way to write to a table with that trigger."""
+    metadata = make_tables(trigger)
+    metadata.create_all(engine)
+    dialect = engine.dialect.name
+    run(engine, STORED[dialect])
+    try:
+        return [outcome(engine, metadata, way) for way in ways]
+    finally:
+        run(engine, STORED_GOES[dialect])
+        metadata.drop_all(engine)
+
+
+def run(engine: Engine, statements: list[str]) -> None:
+    """Execute what no guard has to see."""
+    with engine.execution_options(fencelock="bypass").begin() as connection:
+        for statement in statements:
+            connection.exec_driver_sql(statement)
+
+
+def outcome(engine: Engine, metadata: MetaData, way: Way) -> str:
+    """Return what becomes of a write by a bare cursor."""
+    orders, customers = (metadata.tables[name] for name in ("tt_orders", "tt_customers"))
+    with engine.begin() as connection:
+        empty(connection, metadata)
+    with engine.execution_options(fencelock="bypass").begin() as connection:
+        connection.execute(insert(customers), {"id": 1})
+        row = {"id": 1, "status": "new", "customer_id": 1, "last_fencing_token": FENCE}
+        connection.execute(insert(orders), row)
+    before = contents(engine, orders)
+    driver: Any = engine.dialect.loaded_dbapi
+    with engine.connect() as connection:
+        bare: Any = connection.connection
+        if engine.dialect.name == "sqlite" and way.prepared:
+            triggers.prepare(bare.dbapi_connection)
+        try:
+            way.act(connection, bare.cursor())
+            bare.commit()
+        except driver.Error as error:
+            bare.rollback()
+            said = kind_of(str(error))
+        else:
+            said = "written"
+    if contents(engine, orders) == before:
+        return "no row" if said == "written" else said
+    assert said == "written"
+    return said
+
+
+def contents(engine: Engine, orders: Table) -> list[tuple[Any, ...]]:
+    """Return all rows."""
+    with engine.connect() as connection:
+        return [tuple(row) for row in connection.execute(select(orders).order_by(orders.c.id))]
+
+
+def kind_of(message: str) -> str:
+    """Tell a trigger's errors apart.
+
+    Raises:
+        AssertionError: if it is none of a trigger's.
+    """
+    if re.search(r"fencelock: (token 4 < 5|a token below the fence) in tt_orders", message):
+        return "stale"
+    assert re.search(
+        r"fencelock: \w+ without a token in tt_orders|no such function: fencelock_token", message
+    ), message
+    return "refused"
+
+
+@pytest.mark.parametrize(
+    ("shared_url", "database", "ways"),
+    [
+        ("sqlite", "SQLite", SQLITE),
+        ("postgresql", "PostgreSQL", POSTGRESQL),
+        ("mariadb", "MariaDB", MARIADB),
+    ],
+    indirect=["shared_url"],
+    ids=["sqlite", "postgresql", "mariadb"],
+)
+def test_every_way_past_sqlalchemy_ends_as_the_docs_say(
+    lone_engine: Engine, database: str, ways: list[Way]
+) -> None:
+    """What no Python sees is seen by the trigger, or stands in the docs as what it does not see."""
+    columns = [outcomes(lone_engine, ways, trigger) for trigger in TRIGGERS]
+    rows = [
+        f"| {way.name} | {' | '.join(found)} |"
+        for way, found in zip(ways, zip(*columns, strict=True), strict=True)
+    ]
+    driver = {"pysqlite": "sqlite3"}.get(lone_engine.dialect.driver, lone_engine.dialect.driver)
+    check_section(SECTION.format(database=database, driver=driver) + "\n".join(rows) + "\n")
+    bare, _, strict = columns
+    stale = [way.name for way, found in zip(ways, bare, strict=True) if found != "written"]
+    assert stale == ["`conditional_update`, stale", "`conditional_delete`, stale"]
+    lowered = [found for way, found in zip(ways, strict, strict=True) if "lowers" in way.name]
+    assert set(lowered) == {"stale"}

@@ -1,0 +1,31 @@
+"""The page on ways to write, docs/write-paths.md: each section is what a test has just seen.
+
+`FENCELOCK_WRITE_DOCS=1` has the tests write their sections anew; otherwise the page must say what happens.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Final
+
+DOCS: Final = Path(__file__).parents[2] / "docs" / "write-paths.md"
+
+
+def check_section(section: str) -> None:
+    """Check that the page has a section, which begins with its heading; or write it there.
+
+    Raises:
+        AssertionError: if the page says something else.
+    """
+    heading = section.splitlines()[0]
+    found = [part.rstrip() for part in re.split(r"^(?=##? )", DOCS.read_text(), flags=re.MULTILINE) if part]
+    headings = [part.splitlines()[0] for part in found]
+    if os.environ.get("FENCELOCK_WRITE_DOCS") == "1":
+        at = headings.index(heading) if heading in headings else len(found)
+        found[at : at + 1] = [section.rstrip()]
+        DOCS.write_text("\n\n".join(found) + "\n")
+    else:
+        assert heading in headings
+        assert section.rstrip().splitlines() == found[headings.index(heading)].splitlines()
