@@ -48,6 +48,7 @@ CASES: dict[str, Callable[[Arena], None]] = {
     "one-thread": rates.one_thread,
     "tasks": rates.many_tasks,
     "threads": rates.many_threads,
+    "ceiling": rates.in_bulk,
     "hand-overs": handovers.contend,
     "hung": hung_nodes.hang,
     "leases": _hold_many,

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import random
 import statistics
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from benchmarks import contenders
 from benchmarks.arena import NODES, Arena, median_ratio
+from benchmarks.bare_sockets import BareSockets
 from benchmarks.contenders import FENCELOCK, Contender
 from benchmarks.report import Bar, Goal, Section, Spread
 from benchmarks.worker import Play, Worker, WorkerError
 
 TASKS = (1, 10, 100, 1000)
+#: How many commands a node is sent at once when it is asked in bulk; at most 1,024, the stripes.
+BULKS = (1, 10, 100, 1000)
 THREADS = 8
 #: Seconds that a contender may go on for after the end of its turn.
 PATIENCE = 20.0
@@ -170,3 +174,35 @@ def many_threads(arena: Arena) -> None:
     )
     results = measure(arena, f"{THREADS} threads", entered, width=THREADS, seconds=arena.seconds)
     arena.add(section_of(f"{THREADS} threads, a resource each", results, OURS))
+
+
+def in_bulk(arena: Arena) -> None:
+    """How fast the nodes are, whoever asks: bare sockets, many commands in one piece."""
+    fleets = {count: arena.nodes.urls[:count] for count in (1, 3, NODES)}
+    rates: dict[tuple[int, int], list[float]] = {(count, width): [] for count in fleets for width in BULKS}
+    for _ in arena.count_rounds("in bulk"):
+        for count, width in random.sample(list(rates), len(rates)):
+            rates[count, width].append(_bulk_rate(fleets[count], width, arena.seconds))
+    rows = [
+        (f"{width:,}", *(f"{statistics.median(rates[count, width]):,.0f}" for count in fleets))
+        for width in BULKS
+    ]
+    columns = ("at once", *(f"{count} node{'s' * (count > 1)}" for count in fleets))
+    note = (
+        "Acquired and released, per second, by bare sockets that wait for all nodes. The last column is the most"
+        " that the nodes of this machine execute: no client gets more, however little it does by itself."
+    )
+    arena.add(Section("The ceiling: the same scripts in bulk", columns, rows, note))
+
+
+def _bulk_rate(urls: Sequence[str], width: int, seconds: float) -> float:
+    resources = [f"in bulk, {number}" for number in range(width)]
+    bare = BareSockets(urls, contenders.namespace_of(len(urls)), *resources, awaited=len(urls))
+    turns = 0
+    began = time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        with bare:
+            turns += width
+    took = time.perf_counter() - began
+    bare.close()
+    return turns / took
