@@ -21,6 +21,11 @@ from fencelock.embedded import Nodes
 NODES = 5
 
 _Key = TypeVar("_Key")
+PREAMBLE = """\
+Written by `make bench`, not by hand. All locks of a table used the same nodes in the same run and took turns
+in short rounds of random order, each in processes of its own. Medians of the rounds are shown, with the
+slowest and the fastest round; ratios are medians of the ratios of each round. Nodes and clients share the
+machine: nodes on machines of their own would leave more of it to the clients, and answer later."""
 
 
 @dataclass(slots=True)
@@ -41,7 +46,7 @@ class Arena:
     rounds: int
     seconds: float
     homes: Homes
-    report: Report = field(default_factory=Report)
+    report: Report = field(default_factory=lambda: Report("Measured: locks", PREAMBLE))
 
     def initialise(self) -> None:
         """Initialise the nodes, for those who use one, three or all of them."""

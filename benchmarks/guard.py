@@ -1,264 +1,296 @@
-"""What the guard costs a flush: guarded beside plain beside `version_id_col`, interleaved in one run.
+"""What protection costs: the guard beside nothing, `version_id_col` and locks of rows, in one run.
 
-Each round changes N loaded objects of each model and flushes, in random order, so that whatever else the
-machine does hits all of them alike. The flush alone is timed: no load, no commit. Medians are shown with the
-ratio to the plain flush of the same round.
-
-`--bystander` measures instead what it costs tables and engines that are not fenced that the process has a
-fenced model at all: flushes and loads of the plain table by processes that have never imported the guard and
-by processes that have, in turns.
+In each round all entrants (`benchmarks.guarded`) do the same to as many rows, in random order, so that
+whatever else the machine does hits all of them alike; ratios are taken within a round.
 
     python -m benchmarks.guard
-    python -m benchmarks.guard --database sqlite --rounds 300
-    python -m benchmarks.guard --bystander
+    python -m benchmarks.guard --database sqlite --database postgresql+asyncpg --case "flush of updates"
+    python -m benchmarks.guard --docs docs          # also writes guard-benchmarks.md and .svg
+
+Databases: `sqlite` (a file) and `postgresql` (embedded) by default, both drivers of the latter, and MariaDB
+where FENCELOCK_TEST_MARIADB_URL names one or one answers at its standard port; or SQLAlchemy URLs.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import os
 import platform
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
 
 import sqlalchemy
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
-from sqlalchemy import Engine, Identity, create_engine, select
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+from sqlalchemy import URL, create_engine, make_url, text
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy.orm import Session
 
+from benchmarks import bystander, plot
+from benchmarks.guarded import CASES, ENTRANTS, GUARDED, PLAIN, Base, Entrant, fill, perform
+from benchmarks.report import Bar, Goal, Report, Section, Spread
 from fencelock.embedded import Postgres
-from fencelock.guard import FencedModel, bind
-from fencelock.lease import Lease
 
 SIZES = (1, 10, 1000)
+#: Rounds for each size, as a share of what is asked for.
+_SHARE = {1: 1.0, 10: 0.5, 1000: 0.1}
+_FEWEST_ROUNDS = 5
+_WARM_UP = 3
+_MARIADB = "mysql+pymysql://root@127.0.0.1:3306/"
+_DATABASE = "fencelock_bench"
+_FLUSH_LIMITS = {"postgresql+psycopg": 1.2, "sqlite+pysqlite": 1.3}
+_SELECT_LIMIT = 1.05
+_PREAMBLE = """\
+Written by `make bench-guard`, not by hand. In every round all entrants did the same to rows of a table of
+their own, in random order; a figure is the median of the rounds' ratios to the plain table, which protects
+nothing. Loading what is changed is not counted, but all that protects it is. A claim is compared with a plain
+`SELECT … FOR UPDATE` (SQLite has none, and reads)."""
+
+_T = TypeVar("_T")
 
 
-class Base(DeclarativeBase):
-    """Tables of this benchmark."""
+class Database:
+    """Where it takes place."""
+
+    def __init__(self, url: URL) -> None:
+        self.name = url.drivername
+        self._engine = create_engine(url)
+
+    def run(self, work: Callable[[Session], _T], *, commit: bool = False) -> _T:
+        """Do something in a session of its own, and return what that returns."""
+        with Session(self._engine) as session:
+            result = work(session)
+            (session.commit if commit else session.rollback)()
+        return result
+
+    def close(self) -> None:
+        """Close connections."""
+        self._engine.dispose()
 
 
-class Plain(Base):
-    """What an application has without fencelock."""
+class AsyncDatabase(Database):
+    """The same through a driver for asyncio."""
 
-    __tablename__ = "bench_plain"
-    id: Mapped[int] = mapped_column(Identity(), primary_key=True)
-    name: Mapped[str]
-    value: Mapped[int]
+    def __init__(self, url: URL) -> None:
+        self.name = url.drivername
+        self._async_engine = create_async_engine(url)
+        self._runner = asyncio.Runner()
 
+    def run(self, work: Callable[[Session], _T], *, commit: bool = False) -> _T:
+        """Do something in a session of its own, and return what that returns."""
+        return self._runner.run(self._run(work, commit=commit))
 
-class Guarded(FencedModel, Base):
-    """The same with a fence; one resource guards the table."""
+    async def _run(self, work: Callable[[Session], _T], *, commit: bool) -> _T:
+        async with AsyncSession(self._async_engine) as session:
+            result = await session.run_sync(work)
+            await (session.commit if commit else session.rollback)()
+        return result
 
-    __tablename__ = "bench_guarded"
-    id: Mapped[int] = mapped_column(Identity(), primary_key=True)
-    name: Mapped[str]
-    value: Mapped[int]
-
-
-class GuardedByRow(FencedModel, Base):
-    """The same with a resource that is made of a column."""
-
-    __tablename__ = "bench_guarded_by_row"
-    __fence_resource__ = "shop:{shop}"
-    id: Mapped[int] = mapped_column(Identity(), primary_key=True)
-    shop: Mapped[int] = mapped_column(default=1)
-    name: Mapped[str]
-    value: Mapped[int]
+    def close(self) -> None:
+        """Close connections."""
+        self._runner.run(self._async_engine.dispose())
+        self._runner.close()
 
 
-class Versioned(Base):
-    """SQLAlchemy's optimistic locking, which users reach for; it lets in a stale writer that reads again."""
+def prepare(database: Database) -> None:
+    """Make the tables, and fill them."""
 
-    __tablename__ = "bench_versioned"
-    id: Mapped[int] = mapped_column(Identity(), primary_key=True)
-    name: Mapped[str]
-    value: Mapped[int]
-    version: Mapped[int] = mapped_column()
-    __mapper_args__ = {"version_id_col": version}  # noqa: RUF012 - SQLAlchemy's way to declare it
+    def make(session: Session) -> None:
+        Base.metadata.drop_all(session.connection())
+        Base.metadata.create_all(session.connection())
 
-
-Model = type[Plain] | type[Guarded] | type[GuardedByRow] | type[Versioned]
-MODELS: dict[str, Model] = {
-    "plain": Plain,
-    "guarded": Guarded,
-    "guarded, by row": GuardedByRow,
-    "version_id_col": Versioned,
-}
-LEASES = {"guarded": Lease("bench", 7), "guarded, by row": Lease("shop:1", 7)}
+    database.run(make, commit=True)
+    for entrant in ENTRANTS:
+        database.run(partial(fill, entrant), commit=True)
 
 
-def session_for(engine: Engine, name: str) -> Session:
-    """Return a session that may write the model."""
-    session = Session(engine)
-    if name in LEASES:
-        bind(session, LEASES[name])
-    return session
+@dataclass(slots=True)
+class Measured:
+    """What all entrants took for one case.
+
+    Attributes:
+        seconds: of each round, for each entrant.
+    """
+
+    seconds: dict[Entrant, list[float]] = field(default_factory=lambda: {entrant: [] for entrant in ENTRANTS})
+
+    def ratios(self, entrant: Entrant) -> list[float]:
+        """Return how much longer than the plain table it took, in each round."""
+        plain = self.seconds[PLAIN]
+        return [mine / theirs for mine, theirs in zip(self.seconds[entrant], plain, strict=True)]
+
+    def ratio(self, entrant: Entrant) -> float:
+        """Return the median of that."""
+        return statistics.median(self.ratios(entrant))
 
 
-def fill(engine: Engine, rows: int) -> None:
-    """Make the tables, with so many rows each."""
-    Base.metadata.drop_all(engine)
-    Base.metadata.create_all(engine)
-    for name, model in MODELS.items():
-        with session_for(engine, name) as session:
-            session.add_all(model(name=f"name {number}", value=number) for number in range(rows))
-            session.commit()
+Key = tuple[str, int]
 
 
-def flush_seconds(engine: Engine, name: str, rows: int) -> float:
-    """Change so many objects, and return how long the flush took."""
-    model = MODELS[name]
-    with session_for(engine, name) as session:
-        items: Sequence[Any] = session.scalars(select(model).order_by(model.id).limit(rows)).all()
-        for item in items:
-            item.value += 1
-        began = time.perf_counter()
-        session.flush()
-        took = time.perf_counter() - began
-        session.rollback()
-    return took
+def measure(database: Database, cases: Sequence[str], rounds: int, console: Console) -> dict[Key, Measured]:
+    """Measure some cases in all sizes."""
+    measured = {(case, rows): Measured() for rows in SIZES for case in cases}
+    for (case, rows), results in measured.items():
+        entered = [entrant for entrant in ENTRANTS if entrant.takes_part(case)]
+        turns = max(_FEWEST_ROUNDS, round(rounds * _SHARE[rows]))
+        label = f"{database.name}, {case}, {rows}"
+        for turn in track(range(-_WARM_UP, turns), label, console=console, transient=True):
+            for entrant in random.sample(entered, len(entered)):
+                seconds = database.run(partial(perform, CASES[case], entrant, rows))
+                if turn >= 0:
+                    results.seconds[entrant].append(seconds)
+    return measured
 
 
-def select_seconds(engine: Engine, name: str, rows: int) -> float:
-    """Load so many objects, and return how long that took."""
-    model = MODELS[name]
-    with session_for(engine, name) as session:
-        began = time.perf_counter()
-        session.scalars(select(model).order_by(model.id).limit(rows)).all()
-        return time.perf_counter() - began
+def section_of(name: str, measured: dict[Key, Measured]) -> Section:
+    """Return what one database came to, as a table; its picture shows the flush of updates."""
+    rows = []
+    for (case, size), results in measured.items():
+        plain = statistics.median(results.seconds[PLAIN]) * 1000
+        ratios = (
+            f"{results.ratio(entrant):.2f}" if entrant.takes_part(case) else "" for entrant in ENTRANTS[1:]
+        )
+        rows.append((f"{case}, {size:,}", f"{plain:.2f}", *ratios))
+    bars = [
+        Bar(f"{entrant.name} · {size:,}", _middle(results.ratios(entrant)))
+        for (case, size), results in measured.items()
+        if case == "flush of updates"
+        for entrant in ENTRANTS[1:]
+    ]
+    columns = ("case, rows", "plain, ms", *(entrant.name for entrant in ENTRANTS[1:]))
+    return Section(name, columns, rows, "", "a flush of so many updates, ÷ plain", bars)
 
 
-CASES = {"flush": flush_seconds, "select": select_seconds}
+def _middle(values: Sequence[float]) -> Spread:
+    """Return the median and the quartiles: single rounds have outliers."""
+    low, median, high = statistics.quantiles(values, n=4)
+    return Spread(median, low, high)
 
 
-def measure(engine: Engine, rounds: int, console: Console) -> None:
-    """Print a table for one database."""
-    table = Table(
-        title=f"{engine.dialect.name}: median ms, and ratio to plain (median of the rounds' ratios)"
-    )
-    table.add_column("case")
-    for name in MODELS:
-        table.add_column(name, justify="right")
-    rng = random.Random(1)
-    for case, seconds_of in CASES.items():
-        for rows in SIZES:
-            turns = max(20, rounds // (1 if rows < 1000 else 10))
-            taken: dict[str, list[float]] = {name: [] for name in MODELS}
-            for turn in track(range(-5, turns), f"{engine.dialect.name} {case} {rows}", console=console):
-                for name in rng.sample(list(MODELS), len(MODELS)):
-                    seconds = seconds_of(engine, name, rows)
-                    if turn >= 0:
-                        taken[name].append(seconds)
-            cells = []
-            for samples in taken.values():
-                ratios = [mine / plain for mine, plain in zip(samples, taken["plain"], strict=True)]
-                cells.append(f"{statistics.median(samples) * 1000:.2f}  {statistics.median(ratios):.2f}")
-            table.add_row(f"{case} {rows}", *cells)
-    console.print(table)
+def goals_of(name: str, measured: dict[Key, Measured]) -> list[Goal]:
+    """Return how the guard compares with what was aimed at."""
+    limits = {"SELECT": _SELECT_LIMIT}
+    if name in _FLUSH_LIMITS:
+        limits["flush of updates"] = _FLUSH_LIMITS[name]
+    return [
+        Goal.at_most(f"{name}: {case}, {size:,}, guarded ÷ plain", limits[case], results.ratio(GUARDED))
+        for (case, size), results in measured.items()
+        if case in limits
+    ]
 
 
-_BYSTANDER = """
-import sys, statistics, time
-from sqlalchemy import create_engine, select
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+class Servers:
+    """Finds databases by their names, and starts what is needed for them; all of it ends with the stack."""
 
-class Base(DeclarativeBase): pass
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._postgres: Postgres | None = None
 
-class Plain(Base):
-    __tablename__ = "plain"
-    id: Mapped[int] = mapped_column(primary_key=True)
-    value: Mapped[int]
+    def database(self, name: str) -> Database | None:
+        """Return a database that is ready; None where there is no server."""
+        url = self._url(name)
+        if url is None:
+            return None
+        database = AsyncDatabase(url) if url.get_dialect().is_async else Database(url)
+        self._stack.callback(database.close)
+        prepare(database)
+        return database
 
-if sys.argv[1] == "with":
-    from fencelock.guard import FencedModel
-    class Fenced(FencedModel, Base):
-        __tablename__ = "fenced"
-        id: Mapped[int] = mapped_column(primary_key=True)
-
-engine = create_engine("sqlite://")
-Base.metadata.create_all(engine)
-with Session(engine) as session:
-    session.add_all(Plain(value=0) for _ in range(100))
-    session.commit()
-    flushes, loads = [], []
-    for _ in range(int(sys.argv[2])):
-        began = time.process_time_ns()
-        rows = session.scalars(select(Plain)).all()
-        loads.append(time.process_time_ns() - began)
-        for row in rows[:10]:
-            row.value += 1
-        began = time.process_time_ns()
-        session.flush()
-        flushes.append(time.process_time_ns() - began)
-        session.rollback()
-for samples in (flushes, loads):
-    print(statistics.median(samples) / 1000)
-"""
+    def _url(self, name: str) -> URL | None:
+        if name == "sqlite":
+            folder = self._stack.enter_context(tempfile.TemporaryDirectory())
+            return make_url(f"sqlite:///{folder}/guard.sqlite")
+        if name in {"postgresql", "postgresql+asyncpg"}:
+            if self._postgres is None:
+                self._postgres = self._stack.enter_context(Postgres())
+            url = make_url(self._postgres.create_database())
+            return url.set(drivername=name) if "+" in name else url
+        return _mariadb(self._stack) if name == "mariadb" else make_url(name)
 
 
-def bystander(rounds: int, console: Console) -> None:
-    """Print what a plain table pays for a fenced one elsewhere in the process."""
-    taken: dict[str, list[list[float]]] = {"without": [], "with": []}
-    for _ in track(range(7), "pairs of processes", console=console):
-        for kind, runs in taken.items():
-            command = [sys.executable, "-c", _BYSTANDER, kind, str(rounds)]
-            output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            runs.append([float(line) for line in output.split()])
-    for at, case in enumerate(("flush of 10", "select of 100")):
-        without, beside = (min(run[at] for run in runs) for runs in taken.values())
-        console.print(f"{case}: {without:.1f} µs without, {beside:.1f} µs with: {beside / without:.3f}")
+def _mariadb(stack: ExitStack) -> URL | None:
+    """Return the URL of an empty database, which goes with the stack."""
+    server = make_url(os.environ.get("FENCELOCK_TEST_MARIADB_URL", _MARIADB)).set(database="")
+    engine = create_engine(server, isolation_level="AUTOCOMMIT")
+    try:
+        with engine.connect() as connection:
+            connection.execute(text(f"CREATE OR REPLACE DATABASE {_DATABASE}"))
+    except OperationalError:
+        return None
 
-
-@contextmanager
-def engine_of(database: str) -> Iterator[Engine]:
-    """Yield an engine on the database that is asked for."""
-    if database == "postgresql":
-        with Postgres() as server:
-            engine = create_engine(server.create_database())
-            yield engine
-            engine.dispose()
-    elif database == "sqlite":
-        with tempfile.TemporaryDirectory() as folder:
-            engine = create_engine(f"sqlite:///{folder}/guard.sqlite")
-            yield engine
-            engine.dispose()
-    else:
-        engine = create_engine(database)
-        yield engine
-        Base.metadata.drop_all(engine)
+    def drop() -> None:
+        with engine.connect() as connection:
+            connection.execute(text(f"DROP DATABASE {_DATABASE}"))
         engine.dispose()
+
+    stack.callback(drop)
+    return server.set(database=_DATABASE)
+
+
+def run(names: Sequence[str], cases: Sequence[str], rounds: int, console: Console) -> Report:
+    """Measure on all databases."""
+    report = Report(title="Measured: the guard", preamble=_PREAMBLE)
+    versions = f"Python {platform.python_version()}, SQLAlchemy {sqlalchemy.__version__}"
+    report.about = f"{rounds} rounds of one row, fewer of more; {versions}, {os.cpu_count()} cores."
+    with ExitStack() as stack:
+        servers = Servers(stack)
+        for name in names:
+            database = servers.database(name)
+            if database is None:
+                report.absent.append(f"{name}: no server answers")
+                continue
+            measured = measure(database, cases, rounds, console)
+            report.sections.append(section_of(database.name, measured))
+            report.goals += goals_of(database.name, measured)
+            console.print(report.sections[-1].table())
+    return report
 
 
 def main() -> None:
     """Read the command line, and measure."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.guard", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument(
         "--database",
         action="append",
-        help="sqlite, postgresql or a SQLAlchemy URL; may be given several times",
+        metavar="NAME",
+        help="sqlite, postgresql, postgresql+asyncpg, mariadb, a URL",
     )
-    parser.add_argument("--rounds", type=int, default=500)
-    parser.add_argument("--bystander", action="store_true", help="measure an unfenced table instead")
-    arguments = parser.parse_args()
+    parser.add_argument("--case", action="append", choices=CASES, metavar="CASE", help=", ".join(CASES))
+    parser.add_argument("--rounds", type=int, default=200, help="of one row; fewer of more (%(default)s)")
+    parser.add_argument(
+        "--docs", type=Path, metavar="FOLDER", help="write guard-benchmarks.md and .svg there"
+    )
+    options = parser.parse_args()
     console = Console()
-    console.print(f"Python {platform.python_version()}, SQLAlchemy {sqlalchemy.__version__}")
-    if arguments.bystander:
-        bystander(arguments.rounds, console)
-        return
-    for database in arguments.database or ["sqlite", "postgresql"]:
-        with engine_of(database) as engine:
-            fill(engine, max(SIZES))
-            measure(engine, arguments.rounds, console)
+    if not console.is_terminal:
+        console.width = 150
+    began = time.monotonic()
+    report = run(
+        options.database or ["sqlite", "postgresql", "postgresql+asyncpg", "mariadb"],
+        options.case or list(CASES),
+        options.rounds,
+        console,
+    )
+    section, goals = bystander.measure(console)
+    report.sections.append(section)
+    report.goals += goals
+    console.print(section.table(), report.summary().table())
+    console.print(f"{report.about} It took {(time.monotonic() - began) / 60:.1f} minutes.")
+    if options.docs is not None:
+        plot.draw(report.sections, report.about, options.docs / "guard-benchmarks.svg")
+        (options.docs / "guard-benchmarks.md").write_text(report.markdown("guard-benchmarks.svg"))
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def draw(sections: Sequence[Section], about: str, path: Path) -> None:
         _fill(panel, section, most=max(len(one.bars) for one in neighbours))
     for panel in panels[len(drawn) :]:
         panel.axis("off")
-    figure.supxlabel(f"{about} The number behind a name: how many nodes it uses.", fontsize=7)
+    figure.supxlabel(f"{about}", fontsize=7)
     figure.savefig(path, format="svg", metadata={"Date": None})
 
 

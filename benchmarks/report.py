@@ -1,4 +1,4 @@
-"""What `benchmarks.locks` has found: tables for the terminal and for Markdown, and the goals beside them."""
+"""What a benchmark has found: tables for the terminal and for Markdown, and the goals beside them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rich.table import Table
-
-_PREAMBLE = """\
-Written by `make bench`, not by hand. All locks of a table used the same nodes in the same run and took turns
-in short rounds of random order, each in processes of its own. Medians of the rounds are shown, with the
-slowest and the fastest round; ratios are medians of the ratios of each round. Nodes and clients share the
-machine: nodes on machines of their own would leave more of it to the clients, and answer later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +115,16 @@ class Report:
     """All of it.
 
     Attributes:
+        title: of the document.
+        preamble: how it was measured.
         sections: in the order in which they were measured.
         goals: the same.
         absent: sentences about those who do not take part.
         about: on what it was measured.
     """
 
+    title: str
+    preamble: str
     sections: list[Section] = field(default_factory=list)
     goals: list[Goal] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
@@ -143,8 +141,8 @@ class Report:
     def markdown(self, picture: str) -> str:
         """Return it as a document, in which a picture is shown that lies beside it."""
         parts = [
-            "# Measured",
-            _PREAMBLE,
+            f"# {self.title}",
+            self.preamble,
             self.about,
             f"![All cases as bars]({picture})",
             self.summary().markdown(),

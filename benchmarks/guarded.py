@@ -1,0 +1,265 @@
+"""Who takes part in `benchmarks.guard`, and what they do: models with and without protection, and the cases.
+
+Every model has the same two columns, and what its protection needs besides. Every case takes a session in
+which nothing has happened yet, changes or reads so many rows, and returns the seconds that this took; loading
+what is to be changed is not counted, unless protection consists in it. Nothing is committed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from sqlalchemy import BigInteger, Identity, String, and_, delete, select, update
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+
+from fencelock.guard import FencedModel, bind, claim, claim_all
+from fencelock.lease import Lease
+
+TOKEN = 7
+MOST_ROWS = 1000
+
+
+class Base(DeclarativeBase):
+    """Tables of this benchmark."""
+
+
+class Row:
+    """What every row has."""
+
+    id: Mapped[int] = mapped_column(Identity(), primary_key=True)
+    name: Mapped[str] = mapped_column(String(40))
+    value: Mapped[int]
+
+
+class Plain(Row, Base):
+    """What an application has without any protection."""
+
+    __tablename__ = "bench_plain"
+
+
+class Guarded(FencedModel, Row, Base):
+    """The same with a fence; one resource guards the table."""
+
+    __tablename__ = "bench_guarded"
+
+
+class GuardedByRow(FencedModel, Row, Base):
+    """The same with a resource that is made of a column."""
+
+    __tablename__ = "bench_guarded_by_row"
+    __fence_resource__ = "shop:{shop}"
+    shop: Mapped[int] = mapped_column(default=1)
+
+
+class Triggered(FencedModel, Row, Base):
+    """The same with strict triggers, which refuse whatever carries no token."""
+
+    __tablename__ = "bench_triggered"
+    __fence_trigger__ = "strict"
+
+
+class Versioned(Row, Base):
+    """SQLAlchemy's optimistic locking, which users reach for; it lets in a stale writer that reads again."""
+
+    __tablename__ = "bench_versioned"
+    version: Mapped[int] = mapped_column()
+    __mapper_args__ = {"version_id_col": version}  # noqa: RUF012 - SQLAlchemy's way to declare it
+
+
+class Checked(Row, Base):
+    """A token that the application compares by itself, with the row locked: `SELECT … FOR UPDATE`."""
+
+    __tablename__ = "bench_checked"
+    token: Mapped[int] = mapped_column(BigInteger, default=0)
+
+
+Model = type[Plain | Guarded | GuardedByRow | Triggered | Versioned | Checked]
+
+
+@dataclass(frozen=True, slots=True)
+class Entrant:
+    """One way to keep a row's data right, or not to.
+
+    Attributes:
+        name: of it.
+        model: with what it takes.
+        lease: that its sessions hold.
+        checks: whether it locks and compares before it writes.
+    """
+
+    name: str
+    model: Any
+    lease: Lease | None = None
+    checks: bool = False
+
+    def takes_part(self, case: str) -> bool:
+        """Whether it can do that: a list of keys does not say which resource guards the rows."""
+        return case != "bulk UPDATE by keys" or self.model is not GuardedByRow
+
+    @property
+    def claims(self) -> bool:
+        """Whether its rows can be claimed."""
+        return self.lease is not None
+
+    def enter(self, session: Session) -> None:
+        """Let a session write the model."""
+        if self.lease is not None:
+            bind(session, self.lease)
+
+    def first(self, rows: int) -> Any:
+        """Return the criterion for so many rows."""
+        criterion = self.model.id <= rows
+        return and_(criterion, self.model.shop == 1) if self.model is GuardedByRow else criterion
+
+    def load(self, session: Session, rows: int, *, lock: bool = False) -> Sequence[Any]:
+        """Return the first rows."""
+        statement = select(self.model).where(self.first(rows)).order_by(self.model.id)
+        return session.scalars(statement.with_for_update() if lock else statement).all()
+
+    def check(self, session: Session, rows: int) -> None:
+        """Lock the rows, and see whether somebody newer has been there; nothing for those who do not."""
+        if not self.checks:
+            return
+        fences = select(self.model.token).where(self.first(rows)).with_for_update()
+        if any(fence > TOKEN for fence in session.scalars(fences)):
+            raise RuntimeError("somebody newer has been there")
+
+
+PLAIN = Entrant("plain", Plain)
+GUARDED = Entrant("fencelock", Guarded, Lease("bench", TOKEN))
+ENTRANTS = (
+    PLAIN,
+    GUARDED,
+    Entrant("fencelock, by row", GuardedByRow, Lease("shop:1", TOKEN)),
+    Entrant("fencelock, strict triggers", Triggered, Lease("bench", TOKEN)),
+    Entrant("version_id_col", Versioned),
+    Entrant("FOR UPDATE and check", Checked, checks=True),
+)
+
+
+class Stopwatch:
+    """Measures a block."""
+
+    seconds = 0.0
+
+    def __enter__(self) -> Self:
+        self._began = time.perf_counter()
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.seconds = time.perf_counter() - self._began
+
+
+def flush_updates(entrant: Entrant, rows: int, session: Session) -> float:
+    """Change loaded objects, and flush."""
+    for item in entrant.load(session, rows):
+        item.value += 1
+        if entrant.checks:
+            item.token = TOKEN
+    with Stopwatch() as watch:
+        with session.no_autoflush:
+            entrant.check(session, rows)
+        session.flush()
+    return watch.seconds
+
+
+def flush_inserts(entrant: Entrant, rows: int, session: Session) -> float:
+    """Add new objects, and flush."""
+    session.add_all(entrant.model(name=f"name {number}", value=number) for number in range(rows))
+    with Stopwatch() as watch:
+        session.flush()
+    return watch.seconds
+
+
+def flush_deletes(entrant: Entrant, rows: int, session: Session) -> float:
+    """Delete loaded objects, and flush."""
+    for item in entrant.load(session, rows):
+        session.delete(item)
+    with Stopwatch() as watch:
+        with session.no_autoflush:
+            entrant.check(session, rows)
+        session.flush()
+    return watch.seconds
+
+
+def update_by_keys(entrant: Entrant, rows: int, session: Session) -> float:
+    """ORM bulk UPDATE by primary key: a list of dictionaries."""
+    common = {"value": 5}
+    if entrant.checks:
+        common["token"] = TOKEN
+    if entrant.model is Versioned:
+        common["version"] = 1
+    changes = [{"id": key, **common} for key in range(1, rows + 1)]
+    with Stopwatch() as watch:
+        entrant.check(session, rows)
+        session.execute(update(entrant.model), changes)
+    return watch.seconds
+
+
+def update_where(entrant: Entrant, rows: int, session: Session) -> float:
+    """One UPDATE for all rows that match."""
+    change: dict[str, Any] = {"value": entrant.model.value + 1}
+    if entrant.checks:
+        change["token"] = TOKEN
+    statement = update(entrant.model).where(entrant.first(rows)).values(change)
+    with Stopwatch() as watch:
+        entrant.check(session, rows)
+        session.execute(statement, execution_options={"synchronize_session": False})
+    return watch.seconds
+
+
+def delete_where(entrant: Entrant, rows: int, session: Session) -> float:
+    """One DELETE for all rows that match."""
+    statement = delete(entrant.model).where(entrant.first(rows))
+    with Stopwatch() as watch:
+        entrant.check(session, rows)
+        session.execute(statement, execution_options={"synchronize_session": False})
+    return watch.seconds
+
+
+def load(entrant: Entrant, rows: int, session: Session) -> float:
+    """Load objects, under a lease where there is one."""
+    with Stopwatch() as watch:
+        entrant.load(session, rows)
+    return watch.seconds
+
+
+def claim_rows(entrant: Entrant, rows: int, session: Session) -> float:
+    """Claim rows; who cannot locks them: a SELECT … FOR UPDATE, which keeps nobody off after COMMIT."""
+    with Stopwatch() as watch:
+        if not entrant.claims:
+            entrant.load(session, rows, lock=True)
+        elif rows == 1:
+            claim(session, entrant.model, 1)
+        else:
+            claim_all(session, select(entrant.model).where(entrant.first(rows)))
+    return watch.seconds
+
+
+Case = Callable[[Entrant, int, Session], float]
+CASES: dict[str, Case] = {
+    "flush of updates": flush_updates,
+    "flush of inserts": flush_inserts,
+    "flush of deletes": flush_deletes,
+    "bulk UPDATE by keys": update_by_keys,
+    "UPDATE … WHERE": update_where,
+    "DELETE … WHERE": delete_where,
+    "SELECT": load,
+    "claim": claim_rows,
+}
+
+
+def perform(case: Case, entrant: Entrant, rows: int, session: Session) -> float:
+    """Do what a case is about, in a session that may."""
+    entrant.enter(session)
+    return case(entrant, rows, session)
+
+
+def fill(entrant: Entrant, session: Session) -> None:
+    """Add the rows of a model."""
+    entrant.enter(session)
+    session.add_all(entrant.model(name=f"name {number}", value=number) for number in range(MOST_ROWS))
+    session.flush()
