@@ -111,8 +111,11 @@ class Entrant:
 
     def first(self, rows: int) -> Any:
         """Return the criterion for so many rows."""
-        criterion = self.model.id <= rows
-        return and_(criterion, self.model.shop == 1) if self.model is GuardedByRow else criterion
+        return self.model.id <= rows
+
+    def named(self, rows: int) -> Any:
+        """Return the same where it has to say which resource guards the rows."""
+        return and_(self.first(rows), self.model.shop == 1) if self.model is GuardedByRow else self.first(rows)
 
     def load(self, session: Session, rows: int, *, lock: bool = False) -> Sequence[Any]:
         """Return the first rows."""
@@ -204,7 +207,7 @@ def update_where(entrant: Entrant, rows: int, session: Session) -> float:
     change: dict[str, Any] = {"value": entrant.model.value + 1}
     if entrant.checks:
         change["token"] = TOKEN
-    statement = update(entrant.model).where(entrant.first(rows)).values(change)
+    statement = update(entrant.model).where(entrant.named(rows)).values(change)
     with Stopwatch() as watch:
         entrant.check(session, rows)
         session.execute(statement, execution_options={"synchronize_session": False})
@@ -213,7 +216,7 @@ def update_where(entrant: Entrant, rows: int, session: Session) -> float:
 
 def delete_where(entrant: Entrant, rows: int, session: Session) -> float:
     """One DELETE for all rows that match."""
-    statement = delete(entrant.model).where(entrant.first(rows))
+    statement = delete(entrant.model).where(entrant.named(rows))
     with Stopwatch() as watch:
         entrant.check(session, rows)
         session.execute(statement, execution_options={"synchronize_session": False})
