@@ -471,10 +471,10 @@ class FencedLock(Generic[_Token]):
                     renewal.tell(hold.lose(str(outcome)))
                 if not isinstance(outcome, Grant):
                     raise outcome
+                _check_still_held(hold)
                 hold.prolong(outcome)
             finally:
-                if hold.renewer is not None and not hold.over:
-                    hold.renewer.watch(hold)
+                yield from _go_on_holding(hold)
 
     def _remint(self) -> _Steps[Any]:
         entry = self._innermost()
@@ -500,6 +500,9 @@ class FencedLock(Generic[_Token]):
                 # Once more, where a signal handler raised in the middle of it.
                 _note_remint(hold, asked, sealed=sealed)
                 raise
+            finally:
+                yield from _go_on_holding(hold)
+            _check_still_held(hold)
         return entry.tokens
 
     def _release(self) -> _Steps[None]:
@@ -738,13 +741,20 @@ def _check_still_held(hold: Hold) -> None:
 
 def _note_remint(hold: Hold, asked: _Call | None, *, sealed: bool) -> None:
     """Note what has become of a hold for which a new token was asked for, if it was; again has no effect."""
-    if asked is not None and asked.answer is not None and sealed:
+    if asked is not None and asked.answer is not None and sealed and not hold.released:
         hold.remint(asked.answer)
     elif asked is not None:
         hold.grant = asked.answer or hold.grant  # what was not sealed is still to be given back
         # The old token may be nobody's any more.
         renewal.tell(hold.lose("a new token was asked for, and none came"))
-    if hold.renewer is not None and not hold.over:
+
+
+def _go_on_holding(hold: Hold) -> _Steps[None]:
+    """Have a hold renewed again that was stopped; or given back, if somebody else released it meanwhile."""
+    if hold.released:
+        for grant in renewal.follow_release(hold):
+            yield _Call(hold.authority, "release", grant)
+    elif hold.renewer is not None and not hold.over:
         hold.renewer.watch(hold)
 
 

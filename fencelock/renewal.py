@@ -164,13 +164,13 @@ def tend(
         for (hold, grant, _), outcome in zip(batch, outcomes, strict=True):
             # Who works in another thread or loop, or was interrupted, did not wait for this.
             if hold.released:
-                yield from _follow_release(hold)
+                yield from follow_release(hold)
             elif hold.grant is grant:  # or else extended or minted anew meanwhile, and planned
                 calls += yield from _note(hold, outcome, now, plan)
     return calls
 
 
-def _follow_release(hold: Hold) -> Generator[Grant, object, None]:
+def follow_release(hold: Hold) -> Generator[Grant, object, None]:
     """Release once more what may have been made again behind the release; or leave that to the releaser."""
     hold.extended_behind = True
     if hold.release_ended:

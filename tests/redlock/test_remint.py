@@ -6,7 +6,9 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import redis
@@ -233,3 +235,45 @@ def test_late_confirm_of_the_old_token_counts_for_nothing(nodes: Nodes) -> None:
         assert [node.execute(late).said for node in stage.nodes] == [Said.LOST] * 3
     finally:
         stage.close()
+
+
+@pytest.mark.parametrize("asks_first", [True, False], ids=["remint arrives first", "release arrives first"])
+@pytest.mark.parametrize("method", ["remint", "extend_many"])
+def test_release_in_another_thread_meanwhile_leaves_nothing(
+    authority: Redlock, rival: Redlock, monkeypatch: pytest.MonkeyPatch, *, method: str, asks_first: bool
+) -> None:
+    """Whichever reaches the nodes first: the caller learns that the lock is over, and it is free."""
+    lock = authority.lock(RESOURCE, ttl=30, renew=False)
+    lock.acquire()
+    real = getattr(authority, method)
+
+    def release() -> None:
+        with suppress(LockLostError):  # its old nonce may be nobody's any more
+            lock.release()
+
+    def meanwhile(*arguments: Any) -> Any:
+        answer = real(*arguments) if asks_first else None
+        releaser = threading.Thread(target=release)
+        releaser.start()
+        releaser.join()
+        return answer if asks_first else real(*arguments)
+
+    monkeypatch.setattr(authority, method, meanwhile)
+    with pytest.raises(LockLostError, match="has ended"):
+        lock.remint() if method == "remint" else lock.extend()
+    with rival.lock(RESOURCE, timeout=0):
+        pass
+
+
+def test_task_that_releases_meanwhile_leaves_nothing(authority: Redlock, rival: Redlock) -> None:
+    """The same for two tasks that use one lock object, in whatever order they come to run."""
+
+    async def main() -> None:
+        for _ in range(50):
+            lock = authority.lock(RESOURCE, ttl=30)
+            await lock.aio.acquire()
+            await asyncio.gather(lock.aio.remint(), lock.aio.release(), return_exceptions=True)
+            async with rival.lock(RESOURCE, timeout=1.0):
+                pass
+
+    asyncio.run(main())
