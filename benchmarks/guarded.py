@@ -115,7 +115,8 @@ class Entrant:
 
     def named(self, rows: int) -> Any:
         """Return the same where it has to say which resource guards the rows."""
-        return and_(self.first(rows), self.model.shop == 1) if self.model is GuardedByRow else self.first(rows)
+        first = self.first(rows)
+        return and_(first, self.model.shop == 1) if self.model is GuardedByRow else first
 
     def load(self, session: Session, rows: int, *, lock: bool = False) -> Sequence[Any]:
         """Return the first rows."""

@@ -287,7 +287,7 @@ def demo(
 def check(
     history: Annotated[Path, typer.Argument(help="A history that `fencelock torture` has written.")],
 ) -> None:
-    """Judge a history: were tokens unique and in order, was a write lost? Status 0, 1, or 2 for no history."""
+    """Judge a history: were tokens unique and in order, was a write lost? Status 0, 1, or 2: no history."""
     from fencelock.torture import checker  # noqa: PLC0415 - nothing else needs it
 
     raise typer.Exit(checker.main([str(history)]))
