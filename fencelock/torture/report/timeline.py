@@ -1,0 +1,303 @@
+"""A moment of a run, lease by lease: a row for each worker, and one for each other thing that was broken."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from fencelock.torture.history import Failure, Fault, Outcome, Write
+from fencelock.torture.report.chart import Bar, Chart, Glyph, Key, Text
+from fencelock.torture.report.facts import Facts, Hold, Overlap, worker_name
+from fencelock.torture.report.moments import Moment, window_of
+from fencelock.torture.report.palette import Palette
+from fencelock.torture.report.scale import Window, count, duration
+
+_O = TypeVar("_O", Failure, Write)
+#: So many leases are drawn, and so many workers; more would be a carpet.
+LEASES, WORKERS = 260, 24
+_TOP = 6
+_FAULT_ROW = 20
+_BAR = 16
+_ROOM = 9
+#: Bars narrower than this (in per cent) bear no letter or name.
+_LETTER, _NAME = 1.6, 11
+_GLYPHS = {Outcome.REFUSED: "refused", Outcome.ACKNOWLEDGED: "written", Outcome.UNKNOWN: "doubt"}
+_SIGNS = (
+    Key("refused", "write refused"),
+    Key("written", "write acknowledged"),
+    Key("doubt", "outcome unknown"),
+    Key("failed", "attempt failed"),
+    Key("expired", "promised to be alone until here"),
+    Key("swatch wait", "waiting for the lock"),
+    Key("swatch beyond", "at work beyond the promise"),
+    Key("swatch twice", "two holders of a resource"),
+    Key("swatch fault", "fault"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A moment, drawn.
+
+    Attributes:
+        moment: what is shown, and why.
+        chart: how.
+        left_out: what is not drawn, as a sentence; empty if everything is.
+    """
+
+    moment: Moment
+    chart: Chart
+    left_out: str
+
+
+@dataclass(slots=True)
+class _Marks:
+    """What has been drawn so far."""
+
+    shades: list[Bar] = field(default_factory=list)
+    bars: list[Bar] = field(default_factory=list)
+    glyphs: list[Glyph] = field(default_factory=list)
+    texts: list[Text] = field(default_factory=list)
+    names: list[Text] = field(default_factory=list)
+    rules: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scene:
+    """What is seen of a run in a window."""
+
+    window: Window
+    holds: Sequence[Hold]
+    failures: Sequence[Failure]
+    writes: Sequence[Write]
+    overlaps: Sequence[Overlap]
+    workers: Sequence[int]
+    left_out: str
+
+
+def draw(name: str, moment: Moment, facts: Facts, palette: Palette | None) -> Timeline:
+    """Draw a moment; without a palette for the whole page it gets one of its own."""
+    scene = _scene(moment, facts)
+    if palette is None:
+        palette = Palette([*moment.resources, *(hold.resource for hold in scene.holds)])
+    marks = _Marks()
+    y = _common_faults(marks, scene.window, facts.common_faults)
+    for worker in scene.workers:
+        marks.rules.append(y)
+        y = _Row(marks, scene, palette, worker, y).draw(facts.faults_of(worker))
+    chart = Chart(
+        name=name,
+        label=f"{moment.title}. A row for each of {len(scene.workers)} workers, {len(scene.holds)} leases.",
+        window=scene.window,
+        rows=y,
+        names=marks.names,
+        rules=marks.rules,
+        shades=marks.shades,
+        bars=marks.bars,
+        glyphs=marks.glyphs,
+        texts=marks.texts,
+        keys=[*palette.keys(), *_signs(marks)],
+    )
+    return Timeline(moment, chart, scene.left_out)
+
+
+def _signs(marks: _Marks) -> Iterator[Key]:
+    """Yield the entries of the legend for what is really there."""
+    seen = {glyph.shape for glyph in marks.glyphs}
+    seen |= {f"swatch {look}" for bar in (*marks.bars, *marks.shades) for look in bar.look.split()}
+    yield from (key for key in _SIGNS if key.sign in seen)
+
+
+def _scene(moment: Moment, facts: Facts) -> _Scene:
+    window = window_of(moment, facts.began)
+    seen = facts.holds_in(window.began, window.ended)
+    failed = [one for one in facts.failures if window.overlaps(one.began, one.ended)]
+    resources = _resources(moment, seen, failed)
+    nearest = sorted(
+        (hold for hold in seen if hold.resource in resources), key=lambda hold: abs(hold.ended - moment.ended)
+    )
+    workers = _workers(nearest[:LEASES], failed, resources)
+    holds = [hold for hold in nearest[:LEASES] if hold.worker in workers]
+    return _Scene(
+        window,
+        holds,
+        [one for one in failed if one.resource in resources and one.worker in workers],
+        [one for one in facts.writes_in(window.began, window.ended) if one.resource in resources],
+        _overlaps_among(holds, facts),
+        workers,
+        _left_out(len(seen) - len(holds), len({hold.resource for hold in seen}), len(resources)),
+    )
+
+
+def _resources(moment: Moment, holds: Iterable[Hold], failed: Iterable[Failure]) -> set[str]:
+    """Choose what is drawn: what the moment is about, then as many others as have room."""
+    leases = Counter(hold.resource for hold in holds)
+    leases.update(failure.resource for failure in failed)
+    chosen = set(moment.resources)
+    room = LEASES - sum(leases[name] for name in chosen)
+    for name, number in leases.most_common():
+        if name not in chosen and (number <= room or not chosen):
+            chosen.add(name)
+            room -= number
+    return chosen
+
+
+def _workers(holds: Iterable[Hold], failed: Iterable[Failure], resources: set[str]) -> list[int]:
+    """Choose whose rows are drawn: the busiest ones."""
+    busy = Counter(hold.worker for hold in holds)
+    busy.update(failure.worker for failure in failed if failure.resource in resources)
+    return sorted(worker for worker, _ in busy.most_common(WORKERS))
+
+
+def _overlaps_among(holds: Iterable[Hold], facts: Facts) -> list[Overlap]:
+    drawn = {id(hold) for hold in holds}
+    return [one for one in facts.overlaps if id(one.earlier) in drawn and id(one.later) in drawn]
+
+
+def _left_out(leases: int, resources: int, drawn: int) -> str:
+    if not leases:
+        return ""
+    return (
+        f"{count(leases, 'more lease')} of this stretch not drawn; shown: {drawn} of {resources} resources."
+    )
+
+
+def _common_faults(marks: _Marks, window: Window, faults: Iterable[Fault]) -> float:
+    """Draw a row for each thing that is no worker and was broken in this window; return where they end."""
+    rows: dict[str, float] = {}
+    for fault in faults:
+        if window.overlaps(fault.began, fault.ended):
+            y = rows.setdefault(fault.target, _TOP + _FAULT_ROW * len(rows))
+            left, width = window.stretch(fault.began, fault.ended)
+            marks.bars.append(Bar(left, width, y, _FAULT_ROW - 4, "fault", fault_facts(fault, window)))
+            if width > _NAME:
+                marks.texts.append(Text(fault.fault, y + 12, left + width / 2, "on-fault"))
+    marks.names += [Text(target, y + 12, look="of-fault") for target, y in rows.items()]
+    return _TOP + _FAULT_ROW * len(rows) + 2
+
+
+def fault_facts(fault: Fault, window: Window) -> str:
+    """Say what was broken, for how long, and since when."""
+    lines = [
+        f"{fault.fault} of {fault.target}",
+        f"{duration(fault.ended - fault.began)}, from {window.time(fault.began)} on",
+    ]
+    return "\n".join([*lines, fault.detail] if fault.detail else lines)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """The row of one worker: its pauses, its leases, what became of its writes.
+
+    Leases that it has at one time lie below each other.
+    """
+
+    marks: _Marks
+    scene: _Scene
+    palette: Palette
+    worker: int
+    top: float
+
+    def draw(self, faults: Iterable[Fault]) -> float:
+        """Draw everything; return where the row ends."""
+        levels = _levels([hold for hold in self.scene.holds if hold.worker == self.worker])
+        height = _BAR * max(1, len(levels)) + _ROOM
+        self._draw_faults(faults, height)
+        name = worker_name(self.worker)
+        self.marks.names.append(Text(name, self.top + height / 2 + 4))
+        y_of: dict[tuple[str, int], float] = {}
+        for level, holds in enumerate(levels):
+            for hold in holds:
+                y = y_of[hold.resource, hold.token] = self.top + _ROOM / 2 + _BAR * level
+                self._draw_hold(hold, y)
+        for failure in self._own(self.scene.failures):
+            self._draw_failure(failure)
+        for write in self._own(self.scene.writes):
+            y = y_of.get((write.resource, write.token), self.top + _ROOM / 2)
+            self._draw_write(write, y)
+        return self.top + height
+
+    def _own(self, some: Iterable[_O]) -> Iterator[_O]:
+        return (one for one in some if one.worker == self.worker)
+
+    def _draw_faults(self, faults: Iterable[Fault], height: float) -> None:
+        window = self.scene.window
+        for fault in faults:
+            if window.overlaps(fault.began, fault.ended):
+                left, width = window.stretch(fault.began, fault.ended)
+                facts = fault_facts(fault, window)
+                self.marks.shades.append(Bar(left, width, self.top + 1, height - 1, "fault", facts))
+
+    def _bar(self, began: int, ended: int, where: tuple[float, float], look: str, facts: str = "") -> None:
+        """Draw something that lasted; `where` is its upper edge and its height."""
+        if self.scene.window.overlaps(began, ended):
+            left, width = self.scene.window.stretch(began, ended)
+            self.marks.bars.append(Bar(left, width, *where, look, facts))
+
+    def _draw_hold(self, hold: Hold, y: float) -> None:
+        facts, window = self._hold_facts(hold), self.scene.window
+        valid_until = min(max(hold.acquisition.valid_until, hold.began), hold.ended)
+        self._bar(hold.asked, hold.began, (y + _BAR / 2 - 1.5, 2), "wait", facts)
+        look = self.palette.look(hold.resource)
+        self._bar(hold.began, valid_until, (y, _BAR - 3), f"hold {look}", facts)
+        if valid_until < hold.ended:
+            self._bar(valid_until, hold.ended, (y, _BAR - 3), f"beyond {look}", facts)
+            if window.overlaps(valid_until, valid_until):
+                self.marks.glyphs.append(Glyph("expired", window.place(valid_until), y, facts))
+        left, width = window.stretch(hold.began, valid_until)
+        if hold.began < window.ended and valid_until > window.began and width > _LETTER:
+            letter = self.palette.letter(hold.resource)
+            self.marks.texts.append(Text(letter, y + 10.5, left + width / 2, f"letter {look}"))
+        for overlap in self.scene.overlaps:
+            if hold is overlap.earlier or hold is overlap.later:
+                self._bar(overlap.began, overlap.ended, (y + _BAR - 3, 3), "twice")
+
+    def _hold_facts(self, hold: Hold) -> str:
+        window = self.scene.window
+        lines = [
+            f"{hold.resource}, token {hold.token}",
+            f"worker {hold.worker}, {duration(hold.ended - hold.began)} from {window.time(hold.began)} on",
+            f"it took {duration(hold.latency)} to get",
+        ]
+        if hold.release is None:
+            lines.append("never released: its process ended, or the run did")
+        elif hold.release.error:
+            lines.append(f"its release said {hold.release.error}")
+        if hold.ended > hold.acquisition.valid_until:
+            beyond = duration(hold.ended - hold.acquisition.valid_until)
+            lines.append(f"at work for {beyond} beyond the first promise to be alone")
+        return "\n".join(lines)
+
+    def _draw_failure(self, failure: Failure) -> None:
+        facts = f"{failure.error} for {failure.resource}, after {duration(failure.ended - failure.began)}"
+        if failure.message:
+            facts += f"\n{failure.message}"
+        y = self.top + _ROOM / 2 + _BAR / 2 - 1.5
+        self._bar(failure.began, failure.ended, (y, 2), "wait", facts)
+        if self.scene.window.overlaps(failure.ended, failure.ended):
+            self.marks.glyphs.append(Glyph("failed", self.scene.window.place(failure.ended), y + 1, facts))
+
+    def _draw_write(self, write: Write, y: float) -> None:
+        shape = _GLYPHS.get(write.outcome, "failed")
+        facts = (
+            f"write {write.outcome}: {write.resource}, token {write.token}\n"
+            f"worker {write.worker}, at {self.scene.window.time(write.ended)}"
+        )
+        if write.error:
+            facts += f", {write.error}"
+        self.marks.glyphs.append(Glyph(shape, self.scene.window.place(write.ended), y + 6.5, facts))
+
+
+def _levels(holds: Iterable[Hold]) -> list[list[Hold]]:
+    """Put leases that one worker has at the same time onto different levels."""
+    levels: list[list[Hold]] = []
+    for hold in sorted(holds, key=lambda hold: hold.asked):
+        free = (level for level in levels if level[-1].released <= hold.asked)
+        level = next(free, None)
+        if level is None:
+            levels.append([hold])
+        else:
+            level.append(hold)
+    return levels
