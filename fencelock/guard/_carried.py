@@ -13,6 +13,7 @@ neither settings nor variables, two functions of the connection hold it, and the
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, Final
 
 from sqlalchemy import BigInteger, Boolean, ColumnElement, bindparam
@@ -88,5 +89,6 @@ def take_back(connection: Connection) -> None:
     """Forget the token of the statement that has ended."""
     if connection.dialect.name != "sqlite" or connection.closed or connection.invalidated:
         return
-    if _OF_CONNECTION in connection.info:
-        connection.info[_OF_CONNECTION].token = None
+    with suppress(NotImplementedError):  # so says a connection of no pool, by which a dialect looks around
+        if _OF_CONNECTION in connection.info:
+            connection.info[_OF_CONNECTION].token = None

@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 
 from sqlalchemy import Delete, Insert, TextClause, Update
 from sqlalchemy.engine import Connection, CursorResult
+from sqlalchemy.orm import FromStatement
 from sqlalchemy.sql import ClauseElement
 from sqlalchemy.sql.lambdas import LambdaElement
 
@@ -72,22 +73,49 @@ def _guarded_form(
         return (statement, rows, {}) if multiparams else (statement, [], rows[0])
     if not getattr(statement, "is_dml", False) or _bypassed(options):
         return statement, multiparams, params
-    if isinstance(statement, LambdaElement):
-        statement = statement._resolved  # noqa: SLF001  no public way
-    fenced = fenced_table(statement.table)
+    dml = _innermost(statement)
+    fenced = fenced_table(dml.table)
     if fenced is None:
-        _refuse_unguardable(connection, statement, options)
+        _refuse_unguardable(connection, dml, options)
         return statement, multiparams, params
     refuse_autocommit(connection, options, fenced)
     rows = multiparams or [params]
-    if isinstance(statement, Insert):
-        statement, rows = stamp_insert(connection, statement, fenced, rows, options)
+    if isinstance(dml, Insert):
+        dml, rows = stamp_insert(connection, dml, fenced, rows, options)
     else:
-        statement, write = _guard_once(statement, fenced, explicit=TOKEN_OPTION in options)
+        dml, write = _guard_once(dml, fenced, explicit=TOKEN_OPTION in options)
         rows = write.stamp(connection, rows, options)
         if fenced.strict:
             ready(connection)
+    statement = _with_innermost(statement, dml)
     return (statement, rows, {}) if multiparams else (statement, [], rows[0])
+
+
+def _innermost(statement: Any) -> Any:
+    """Return the UPDATE, DELETE or INSERT behind a lambda, and inside `select(…).from_statement(…)`."""
+    if isinstance(statement, LambdaElement):
+        return _innermost(_called(statement))
+    if isinstance(statement, FromStatement):
+        return _innermost(statement.element)
+    return statement
+
+
+def _called(statement: Any) -> Any:
+    """Return the statement that a lambda makes, with what the ORM has noted on the lambda meanwhile."""
+    made = statement._resolved  # noqa: SLF001  no public way
+    notes = statement._annotations  # noqa: SLF001  the same
+    return made._annotate(notes) if notes else made  # noqa: SLF001  the same
+
+
+def _with_innermost(statement: Any, dml: Any) -> Any:
+    """Return a statement that does the same with this UPDATE, DELETE or INSERT inside."""
+    if isinstance(statement, LambdaElement):
+        return _with_innermost(_called(statement), dml)
+    if not isinstance(statement, FromStatement):
+        return dml
+    loading = statement._generate()  # noqa: SLF001  no public way to exchange what it loads from
+    loading.element = _with_innermost(statement.element, dml)
+    return loading
 
 
 def after_execute(  # noqa: PLR0917  SQLAlchemy's signature
@@ -106,12 +134,13 @@ def after_execute(  # noqa: PLR0917  SQLAlchemy's signature
         return
     if not getattr(statement, "is_dml", False) or isinstance(statement, Insert) or _bypassed(options):
         return
-    write = _writes.get(statement)
+    dml = _innermost(statement)
+    write = _writes.get(dml)
     if write is None:  # not a fenced table, or a listener after ours has added something of its own
-        fenced = fenced_table(statement.table)
+        fenced = None if isinstance(dml, Insert) else fenced_table(dml.table)
         if fenced is None:
             return
-        _, write = guard(statement, fenced, explicit=TOKEN_OPTION in options)
+        _, write = guard(dml, fenced, explicit=TOKEN_OPTION in options)
     if write.fenced.strict:
         take_back(connection)
     _raise(connection, write.refused(connection, multiparams or [params], options, result), result)

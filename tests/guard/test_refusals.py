@@ -13,6 +13,7 @@ from alembic.operations import Operations
 from sqlalchemy import (
     DDL,
     Column,
+    Connection,
     Engine,
     ForeignKey,
     Integer,
@@ -548,3 +549,16 @@ def test_a_missing_table_is_no_missing_column(session: Session, engine: Engine) 
         connection.execute(text("DROP TABLE IF EXISTS re_late"), execution_options={"fencelock": "bypass"})
     with pytest.raises(DBAPIError, match="re_late"):
         session.get(Late, 1)
+
+
+def test_errors_during_the_first_connection_stay_what_they_are() -> None:
+    """A dialect looks around through a connection of no pool: errors there come out unchanged."""
+    engine = create_engine("sqlite://")
+
+    def look(connection: Connection) -> None:
+        connection.exec_driver_sql("SELECT * FROM re_nowhere")
+
+    engine.dialect.initialize = look  # type: ignore[method-assign]
+    with pytest.raises(DBAPIError, match="no such table"):
+        engine.connect()
+    engine.dispose()
