@@ -39,7 +39,7 @@ DEFAULT_MARIADB_URL = "mysql+pymysql://root@127.0.0.1:3306/"
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Postgres]:
     """The PostgreSQL that all tests share; `postgres.create_database()` gives an empty database."""
-    with Postgres() as server:
+    with Postgres(settings={"max_prepared_transactions": "10"}) as server:
         yield server
 
 
@@ -134,15 +134,26 @@ def engine(database_url: str) -> Iterator[Engine]:
     made.dispose()
 
 
-@pytest.fixture(scope="session")
-def for_asyncio() -> Callable[[Engine], AsyncEngine]:
-    """Make an engine for coroutines on the database of a blocking one; who made it disposes of it."""
-    drivers = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+psycopg", "mysql": "mysql+aiomysql"}
+ASYNC_DRIVERS = {
+    "sqlite": ("aiosqlite",),
+    "postgresql": ("psycopg_async", "asyncpg"),
+    "mysql": ("aiomysql", "asyncmy"),
+}
+
+
+@pytest.fixture(params=[0, 1], ids=["driver", "other-driver"])
+def for_asyncio(request: pytest.FixtureRequest) -> Callable[[Engine], AsyncEngine]:
+    """Make an engine for coroutines on the database of a blocking one, with each driver that there is.
+
+    Who made it disposes of it.
+    """
+    chosen: int = request.param
 
     def make(engine: Engine) -> AsyncEngine:
-        if engine.dialect.name == "mysql":
-            pytest.importorskip("aiomysql")
-        return create_async_engine(engine.url.set(drivername=drivers[engine.dialect.name]))
+        name = engine.dialect.name
+        if chosen >= len(ASYNC_DRIVERS[name]):
+            pytest.skip("SQLite has one driver for asyncio")
+        return create_async_engine(engine.url.set(drivername=f"{name}+{ASYNC_DRIVERS[name][chosen]}"))
 
     return make
 

@@ -19,12 +19,14 @@ class Door:
 
     Attributes:
         opens_after: seconds after which the COMMIT is let through by itself; None for never.
+        hangs: have the client keep its connection and wait for an answer, which never comes.
         loses_answers: let the COMMIT through at once, and only then have the client lose its connection.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.opens_after: float | None = None
         self.loses_answers = False
+        self.hangs = False
         self._engine = engine
         self._closed_once = False
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -89,7 +91,8 @@ class Door:
                         time.sleep(0.2)
                         client.shutdown(socket.SHUT_RD)
                         return
-                    client.shutdown(socket.SHUT_RDWR)
+                    if not self.hangs:
+                        client.shutdown(socket.SHUT_RDWR)
                     self._let_through.wait(self.opens_after)
                     server.sendall(data)
                     return
@@ -99,3 +102,4 @@ class Door:
         with contextlib.suppress(OSError):
             while data := server.recv(65536):
                 client.sendall(data)
+            client.shutdown(socket.SHUT_RDWR)  # some drivers wait for it when they say goodbye

@@ -69,9 +69,9 @@ def door(engine: Engine) -> Iterator[Door]:
     made.close()
 
 
-def lose_the_answer(door: Door, lease: Lease) -> Session:
+def lose_the_answer(door: Door, lease: Lease, *, twophase: bool = False) -> Session:
     """Withdraw 10 under the lease, and lose the connection with the COMMIT under way."""
-    session = Session(door.engine)
+    session = Session(door.engine, twophase=twophase)
     bind(session, lease)
     claim(session, Account, 1).balance -= 10
     with pytest.raises(DBAPIError) as caught:
@@ -164,6 +164,20 @@ def test_nothing_is_read_or_written_before_the_claim_with_a_new_token(
     assert balance(engine) == 40
 
 
+def test_a_second_phase_is_in_doubt_as_well(engine: Engine, door: Door, lease: Lease) -> None:
+    """What is prepared keeps its row locks without any connection: the claim waits for its COMMIT."""
+    lose_the_answer(door, lease, twophase=True).close()
+    assert doubts(lease)
+    lease.remint(6, lease.expires_at)
+    with Session(engine) as session:
+        bind(session, lease)
+        timer = threading.Timer(0.5, door.let_through)
+        timer.start()
+        assert claim(session, Account, 1).balance == 90
+        session.rollback()
+        timer.join()
+
+
 def test_a_gate_decides_as_well(engine: Engine, door: Door, lease: Lease) -> None:
     """Where the transaction in doubt had passed it."""
     session = Session(door.engine)
@@ -249,3 +263,33 @@ def test_coroutines_are_in_doubt(
 
     asyncio.run(main())
     assert balance(engine) == 90
+
+
+def test_a_cancelled_commit_is_in_doubt(
+    engine: Engine, door: Door, lease: Lease, for_asyncio: Callable[[Engine], AsyncEngine]
+) -> None:
+    """Who gives up waiting for the answer does not know it either; the claim waits for what is under way."""
+    door.hangs = True
+
+    async def main() -> None:
+        through_door, direct = for_asyncio(door.engine), for_asyncio(engine)
+        async with AsyncSession(through_door) as session:
+            bind(session, lease)
+            (await claim_async(session, Account, 1)).balance -= 10
+            await session.flush()
+            asyncio.get_running_loop().call_later(1.0, door.let_through)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(session.commit(), 0.3)
+        assert doubts(lease)
+        async with AsyncSession(direct) as session:
+            bind(session, lease)
+            with pytest.raises(CommitInDoubtError, match="remint"):
+                await session.get(Account, 1)
+            await session.rollback()
+            lease.remint(6, lease.expires_at)
+            assert (await claim_async(session, Account, 1)).balance == 90
+            await session.rollback()
+        await through_door.dispose()
+        await direct.dispose()
+
+    asyncio.run(main())
