@@ -11,6 +11,7 @@ import json
 import os
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import pytest
 
@@ -46,7 +47,7 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_runtest_setup() -> None:
-    """Put it back where the test before has cleared all listeners."""
+    """Put back what the test before has cleared, which may be some of the listeners or all."""
     if _MODE == "plain":
         return
     from sqlalchemy import event  # noqa: PLC0415 - as above
@@ -59,8 +60,15 @@ def pytest_runtest_setup() -> None:
             event.listen(Engine, "before_execute", _nothing, retval=True)
             event.listen(Engine, "after_execute", _nothing_after)
     elif not event.contains(Engine, "before_execute", rewrite.before_execute):
+        listen = event.listen
+
+        def listen_once(target: Any, identifier: str, listener: Any, **options: Any) -> None:
+            if not event.contains(target, identifier, listener):
+                listen(target, identifier, listener, **options)
+
         _install._installed = False
-        _install.install()
+        with mock.patch.object(event, "listen", listen_once):
+            _install.install()
 
 
 def _nothing(
