@@ -17,7 +17,9 @@ import os
 import time
 import unicodedata
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import final
 from weakref import ref
 
@@ -68,6 +70,28 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_Process.forked)
 
 
+@dataclass(frozen=True, slots=True)
+class _Ghost:
+    """A transaction whose connection was lost, so that nobody knows whether it may still be committed.
+
+    It is known to have ended as soon as somebody else has got the lock of a row that it had locked. One such
+    row is enough, and nothing else will do: another row of the same resource is free for the taking while the
+    ghost is under way.
+
+    Attributes:
+        token: what it was written with.
+        locked: the names of rows that it had locked. Where none is known (it has only inserted, or written
+            whatever matched), any row that is found has to do.
+    """
+
+    token: int
+    locked: frozenset[str]
+
+    def has_ended(self, token: int, claimed: AbstractSet[str], *, found: bool) -> bool:
+        """Tell whether a claim of these rows, some of which it may have found, had to wait for the end."""
+        return token > self.token and (not self.locked.isdisjoint(claimed) if self.locked else found)
+
+
 @final
 class Lease:
     """A time-bounded hold on a resource, and the fencing token that came with it.
@@ -85,10 +109,10 @@ class Lease:
 
     __slots__ = (
         "__weakref__",
-        "_doubted",
         "_expires_at",
         "_fencing_token",
         "_generation",
+        "_ghosts",
         "_left",
         "_lost",
         "_needed_by",
@@ -105,7 +129,7 @@ class Lease:
         self._lost = ""
         self._released = False
         self._left = False
-        self._doubted = 0
+        self._ghosts: tuple[_Ghost, ...] = ()
         self._needed_by: set[object] = set()
         self._waiting: list[Callable[[], object]] = []
 
@@ -211,16 +235,21 @@ class Lease:
     @property
     def in_doubt(self) -> bool:
         """Whether a transaction that has written under it may still be committed, for all that is known."""
-        return self._doubted > 0
+        return bool(self._ghosts)
 
-    def doubt(self) -> None:
-        """Note that the connection of such a transaction was lost before its outcome was known."""
-        self._doubted = self._fencing_token
+    def doubt(self, locked: AbstractSet[str] = frozenset()) -> None:
+        """Note that the connection of such a transaction was lost before its outcome was known.
 
-    def settle(self, token: int) -> None:
-        """Note that `token` has claimed: a transaction with an earlier one has ended, or will be refused."""
-        if token > self._doubted:
-            self._doubted = 0
+        Args:
+            locked: the names of rows that it had locked, as far as they are known.
+        """
+        self._ghosts = (*self._ghosts, _Ghost(self._fencing_token, frozenset(locked)))
+
+    def settle(self, token: int, claimed: AbstractSet[str], *, found: bool) -> None:
+        """Note that rows of these names were claimed with `token`, and whether one of them was there."""
+        self._ghosts = tuple(
+            ghost for ghost in self._ghosts if not ghost.has_ended(token, claimed, found=found)
+        )
 
     def check_certain(self, *, claiming: bool) -> None:
         """Refuse a lease in doubt, save to claim with a token that was minted since.
@@ -228,13 +257,17 @@ class Lease:
         Raises:
             CommitInDoubtError: for all else.
         """
-        reminted = self._fencing_token > self._doubted
-        if self._doubted and not (claiming and reminted):
+        if not self._ghosts:
+            return
+        latest = self._ghosts[-1]
+        reminted = self._fencing_token > latest.token
+        if not (claiming and reminted):
             todo = "claim or gate" if reminted else "roll back, call lock.remint(), then claim or gate"
+            one_of = f" ({min(latest.locked)}, for instance)" if latest.locked else ""
             raise CommitInDoubtError(
                 f"the connection was lost while a transaction was written under the lease of "
-                f"{self._resource!r} with token {self._doubted}, and it may still be committed: {todo} what "
-                f"it has written, and only then read"
+                f"{self._resource!r} with token {latest.token}, and it may still be committed: {todo} what "
+                f"it has written{one_of}, and only then read"
             )
 
     # What follows is between whoever writes under the lease and whoever gives it back, in any threads.

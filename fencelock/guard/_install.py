@@ -30,6 +30,8 @@ def install() -> None:
         event.listen(Engine, "before_execute", rewrite.before_execute, retval=True)
         event.listen(Engine, "after_execute", rewrite.after_execute)
         event.listen(Engine, "before_cursor_execute", refusal.before_cursor_execute)
+        event.listen(Engine, "savepoint", session.note_savepoint)
+        event.listen(Engine, "rollback_savepoint", session.note_rollback_to_savepoint)
         event.listen(Engine, "handle_error", session.doubt_lost_transaction)
         event.listen(Engine, "handle_error", refusal.explain_missing_column)
         event.listen(Engine, "handle_error", triggers.explain)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from string import Formatter
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
@@ -215,6 +216,14 @@ class FencedTable:
         translated = options.get("schema_translate_map") or {}
         found: str | None = translated.get(self.table.schema, self.table.schema)
         return found
+
+
+def row_name(table: Table, identity: Sequence[Any]) -> str:
+    """Return a name for a row, by its primary key: the same one however the values are spelt."""
+    spelt = list(identity)
+    with suppress(UnfencedWriteError):  # a name of its own, then
+        spelt = [spelling(column, value) for column, value in zip(table.primary_key, identity, strict=True)]
+    return f"{table.key}({', '.join(map(repr, spelt))})"
 
 
 _names: dict[str, WeakSet[Table]] = {}

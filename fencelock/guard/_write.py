@@ -6,8 +6,9 @@ to compare with.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, NoReturn
 
 from sqlalchemy import BigInteger, Delete, Select, Update, bindparam, literal, not_, or_, select, tuple_
@@ -32,7 +33,7 @@ from fencelock.guard._statement import (
     refuse_foreign_assignments,
     values_of,
 )
-from fencelock.guard._tables import FencedTable
+from fencelock.guard._tables import FencedTable, row_name
 from fencelock.guard.session import Tokens, rows_known_to
 
 LOCKING_READS: Final = frozenset({"mysql", "mariadb"})
@@ -149,6 +150,15 @@ class GuardedWrite:
             if found is not None:
                 return self._error(tuple(found), row[TOKEN_BIND], named)
         return None
+
+    def locked(self, rows: Sequence[Row], result: CursorResult[Any]) -> Callable[[], Iterator[str]] | None:
+        """Return what names the rows that are locked now, where it is known that each was there."""
+        if self.key and _matched(result, len(rows)) == len(rows):
+            return partial(self._names, rows)
+        return None
+
+    def _names(self, rows: Sequence[Row]) -> Iterator[str]:
+        return (row_name(self.fenced.table, self._identity(row)) for row in rows)
 
     def _queries(self, rows: Sequence[Row]) -> Iterator[tuple[Select[Any], Row, tuple[Any, ...]]]:
         """Return queries for a row that the statement meant and the condition turned away.

@@ -36,7 +36,7 @@ from sqlalchemy.orm import Mapper, Session, scoped_session
 from fencelock.errors import AmbiguousFenceError, UnfencedWriteError
 from fencelock.guard._install import install
 from fencelock.guard._statement import TOKEN_OPTION
-from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table
+from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table, row_name
 from fencelock.guard._write import LOCKING_READS, is_one_of
 from fencelock.guard.events import report_claim, telling
 from fencelock.guard.fences import FENCES
@@ -363,9 +363,10 @@ def _raise_fences(
         [dict(zip(names, row, strict=True)) for row in rows],
         execution_options={TOKEN_OPTION: token},
     )
-    if result.rowcount:  # what is not there tells nothing about what is under way
+    if doubted:
+        claimed = {row_name(table, row[: len(table.primary_key)]) for row in rows}
         for lease in doubted:
-            lease.settle(token)
+            lease.settle(token, claimed, found=bool(result.rowcount))
 
 
 def _try_lock(

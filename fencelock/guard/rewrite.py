@@ -33,7 +33,14 @@ from fencelock.guard._statement import TOKEN_OPTION, Row, refuse_foreign_assignm
 from fencelock.guard._tables import FencedTable, fenced_table, impersonates_fenced, sub_table_of, underlying
 from fencelock.guard._write import GuardedWrite, guard
 from fencelock.guard.events import report
-from fencelock.guard.session import BYPASS, in_unit_of_work, refuse_autocommit, report_refusal, roll_back
+from fencelock.guard.session import (
+    BYPASS,
+    in_unit_of_work,
+    note_locked,
+    refuse_autocommit,
+    report_refusal,
+    roll_back,
+)
 from fencelock.guard.textual import is_guarded, refused_text, stamp_text
 
 _guarded: WeakKeyDictionary[ClauseElement, dict[bool, tuple[Any, GuardedWrite]]] = WeakKeyDictionary()
@@ -143,7 +150,9 @@ def after_execute(  # noqa: PLR0917  SQLAlchemy's signature
         _, write = guard(dml, fenced, explicit=TOKEN_OPTION in options)
     if write.fenced.strict:
         take_back(connection)
-    _raise(connection, write.refused(connection, multiparams or [params], options, result), result)
+    rows = multiparams or [params]
+    _raise(connection, write.refused(connection, rows, options, result), result)
+    note_locked(connection, write.locked(rows, result), len(rows))
 
 
 def _raise(connection: Connection, refusal: FenceError | None, result: CursorResult[Any]) -> None:

@@ -47,6 +47,9 @@ NOT_INHERITED: Final = (
 )
 """What to say to one who holds no lease, and may believe that he does."""
 
+_REMEMBERED_ROWS: Final = 10_000
+"""Of how many locked rows a transaction keeps the names; some are enough to wait for it by."""
+
 _CHANGES_ONLY = PASSIVE_NO_INITIALIZE | INCLUDE_PENDING_MUTATIONS
 """Ask an attribute for its changes without loading anything."""
 
@@ -136,8 +139,11 @@ class Writer:
 
     __slots__ = (
         "_bound_before",
+        "_locked",
+        "_locked_count",
         "_mark",
         "_needs",
+        "_savepoints",
         "claiming",
         "gates",
         "has_transaction",
@@ -155,6 +161,9 @@ class Writer:
         self.claiming: set[Lease] = set()
         self._bound_before: tuple[Lease, ...] | None = None
         self._needs: set[Lease] = set()
+        self._locked: list[Callable[[], Iterable[str]]] = []
+        self._locked_count = 0
+        self._savepoints: dict[str, int] = {}
         # Stands for it in the leases: if they referred to it, it would never be thrown away.
         self._mark = object()
 
@@ -179,8 +188,23 @@ class Writer:
     def doubt(self) -> None:
         """Note that nobody knows what became of the transaction."""
         if not self.undoing:
+            locked = {name for names in self._locked for name in names()}
             for lease in self._needs:
-                lease.doubt()
+                lease.doubt(locked)
+
+    def lock(self, names: Callable[[], Iterable[str]], count: int) -> None:
+        """Note that the transaction has locked as many rows, whose names can be asked for."""
+        if self._locked_count < _REMEMBERED_ROWS:
+            self._locked.append(names)
+            self._locked_count += count
+
+    def save(self, savepoint: str) -> None:
+        """Note a savepoint."""
+        self._savepoints[savepoint] = len(self._locked)
+
+    def take_back(self, savepoint: str) -> None:
+        """Note a rollback to a savepoint: what was locked since may be free again, as on PostgreSQL."""
+        del self._locked[self._savepoints.get(savepoint, 0) :]
 
     def end(self) -> None:
         """Let go of the leases: the transaction has ended."""
@@ -189,6 +213,7 @@ class Writer:
     def _let_go(self) -> list[Callable[[], object]]:
         calls = [call for lease in self._needs for call in lease.let_go(self._mark)]
         self._needs.clear()
+        self._locked.clear()
         return calls
 
     def owner(self) -> Session | None:
@@ -310,6 +335,32 @@ def note_token(target: Connection | Session, statement: Executable, token: int) 
             writer.need(lease, connection)
 
 
+def note_locked(connection: Connection, names: Callable[[], Iterable[str]] | None, count: int) -> None:
+    """Note that the connection's transaction has locked rows, where it is known which."""
+    writer = _open_writer(connection) if names else None
+    if writer is not None and names is not None:
+        writer.lock(names, count)
+
+
+def _open_writer(connection: Connection) -> Writer | None:
+    transaction = connection.get_transaction()
+    return None if transaction is None else _writers.get(transaction)
+
+
+def note_savepoint(connection: Connection, name: str) -> None:
+    """Note that a savepoint is made."""
+    writer = _open_writer(connection)
+    if writer is not None:
+        writer.save(name)
+
+
+def note_rollback_to_savepoint(connection: Connection, name: str, _context: object) -> None:
+    """Note that a savepoint is rolled back to."""
+    writer = _open_writer(connection)
+    if writer is not None:
+        writer.take_back(name)
+
+
 def take_doubted(connection: Connection, token: int) -> list[Lease]:
     """Return the leases in doubt that the transaction is about to claim under with this token."""
     claiming = writer_of(connection).claiming
@@ -321,8 +372,7 @@ def take_doubted(connection: Connection, token: int) -> list[Lease]:
 def doubt_lost_transaction(context: ExceptionContext) -> None:
     """Note that the connection of a transaction was lost: its COMMIT may have been sent, or be under way."""
     connection = context.connection
-    transaction = connection.get_transaction() if context.is_disconnect and connection is not None else None
-    writer = None if transaction is None else _writers.get(transaction)
+    writer = _open_writer(connection) if context.is_disconnect and connection is not None else None
     if writer is not None:
         writer.doubt()
 

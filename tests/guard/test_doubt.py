@@ -18,6 +18,7 @@ from fencelock.errors import CommitInDoubtError
 from fencelock.guard import FencedModel, bind, claim, claim_async, fence_table, gate
 from fencelock.lease import Lease
 from tests.door import Door
+from tests.polling import eventually
 
 
 class Base(DeclarativeBase):
@@ -33,6 +34,16 @@ class Account(FencedModel, Base):
     balance: Mapped[int]
 
 
+class Entry(FencedModel, Base):
+    """One of several rows that the lease of an account guards."""
+
+    __tablename__ = "doubt_entries"
+    __fence_resource__ = "account:{account}"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    account: Mapped[int]
+    amount: Mapped[int]
+
+
 fence_table(Base.metadata)
 
 
@@ -45,13 +56,14 @@ def _tables(shared_url: str) -> None:
 
 @pytest.fixture
 def engine(shared_engine: Engine, _tables: None) -> Engine:
-    """An engine on two accounts with a balance of 100."""
+    """An engine on two accounts with a balance of 100, and two entries of the first."""
     if shared_engine.dialect.name == "sqlite":
         pytest.skip("SQLite has no connection that could be lost")
     with shared_engine.execution_options(fencelock="bypass").begin() as connection:
         for table in reversed(Base.metadata.sorted_tables):
             connection.execute(delete(table))
         connection.execute(insert(Account), [{"id": number, "balance": 100} for number in (1, 2)])
+        connection.execute(insert(Entry), [{"id": number, "account": 1, "amount": 100} for number in (1, 2)])
     return shared_engine
 
 
@@ -197,6 +209,121 @@ def test_a_gate_decides_as_well(engine: Engine, door: Door, lease: Lease) -> Non
         timer.join()
         assert again.get(Account, 7) is not None
         again.rollback()
+
+
+def change_an_entry(door: Door, lease: Lease) -> None:
+    """Set the first entry to 90 under the lease, and lose the connection with the COMMIT under way."""
+    with Session(door.engine) as session:
+        bind(session, lease)
+        claim(session, Entry, 1).amount = 90
+        with pytest.raises(DBAPIError):
+            session.commit()
+
+
+def amount(engine: Engine) -> int:
+    """Read the first entry without any lease."""
+    with Session(engine) as session:
+        return session.get_one(Entry, 1).amount
+
+
+def test_claiming_another_row_does_not_wait_for_the_ghost(engine: Engine, door: Door, lease: Lease) -> None:
+    """What it is about: the ghost holds no lock of that row, and commits after its own was read."""
+    change_an_entry(door, lease)
+    with Session(engine) as session:
+        bind(session, Lease("account:1", 6))  # a hold that knows of no doubt
+        claim(session, Entry, 2)
+        read = session.get_one(Entry, 1).amount
+        session.commit()
+        door.let_through()
+        assert eventually(lambda: amount(engine) == 90)
+        session.get_one(Entry, 1).amount = read - 50
+        session.commit()
+    assert amount(engine) == 50, "what the ghost did is lost"
+
+
+def test_only_a_claim_of_what_the_ghost_has_written_settles_the_doubt(
+    engine: Engine, door: Door, lease: Lease
+) -> None:
+    """Neither another row of the same lease nor a gate that it had not passed; the error names the row."""
+    change_an_entry(door, lease)
+    lease.remint(6, lease.expires_at)
+    with Session(engine) as session:
+        bind(session, lease)
+        refuses(session, r"claim or gate.*doubt_entries\(1\)", lambda each: claim(each, Entry, 2))
+        gate(session)
+        refuses(session, "claim or gate", lambda each: each.get(Entry, 1))
+        timer = threading.Timer(0.5, door.let_through)
+        timer.start()
+        assert claim(session, Entry, 1).amount == 90
+        assert claim(session, Entry, 2).amount == 100
+        session.rollback()
+        timer.join()
+
+
+def test_each_ghost_is_waited_for(engine: Engine, lease: Lease) -> None:
+    """Two transactions under one lease: the end of one tells nothing about the other."""
+    doors = [Door(engine), Door(engine)]
+    sessions = [Session(each.engine) for each in doors]
+    for number, session in enumerate(sessions, 1):
+        bind(session, lease)
+        claim(session, Entry, number).amount = 90
+        session.flush()
+    for session in sessions:
+        with pytest.raises(DBAPIError):
+            session.commit()
+        session.close()
+    lease.remint(6, lease.expires_at)
+    with Session(engine) as session:
+        bind(session, lease)
+        doors[0].let_through()
+        refuses(session, "claim or gate", lambda each: claim(each, Entry, 1))
+        doors[1].let_through()
+        claim(session, Entry, 2)
+        session.rollback()
+    assert not doubts(lease)
+    for each in doors:
+        each.close()
+
+
+def test_what_a_savepoint_has_taken_back_proves_nothing(engine: Engine, door: Door, lease: Lease) -> None:
+    """A rollback to it gives the row lock back, on PostgreSQL: claiming that row does not wait."""
+    with Session(door.engine) as session:
+        bind(session, lease)
+        with session.begin_nested() as savepoint:
+            claim(session, Entry, 2)
+            savepoint.rollback()
+        with session.begin_nested():
+            claim(session, Entry, 1).amount = 90
+        with pytest.raises(DBAPIError):
+            session.commit()
+    lease.remint(6, lease.expires_at)
+    with Session(engine) as session:
+        bind(session, lease)
+        if engine.dialect.name == "postgresql":  # the others keep the lock, so that the claim would wait
+            refuses(session, "claim or gate", lambda each: claim(each, Entry, 2))
+        door.let_through()
+        claim(session, Entry, 1)
+        assert not doubts(lease)
+        session.rollback()
+
+
+def test_a_row_that_the_ghost_has_deleted_settles_the_doubt(engine: Engine, door: Door, lease: Lease) -> None:
+    """It is gone, so the ghost has committed."""
+    with Session(door.engine) as session:
+        bind(session, lease)
+        session.delete(session.get_one(Account, 1))
+        with pytest.raises(DBAPIError):
+            session.commit()
+    lease.remint(6, lease.expires_at)
+    with Session(engine) as session:
+        bind(session, lease)
+        timer = threading.Timer(0.5, door.let_through)
+        timer.start()
+        with pytest.raises(NoResultFound):
+            claim(session, Account, 1)
+        timer.join()
+        assert not doubts(lease)
+        session.rollback()
 
 
 def test_a_connection_that_was_killed_after_a_write_is_in_doubt(engine: Engine, lease: Lease) -> None:
