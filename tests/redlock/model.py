@@ -1,7 +1,7 @@
-"""A node in memory, and a network between such nodes and many clients that does its worst.
+"""A network between nodes in memory and many clients that does its worst, without time.
 
-The node answers as the scripts do; `test_conformance.py` holds it to that on a real server. What it buys
-is speed: a hundred thousand deliveries a second, so that random schedules have some power.
+Only attempts, one after the other; what it buys is schedules that no network with delays would make, at a
+hundred thousand deliveries a second. `tests/simulation` has everything else.
 """
 
 from __future__ import annotations
@@ -9,157 +9,20 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from fencelock.authority.redlock.protocol import Answer, Bid, Command, Failed, Fleet, Granted, Said
-from fencelock.token import MAX_COUNTER, compose
-from tests.redlock.stage import NODE_KEY, Bidder, fleet_of
+from fencelock.authority.redlock.protocol import Answer, Bid, Command, Failed, Fleet, Granted
+from fencelock.token import compose
+from tests.redlock.stage import Bidder, fleet_of
+from tests.simulation.node import ModelNode
 
 FINGERPRINT = "fleet"
-_NO_EPOCH = -1
 
 
-@dataclass
-class Lock:
-    """What a lock key holds."""
-
-    nonce: str
-    epoch: int
-    counter: int | None
-
-
-class ModelNode:
-    """A node that has been initialised; `epoch` None makes it blank.
-
-    Time does not pass here: locks expire when somebody calls `expire`.
-    """
-
-    def __init__(self, fingerprint: str = FINGERPRINT, base: int = 0) -> None:
-        self.epoch: int | None = 0
-        self.fingerprint = fingerprint
-        self.base = base
-        self.counters: dict[int, int] = {}
-        self.locks: dict[str, Lock] = {}
-
-    def execute(self, command: Command) -> Answer:
-        """Answer a command as the script of its name does."""
-        if self.epoch is None and command.script != "release":
-            return Answer(Said.AMNESIA)
-        arguments = command.arguments[2:]
-        if command.arguments[0] != self.fingerprint:
-            if command.script != "release":
-                return Answer(Said.CONFIG)
-            arguments = (_NO_EPOCH, *arguments[1:])  # a stranger's counters mean nothing here
-        answer: Answer = getattr(self, command.script)(command.keys[1:], command.nonce, arguments)
-        return answer
-
-    def expire(self, key: str) -> None:
-        """End a lock as its ttl does."""
-        self.locks.pop(key, None)
-
-    def counter(self, stripe: int) -> int:
-        """Return where a stripe's counter stands."""
-        return self.counters.get(stripe, self.base)
-
-    def catch_up(self, stripe: int, decided: int) -> None:
-        """Raise a stripe's counter, if it is below."""
-        if decided > self.counter(stripe):
-            self.counters[stripe] = decided
-
-    def acquire(self, keys: Sequence[str], nonce: str, arguments: Sequence[Any]) -> Answer:
-        """ACQUIRE."""
-        assert self.epoch is not None
-        old = arguments[6 + 2 * len(keys)] if len(arguments) > 2 + 2 * len(keys) else None
-        locks = {key: self.locks[key] for key in keys if key in self.locks and self.locks[key].nonce != old}
-        if any(lock.nonce != nonce or lock.counter is None for lock in locks.values()):
-            return Answer(Said.HELD)
-        ours = [key in locks and locks[key].epoch == self.epoch for key in keys]
-        granted, counters = [], dict(self.counters)
-        for i, key in enumerate(keys):
-            stripe, hint = arguments[2 + 2 * i], arguments[3 + 2 * i]
-            if ours[i]:
-                granted.append(self.locks[key].counter or 0)
-                continue
-            last = counters.get(stripe, self.base)
-            counters[stripe] = max(last + 1, hint if arguments[1] == self.epoch else 0)
-            if counters[stripe] > MAX_COUNTER:
-                return Answer(Said.FULL)
-            granted.append(counters[stripe])
-        self.counters = counters
-        for key, counter, was_ours in zip(keys, granted, ours, strict=True):
-            if not was_ours:
-                self.locks[key] = Lock(nonce, self.epoch, counter)
-        return Answer(Said.GRANTED, self.epoch, tuple(granted))
-
-    def confirm(self, keys: Sequence[str], nonce: str, arguments: Sequence[Any]) -> Answer:
-        """CONFIRM."""
-        assert self.epoch is not None
-        if arguments[0] != self.epoch:
-            return Answer(Said.EPOCH)
-        if not all(self.is_ours(key, nonce) for key in keys):
-            return Answer(Said.LOST)
-        counters = tuple(self.locks[key].counter or 0 for key in keys)
-        if self.is_higher(counters, arguments[2::2]):
-            return Answer(Said.HIGHER, self.epoch, counters)
-        for stripe, decided in zip(arguments[1::2], arguments[2::2], strict=True):
-            self.catch_up(stripe, decided)
-        return Answer(Said.CONFIRMED)
-
-    def is_ours(self, key: str, nonce: str) -> bool:
-        """Whether a CONFIRM is of the lock that is there."""
-        lock = self.locks.get(key)
-        return (
-            lock is not None and (lock.nonce, lock.epoch) == (nonce, self.epoch) and lock.counter is not None
-        )
-
-    def is_higher(self, counters: Sequence[int], decided: Sequence[int]) -> bool:
-        """Whether this node had granted more than what was decided."""
-        return any(own > theirs for own, theirs in zip(counters, decided, strict=True))
-
-    def release(self, keys: Sequence[str], nonce: str, arguments: Sequence[Any]) -> Answer:
-        """RELEASE."""
-        if self.epoch == arguments[0]:
-            for stripe, decided in zip(arguments[1::2], arguments[2::2], strict=True):
-                self.catch_up(stripe, decided)
-        ours = [key for key in keys if key in self.locks and self.locks[key].nonce == nonce]
-        for key in ours:
-            del self.locks[key]
-        return Answer(Said.RELEASED if len(ours) == len(keys) else Said.LOST)
-
-    def extend(self, keys: Sequence[str], _: str, arguments: Sequence[Any]) -> Answer:
-        """EXTEND."""
-        codes, start = [], 0
-        for nonce, _ttl, count, value in zip(*[iter(arguments)] * 4, strict=True):
-            its_keys = keys[start : start + count]
-            start += count
-            missing = [key for key in its_keys if key not in self.locks]
-            if any(self.locks[key].nonce != nonce for key in its_keys if key in self.locks):
-                codes.append(0)
-                continue
-            for key in missing:
-                self.locks[key] = Lock(nonce, int(value.split("|")[1]), None)
-            codes.append(1 if missing else 2)
-        return Answer(Said.EXTENDED, self.epoch or 0, tuple(codes))
-
-
-class WithoutOwnership(ModelNode):
-    """Mutant: CONFIRM does not ask whose the lock is."""
-
-    def is_ours(self, key: str, nonce: str) -> bool:  # noqa: ARG002 - the mutation
-        """Let anybody's lock do."""
-        return key in self.locks
-
-    def is_higher(self, counters: Sequence[int], decided: Sequence[int]) -> bool:  # noqa: ARG002 - belongs to it
-        """Compare nothing: the lock that is there is not the one that was granted."""
-        return False
-
-
-class WithoutComparison(ModelNode):
-    """Mutant: CONFIRM counts where the node itself had granted more."""
-
-    def is_higher(self, counters: Sequence[int], decided: Sequence[int]) -> bool:  # noqa: ARG002 - the mutation
-        """Never."""
-        return False
+def node_with(node_class: type[ModelNode], base: int) -> ModelNode:
+    """Return a node that has been initialised; its time does not pass."""
+    node = node_class()
+    node.hash |= {"e": 0, "p": 0, "r": node.run, "cfg": FINGERPRINT, "b": base}
+    return node
 
 
 @dataclass
@@ -265,7 +128,7 @@ class World:
         dice = self.random.random()
         if dice < self.raise_epochs:
             node = self.random.choice(self.nodes)
-            node.epoch = (node.epoch or 0) + 1
+            node.hash["e"] += 1
         elif dice < self.expiring:
             node = self.random.choice(self.nodes)
             if node.locks:
@@ -336,8 +199,3 @@ class World:
         # What has been under way for very long is lost, so that the rest gets its turn.
         while len(self.messages) > 40 * len(self.nodes):
             self.messages.pop(self.random.randrange(len(self.messages)))
-
-
-def lock_key(resource: str) -> str:
-    """Return the key of a resource's lock."""
-    return f"{NODE_KEY}:l:{resource}"

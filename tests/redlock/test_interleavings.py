@@ -11,8 +11,10 @@ from collections.abc import Callable
 import pytest
 
 from fencelock.authority.redlock import protocol
-from tests.redlock.model import History, ModelNode, WithoutComparison, WithoutOwnership, World
+from tests.redlock.model import History, World, node_with
 from tests.redlock.test_schedules import maximum_without_write_back, mixed_epochs
+from tests.simulation.node import ModelNode
+from tests.simulation.weaker import WithoutComparison, WithoutOwnership
 
 STEPS = 50_000
 
@@ -22,7 +24,7 @@ def play(seed: int, node_class: type[ModelNode] = ModelNode, *, nodes: int = 3) 
     resources = ("r",) if seed % 2 else ("r", "s", "r672")
     world = World(
         seed,
-        [node_class(base=seed % 3) for _ in range(nodes)],
+        [node_with(node_class, seed % 3) for _ in range(nodes)],
         clients=2 + seed % 4,
         resources=resources,
         raise_epochs=0.002 if seed % 5 == 0 else 0.0,

@@ -4,146 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from fencelock.authority.redlock import membership
 from fencelock.authority.redlock.change import Plan, change
 from fencelock.authority.redlock.membership import Membership, initialise
-from fencelock.authority.redlock.protocol import Answer, Broadcast, Command, Said
+from fencelock.authority.redlock.protocol import Broadcast, Command
 from fencelock.authority.redlock.recovery import Surroundings, recover
 from fencelock.authority.redlock.survey import Standing, ask
-from fencelock.embedded import Node
 from fencelock.errors import FencelockError
-from tests.redlock.member import MemberNode
-from tests.redlock.stage import NODE_KEY, Actor, RealNode
-
-
-@dataclass(frozen=True)
-class Operation:
-    """A command with choices: which list, epoch and ticket, and how it is meant; or a fault."""
-
-    script: str
-    list: int
-    epoch: int
-    ticket: int
-    flag: bool
-
-    def arguments(self, ticket: str, seat: str) -> tuple[str | int, ...]:
-        """Return the arguments of the command, with a ticket as one of the two nodes knows it."""
-        cfg, members = f"list{self.list}", f"members{self.list}"
-        choices: dict[str, tuple[str | int, ...]] = {
-            "begin": (cfg, "word", 1000, seat if self.flag else ""),
-            "read": (cfg,),
-            "promise": (cfg, self.epoch, ticket, "change" if self.flag else ""),
-            "raise": (cfg, self.epoch),
-            "admit": (cfg, self.epoch, ticket, seat, members),
-            "close": (cfg, f"list{self.epoch}", f"members{self.epoch}"),
-            "open": (cfg, self.epoch, ticket, 0, members),
-        }
-        return choices[self.script]
-
-
-operations = st.builds(
-    Operation,
-    script=st.sampled_from(
-        ["begin"] * 4 + ["promise", "admit", "open"] * 3 + ["read", "raise", "close", "restart", "flush"]
-    ),
-    list=st.integers(0, 1),
-    epoch=st.integers(0, 3),
-    ticket=st.integers(0, 3),
-    flag=st.booleans(),
-)
-
-
-@pytest.fixture(scope="module")
-def real(shared_nodes: list[Node]) -> Iterator[RealNode]:
-    """A real node."""
-    node = shared_nodes[4]
-    if not node.is_running:
-        node.restart(keep_data=False)
-    node.resume()
-    made = RealNode(node.url)
-    yield made
-    made.close()
-
-
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(history=st.lists(operations, min_size=1, max_size=25))
-def test_member_in_memory_answers_as_the_scripts_do(real: RealNode, history: list[Operation]) -> None:
-    """Same operations, same answers; tickets differ, and are compared by when they were made."""
-    real.client.flushall()
-    model = MemberNode()
-    tickets: dict[str, str] = {"": ""}
-    for operation in history:
-        if operation.script in {"restart", "flush"}:
-            happen(operation.script, real, model)
-            continue
-        theirs, ours = list(tickets.items())[-1 - operation.ticket % len(tickets)]
-        commands = [
-            Command(operation.script, "", (NODE_KEY,), operation.arguments(ticket, f"seat{operation.list}"))
-            for ticket in (theirs, ours)
-        ]
-        told, expected = real.execute(commands[0]), model.execute(commands[1])
-        if told.said is Said.TICKET:
-            tickets.setdefault(told.facts[0], expected.facts[0])
-        assert comparable(told, tickets) == comparable(expected, {}), operation
-    fields = real.remember()
-    for name in ("e", "p", "cfg", "id", "next", "next_members", "members"):
-        value = fields.get(name)
-        assert (value and tickets.get(value, value)) == (
-            str(model.hash[name]) if name in model.hash else None
-        )
-
-
-def comparable(answer: Answer, tickets: dict[str, str]) -> tuple[Said, tuple[str, ...]]:
-    """Return what two nodes must agree on: not on the age of a ticket."""
-    facts = tuple(tickets.get(fact, fact) for fact in answer.facts)
-    return answer.said, facts[:-1] if answer.said is Said.STANDING else facts
-
-
-def happen(fault: str, real: RealNode, model: MemberNode) -> None:
-    """Do to both what no command does; the real one is told that another process had admitted it."""
-    if fault == "flush":
-        real.client.flushall()
-        model.hash = {}
-        return
-    model.run += 1
-    fields = real.remember()
-    if "e" in fields:
-        real.client.hset(NODE_KEY, "r", "0" * 40)
-    if "ticket" in fields:
-        real.client.hset(NODE_KEY, "ticket_of", "another process")
-
-
-class ForgetfulPromise(MemberNode):
-    """Mutant: PROMISE is acknowledged and forgotten."""
-
-    def promise(self, cfg: str, epoch: int, ticket: str, mode: str) -> Answer:
-        """Promise, and forget it."""
-        before = self.hash.get("p")
-        answer = super().promise(cfg, epoch, ticket, mode)
-        if before is not None:
-            self.hash["p"] = before
-        return answer
-
-
-class OpenAllTheTime(MemberNode):
-    """Mutant: a closed node goes on."""
-
-    def close(self, cfg: str, following: str, members: str) -> Answer:
-        """Say that it is closed, and be open."""
-        answer = super().close(cfg, following, members)
-        self.hash.pop("next_members", None)
-        return answer
-
-    def votes_in(self, fingerprint: str) -> bool:
-        """Vote whatever it has been told."""
-        return self.admitted and self.hash["cfg"] == fingerprint
+from tests.redlock.stage import NODE_KEY, Actor
+from tests.simulation.node import ModelNode
+from tests.simulation.weaker import ForgetfulPromise, OpenAllTheTime
 
 
 class Storm:
@@ -158,12 +32,12 @@ class Storm:
         size: how many nodes are in the list; two more are beside it.
     """
 
-    def __init__(self, seed: int, kind: type[MemberNode], size: int) -> None:
+    def __init__(self, seed: int, kind: type[ModelNode], size: int) -> None:
         self.random = random.Random(seed)
         self.size = size
         self.names = tuple(f"redis://n{number}:6379" for number in range(size + 2))
-        self.nodes = [kind() for _ in self.names]
-        self.snapshots = [dict(node.hash) for node in self.nodes]
+        self.nodes = [kind(name) for name in self.names]
+        self.snapshots = [node.remember() for node in self.nodes]
         self.under_way: list[tuple[int, int, Command]] = []
         Actor(
             self.nodes,
@@ -187,7 +61,7 @@ class Storm:
             self.fault()
         elif dice < 0.05:
             number = self.random.randrange(len(self.nodes))
-            self.snapshots[number] = dict(self.nodes[number].hash)
+            self.snapshots[number] = self.nodes[number].remember()
         elif dice < 0.10 and self.under_way:
             number, run, command = self.random.choice(self.under_way)
             if self.nodes[number].run == run:
@@ -220,7 +94,7 @@ class Storm:
             if left and self.random.random() < 0.97:
                 node = self.random.choice(left)
                 station = actor.stations[node]
-                assert isinstance(station, MemberNode)
+                assert isinstance(station, ModelNode)
                 self.under_way.append((self.nodes.index(station), station.run, request.command))
                 if self.random.random() < 0.95:
                     actor.deliver(node)
@@ -238,11 +112,11 @@ class Storm:
         out = sum(other.out for other in self.nodes if other is not node) + 1
         if kind != "restart" and out > (self.size - 1) // 2:
             return
-        if kind != "lose":
-            node.run += 1
-        if kind != "restart":
-            node.hash = dict(self.snapshots[number]) if kind == "roll back" else {}
-            node.out = True
+        if kind == "lose":
+            node.flush()
+        else:
+            node.restart(self.snapshots[number] if kind == "roll back" else None)
+        node.out = node.out or kind != "restart"
 
     def wrong(self) -> str:
         """Return which invariant of `spec/` does not hold."""
@@ -268,7 +142,7 @@ def test_no_node_votes_again_in_an_epoch_that_it_has_forgotten(size: int) -> Non
     """Random schedules of recoverers, operators and faults; none violates an invariant, and much happens."""
     moved = changed = 0
     for seed in range(120):
-        storm = Storm(seed, MemberNode, size)
+        storm = Storm(seed, ModelNode, size)
         assert storm.run(600) == "", f"seed {seed}"
         moved += any(node.admitted and node.hash["e"] > 1 for node in storm.nodes)
         changed += any(node.admitted and node.hash["cfg"] != storm.first for node in storm.nodes)
@@ -277,7 +151,7 @@ def test_no_node_votes_again_in_an_epoch_that_it_has_forgotten(size: int) -> Non
 
 
 @pytest.mark.parametrize("mutant", [ForgetfulPromise, OpenAllTheTime])
-def test_storm_finds_what_is_missing(mutant: type[MemberNode], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storm_finds_what_is_missing(mutant: type[ModelNode], monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: without a rule, some schedule of these violates an invariant.
 
     The second look at promises would find most of what such nodes do.
@@ -292,7 +166,7 @@ def lists_that_voted(seed: int) -> set[str]:
     Nodes are flushed meanwhile, one at a time: the next only when the last is open again.
     """
     rng = random.Random(seed)
-    nodes = [MemberNode() for _ in range(3)]
+    nodes = [ModelNode(f"n{number}") for number in range(3)]
     names = tuple(f"redis://n{number}:6379" for number in range(3))
     voted: set[str] = set()
     actors = [
@@ -309,7 +183,8 @@ def lists_that_voted(seed: int) -> set[str]:
             actors = [other for other in actors if other is not actor]
         if rng.random() < 0.15 and not any(node.out for node in nodes):
             node = rng.choice(nodes)
-            node.hash, node.out = {}, True
+            node.flush()
+            node.out = True
         voting = [node.hash["cfg"] for node in nodes if node.admitted]
         voted |= {cfg for cfg in voting if voting.count(cfg) >= 2}
     return voted

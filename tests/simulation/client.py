@@ -1,0 +1,462 @@
+"""What a client does: it acquires, holds, extends, writes, mints anew and releases, for ever.
+
+The steps are those of `lock.py`, `renewal.py` and the guard, with the generators that ship; what those parts
+do besides (threads, contexts, SQL) is not simulated. A client never looks whether its lease is still valid
+before it writes: a process that has been paused cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from fencelock import token
+from fencelock.authority.redlock import protocol, recovery
+from fencelock.authority.redlock.protocol import Bid, Fleet, Granted, Sleep
+from fencelock.authority.redlock.waiting import Waiter
+from fencelock.errors import FencelockError, LockLostError, QuorumError
+from tests.simulation.judge import Judge
+from tests.simulation.storage import Stale, Storage, Transaction
+from tests.simulation.world import IDLE, Ask, Connection, Process, Program, Task
+
+_HINTED_TRIES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """What clients keep to; all of it, unless a mutant leaves one out.
+
+    Attributes:
+        commits_first: a lease outlives the COMMIT of what was written under it.
+        mints_anew: after a COMMIT in doubt, a new token before anything else.
+        claims_anew: … and a claim with it before anything is read.
+        keeps_seal: REMINT under a seal is sealed, too.
+    """
+
+    commits_first: bool = True
+    mints_anew: bool = True
+    claims_anew: bool = True
+    keeps_seal: bool = True
+
+
+class Hold:
+    """A lease in use, as its holder knows it."""
+
+    __slots__ = (
+        "busy",
+        "client",
+        "granted",
+        "lost",
+        "minting",
+        "owner",
+        "released",
+        "seal",
+        "tokens",
+        "transaction",
+    )
+
+    def __init__(self, client: Client, granted: Granted) -> None:
+        self.client = client
+        self.owner = client.process.name
+        self.lost = self.released = self.busy = self.minting = False
+        self.seal = ""
+        self.transaction: Transaction | None = None
+        self.adopt(granted)
+
+    def adopt(self, granted: Granted) -> None:
+        """Hold another grant from now on."""
+        self.granted = granted
+        self.tokens = tuple([token.compose(granted.epoch, counter) for counter in granted.counters])
+
+    @property
+    def resources(self) -> tuple[str, ...]:
+        """What is held."""
+        return self.granted.bid.resources
+
+    def is_over(self) -> bool:
+        """Whether it has been given back, or is known to have ended."""
+        return self.released or self.lost
+
+    def is_valid(self) -> bool:
+        """Whether its holder may believe that nobody else holds the lock, until its transaction has ended."""
+        if self.lost or self.minting or not self.client.process.alive:
+            return (
+                False  # whoever mints anew does nothing else meanwhile, and may find that the lease has ended
+            )
+        writing = self.transaction is not None and not self.transaction.over
+        return (writing or not self.released) and self.client.process.now < self.granted.expires_at
+
+
+class Client:
+    """A client's program, from its start to its crash.
+
+    Args:
+        process: which it is.
+        storage: what it writes to.
+        judge: is told what it was granted.
+        habits: what it keeps to.
+        writes: numbers the writes of all clients.
+    """
+
+    def __init__(
+        self, process: Process, storage: Storage, judge: Judge, habits: Habits, writes: Iterator[int]
+    ) -> None:
+        self.world = world = process.world
+        self.weather = world.weather
+        self.process = process
+        self._storage = storage
+        self._judge = judge
+        self._habits = habits
+        self._writes = writes
+        self._random = world.random
+        self._task: Task | None = None
+        self._transaction: Transaction | None = None
+        self._floors: tuple[int, ...] = ()
+        self.completed = 0
+
+    def start(self, errand: Callable[[Client], Program] | None = None) -> Task:
+        """Begin to work: for ever, or on one errand."""
+        task = Task(self.process, "work", self._work() if errand is None else errand(self))
+        self._task = task
+        self.world.start(task)
+        return task
+
+    def leave_to_database(self) -> None:
+        """After a crash: the database ends the last transaction, once it notices."""
+        if self._transaction is not None:
+            gone = 0.2 * self._random.random()
+            self.world.at(self.world.now + gone, self._storage.roll_back, self._transaction)
+
+    # Getting the lock.
+
+    def acquire(
+        self, resources: tuple[str, ...], ttl: float, timeout: float | None, *, fair: bool = False
+    ) -> Generator[Any, Any, Hold]:
+        """Acquire, and seal where all locks are sealed."""
+        above: tuple[int, ...] = ()
+        for _ in range(_HINTED_TRIES):
+            granted = yield from self._bid(resources, ttl, timeout, above, fair=fair)
+            hold = Hold(self, granted)
+            if not self.weather.sealed:
+                self._learn(hold)
+                return hold
+            above = yield from self._seal(hold)
+            if not above:
+                return hold
+            yield from self.release(hold)
+        raise QuorumError("it was not sealed", nodes={})
+
+    def _bid(
+        self,
+        resources: tuple[str, ...],
+        ttl: float,
+        timeout: float | None,
+        above: tuple[int, ...],
+        *,
+        fair: bool,
+    ) -> Generator[Any, Any, Granted]:
+        process = self.process
+        epoch: int | None = 0
+        if above:
+            epoch = yield from recovery.rise(process.around(), max(above))
+            if epoch is None:
+                raise QuorumError("too few nodes vote to bring them above the fence", nodes={})
+        halves = [token.split(each) for each in above]
+        hints = tuple([counter + 1 if its == epoch else 0 for its, counter in halves])
+        waiter = Waiter(
+            Ears(process), lambda: process.now, lambda: process.now, fair=fair, patient=timeout != 0
+        )
+        task = self._task
+        assert task is not None
+        latest: list[str] = []
+
+        def new_bid(fleet: Fleet) -> Bid:
+            process.wanted.difference_update(latest)
+            nonce = self.world.new_word()
+            turn = waiter.turn(nonce)
+            if task.place != waiter.place:
+                task.place = waiter.place
+                self.world.in_line[waiter.place] = task
+            bid = Bid.of(fleet, resources, nonce, ttl, turn)
+            if hints:
+                bid = bid.not_below(epoch or 0, hints)
+            latest[:] = [nonce]
+            process.wanted.add(nonce)
+            self._floors = self._judge.floors(resources)
+            return bid
+
+        try:
+            return (
+                yield from protocol.acquire(
+                    process.see,
+                    new_bid,
+                    timeout=timeout,
+                    grace=0.5,
+                    jitter=self._random.random,
+                    granted_meanwhile=waiter.granted,
+                )
+            )
+        except FencelockError:
+            process.wanted.difference_update(latest)
+            raise
+        finally:
+            waiter.leave()
+            self.world.in_line.pop(task.place, None)
+            task.place = ""
+
+    def _learn(self, hold: Hold) -> None:
+        if self.world.trace is not None:
+            self.world.tell(
+                hold.owner,
+                f"holds {','.join(hold.resources)} with {hold.granted.epoch}:{hold.granted.counters}",
+            )
+        self._judge.granted(hold.resources, hold.tokens, self._floors, hold)
+
+    def _seal(self, hold: Hold) -> Generator[Any, Any, tuple[int, ...]]:
+        """Seal a grant before its holder learns of it; return the fences that are in the way, or nothing."""
+        nonce = hold.granted.bid.nonce
+        while True:
+            try:
+                fences = yield Ask(
+                    f"SEAL {hold.tokens}", partial(self._storage.seal, hold.resources, hold.tokens, nonce)
+                )
+            except Connection:
+                if self.process.now < hold.granted.expires_at:
+                    continue  # the same nonce finds out
+                raise QuorumError("it was not sealed in time", nodes={}) from None
+            if not fences:
+                self._learn(hold)
+            return fences  # type: ignore[no-any-return]
+
+    # Keeping it.
+
+    def _renew(self, hold: Hold) -> Program:
+        """Extend the lease from time to time, as the renewer does."""
+        while True:
+            ttl = hold.granted.bid.ttl
+            yield Sleep(ttl / 3 * (0.9 + 0.2 * self._random.random()))
+            if hold.is_over():
+                return
+            if hold.busy:
+                continue
+            granted = hold.granted
+            hold.busy = True
+            (end,) = yield from protocol.extend(self.process.see(), [(granted, ttl)])
+            hold.busy = False
+            if isinstance(end, LockLostError):
+                hold.lost = True
+            elif not isinstance(end, FencelockError) and hold.granted is granted:
+                hold.granted = replace(granted, expires_at=end)
+            if hold.is_over():
+                yield from protocol.abandon(self.process.see(), granted.bid)
+
+    def _remint(self, hold: Hold) -> Program:
+        """Exchange the token for a larger one."""
+        while hold.busy:
+            yield Sleep(0.001)
+        hold.busy = hold.minting = True
+        old = hold.granted
+        self.process.wanted.discard(old.bid.nonce)
+        latest: list[str] = []
+
+        def new_bid(fleet: Fleet) -> Bid:
+            process, nonce = self.process, self.world.new_word()
+            process.wanted.difference_update(latest)
+            latest[:] = [nonce]
+            process.wanted.add(nonce)
+            self._floors = self._judge.floors(old.bid.resources)
+            return Bid.of(fleet, old.bid.resources, nonce, old.bid.ttl).anew(old)
+
+        try:
+            granted = yield from protocol.remint(self.process.see, new_bid, old, jitter=self._random.random)
+        except LockLostError:
+            hold.lost = True
+            raise
+        hold.adopt(granted)
+        hold.busy = hold.minting = False
+        self._judge.reminted += 1
+        if not self.weather.sealed or not self._habits.keeps_seal:
+            self._learn(hold)
+        elif (yield from self._seal(hold)):
+            hold.lost = True
+            raise LockLostError("what was minted anew was not sealed")
+
+    def release(self, hold: Hold) -> Program:
+        """Give the lock back."""
+        hold.released = True
+        self.process.wanted.discard(hold.granted.bid.nonce)
+        return (yield from protocol.release(self.process.see(), hold.granted))
+
+    # Using it.
+
+    def _work(self) -> Program:
+        weather, chance = self.weather, self._random.random
+        while True:
+            if weather.think:
+                yield Sleep(weather.think * 2 * chance())
+            resources = self._choose()
+            timeout = (0.0, 0.5, 5.0, None)[int(chance() * 4)]
+            try:
+                hold = yield from self.acquire(resources, weather.ttl, timeout, fair=chance() < 0.1)
+            except FencelockError:
+                yield Sleep(0.05 * (0.5 + chance()))
+                continue
+            self.completed += 1
+            with suppress(FencelockError, Connection):
+                yield from self._use(hold)
+            if hold.transaction is not None:
+                self._storage.roll_back(hold.transaction)
+            if not hold.released:
+                yield from self.release(hold)
+
+    def _choose(self) -> tuple[str, ...]:
+        resources = self.weather.resources
+        if len(resources) == 1:
+            return resources
+        if self._random.random() < 0.25:
+            return tuple(sorted(self._random.sample(resources, 2)))
+        return (resources[int(self._random.random() * len(resources))],)
+
+    def _use(self, hold: Hold) -> Program:
+        weather, chance = self.weather, self._random.random
+        work = weather.work * 2 * chance()
+        if chance() < 0.1:
+            work *= 20
+        if work > weather.ttl / 4 and chance() < 0.8:
+            self.world.start(Task(self.process, "renewal", self._renew(hold)))
+        if chance() < 0.05:
+            yield from self._remint(hold)
+        if chance() < 0.2:
+            yield Sleep(work)  # what has nothing to do with the storage
+            return
+        write = self._write_at_once if chance() < 0.3 else self._write_in_transaction
+        try:
+            yield from write(hold, work)
+        except Connection:
+            yield from self._find_out(hold)
+
+    def _begin(self, hold: Hold) -> Transaction:
+        transaction = Transaction(dict(zip(hold.resources, hold.tokens, strict=True)))
+        self.world.at(self.world.now + IDLE, self._storage.roll_back, transaction)
+        hold.transaction = transaction
+        self._transaction = transaction
+        return transaction
+
+    def _read(self, hold: Hold, transaction: Transaction, row: str) -> Generator[Any, Any, int]:
+        """Return what a row says, claimed before."""
+        claims = self._storage.rules.claims
+        statement = self._storage.claim if claims else self._storage.read
+        name = f"{'CLAIM' if claims else 'SELECT'} {row} {transaction.token[row]}"
+        value = yield Ask(name, partial(statement, transaction, row))
+        if isinstance(value, Stale):
+            self._refuse(hold, value)
+        return value  # type: ignore[no-any-return]
+
+    def _read_all(self, hold: Hold, transaction: Transaction) -> Generator[Any, Any, list[int]]:
+        """Return what all rows say."""
+        bases: list[int] = []
+        for row in hold.resources:
+            bases += [(yield from self._read(hold, transaction, row))]
+        return bases
+
+    def _refuse(self, hold: Hold, stale: Stale) -> None:
+        self._judge.refused += 1
+        hold.lost = True
+        raise LockLostError(f"the storage has seen {stale.fence}")
+
+    def _write(self, hold: Hold, transaction: Transaction, row: str, base: int) -> Program:
+        value = next(self._writes)
+        name = f"UPDATE {row} = {value} on {base}, {transaction.token[row]}"
+        answer = yield Ask(name, partial(self._storage.write, transaction, row, value, base))
+        if isinstance(answer, Stale):
+            self._refuse(hold, answer)
+
+    def _commit(self, transaction: Transaction) -> Program:
+        if not (yield Ask("COMMIT", partial(self._storage.commit, transaction))):
+            raise LockLostError("the transaction was ended by the database")
+
+    def _write_in_transaction(self, hold: Hold, work: float) -> Program:
+        """Claim, work and write in one transaction."""
+        transaction = self._begin(hold)
+        bases = yield from self._read_all(hold, transaction)
+        yield Sleep(work)
+        for row, base in zip(hold.resources, bases, strict=True):
+            yield from self._write(hold, transaction, row, base)
+        if not self._habits.commits_first:
+            yield from self.release(hold)
+        yield from self._commit(transaction)
+
+    def _write_at_once(self, hold: Hold, work: float) -> Program:
+        """Claim in a transaction of its own, work, and write by a statement that commits itself."""
+        row = hold.resources[0]
+        transaction = self._begin(hold)
+        base = yield from self._read(hold, transaction, row)
+        yield from self._commit(transaction)
+        yield Sleep(work)
+        yield from self._update(hold, row, base)
+
+    def _update(self, hold: Hold, row: str, base: int) -> Program:
+        transaction = self._begin(hold)
+        value = next(self._writes)
+        storage = self._storage
+
+        def statement(reply: Callable[[Any], None]) -> None:
+            def written(answer: Any) -> None:
+                if isinstance(answer, Stale):
+                    storage.roll_back(transaction)
+                    reply(answer)
+                else:
+                    storage.commit(transaction, reply)
+
+            storage.write(transaction, row, value, base, written)
+
+        answer = yield Ask(f"UPDATE {row} = {value} on {base}, {transaction.token[row]}; COMMIT", statement)
+        if isinstance(answer, Stale):
+            self._refuse(hold, answer)
+
+    def _find_out(self, hold: Hold) -> Program:
+        """After a COMMIT in doubt: mint anew, claim with the new token, and only then read and write."""
+        if hold.transaction is not None:
+            gone = 0.2 * self._random.random()  # until the database notices; a COMMIT may arrive before that
+            self.world.at(self.world.now + gone, self._storage.roll_back, hold.transaction)
+        if self._habits.mints_anew:
+            yield from self._remint(hold)
+        row = hold.resources[0]
+        transaction = self._begin(hold)
+        if self._habits.claims_anew:
+            base = yield from self._read(hold, transaction, row)
+        else:
+            base = yield Ask(f"SELECT {row}", partial(self._storage.read, transaction, row))
+        yield from self._commit(transaction)
+        yield Sleep(self.weather.work)
+        yield from self._update(hold, row, base)
+
+
+class Ears:
+    """What hears the nodes' calls for a process: `waiting.Ears` over its line."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._line = process.line
+
+    @property
+    def hears(self) -> bool:
+        """Whether a majority of the nodes could call."""
+        return self._line.hears
+
+    def expect(self, place: str, nonce: str) -> str:
+        """Count the calls for a bid from now on; return its place, a new one where it is empty."""
+        place = place or self._line.new_place()
+        self._line.expect(place, nonce, self._process.now)
+        return place
+
+    def granted(self, place: str) -> protocol.Answers:
+        """Return the nodes that have granted the present bid of a place while it waited."""
+        return self._line.granted(place)
+
+    def leave(self, place: str) -> None:
+        """Forget a place whose acquisition is over."""
+        self._line.leave(place)

@@ -1,0 +1,654 @@
+"""A node in memory, which answers as the scripts do; `test_conformance.py` holds it to that on a real server.
+
+What it buys is speed, and a clock that stands still until somebody moves it: `now` is the node's own time in
+milliseconds. It is the only model of a node that there is. What is *not* in it: votes that are proven by INFO
+(`verify="vote"`), and everything that concerns sockets.
+
+Each rule of the scripts is a method or a class attribute, so that a mutant can do without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from fencelock.authority.redlock.protocol import Answer, Command, Said
+from fencelock.token import MAX_COUNTER
+
+CLAIM_MS = 100
+LONGEST_QUEUE = 128
+QUEUE_MS = 5000
+PARK_MS = 50
+MEMORY_MS = 1000
+SHORTEST_PARKED = 1000
+#: More than anybody can have waited, in µs: what is remembered of who has left.
+OVER = 9007199254740991
+
+_AMNESIA = Answer(Said.AMNESIA)
+_RESTARTED = Answer(Said.RESTARTED)
+_CONFIG = Answer(Said.CONFIG)
+_CLOSED = Answer(Said.CLOSED)
+_LOST = Answer(Said.LOST)
+_RELEASED = Answer(Said.RELEASED)
+_CONFIRMED = Answer(Said.CONFIRMED)
+_GRANTED = Said.GRANTED
+
+
+class Lock(NamedTuple):
+    """What a lock key holds. A claim (`>` and a place) has neither epoch nor counter.
+
+    Attributes:
+        nonce: of the grant; of a claim, its whole value.
+        epoch: of the grant.
+        counter: of the grant; None where EXTEND has made the lock again.
+        ends: when it expires, in ms on the node's clock.
+    """
+
+    nonce: str
+    epoch: int | None
+    counter: int | None
+    ends: float
+
+
+class Parked(NamedTuple):
+    """A bid that was refused, and may be granted for a moment when the lock is released."""
+
+    nonce: str
+    ttl_ms: int
+    run: int
+    fingerprint: str
+    at: int
+
+
+@dataclass
+class Queue:
+    """Who waits for a lock, since when, and when all of that is forgotten."""
+
+    since: dict[str, int]
+    ends: float
+
+    def first(self) -> str:
+        """Return who has waited longest."""
+        return min(self.since, key=lambda place: (self.since[place], place))
+
+
+class Remembered(NamedTuple):
+    """What is known of a place: how long it had waited when it bid last, in µs; that bid, if it stands."""
+
+    waited: int
+    bid: Parked | None
+    ends: float
+
+
+class Turn(NamedTuple):
+    """How a bidder behaves towards others, as it goes over the wire."""
+
+    place: str = ""
+    waited: int = 0
+    since: int = 0
+    fair: int = 0
+    instead_of: str = ""
+
+
+_NO_TURN = Turn()
+
+
+class Disk(NamedTuple):
+    """All that a server keeps, as it was at some moment."""
+
+    hash: dict[str | int, Any]
+    locks: dict[str, Lock]
+    queues: dict[str, dict[str, int]]
+    places: dict[str, Remembered]
+
+
+BLANK = Disk({}, {}, {}, {})
+
+
+class ModelNode:
+    """A server process with its data; blank until it is opened. Time passes only by `now`.
+
+    Args:
+        name: its tickets begin with it, so that no two nodes make the same.
+
+    Attributes:
+        run: which of this server's processes it is.
+        now: its clock, in ms.
+        hash: the node's hash; numbers as keys are stripes, with their counters.
+        locks: by key; those that have ended may be there still.
+        publish: is told client and message of each call, and tells whether anybody heard it.
+        ever: 1 + the highest epoch in which it could vote, whatever it remembers of that.
+        again: whether it could vote twice in one epoch, having forgotten the first time.
+        out: whether it has lost memory, and not been admitted since.
+    """
+
+    #: Whether a vote depends on the marker being that of this very process.
+    asks_for_run: ClassVar[bool] = True
+
+    def __init__(self, name: str = "n") -> None:
+        self.name = name
+        self.run = 1
+        self.now = 0.0
+        self.hash: dict[str | int, Any] = {}
+        self.locks: dict[str, Lock] = {}
+        self.queues: dict[str, Queue] = {}
+        self.places: dict[str, Remembered] = {}
+        self.publish: Callable[[str, str], bool] = lambda _client, _message: False
+        self.ever = 0
+        self.again = self.out = False
+        self._tickets = 0
+        self._scripts: dict[str, Callable[[Command], Answer]] = {
+            "acquire": self.acquire,
+            "confirm": self.confirm,
+            "release": self.release,
+            "extend": self.extend,
+            "who": self.who,
+            "begin": _spread(self.begin),
+            "read": lambda _: self.read(),
+            "promise": _spread(self.promise),
+            "raise": _spread(self.raise_),
+            "admit": _spread(self.admit),
+            "close": _spread(self.close),
+            "open": _spread(self.open),
+            "leases": lambda _: self.leases(),
+            "sync": lambda _: Answer(Said.ON_DISK),
+        }
+
+    def execute(self, command: Command) -> Answer:
+        """Answer a command as the script of its name does."""
+        return self._scripts[command.script](command)
+
+    # What happens to a server.
+
+    def remember(self) -> Disk:
+        """Return all that it keeps, as a file on its disk would have it."""
+        queues = {key: dict(queue.since) for key, queue in self.queues.items()}
+        return Disk(dict(self.hash), dict(self.locks), queues, dict(self.places))
+
+    def flush(self) -> None:
+        """Forget everything, as FLUSHALL does; the process lives on."""
+        self._load(BLANK)
+
+    def restart(self, disk: Disk | None = None) -> None:
+        """Come back as another process: with all data, or with those of an earlier moment."""
+        self.run += 1
+        if disk is not None:
+            self._load(disk)
+
+    def _load(self, disk: Disk) -> None:
+        self.hash, self.locks, self.places = dict(disk.hash), dict(disk.locks), dict(disk.places)
+        self.queues = {key: Queue(dict(since), self.now + QUEUE_MS) for key, since in disk.queues.items()}
+
+    def expire(self, key: str) -> None:
+        """End a lock as its ttl does."""
+        self.locks.pop(key, None)
+
+    # What it is.
+
+    @property
+    def blank(self) -> bool:
+        """Whether it holds no marker."""
+        return "e" not in self.hash
+
+    @property
+    def admitted(self) -> bool:
+        """Whether it has its marker, and it is this process's."""
+        return "e" in self.hash and self.hash["r"] == self.run
+
+    def votes_in(self, fingerprint: str) -> bool:
+        """Whether it votes in a list."""
+        return self.admitted and "next" not in self.hash and bool(self.hash["cfg"] == fingerprint)
+
+    def refusal(self, fingerprint: str) -> Answer | None:
+        """Return why it must not vote, if that is so."""
+        fields = self.hash
+        if "e" not in fields:
+            return self.when_blank(fingerprint)
+        if fields["r"] != self.run and self.asks_for_run:
+            return _RESTARTED
+        if fields["cfg"] != fingerprint:
+            return _CONFIG
+        return _CLOSED if "next" in fields else None
+
+    def when_blank(self, fingerprint: str) -> Answer | None:  # noqa: ARG002 - a mutant makes itself a marker
+        """Return what a blank node says."""
+        return _AMNESIA
+
+    def lock(self, key: str) -> Lock | None:
+        """Return what a lock key holds; None where it has expired."""
+        lock = self.locks.get(key)
+        if lock is not None and lock.ends <= self.now:
+            del self.locks[key]
+            return None
+        return lock
+
+    def counter(self, stripe: int) -> int:
+        """Return where a stripe's counter stands."""
+        counter: int = self.hash.get(stripe, self.hash.get("b", 0))
+        return counter
+
+    def catch_up(self, stripe: int, decided: int) -> None:
+        """Raise a stripe's counter, if it is below."""
+        if decided > self.counter(stripe):
+            self.hash[stripe] = decided
+
+    # The scripts about locks.
+
+    def acquire(self, command: Command) -> Answer:
+        """ACQUIRE, and REMINT: grant all the locks, or none."""
+        arguments: Sequence[Any] = command.arguments
+        refused = self.refusal(arguments[0])
+        if refused is not None:
+            return refused
+        keys = command.keys[1:]
+        count = 4 + 2 * len(keys)
+        turn = Turn(*arguments[count:]) if len(arguments) > count else _NO_TURN
+        if turn.place and self._has_gone_on(turn):
+            return Answer(Said.HELD, ttl=CLAIM_MS / 1000)
+        found: list[Lock | None] = []
+        for key in keys:
+            lock = self.lock(key)
+            if lock is not None and (
+                lock.nonce == ">" + turn.place or (turn.instead_of and lock.nonce == turn.instead_of)
+            ):
+                lock = None
+            elif (lock is not None and (lock.nonce != command.nonce or lock.counter is None)) or (
+                lock is None and (turn.place or turn.fair) and self._is_anothers_turn(key, turn)
+            ):
+                return self._held(command, key, turn)
+            found.append(lock)
+        return self._grant(command, keys, found, turn)
+
+    def _grant(
+        self, command: Command, keys: Sequence[str], found: Sequence[Lock | None], turn: Turn
+    ) -> Answer:
+        arguments: Sequence[Any] = command.arguments
+        epoch = self.hash["e"]
+        granted: list[int] = []
+        counters: dict[str | int, int] = {}
+        new = []
+        for i, (key, lock) in enumerate(zip(keys, found, strict=True)):
+            if lock is not None and lock.epoch == epoch:
+                granted.append(lock.counter or 0)  # a resent request gets the answer that it got before
+                continue
+            stripe, hint = arguments[4 + 2 * i], arguments[5 + 2 * i]
+            last = counters[stripe] if stripe in counters else self.counter(stripe)
+            counter = self.next_counter(last, hint if arguments[3] == epoch else 0)
+            if counter > MAX_COUNTER:
+                return Answer(Said.FULL)
+            counters[stripe] = counter
+            granted.append(counter)
+            new.append((key, counter))
+        self.hash |= counters
+        for key, counter in new:
+            self.locks[key] = Lock(command.nonce, epoch, counter, self.now + arguments[2])
+        if turn.place:
+            for key in keys:
+                self._leave_queue(key, turn.place)
+        return Answer(_GRANTED, epoch, tuple(granted))
+
+    def next_counter(self, last: int, hint: int) -> int:
+        """Return the counter to grant."""
+        return max(last + 1, hint)
+
+    def confirm(self, command: Command) -> Answer:
+        """CONFIRM."""
+        arguments: Sequence[Any] = command.arguments
+        refused = self.refusal(arguments[0])
+        if refused is not None:
+            return refused
+        if self.asks_for_epoch(arguments[2]):
+            return Answer(Said.EPOCH)
+        locks = [self.lock(key) for key in command.keys[1:]]
+        if not all(self.is_ours(lock, command.nonce) for lock in locks):
+            return _LOST
+        counters = tuple(0 if lock is None else lock.counter or 0 for lock in locks)
+        if self.is_higher(counters, arguments[4::2]):
+            return Answer(Said.HIGHER, self.hash["e"], counters)
+        for stripe, decided in zip(arguments[3::2], arguments[4::2], strict=True):
+            self.catch_up(stripe, decided)
+        return _CONFIRMED
+
+    def asks_for_epoch(self, epoch: int) -> bool:
+        """Whether a CONFIRM is of another epoch."""
+        return bool(epoch != self.hash["e"])
+
+    def is_ours(self, lock: Lock | None, nonce: str) -> bool:
+        """Whether a CONFIRM is of the lock that is there."""
+        return (
+            lock is not None
+            and lock.nonce == nonce
+            and lock.epoch == self.hash["e"]
+            and lock.counter is not None
+        )
+
+    def is_higher(self, counters: Sequence[int], decided: Sequence[int]) -> bool:
+        """Whether this node had granted more than what was decided."""
+        return any(own > theirs for own, theirs in zip(counters, decided, strict=True))
+
+    def release(self, command: Command) -> Answer:
+        """RELEASE: refuse nobody."""
+        arguments: Sequence[Any] = command.arguments
+        keys = command.keys[1:]
+        count = 3 + 2 * len(keys)
+        fields = self.hash
+        if fields.get("e") == arguments[2] and fields["cfg"] == arguments[0]:
+            self.on_release(arguments[3:count:2], arguments[4:count:2])
+        if len(arguments) > count:
+            return self._release_in_line(command, *arguments[count:])
+        released = 0
+        for key in keys:
+            lock = self.lock(key)
+            if lock is not None and lock.nonce == command.nonce:
+                released += 1
+                if self.queues:
+                    self._pass_on(key, command)
+                else:
+                    del self.locks[key]
+        return _RELEASED if released == len(keys) else _LOST
+
+    def on_release(self, stripes: Sequence[int], decided: Sequence[int]) -> None:
+        """Let counters that lag behind catch up."""
+        for stripe, value in zip(stripes, decided, strict=True):
+            self.catch_up(stripe, value)
+
+    def _release_in_line(self, command: Command, place: str, waited: int | str, since: int) -> Answer:
+        keys = command.keys[1:]
+        if "e" in self.hash:
+            self._remember(place, OVER if isinstance(waited, str) else waited, None)
+            if not isinstance(waited, str):
+                self._line_up(keys[0], place, waited, since)
+        released = 0
+        for key in keys:
+            lock = self.lock(key)
+            if isinstance(waited, str):
+                self._leave_queue(key, place)
+            if lock is not None and lock.nonce == command.nonce:
+                self._pass_on(key, command)
+                released += 1
+            elif isinstance(waited, str) and lock is not None and lock.nonce == ">" + place:
+                self._pass_on(key, command)
+        return _RELEASED if released == len(keys) else _LOST
+
+    def extend(self, command: Command) -> Answer:
+        """EXTEND."""
+        arguments: Sequence[Any] = command.arguments
+        refused = self.refusal(arguments[0])
+        if refused is not None:
+            return refused
+        codes, start = [], 1
+        for at in range(2, len(arguments), 4):
+            nonce, ttl, count, value = arguments[at : at + 4]
+            codes.append(self._extend(command.keys[start : start + count], nonce, ttl, value))
+            start += count
+        return Answer(Said.EXTENDED, self.hash["e"], tuple(codes))
+
+    def _extend(self, keys: Sequence[str], nonce: str, ttl: int, value: str) -> int:
+        locks = {key: self.lock(key) for key in keys}
+        missing = [key for key, lock in locks.items() if lock is None or _is_claim(lock, nonce)]
+        if any(lock is not None and lock.nonce != nonce for key, lock in locks.items() if key not in missing):
+            return 0
+        for key, lock in locks.items():
+            if key in missing:
+                self.locks[key] = self.made_again(nonce, value, self.now + ttl)
+            elif lock is not None and lock.ends < self.now + ttl:
+                self.locks[key] = lock._replace(ends=self.now + ttl)
+        return 1 if missing else 2
+
+    def made_again(self, nonce: str, value: str, ends: float) -> Lock:
+        """Return what EXTEND writes where a lock is missing: no CONFIRM accepts it."""
+        return Lock(nonce, int(value.split("|")[1]), None, ends)
+
+    # Waiting in line: hints, which can make the node say HELD and never more than that.
+
+    def _has_gone_on(self, turn: Turn) -> bool:
+        known = self._recall(turn.place)
+        if known is None:
+            return False
+        return known.waited > turn.waited or (known.waited == turn.waited and known.bid is None)
+
+    def _held(self, command: Command, key: str, turn: Turn) -> Answer:
+        lock = self.lock(key)
+        left = -0.002 if lock is None else (lock.ends - self.now) / 1000
+        if turn.place:
+            for each in command.keys[1:]:
+                claim = self.lock(each)
+                if claim is not None and claim.nonce == ">" + turn.place:
+                    self._pass_on(each, None)
+            self._line_up(key, turn.place, turn.waited, turn.since)
+            fingerprint, _, ttl = command.arguments[:3]
+            assert isinstance(ttl, int)
+            if len(command.keys) == 2 and not turn.fair and ttl >= SHORTEST_PARKED:
+                bid = Parked(command.nonce, ttl, self.run, str(fingerprint), int(self.now))
+                self._remember(turn.place, turn.waited, bid)
+        return Answer(Said.HELD, ttl=left)
+
+    def _is_anothers_turn(self, key: str, turn: Turn) -> bool:
+        queue = self._queue(key)
+        if queue is None:
+            return False
+        if turn.place:
+            self._line_up(key, turn.place, turn.waited, turn.since)
+            if queue.first() == turn.place:
+                return False
+        called = self._call_next(key, None)
+        return called not in {"", turn.place}
+
+    def _queue(self, key: str) -> Queue | None:
+        queue = self.queues.get(key)
+        if queue is not None and (not queue.since or queue.ends <= self.now):
+            del self.queues[key]
+            return None
+        return queue
+
+    def _line_up(self, key: str, place: str, waited: int, since: int) -> None:
+        queue = self._queue(key)
+        if queue is None:
+            queue = self.queues[key] = Queue({}, 0.0)
+        elif len(queue.since) >= LONGEST_QUEUE:
+            return
+        arrived: float = int(self.now) - waited / 1000
+        if abs(since - arrived) <= 1000:
+            arrived = since
+        queue.since.setdefault(place, round(arrived))
+        queue.ends = self.now + QUEUE_MS
+
+    def _leave_queue(self, key: str, place: str) -> None:
+        queue = self._queue(key)
+        if queue is not None:
+            queue.since.pop(place, None)
+
+    def _pass_on(self, key: str, release: Command | None) -> None:
+        if not self._call_next(key, release):
+            self.locks.pop(key, None)
+
+    def _call_next(self, key: str, release: Command | None) -> str:
+        while (queue := self._queue(key)) is not None:
+            place = queue.first()
+            del queue.since[place]
+            granted = "" if release is None else self._grant_parked(key, place, release)
+            heard = self._call(place, granted)
+            if granted and not heard:
+                del self.locks[key]
+            if not heard:
+                continue
+            if not granted:
+                self.locks[key] = Lock(">" + place, None, None, self.now + CLAIM_MS)
+            queue = self._queue(key)
+            if queue is not None:
+                second = queue.first()
+                if int(self.now) - queue.since[second] > CLAIM_MS:
+                    self._call(second, f" {CLAIM_MS}")
+            return place
+        return ""
+
+    def _call(self, place: str, message: str) -> bool:
+        client, _, number = place.partition(".")
+        return self.publish(client, number + message)
+
+    def _grant_parked(self, key: str, place: str, release: Command) -> str:
+        """Execute the ACQUIRE of a parked bid, if it is fresh and the node still votes for its bidder."""
+        known = self._recall(place)
+        bid = None if known is None else known.bid
+        if len(release.keys) != 2 or bid is None or int(self.now) - bid.at > PARK_MS:
+            return ""
+        if bid.run != self.run or self.refusal(bid.fingerprint) is not None:
+            return ""
+        stripe = int(release.arguments[3])
+        counter = self.counter(stripe) + 1
+        if counter > MAX_COUNTER:
+            return ""
+        self.hash[stripe] = counter
+        self.locks[key] = Lock(bid.nonce, self.hash["e"], counter, self.now + bid.ttl_ms)
+        return f" = {self.hash['e']} {counter} {bid.nonce}"
+
+    def _remember(self, place: str, waited: int, bid: Parked | None) -> None:
+        self.places[place] = Remembered(waited, bid, self.now + MEMORY_MS)
+
+    def _recall(self, place: str) -> Remembered | None:
+        known = self.places.get(place)
+        if known is not None and known.ends <= self.now:
+            del self.places[place]
+            return None
+        return known
+
+    # The scripts about who is a member.
+
+    def holds(self, ticket: str) -> bool:
+        """Whether that is its ticket, and of this very process."""
+        return bool(ticket) and bool(self.hash.get("ticket") == ticket) and self.hash["ticket_of"] == self.run
+
+    def new_ticket(self, word: str) -> str:  # noqa: ARG002 - a mutant leaves the ticket to the client
+        """Return a ticket that was never there before."""
+        self._tickets += 1
+        return f"{self.name}t{self._tickets}"
+
+    def who(self, _: Command) -> Answer:
+        """WHO."""
+        return Answer(Said.ADMITTED, facts=self._facts()) if "members" in self.hash else _AMNESIA
+
+    def _facts(self, *more: str) -> tuple[str, ...]:
+        return (self.hash["id"], self.hash["members"], *more)
+
+    def begin(self, _cfg: str, word: str, max_ttl: int, seat: str) -> Answer:
+        """BEGIN."""
+        fields = self.hash
+        if self.admitted:
+            return Answer(Said.ADMITTED, facts=self._facts("votes"))
+        if "next" in fields:
+            return _CLOSED
+        if "e" in fields and not seat:
+            return Answer(Said.ADMITTED, facts=self._facts("restarted"))
+        if "e" in fields and fields["id"] != seat:
+            return _CONFIG
+        if fields.get("ticket_of") != self.run:
+            fields |= {
+                "ticket": self.new_ticket(word),
+                "ticket_of": self.run,
+                "ticket_at": int(self.now),
+                "ticket_ttl": max_ttl,
+            }
+        return Answer(Said.TICKET, facts=(fields["ticket"], str(fields["ticket_ttl"])))
+
+    def read(self) -> Answer:
+        """READ."""
+        fields = self.hash
+        told = (fields.get(name, "") for name in ("e", "p", "cfg", "id", "members", "next", "next_members"))
+        ticket = ("", "")
+        if fields.get("ticket_of") == self.run:
+            ticket = (fields["ticket"], str(max(0, int(self.now) - fields["ticket_at"])))
+        return Answer(Said.STANDING, facts=("1" if self.admitted else "", *map(str, told), *ticket))
+
+    def promise(self, cfg: str, epoch: int, ticket: str, mode: str) -> Answer:
+        """PROMISE."""
+        closed = self.hash.get("next")
+        if self.admitted:
+            counts = (self.hash["cfg"] == cfg and not closed) or (mode == "change" and closed == cfg)
+        else:
+            counts = self.holds(ticket) and not closed and self.hash.get("cfg", cfg) == cfg
+        if not counts:
+            return Answer(Said.NO_TICKET) if ticket else self.refusal(cfg) or _CONFIG
+        if epoch > self.hash.get("p", 0):
+            self.keep_promise(epoch)
+        return Answer(Said.PROMISED)
+
+    def keep_promise(self, epoch: int) -> None:
+        """Answer for no lower epoch as the highest from now on."""
+        self.hash["p"] = epoch
+
+    def raise_(self, cfg: str, epoch: int) -> Answer:
+        """RAISE."""
+        refused = self.refusal(cfg)
+        if refused is None and epoch > self.hash["e"]:
+            self.hash["e"] = epoch
+            self.hash["p"] = max(self.hash["p"], epoch)
+            self.ever = max(self.ever, epoch + 1)
+        return refused or Answer(Said.RAISED)
+
+    def admit(self, cfg: str, epoch: int, ticket: str, seat: str, members: str) -> Answer:
+        """ADMIT."""
+        if self.admitted:
+            return Answer(Said.ADMITTED, facts=self._facts())
+        if "next" in self.hash:
+            return _CLOSED
+        if not self.holds(ticket):
+            return Answer(Said.NO_TICKET)
+        self._let_vote(cfg, epoch, seat, 0, members)
+        return Answer(Said.ADMITTED, facts=self._facts())
+
+    def close(self, cfg: str, following: str, members: str) -> Answer:
+        """CLOSE."""
+        refused = self.refusal(cfg)
+        if refused is _CLOSED and self.may_close(following):
+            refused = None
+        if refused is None:
+            self.hash |= {"next": following, "next_members": members}
+        return refused or Answer(Said.SHUT)
+
+    def may_close(self, following: str) -> bool:
+        """Whether a node that is closed already lets itself be closed for this list."""
+        return bool(self.hash["next"] == following)
+
+    def open(self, cfg: str, epoch: int, node_id: str, base: int, members: str) -> Answer:
+        """OPEN."""
+        awaits = self.admitted and self.hash.get("next") == cfg
+        if "e" in self.hash and not awaits:
+            return Answer(Said.ADMITTED, facts=self._facts())
+        if not awaits and not self.holds(node_id):
+            return Answer(Said.NO_TICKET)
+        self._let_vote(cfg, epoch, node_id, base, members)
+        return Answer(Said.OPENED, facts=self._facts())
+
+    def _let_vote(self, cfg: str, epoch: int, node_id: str, base: int, members: str) -> None:
+        self.hash = {
+            "e": epoch,
+            "p": self.promise_to_keep(epoch),
+            "r": self.run,
+            "cfg": cfg,
+            "id": node_id,
+            "members": members,
+            "b": base,
+        }
+        self.again |= epoch < self.ever
+        self.ever = max(self.ever, epoch + 1)
+        self.out = False
+
+    def promise_to_keep(self, epoch: int) -> int:
+        """Return what a node that is admitted or opened has promised: never less than before."""
+        promised: int = max(self.hash.get("p", 0), epoch)
+        return promised
+
+    def leases(self) -> Answer:
+        """LEASES: all of them at once."""
+        longest = max((lock.ends - self.now for lock in self.locks.values()), default=0.0)
+        return Answer(Said.LEASES, facts=("0", str(int(max(0.0, longest)))))
+
+
+def _spread(script: Callable[..., Answer]) -> Callable[[Command], Answer]:
+    """Return a script that has its arguments one by one, as one that has the command."""
+    return lambda command: script(*command.arguments)
+
+
+def _is_claim(lock: Lock, nonce: str) -> bool:
+    return lock.epoch is None and lock.nonce != nonce and lock.nonce.startswith(">")

@@ -1,0 +1,175 @@
+"""The storage: rows that the guard watches, the fences of sealed locks, transactions with row locks.
+
+What the database does with the statements that the guard makes of a write is modelled here; that the guard
+makes such statements of every write is tested with real databases in `tests/guard`. A row's value is the
+number of the write that it saw last, so that a write shows which overwrites what its author had not read.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+#: What a statement comes to: called with the answer.
+Reply = Callable[[Any], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the guard asks for; all of it, unless a mutant leaves one out.
+
+    Attributes:
+        compares: a write is refused below the row's fence.
+        stamps: a write that is accepted raises the row's fence.
+        claims: a holder raises the fence before it reads.
+        strictly: a seal is refused where the fence is already at the token.
+        asks_who_sealed: … unless it was raised there under this very nonce.
+    """
+
+    compares: bool = True
+    stamps: bool = True
+    claims: bool = True
+    strictly: bool = True
+    asks_who_sealed: bool = True
+
+
+class Stale(NamedTuple):
+    """The answer to a write or claim below the fence."""
+
+    fence: int
+
+
+@dataclass(eq=False)
+class Transaction:
+    """Statements that take effect together, and the rows that are locked until then."""
+
+    token: dict[str, int]
+    locked: list[str] = field(default_factory=list)
+    #: Of each row: what was written and what it was based on, or None for a claim alone.
+    changes: list[tuple[str, tuple[int, int] | None]] = field(default_factory=list)
+    fences: dict[str, int] = field(default_factory=dict)
+    values: dict[str, int] = field(default_factory=dict)
+    over: bool = False
+
+
+@dataclass
+class Row:
+    """One row: the write that it saw last, and its fence. Beside it who has it locked, and who waits."""
+
+    value: int = 0
+    fence: int = 0
+    owner: Transaction | None = None
+    waiting: deque[tuple[Transaction, Callable[[], None]]] = field(default_factory=deque)
+
+
+class Storage:
+    """All rows, as committed.
+
+    Args:
+        rules: what is asked for.
+        committed: told row, token, and what was written on which base (None for a claim), in order.
+    """
+
+    def __init__(self, rules: Rules, committed: Callable[[str, int, tuple[int, int] | None], None]) -> None:
+        self.rules = rules
+        self._committed = committed
+        self.rows: dict[str, Row] = {}
+        self.seals: dict[str, tuple[int, str]] = {}
+
+    def row(self, name: str) -> Row:
+        """Return a row, which is there from the beginning."""
+        row = self.rows.get(name)
+        if row is None:
+            row = self.rows[name] = Row()
+        return row
+
+    def claim(self, transaction: Transaction, name: str, reply: Reply) -> None:
+        """Raise the row's fence, lock the row and answer what it says; or refuse."""
+        self._with_lock(transaction, name, lambda: reply(self._claim(transaction, name)))
+
+    def read(self, transaction: Transaction, name: str, reply: Reply) -> None:
+        """Answer what the row says."""
+        reply(transaction.values.get(name, self.row(name).value))
+
+    def write(self, transaction: Transaction, name: str, value: int, base: int, reply: Reply) -> None:
+        """Write a row, if its fence is not above the token; or refuse."""
+        self._with_lock(transaction, name, lambda: reply(self._write(transaction, name, value, base)))
+
+    def commit(self, transaction: Transaction, reply: Reply) -> None:
+        """Let all of a transaction take effect; answer whether it was still there."""
+        alive = not transaction.over
+        if alive:
+            self._commit(transaction)
+        reply(alive)
+
+    def _commit(self, transaction: Transaction) -> None:
+        for name, fence in transaction.fences.items():
+            self.row(name).fence = fence
+        for name, value in transaction.values.items():
+            self.row(name).value = value
+        for name, change in transaction.changes:
+            self._committed(name, transaction.token[name], change)
+        self._end(transaction)
+
+    def roll_back(self, transaction: Transaction) -> None:
+        """Let nothing of a transaction take effect; also for one that is over."""
+        if not transaction.over:
+            self._end(transaction)
+
+    def seal(self, names: tuple[str, ...], tokens: tuple[int, ...], nonce: str, reply: Reply) -> None:
+        """Raise the fences of resources, all or none; answer where they stand if one was in the way."""
+        reply(self._seal(names, tokens, nonce))
+
+    def _seal(self, names: tuple[str, ...], tokens: tuple[int, ...], nonce: str) -> tuple[int, ...]:
+        found = [self.seals.get(name, (0, "")) for name in names]
+        for (fence, sealed_by), token in zip(found, tokens, strict=True):
+            mine = self.rules.asks_who_sealed and (fence, sealed_by) == (token, nonce)
+            if not mine and (fence >= token if self.rules.strictly else fence > token):
+                return tuple(fence for fence, _ in found)
+        self.seals |= {name: (token, nonce) for name, token in zip(names, tokens, strict=True)}
+        return ()
+
+    def _claim(self, transaction: Transaction, name: str) -> int | Stale:
+        refused = self._refusal(transaction, name)
+        if refused is not None:
+            return refused
+        transaction.fences[name] = transaction.token[name]
+        transaction.changes.append((name, None))
+        return transaction.values.get(name, self.row(name).value)
+
+    def _write(self, transaction: Transaction, name: str, value: int, base: int) -> Stale | None:
+        refused = self._refusal(transaction, name)
+        if refused is not None:
+            return refused
+        if self.rules.stamps:
+            transaction.fences[name] = transaction.token[name]
+        transaction.values[name] = value
+        transaction.changes.append((name, (value, base)))
+        return None
+
+    def _refusal(self, transaction: Transaction, name: str) -> Stale | None:
+        fence = transaction.fences.get(name, self.row(name).fence)
+        return Stale(fence) if self.rules.compares and fence > transaction.token[name] else None
+
+    def _with_lock(self, transaction: Transaction, name: str, action: Callable[[], None]) -> None:
+        row = self.row(name)
+        if transaction.over:
+            return  # its connection is gone, and so is whoever waits for the answer
+        if row.owner is None or row.owner is transaction:
+            if row.owner is None:
+                row.owner = transaction
+                transaction.locked.append(name)
+            action()
+        else:
+            row.waiting.append((transaction, action))
+
+    def _end(self, transaction: Transaction) -> None:
+        transaction.over = True
+        for name in transaction.locked:
+            row = self.rows[name]
+            row.owner = None
+            while row.waiting and row.owner is None:
+                follower, action = row.waiting.popleft()
+                self._with_lock(follower, name, action)

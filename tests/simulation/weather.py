@@ -1,0 +1,99 @@
+"""What a seed draws: how often which fault happens, how slow the network is, how wrong the clocks are.
+
+Each is absent from some seeds and frequent in others. Some holes need a calm network, others a wild one; with
+everything at a medium rate in every seed neither would be found.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+#: Faults of nodes and clients, and how often each happens at most, per simulated second.
+MOST = {
+    "client pause": 3.0,
+    "client crash": 1.5,
+    "client clock": 4.0,
+    "node pause": 2.0,
+    "node clock": 3.0,
+    "node restart": 1.0,
+    "node blank": 1.0,
+    "node rollback": 1.0,
+    "node flush": 1.0,
+    "hash evicted": 0.5,
+    "lock evicted": 60.0,
+    "partition": 2.0,
+    "snapshot": 8.0,
+    "database cut": 4.0,
+}
+#: With clocks like these, mutual exclusion is promised, too.
+SANE_RATE = 0.003
+_OF_CLOCKS = ("client clock", "node clock", "lock evicted")
+
+
+@dataclass(frozen=True, slots=True)
+class Weather:
+    """The conditions of one run.
+
+    Attributes:
+        rates: how often each kind of fault happens, per second.
+        latency: seconds that a message usually takes, one way.
+        late: share of messages that take much longer.
+        lateness: seconds that these take on the average.
+        lost: share of messages that never arrive.
+        doubled: share of messages that arrive twice.
+        sane_clocks: whether all clocks go evenly, at about the same rate.
+        sealed: whether every lock is sealed; then all nodes may forget at once.
+        changes: changes of nodes, per second.
+        resources: what is locked.
+        ttl: seconds of the leases.
+        think: seconds between two acquisitions of a client, on the average.
+        work: seconds that a lease is used, on the average.
+    """
+
+    rates: dict[str, float]
+    latency: float
+    late: float
+    lateness: float
+    lost: float
+    doubled: float
+    sane_clocks: bool
+    sealed: bool
+    changes: float
+    resources: tuple[str, ...]
+    ttl: float
+    think: float
+    work: float
+
+
+#: The first and the third share a stripe.
+RESOURCES = ("r", "s", "r672")
+
+
+def draw(rng: random.Random) -> Weather:
+    """Return the conditions that come next."""
+
+    def sometimes(probability: float, most: float) -> float:
+        return rng.uniform(0.0, most) if rng.random() < probability else 0.0
+
+    sane = rng.random() < 0.5
+    rates = {kind: sometimes(0.4, most) for kind, most in MOST.items()}
+    rates["snapshot"] = MOST["snapshot"] * (0.1 + rng.random())
+    if sane:
+        rates |= dict.fromkeys(_OF_CLOCKS, 0.0)
+    sealed = rng.random() < 0.12
+    return Weather(
+        rates=rates,
+        latency=rng.choice((0.0002, 0.0005, 0.002)),
+        late=sometimes(0.5, 0.3),
+        lateness=rng.choice((0.005, 0.05, 0.5)),
+        lost=sometimes(0.5, 0.1),
+        doubled=sometimes(0.5, 0.2),
+        sane_clocks=sane,
+        sealed=sealed,
+        changes=sometimes(0.2, 0.5),
+        resources=RESOURCES[: rng.choice((1, 2, 3, 3))],
+        ttl=rng.choice((0.1, 0.5, 1.0, 2.0)),
+        think=rng.choice((0.0, 0.002, 0.02)),
+        work=rng.choice((0.0005, 0.002, 0.01)),
+    )
