@@ -1,8 +1,8 @@
 """Everything that goes wrong, other than in the network: processes, nodes, clocks, and changes of nodes.
 
 The protocol's guarantee asks for one thing: of the nodes, fewer than a majority have forgotten at any one
-time, and they come back through admission. So much is heeded here. Two more things are, so that the run can go
-on, for operators are needed otherwise: no node is blank while a majority has restarted, and nodes do not
+time, and they come back through admission. So much is heeded here. Two more things are, so that the run can
+go on, for operators are needed otherwise: no node is blank while a majority has restarted, and nodes do not
 restart while a change of nodes is under way. Where all locks are sealed, all nodes may forget at once.
 """
 
