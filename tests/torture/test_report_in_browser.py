@@ -37,7 +37,9 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The report of a run with everything in it."""
     folder = tmp_path_factory.mktemp("report")
-    history = save(folder / "history.jsonl", MadeUp().records())
+    history = save(
+        folder / "history.jsonl", MadeUp(workers=40, resources=[f"order:{n}" for n in range(25)]).records()
+    )
     write_report(history, folder / "report.html")
     return folder / "report.html"
 

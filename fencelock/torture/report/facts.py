@@ -83,6 +83,10 @@ class Hold:
         """When nothing more was done for it."""
         return self.release.ended if self.release is not None else self.ended
 
+    def distance(self, moment: int) -> int:
+        """Return how far a moment is from the time in which its holder worked."""
+        return max(self.began - moment, moment - self.ended, 0)
+
     @property
     def latency(self) -> int:
         """How long it took to get."""

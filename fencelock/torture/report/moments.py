@@ -32,6 +32,7 @@ class Moment:
         sentence: what happened.
         began: the left edge.
         ended: the right edge.
+        focus: what must be seen if not all of it can be.
         resources: what it is about; none for everything.
     """
 
@@ -39,13 +40,14 @@ class Moment:
     sentence: str
     began: int
     ended: int
+    focus: int
     resources: tuple[str, ...] = ()
 
 
 def choose(facts: Facts, verdict: Verdict) -> list[Moment]:
     """Return the moments that are shown, in the order of time."""
     if len(facts.holds) <= WHOLE:
-        whole = Moment("Every lease of the run", "", facts.began, facts.ended)
+        whole = Moment("Every lease of the run", "", facts.began, facts.ended, facts.began)
         return [whole] if facts.holds or facts.failures or facts.faults else []
     chosen: list[Moment] = []
     for candidates, most in _sorts(facts, verdict):
@@ -56,22 +58,22 @@ def choose(facts: Facts, verdict: Verdict) -> list[Moment]:
             if not any(_shows(other, moment) for other in chosen):
                 chosen.append(moment)
                 shown += 1
-    return sorted(chosen, key=lambda moment: moment.ended)
+    return sorted(chosen, key=lambda moment: moment.focus)
 
 
 def window_of(moment: Moment, origin: int) -> Window:
-    """Return what is seen of a run: the moment with room around it; of a long one, its end."""
+    """Return what is seen of a run: the moment with room around it; of a long one, what is near its focus."""
     length = min(max(moment.ended - moment.began, SHORTEST), LONGEST)
-    ended = max(moment.ended, moment.began + length)
+    began = max(moment.began, moment.focus - length)
     margin = length // 8
-    return Window(origin, ended - length - margin, ended + margin)
+    return Window(origin, began - margin, began + length + margin)
 
 
 def _shows(shown: Moment, other: Moment) -> bool:
     """Whether somebody who has seen one moment has seen the other's climax, too."""
     window = window_of(shown, shown.began)
     about = not shown.resources or (other.resources and set(other.resources) <= set(shown.resources))
-    return bool(about) and window.overlaps(other.began, other.ended) and other.ended <= window.ended
+    return bool(about) and window.began <= other.focus <= window.ended
 
 
 def _sorts(facts: Facts, verdict: Verdict) -> Iterator[tuple[Iterable[Moment], int]]:
@@ -95,7 +97,7 @@ def _longest_of_each_kind(faults: Iterable[Fault]) -> Iterable[Fault]:
 def _violated(facts: Facts, violation: Violation) -> Moment:
     ended = violation.at or facts.ended
     resources = (violation.resource,)
-    return Moment(f"Violation: {violation.rule}", violation.sentence, ended - SECOND, ended, resources)
+    return Moment(f"Violation: {violation.rule}", violation.sentence, ended - SECOND, ended, ended, resources)
 
 
 def _refused(facts: Facts, refusal: Refusal) -> Moment:
@@ -110,7 +112,12 @@ def _refused(facts: Facts, refusal: Refusal) -> Moment:
         )
     began = refusal.hold.began if refusal.hold else write.began
     return Moment(
-        f"A stale write of worker {write.worker} is refused", sentence, began, write.ended, (write.resource,)
+        f"A stale write of worker {write.worker} is refused",
+        sentence,
+        began,
+        write.ended,
+        write.ended,
+        (write.resource,),
     )
 
 
@@ -123,6 +130,7 @@ def _overlapped(facts: Facts, overlap: Overlap) -> Moment:
         f"from {since(facts.began, overlap.began)} on. That is what tokens are for.",
         earlier.began,
         overlap.ended,
+        overlap.ended,
         (earlier.resource,),
     )
 
@@ -133,17 +141,19 @@ def _waited(facts: Facts, gap: Gap) -> Moment:
         f"The longest such time while somebody wanted one, from {since(facts.began, gap.began)} on.",
         gap.began,
         gap.ended,
+        gap.began,
     )
 
 
 def _broken(facts: Facts, fault: Fault) -> Moment:
     length = f"{duration(fault.ended - fault.began)}, from {since(facts.began, fault.began)} on"
-    detail = f" {fault.detail}." if fault.detail else ""
+    detail = f" ({fault.detail})" if fault.detail else ""
     return Moment(
         f"{fault.fault}: {fault.target}",
-        f"The longest of its kind: {length}.{detail}",
+        f"The longest of its kind: {length}{detail}.",
         fault.began,
         fault.ended,
+        fault.began,
         tuple(_held(facts, fault)),
     )
 

@@ -15,8 +15,8 @@ from fencelock.torture.report.moments import Moment
 from fencelock.torture.report.scale import SECOND, LogScale, Window, count, duration
 from fencelock.torture.report.timeline import fault_facts
 
-#: Across a chart.
-BINS = 200
+#: Bins across a chart, at most and at least, and how many leases each should have.
+BINS, FEWEST_BINS, PER_BIN = 200, 40, 10
 #: A time without any acquisition that is shorter than this is not marked.
 NOTICEABLE = SECOND // 4
 #: So many bars in one row say no more than a strip; and so many workers have a row.
@@ -29,23 +29,29 @@ _FLAG = 2.2
 
 @dataclass(frozen=True, slots=True)
 class _Bins:
-    """Equal parts of a window."""
+    """Equal parts of a window; few where there is little to be counted, so that each has some of it."""
 
     window: Window
+    number: int
+
+    @classmethod
+    def of_run(cls, facts: Facts) -> _Bins:
+        """Divide a whole run."""
+        return cls(whole(facts), min(max(len(facts.holds) // PER_BIN, FEWEST_BINS), BINS))
 
     def of(self, moment: int) -> int:
         """Return which bin a moment is in."""
-        number = (moment - self.window.began) * BINS // self.window.length
-        return min(max(number, 0), BINS - 1)
+        number = (moment - self.window.began) * self.number // self.window.length
+        return min(max(number, 0), self.number - 1)
 
     @property
     def seconds(self) -> float:
         """How long a bin is."""
-        return self.window.length / BINS / SECOND
+        return self.window.length / self.number / SECOND
 
     def left(self, number: int) -> float:
         """Return the left edge of a bin, in per cent."""
-        return round(100 * number / BINS, 3)
+        return round(100 * number / self.number, 3)
 
 
 def whole(facts: Facts) -> Window:
@@ -88,7 +94,7 @@ class _Rows:
 
     def columns(self, numbers: Sequence[int], height: float, look: str, facts: Callable[[int], str]) -> None:
         """Draw a column for each bin in the row that begins here, the largest one as high as the row."""
-        most, width = max(*numbers, 1), 100 / BINS
+        most, width = max(*numbers, 1), round(100 / self.bins.number, 3)
         for number, quantity in enumerate(numbers):
             if quantity:
                 high = round(max(height * quantity / most, 1), 1)
@@ -98,8 +104,9 @@ class _Rows:
 
 def draw_run(facts: Facts, moments: Sequence[tuple[str, Moment]]) -> Chart:
     """Draw what went on in a run; `moments` are what is shown in full elsewhere, and under which names."""
-    window = whole(facts)
-    rows = _Rows(window, _Bins(window))
+    bins = _Bins.of_run(facts)
+    window = bins.window
+    rows = _Rows(window, bins)
     _draw_moments(rows, moments)
     _draw_rate(rows, facts)
     _draw_refusals(rows, facts)
@@ -123,7 +130,7 @@ def _draw_moments(rows: _Rows, moments: Sequence[tuple[str, Moment]]) -> None:
         return
     occupied: list[float] = []  # how far, on each level
     for number, (name, moment) in enumerate(moments, 1):
-        left = min(max(rows.window.place(moment.ended), 0), 100 - _FLAG)
+        left = min(max(rows.window.place(moment.focus), 0), 100 - _FLAG)
         level = next((n for n, until in enumerate(occupied) if until <= left), len(occupied))
         occupied[level : level + 1] = [left + _FLAG]
         y = rows.y + _STRIP * level
@@ -168,7 +175,7 @@ def _from(rows: _Rows, number: int) -> str:
 
 
 def _count(bins: _Bins, moments: Iterable[int]) -> list[int]:
-    numbers = [0] * BINS
+    numbers = [0] * bins.number
     for moment in moments:
         numbers[bins.of(moment)] += 1
     return numbers
@@ -225,15 +232,16 @@ def _draw_workers(rows: _Rows, facts: Facts) -> None:
             rows.bars.append(Bar(left, round(right - left, 3), y, _WORKER_ROW - 1, look))
     height = _WORKER_ROW * len(shown)
     if shown:
-        few = "" if len(shown) == len(shares) else f" of {len(shares)}"
-        rows.name(f"{count(len(shown), 'worker')}{few}", height)
+        rows.name(count(len(shown), "worker"), height)
+        if len(shown) < len(shares):
+            rows.names.append(Text(f"of {len(shares)}", rows.y + height / 2 + 19, look="scale"))
         rows.end(height)
 
 
 def _shares(bins: _Bins, facts: Facts) -> dict[int, list[int]]:
     """Return for each worker and bin which of `_LEVELS` levels its time under a lease comes to."""
-    times: defaultdict[int, list[float]] = defaultdict(lambda: [0.0] * BINS)
-    length = bins.window.length / BINS
+    times: defaultdict[int, list[float]] = defaultdict(lambda: [0.0] * bins.number)
+    length = bins.window.length / bins.number
     for hold in facts.holds:
         first, last = bins.of(hold.began), bins.of(hold.ended)
         row = times[hold.worker]
@@ -266,8 +274,8 @@ def draw_latency(facts: Facts) -> Chart | None:
     """Draw how long acquisitions took, over the run; None where there were none."""
     if not facts.holds:
         return None
-    window = whole(facts)
-    bins = _Bins(window)
+    bins = _Bins.of_run(facts)
+    window = bins.window
     taken = _taken(bins, facts)
     everything = [one for some in taken for one in some]
     scale = LogScale.around(min(everything), max(everything), top=12, height=_LATENCY)
@@ -292,7 +300,7 @@ def draw_latency(facts: Facts) -> Chart | None:
             Key("stroke p50", "median"),
             Key("stroke p99", "99th percentile"),
             Key("stroke longest", "longest"),
-            Key("swatch fault", "fault"),
+            Key("swatch fault", "fault of nodes, network or database"),
             Key("swatch gap", f"nobody got a lock for {duration(NOTICEABLE)} or more"),
         ],
     )
@@ -300,7 +308,7 @@ def draw_latency(facts: Facts) -> Chart | None:
 
 def _taken(bins: _Bins, facts: Facts) -> list[list[int]]:
     """Return for each bin how long its acquisitions took, in order."""
-    taken: list[list[int]] = [[] for _ in range(BINS)]
+    taken: list[list[int]] = [[] for _ in range(bins.number)]
     for hold in facts.holds:
         taken[bins.of(hold.began)].append(hold.latency)
     for some in taken:
@@ -326,7 +334,7 @@ def _line(bins: _Bins, scale: LogScale, values: Sequence[int | None]) -> str:
 
 
 def _shades(facts: Facts, window: Window, height: float) -> Iterator[Bar]:
-    for fault in thinned(facts.faults):
+    for fault in thinned(facts.common_faults):
         left, width = window.stretch(fault.began, fault.ended)
         yield Bar(left, width, 12, height - 12, "fault", fault_facts(fault, window))
     for gap in noticeable(facts.gaps):
@@ -339,10 +347,10 @@ def _facts_of_bins(
 ) -> Iterator[Bar]:
     """Yield invisible bars that say what the lines say."""
     names = ("median", "99th percentile", "longest")
-    for number in range(BINS):
+    for number in range(bins.number):
         values = [values[number] for _, values in lines]
         said = [f"{name} {duration(one)}" for name, one in zip(names, values, strict=True) if one is not None]
         if said:
             began = number * bins.seconds
             said.append(f"from {began:.1f} s to {began + bins.seconds:.1f} s")
-            yield Bar(bins.left(number), 100 / BINS, 12, height - 12, "unseen", "\n".join(said))
+            yield Bar(bins.left(number), 100 / bins.number, 12, height - 12, "unseen", "\n".join(said))

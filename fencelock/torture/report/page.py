@@ -20,7 +20,6 @@ from fencelock.torture.history import Outcome, read_records
 from fencelock.torture.report.facts import Facts
 from fencelock.torture.report.moments import choose
 from fencelock.torture.report.overview import (
-    BINS,
     NOTICEABLE,
     by_kind,
     draw_latency,
@@ -106,7 +105,6 @@ def render(facts: Facts, verdict: Verdict) -> str:
             script_hash=_hash(script),
             verdict=verdict,
             listed=LISTED,
-            bins=BINS,
             interrupted=not facts.rows,
             lasted=duration(facts.ended - facts.began),
             figures=list(_figures(facts, verdict)),
@@ -149,7 +147,7 @@ def _figures(facts: Facts, verdict: Verdict) -> Iterator[Figure]:
     total = sum(verdict.faults.values())
     yield Figure(f"{total:,}", "faults", f"of {count(len(verdict.faults), 'kind')}")
     unavailable = verdict.unavailable.ended - verdict.unavailable.began
-    yield Figure(duration(unavailable), "longest time without a lock", "while somebody wanted one")
+    yield Figure(duration(unavailable), "without any lock", "at most, while one was wanted")
     latencies = sorted(hold.latency for hold in facts.holds)
     if latencies:
         p99 = duration(percentile(latencies, 0.99))

@@ -1,26 +1,33 @@
 """Which colour and which letter stands for which resource.
 
 There are six of both, since more cannot be told apart; the letters are there for those who cannot tell the
-colours apart either. What is left over shares a grey and a dot.
+colours apart either. What is left over shares a grey.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from fencelock.torture.report.chart import Key
+from fencelock.torture.report.scale import count
 
 _LETTERS = "ABCDEF"
-_OTHERS = "·"
 
 
 class Palette:
-    """Colours and letters for resources, in the order in which they are given."""
+    """Colours and letters for resources, in the order in which they are given; `others` have none."""
 
-    def __init__(self, resources: Iterable[str]) -> None:
+    def __init__(self, resources: Iterable[str], others: int = 0) -> None:
         names = list(dict.fromkeys(resources))
         self._letters = dict(zip(names, _LETTERS, strict=False))
-        self._others = len(names) - len(self._letters)
+        self._others = others + len(names) - len(self._letters)
+
+    @classmethod
+    def for_few(cls, resources: Collection[str], important: Collection[str]) -> Palette:
+        """Give all of them colours where there are enough, else only the important ones."""
+        if cls.fits(len(resources)):
+            return cls([*important, *sorted(resources)])
+        return cls(important, len(set(resources) - set(important)))
 
     @classmethod
     def fits(cls, count: int) -> bool:
@@ -28,8 +35,8 @@ class Palette:
         return count <= len(_LETTERS)
 
     def letter(self, resource: str) -> str:
-        """Return the letter of a resource."""
-        return self._letters.get(resource, _OTHERS)
+        """Return the letter of a resource; one of the others has none."""
+        return self._letters.get(resource, "")
 
     def look(self, resource: str) -> str:
         """Return the name of its colour in the style sheet."""
@@ -40,5 +47,5 @@ class Palette:
         """Return the entries of a legend."""
         keys = [Key(f"swatch {self.look(name)}", name, letter) for name, letter in self._letters.items()]
         if self._others:
-            keys.append(Key("swatch of-others", f"{self._others:,} other resources", _OTHERS))
+            keys.append(Key("swatch of-others", count(self._others, "more resource")))
         return keys

@@ -17,6 +17,11 @@
     note.style.top = `${below ? y + room : Math.max(8, y - room - note.offsetHeight)}px`;
   }
 
+  function showAt(mark) {
+    const box = mark.getBoundingClientRect();
+    show(mark, Math.max(box.left, 0), box.bottom);
+  }
+
   function hide() {
     note.hidden = true;
     for (const mark of document.querySelectorAll(".chosen")) mark.classList.remove("chosen");
@@ -35,7 +40,15 @@
     if (mark && !event.buttons) show(mark, event.clientX, event.clientY);
     else if (!document.querySelector(".chosen")) hide();
   });
-  document.addEventListener("scroll", hide, { passive: true });
+  document.addEventListener(
+    "scroll",
+    () => {
+      const chosen = document.querySelector(".chosen");
+      if (chosen) showAt(chosen);
+      else hide();
+    },
+    { passive: true },
+  );
 
   // The same round steps as those of a page without a script.
   function step(least) {
@@ -139,8 +152,7 @@
       if (x < 100 * this.left || x > 100 * (this.left + 1 / this.zoom)) this.move(x / 100 - 0.5 / this.zoom);
       hide();
       mark.classList.add("chosen");
-      const box = mark.getBoundingClientRect();
-      show(mark, Math.max(box.left, 0), box.bottom);
+      showAt(mark);
     }
 
     key(event) {

@@ -15,6 +15,8 @@ MICROSECOND = 1_000
 MILLISECOND = 1_000_000
 SECOND = 1_000_000_000
 MINUTE = 60 * SECOND
+#: Keeps a number and its unit on one line.
+_SPACE = "\u00a0"
 _STEPS_BELOW_A_MINUTE = (1, 2, 5)
 _STEPS_OF_MINUTES = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1440)
 
@@ -96,20 +98,20 @@ def clock(since_origin: int, step: int) -> str:
 
 def since(origin: int, moment: int) -> str:
     """Say how long after the beginning of a run something was: `12.345 s`."""
-    return f"{(moment - origin) / SECOND:.3f} s"
+    return f"{(moment - origin) / SECOND:.3f}{_SPACE}s"
 
 
 def duration(nanoseconds: float) -> str:
     """Say how long something took, with about three digits: `870 µs`, `12.3 ms`, `4.56 s`, `20 min 5 s`."""
     for unit, name in ((MICROSECOND, "µs"), (MILLISECOND, "ms"), (SECOND, "s")):
         if abs(nanoseconds) < 999.5 * unit and unit < SECOND:
-            return f"{_three_digits(nanoseconds / unit)} {name}"
+            return f"{_three_digits(nanoseconds / unit)}{_SPACE}{name}"
     if abs(nanoseconds) < MINUTE:
-        return f"{_three_digits(nanoseconds / SECOND)} s"
+        return f"{_three_digits(nanoseconds / SECOND)}{_SPACE}s"
     minutes, seconds = divmod(round(nanoseconds / SECOND), 60)
     if minutes < 60:  # noqa: PLR2004 - the minutes of an hour
-        return f"{minutes} min {seconds} s"
-    return f"{minutes // 60} h {minutes % 60} min"
+        return f"{minutes}{_SPACE}min {seconds}{_SPACE}s"
+    return f"{minutes // 60}{_SPACE}h {minutes % 60}{_SPACE}min"
 
 
 def _three_digits(quantity: float) -> str:

@@ -20,7 +20,7 @@ from fencelock.torture.report.palette import Palette
 from fencelock.torture.report.scale import Window, count, duration
 
 #: So many resources have stairs; so many leases are told apart on them; and so many steps a whole run has.
-RESOURCES, TREADS, MOST_TREADS, STEPS = 4, 40, 150, 400
+RESOURCES, TREADS, MOST_TREADS, STEPS = 4, 16, 120, 400
 _HEIGHT, _TOP = 150.0, 10.0
 _RUG = 18
 #: Crosses nearer to each other than this (in per cent) become one, which tells of so many writes.
@@ -54,7 +54,10 @@ def _stairs(name: str, resource: str, facts: Facts, palette: Palette) -> Stairs:
     holds = facts.by_resource[resource]
     refusals = [one for one in facts.refusals if one.write.resource == resource]
     look = palette.look(resource)
-    words = f"{count(len(holds), 'lease')}, {count(len(refusals), 'refused write')}"
+    words = (
+        f"{count(len(holds), 'lease')}, {count(len(refusals), 'refused write')}; "
+        f"the first token is {min(hold.token for hold in holds)}"
+    )
     if len(holds) <= TREADS:
         return Stairs(resource, [_close(name, holds, refusals, whole(facts), look)], words)
     part = _telling(holds, refusals)
@@ -66,7 +69,7 @@ def _stairs(name: str, resource: str, facts: Facts, palette: Palette) -> Stairs:
             _far(f"{name}-run", holds, refusals, whole(facts), look),
             _close(f"{name}-part", part, refusals, window, look),
         ],
-        f"{words}; the second chart shows {len(part)} of them",
+        f"{words}; the second chart shows {len(part)} leases",
     )
 
 

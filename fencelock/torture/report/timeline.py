@@ -81,7 +81,7 @@ def draw(name: str, moment: Moment, facts: Facts, palette: Palette | None) -> Ti
     """Draw a moment; without a palette for the whole page it gets one of its own."""
     scene = _scene(moment, facts)
     if palette is None:
-        palette = Palette([*moment.resources, *(hold.resource for hold in scene.holds)])
+        palette = Palette.for_few({hold.resource for hold in scene.holds}, moment.resources)
     marks = _Marks()
     y = _common_faults(marks, scene.window, facts.common_faults)
     for worker in scene.workers:
@@ -114,54 +114,55 @@ def _scene(moment: Moment, facts: Facts) -> _Scene:
     window = window_of(moment, facts.began)
     seen = facts.holds_in(window.began, window.ended)
     failed = [one for one in facts.failures if window.overlaps(one.began, one.ended)]
-    resources = _resources(moment, seen, failed)
+    workers, left_out = _workers(moment, seen, failed)
     nearest = sorted(
-        (hold for hold in seen if hold.resource in resources), key=lambda hold: abs(hold.ended - moment.ended)
+        (hold for hold in seen if hold.worker in workers),
+        key=lambda hold: (hold.resource not in moment.resources, hold.distance(moment.focus)),
     )
-    workers = _workers(nearest[:LEASES], failed, resources)
-    holds = [hold for hold in nearest[:LEASES] if hold.worker in workers]
+    holds = nearest[:LEASES]
+    if len(holds) < len(nearest) and not moment.resources:
+        window = _about(holds, window)
+    if len(holds) < len(seen):
+        left_out = f"{count(len(seen) - len(holds), 'more lease')} of this stretch not drawn{left_out}."
     return _Scene(
         window,
         holds,
-        [one for one in failed if one.resource in resources and one.worker in workers],
-        [one for one in facts.writes_in(window.began, window.ended) if one.resource in resources],
+        [one for one in failed if one.worker in workers],
+        [one for one in facts.writes_in(window.began, window.ended) if one.worker in workers],
         _overlaps_among(holds, facts),
-        workers,
-        _left_out(len(seen) - len(holds), len({hold.resource for hold in seen}), len(resources)),
+        sorted(workers),
+        left_out,
     )
 
 
-def _resources(moment: Moment, holds: Iterable[Hold], failed: Iterable[Failure]) -> set[str]:
-    """Choose what is drawn: what the moment is about, then as many others as have room."""
-    leases = Counter(hold.resource for hold in holds)
-    leases.update(failure.resource for failure in failed)
-    chosen = set(moment.resources)
-    room = LEASES - sum(leases[name] for name in chosen)
-    for name, number in leases.most_common():
-        if name not in chosen and (number <= room or not chosen):
-            chosen.add(name)
-            room -= number
-    return chosen
+def _workers(moment: Moment, holds: Sequence[Hold], failed: Sequence[Failure]) -> tuple[set[int], str]:
+    """Choose whose rows are drawn, and say who they are if they are not all.
+
+    All, if there is room; else those whom the moment is about, or a few of the busiest.
+    """
+    attempts: list[Hold | Failure] = [*holds, *failed]
+    everybody = {one.worker for one in attempts}
+    if len(holds) <= LEASES and len(everybody) <= WORKERS:
+        return everybody, ""
+    if moment.resources:
+        about = Counter(one.worker for one in attempts if one.resource in moment.resources)
+        names = ", ".join(moment.resources)
+        return {
+            worker for worker, _ in about.most_common(WORKERS)
+        }, f": the workers are those who had or wanted {names}"
+    busiest = Counter(one.worker for one in attempts).most_common(WORKERS // 2)
+    return {worker for worker, _ in busiest}, f": the workers are the busiest of {len(everybody)}"
 
 
-def _workers(holds: Iterable[Hold], failed: Iterable[Failure], resources: set[str]) -> list[int]:
-    """Choose whose rows are drawn: the busiest ones."""
-    busy = Counter(hold.worker for hold in holds)
-    busy.update(failure.worker for failure in failed if failure.resource in resources)
-    return sorted(worker for worker, _ in busy.most_common(WORKERS))
+def _about(holds: Sequence[Hold], window: Window) -> Window:
+    """Narrow a window to what is drawn in it."""
+    began = max(window.began, min(hold.began for hold in holds))
+    return Window(window.origin, began, max(began + 1, min(window.ended, max(hold.ended for hold in holds))))
 
 
 def _overlaps_among(holds: Iterable[Hold], facts: Facts) -> list[Overlap]:
     drawn = {id(hold) for hold in holds}
     return [one for one in facts.overlaps if id(one.earlier) in drawn and id(one.later) in drawn]
-
-
-def _left_out(leases: int, resources: int, drawn: int) -> str:
-    if not leases:
-        return ""
-    return (
-        f"{count(leases, 'more lease')} of this stretch not drawn; shown: {drawn} of {resources} resources."
-    )
 
 
 def _common_faults(marks: _Marks, window: Window, faults: Iterable[Fault]) -> float:
@@ -215,8 +216,9 @@ class _Row:
         for failure in self._own(self.scene.failures):
             self._draw_failure(failure)
         for write in self._own(self.scene.writes):
-            y = y_of.get((write.resource, write.token), self.top + _ROOM / 2)
-            self._draw_write(write, y)
+            at = y_of.get((write.resource, write.token))
+            if at is not None:
+                self._draw_write(write, at)
         return self.top + height
 
     def _own(self, some: Iterable[_O]) -> Iterator[_O]:
@@ -249,7 +251,8 @@ class _Row:
         left, width = window.stretch(hold.began, valid_until)
         if hold.began < window.ended and valid_until > window.began and width > _LETTER:
             letter = self.palette.letter(hold.resource)
-            self.marks.texts.append(Text(letter, y + 10.5, left + width / 2, f"letter {look}"))
+            if letter:
+                self.marks.texts.append(Text(letter, y + 10.5, left + width / 2, f"letter {look}"))
         for overlap in self.scene.overlaps:
             if hold is overlap.earlier or hold is overlap.later:
                 self._bar(overlap.began, overlap.ended, (y + _BAR - 3, 3), "twice")
