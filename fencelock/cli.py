@@ -1,4 +1,4 @@
-"""The command line: `fencelock init`, `fencelock nodes`, `fencelock demo` and `fencelock check`."""
+"""The command line: `fencelock init`, `nodes`, `demo`, `torture` and `check`."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from fencelock.authority.redlock.redlock import Redlock
 from fencelock.authority.redlock.survey import NodeState, NodeStatus
 from fencelock.errors import FencelockError
 from fencelock.guard.highest import highest_fence
+from fencelock.torture.command import torture
 
 app = typer.Typer(
     help="Locks that mint fencing tokens, and a database that refuses stale writers.",
@@ -291,6 +292,9 @@ def check(
     from fencelock.torture import checker  # noqa: PLC0415 - nothing else needs it
 
     raise typer.Exit(checker.main([str(history)]))
+
+
+app.command()(torture)
 
 
 def main() -> None:

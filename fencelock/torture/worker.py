@@ -1,0 +1,249 @@
+"""One worker process: takes locks in many ways, writes under some of them, and writes down what it saw.
+
+What it writes down is the evidence, so it is kept simple: the clock is read right outside the call to be
+judged. A worker is blocking code, or many tasks of asyncio; what it does under a lock is the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fencelock.authority.base import Authority
+from fencelock.authority.redlock.redlock import Redlock
+from fencelock.errors import FencelockError, LockError
+from fencelock.lock import FencedLock, fenced_lock
+from fencelock.torture.history import Acquisition, Failure, Release
+from fencelock.torture.journal import Journal
+from fencelock.torture.naive import NaiveRedlock
+from fencelock.torture.plan import Plan, choose_plan
+from fencelock.torture.settings import Settings
+from fencelock.torture.storage import Storage
+from fencelock.torture.table import engine_on
+
+#: Redlock for workers that do not wait for paused nodes for long, which then answer late.
+IMPATIENT: dict[str, Any] = {"node_timeout": 0.2, "connect_timeout": 0.5, "outage_grace": 0.5}
+_THREADS = 8
+#: Seconds to wait after an attempt that failed, so that an outage does not fill the journal.
+_BACK_OFF = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What a worker is told.
+
+    Attributes:
+        number: which worker it is, and its place among the counts.
+        life: how often there has been a worker of this number before.
+        settings: of the run.
+        urls: the nodes, or the proxies before them.
+        recover: whether it may admit nodes again; not by another address than the one they have.
+        namespace: on the nodes.
+        database: URL.
+        journal: the file to write to.
+        log: the file that its errors go to.
+        tasks: how many; 0 for blocking code.
+    """
+
+    number: int
+    life: int
+    settings: Settings
+    urls: Sequence[str]
+    recover: bool
+    namespace: str
+    database: str
+    journal: Path
+    log: Path
+    tasks: int
+
+
+def work(assignment: Assignment, counts: ctypes.Array[ctypes.c_ulonglong]) -> None:
+    """Be a worker until told to stop.
+
+    Args:
+        assignment: what to do.
+        counts: how much each worker has acquired; after these, whether to stop.
+    """
+    _leave_the_terminal(assignment.log)
+    worker = Worker(assignment, counts)
+    if assignment.tasks:
+        asyncio.run(worker.run_tasks())
+    else:
+        worker.run()
+
+
+def _leave_the_terminal(log: Path) -> None:
+    """Ctrl-C is the parent's business, and errors go to the log."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.setsid()
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    # Nodes that hang are late to release, as intended.
+    logging.getLogger("fencelock").setLevel(logging.ERROR)
+
+
+class Worker:
+    """What a worker has and does."""
+
+    def __init__(self, assignment: Assignment, counts: ctypes.Array[ctypes.c_ulonglong]) -> None:
+        self._number = assignment.number
+        self._settings = assignment.settings
+        self._tasks = assignment.tasks
+        self._counts = counts
+        self._parent = os.getppid()
+        self._rng = random.Random(f"{assignment.settings.seed}/{assignment.number}/{assignment.life}")  # noqa: S311 - to be repeated
+        self._journal = Journal(assignment.journal)
+        self._storage = Storage(
+            engine_on(assignment.database),
+            self._journal,
+            assignment.number,
+            guard=assignment.settings.guard,
+        )
+        self._authority = _authority(assignment)
+
+    def run(self) -> None:
+        """Hold one lock after the other."""
+        while not self._over():
+            plan = choose_plan(self._rng, self._settings)
+            lock = self._lock(plan)
+            began = time.monotonic_ns()
+            try:
+                lock.acquire()
+            except FencelockError as error:
+                self._note_failure(plan, began, error)
+                time.sleep(_BACK_OFF)
+                continue
+            self._note_acquisition(lock, began)
+            time.sleep(plan.work)
+            if plan.writes and not self._storage.add(_tokens(lock), plan):
+                self._settle(lock, plan)
+            self._release(lock)
+
+    def _settle(self, lock: FencedLock[Any], plan: Plan) -> None:
+        """After a COMMIT in doubt: mint a new token, and add with that."""
+        old, stopped = _tokens(lock), time.monotonic_ns()
+        with suppress(LockError):
+            lock.remint()
+            self._note_remint(lock, old, stopped)
+            self._storage.add(_tokens(lock), plan)
+
+    def _release(self, lock: FencedLock[Any]) -> None:
+        tokens, worked_until = _tokens(lock), time.monotonic_ns()
+        try:
+            lock.release()
+        except FencelockError as error:
+            self._note_release(tokens, worked_until, error)
+        else:
+            self._note_release(tokens, worked_until)
+
+    async def run_tasks(self) -> None:
+        """The same, in several tasks at once."""
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS))
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self._tasks):
+                group.create_task(self._run_task())
+
+    async def _run_task(self) -> None:
+        while not self._over():
+            plan = choose_plan(self._rng, self._settings)
+            lock = self._lock(plan)
+            began = time.monotonic_ns()
+            try:
+                await lock.aio.acquire()
+            except FencelockError as error:
+                self._note_failure(plan, began, error)
+                await asyncio.sleep(_BACK_OFF)
+                continue
+            self._note_acquisition(lock, began)
+            if plan.work:
+                await asyncio.sleep(plan.work)
+            if plan.writes and not await asyncio.to_thread(self._storage.add, _tokens(lock), plan):
+                await self._settle_soon(lock, plan)
+            await self._release_soon(lock)
+
+    async def _settle_soon(self, lock: FencedLock[Any], plan: Plan) -> None:
+        old, stopped = _tokens(lock), time.monotonic_ns()
+        with suppress(LockError):
+            await lock.aio.remint()
+            self._note_remint(lock, old, stopped)
+            await asyncio.to_thread(self._storage.add, _tokens(lock), plan)
+
+    async def _release_soon(self, lock: FencedLock[Any]) -> None:
+        tokens, worked_until = _tokens(lock), time.monotonic_ns()
+        try:
+            await lock.aio.release()
+        except FencelockError as error:
+            self._note_release(tokens, worked_until, error)
+        else:
+            self._note_release(tokens, worked_until)
+
+    def _over(self) -> bool:
+        return bool(self._counts[-1]) or os.getppid() != self._parent
+
+    def _lock(self, plan: Plan) -> FencedLock[Any]:
+        return fenced_lock(*plan.resources, **plan.lock, authority=self._authority)
+
+    def _note_acquisition(self, lock: FencedLock[Any], began: int) -> None:
+        completed = time.monotonic_ns()
+        for lease in lock.leases:
+            self._journal.note(
+                Acquisition(
+                    self._number,
+                    lease.resource,
+                    began,
+                    completed,
+                    lease.fencing_token,
+                    int(lease.expires_at * 1e9),
+                )
+            )
+        self._counts[self._number] += len(lock.leases)
+
+    def _note_remint(self, lock: FencedLock[Any], old: dict[str, int], stopped: int) -> None:
+        """To who looks at tokens, it is a release and another acquisition."""
+        self._note_acquisition(lock, stopped)
+        self._note_release(old, stopped)
+
+    def _note_failure(self, plan: Plan, began: int, error: FencelockError) -> None:
+        ended = time.monotonic_ns()
+        for resource in plan.resources:
+            self._journal.note(
+                Failure(self._number, resource, began, ended, type(error).__name__, str(error))
+            )
+
+    def _note_release(
+        self, tokens: dict[str, int], worked_until: int, error: FencelockError | None = None
+    ) -> None:
+        ended = time.monotonic_ns()
+        for resource, token in tokens.items():
+            self._journal.note(
+                Release(
+                    self._number,
+                    resource,
+                    token,
+                    worked_until,
+                    ended,
+                    "" if error is None else type(error).__name__,
+                )
+            )
+
+
+def _authority(assignment: Assignment) -> Authority:
+    if not assignment.settings.quorum:
+        return NaiveRedlock(assignment.urls)
+    return Redlock(assignment.urls, namespace=assignment.namespace, recover=assignment.recover, **IMPATIENT)
+
+
+def _tokens(lock: FencedLock[Any]) -> dict[str, int]:
+    return {lease.resource: lease.fencing_token for lease in lock.leases}
