@@ -797,3 +797,40 @@ class TestFixtures:
             leftover.execute(text("CREATE SCHEMA other CREATE TABLE u ()"))
         leftover.commit()
         leftover.execute(text("SELECT * FROM t"))
+
+
+def test_a_node_comes_back_with_an_older_copy_of_its_data(make_nodes: Callable[..., Nodes]) -> None:
+    """What was written after the copy is gone; what runs is another process at the same address."""
+    (node,) = make_nodes(1, appendfsync="everysec")
+    with tempfile.TemporaryDirectory() as folder, redis.Redis.from_url(node.url) as client:
+        client.set("early", "1")
+        node.copy_data(f"{folder}/copy")
+        client.set("late", "1")
+        pid, url = node.pid, node.url
+        node.roll_back(f"{folder}/copy")
+        assert (node.pid != pid, node.url) == (True, url)
+    with redis.Redis.from_url(node.url) as client:
+        assert client.keys() == [b"early"]
+
+
+def test_a_copy_is_whole_while_the_node_rewrites_its_files(
+    make_nodes: Callable[..., Nodes], tmp_path: Path
+) -> None:
+    """Whatever moment it is taken at, a node starts from it with all that had been written before."""
+    (node,) = make_nodes(1, appendfsync="always")
+    for number in range(5):
+        with redis.Redis.from_url(node.url) as client:
+            client.set(f"key{number}", "x" * 100_000)
+            client.bgrewriteaof()
+            node.copy_data(tmp_path / str(number))
+        node.roll_back(tmp_path / str(number))
+        with redis.Redis.from_url(node.url) as client:
+            assert client.dbsize() == number + 1
+
+
+def test_a_node_that_keeps_nothing_cannot_be_rolled_back(nodes: Nodes, tmp_path: Path) -> None:
+    """It says how to make one that can."""
+    for act in (nodes[0].copy_data, nodes[0].roll_back):
+        with pytest.raises(ValueError, match="appendfsync='always'"):
+            act(tmp_path / "copy")
+    assert nodes[0].is_running

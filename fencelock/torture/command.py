@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from sqlalchemy import NullPool, create_engine, make_url
+from sqlalchemy.exc import SQLAlchemyError
 
 from fencelock.torture.settings import FAULTS, Settings
 
@@ -102,11 +104,10 @@ def torture(
             guard=not without_guard,
             quorum=not naive_tokens,
         )
-        settings.output.mkdir(parents=True)
-    except FileExistsError:
-        _refuse(console, f"{output} exists already: name a new folder")
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         _refuse(console, str(error))
+    if settings.output.exists():
+        _refuse(console, f"{output} exists already: name a new folder")
     if not settings.embedded_nodes or not settings.embedded_database:
         _confirm(console, settings, yes=yes)
     result = _run(console, settings)
@@ -158,7 +159,6 @@ def _run(console: Console, settings: Settings) -> Result:
         from fencelock.torture.run import run, skipped_faults  # noqa: PLC0415 - with it
     except ImportError as error:
         _refuse(console, f"{error}: {_MISSING}")
-    from sqlalchemy.exc import SQLAlchemyError  # noqa: PLC0415 - beside them
 
     skipped = skipped_faults(settings)
     for fault, why in skipped.items():
@@ -168,15 +168,36 @@ def _run(console: Console, settings: Settings) -> Result:
         _refuse(console, "None of the faults can be had, so that there is nothing to see")
     console.print(f"seed {settings.seed}, faults: {', '.join(faults)}", markup=False)
     console.print(f"writing to {settings.output}; Ctrl-C ends it, with a verdict", markup=False)
+    if not settings.embedded_database:
+        _check_database(console, settings.database)
     try:
+        settings.output.mkdir(parents=True)
         with _bar(console, settings) as tell:
             return run(settings, tell)
     except KeyboardInterrupt:
         _refuse(console, "Interrupted before there was anything to judge")
     except ImportError as error:
         _refuse(console, f"{error}: {_MISSING}")
-    except (FencelockError, EmbeddedServerError, SQLAlchemyError, ValueError) as error:
+    except (FencelockError, EmbeddedServerError, SQLAlchemyError, ValueError, OSError) as error:
         _refuse(console, f"{type(error).__name__}: {str(error).splitlines()[0]}")
+
+
+def _check_database(console: Console, url: str) -> None:
+    """Refuse a database that cannot be reached, before anything is started.
+
+    Raises:
+        typer.Exit: it cannot.
+    """
+    shown = repr(url)
+    try:
+        shown = make_url(url).render_as_string(hide_password=True)
+        create_engine(url, poolclass=NullPool).connect().close()
+    except (SQLAlchemyError, ImportError) as error:
+        _refuse(
+            console,
+            f"{shown} is no database that can be used: {str(error).splitlines()[0]}\n"
+            "Name one of: postgresql, sqlite, or a SQLAlchemy URL such as postgresql+psycopg://user@host/name",
+        )
 
 
 @contextmanager
@@ -207,10 +228,22 @@ def _report(console: Console, result: Result) -> None:
 
     if result.interrupted:
         console.print("Interrupted: the verdict is about what there is", style="yellow")
+    out = Console(soft_wrap=True, highlight=False)
     for line in describe(result.verdict):
-        console.print(line, markup=False)
-    console.print(f"history         {result.history}", markup=False)
-    if result.page is not None:
-        console.print(f"report          {result.page}", markup=False)
+        out.print(line, markup=False)
+    out.print(f"history         {result.history}", markup=False)
+    if (page := _draw(result.history)) is not None:
+        out.print(f"report          {page}", markup=False)
     for sentence in result.trouble:
         console.print(f"The run itself went wrong: {sentence}", style="red", markup=False)
+
+
+def _draw(history: Path) -> Path | None:
+    """Draw the report; return where it is, or None where a package for that is missing."""
+    try:
+        from fencelock.torture.report import write_report  # noqa: PLC0415 - an extra
+    except ModuleNotFoundError:
+        return None
+    page = history.with_name("report.html")
+    write_report(history, page)
+    return page

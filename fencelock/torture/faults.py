@@ -184,7 +184,8 @@ _INJECT: Final[Mapping[str, Inject]] = {
     "partition": partition,
     "database-kill": end_commits,
 }
-_LANES: Final = (
+#: Faults that follow each other; those of different lanes happen at once.
+LANES: Final = (
     ("worker-pause", "worker-kill"),
     ("node-pause", "clock"),
     ("node-blank", "node-rollback", "node-flush"),
@@ -196,7 +197,7 @@ _LANES: Final = (
 def start_lanes(stage: Stage, faults: Sequence[str]) -> list[threading.Thread]:
     """Start a thread for each lane that has any of the faults; they end when the stage is over."""
     threads = []
-    for lane in _LANES:
+    for lane in LANES:
         if chosen := [fault for fault in lane if fault in faults]:
             rng = random.Random(f"{stage.settings.seed}/{lane[0]}")  # noqa: S311 - to be repeated
             threads.append(threading.Thread(target=_drive, args=(stage, chosen, rng), name=lane[0]))

@@ -10,6 +10,8 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from fencelock.torture.history import Cut, HistoryError, Outcome, Record, Write, line_of, read_records
 
@@ -19,10 +21,18 @@ _KILLED = "WorkerKilled"
 
 
 class Journal:
-    """A file to which any thread of a worker appends lines, each with one system call."""
+    """A file to which any thread of a worker appends lines, each with one system call; a context manager."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab", buffering=0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
 
     def note(self, record: Record) -> None:
         """Append what has happened."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import secrets
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -25,7 +25,7 @@ from fencelock.torture.clocks import Clocks
 from fencelock.torture.crew import Crew, Places
 from fencelock.torture.doubt import Doubt
 from fencelock.torture.faults import start_lanes
-from fencelock.torture.history import VERSION, Run, line_of
+from fencelock.torture.history import VERSION, Row, Run, line_of
 from fencelock.torture.journal import Journal, history_lines
 from fencelock.torture.plan import names
 from fencelock.torture.proxy import Proxies
@@ -59,7 +59,6 @@ class Result:
     Attributes:
         verdict: of the checker.
         history: the file.
-        page: the report; None where nothing could draw it.
         skipped: faults that were asked for and could not be had, and why.
         trouble: sentences about what went wrong with the run itself.
         interrupted: whether it was ended before its time.
@@ -67,7 +66,6 @@ class Result:
 
     verdict: Verdict
     history: Path
-    page: Path | None
     skipped: dict[str, str]
     trouble: tuple[str, ...]
     interrupted: bool
@@ -95,11 +93,11 @@ def run(settings: Settings, tell: Callable[[Progress], None] = lambda _: None) -
     """
     skipped = skipped_faults(settings)
     faults = [fault for fault in settings.faults if fault not in skipped]
-    with _servers(settings, faults) as servers:
+    fault_journal = settings.output / "faults.jsonl"
+    with _servers(settings, faults) as servers, Journal(fault_journal) as journal:
         began = _first_line(settings, servers)
         crew = Crew(settings, servers.places)
-        fault_journal = settings.output / "faults.jsonl"
-        stage = Stage(settings, crew, Journal(fault_journal), servers.authority, servers.equipment)
+        stage = Stage(settings, crew, journal, servers.authority, servers.equipment)
         try:
             interrupted = _supervise(stage, faults, tell)
         finally:
@@ -107,22 +105,29 @@ def run(settings: Settings, tell: Callable[[Progress], None] = lambda _: None) -
             crew.stop()
         rows = table.read_rows(servers.engine, guard=settings.guard)
     history = settings.output / "history.jsonl"
+    _merge(history, began, crew, fault_journal, rows)
+    return Result(
+        check_file(history),
+        history,
+        skipped,
+        (*crew.broken, *stage.trouble),
+        interrupted,
+    )
+
+
+def _merge(history: Path, began: Run, crew: Crew, faults: Path, rows: Sequence[Row]) -> None:
+    """Make one history of what everybody has written; logs stay where there is something in them."""
     with history.open("w", encoding="utf-8") as merged:
         merged.write(line_of(began))
         for life in crew.lives():
             merged.writelines(history_lines(life))
             life.journal.unlink()
-        merged.write(fault_journal.read_text(encoding="utf-8"))
-        fault_journal.unlink()
+        merged.write(faults.read_text(encoding="utf-8"))
+        faults.unlink()
         merged.writelines(map(line_of, rows))
-    return Result(
-        check_file(history),
-        history,
-        _draw(history),
-        skipped,
-        (*crew.broken, *stage.trouble),
-        interrupted,
-    )
+    for log in history.parent.glob("worker*.log"):
+        if not log.stat().st_size:
+            log.unlink()
 
 
 def _supervise(stage: Stage, faults: Sequence[str], tell: Callable[[Progress], None]) -> bool:
@@ -180,7 +185,8 @@ class _Servers:
 def _servers(settings: Settings, faults: Sequence[str]) -> Iterator[_Servers]:
     """Start the servers of a run, or reach those of the user, and leave nothing behind."""
     with ExitStack() as stack:
-        step = Clocks(_library(), settings.output / "clocks") if "clock" in faults else None
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fencelock-")))
+        step = Clocks(_library(), folder / "clocks") if "clock" in faults else None
         nodes = stack.enter_context(_nodes(settings, faults, step)) if settings.embedded_nodes else None
         urls = nodes.urls if nodes is not None else list(settings.nodes)
         namespace = f"fencelock-torture-{secrets.token_hex(4)}"
@@ -188,7 +194,7 @@ def _servers(settings: Settings, faults: Sequence[str]) -> Iterator[_Servers]:
         authority.init(max_ttl=settings.ttl)
         if nodes is None:
             stack.callback(_remove_keys, urls, namespace)
-        database = stack.enter_context(_database(settings))
+        database = stack.enter_context(_database(settings, folder))
         engine = table.engine_on(database)
         stack.callback(engine.dispose)
         table.create_tables(engine, names(settings))
@@ -222,13 +228,13 @@ def _nodes(settings: Settings, faults: Sequence[str], step: Clocks | None) -> No
 
 
 @contextmanager
-def _database(settings: Settings) -> Iterator[str]:
+def _database(settings: Settings, folder: Path) -> Iterator[str]:
     if settings.database == "postgresql":
         # So that a COMMIT can be held up after it has taken place: see `doubt`.
         with Postgres(settings={"synchronous_commit": "on"}) as server:
             yield server.create_database()
     elif settings.database == "sqlite":
-        yield f"sqlite:///{settings.output.absolute()}/rows.sqlite"
+        yield f"sqlite:///{folder}/rows.sqlite"
     else:
         yield settings.database
 
@@ -275,14 +281,3 @@ def _about_database(engine: Engine) -> str:
     with engine.connect() as connection:
         numbers = connection.dialect.server_version_info or ()
     return f"{engine.dialect.name} {'.'.join(map(str, numbers))}"
-
-
-def _draw(history: Path) -> Path | None:
-    """Draw the report, where there is something to draw it with."""
-    if importlib.util.find_spec("fencelock.torture.report") is None:
-        return None
-    from fencelock.torture import report  # type: ignore[attr-defined,unused-ignore]  # noqa: PLC0415 - an extra
-
-    page = history.with_name("report.html")
-    report.write_report(history, page)
-    return page

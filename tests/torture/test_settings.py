@@ -1,0 +1,59 @@
+"""What can be asked for, and what cannot: each refusal is a sentence that says what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fencelock.torture.settings import FAULTS, Settings
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"faults": ("earthquake",)}, "no fault 'earthquake'; choose from worker-pause,"),
+        ({"duration": None}, "Give --duration, --acquisitions, or both"),
+        ({"duration": 0.0}, "--duration is more than 0, not 0"),
+        ({"duration": float("nan")}, "--duration is more than 0, not nan"),
+        ({"acquisitions": -1}, "--acquisitions is more than 0"),
+        ({"workers": 0}, "--workers is more than 0"),
+        ({"nodes_count": 0}, "--nodes-count is more than 0"),
+        ({"tasks": -1}, "--tasks is 0 or more, not -1"),
+        ({"ttl": 0.0}, "--ttl is more than 0"),
+        ({"pause": 0.5, "ttl": 1.0}, "--pause 0.5 is to outlast a lease of --ttl 1"),
+        ({"writes": 1.5}, "--writes is a share, from 0 to 1, not 1.5"),
+        ({"quorum": False}, "--tasks 0 --writes 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(wrong: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    """With the option's name, as it is typed."""
+    with pytest.raises(ValueError, match=sentence):
+        Settings(tmp_path, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("settings", "skipped"),
+    [
+        ({}, set()),
+        ({"database": "sqlite"}, {"database-kill"}),
+        ({"writes": 0.0}, {"database-kill"}),
+        ({"nodes_count": 2}, {"node-pause", "node-blank", "node-rollback", "node-flush"}),
+        (
+            {"nodes": ("redis://a", "redis://b", "redis://c")},
+            {"node-pause", "node-blank", "node-rollback", "node-flush", "clock"},
+        ),
+        (
+            {"nodes": ("rediss://a",), "database": "postgresql+psycopg://b"},
+            set(FAULTS) - {"worker-pause", "worker-kill"},
+        ),
+    ],
+)
+def test_faults_that_cannot_be_had_are_skipped_with_a_reason(
+    settings: dict[str, Any], skipped: set[str], tmp_path: Path
+) -> None:
+    """What is not ours is not broken, and never a majority of the nodes."""
+    found = Settings(tmp_path, **settings).skipped()
+    assert set(found) == skipped
+    assert all(found.values())

@@ -1,0 +1,209 @@
+"""`fencelock torture`, in short: each fault, all of them together, and the controls that must fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from sqlalchemy import create_engine, inspect
+from typer.testing import CliRunner
+
+from fencelock.cli import app
+from fencelock.embedded import Nodes
+from fencelock.torture.checker import Rule
+from fencelock.torture.faults import LANES
+from fencelock.torture.history import Fault, Outcome, Record, read_records
+from fencelock.torture.run import Result, run, skipped_faults
+from fencelock.torture.settings import FAULTS, Settings
+from tests.polling import eventually
+
+SHORT: dict[str, Any] = {
+    "duration": 3.0,
+    "ttl": 0.5,
+    "pause": 1.0,
+    "every": 0.2,
+    "workers": 4,
+    "tasks": 6,
+    "database": "sqlite",
+    "seed": 7,
+}
+
+
+def torture(folder: Path, faults: Sequence[str], **settings: Any) -> Result:
+    """Make a short run."""
+    return run(Settings(folder, faults=tuple(faults), **{**SHORT, **settings}))
+
+
+def faults_in(result: Result) -> list[Fault]:
+    """Return the faults that are in the history."""
+    with result.history.open() as lines:
+        records: list[Record] = list(read_records(lines))
+    return [record for record in records if isinstance(record, Fault)]
+
+
+def assert_right(result: Result) -> None:
+    """Check that nothing went wrong, and that something was done."""
+    assert result.trouble == ()
+    assert result.verdict.violations == ()
+    assert result.verdict.acquisitions > 0
+    assert result.verdict.acknowledged > 0
+    assert result.verdict.lost_updates == 0
+
+
+@pytest.mark.parametrize("fault", list(FAULTS))
+def test_each_fault_alone_breaks_no_promise(fault: str, tmp_path: Path) -> None:
+    """It is seen in the history; nodes that had lost their memory vote again, in another epoch."""
+    database = "postgresql" if fault == "database-kill" else "sqlite"
+    if why := skipped_faults(Settings(tmp_path, (fault,), database=database)):
+        pytest.skip(why[fault])
+    result = torture(tmp_path, [fault], database=database, duration=4.0 if "node" in fault else 3.0)
+    assert_right(result)
+    assert set(result.verdict.faults) == {fault}
+    if fault in {"node-blank", "node-rollback", "node-flush"}:
+        assert any("votes again in epoch" in found.detail for found in faults_in(result))
+    if fault == "worker-kill":
+        assert not list(tmp_path.glob("worker*.jsonl")), "journals are merged into the history"
+    if fault == "database-kill":
+        assert result.verdict.outcomes.get(Outcome.UNKNOWN, 0) > 0
+
+
+def test_all_faults_together_break_no_promise(tmp_path: Path) -> None:
+    """At once, as far as fewer than a majority of the nodes is without memory at a time."""
+    result = torture(tmp_path, list(FAULTS), duration=8.0, database="postgresql", workers=6)
+    assert_right(result)
+    for lane in LANES:
+        assert result.verdict.faults.keys() & lane, f"none of {lane}"
+    assert result.verdict.outcomes.get(Outcome.UNKNOWN, 0) > 0
+
+
+def test_without_the_guard_updates_are_lost(tmp_path: Path) -> None:
+    """The control: the same locks, the same pauses, an ordinary table."""
+    settings = {"resources": 1, "workers": 3, "tasks": 0, "writes": 1.0, "think": 0.05, "ttl": 0.2}
+    result = torture(tmp_path, ["worker-pause"], guard=False, pause=2.0, duration=10.0, **settings)
+    assert result.trouble == ()
+    assert result.verdict.broken[Rule.NO_LOST_UPDATE] > 0
+    assert result.verdict.lost_updates > 0
+    assert not result.verdict.broken.keys() & {Rule.UNIQUE_TOKENS, Rule.ORDERED_TOKENS}
+
+
+def test_naive_tokens_are_given_twice(tmp_path: Path) -> None:
+    """The control: the largest counter of a majority, and nodes that forget theirs."""
+    settings = {"resources": 4, "tasks": 0, "writes": 0.0, "quorum": False}
+    result = torture(tmp_path, ["node-blank", "worker-pause"], **settings)
+    assert result.trouble == ()
+    assert result.verdict.broken[Rule.UNIQUE_TOKENS] > 0
+    assert result.verdict.broken[Rule.ORDERED_TOKENS] > 0
+
+
+def command(*arguments: str | Path) -> list[str]:
+    """Return the command line of a run."""
+    return [sys.executable, "-m", "fencelock", "torture", *map(str, arguments)]
+
+
+def terminal() -> dict[str, str]:
+    """Return the environment of a wide terminal without colours."""
+    return {**os.environ, "COLUMNS": "160", "TERM": "dumb"}
+
+
+def fencelock(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Make a run as a user would, with nobody at the keyboard."""
+    return subprocess.run(
+        command(*arguments),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env=terminal(),
+    )
+
+
+def test_servers_of_the_user_are_not_touched_without_a_word(nodes: Nodes, tmp_path: Path) -> None:
+    """Nobody is there to confirm it: nothing is written, anywhere."""
+    database = tmp_path / "mine.sqlite"
+    result = fencelock(
+        *("--nodes", nodes.url, "--database", f"sqlite:///{database}", "--output", tmp_path / "out")
+    )
+    assert result.returncode == 2
+    assert "servers of yours" in result.stderr
+    assert "give --yes" in result.stderr
+    assert not database.exists()
+    for node in nodes:
+        with redis.Redis.from_url(node.url) as client:
+            assert client.dbsize() == 0
+
+
+def test_servers_of_the_user_are_left_as_they_were(nodes: Nodes, tmp_path: Path) -> None:
+    """With --yes: a right verdict, no key and no table left, and only faults that break nothing of theirs."""
+    url = f"sqlite:///{tmp_path / 'mine.sqlite'}"
+    faults = ("--fault", "worker-pause", "--fault", "partition", "--fault", "node-blank")
+    settings = ("--duration", "3", "--ttl", "0.5", "--every", "0.2", "--workers", "3")
+    with redis.Redis.from_url(nodes[0].url) as client:
+        client.set("mine", "still there")
+        result = fencelock(
+            *("--nodes", nodes.url, "--database", url, "--output", tmp_path / "out", "--yes"),
+            *(*faults, *settings),
+        )
+        assert result.returncode == 0, result.stderr
+        assert client.keys() == [b"mine"]
+    assert "without node-blank: the nodes were not started by this run" in result.stderr
+    assert "RIGHT: every promise was kept" in result.stdout
+    assert inspect(create_engine(url)).get_table_names() == []
+    history = (tmp_path / "out" / "history.jsonl").read_text()
+    assert all(f'"fault":"{fault}"' in history for fault in ("worker-pause", "partition"))
+
+
+def test_ctrl_c_ends_a_run_with_a_verdict_about_what_there_is(tmp_path: Path) -> None:
+    """Within seconds, with status 0 where that was right, and with a history that can be judged again."""
+    out = tmp_path / "out"
+    options = ("--duration", "1000", "--ttl", "0.5", "--database", "sqlite", "--workers", "2")
+    with subprocess.Popen(
+        command("--output", out, *options, "--fault", "worker-pause"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=terminal(),
+    ) as process:
+        journals = [out / f"worker{number}-0.jsonl" for number in range(2)]
+        assert eventually(lambda: all(map(_has_lines, journals)), 60)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        said, complaints = process.communicate(timeout=100)
+    assert process.returncode == 0, complaints
+    assert "Interrupted: the verdict is about what there is" in complaints
+    assert "RIGHT: every promise was kept" in said
+    check = [sys.executable, "-m", "fencelock", "check", str(out / "history.jsonl")]
+    assert subprocess.run(check, stdout=subprocess.DEVNULL, check=False, timeout=60).returncode == 0
+
+
+def _has_lines(path: Path) -> bool:
+    return path.exists() and path.stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--fault", "earthquake"), "there is no fault 'earthquake'; choose from worker-pause"),
+        (("--ttl", "0"), "--ttl is more than 0, not 0"),
+        (("--output", "."), ". exists already: name a new folder"),
+        (("--fault", "database-kill", "--database", "sqlite"), "None of the faults can be had"),
+        (("--database", "nonsense", "--yes"), "'nonsense' is no database that can be used"),
+        (("--database", "sqlite:////nowhere/x", "--yes"), "sqlite:////nowhere/x is no database"),
+    ],
+)
+def test_bad_input_gets_a_sentence(arguments: tuple[str, ...], sentence: str, tmp_path: Path) -> None:
+    """And status 2, before anything is started."""
+    out = tmp_path / "out"
+    output = () if "--output" in arguments else ("--output", str(out))
+    result = CliRunner().invoke(app, ["torture", *output, *arguments])
+    assert result.exit_code == 2
+    assert sentence in result.stderr
+    assert not out.exists()
