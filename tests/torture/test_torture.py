@@ -141,22 +141,24 @@ def test_servers_of_the_user_are_not_touched_without_a_word(nodes: Nodes, tmp_pa
             assert client.dbsize() == 0
 
 
-def test_servers_of_the_user_are_left_as_they_were(nodes: Nodes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("database_url", ["postgresql", "mariadb"], indirect=True)
+def test_servers_of_the_user_are_left_as_they_were(database_url: str, nodes: Nodes, tmp_path: Path) -> None:
     """With --yes: a right verdict, no key and no table left, and only faults that break nothing of theirs."""
-    url = f"sqlite:///{tmp_path / 'mine.sqlite'}"
     faults = ("--fault", "worker-pause", "--fault", "partition", "--fault", "node-blank")
     settings = ("--duration", "3", "--ttl", "0.5", "--every", "0.2", "--workers", "3")
     with redis.Redis.from_url(nodes[0].url) as client:
         client.set("mine", "still there")
         result = fencelock(
-            *("--nodes", nodes.url, "--database", url, "--output", tmp_path / "out", "--yes"),
+            *("--nodes", nodes.url, "--database", database_url, "--output", tmp_path / "out", "--yes"),
             *(*faults, *settings),
         )
         assert result.returncode == 0, result.stderr
         assert client.keys() == [b"mine"]
     assert "without node-blank: the nodes were not started by this run" in result.stderr
     assert "RIGHT: every promise was kept" in result.stdout
-    assert inspect(create_engine(url)).get_table_names() == []
+    engine = create_engine(database_url)
+    assert inspect(engine).get_table_names() == []
+    engine.dispose()
     history = (tmp_path / "out" / "history.jsonl").read_text()
     assert all(f'"fault":"{fault}"' in history for fault in ("worker-pause", "partition"))
 
