@@ -241,6 +241,33 @@ def test_a_new_epoch_is_named_on_the_stairs(tmp_path: Path) -> None:
     assert "epoch 1" in page.words
 
 
+def test_tasks_that_wait_do_not_push_leases_apart(tmp_path: Path) -> None:
+    """Twenty tasks of one worker that wait for one resource take turns at one level."""
+    leases = [acquisition(token, 0, token * SECOND) for token in range(1, 21)]
+    ends = [release(token, token * SECOND + SECOND // 2) for token in range(1, 21)]
+    page = drawn(tmp_path, [RUN, *leases, *ends])
+    assert len({bar["y"] for bar in page.all("rect", "hold")}) == 1
+    assert len(page.all("rect", "wait")) == 20
+
+
+def test_leases_that_a_worker_has_at_one_time_lie_below_each_other(tmp_path: Path) -> None:
+    """Otherwise one would hide the other."""
+    leases = [acquisition(1, 0, SECOND, resource=name) for name in "ab"]
+    ends = [Release(0, name, 1, 3 * SECOND, 3 * SECOND) for name in "ab"]
+    page = drawn(tmp_path, [RUN, *leases, *ends])
+    assert len({bar["y"] for bar in page.all("rect", "hold")}) == 2
+
+
+def test_a_fault_of_several_nodes_is_one_bar(tmp_path: Path) -> None:
+    """What hit them at one moment is told once, with all of them; what came later has a bar of its own."""
+    hit = [Fault("node-blank", f"node {number}", SECOND, 9 * SECOND) for number in (0, 2)]
+    hit += [Fault("node-blank", "node 1", 4 * SECOND, 12 * SECOND)]
+    page = drawn(tmp_path, [RUN, acquisition(1, 0, SECOND), release(1, 14 * SECOND), *hit])
+    assert "node 0, node 2" in page.words
+    bars = [bar for bar in page.all("rect", "fault") if bar["class"] == "fault" and bar["height"] == "16"]
+    assert len({bar["y"] for bar in bars}) == len(bars) == 2
+
+
 def test_a_long_run_makes_a_page_of_bounded_size(tmp_path: Path) -> None:
     """A hundred times the leases do not make the page larger than what anybody would open."""
     names = [f"order:{number}" for number in range(300)]

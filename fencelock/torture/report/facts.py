@@ -251,6 +251,14 @@ class Facts:
         return Refusal(write, hold, successor if successor and successor.began <= write.ended else None)
 
 
+def by_kind(faults: Iterable[Fault]) -> dict[str, list[Fault]]:
+    """Return the faults of each kind."""
+    found: defaultdict[str, list[Fault]] = defaultdict(list)
+    for fault in faults:
+        found[fault.fault].append(fault)
+    return found
+
+
 def _only(kind: type[_R], found: Mapping[type, list[Record]], order: str) -> list[_R]:
     return sorted((one for one in found[kind] if isinstance(one, kind)), key=attrgetter(order))
 

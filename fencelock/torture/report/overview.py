@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from fencelock.torture.checker import Gap
 from fencelock.torture.history import Fault
 from fencelock.torture.report.chart import Bar, Chart, Curve, Key, Text, path
-from fencelock.torture.report.facts import Facts
+from fencelock.torture.report.facts import Facts, by_kind
 from fencelock.torture.report.moments import Moment
 from fencelock.torture.report.scale import SECOND, LogScale, Window, count, duration
 from fencelock.torture.report.timeline import fault_facts
 
 #: Bins across a chart, at most and at least, and how many leases each should have.
-BINS, FEWEST_BINS, PER_BIN = 200, 40, 10
+BINS, FEWEST_BINS, PER_BIN = 200, 40, 30
 #: A time without any acquisition that is shorter than this is not marked.
 NOTICEABLE = SECOND // 4
 #: So many bars in one row say no more than a strip; and so many workers have a row.
@@ -196,14 +196,6 @@ def _draw_faults(rows: _Rows, facts: Facts) -> None:
         rows.end(_STRIP)
 
 
-def by_kind(faults: Iterable[Fault]) -> dict[str, list[Fault]]:
-    """Return the faults of each kind."""
-    found: defaultdict[str, list[Fault]] = defaultdict(list)
-    for fault in faults:
-        found[fault.fault].append(fault)
-    return found
-
-
 def thinned(faults: Sequence[Fault]) -> Sequence[Fault]:
     """Return so many faults as a row can show, the longest ones."""
     return sorted(faults, key=lambda fault: fault.ended - fault.began, reverse=True)[:FAULTS]
@@ -281,7 +273,7 @@ def draw_latency(facts: Facts) -> Chart | None:
     scale = LogScale.around(min(everything), max(everything), top=12, height=_LATENCY)
     lines = [
         (look, [percentile(some, share) if some else None for some in taken])
-        for look, share in (("p50", 0.5), ("p99", 0.99), ("longest", 1.0))
+        for look, share in (("longest", 1.0), ("p99", 0.99), ("p50", 0.5))
     ]
     rows = scale.top + _LATENCY
     return Chart(
@@ -336,7 +328,7 @@ def _line(bins: _Bins, scale: LogScale, values: Sequence[int | None]) -> str:
 def _shades(facts: Facts, window: Window, height: float) -> Iterator[Bar]:
     for fault in thinned(facts.common_faults):
         left, width = window.stretch(fault.began, fault.ended)
-        yield Bar(left, width, 12, height - 12, "fault", fault_facts(fault, window))
+        yield Bar(left, width, 12, height - 12, "fault shade", fault_facts(fault, window))
     for gap in noticeable(facts.gaps):
         left, width = window.stretch(gap.began, gap.ended)
         yield Bar(left, width, 0, 9, "gap", gap_facts(gap, window))
@@ -346,7 +338,7 @@ def _facts_of_bins(
     bins: _Bins, lines: Sequence[tuple[str, Sequence[int | None]]], height: float
 ) -> Iterator[Bar]:
     """Yield invisible bars that say what the lines say."""
-    names = ("median", "99th percentile", "longest")
+    names = ("longest", "99th percentile", "median")
     for number in range(bins.number):
         values = [values[number] for _, values in lines]
         said = [f"{name} {duration(one)}" for name, one in zip(names, values, strict=True) if one is not None]

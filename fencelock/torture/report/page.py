@@ -17,11 +17,10 @@ from statistics import median
 
 from fencelock.torture.checker import Verdict, check
 from fencelock.torture.history import Outcome, read_records
-from fencelock.torture.report.facts import Facts
+from fencelock.torture.report.facts import Facts, by_kind
 from fencelock.torture.report.moments import choose
 from fencelock.torture.report.overview import (
     NOTICEABLE,
-    by_kind,
     draw_latency,
     draw_run,
     noticeable,

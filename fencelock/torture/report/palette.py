@@ -6,6 +6,7 @@ colours apart either. What is left over shares a grey.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 
 from fencelock.torture.report.chart import Key
@@ -23,11 +24,12 @@ class Palette:
         self._others = others + len(names) - len(self._letters)
 
     @classmethod
-    def for_few(cls, resources: Collection[str], important: Collection[str]) -> Palette:
-        """Give all of them colours where there are enough, else only the important ones."""
-        if cls.fits(len(resources)):
-            return cls([*important, *sorted(resources)])
-        return cls(important, len(set(resources) - set(important)))
+    def for_few(cls, resources: Iterable[str], important: Collection[str]) -> Palette:
+        """Give colours to the important ones; to others where there are enough, or none is important."""
+        often = [name for name, _ in Counter(resources).most_common()]
+        if not important or cls.fits(len(often)):
+            return cls([*important, *often])
+        return cls(important, len(set(often) - set(important)))
 
     @classmethod
     def fits(cls, count: int) -> bool:

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from fencelock.token import split
 from fencelock.torture.report.chart import Bar, Chart, Curve, Glyph, Text, path
@@ -23,6 +24,8 @@ from fencelock.torture.report.scale import Window, count, duration
 RESOURCES, TREADS, MOST_TREADS, STEPS = 4, 16, 120, 400
 _HEIGHT, _TOP = 150.0, 10.0
 _RUG = 18
+#: Pixels from one line of words to the next.
+_LINE = 14
 #: Crosses nearer to each other than this (in per cent) become one, which tells of so many writes.
 _CROSS, _TOLD = 1.0, 5
 
@@ -101,13 +104,13 @@ class _Heights:
         return round(_TOP + _HEIGHT - self._step * (bisect_left(self.tokens, token) + 0.5), 2)
 
     def epochs(self) -> list[tuple[float, int]]:
-        """Return where epochs begin, but for the first one."""
-        pairs = zip(self.tokens, self.tokens[1:], strict=False)
-        return [
-            (self.of(later) + self._step / 2, split(later)[0])
-            for earlier, later in pairs
-            if split(earlier)[0] != split(later)[0]
-        ]
+        """Return where epochs begin, but for the first one and those without room for their names."""
+        found: list[tuple[float, int]] = []
+        for earlier, later in pairwise(self.tokens):
+            y, epoch = round(self.of(later) + self._step / 2, 1), split(later)[0]
+            if epoch != split(earlier)[0] and (not found or found[-1][0] - y >= _LINE):
+                found.append((y, epoch))
+        return found
 
     def names(self) -> list[Text]:
         """Return what stands beside the stairs."""

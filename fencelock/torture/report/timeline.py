@@ -1,34 +1,36 @@
-"""A moment of a run, lease by lease: a row for each worker, and one for each other thing that was broken."""
+"""A moment of a run, lease by lease: a row for each worker, above them what else was broken."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import TypeVar
 
 from fencelock.torture.history import Failure, Fault, Outcome, Write
 from fencelock.torture.report.chart import Bar, Chart, Glyph, Key, Text
-from fencelock.torture.report.facts import Facts, Hold, Overlap, worker_name
+from fencelock.torture.report.facts import Facts, Hold, Overlap, by_kind, worker_name
 from fencelock.torture.report.moments import Moment, window_of
 from fencelock.torture.report.palette import Palette
 from fencelock.torture.report.scale import Window, count, duration
 
 _O = TypeVar("_O", Failure, Write)
+_L = TypeVar("_L", Hold, Fault)
 #: So many leases are drawn, and so many workers; more would be a carpet.
 LEASES, WORKERS = 260, 24
 _TOP = 6
 _FAULT_ROW = 20
 _BAR = 16
 _ROOM = 9
-#: Bars narrower than this (in per cent) bear no letter or name.
-_LETTER, _NAME = 1.6, 11
+#: A bar bears a letter where it is as wide as this, in per cent; a name takes half of it for each of its own.
+_LETTER = 1.6
 _GLYPHS = {Outcome.REFUSED: "refused", Outcome.ACKNOWLEDGED: "written", Outcome.UNKNOWN: "doubt"}
 _SIGNS = (
     Key("refused", "write refused"),
     Key("written", "write acknowledged"),
     Key("doubt", "outcome unknown"),
-    Key("failed", "attempt failed"),
+    Key("failed", "attempt or write failed"),
     Key("expired", "promised to be alone until here"),
     Key("swatch wait", "waiting for the lock"),
     Key("swatch beyond", "at work beyond the promise"),
@@ -81,7 +83,7 @@ def draw(name: str, moment: Moment, facts: Facts, palette: Palette | None) -> Ti
     """Draw a moment; without a palette for the whole page it gets one of its own."""
     scene = _scene(moment, facts)
     if palette is None:
-        palette = Palette.for_few({hold.resource for hold in scene.holds}, moment.resources)
+        palette = Palette.for_few([hold.resource for hold in scene.holds], moment.resources)
     marks = _Marks()
     y = _common_faults(marks, scene.window, facts.common_faults)
     for worker in scene.workers:
@@ -166,17 +168,23 @@ def _overlaps_among(holds: Iterable[Hold], facts: Facts) -> list[Overlap]:
 
 
 def _common_faults(marks: _Marks, window: Window, faults: Iterable[Fault]) -> float:
-    """Draw a row for each thing that is no worker and was broken in this window; return where they end."""
-    rows: dict[str, float] = {}
-    for fault in faults:
-        if window.overlaps(fault.began, fault.ended):
-            y = rows.setdefault(fault.target, _TOP + _FAULT_ROW * len(rows))
-            left, width = window.stretch(fault.began, fault.ended)
-            marks.bars.append(Bar(left, width, y, _FAULT_ROW - 4, "fault", fault_facts(fault, window)))
-            if width > _NAME:
-                marks.texts.append(Text(fault.fault, y + 12, left + width / 2, "on-fault"))
-    marks.names += [Text(target, y + 12, look="of-fault") for target, y in rows.items()]
-    return _TOP + _FAULT_ROW * len(rows) + 2
+    """Draw rows for each kind of what hit nodes, network or database here; return where they end."""
+    y: float = _TOP
+    seen = (fault for fault in faults if window.overlaps(fault.began, fault.ended))
+    for kind, some in by_kind(seen).items():
+        marks.names.append(Text(kind, y + 12, look="of-fault"))
+        for level in _levels(_together(some)):
+            for fault in level:
+                _draw_common_fault(marks, window, fault, y)
+            y += _FAULT_ROW
+    return y + 2
+
+
+def _draw_common_fault(marks: _Marks, window: Window, fault: Fault, y: float) -> None:
+    left, width = window.stretch(fault.began, fault.ended)
+    marks.bars.append(Bar(left, width, y, _FAULT_ROW - 4, "fault", fault_facts(fault, window)))
+    if width > _LETTER * len(fault.target) / 2:
+        marks.texts.append(Text(fault.target, y + 12, left + width / 2, "on-fault"))
 
 
 def fault_facts(fault: Fault, window: Window) -> str:
@@ -186,6 +194,16 @@ def fault_facts(fault: Fault, window: Window) -> str:
         f"{duration(fault.ended - fault.began)}, from {window.time(fault.began)} on",
     ]
     return "\n".join([*lines, fault.detail] if fault.detail else lines)
+
+
+def _together(faults: Iterable[Fault]) -> Iterator[Fault]:
+    """Make one of those that hit several targets at the same time."""
+    by_time: defaultdict[int, list[Fault]] = defaultdict(list)
+    for fault in faults:
+        by_time[fault.began].append(fault)
+    for some in by_time.values():
+        targets = ", ".join(sorted(fault.target for fault in some))
+        yield replace(some[0], target=targets, ended=max(fault.ended for fault in some))
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +228,12 @@ class _Row:
         self.marks.names.append(Text(name, self.top + height / 2 + 4))
         y_of: dict[tuple[str, int], float] = {}
         for level, holds in enumerate(levels):
+            y = self.top + _ROOM / 2 + _BAR * level
+            free_from = 0
             for hold in holds:
-                y = y_of[hold.resource, hold.token] = self.top + _ROOM / 2 + _BAR * level
-                self._draw_hold(hold, y)
+                y_of[hold.resource, hold.token] = y
+                self._draw_hold(hold, y, free_from)
+                free_from = hold.ended
         for failure in self._own(self.scene.failures):
             self._draw_failure(failure)
         for write in self._own(self.scene.writes):
@@ -238,10 +259,11 @@ class _Row:
             left, width = self.scene.window.stretch(began, ended)
             self.marks.bars.append(Bar(left, width, *where, look, facts))
 
-    def _draw_hold(self, hold: Hold, y: float) -> None:
+    def _draw_hold(self, hold: Hold, y: float, free_from: int) -> None:
+        """Draw a lease, and the wait for it where its level was free: tasks of a worker wait together."""
         facts, window = self._hold_facts(hold), self.scene.window
         valid_until = min(max(hold.acquisition.valid_until, hold.began), hold.ended)
-        self._bar(hold.asked, hold.began, (y + _BAR / 2 - 1.5, 2), "wait", facts)
+        self._bar(max(hold.asked, free_from), hold.began, (y + _BAR / 2 - 1.5, 2), "wait", facts)
         look = self.palette.look(hold.resource)
         self._bar(hold.began, valid_until, (y, _BAR - 3), f"hold {look}", facts)
         if valid_until < hold.ended:
@@ -293,14 +315,13 @@ class _Row:
         self.marks.glyphs.append(Glyph(shape, self.scene.window.place(write.ended), y + 6.5, facts))
 
 
-def _levels(holds: Iterable[Hold]) -> list[list[Hold]]:
-    """Put leases that one worker has at the same time onto different levels."""
-    levels: list[list[Hold]] = []
-    for hold in sorted(holds, key=lambda hold: hold.asked):
-        free = (level for level in levels if level[-1].released <= hold.asked)
-        level = next(free, None)
+def _levels(lasting: Iterable[_L]) -> list[list[_L]]:
+    """Put what lasted at the same time onto different levels."""
+    levels: list[list[_L]] = []
+    for one in sorted(lasting, key=attrgetter("began")):
+        level = next((level for level in levels if level[-1].ended <= one.began), None)
         if level is None:
-            levels.append([hold])
+            levels.append([one])
         else:
-            level.append(hold)
+            level.append(one)
     return levels
