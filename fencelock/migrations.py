@@ -2,8 +2,9 @@
 
 `pip install 'fencelock[alembic]'` is all that it takes: Alembic (1.18 or later) finds the plugin by itself.
 Migrations then have `op.add_fence`, `op.drop_fence`, `op.create_fence_trigger`, `op.drop_fence_trigger`,
-`op.create_fence_table` and `op.drop_fence_table`; `alembic revision --autogenerate` writes them, and `alembic
-check` notices what is missing, a trigger that SQLite's batch mode has dropped included.
+`op.relaxed_fence_trigger`, `op.create_fence_table` and `op.drop_fence_table`; `alembic revision
+--autogenerate` writes them, and `alembic check` notices what is missing, a trigger that SQLite's batch mode
+has dropped included.
 
 What an operation makes never changes with the version of fencelock, because migrations are history: whatever
 a later version needs will be an operation of its own, which autogenerate finds.
@@ -13,7 +14,8 @@ Alembic loads plugins while it is half imported itself: hence the imports of its
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from alembic.autogenerate.render import renderers
@@ -28,14 +30,13 @@ from alembic.operations.ops import (
 )
 from alembic.util import PriorityDispatchResult
 from sqlalchemy import BigInteger, MetaData, Table
+from sqlalchemy.exc import DBAPIError
 
 from fencelock.guard import triggers
 from fencelock.guard._tables import FENCE_COLUMN, FENCE_MARK, FenceTrigger, new_fence_column, trigger_of
 from fencelock.guard.fences import FENCE_TABLE, fence_table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from alembic.autogenerate.api import AutogenContext
     from alembic.operations.ops import UpgradeOps
 
@@ -189,6 +190,71 @@ class DropFenceTriggerOp(FenceOperation):
     ) -> None:
         """Take the trigger away; the column stays, and so does the guard in Python."""
         operations.invoke(cls(table_name, schema=schema))
+
+
+@Operations.register_operation("relaxed_fence_trigger")
+class RelaxedFenceTrigger:
+    """A strict trigger that steps back while a migration changes rows."""
+
+    @classmethod
+    def relaxed_fence_trigger(
+        cls, operations: Operations, table_name: str, *, schema: str | None = None
+    ) -> AbstractContextManager[None]:
+        """Have a table's strict trigger step back inside a `with` block, for a migration of its rows.
+
+        The plain one takes its place, so that not even the migration lowers a fence; at the end of the block,
+        however it ends, the strict one is there again. On PostgreSQL and SQLite other programs wait until the
+        migration has been committed. MariaDB commits with each of these steps: there, writes of others are
+        checked by the plain trigger meanwhile, and by the guard where they go through it. If the migration's
+        process dies in the block, `alembic check` finds the trigger that is missing.
+
+        Args:
+            operations: given by Alembic.
+            table_name: the table.
+            schema: where the table is.
+
+        Raises:
+            ValueError: if the table has no strict trigger.
+
+        Example:
+            ```python
+            with op.relaxed_fence_trigger("orders"):
+                op.execute("UPDATE orders SET status = 'paid' WHERE status = 'settled'")
+            ```
+        """
+        return _relaxed(operations, CreateFenceTriggerOp(table_name, schema=schema, trigger="strict"))
+
+
+@contextmanager
+def _relaxed(operations: Operations, strict: CreateFenceTriggerOp) -> Iterator[None]:
+    _begin_relaxed(operations, strict)
+    operations.invoke(CreateFenceTriggerOp(strict.table_name, schema=strict.schema, trigger=True))
+    try:
+        yield
+    except BaseException as error:
+        try:
+            operations.invoke(strict)
+        except DBAPIError as failed:  # on PostgreSQL, the transaction's end puts it back
+            error.add_note(
+                f"the trigger of {strict.table_name!r} is back when all is rolled back: {failed.orig}"
+            )
+        raise
+    operations.invoke(strict)
+
+
+def _begin_relaxed(operations: Operations, strict: CreateFenceTriggerOp) -> None:
+    """Check that there is something to relax, and make it one transaction with what follows on SQLite.
+
+    Its driver begins one with the first change of rows only: a rollback would leave the trigger relaxed.
+    """
+    connection = None if operations.migration_context.as_sql else operations.get_bind()
+    if connection is None:
+        return
+    if triggers.installed(connection, strict.table_name, schema=strict.schema) != "strict":
+        raise ValueError(f"{strict.table_name!r} has no strict trigger that could be relaxed")
+    driver: Any = connection.connection.driver_connection
+    if connection.dialect.name == "sqlite" and not driver.in_transaction:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
 class _OfFenceTable(FenceOperation):

@@ -11,7 +11,16 @@ from typing import Final
 from sqlalchemy import Column, MetaData, String, Table
 from sqlalchemy.dialects import mysql
 
-from fencelock.guard._tables import FencedTable, ResourceTemplate, fenced_table, new_fence_column, register
+from fencelock.guard._install import install
+from fencelock.guard._tables import (
+    FENCE_COLUMN,
+    TRIGGER_MARK,
+    FencedTable,
+    ResourceTemplate,
+    fenced_table,
+    new_fence_column,
+    register,
+)
 from fencelock.lease import MAX_RESOURCE_LENGTH
 
 FENCE_TABLE: Final = "fencelock_fences"
@@ -23,13 +32,25 @@ _COMPARED_EXACTLY: Final = String(MAX_RESOURCE_LENGTH).with_variant(
 """Resources differ where their characters differ: MariaDB's default collations would merge "A" and "a"."""
 
 
-def fence_table(metadata: MetaData, *, schema: str | None = None) -> Table:
+def fence_table(metadata: MetaData, *, schema: str | None = None, trigger: bool = False) -> Table:
     """Return the fence table as part of `metadata`, defining it there at the first call.
 
     Its columns are `resource VARCHAR(255) PRIMARY KEY` (compared exactly, on MariaDB too),
     `last_fencing_token BIGINT NOT NULL DEFAULT 0` and `sealed_by VARCHAR(32)`, which tells an acquisition
     that seals whether it has done so already. It is fenced itself: each row by its own resource.
+
+    Args:
+        metadata: of the models.
+        schema: where the table is.
+        trigger: have the database itself refuse whatever lowers a resource's fence, a restore of old rows for
+            instance; made by `create_all` and wanted by autogenerate, as for models. There is no strict one:
+            sealed locks are acquired by programs that know no models.
+
+    Raises:
+        ValueError: if another trigger is asked for.
     """
+    if trigger not in (False, True):
+        raise ValueError(f"the trigger of the fence table is False or True, not {trigger!r}")
     table = Table(
         FENCE_TABLE,
         metadata,
@@ -41,6 +62,9 @@ def fence_table(metadata: MetaData, *, schema: str | None = None) -> Table:
     )
     if fenced_table(table) is None:
         register(FencedTable(table, ResourceTemplate("{resource}", {"resource": table.c.resource})))
+    if trigger:
+        install()
+        table.c[FENCE_COLUMN].info[TRIGGER_MARK] = True
     return table
 
 
