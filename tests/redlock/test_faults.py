@@ -388,6 +388,27 @@ def link_failure() -> Answer:
     return Answer(Said.UNREACHABLE, detail="broken by the test")
 
 
+@pytest.mark.parametrize("idle_first", [True, False], ids=["idle at the release", "lent at the release"])
+def test_late_grant_over_other_sockets_is_released(
+    authority: Redlock, nodes: Nodes, *, idle_first: bool
+) -> None:
+    """A node hangs during ACQUIRE; RELEASE takes other sockets. Nobody uses the first ones again."""
+    with authority.lock("other"):
+        pass
+    nodes[4].pause()
+    grant = authority.acquire(("r0",), ttl=30.0, timeout=0.0)
+    pool = authority._pool
+    first, second = pool.lend(), pool.lend()
+    if idle_first:
+        pool.give_back(first)
+    pool.give_back(second)
+    assert authority.release(grant) is True
+    if not idle_first:
+        pool.give_back(first)
+    nodes[4].resume()
+    assert eventually(lambda: locked_on(nodes, "r0") == [])
+
+
 def test_many_threads_share_one_redlock(authority: Redlock, nodes: Nodes) -> None:
     """16 threads on 5 resources: no token twice, none below one that was complete before, nothing left."""
     tokens: dict[str, list[int]] = {f"r{number}": [] for number in range(5)}

@@ -5,12 +5,16 @@ nodes, then replies are read as they come until the protocol has enough: no thre
 the slow. An answer that comes after that is read before the next exchange; if it grants a lock that was
 given up in the meantime, the lock is released.
 
-Only the very first exchange waits for connections, and later ones while a majority is missing.
+Threads share a pool of `Channels`, so that a lock may be released over other sockets than it was acquired
+over. There a RELEASE can overtake the ACQUIRE, on a node that had not answered yet, and the lock would stay
+there for its ttl. So a thread gets the same sockets again if they are free; and where they are not, a RELEASE
+is sent behind the ACQUIRE as well.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import select
 import threading
 import time
@@ -18,7 +22,7 @@ from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 from fencelock.authority.redlock.node import Link, Unusable
-from fencelock.authority.redlock.protocol import Broadcast, Request, Round, Said
+from fencelock.authority.redlock.protocol import Broadcast, Request, Round, Said, left_behind
 from fencelock.authority.redlock.seats import FRESH, Ballot, Seats
 
 _T = TypeVar("_T")
@@ -40,6 +44,8 @@ class Channels(Seats):
         self._news = threading.Condition(self._mutex)
         self._last_used = 0.0
         self.usable = True
+        #: The nonces of locks that a node may still grant here, and is not told here to release.
+        self._outstanding: tuple[str, ...] = ()
 
     def connect(self) -> None:
         """Open what is not open, in the background; wait only while less than a majority is."""
@@ -71,6 +77,36 @@ class Channels(Seats):
         self._last_used = now
         self.usable = True
         return Round(began, now, ballot.close())
+
+    def note_outstanding(self) -> None:
+        """Note which locks a node may still grant that has not answered."""
+        self._outstanding = tuple(
+            nonce
+            for seat in self._seats
+            if seat.link is not None
+            for _, command, _ in seat.link.waiting
+            for nonce, _ in left_behind(command, None)
+            if not seat.link.releases(nonce)
+        )
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all locks that were noted are wanted. May be asked in any thread."""
+        return all(map(self._is_open, self._outstanding))
+
+    def settle(self) -> None:
+        """Send, behind what a node has not answered, the release of locks that are not wanted any more."""
+        self.usable = False
+        self._about_to_release = ""
+        while self._read(0.0):
+            pass
+        for seat in self._seats:
+            if seat.link is not None:
+                for _, command, _ in tuple(seat.link.waiting):
+                    self._undo(seat.link, command, None)
+        self._flush()
+        self.note_outstanding()
+        self.usable = True
 
     def _flush(self) -> None:
         """Write to each node what has been put into its link."""
@@ -142,7 +178,7 @@ def run(generator: Generator[Request, Any, _T], pool: Pool, wait: Callable[[floa
 
 
 class Pool:
-    """Lends `Channels` to threads, the last used first.
+    """Lends `Channels` to threads: to each what it had before, or else what was used last.
 
     Args:
         make: makes another `Channels` when all are lent.
@@ -151,23 +187,59 @@ class Pool:
     def __init__(self, make: Callable[[], Channels]) -> None:
         self._make = make
         self._idle: list[Channels] = []
+        self._mine = threading.local()
+        self._several = False
+        self._count = itertools.count(1)
         self._closed = False
 
     def lend(self) -> Channels:
         """Return a `Channels` that nobody else uses."""
+        if self._several and (mine := getattr(self._mine, "channels", None)) is not None and self._take(mine):
+            return mine  # type: ignore[no-any-return]
         try:
-            return self._idle.pop()
+            channels = self._idle.pop()
         except IndexError:
-            return self._make()
+            channels = self._make()
+            self._several = next(self._count) > 1
+        self._mine.channels = channels
+        return channels
 
     def give_back(self, channels: Channels) -> None:
         """Take back what was lent."""
         if not channels.usable or len(self._idle) >= _MOST_IDLE:
             channels.close()
             return
+        if self._several:
+            channels.note_outstanding()
         self._idle.append(channels)
+        if self._several:
+            self._settle()
         if self._closed:
             self.close()
+
+    def _settle(self) -> None:
+        """Have locks released that a node may still grant over idle sockets, and that nobody wants any more.
+
+        After what is given back has been put with the idle ones: so of two threads, one that gives back these
+        sockets and one that has just released their lock over others, at least one gets here in time.
+        """
+        for channels in tuple(self._idle):
+            if not channels.is_settled and self._take(channels):
+                try:
+                    channels.settle()
+                finally:
+                    if channels.usable:
+                        self._idle.append(channels)
+                    else:
+                        channels.close()
+
+    def _take(self, channels: Channels) -> bool:
+        """Take sockets out of the idle ones; tell whether they were there."""
+        try:
+            self._idle.remove(channels)
+        except ValueError:
+            return False
+        return True
 
     def close(self) -> None:
         """Close what is idle now, and what is lent when it comes back."""
