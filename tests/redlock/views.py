@@ -27,12 +27,13 @@ async def take(authority: Redlock, resource: str = "r", **options: Any) -> int:
 
 
 def locks_on(nodes: Nodes) -> list[str]:
-    """Return the lock keys that any running node has."""
+    """Return the lock keys that any running node has, each with its node, what it holds and ms to live."""
     found: list[str] = []
-    for node in nodes:
+    for number, node in enumerate(nodes):
         if node.is_running:
             with redis.Redis.from_url(node.url, socket_timeout=2, decode_responses=True) as client:
-                found += client.keys(f"{NODE_KEY}:l:*")
+                keys: Any = client.keys(f"{NODE_KEY}:l:*")
+                found += [f"{number}: {key} = {client.get(key)} for {client.pttl(key)}" for key in keys]
     return found
 
 
