@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable
 
 import pytest
-from sqlalchemy import Engine, event, insert, update
+from sqlalchemy import Engine, create_engine, event, insert, update
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from fencelock import (
+    Lease,
     LockLostError,
     Redlock,
     UnfencedWriteError,
@@ -85,6 +86,23 @@ def test_nobody_comes_between_the_write_and_its_commit(
         assert is_free(rival)
     with Session(accounts) as reader:
         assert reader.get_one(Account, 1).balance == 90
+
+
+def test_without_the_remedy_the_next_holder_reads_too_early(
+    authority: Redlock, rival: Redlock, accounts: Engine
+) -> None:
+    """What it is about: a lock that does not wait for the COMMIT lets in who reads what is about to go."""
+    reading = create_engine(accounts.url)
+    with Session(accounts) as session:
+        with authority.lock("account:1") as token:
+            bind(session, Lease("account:1", token))  # a lease that no lock knows of
+            withdraw(session)
+        with rival.lock("account:1", timeout=5), Session(reading) as next_holder:
+            assert next_holder.get_one(Account, 1).balance == 100
+        session.commit()
+    with Session(reading) as reader:
+        assert reader.get_one(Account, 1).balance == 90, "and the next holder has acted upon 100"
+    reading.dispose()
 
 
 ENDS: dict[str, Callable[[Session], object]] = {

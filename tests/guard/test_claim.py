@@ -484,6 +484,36 @@ def test_claim_all_of_nothing_is_empty(new: Session) -> None:
             claim_all(new, statement)
 
 
+def replace_account(session: Session) -> None:
+    """Make the account anew, as one who has read that there is none."""
+    session.add(Account(id=1, balance=100))
+    session.commit()
+
+
+def test_without_a_gate_a_deleted_row_is_resurrected(engine: Engine, old: Session, new: Session) -> None:
+    """What it is about: where no row is, no fence is, and the older holder's INSERT is accepted."""
+    new.delete(claim(new, Account, 1).notes[0])
+    new.delete(claim(new, Account, 1))
+    new.commit()
+    replace_account(old)
+    assert (balance(engine), fence(engine)) == (100, 1), "what the newer holder has deleted is back"
+
+
+def test_with_a_gate_a_deleted_row_stays_deleted(engine: Engine, old: Session, new: Session) -> None:
+    """The same schedule with gates: the resource's own row is still there when the account is not."""
+    gate(old)
+    old.commit()
+    gate(new)
+    new.delete(claim(new, Account, 1).notes[0])
+    new.delete(claim(new, Account, 1))
+    new.commit()
+    with pytest.raises(StaleTokenError) as caught:
+        gate(old)
+    assert (caught.value.token, caught.value.current) == (1, 2)
+    with engine.connect() as connection:
+        assert connection.scalar(select(func.count()).select_from(Account)) == 0
+
+
 def test_a_gate_stops_the_stale_insert(old: Session, new: Session) -> None:
     """A row that does not exist has no fence; the resource's own fence refuses the stale INSERT."""
     gate(new)
