@@ -5,6 +5,8 @@ How it looks in a browser is pinned in `test_report_in_browser.py`.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -146,6 +148,22 @@ def test_nothing_from_a_history_becomes_markup(tmp_path: Path) -> None:
     }
 
 
+def test_without_its_package_the_report_says_what_to_install() -> None:
+    """Who has only the locks installed gets a sentence."""
+    script = "import sys; sys.modules['jinja2'] = None; import fencelock.torture.report"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert "pip install 'fencelock[torture]'" in ended.stderr
+
+
+def test_settings_are_in_words(tmp_path: Path) -> None:
+    """Neither JSON nor Python is what a reader speaks."""
+    settings = {"guard": True, "quorum": False, "seed": None, "nodes": [], "faults": ["clock", "node-blank"]}
+    page = drawn(tmp_path, [Run(VERSION, "0", "today", 0, settings)])
+    words = page.words[page.words.index("Settings and servers") :].split("\n")
+    assert {"guardyes", "quorumno", "seed–", "nodesnone", "faultsclock, node-blank"} <= set(words)
+
+
 def test_a_run_in_which_nothing_happened_has_a_page(tmp_path: Path) -> None:
     """No charts, but the verdict, and that there was nothing."""
     page = drawn(tmp_path, [RUN])
@@ -207,6 +225,14 @@ def test_violations_are_what_a_reader_sees_first(tmp_path: Path) -> None:
     assert "token 2 was given twice" in page.words
     assert "and 386 more" in page.words
     assert "Violation: P1" in page.words
+    assert "these promises were broken: P1 (199), P2 (199)." in page.words
+    assert "no token twice" not in page.words
+
+
+def test_a_control_says_that_it_has_no_guard(tmp_path: Path) -> None:
+    """Its rows have no fence; nobody should take 0 refused writes for a good sign."""
+    page = drawn(tmp_path, [RUN, acquisition(1, 0, 1), release(1, SECOND), row(0, None)])
+    assert "this control has no guard" in page.words
 
 
 def test_what_is_drawn_agrees_with_the_checker() -> None:

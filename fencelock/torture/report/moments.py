@@ -96,8 +96,9 @@ def _longest_of_each_kind(faults: Iterable[Fault]) -> Iterable[Fault]:
 
 def _violated(facts: Facts, violation: Violation) -> Moment:
     ended = violation.at or facts.ended
+    sentence = f"In {violation.resource}, {violation.sentence}."
     resources = (violation.resource,)
-    return Moment(f"Violation: {violation.rule}", violation.sentence, ended - SECOND, ended, ended, resources)
+    return Moment(f"Violation: {violation.rule}", sentence, ended - SECOND, ended, ended, resources)
 
 
 def _refused(facts: Facts, refusal: Refusal) -> Moment:

@@ -34,7 +34,7 @@ from fencelock.torture.report.timeline import draw
 try:
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
-except ImportError as error:  # pragma: no cover - reached by a test in an environment of its own
+except ImportError as error:  # pragma: no cover - reached by a test in a process of its own
     raise ImportError("the report needs one more package: pip install 'fencelock[torture]'") from error
 
 #: So many violations, errors and gaps are listed.
@@ -117,13 +117,28 @@ def render(facts: Facts, verdict: Verdict) -> str:
 
 
 def _environment() -> Environment:
-    return Environment(
+    environment = Environment(
         loader=PackageLoader(__package__, ""),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["in_words"] = in_words
+    return environment
+
+
+def in_words(setting: object) -> str:
+    """Say what a setting was, which in a history is a value of JSON."""
+    match setting:
+        case None:
+            return "–"
+        case bool():
+            return "yes" if setting else "no"
+        case list():
+            return ", ".join(map(in_words, setting)) or "none"
+        case _:
+            return str(setting)
 
 
 def _hash(text: str) -> str:
@@ -139,7 +154,13 @@ def _figures(facts: Facts, verdict: Verdict) -> Iterator[Figure]:
     )
     yield Figure(f"{verdict.acknowledged:,}", "writes acknowledged", _lost(verdict))
     refused = verdict.outcomes.get(Outcome.REFUSED, 0)
-    yield Figure(f"{refused:,}", "stale writes refused", "by the database", "refused")
+    unguarded = bool(facts.rows) and all(row.fence is None for row in facts.rows)
+    yield Figure(
+        f"{refused:,}",
+        "stale writes refused",
+        "this control has no guard" if unguarded else "by the database",
+        "refused" if refused else "",
+    )
     yield Figure(
         f"{verdict.overlaps:,}", "overlapping holders", f"{verdict.valid_overlaps:,} within the earlier lease"
     )
@@ -175,18 +196,6 @@ def _tables(facts: Facts) -> Iterator[Table]:
         "Nothing was broken.",
     )
     yield Table(
-        "Writes",
-        ("outcome", "how many"),
-        _counted(Counter(str(write.outcome) for write in facts.writes)),
-        "Nothing was written.",
-    )
-    yield Table(
-        "Errors",
-        ("error", "while", "how many"),
-        [(name, phase, f"{number:,}") for (name, phase), number in _errors(facts).most_common(LISTED)],
-        "There were none.",
-    )
-    yield Table(
         "Longest times without a lock",
         ("from", "for", "broken at that time"),
         [
@@ -198,6 +207,18 @@ def _tables(facts: Facts) -> Iterator[Table]:
             for gap in noticeable(facts.gaps)[:LISTED]
         ],
         f"None of {duration(NOTICEABLE)} or more.",
+    )
+    yield Table(
+        "Writes",
+        ("outcome", "how many"),
+        _counted(Counter(str(write.outcome) for write in facts.writes)),
+        "Nothing was written.",
+    )
+    yield Table(
+        "Errors",
+        ("error", "while", "how many"),
+        [(name, phase, f"{number:,}") for (name, phase), number in _errors(facts).most_common(LISTED)],
+        "There were none.",
     )
 
 

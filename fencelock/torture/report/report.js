@@ -82,7 +82,7 @@
       this.facts = this.places
         .filter(({ mark }) => "facts" in mark.dataset && !mark.classList.contains("unseen"))
         .sort((one, other) => one.x - other.x);
-      this.at = -1;
+      this.at = null;
       this.left = 0;
       this.zoom = 1;
       this.svg.tabIndex = 0;
@@ -107,6 +107,7 @@
 
     move(left, zoom = this.zoom) {
       this.zoom = zoom;
+      this.at = null;
       this.left = Math.min(Math.max(left, 0), 1 - 1 / zoom);
       hide();
       for (const { mark, x, width } of this.places) {
@@ -145,11 +146,16 @@
       this.ticks.replaceChildren(...made);
     }
 
+    // From the mark that was shown last, or from the left edge if the chart has been moved since.
     step(by) {
-      if (!this.facts.length) return;
-      this.at = (this.at + by + this.facts.length) % this.facts.length;
-      const { mark, x } = this.facts[this.at];
+      const count = this.facts.length;
+      if (!count) return;
+      const first = this.facts.findIndex(({ x }) => x >= 100 * this.left);
+      const from = this.at ?? (by > 0 ? first - 1 : first);
+      const at = (from + by + count) % count;
+      const { mark, x } = this.facts[at];
       if (x < 100 * this.left || x > 100 * (this.left + 1 / this.zoom)) this.move(x / 100 - 0.5 / this.zoom);
+      this.at = at;
       hide();
       mark.classList.add("chosen");
       showAt(mark);

@@ -24,7 +24,7 @@ _FAULT_ROW = 20
 _BAR = 16
 _ROOM = 9
 #: A bar bears a letter where it is as wide as this, in per cent; a name takes half of it for each of its own.
-_LETTER = 1.6
+_LETTER, _NARROW_LETTER = 1.6, 4.6
 _GLYPHS = {Outcome.REFUSED: "refused", Outcome.ACKNOWLEDGED: "written", Outcome.UNKNOWN: "doubt"}
 _SIGNS = (
     Key("refused", "write refused"),
@@ -184,7 +184,13 @@ def _draw_common_fault(marks: _Marks, window: Window, fault: Fault, y: float) ->
     left, width = window.stretch(fault.began, fault.ended)
     marks.bars.append(Bar(left, width, y, _FAULT_ROW - 4, "fault", fault_facts(fault, window)))
     if width > _LETTER * len(fault.target) / 2:
-        marks.texts.append(Text(fault.target, y + 12, left + width / 2, "on-fault"))
+        look = f"on-fault{_if_wide(width, len(fault.target) / 2)}"
+        marks.texts.append(Text(fault.target, y + 12, left + width / 2, look))
+
+
+def _if_wide(width: float, letters: float) -> str:
+    """Return the look of what has room on a bar even where a whole page is narrow."""
+    return " wide" if width > _NARROW_LETTER * letters else ""
 
 
 def fault_facts(fault: Fault, window: Window) -> str:
@@ -226,6 +232,8 @@ class _Row:
         self._draw_faults(faults, height)
         name = worker_name(self.worker)
         self.marks.names.append(Text(name, self.top + height / 2 + 4))
+        for failure in self._own(self.scene.failures):
+            self._draw_failure(failure)
         y_of: dict[tuple[str, int], float] = {}
         for level, holds in enumerate(levels):
             y = self.top + _ROOM / 2 + _BAR * level
@@ -234,8 +242,6 @@ class _Row:
                 y_of[hold.resource, hold.token] = y
                 self._draw_hold(hold, y, free_from)
                 free_from = hold.ended
-        for failure in self._own(self.scene.failures):
-            self._draw_failure(failure)
         for write in self._own(self.scene.writes):
             at = y_of.get((write.resource, write.token))
             if at is not None:
@@ -274,7 +280,8 @@ class _Row:
         if hold.began < window.ended and valid_until > window.began and width > _LETTER:
             letter = self.palette.letter(hold.resource)
             if letter:
-                self.marks.texts.append(Text(letter, y + 10.5, left + width / 2, f"letter {look}"))
+                look = f"letter {look}{_if_wide(width, 1)}"
+                self.marks.texts.append(Text(letter, y + 10.5, left + width / 2, look))
         for overlap in self.scene.overlaps:
             if hold is overlap.earlier or hold is overlap.later:
                 self._bar(overlap.began, overlap.ended, (y + _BAR - 3, 3), "twice")
