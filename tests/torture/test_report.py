@@ -35,7 +35,7 @@ from fencelock.torture.report.facts import Facts
 from fencelock.torture.report.moments import MOMENTS, choose
 from fencelock.torture.report.scale import MILLISECOND, SECOND, LogScale, Window, duration
 from tests.torture.facts import RUN, acquisition, release, row, save, write
-from tests.torture.made_up import MadeUp
+from tests.torture.made_up import BEGAN, MadeUp
 
 VOID = {"meta", "link", "br"}
 MEGABYTE = 1_000_000
@@ -295,9 +295,14 @@ def test_a_fault_of_several_nodes_is_one_bar(tmp_path: Path) -> None:
 
 
 def test_a_long_run_makes_a_page_of_bounded_size(tmp_path: Path) -> None:
-    """A hundred times the leases do not make the page larger than what anybody would open."""
+    """A hundred times the leases, and a storm of errors, do not make a page that nobody would open."""
     names = [f"order:{number}" for number in range(300)]
     records = MadeUp(workers=40, resources=names, seconds=100, hold=0.1, pauses=40).records()
+    began = BEGAN + 50 * SECOND
+    records += [
+        Failure(number % 40, names[number % 300], began, began + number * MILLISECOND, "QuorumError", "none")
+        for number in range(10_000)
+    ]
     acquired = sum(isinstance(record, Acquisition) for record in records)
     drawn(tmp_path, records)
     assert acquired > 15_000

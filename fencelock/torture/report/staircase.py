@@ -177,8 +177,7 @@ def _rug(window: Window, refusals: Iterable[Refusal]) -> Iterator[Glyph]:
 
 def _refusal_facts(refusal: Refusal, window: Window) -> str:
     write, newer = refusal.write, refusal.successor
-    at = f"{window.time(write.ended)}"
-    said = f"write refused at {at}: token {write.token} of worker {write.worker}"
+    said = f"write refused at {window.time(write.ended)}: token {write.token} of worker {write.worker}"
     return f"{said}, after {newer.token} of worker {newer.worker}" if newer else said
 
 

@@ -17,8 +17,8 @@ from fencelock.torture.report.scale import Window, count, duration
 
 _O = TypeVar("_O", Failure, Write)
 _L = TypeVar("_L", Hold, Fault)
-#: So many leases are drawn, and so many workers; more would be a carpet.
-LEASES, WORKERS = 260, 24
+#: So many leases are drawn, failed attempts and workers; more would be a carpet.
+LEASES, FAILURES, WORKERS = 260, 130, 24
 _TOP = 6
 _FAULT_ROW = 20
 _BAR = 16
@@ -129,12 +129,16 @@ def _scene(moment: Moment, facts: Facts) -> _Scene:
     return _Scene(
         window,
         holds,
-        [one for one in failed if one.worker in workers],
+        _nearest_failures([one for one in failed if one.worker in workers], moment),
         [one for one in facts.writes_in(window.began, window.ended) if one.worker in workers],
         _overlaps_among(holds, facts),
         sorted(workers),
         left_out,
     )
+
+
+def _nearest_failures(failed: Iterable[Failure], moment: Moment) -> list[Failure]:
+    return sorted(failed, key=lambda failure: abs(failure.ended - moment.focus))[:FAILURES]
 
 
 def _workers(moment: Moment, holds: Sequence[Hold], failed: Sequence[Failure]) -> tuple[set[int], str]:
@@ -147,13 +151,13 @@ def _workers(moment: Moment, holds: Sequence[Hold], failed: Sequence[Failure]) -
     if len(holds) <= LEASES and len(everybody) <= WORKERS:
         return everybody, ""
     if moment.resources:
-        about = Counter(one.worker for one in attempts if one.resource in moment.resources)
-        names = ", ".join(moment.resources)
-        return {
-            worker for worker, _ in about.most_common(WORKERS)
-        }, f": the workers are those who had or wanted {names}"
-    busiest = Counter(one.worker for one in attempts).most_common(WORKERS // 2)
-    return {worker for worker, _ in busiest}, f": the workers are the busiest of {len(everybody)}"
+        concerned = (one for one in attempts if one.resource in moment.resources)
+        return _busiest(concerned, WORKERS), f": the workers had or wanted {', '.join(moment.resources)}"
+    return _busiest(attempts, WORKERS // 2), f": the workers are the busiest of {len(everybody)}"
+
+
+def _busiest(attempts: Iterable[Hold | Failure], most: int) -> set[int]:
+    return {worker for worker, _ in Counter(one.worker for one in attempts).most_common(most)}
 
 
 def _about(holds: Sequence[Hold], window: Window) -> Window:
@@ -172,7 +176,7 @@ def _common_faults(marks: _Marks, window: Window, faults: Iterable[Fault]) -> fl
     y: float = _TOP
     seen = (fault for fault in faults if window.overlaps(fault.began, fault.ended))
     for kind, some in by_kind(seen).items():
-        marks.names.append(Text(kind, y + 12, look="of-fault"))
+        marks.names.append(Text(kind, y + 12))
         for level in _levels(_together(some)):
             for fault in level:
                 _draw_common_fault(marks, window, fault, y)
