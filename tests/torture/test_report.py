@@ -300,13 +300,15 @@ def test_a_long_run_makes_a_page_of_bounded_size(tmp_path: Path) -> None:
     records = MadeUp(workers=40, resources=names, seconds=100, hold=0.1, pauses=40).records()
     began = BEGAN + 50 * SECOND
     records += [
-        Failure(number % 40, names[number % 300], began, began + number * MILLISECOND, "QuorumError", "none")
-        for number in range(10_000)
+        Failure(
+            number % 40, names[number % 300], began, began + number * MILLISECOND // 30, "QuorumError", "none"
+        )
+        for number in range(30_000)
     ]
     acquired = sum(isinstance(record, Acquisition) for record in records)
     drawn(tmp_path, records)
     assert acquired > 15_000
-    assert (tmp_path / "report.html").stat().st_size < 3 * MEGABYTE
+    assert (tmp_path / "report.html").stat().st_size < 2 * MEGABYTE
 
 
 def test_ticks_are_round_and_few() -> None:
