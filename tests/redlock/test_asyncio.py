@@ -17,14 +17,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 
 import pytest
+import redis
 
 from fencelock import Redlock
 from fencelock.authority.base import Grant
-from fencelock.authority.redlock import seats
+from fencelock.authority.redlock import lingering, seats
 from fencelock.embedded import Nodes
 from fencelock.errors import FencelockError, LockTimeoutError, NodesNotInitialisedError, QuorumError
 from tests.polling import eventually
-from tests.redlock.stage import SlowDoor
+from tests.redlock.stage import NODE_KEY, SlowDoor, stripe_of
 from tests.redlock.views import Run, becomes_free, connections_to, locks_on, soon, take
 
 #: Longer than a test, so that no lock goes by itself.
@@ -397,6 +398,26 @@ def test_nodes_that_answer_slowly_lose_no_answer(nodes: Nodes, run: Run) -> None
                 stop.set()
                 done.result()
         assert eventually(lambda: not locks_on(nodes)), locks_on(nodes)
+
+
+def test_loop_that_ends_leaves_no_lock_on_a_node_that_hangs(nodes: Nodes, run: Run) -> None:
+    """It reads all that it was sent, the releases too, though that is more than a server reads at once."""
+    with Redlock(nodes.urls) as authority:
+        authority.init()
+
+        async def main() -> None:
+            await take(authority)
+            nodes[0].pause()
+            await asyncio.gather(*(take(authority, f"r{number}") for number in range(200)))
+
+        run(main())
+        nodes[0].resume()
+        with redis.Redis.from_url(nodes[0].url) as client:  # it has executed something of that
+            assert eventually(lambda: client.hexists(NODE_KEY, f"c{stripe_of('r199')}"))
+        assert eventually(lambda: not locks_on(nodes)), locks_on(nodes)
+    assert eventually(lambda: connections_to(nodes) == 0)
+    lingering.sweep()
+    assert not lingering._kept
 
 
 def test_full_socket_delays_and_loses_nothing(nodes: Nodes, run: Run) -> None:

@@ -35,6 +35,7 @@ from redis.exceptions import (
 )
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from fencelock.authority.redlock import lingering
 from fencelock.authority.redlock.membership import Membership
 from fencelock.authority.redlock.places import (
     Nowhere,
@@ -172,6 +173,7 @@ class Node:
         Raises:
             Unusable: with what to report as the node's answer.
         """
+        lingering.sweep()
         failures: list[tuple[Server, Unusable]] = []
         tried: set[str] = set()
         try:
@@ -410,6 +412,13 @@ class Link:
     def close(self) -> None:
         """Close the socket. In a forked child this leaves the parent's alone."""
         self._sock.close()
+
+    def hang_up(self) -> None:
+        """End the connection; what the node has been sent it still executes, if it lives."""
+        if self.waiting:
+            lingering.close_when_read(self._sock)
+        else:
+            self._sock.close()
 
     def put(self, sent: Sent, packed: bytes) -> None:
         """Take a command, whose common part has been packed, for the next `flush`."""

@@ -164,7 +164,7 @@ class Seats(abc.ABC):
             for seat in self._seats:
                 seat.close()
                 if seat.link is not None:
-                    seat.link.close()
+                    seat.link.hang_up()
                 seat.link = None
 
     def leave_to_parent(self) -> None:
@@ -256,7 +256,7 @@ class Seats(abc.ABC):
         seat.link = None
         self._absent += 1
         self._unwatch(index, link)
-        link.close()
+        link.hang_up()
         for ballot, sent, _ in link.waiting:
             if ballot is not None and not ballot.over:
                 ballot.hear(index, failure)
