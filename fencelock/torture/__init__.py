@@ -2,4 +2,11 @@
 
 `history.py` is what a run writes down and all that its other rooms share: workers and faults write it,
 `checker.py` judges it without knowing who wrote it, `report` draws it.
+
+A run, from the outside to the inside: `command.py` reads the command line, `run.py` starts servers, lets
+workers work and faults happen (`settings.py` says how much of each), and puts the history together. `crew.py`
+keeps the worker processes, `worker.py` is one: it chooses how to behave (`plan.py`), locks, adds to a row
+(`storage.py`, `table.py`), and writes its journal (`journal.py`). `faults.py` breaks what stands on the stage
+(`stage.py`), with a network (`proxy.py`), clocks (`clocks.py`) and COMMITs (`doubt.py`) made for it.
+`naive.py` is a lock that must fail.
 """

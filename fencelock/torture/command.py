@@ -112,7 +112,7 @@ def torture(
         _confirm(console, settings, yes=yes)
     result = _run(console, settings)
     _report(console, result)
-    raise typer.Exit(_NO_RUN if result.trouble else _RIGHT if result.verdict.right else _WRONG)
+    raise typer.Exit(_WRONG if not result.verdict.right else _NO_RUN if result.trouble else _RIGHT)
 
 
 def _new_folder() -> Path:

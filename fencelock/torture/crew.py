@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fencelock.torture.journal import Life
 from fencelock.torture.settings import Settings
-from fencelock.torture.worker import Assignment, work
+from fencelock.torture.worker import Assignment, Board, work
 
 _PATIENCE = 60.0
 
@@ -50,7 +50,11 @@ class Crew:
         self._context.set_forkserver_preload([work.__module__])
         self._settings = settings
         self._places = places
-        self._counts = self._context.Array("Q", settings.workers + 1, lock=False)
+        self._board = Board(
+            self._context.Array("Q", settings.workers, lock=False),
+            self._context.Array("q", settings.workers, lock=False),
+            self._context.Array("b", 1, lock=False),
+        )
         self._lock = threading.Lock()
         self._workers: dict[int, BaseProcess] = {}
         self._lives: list[list[Life]] = [[] for _ in range(settings.workers)]
@@ -64,7 +68,12 @@ class Crew:
     @property
     def acquired(self) -> int:
         """How many resources have been acquired so far."""
-        return sum(self._counts[:-1])
+        return sum(self._board.acquired)
+
+    @property
+    def thinking(self) -> list[int]:
+        """Which workers have a holder that has read and not yet written, as far as can be told."""
+        return [number for number, holders in enumerate(self._board.thinking) if holders > 0]
 
     def pid(self, number: int) -> int:
         """Return the process id of a worker."""
@@ -91,7 +100,7 @@ class Crew:
 
     def stop(self) -> None:
         """Tell the workers to stop, and end those that do not."""
-        self._counts[-1] = 1
+        self._board.over[0] = 1
         deadline = time.monotonic() + _PATIENCE
         for number, worker in self._workers.items():
             worker.join(max(0.0, deadline - time.monotonic()))
@@ -122,7 +131,7 @@ class Crew:
             log=self._log(number),
             tasks=self._settings.tasks if number % 2 else 0,
         )
-        worker = self._context.Process(target=work, args=(assignment, self._counts), daemon=True)
+        worker = self._context.Process(target=work, args=(assignment, self._board), daemon=True)
         worker.start()
         self._workers[number] = worker
 

@@ -31,7 +31,7 @@ Inject = Callable[[Stage, random.Random], None]
 
 def pause_worker(stage: Stage, rng: random.Random) -> None:
     """SIGSTOP one worker for longer than a lease."""
-    number = rng.randrange(len(stage.crew))
+    number = _choose_worker(stage, rng)
     pid = stage.crew.pid(number)
     with stage.fault("worker-pause", f"worker {number}"):
         os.kill(pid, signal.SIGSTOP)
@@ -43,9 +43,14 @@ def pause_worker(stage: Stage, rng: random.Random) -> None:
 
 def kill_worker(stage: Stage, rng: random.Random) -> None:
     """SIGKILL one worker; another takes its place."""
-    number = rng.randrange(len(stage.crew))
+    number = _choose_worker(stage, rng)
     with stage.fault("worker-kill", f"worker {number}"):
         stage.crew.replace(number)
+
+
+def _choose_worker(stage: Stage, rng: random.Random) -> int:
+    """Return one in the worst moment, which is between a read and its write; if there is none, anyone."""
+    return rng.choice(stage.crew.thinking or range(len(stage.crew)))
 
 
 def pause_nodes(stage: Stage, rng: random.Random) -> None:

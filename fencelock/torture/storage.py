@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from sqlalchemy import Engine
@@ -36,13 +37,23 @@ class Storage:
         journal: where each addition is noted.
         worker: whose it is.
         guard: whether to use the fenced table.
+        thinking: what surrounds the time between a read and its write.
     """
 
-    def __init__(self, engine: Engine, journal: Journal, worker: int, *, guard: bool) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        journal: Journal,
+        worker: int,
+        *,
+        guard: bool,
+        thinking: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         self._engine = engine
         self._journal = journal
         self._worker = worker
         self._guard = guard
+        self._thinking = thinking
 
     def add(self, tokens: Mapping[str, int], plan: Plan) -> bool:
         """Add 1 to each of the rows, in one transaction.
@@ -78,7 +89,8 @@ class Storage:
         rows = [self._take(session, addition.row) for addition in additions]
         if not plan.together:
             session.commit()  # what was claimed stays claimed: by the fence, no longer by the row's lock
-        time.sleep(plan.think)
+        with self._thinking():
+            time.sleep(plan.think)
         for row, addition in zip(rows, additions, strict=True):
             addition.read = row.value
             row.value += 1

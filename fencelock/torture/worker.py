@@ -14,9 +14,9 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ from fencelock.torture.table import engine_on
 #: Redlock for workers that do not wait for paused nodes for long, which then answer late.
 IMPATIENT: dict[str, Any] = {"node_timeout": 0.2, "connect_timeout": 0.5, "outage_grace": 0.5}
 _THREADS = 8
+#: Of Linux' prctl: have the kernel send a signal when the parent dies.
+_PR_SET_PDEATHSIG = 1
 #: Seconds to wait after an attempt that failed, so that an outage does not fill the journal.
 _BACK_OFF = 0.05
 
@@ -69,15 +71,25 @@ class Assignment:
     tasks: int
 
 
-def work(assignment: Assignment, counts: ctypes.Array[ctypes.c_ulonglong]) -> None:
-    """Be a worker until told to stop.
+@dataclass(frozen=True, slots=True)
+class Board:
+    """Memory that all processes of a run share.
 
-    Args:
-        assignment: what to do.
-        counts: how much each worker has acquired; after these, whether to stop.
+    Attributes:
+        acquired: how many locks each worker has acquired.
+        thinking: how many of its holders have read and not yet written.
+        over: one value: whether to stop.
     """
+
+    acquired: ctypes.Array[ctypes.c_ulonglong]
+    thinking: ctypes.Array[ctypes.c_longlong]
+    over: ctypes.Array[ctypes.c_byte]
+
+
+def work(assignment: Assignment, board: Board) -> None:
+    """Be a worker until told to stop."""
     _leave_the_terminal(assignment.log)
-    worker = Worker(assignment, counts)
+    worker = Worker(assignment, board)
     if assignment.tasks:
         asyncio.run(worker.run_tasks())
     else:
@@ -85,9 +97,11 @@ def work(assignment: Assignment, counts: ctypes.Array[ctypes.c_ulonglong]) -> No
 
 
 def _leave_the_terminal(log: Path) -> None:
-    """Ctrl-C is the parent's business, and errors go to the log."""
+    """Leave Ctrl-C to the parent, write errors to the log, and end with the parent, even while paused."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.setsid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     with log.open("ab") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
     # Nodes that hang are late to release, as intended.
@@ -97,11 +111,12 @@ def _leave_the_terminal(log: Path) -> None:
 class Worker:
     """What a worker has and does."""
 
-    def __init__(self, assignment: Assignment, counts: ctypes.Array[ctypes.c_ulonglong]) -> None:
+    def __init__(self, assignment: Assignment, board: Board) -> None:
         self._number = assignment.number
         self._settings = assignment.settings
         self._tasks = assignment.tasks
-        self._counts = counts
+        self._board = board
+        board.thinking[assignment.number] = 0  # whoever was this worker before may have been killed there
         self._parent = os.getppid()
         self._rng = random.Random(f"{assignment.settings.seed}/{assignment.number}/{assignment.life}")  # noqa: S311 - to be repeated
         self._journal = Journal(assignment.journal)
@@ -110,6 +125,7 @@ class Worker:
             self._journal,
             assignment.number,
             guard=assignment.settings.guard,
+            thinking=self._thinking,
         )
         self._authority = _authority(assignment)
 
@@ -189,8 +205,17 @@ class Worker:
         else:
             self._note_release(tokens, worked_until)
 
+    @contextmanager
+    def _thinking(self) -> Iterator[None]:
+        """Let the others see that this would be a bad moment to be paused."""
+        self._board.thinking[self._number] += 1
+        try:
+            yield
+        finally:
+            self._board.thinking[self._number] -= 1
+
     def _over(self) -> bool:
-        return bool(self._counts[-1]) or os.getppid() != self._parent
+        return bool(self._board.over[0]) or os.getppid() != self._parent
 
     def _lock(self, plan: Plan) -> FencedLock[Any]:
         return fenced_lock(*plan.resources, **plan.lock, authority=self._authority)
@@ -208,7 +233,7 @@ class Worker:
                     int(lease.expires_at * 1e9),
                 )
             )
-        self._counts[self._number] += len(lock.leases)
+        self._board.acquired[self._number] += len(lock.leases)
 
     def _note_remint(self, lock: FencedLock[Any], old: dict[str, int], stopped: int) -> None:
         """To who looks at tokens, it is a release and another acquisition."""

@@ -86,8 +86,8 @@ def test_all_faults_together_break_no_promise(tmp_path: Path) -> None:
 
 def test_without_the_guard_updates_are_lost(tmp_path: Path) -> None:
     """The control: the same locks, the same pauses, an ordinary table."""
-    settings = {"resources": 1, "workers": 3, "tasks": 0, "writes": 1.0, "think": 0.05, "ttl": 0.2}
-    result = torture(tmp_path, ["worker-pause"], guard=False, pause=2.0, duration=10.0, **settings)
+    settings = {"resources": 2, "tasks": 0, "writes": 1.0, "think": 0.02, "ttl": 0.2, "every": 0.1}
+    result = torture(tmp_path, ["worker-pause"], guard=False, pause=2.0, duration=8.0, **settings)
     assert result.trouble == ()
     assert result.verdict.broken[Rule.NO_LOST_UPDATE] > 0
     assert result.verdict.lost_updates > 0
