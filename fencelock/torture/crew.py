@@ -16,6 +16,8 @@ from fencelock.torture.settings import Settings
 from fencelock.torture.worker import Assignment, Board, work
 
 _PATIENCE = 60.0
+#: One worker in so many sees the nodes through the proxies, the last of each such group.
+_PROXIED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ class Crew:
             yield from lives
 
     def _start(self, number: int) -> None:
-        proxied = bool(self._places.proxies) and number % 3 == min(2, self._settings.workers - 1)
+        proxied = bool(self._places.proxies) and number % _PROXIED == min(_PROXIED, len(self)) - 1
         life = len(self._lives[number])
         assignment = Assignment(
             number=number,

@@ -107,7 +107,7 @@ class Settings:
         """Return which of the faults cannot be had with these settings, and why."""
         return {fault: why for fault in self.faults if (why := self._reason_against(fault))}
 
-    def _reason_against(self, fault: str) -> str:
+    def _reason_against(self, fault: str) -> str:  # noqa: PLR0911 - a table, in effect
         match fault:
             case "node-pause" | "node-blank" | "node-rollback" | "node-flush" | "clock" if self.nodes:
                 return "the nodes were not started by this run"
@@ -115,6 +115,8 @@ class Settings:
                 return "it is for fewer than a majority of the nodes, which takes at least 3"
             case "partition" if not all(map(_can_be_proxied, self.nodes)):
                 return "only nodes with plain redis:// URLs can be put behind the proxy"
+            case "partition" if self.workers == 1:
+                return "somebody is to see the nodes as they are: it takes at least 2 workers"
             case "database-kill" if self.database != "postgresql":
                 return "only the embedded PostgreSQL has its connections ended"
             case "database-kill" if not self.writes:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import logging
+import multiprocessing
 import os
 import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -89,6 +91,9 @@ class Board:
 def work(assignment: Assignment, board: Board) -> None:
     """Be a worker until told to stop."""
     _leave_the_terminal(assignment.log)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_end_with_the_run, daemon=True).start()
     worker = Worker(assignment, board)
     if assignment.tasks:
         asyncio.run(worker.run_tasks())
@@ -97,15 +102,26 @@ def work(assignment: Assignment, board: Board) -> None:
 
 
 def _leave_the_terminal(log: Path) -> None:
-    """Leave Ctrl-C to the parent, write errors to the log, and end with the parent, even while paused."""
+    """Leave Ctrl-C to the parent, and write errors to the log."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.setsid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     with log.open("ab") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
     # Nodes that hang are late to release, as intended.
     logging.getLogger("fencelock").setLevel(logging.ERROR)
+
+
+def _end_with_the_run() -> None:
+    """End when the process that makes the run has ended, whatever ended it.
+
+    It takes the server along that forks the workers, and would live for as long as any of them. Then, on
+    Linux, the kernel ends those that are paused and cannot see it themselves.
+    """
+    run = multiprocessing.parent_process()
+    assert run is not None  # noqa: S101 - workers are started by one
+    run.join()
+    os.kill(os.getppid(), signal.SIGKILL)
+    os._exit(1)
 
 
 class Worker:
@@ -117,7 +133,6 @@ class Worker:
         self._tasks = assignment.tasks
         self._board = board
         board.thinking[assignment.number] = 0  # whoever was this worker before may have been killed there
-        self._parent = os.getppid()
         self._rng = random.Random(f"{assignment.settings.seed}/{assignment.number}/{assignment.life}")  # noqa: S311 - to be repeated
         self._journal = Journal(assignment.journal)
         self._storage = Storage(
@@ -215,7 +230,7 @@ class Worker:
             self._board.thinking[self._number] -= 1
 
     def _over(self) -> bool:
-        return bool(self._board.over[0]) or os.getppid() != self._parent
+        return bool(self._board.over[0])
 
     def _lock(self, plan: Plan) -> FencedLock[Any]:
         return fenced_lock(*plan.resources, **plan.lock, authority=self._authority)

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fencelock.torture import checker
 from fencelock.torture.checker import Rule, Verdict, check
 from fencelock.torture.history import (
     Acquisition,
@@ -229,42 +230,39 @@ def test_facts_that_contradict_themselves_are_refused() -> None:
             check(records)
 
 
-def run_checker(
-    *arguments: str | Path, program: Sequence[str] = ("fencelock.torture.checker",)
-) -> subprocess.CompletedProcess[str]:
-    """Run the checker as a program of its own, or as a command of another."""
-    return subprocess.run(
-        [sys.executable, "-m", *program, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-
-def test_the_program_says_right_and_wrong_by_its_exit_status(tmp_path: Path) -> None:
+def test_the_program_says_right_and_wrong_by_its_exit_status(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """0 and 1 for a history, with the verdict in the last line; a cut line is counted and no harm."""
     legal: list[Record] = [RUN, acquisition(1, 0, 5), write(1, 6, 7, 0), row(1, 1)]
-    right = run_checker(save(tmp_path / "right", [*legal, Cut("{", 1)]))
-    assert (right.returncode, right.stdout.splitlines()[-1]) == (0, "RIGHT: every promise was kept")
-    assert "cut lines       1" in right.stdout
-    wrong = save(tmp_path / "wrong", [*legal, acquisition(1, 3, 4)])
-    for program in (("fencelock.torture.checker",), ("fencelock", "check")):
-        result = run_checker(wrong, program=program)
-        assert (result.returncode, result.stdout.splitlines()[-1]) == (1, "WRONG: 1 P1")
+    assert checker.main([str(save(tmp_path / "right", [*legal, Cut("{", 1)]))]) == 0
+    said = capsys.readouterr().out
+    assert said.splitlines()[-1] == "RIGHT: every promise was kept"
+    assert "cut lines       1" in said
+    assert checker.main([str(save(tmp_path / "wrong", [*legal, acquisition(1, 3, 4)]))]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "WRONG: 1 P1"
 
 
-def test_the_program_refuses_what_is_no_history(tmp_path: Path) -> None:
+def test_the_program_refuses_what_is_no_history(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Status 2 and a sentence for a broken file, a missing one, and no arguments."""
     (tmp_path / "binary").write_bytes(b"\xff\xfe\n")
     (tmp_path / "empty").touch()
     (tmp_path / "prose").write_text("Call me Ishmael.\n")
     for name in ("binary", "empty", "prose", "missing"):
-        result = run_checker(tmp_path / name)
-        assert (result.returncode, result.stdout) == (2, "")
-        assert "cannot be judged" in result.stderr
-        assert "Traceback" not in result.stderr
-    assert run_checker().returncode == 2
+        assert checker.main([str(tmp_path / name)]) == 2
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert "cannot be judged" in said.err
+    assert checker.main([]) == 2
+
+
+@pytest.mark.parametrize("program", [("fencelock.torture.checker",), ("fencelock", "check")])
+def test_it_is_a_program_of_its_own_and_a_command(program: tuple[str, ...], tmp_path: Path) -> None:
+    """Both hand on the exit status."""
+    wrong = save(tmp_path / "wrong", [RUN, acquisition(1, 0, 5), acquisition(1, 3, 4)])
+    command = [sys.executable, "-m", *program, str(wrong)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stdout.splitlines()[-1]) == (1, "WRONG: 1 P1")
 
 
 @dataclass(frozen=True, slots=True)

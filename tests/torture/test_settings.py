@@ -39,6 +39,7 @@ def test_what_makes_no_sense_is_refused(wrong: dict[str, Any], sentence: str, tm
         ({}, set()),
         ({"database": "sqlite"}, {"database-kill"}),
         ({"writes": 0.0}, {"database-kill"}),
+        ({"workers": 1}, {"partition"}),
         ({"nodes_count": 2}, {"node-pause", "node-blank", "node-rollback", "node-flush"}),
         (
             {"nodes": ("redis://a", "redis://b", "redis://c")},

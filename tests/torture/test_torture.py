@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import redis
 from sqlalchemy import create_engine, inspect
@@ -64,7 +66,7 @@ def test_each_fault_alone_breaks_no_promise(fault: str, tmp_path: Path) -> None:
     database = "postgresql" if fault == "database-kill" else "sqlite"
     if why := skipped_faults(Settings(tmp_path, (fault,), database=database)):
         pytest.skip(why[fault])
-    result = torture(tmp_path, [fault], database=database, duration=4.0 if "node" in fault else 3.0)
+    result = torture(tmp_path, [fault], database=database, duration=3.5 if "node" in fault else 2.5)
     assert_right(result)
     assert set(result.verdict.faults) == {fault}
     if fault in {"node-blank", "node-rollback", "node-flush"}:
@@ -77,7 +79,7 @@ def test_each_fault_alone_breaks_no_promise(fault: str, tmp_path: Path) -> None:
 
 def test_all_faults_together_break_no_promise(tmp_path: Path) -> None:
     """At once, as far as fewer than a majority of the nodes is without memory at a time."""
-    result = torture(tmp_path, list(FAULTS), duration=8.0, database="postgresql", workers=6)
+    result = torture(tmp_path, list(FAULTS), duration=7.0, database="postgresql", workers=6)
     assert_right(result)
     for lane in LANES:
         assert result.verdict.faults.keys() & lane, f"none of {lane}"
@@ -163,12 +165,12 @@ def test_servers_of_the_user_are_left_as_they_were(database_url: str, nodes: Nod
     assert all(f'"fault":"{fault}"' in history for fault in ("worker-pause", "partition"))
 
 
-def test_ctrl_c_ends_a_run_with_a_verdict_about_what_there_is(tmp_path: Path) -> None:
-    """Within seconds, with status 0 where that was right, and with a history that can be judged again."""
-    out = tmp_path / "out"
-    options = ("--duration", "1000", "--ttl", "0.5", "--database", "sqlite", "--workers", "2")
+@contextmanager
+def under_way(out: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
+    """Start a run that would last for long, and yield it when its two workers work."""
+    arguments = ("--duration", "1000", "--ttl", "0.5", "--database", "sqlite", "--workers", "2", *options)
     with subprocess.Popen(
-        command("--output", out, *options, "--fault", "worker-pause"),
+        command("--output", out, *arguments),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -176,6 +178,13 @@ def test_ctrl_c_ends_a_run_with_a_verdict_about_what_there_is(tmp_path: Path) ->
     ) as process:
         journals = [out / f"worker{number}-0.jsonl" for number in range(2)]
         assert eventually(lambda: all(map(_has_lines, journals)), 60)
+        yield process
+
+
+def test_ctrl_c_ends_a_run_with_a_verdict_about_what_there_is(tmp_path: Path) -> None:
+    """Within seconds, with status 0 where that was right, and with a history that can be judged again."""
+    out = tmp_path / "out"
+    with under_way(out, "--fault", "node-pause") as process:
         time.sleep(0.5)
         process.send_signal(signal.SIGINT)
         said, complaints = process.communicate(timeout=100)
@@ -184,6 +193,29 @@ def test_ctrl_c_ends_a_run_with_a_verdict_about_what_there_is(tmp_path: Path) ->
     assert "RIGHT: every promise was kept" in said
     check = [sys.executable, "-m", "fencelock", "check", str(out / "history.jsonl")]
     assert subprocess.run(check, stdout=subprocess.DEVNULL, check=False, timeout=60).returncode == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process that is paused")
+def test_a_run_that_is_killed_leaves_no_process_behind(tmp_path: Path) -> None:
+    """Neither servers nor workers, and not the worker that is paused at that moment."""
+    options = ("--fault", "worker-pause", "--every", "0.01", "--ttl", "5", "--pause", "60")
+    with under_way(tmp_path / "out", *options) as process:
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert eventually(lambda: any(_is(member, psutil.STATUS_STOPPED) for member in family), 60)
+        process.kill()
+        process.communicate()
+    assert len(family) > 7  # five nodes, two workers
+    assert eventually(lambda: not any(_lives(member) for member in family), 60)
+
+
+def _is(process: psutil.Process, status: str) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return bool(process.status() == status)
+    return False
+
+
+def _lives(process: psutil.Process) -> bool:
+    return process.is_running() and not _is(process, psutil.STATUS_ZOMBIE)
 
 
 def _has_lines(path: Path) -> bool:
