@@ -1,27 +1,59 @@
 """Random histories of writers: whatever paths they take, no stale write is accepted and none is lost.
 
-Three workers hold leases of one resource that were granted one after the other, and none knows that its
+Three workers hold leases of two resources that were granted one after the other, and none knows that its
 time is over. Each keeps what it has claimed in memory from one transaction to the next, as a paused process
-does, so that late writes of old holders mix with those of new ones. A model in plain Python says what the
-database must do with each write. The control runs such histories with the guard switched off, and must lose
-a write.
+does, so that late writes of old holders mix with those of new ones.
+
+In one kind of history each transaction ends before the next begins, and a model in plain Python says what the
+database must do with each write. In the other, transactions with savepoints are open at the same time. Nobody
+waits there: who finds a row locked gives up, as after a lock timeout. What must hold is said of the outcome:
+the marks of the rows are those of the acknowledged writes, in an order in which tokens never go down.
+
+The controls run such histories with the guard switched off, and must find a violation.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Any, Final
+
 import pytest
-from hypothesis import HealthCheck, find, given, settings
+from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
-from sqlalchemy import Engine, String, create_engine, delete, insert, select, text, update
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+from sqlalchemy import (
+    ColumnElement,
+    Engine,
+    String,
+    Table,
+    bindparam,
+    create_engine,
+    delete,
+    insert,
+    select,
+    text,
+    update,
+)
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, SessionTransaction, mapped_column
 
 from fencelock.errors import StaleTokenError
-from fencelock.guard import FencedModel, bind, claim, execute_fenced, fenced_update, upsert
+from fencelock.guard import (
+    FencedModel,
+    bind,
+    claim,
+    conditional_update,
+    execute_fenced,
+    fenced_update,
+    upsert,
+)
 from fencelock.lease import Lease
 
 SHARED = [HealthCheck.function_scoped_fixture]  # each example empties the database itself
-ROWS = (1, 2)
-WORKERS = 3
+LEDGERS = {1: "main", 2: "main", 3: "side"}
+"""The rows, and the ledger that each is of."""
+TOKENS = ({"main": 1, "side": 3}, {"main": 2, "side": 1}, {"main": 3, "side": 2})
+"""The leases of each worker: who is the oldest holder of one ledger is the newest of the other."""
 
 
 class Base(DeclarativeBase):
@@ -39,15 +71,23 @@ class Entry(FencedModel, Base):
 
 
 class Worker:
-    """A process that works under one lease for ever, and trusts what it has read since its claim."""
+    """A process that works under one lease of each ledger for ever, and trusts what it has claimed.
 
-    def __init__(self, engine: Engine, token: int, *, guarded: bool) -> None:
-        self.token = token
+    Attributes:
+        tokens: of its leases, by ledger.
+        session: which it writes with.
+        written: the rows and marks that its open transaction has written.
+    """
+
+    def __init__(self, engine: Engine, tokens: Mapping[str, int], *, guarded: bool) -> None:
+        self.tokens = tokens
         self.session = Session(engine, expire_on_commit=False)
+        self.written: list[tuple[int, str]] = []
         self._guarded = guarded
         self._kept: dict[int, Entry] = {}
         self._claimed: set[int] = set()
-        bind(self.session, Lease("ledger:main", token))
+        self._savepoints: list[tuple[SessionTransaction, int]] = []
+        bind(self.session, *[Lease(f"ledger:{ledger}", token) for ledger, token in tokens.items()])
 
     def entry(self, row: int) -> Entry:
         """Return the row as it was when this worker claimed it, claiming it the first time."""
@@ -63,14 +103,28 @@ class Worker:
 
     def merge(self, row: int, mark: str) -> None:
         """Append by a detached copy."""
-        self.session.merge(Entry(id=row, ledger="main", log=self.entry(row).log + mark))
+        self.session.merge(Entry(id=row, ledger=LEDGERS[row], log=self.entry(row).log + mark))
         self.session.flush()
 
     def mappings(self, row: int, mark: str) -> None:
         """Append by a bulk operation."""
         entry = self.entry(row)
-        self.session.bulk_update_mappings(Entry, [{"id": row, "log": entry.log + mark}])
+        longer = {"id": row, "ledger": LEDGERS[row], "log": entry.log + mark}
+        self.session.bulk_update_mappings(Entry, [{name: longer[name] for name in ("id", "log")}])
         self.session.expire(entry)
+
+    def bulk_objects(self, row: int, mark: str) -> None:
+        """Append by a bulk operation with the object itself."""
+        entry = self.entry(row)
+        entry.log += mark
+        self.session.bulk_save_objects([entry])
+        self.session.expire(entry)
+
+    def key_list(self, row: int, mark: str) -> None:
+        """Append by a list of keys and values."""
+        longer = {"id": row, "log": self.entry(row).log + mark}
+        self.session.execute(update(Entry), [longer])
+        self.session.expire_all()
 
     def replacement(self, row: int, mark: str) -> None:
         """Delete the row, and insert it with the longer log."""
@@ -78,22 +132,35 @@ class Worker:
         longer = entry.log + mark
         self.session.delete(entry)
         self.session.flush()
-        self._kept[row] = Entry(id=row, ledger="main", log=longer)
+        self._kept[row] = Entry(id=row, ledger=LEDGERS[row], log=longer)
         self.session.add(self._kept[row])
         self.session.flush()
 
     def statement(self, row: int, mark: str) -> None:
         """Append in the database."""
-        which = (Entry.id == row, Entry.ledger == "main")
-        self.session.execute(update(Entry).where(*which).values(log=Entry.log.concat(mark)))
+        self.session.execute(update(Entry).where(*which(row)).values(log=Entry.log.concat(mark)))
+        self.session.expire_all()
+
+    def query(self, row: int, mark: str) -> None:
+        """Append in the database, the legacy way."""
+        self.session.query(Entry).filter(*which(row)).update({"log": Entry.log.concat(mark)})
+        self.session.expire_all()
+
+    def core(self, row: int, mark: str) -> None:
+        """Append in the database, past the session."""
+        table: Table = Entry.__table__  # type: ignore[assignment]
+        pinned = (table.c.id == bindparam("row"), table.c.ledger == bindparam("of"))
+        longer = table.c.log.concat(bindparam("mark"))
+        statement = update(table).where(*pinned).values(log=longer)
+        self.session.connection().execute(statement, [{"row": row, "of": LEDGERS[row], "mark": mark}])
         self.session.expire_all()
 
     def construct(self, row: int, mark: str) -> None:
         """Append in the database, by the fenced construct."""
         if not self._guarded:
             return self.statement(row, mark)  # the construct itself does not work without a token
-        which = (Entry.id == row, Entry.ledger == "main")
-        execute_fenced(self.session, fenced_update(Entry).where(*which).values(log=Entry.log.concat(mark)))
+        longer = fenced_update(Entry).where(*which(row)).values(log=Entry.log.concat(mark))
+        execute_fenced(self.session, longer)
         return self.session.expire_all()
 
     def textual(self, row: int, mark: str) -> None:
@@ -104,17 +171,38 @@ class Worker:
         longer = "concat(log, :mark)" if mysql else "log || :mark"
         statement = text(
             f"UPDATE hi_entries SET log = {longer}, last_fencing_token = :fencing_token"  # noqa: S608 - ours
-            " WHERE id = :id AND ledger = 'main' AND last_fencing_token <= :fencing_token"
+            " WHERE id = :id AND ledger = :ledger AND last_fencing_token <= :fencing_token"
         )
-        self.session.execute(statement, {"id": row, "mark": mark, "fencing_token": self.token})
+        token = self.tokens[LEDGERS[row]]
+        values = {"id": row, "ledger": LEDGERS[row], "mark": mark, "fencing_token": token}
+        self.session.execute(statement, values)
         return self.session.expire_all()
+
+    def bare_cursor(self, row: int, mark: str) -> None:
+        """Append by a cursor of the driver, with the statement that is made for it."""
+        entry = self.entry(row)
+        if not self._guarded:
+            return self.mappings(row, mark)
+        dialect, token = self.session.get_bind().dialect, self.tokens[LEDGERS[row]]
+        style: Any = dialect.paramstyle
+        made = conditional_update(
+            "hi_entries", {"log": entry.log + mark}, {"id": row}, token, style, dialect=dialect.name
+        )
+        cursor = self.session.connection().connection.cursor()
+        try:
+            cursor.execute(*made)
+        except dialect.loaded_dbapi.OperationalError as error:
+            raise OperationalError(None, None, error) from error
+        if cursor.rowcount != 1:
+            raise StaleTokenError("hi_entries", (row,), token, None)
+        return self.session.expire(entry)
 
     def upserted(self, row: int, mark: str) -> None:
         """Append by an INSERT that finds the row there."""
         if not self._guarded:
             return self.mappings(row, mark)
-        log = self.entry(row).log
-        return upsert(self.session, Entry, [{"id": row, "ledger": "main", "log": log + mark}])
+        longer = {"id": row, "ledger": LEDGERS[row], "log": self.entry(row).log + mark}
+        return upsert(self.session, Entry, [longer])
 
     def after_a_savepoint(self, row: int, mark: str) -> None:
         """Append after a savepoint was rolled back, which took a claim and a write along."""
@@ -124,21 +212,52 @@ class Worker:
         self._claimed.discard(row)
         self.unit_of_work(row, mark)
 
+    def save(self) -> None:
+        """Make a savepoint."""
+        self._savepoints.append((self.session.begin_nested(), len(self.written)))
+
+    def take_back(self) -> None:
+        """Roll back to the last savepoint, and trust nothing any more."""
+        if self._savepoints:
+            savepoint, kept = self._savepoints.pop()
+            savepoint.rollback()
+            del self.written[kept:]
+            self._claimed.clear()
+
+    def commit(self) -> list[tuple[int, str]]:
+        """Commit; return what was written."""
+        self.session.commit()
+        written, self.written = self.written, []
+        self._savepoints.clear()
+        return written
+
     def give_up(self) -> None:
         """Take back what has not been committed, and trust nothing any more."""
         self.session.rollback()
         self.session.expunge_all()
         self._claimed.clear()
+        self._savepoints.clear()
+        self.written.clear()
+
+
+def which(row: int) -> tuple[ColumnElement[bool], ...]:
+    """Return the criteria for a row, which tell its resource too."""
+    return Entry.id == row, Entry.ledger == LEDGERS[row]
 
 
 PATHS = (
     "unit_of_work",
     "merge",
     "mappings",
+    "bulk_objects",
+    "key_list",
     "replacement",
     "statement",
+    "query",
+    "core",
     "construct",
     "textual",
+    "bare_cursor",
     "upserted",
     "after_a_savepoint",
 )
@@ -146,9 +265,9 @@ Step = tuple[int, str, int, bool]
 """Who writes, how, which row, and whether the transaction is committed."""
 HISTORIES = st.lists(
     st.tuples(
-        st.integers(0, WORKERS - 1),
+        st.integers(0, len(TOKENS) - 1),
         st.sampled_from(PATHS),
-        st.sampled_from(ROWS),
+        st.sampled_from([*LEDGERS]),
         st.sampled_from([True, True, True, False]),
     ),
     min_size=1,
@@ -170,22 +289,21 @@ def run(engine: Engine, history: list[Step], *, guarded: bool) -> None:
         AssertionError: if a step was accepted, refused or kept otherwise than the model says.
     """
     chosen = engine if guarded else engine.execution_options(fencelock="bypass")
-    with engine.execution_options(fencelock="bypass").begin() as connection:
-        connection.execute(delete(Entry))
-        connection.execute(insert(Entry), [{"id": row, "ledger": "main"} for row in ROWS])
-    workers = [Worker(chosen, token, guarded=guarded) for token in range(1, WORKERS + 1)]
-    expected = dict.fromkeys(ROWS, ("", 0))
+    begin_anew(engine)
+    workers = [Worker(chosen, tokens, guarded=guarded) for tokens in TOKENS]
+    expected = dict.fromkeys(LEDGERS, ("", 0))
     try:
         for number, (who, path, row, commits) in enumerate(history):
             worker = workers[who]
+            token = worker.tokens[LEDGERS[row]]
             log, fence = expected[row]
             refusal = attempt(worker, path, row, f"{number};")
             if refusal is not None:
-                assert (refusal.token, refusal.current) == (worker.token, fence)
-            assert (refusal is not None) == (guarded and worker.token < fence)
+                assert (refusal.token, refusal.current or fence) == (token, fence)
+            assert (refusal is not None) == (guarded and token < fence)
             if commits and refusal is None:
                 worker.session.commit()
-                expected[row] = (f"{log}{number};", worker.token if guarded else 0)
+                expected[row] = (f"{log}{number};", token if guarded else 0)
             else:
                 worker.give_up()
             with engine.connect() as connection:
@@ -194,6 +312,13 @@ def run(engine: Engine, history: list[Step], *, guarded: bool) -> None:
     finally:
         for worker in workers:
             worker.session.close()
+
+
+def begin_anew(engine: Engine) -> None:
+    """Have all rows as they are at the beginning."""
+    with engine.execution_options(fencelock="bypass").begin() as connection:
+        connection.execute(delete(Entry))
+        connection.execute(insert(Entry), [{"id": row, "ledger": of} for row, of in LEDGERS.items()])
 
 
 def attempt(worker: Worker, path: str, row: int, mark: str) -> StaleTokenError | None:
@@ -231,3 +356,134 @@ def test_without_the_guard_a_history_loses_a_write() -> None:
     shortest = find(HISTORIES, loses, settings=settings(deadline=None, database=None, derandomize=True))
     assert len({who for who, *_ in shortest}) > 1
     engine.dispose()
+
+
+Act = tuple[int, str, int]
+"""Who does something, what (a way to write, or something with its transaction), and to which row."""
+INTERLEAVED = st.lists(
+    st.tuples(
+        st.integers(0, len(TOKENS) - 1),
+        st.one_of(
+            st.sampled_from(PATHS), st.sampled_from(["commit", "commit", "save", "take_back", "give_up"])
+        ),
+        st.sampled_from([*LEDGERS]),
+    ),
+    min_size=4,
+    max_size=16,
+)
+IMPATIENT: Final[Mapping[str, dict[str, Any]]] = {
+    "sqlite": {"timeout": 0},
+    "postgresql": {"options": "-c lock_timeout=20ms"},
+    "mysql": {"init_command": "SET innodb_lock_wait_timeout = 0"},
+}
+"""By dialect, arguments of a connection that does not wait for rows that others have locked."""
+
+
+@pytest.fixture
+def impatient(engine: Engine) -> Iterator[Engine]:
+    """An engine on the same database whose connections do not wait."""
+    made = create_engine(engine.url, connect_args=IMPATIENT[engine.dialect.name])
+    yield made
+    made.dispose()
+
+
+class Outcome:
+    """What a history has come to, seen by somebody who only reads.
+
+    Attributes:
+        acknowledged: the writes whose COMMIT has returned: row, mark and token of each.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.acknowledged: list[tuple[int, str, int]] = []
+        self._engine = engine
+        self._fences = dict.fromkeys(LEDGERS, 0)
+
+    def check(self) -> None:
+        """Check what is committed now.
+
+        Raises:
+            AssertionError: if a fence went down, or a write was lost or accepted though it was stale.
+        """
+        with self._engine.connect() as connection:
+            found = connection.execute(select(Entry.id, Entry.log, Entry.last_fencing_token)).all()
+        token_of = {mark: token for _, mark, token in self.acknowledged}
+        for row, log, fence in found:
+            marks = [f"{mark};" for mark in log.split(";")[:-1]]
+            assert sorted(marks) == sorted(mark for at, mark, _ in self.acknowledged if at == row)
+            tokens = [token_of[mark] for mark in marks]
+            assert all(earlier <= later for earlier, later in pairwise([*tokens, fence]))
+            assert fence >= self._fences[row]
+            self._fences[row] = fence
+        assert len(found) == len(LEDGERS)
+
+
+def interleave(engine: Engine, history: list[Act], *, guarded: bool) -> int:
+    """Carry out a history of transactions that are open at the same time; return how many writes it had.
+
+    Raises:
+        AssertionError: as `Outcome.check` does.
+    """
+    begin_anew(engine)
+    chosen = engine if guarded else engine.execution_options(fencelock="bypass")
+    workers = [Worker(chosen, tokens, guarded=guarded) for tokens in TOKENS]
+    outcome = Outcome(engine)
+    try:
+        for number, (who, what, row) in enumerate(history):
+            act(workers[who], what, row, f"{number};", outcome)
+        for worker in workers:
+            act(worker, "commit", 1, "", outcome)
+    finally:
+        for worker in workers:
+            worker.session.close()
+    return len(outcome.acknowledged)
+
+
+def act(worker: Worker, what: str, row: int, mark: str, outcome: Outcome) -> None:
+    """Let a worker do something; whoever is refused, or finds a row locked, gives up his transaction."""
+    try:
+        if what == "commit":
+            acknowledged = [(at, made, worker.tokens[LEDGERS[at]]) for at, made in worker.written]
+            worker.commit()
+            outcome.acknowledged += acknowledged
+            outcome.check()
+        elif what in PATHS:
+            getattr(worker, what)(row, mark)
+            worker.written.append((row, mark))
+        else:
+            getattr(worker, what)()
+    except (StaleTokenError, OperationalError):
+        worker.give_up()
+
+
+def test_no_interleaving_loses_a_write_or_accepts_a_stale_one(impatient: Engine) -> None:
+    """However transactions overlap: no fence goes down, and what was acknowledged is there, in order."""
+    counts: list[int] = []
+
+    @settings(max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=SHARED)
+    @given(INTERLEAVED)
+    def check(history: list[Act]) -> None:
+        counts.append(interleave(impatient, history, guarded=True))
+
+    check()
+    assert sum(counts) > len(counts), "most histories must write something for this to mean anything"
+
+
+def test_without_the_guard_an_interleaving_is_found_out(impatient: Engine) -> None:
+    """The control: the same machine, with as many histories, finds a violation on each database."""
+
+    @settings(
+        max_examples=100,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        report_multiple_bugs=False,
+        suppress_health_check=SHARED,
+    )
+    @given(INTERLEAVED)
+    def check(history: list[Act]) -> None:
+        interleave(impatient, history, guarded=False)
+
+    with pytest.raises(AssertionError):
+        check()
