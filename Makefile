@@ -13,7 +13,7 @@ RUN := $(VENV)/bin/
 help:
 	@echo "make demo       watch a stale writer being turned away by a real database (under a minute)"
 	@echo "make test       the whole test suite, on real servers"
-	@echo "make test-sqlalchemy  SQLAlchemy's own tests, with the guard in place (half an hour)"
+	@echo "make test-sqlalchemy  SQLAlchemy's own tests, with the guard in place (a quarter of an hour)"
 	@echo "make lint       ruff and mypy --strict"
 	@echo "make bench      locks beside their peers, hung nodes, a million resources; writes docs/benchmarks.md (11 minutes on a quiet machine)"
 	@echo "make bench-guard  the guard beside its alternatives, on four databases; writes docs/guard-benchmarks.md (ten minutes on a quiet machine)"
