@@ -92,7 +92,8 @@ def claim(
     older holders are refused, and nobody can change the row until the transaction ends. Make it the first
     thing that the transaction does: under REPEATABLE READ (MariaDB's default) *other* rows are read as they
     were when the transaction first read anything, and on SQLite a transaction that has read before cannot
-    wait for its turn to write (see `fencelock.guard.begin_immediate`).
+    wait for its turn to write (see `fencelock.guard.begin_immediate`). A claim that has returned None, with
+    `skip_locked`, has read: begin another transaction before the next.
 
     Pending changes of the session are flushed first, as before any query. Columns with `onupdate` keep their
     values: a claim is no change that users would see.
@@ -129,12 +130,12 @@ def claim(
     _refuse_to_discard(session, mapper, key)
     connection = connection_of(session, mapper)
     for _ in range(_ROUNDS):
+        if (nowait or skip_locked) and not _try_lock(connection, fenced, key, skip_locked=skip_locked):
+            return None
         naming = _naming_of(connection, fenced, key)
         if naming is None:
             break
         token = _token_for(connection, fenced, naming)
-        if (nowait or skip_locked) and not _try_lock(connection, fenced, key, skip_locked=skip_locked):
-            return None
         _raise_fences(connection, fenced, [(*key, *naming)], token)
         found = _load(session, connection, model, key)
         if found is None:
@@ -153,6 +154,12 @@ def claim_all(session: Session | scoped_session[Any], statement: Select[Any]) ->
     The rows are claimed in the order of their primary keys whatever the query's own order, so that two
     holders who claim overlapping sets wait for each other instead of deadlocking. The result has the query's
     order. Rows that come to match only while it works are not claimed and not returned.
+
+    As with `claim`, make it the first thing that the transaction does. On MariaDB and MySQL the query locks
+    what it looks at, so that all reads afterwards are as new as the claim: give it an index to find its rows
+    by, or it locks the whole table; and expect its deadlock error where two such queries go through
+    the rows in different orders. A subquery in it reads without a lock; ask for its result in a transaction
+    before.
 
     Args:
         session: where the objects are to live.
@@ -174,10 +181,11 @@ def claim_all(session: Session | scoped_session[Any], statement: Select[Any]) ->
     mapper, fenced = fenced_model(model)
     resource = fenced.template.columns if fenced.template else {}
     columns = (*fenced.table.primary_key, *resource.values())
-    found = session.execute(statement.with_only_columns(*columns, maintain_column_froms=True)).unique().all()
+    connection = connection_of(session, mapper)
+    query = _reading_now(statement.with_only_columns(*columns, maintain_column_froms=True), connection)
+    found = session.execute(query).unique().all()
     if not found:
         return []
-    connection = connection_of(session, mapper)
     tokens = Tokens(connection, fenced, connection.get_execution_options(), claiming=True)
     width = len(fenced.table.primary_key)
     token_of: dict[tuple[Any, ...], int] = {}
@@ -302,8 +310,20 @@ def _naming_of(connection: Connection, fenced: FencedTable, key: tuple[Any, ...]
         return ()
     if template.in_key:
         return _naming_in(fenced, key)
-    row = connection.execute(select(*template.columns.values()).where(_equals(fenced.table, key))).first()
+    query = select(*template.columns.values()).where(_equals(fenced.table, key))
+    row = connection.execute(_reading_now(query, connection)).first()
     return None if row is None else tuple(row)
+
+
+def _reading_now(query: Select[Any], connection: Connection) -> Select[Any]:
+    """Make a query that comes before the lock take it, where it would take a snapshot of all tables instead.
+
+    The snapshot would be older than the lock that is waited for next, and so would be all that is read
+    after the claim. The lock is that of a writer: two who share one and want to write deadlock. A query that
+    says how it locks keeps its own way.
+    """
+    locks = query._for_update_arg is not None  # noqa: SLF001  SQLAlchemy has no public way to ask
+    return query if locks or connection.dialect.name not in LOCKING_READS else query.with_for_update()
 
 
 def _naming_in(fenced: FencedTable, key: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -269,6 +269,53 @@ def test_a_claim_waits_for_the_older_writer_and_sees_its_write(
     new.rollback()
 
 
+TAKEN: dict[str, Callable[[Session], object]] = {
+    "key tells the resource": lambda s: claim(s, Account, 1),
+    "row tells the resource": lambda s: claim(s, Task, 1),
+    "row tells the resource, nowait": lambda s: _claimed_in_the_end(s, nowait=True),
+    "all": lambda s: claim_all(s, select(Task).where(Task.queue == "a")),
+    "all of one": lambda s: claim_all(s, select(Account)),
+}
+
+
+def _claimed_in_the_end(session: Session, **how: bool) -> object:
+    """Claim a task that may be locked, as one who does not want to wait in the database."""
+    while True:
+        try:
+            return claim(session, Task, 1, **how)
+        except OperationalError:
+            session.rollback()
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize("take", [pytest.param(take, id=name) for name, take in TAKEN.items()])
+def test_what_is_read_after_a_claim_is_not_older_than_it(
+    engine: Engine, old: Session, new: Session, take: Callable[[Session], object]
+) -> None:
+    """A claim that has waited sees what the older holder did to *other* rows, whatever the isolation level.
+
+    It is the transaction's first act, so nothing of it may take a snapshot before the lock is there.
+    """
+    if engine.dialect.name == "sqlite":
+        begin_immediate(engine)
+        engine.dispose()
+    bind(old, OLD, Lease("queue:a", 1))
+    bind(new, NEW, Lease("queue:a", 2))
+    claim(old, Account, 1)
+    claim(old, Task, 1)
+
+    def first_act() -> str:
+        take(new)
+        return new.get_one(Note, 1).text
+
+    read = in_thread(first_act)
+    time.sleep(0.2)
+    old.get_one(Note, 1).text = "second"
+    old.commit()
+    assert read() == "second"
+    new.rollback()
+
+
 def test_a_stale_claim_is_refused(old: Session, new: Session) -> None:
     """A claim below the fence raises StaleTokenError and leaves the session usable after a rollback."""
     claim(new, Account, 1)
