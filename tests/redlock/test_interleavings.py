@@ -12,9 +12,13 @@ import pytest
 
 from fencelock.authority.redlock import protocol
 from tests.redlock.model import History, World, node_with
-from tests.redlock.test_schedules import maximum_without_write_back, mixed_epochs
 from tests.simulation.node import ModelNode
-from tests.simulation.weaker import WithoutComparison, WithoutOwnership
+from tests.simulation.weaker import (
+    WithoutComparison,
+    WithoutOwnership,
+    maximum_without_write_back,
+    mixed_epochs,
+)
 
 STEPS = 50_000
 

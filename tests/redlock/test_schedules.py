@@ -6,15 +6,16 @@ The mutants exist only here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
 
 from fencelock.authority.redlock import protocol
-from fencelock.authority.redlock.protocol import Answer, Answers, Bid, Broadcast, Fleet, Round, Said
+from fencelock.authority.redlock.protocol import Answer, Said
 from fencelock.embedded import Nodes
 from tests.redlock.stage import NODE_KEY, Stage, without
+from tests.simulation.weaker import maximum_without_write_back, mixed_epochs
 
 MakeStage = Callable[..., Stage]
 
@@ -31,15 +32,6 @@ def make_stage(nodes: Nodes) -> Iterator[MakeStage]:
     yield make
     for stage in made:
         stage.close()
-
-
-def maximum_without_write_back(
-    _fleet: Fleet, _bid: Bid, answers: dict[int, Answer], ended: float
-) -> Generator[Broadcast, Round, tuple[int, tuple[int, ...] | None, float]]:
-    """Decide the maximum and tell nobody: a mutant of `_decide`."""
-    epoch, granted = protocol._largest_epoch(answers)
-    yield from ()
-    return epoch, protocol._maximum(granted.values()), ended
 
 
 def play_three_overlapping_majorities(stage: Stage) -> list[int | None]:
@@ -149,13 +141,6 @@ def test_lock_made_again_with_its_counter_gives_a_token_twice(make_stage: MakeSt
     """Control: an EXTEND that writes what ACQUIRE had written lets A complete with B's token."""
     mutant = without("extend", "ARGV[at + 3], 'PX'", "nonce .. '|0|1', 'PX'")
     assert play_extension_before_completion(make_stage(mutant)) == (2, 2)
-
-
-def mixed_epochs(answers: Answers) -> tuple[int, dict[int, tuple[int, ...]]]:
-    """Add up the votes of all epochs: a mutant of `_largest_epoch`."""
-    granted = {node: answer for node, answer in answers.items() if answer.said is Said.GRANTED}
-    epoch = min((answer.epoch for answer in granted.values()), default=0)
-    return epoch, {node: answer.counters for node, answer in granted.items()}
 
 
 def play_votes_of_two_epochs(stage: Stage) -> tuple[int | None, int | None]:

@@ -31,12 +31,16 @@ class Habits:
 
     Attributes:
         commits_first: a lease outlives the COMMIT of what was written under it.
+        new_nonces: every bid has a nonce of its own.
+        seals_all: under a seal, every lock is sealed.
         mints_anew: after a COMMIT in doubt, a new token before anything else.
         claims_anew: … and a claim with it before anything is read.
         keeps_seal: REMINT under a seal is sealed, too.
     """
 
     commits_first: bool = True
+    new_nonces: bool = True
+    seals_all: bool = True
     mints_anew: bool = True
     claims_anew: bool = True
     keeps_seal: bool = True
@@ -140,7 +144,7 @@ class Client:
         for _ in range(_HINTED_TRIES):
             granted = yield from self._bid(resources, ttl, timeout, above, fair=fair)
             hold = Hold(self, granted)
-            if not self.weather.sealed:
+            if not self.weather.sealed or (not self._habits.seals_all and self._random.random() < 0.5):
                 self._learn(hold)
                 return hold
             above = yield from self._seal(hold)
@@ -175,7 +179,7 @@ class Client:
 
         def new_bid(fleet: Fleet) -> Bid:
             process.wanted.difference_update(latest)
-            nonce = self.world.new_word()
+            nonce = self.world.new_word() if self._habits.new_nonces else process.name
             turn = waiter.turn(nonce)
             if task.place != waiter.place:
                 task.place = waiter.place
@@ -323,16 +327,19 @@ class Client:
     def _use(self, hold: Hold) -> Program:
         weather, chance = self.weather, self._random.random
         work = weather.work * 2 * chance()
-        if chance() < 0.1:
-            work *= 20
-        if work > weather.ttl / 4 and chance() < 0.8:
+        if chance() < 0.05:
+            work = weather.ttl * 3 * chance()  # perhaps longer than the lease
+        if work > weather.ttl / 4 and chance() < 0.6:
             self.world.start(Task(self.process, "renewal", self._renew(hold)))
         if chance() < 0.05:
             yield from self._remint(hold)
         if chance() < 0.2:
             yield Sleep(work)  # what has nothing to do with the storage
             return
-        write = self._write_at_once if chance() < 0.3 else self._write_in_transaction
+        dice = chance()
+        write = self._write_in_transaction
+        if dice < 0.4:
+            write = self._write_at_once if dice < 0.25 else self._append
         try:
             yield from write(hold, work)
         except Connection:
@@ -352,7 +359,7 @@ class Client:
         name = f"{'CLAIM' if claims else 'SELECT'} {row} {transaction.token[row]}"
         value = yield Ask(name, partial(statement, transaction, row))
         if isinstance(value, Stale):
-            self._refuse(hold, value)
+            self._refuse(hold, row, value)
         return value  # type: ignore[no-any-return]
 
     def _read_all(self, hold: Hold, transaction: Transaction) -> Generator[Any, Any, list[int]]:
@@ -362,8 +369,8 @@ class Client:
             bases += [(yield from self._read(hold, transaction, row))]
         return bases
 
-    def _refuse(self, hold: Hold, stale: Stale) -> None:
-        self._judge.refused += 1
+    def _refuse(self, hold: Hold, row: str, stale: Stale) -> None:
+        self._judge.turned_away(row, hold.tokens[hold.resources.index(row)])
         hold.lost = True
         raise LockLostError(f"the storage has seen {stale.fence}")
 
@@ -372,7 +379,7 @@ class Client:
         name = f"UPDATE {row} = {value} on {base}, {transaction.token[row]}"
         answer = yield Ask(name, partial(self._storage.write, transaction, row, value, base))
         if isinstance(answer, Stale):
-            self._refuse(hold, answer)
+            self._refuse(hold, row, answer)
 
     def _commit(self, transaction: Transaction) -> Program:
         if not (yield Ask("COMMIT", partial(self._storage.commit, transaction))):
@@ -398,10 +405,20 @@ class Client:
         yield Sleep(work)
         yield from self._update(hold, row, base)
 
-    def _update(self, hold: Hold, row: str, base: int) -> Program:
+    def _append(self, hold: Hold, work: float) -> Program:
+        """Work, and write without having read."""
+        yield Sleep(work)
+        yield from self._update(hold, hold.resources[0], None)
+
+    def _update(self, hold: Hold, row: str, base: int | None) -> Program:
+        """Write by one statement that commits itself: on what was read, or on what is there."""
         transaction = self._begin(hold)
         value = next(self._writes)
         storage = self._storage
+        if not storage.rules.at_once:
+            stale = yield Ask(f"SELECT fence of {row}", partial(storage.look, transaction, row))
+            if stale is not None:
+                self._refuse(hold, row, stale)
 
         def statement(reply: Callable[[Any], None]) -> None:
             def written(answer: Any) -> None:
@@ -411,11 +428,15 @@ class Client:
                 else:
                     storage.commit(transaction, reply)
 
-            storage.write(transaction, row, value, base, written)
+            if base is None:
+                storage.append(transaction, row, value, written)
+            else:
+                storage.write(transaction, row, value, base, written)
 
-        answer = yield Ask(f"UPDATE {row} = {value} on {base}, {transaction.token[row]}; COMMIT", statement)
+        known = "what it says" if base is None else base
+        answer = yield Ask(f"UPDATE {row} = {value} on {known}, {transaction.token[row]}; COMMIT", statement)
         if isinstance(answer, Stale):
-            self._refuse(hold, answer)
+            self._refuse(hold, row, answer)
 
     def _find_out(self, hold: Hold) -> Program:
         """After a COMMIT in doubt: mint anew, claim with the new token, and only then read and write."""

@@ -1,9 +1,9 @@
 """Everything that goes wrong, other than in the network: processes, nodes, clocks, and changes of nodes.
 
 The protocol's guarantee asks for one thing: of the nodes, fewer than a majority have forgotten at any one
-time, and they come back through admission. So much is heeded here. Two more things are, so that the run can
-go on, for operators are needed otherwise: no node is blank while a majority has restarted, and nodes do not
-restart while a change of nodes is under way. Where all locks are sealed, all nodes may forget at once.
+time, and they come back through admission. So much is heeded here. One more thing is, so that the run can go
+on without an operator: no node is blank while a majority has restarted. Where all locks are sealed, all nodes
+may forget at once.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ class Faults:
         crash: ends a client's process; another begins later.
         changing: tells whether a change of nodes is under way.
         forget: has all nodes forget everything and be initialised again; None where that is not allowed.
+
+    Attributes:
+        over: whether all of this has ended.
+        forgot_amid_change: whether a node forgot while nodes were changed: that may need an operator.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class Faults:
         self._forget = forget
         self._random = world.random
         self.over = False
+        self.forgot_amid_change = False
         rates = dict(world.weather.rates)
         if forget is not None:
             rates["all nodes forget"] = 0.3
@@ -151,7 +156,7 @@ class Faults:
     def node_restart(self) -> bool:
         """A server restarts with all its data."""
         server = self._any_server()
-        if self._changing() or not self._needs_no_operator(server, blank=False):
+        if not self._needs_no_operator(server, blank=False):
             return False
         self._restart(server, None, "restarts with its data")
         return True
@@ -220,9 +225,13 @@ class Faults:
     def _needs_no_operator(self, server: Server, *, blank: bool) -> bool:
         """Whether a majority would still vote without this server, or all others could be read."""
         others = [self._world.servers[number].node for number in self._members() if number != server.number]
-        if not blank and not self._changing() and not any(node.blank for node in others):
+        if self._changing():
+            self.forgot_amid_change = True
             return True
-        return sum(node.admitted for node in others) >= self._size // 2 + 1
+        if not blank and not any(node.blank for node in others):
+            return True
+        voters = [node for node in others if node.admitted and "next" not in node.hash]
+        return len(voters) >= self._size // 2 + 1
 
     @property
     def _size(self) -> int:

@@ -13,10 +13,10 @@ P1 = "P1: the same token twice"
 P2 = "P2: a token below one that was complete before"
 STALE = "a stale write was accepted"
 LOST_UPDATE = "an update was lost"
+REFUSED = "a holder was refused, although the storage had seen no later one"
 OVERLAP = "two held the lock at once, while clocks were right"
 AGAIN = "a node voted again in an epoch that it has forgotten"
 STUCK = "nobody could go on after the faults had ended"
-PROMISES = (P1, P2, STALE, LOST_UPDATE, OVERLAP, AGAIN, STUCK)
 
 
 class Violated(Exception):  # noqa: N818 - it is a finding
@@ -89,9 +89,16 @@ class Judge:
             record.seen.add(token)
             record.largest = max(record.largest, token)
             other = record.holder
-            if self._exclusion and other is not None and other is not holding and other.is_valid():
+            apart = other is None or other is holding or not (other.is_valid() and holding.is_valid())
+            if self._exclusion and not apart and other is not None:
                 raise Violated(OVERLAP, f"{resource!r} by {holding.owner} and {other.owner}")
             record.holder = holding
+
+    def turned_away(self, row: str, token: int) -> None:
+        """Note that the storage has refused a write or a claim."""
+        self.refused += 1
+        if token >= self._record(row).fence:
+            raise Violated(REFUSED, f"{token} of {row!r}")
 
     def committed(self, row: str, token: int, change: tuple[int, int] | None) -> None:
         """Note what the storage has committed: a claim, or a write on the base of an earlier one."""

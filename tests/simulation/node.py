@@ -125,6 +125,8 @@ class ModelNode:
 
     #: Whether a vote depends on the marker being that of this very process.
     asks_for_run: ClassVar[bool] = True
+    #: What EXTEND says where it has made a lock again: not that it was extended.
+    after_making_again: ClassVar[int] = 1
 
     def __init__(self, name: str = "n") -> None:
         self.name = name
@@ -340,13 +342,17 @@ class ModelNode:
         released = 0
         for key in keys:
             lock = self.lock(key)
-            if lock is not None and lock.nonce == command.nonce:
+            if lock is not None and self.may_release(lock, command.nonce):
                 released += 1
                 if self.queues:
                     self._pass_on(key, command)
                 else:
                     del self.locks[key]
         return _RELEASED if released == len(keys) else _LOST
+
+    def may_release(self, lock: Lock, nonce: str) -> bool:
+        """Whether a RELEASE is of the lock that is there."""
+        return lock.nonce == nonce
 
     def on_release(self, stripes: Sequence[int], decided: Sequence[int]) -> None:
         """Let counters that lag behind catch up."""
@@ -364,7 +370,7 @@ class ModelNode:
             lock = self.lock(key)
             if isinstance(waited, str):
                 self._leave_queue(key, place)
-            if lock is not None and lock.nonce == command.nonce:
+            if lock is not None and self.may_release(lock, command.nonce):
                 self._pass_on(key, command)
                 released += 1
             elif isinstance(waited, str) and lock is not None and lock.nonce == ">" + place:
@@ -394,7 +400,7 @@ class ModelNode:
                 self.locks[key] = self.made_again(nonce, value, self.now + ttl)
             elif lock is not None and lock.ends < self.now + ttl:
                 self.locks[key] = lock._replace(ends=self.now + ttl)
-        return 1 if missing else 2
+        return self.after_making_again if missing else 2
 
     def made_again(self, nonce: str, value: str, ends: float) -> Lock:
         """Return what EXTEND writes where a lock is missing: no CONFIRM accepts it."""

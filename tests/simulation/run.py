@@ -101,7 +101,7 @@ class Run:
             members=lambda: tuple(sorted({*self._members, *self._wanted})),
             clients=lambda: [client.process for client in self._clients.values()],
             crash=self._crash,
-            changing=lambda: self._wanted != self._members,
+            changing=self._is_changing,
             forget=self._forget_everything if weather.sealed else None,
         )
         if weather.changes and not weather.sealed:
@@ -194,10 +194,7 @@ class Run:
         world = self.world
         if self._faults.over or plan != self._plans:
             return
-        if self._wanted == self._members:
-            if not self._all_vote():
-                self._plan(0.5)
-                return
+        if self._wanted == self._members and self._all_vote():
             spares = [server for server in world.servers if server.number not in self._members]
             new, old = world.random.choice(spares), world.random.choice(self._members)
             new.node.flush()  # its former list has been replaced by now
@@ -207,6 +204,12 @@ class Run:
         self._change()
         if world.random.random() < 0.2:
             world.at(world.now + world.random.random(), self._operator_dies, plan)
+
+    def _is_changing(self) -> bool:
+        """Whether a change has begun, and not every node has been opened yet."""
+        servers = self.world.servers
+        left_out = any("next" in servers[number].node.hash for number in self._members)
+        return left_out or self._wanted != self._members
 
     def _change(self) -> None:
         """Have the operator try, or try again."""
@@ -235,6 +238,7 @@ class Run:
             for client in self._clients.values():
                 delay = world.random.expovariate(5.0)
                 world.at(world.now + delay, self._reconfigure, client.process)
+        if isinstance(result, Change) and not result.left_out:
             self._plan_change()
         else:
             self._plan(0.3)
@@ -262,8 +266,7 @@ class Run:
         self._replace_operator()
         end = world.now + PEACE
         self._mend(end)
-        for number in range(CLIENTS):
-            self._lives[number] += 1
+        for number in range(CLIENTS if self._all_vote() else 0):
             self._visit(number, end)
         if not self.world.weather.sealed and any(server.node.again for server in world.servers):
             raise Violated(AGAIN, "at the end")
@@ -276,7 +279,7 @@ class Run:
             if self._wanted != self._members:
                 self._change()
                 world.run(min(end, world.now + 3.0), lambda: self._wanted == self._members)
-        if not self._all_vote():
+        if not self._all_vote() and not self._faults.forgot_amid_change:
             standing = {number: world.servers[number].node.hash for number in self._members}
             raise Violated(STUCK, f"not all nodes vote: {standing}")
 

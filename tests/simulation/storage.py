@@ -24,15 +24,17 @@ class Rules:
         compares: a write is refused below the row's fence.
         stamps: a write that is accepted raises the row's fence.
         claims: a holder raises the fence before it reads.
-        strictly: a seal is refused where the fence is already at the token.
-        asks_who_sealed: … unless it was raised there under this very nonce.
+        allows_again: … and not where the fence is at the token: a holder may write again.
+        at_once: fence and row are looked at and written in one statement.
+        strictly: a seal is refused where the fence is already at the token, unless by this very nonce.
     """
 
     compares: bool = True
     stamps: bool = True
     claims: bool = True
+    allows_again: bool = True
+    at_once: bool = True
     strictly: bool = True
-    asks_who_sealed: bool = True
 
 
 class Stale(NamedTuple):
@@ -97,6 +99,19 @@ class Storage:
         """Write a row, if its fence is not above the token; or refuse."""
         self._with_lock(transaction, name, lambda: reply(self._write(transaction, name, value, base)))
 
+    def append(self, transaction: Transaction, name: str, value: int, reply: Reply) -> None:
+        """Write a row on whatever it says then, if its fence is not above the token; or refuse."""
+
+        def action() -> None:
+            base = transaction.values.get(name, self.row(name).value)
+            reply(self._write(transaction, name, value, base))
+
+        self._with_lock(transaction, name, action)
+
+    def look(self, transaction: Transaction, name: str, reply: Reply) -> None:
+        """Answer whether a write would be refused now: not to be relied on."""
+        reply(self._refusal(transaction, name))
+
     def commit(self, transaction: Transaction, reply: Reply) -> None:
         """Let all of a transaction take effect; answer whether it was still there."""
         alive = not transaction.over
@@ -125,8 +140,9 @@ class Storage:
     def _seal(self, names: tuple[str, ...], tokens: tuple[int, ...], nonce: str) -> tuple[int, ...]:
         found = [self.seals.get(name, (0, "")) for name in names]
         for (fence, sealed_by), token in zip(found, tokens, strict=True):
-            mine = self.rules.asks_who_sealed and (fence, sealed_by) == (token, nonce)
-            if not mine and (fence >= token if self.rules.strictly else fence > token):
+            if (fence, sealed_by) != (token, nonce) and (
+                fence >= token if self.rules.strictly else fence > token
+            ):
                 return tuple(fence for fence, _ in found)
         self.seals |= {name: (token, nonce) for name, token in zip(names, tokens, strict=True)}
         return ()
@@ -140,7 +156,7 @@ class Storage:
         return transaction.values.get(name, self.row(name).value)
 
     def _write(self, transaction: Transaction, name: str, value: int, base: int) -> Stale | None:
-        refused = self._refusal(transaction, name)
+        refused = self._refusal(transaction, name) if self.rules.at_once else None
         if refused is not None:
             return refused
         if self.rules.stamps:
@@ -151,7 +167,9 @@ class Storage:
 
     def _refusal(self, transaction: Transaction, name: str) -> Stale | None:
         fence = transaction.fences.get(name, self.row(name).fence)
-        return Stale(fence) if self.rules.compares and fence > transaction.token[name] else None
+        token = transaction.token[name]
+        refused = fence > token if self.rules.allows_again else fence >= token
+        return Stale(fence) if self.rules.compares and refused else None
 
     def _with_lock(self, transaction: Transaction, name: str, action: Callable[[], None]) -> None:
         row = self.row(name)

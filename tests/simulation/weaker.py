@@ -1,13 +1,16 @@
-"""Nodes that keep one rule less than the scripts. They exist only here.
+"""Nodes and clients that keep one rule less than the shipped ones. They exist only here.
 
 Each has the name of what is missing; `mutants.py` says which rule that is, and what finds it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterable, Sequence
+from typing import Any, ClassVar
 
-from fencelock.authority.redlock.protocol import Answer, Said
+from fencelock.authority.redlock import protocol, recovery
+from fencelock.authority.redlock.protocol import Answer, Answers, Bid, Broadcast, Fleet, Round, Said
+from fencelock.authority.redlock.survey import Standing, Standings, read
 from tests.simulation.node import Lock, ModelNode
 
 
@@ -57,3 +60,152 @@ class OpenAllTheTime(ModelNode):
     def votes_in(self, fingerprint: str) -> bool:
         """Vote in the list that it belongs to."""
         return self.admitted and bool(self.hash["cfg"] == fingerprint)
+
+
+class WithoutCatchingUp(ModelNode):
+    """RELEASE leaves counters that lag behind as they are."""
+
+    def on_release(self, stripes: Sequence[int], decided: Sequence[int]) -> None:
+        """Learn nothing."""
+
+
+class CountsMadeAgain(ModelNode):
+    """EXTEND says of a lock that it has made again what it says of one that was there."""
+
+    after_making_again: ClassVar[int] = 2
+
+
+class ReleasesAnybodys(ModelNode):
+    """RELEASE deletes whatever lock is there."""
+
+    def may_release(self, lock: Lock, nonce: str) -> bool:  # noqa: ARG002 - the mutation
+        """Let anybody's lock do."""
+        return True
+
+
+class AnyProcess(ModelNode):
+    """A node that restarted votes on, for its marker is there."""
+
+    asks_for_run: ClassVar[bool] = False
+
+
+class MarkerOnDemand(ModelNode):
+    """A blank node makes itself a marker when somebody wants its vote."""
+
+    def when_blank(self, fingerprint: str) -> Answer | None:
+        """Be a new node of whatever list that is."""
+        self.hash = {"e": 0, "p": 0, "r": self.run, "cfg": fingerprint, "b": self.first_counter()}
+        return None
+
+    def first_counter(self) -> int:
+        """Return where counters start."""
+        return 0
+
+
+class ClockInsteadOfMemory(MarkerOnDemand):
+    """The same, but its counters start at what its clock says."""
+
+    def first_counter(self) -> int:
+        """Return the time."""
+        return max(0, int(self.now))
+
+
+class AdmitsWithoutTicket(ModelNode):
+    """ADMIT asks for no ticket."""
+
+    def admit(self, cfg: str, epoch: int, ticket: str, seat: str, members: str) -> Answer:
+        """Admit with whatever ticket is there, or none."""
+        if not self.admitted:
+            self.hash |= {"ticket": ticket, "ticket_of": self.run}
+        return super().admit(cfg, epoch, ticket, seat, members)
+
+
+class TicketOfAnyProcess(ModelNode):
+    """A ticket is good for the process that comes after the one which made it."""
+
+    def holds(self, ticket: str) -> bool:
+        """Compare the ticket alone."""
+        return bool(ticket) and bool(self.hash.get("ticket") == ticket)
+
+
+class TicketOfTheClient(ModelNode):
+    """The ticket is what the client has made up."""
+
+    def new_ticket(self, word: str) -> str:
+        """Take the word."""
+        return word
+
+
+class AdmitLowersPromise(ModelNode):
+    """ADMIT forgets what the node has promised meanwhile."""
+
+    def promise_to_keep(self, epoch: int) -> int:
+        """Keep the epoch alone."""
+        return epoch
+
+
+def maximum_without_write_back(
+    _fleet: Fleet, _bid: Bid, answers: dict[int, Answer], ended: float
+) -> Generator[Broadcast, Round, tuple[int, tuple[int, ...] | None, float]]:
+    """Decide the maximum and tell nobody: instead of `protocol._decide`."""
+    epoch, granted = protocol._largest_epoch(answers)
+    yield from ()
+    return epoch, protocol._maximum(granted.values()), ended
+
+
+def mixed_epochs(answers: Answers) -> tuple[int, dict[int, tuple[int, ...]]]:
+    """Add up the votes of all epochs: instead of `protocol._largest_epoch`."""
+    granted = {node: answer for node, answer in answers.items() if answer.said is Said.GRANTED}
+    epoch = min((answer.epoch for answer in granted.values()), default=0)
+    return epoch, {node: answer.counters for node, answer in granted.items()}
+
+
+def no_wait(*_: Any) -> float:
+    """Admit at once: instead of `recovery._seconds_left`."""
+    return 0.0
+
+
+def all_due(
+    _roll: recovery.Roll, tickets: dict[int, str], _seen: recovery.Sightings, _now: float
+) -> list[int]:
+    """Find that everybody's time has come: instead of `recovery._due`."""
+    return list(tickets)
+
+
+_shipped_choice = recovery._choose_epoch
+
+
+def same_epoch(*arguments: Any) -> Generator[Any, Any, tuple[int, Standings] | None]:
+    """Choose the epoch that is there already: instead of `recovery._choose_epoch`."""
+    chosen = yield from _shipped_choice(*arguments)
+    return None if chosen is None else (chosen[0] - 1, chosen[1])
+
+
+def no_promise(
+    _around: Any, _roll: Any, _epoch: int, _tickets: Any, standings: Standings
+) -> Generator[Any, Any, set[int]]:
+    """Go on as if all had promised: instead of `recovery._promise`."""
+    yield from ()
+    return set(standings)
+
+
+def still_promises(*_: Any) -> bool:
+    """Do not look again: instead of `Standing.still_promises`."""
+    return True
+
+
+def no_raise(_around: Any, _roll: Any, _epoch: int, nodes: Iterable[int]) -> Generator[Any, Any, set[int]]:
+    """Raise nobody: instead of `recovery._raise`."""
+    yield from ()
+    return set(nodes)
+
+
+def no_second_look(plan: Any, shut: Iterable[int], *_: Any) -> Generator[Any, Any, dict[int, Standing]]:
+    """Take the nodes for closed that said so once: instead of `change._closed_still`."""
+    told: Standings = (yield from read(plan.node_key, shut, plan.patience))[0]
+    return told
+
+
+def no_drift(_: Bid) -> float:
+    """Allow nothing for clocks that disagree: instead of `Bid.drift`."""
+    return 0.0

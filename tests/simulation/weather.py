@@ -82,6 +82,23 @@ def draw(rng: random.Random) -> Weather:
     if sane:
         rates |= dict.fromkeys(_OF_CLOCKS, 0.0)
     sealed = rng.random() < 0.12
+    if not sane and rng.random() < 0.4:
+        # A rush: locks end while they are decided upon, and everybody wants the same.
+        return Weather(
+            rates=rates | {"lock evicted": rng.uniform(100.0, 600.0), "client pause": 0.0},
+            latency=0.002,
+            late=rng.uniform(0.05, 0.4),
+            lateness=rng.choice((0.005, 0.02)),
+            lost=sometimes(0.3, 0.1),
+            doubled=sometimes(0.5, 0.2),
+            sane_clocks=False,
+            sealed=False,
+            changes=0.0,
+            resources=RESOURCES[:1],
+            ttl=0.5,
+            think=0.0,
+            work=0.001,
+        )
     return Weather(
         rates=rates,
         latency=rng.choice((0.0002, 0.0005, 0.002)),

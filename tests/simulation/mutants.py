@@ -1,0 +1,427 @@
+"""Every rule of the protocol and of the guard left out, one at a time, and what notices.
+
+    python -m tests.simulation.mutants                 # look for each again, and show the table
+    python -m tests.simulation.mutants --write         # the same, and write docs/mutants.md
+    python -m tests.simulation.mutants "no claim"      # look for some
+
+The simulation goes first: seeds 0, 1, 2 … with three nodes, then with five, up to `SEEDS` each. What it
+does not find in so many, a named schedule does, on real nodes or real databases. A double of a node that
+is cut off has neither, but the model in `spec/`. A mutant is a switch that exists only here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from fencelock.authority.redlock import change, protocol, recovery
+from fencelock.authority.redlock.survey import Standing
+from tests.simulation import weaker
+from tests.simulation.client import Habits
+from tests.simulation.judge import STUCK
+from tests.simulation.node import ModelNode
+from tests.simulation.run import Kept, play
+from tests.simulation.storage import Rules
+
+SEEDS = 100
+SIZES = (3, 5)
+ROOT = Path(__file__).parents[2]
+TABLE = ROOT / "docs" / "mutants.md"
+_SCHEDULES = "tests/redlock/test_schedules.py::test_"
+_RECOVERIES = "tests/redlock/test_recovery_schedules.py::test_"
+_MEMBERS = "tests/redlock/test_members.py::test_"
+_GUARD = "tests/guard/test_histories.py::test_without_the_guard_a_history_loses_a_write"
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """Something shipped, and what stands in for it."""
+
+    owner: Any
+    name: str
+    instead: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A rule that is left out.
+
+    Attributes:
+        name: what is missing, as `spec/` and the named schedules say it where they have it.
+        rule: what the rule says.
+        kept: the rules that are kept, in the simulation.
+        patches: what is replaced in the shipped generators.
+        control: a test that shows what breaks without the rule, as pytest names it.
+        model: the configuration of `spec/` in which the rule is left out.
+        simulated: whether the simulation can leave the rule out.
+    """
+
+    name: str
+    rule: str
+    kept: Kept = Kept()  # noqa: RUF009 - it is a value
+    patches: tuple[Patch, ...] = ()
+    control: str = ""
+    model: str = ""
+    simulated: bool = True
+
+
+def _node(name: str, rule: str, node: type[ModelNode], **more: Any) -> Mutant:
+    return Mutant(name, rule, Kept(node=node), **more)
+
+
+def _guard(name: str, rule: str, **left_out: Any) -> Mutant:
+    control = left_out.pop("control", "")
+    return Mutant(name, rule, Kept(guard=Rules(**left_out)), control=control)
+
+
+def _habit(name: str, rule: str, **left_out: bool) -> Mutant:
+    return Mutant(name, rule, Kept(habits=Habits(**left_out)))
+
+
+_ONE_LOOK = Patch(Standing, "still_promises", weaker.still_promises)
+
+MUTANTS = (
+    # The lock.
+    Mutant(
+        "no write-back",
+        "a maximum is decided only when a majority stands at it",
+        Kept(node=weaker.WithoutCatchingUp),
+        (Patch(protocol, "_decide", weaker.maximum_without_write_back),),
+        control=_SCHEDULES + "maximum_without_write_back_gives_a_token_twice",
+    ),
+    _node(
+        "no ownership test",
+        "CONFIRM counts only while the lock is still ours",
+        weaker.WithoutOwnership,
+        control=_SCHEDULES + "confirm_without_ownership_gives_a_token_twice",
+    ),
+    _node(
+        "no g <= T",
+        "CONFIRM counts only where the node's own grant was not above T",
+        weaker.WithoutComparison,
+        control=_SCHEDULES + "confirm_below_the_nodes_own_grant_must_not_count",
+    ),
+    Mutant(
+        "mixed epochs",
+        "votes of different epochs are never added up",
+        patches=(Patch(protocol, "_largest_epoch", weaker.mixed_epochs),),
+        control=_SCHEDULES + "votes_of_two_epochs_added_up_give_a_token_twice",
+    ),
+    _habit("one nonce for all", "every bid has a nonce of its own", new_nonces=False),
+    Mutant(
+        "restore before completion",
+        "what EXTEND has made again vouches for no grant",
+        control=_SCHEDULES + "lock_made_again_with_its_counter_gives_a_token_twice",
+        simulated=False,
+    ),
+    _node(
+        "made again, and counted",
+        "a lock that EXTEND has made again is not counted in that round",
+        weaker.CountsMadeAgain,
+    ),
+    _node("RELEASE of anybody's lock", "RELEASE deletes a lock only if it is ours", weaker.ReleasesAnybodys),
+    # A node that lost its memory.
+    _node(
+        "marker on demand",
+        "a blank node does not vote",
+        weaker.MarkerOnDemand,
+        control=_SCHEDULES + "marker_made_on_demand_gives_a_token_twice",
+    ),
+    _node(
+        "clock instead of memory",
+        "… nor does the time make up for what it has forgotten",
+        weaker.ClockInsteadOfMemory,
+    ),
+    _node(
+        "any incarnation",
+        "a node that restarted does not vote before it is admitted again",
+        weaker.AnyProcess,
+        control=_SCHEDULES + "marker_without_the_run_id_gives_a_token_twice",
+    ),
+    Mutant(
+        "no quarantine",
+        "a node stays out until the locks that it has forgotten have ended",
+        patches=(Patch(recovery, "_seconds_left", weaker.no_wait), Patch(recovery, "_due", weaker.all_due)),
+    ),
+    _node(
+        "no ticket",
+        "ADMIT needs the ticket that BEGIN has put on the node",
+        weaker.AdmitsWithoutTicket,
+        control=_RECOVERIES + "no_ticket_control",
+    ),
+    _node(
+        "ticket not bound",
+        "a ticket is of one server process",
+        weaker.TicketOfAnyProcess,
+        control=_RECOVERIES + "ticket_not_bound_control",
+    ),
+    _node(
+        "client's ticket",
+        "the node makes the ticket up, never the same twice",
+        weaker.TicketOfTheClient,
+        control=_RECOVERIES + "clients_ticket_control",
+    ),
+    Mutant(
+        "no epoch",
+        "a node is admitted in an epoch in which nobody has voted",
+        patches=(Patch(recovery, "_choose_epoch", weaker.same_epoch),),
+        control=_RECOVERIES + "no_epoch_control",
+    ),
+    Mutant(
+        "RAISE without PROMISE",
+        "a majority promises an epoch before anybody votes in it",
+        patches=(Patch(recovery, "_promise", weaker.no_promise),),
+        control=_RECOVERIES + "raise_without_promise_control",
+    ),
+    Mutant(
+        "no p",
+        "what was promised is remembered",
+        Kept(node=weaker.ForgetfulPromise),
+        (_ONE_LOOK,),
+        control=_RECOVERIES + "no_p_control",
+    ),
+    Mutant(
+        "one look at promises",
+        "a majority holds the promise at one time",
+        patches=(_ONE_LOOK,),
+        control=_RECOVERIES + "one_look_at_promises_control",
+    ),
+    Mutant(
+        "read and BEGIN node by node",
+        "where all restarted, every node has its ticket before any is read",
+        control=_RECOVERIES + "read_and_begin_node_by_node_control",
+        simulated=False,
+    ),
+    _node(
+        "ADMIT lowers p",
+        "who is admitted keeps what it has promised meanwhile",
+        weaker.AdmitLowersPromise,
+        control=_RECOVERIES + "admit_lowers_p_control",
+    ),
+    Mutant(
+        "ticket outside the hash",
+        "the ticket is lost with the promises beside it",
+        control=_RECOVERIES + "ticket_outside_the_hash_control",
+        simulated=False,
+    ),
+    Mutant(
+        "ADMIT before RAISE",
+        "a majority is raised before anybody is admitted",
+        patches=(Patch(recovery, "_raise", weaker.no_raise),),
+        model="M ADMIT before RAISE",
+    ),
+    Mutant(
+        "all restarted, no RAISE",
+        "whoever votes is raised before restarted nodes are admitted",
+        model="M all restarted, no RAISE",
+        simulated=False,
+    ),
+    # The list of nodes.
+    Mutant(
+        "one closing pass",
+        "the nodes are closed still when they are looked at again",
+        patches=(Patch(change, "_closed_still", weaker.no_second_look),),
+        control=_RECOVERIES + "one_closing_pass_control",
+    ),
+    _node(
+        "no next",
+        "which list comes next is set once",
+        weaker.ClosedForAnybody,
+        control=_RECOVERIES + "no_next_control",
+    ),
+    Mutant(
+        "recovery reads closed nodes",
+        "a closed node votes no more, and takes part in no recovery",
+        Kept(node=weaker.OpenAllTheTime),
+        (Patch(Standing, "closed", property(lambda _: False)),),
+        control=_RECOVERIES + "recovery_reads_closed_nodes_control",
+    ),
+    Mutant(
+        "OPEN without PROMISE",
+        "a majority of the new nodes promises the epoch before they are opened",
+        control=_RECOVERIES + "open_without_promise_control",
+        simulated=False,
+    ),
+    Mutant(
+        "same ids for a new node",
+        "a list knows its nodes by the tickets that it was made with",
+        control=_RECOVERIES + "clients_ticket_in_init_control[same id for a new node that lost its ticket]",
+        simulated=False,
+    ),
+    Mutant(
+        "a list comes again",
+        "a fingerprint covers the list before",
+        control=_RECOVERIES + "return_to_an_earlier_list_control",
+        simulated=False,
+    ),
+    Mutant(
+        "init in any order, with one look",
+        "nodes are opened in the order of their ids, after a second look",
+        control=_MEMBERS + "clients_that_look_once_and_open_in_any_order_make_two",
+        simulated=False,
+    ),
+    # The storage.
+    _guard("no guard", "a write is refused below the row's fence", compares=False, control=_GUARD),
+    _guard("no stamp", "a write raises the row's fence", stamps=False),
+    _guard("no claim", "the fence is raised before anything is read", claims=False),
+    _guard("check, then write", "fence and row are looked at and written at once", at_once=False),
+    _guard(
+        "a holder writes once", "a write with the token that the fence is at is accepted", allows_again=False
+    ),
+    _habit(
+        "release before COMMIT", "the lease outlives the transaction that wrote under it", commits_first=False
+    ),
+    _habit(
+        "no REMINT in doubt", "after a COMMIT in doubt the next write has a larger token", mints_anew=False
+    ),
+    _habit("REMINT without claim", "… and claims with it before anything is read", claims_anew=False),
+    _guard("seal with <=", "a seal is refused where the fence is already at the token", strictly=False),
+    _habit("REMINT not sealed", "what is minted anew under a seal is sealed, too", keeps_seal=False),
+    _habit("not all locks sealed", "every acquisition of a sealed resource seals", seals_all=False),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """What noticed that a rule is missing.
+
+    Attributes:
+        by: the simulation, a test, or a configuration of the model.
+        promise: which was broken, where the simulation says so.
+        size: how many nodes there were.
+        seed: the seed; all smaller ones have passed.
+        acquisitions: how many locks had been acquired until then, over all seeds of that size.
+    """
+
+    by: str
+    promise: str = ""
+    size: int = 0
+    seed: int = 0
+    acquisitions: int = 0
+
+
+@contextlib.contextmanager
+def left_out(mutant: Mutant) -> Iterator[Kept]:
+    """Leave the rule out for a while; yields what the simulation is to keep."""
+    with contextlib.ExitStack() as stack:
+        for patch in mutant.patches:
+            stack.callback(setattr, patch.owner, patch.name, patch.owner.__dict__[patch.name])
+            setattr(patch.owner, patch.name, patch.instead)
+        yield mutant.kept
+
+
+def hunt(mutant: Mutant, seeds: int = SEEDS) -> Kill | None:
+    """Return the first seed that shows that a rule is missing."""
+    if not mutant.simulated:
+        return None
+    with left_out(mutant) as kept:
+        for size in SIZES:
+            acquisitions = 0
+            for seed in range(seeds):
+                outcome = play(seed, size, kept)
+                acquisitions += outcome.acquisitions
+                if outcome.violation not in {"", STUCK}:  # whoever is stuck does no harm
+                    return Kill("simulation", outcome.violation, size, seed, acquisitions)
+    return None
+
+
+def show(mutant: Mutant) -> Kill | None:
+    """Return the named schedule or the model that shows the same, having run it."""
+    if mutant.control:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", mutant.control]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+        return Kill(mutant.control) if done.returncode == 0 and " passed" in done.stdout else None
+    if mutant.model:
+        command = [sys.executable, "spec/check.py", "--no-tlc", mutant.model]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
+        return Kill(f"spec/ ({mutant.model})") if done.returncode == 0 else None
+    return None
+
+
+def judge(mutant: Mutant, seeds: int = SEEDS) -> Kill | None:
+    """Return what notices that a rule is missing; None where nothing does."""
+    return hunt(mutant, seeds) or show(mutant)
+
+
+def row(mutant: Mutant, kill: Kill | None) -> str:
+    """Return a mutant's row of the table."""
+    if kill is None:
+        return f"| {mutant.name} | {mutant.rule} | **nothing** | | | |"
+    if not kill.promise:
+        by = kill.by.rpartition("::")[2]
+        return f"| {mutant.name} | {mutant.rule} | {_kind(kill)} `{by}` | | | |"
+    return (
+        f"| {mutant.name} | {mutant.rule} | simulation: {kill.promise} | {kill.size} | {kill.seed} "
+        f"| {kill.acquisitions:,} |"
+    )
+
+
+def _kind(kill: Kill) -> str:
+    if "::" not in kill.by:
+        return "model"
+    return "guard machine" if kill.by.startswith("tests/guard") else "named schedule"
+
+
+def page(rows: Sequence[str], seeds: int) -> str:
+    """Return the page of the docs."""
+    return _PAGE.format(seeds=seeds, rows="\n".join(rows))
+
+
+_PAGE = """\
+# Every rule left out, and what notices
+
+Written by `python -m tests.simulation.mutants --write`. Each row leaves one rule out of the shipped
+protocol or of the guard, by a switch that exists only in the tests. The [simulation](simulation.md)
+plays the seeds 0, 1, 2 … with three nodes and then with five, {seeds} of each at most, and stops at the
+first broken promise. What it does not find in so many is shown by a named schedule on real nodes, or by
+the exhaustive [model](../spec/README.md), which alone has doubles of nodes. Seeds and acquisitions are
+the same on every machine.
+
+| left out | the rule | noticed by | nodes | seed | acquisitions until then |
+|---|---|---|---|---|---|
+{rows}
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Judge all mutants, or some; show what noticed them."""
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation.mutants", description=__doc__)
+    parser.add_argument("names", nargs="*", help="mutants to look for; all where none is named")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="seeds to try with each number of nodes")
+    parser.add_argument("--jobs", type=int, default=1, help="how many to judge side by side")
+    parser.add_argument("--write", action="store_true", help=f"write {TABLE.relative_to(ROOT)}")
+    options = parser.parse_args(arguments)
+    mutants = [mutant for mutant in MUTANTS if not options.names or mutant.name in options.names]
+    names = [mutant.name for mutant in mutants]
+    rows, survivors = [], []
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        kills = pool.map(partial(_judge_by_name, seeds=options.seeds), names)
+        for mutant, kill in zip(mutants, kills, strict=True):
+            rows.append(row(mutant, kill))
+            sys.stdout.write(f"{rows[-1]}\n")
+            sys.stdout.flush()
+            if kill is None:
+                survivors.append(mutant.name)
+    if options.write:
+        TABLE.write_text(page(rows, options.seeds))
+    if survivors:
+        sys.stderr.write(f"nothing notices: {', '.join(survivors)}\n")
+    return len(survivors)
+
+
+def _judge_by_name(name: str, seeds: int) -> Kill | None:
+    """Judge a mutant in a process of its own, which knows it by name."""
+    return judge(next(mutant for mutant in MUTANTS if mutant.name == name), seeds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

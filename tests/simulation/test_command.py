@@ -1,0 +1,68 @@
+"""`python -m tests.simulation`: it counts, names what failed, stops when it is told to, and replays."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.polling import eventually
+from tests.simulation import __main__ as command
+from tests.simulation.run import Outcome, play
+
+PROGRAM = [sys.executable, "-m", "tests.simulation"]
+
+
+def test_seeds_are_played_and_counted(capfd: pytest.CaptureFixture[str]) -> None:
+    """Two seeds with both numbers of nodes are four runs, in which faults happened and nothing broke."""
+    assert command.main(["--seeds", "2", "--jobs", "1", "--start", "7"]) == 0
+    told = capfd.readouterr().out
+    assert "runs                  4 " in told
+    assert "no promise was broken" in told
+    assert "snapshot" in told
+
+
+def test_replay_is_the_same_every_time() -> None:
+    """What is printed for a seed is the same in every process, to the last byte."""
+    told = [
+        subprocess.run(
+            [*PROGRAM, "--replay", "5", "--nodes", "5"], capture_output=True, check=True, timeout=60
+        )
+        for _ in range(2)
+    ]
+    assert told[0].stdout == told[1].stdout
+    assert told[0].stdout.count(b"\n") > 100
+    assert told[0].stdout.endswith(b"no promise was broken\n")
+
+
+def test_failed_run_is_named_with_the_command_that_replays_it(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The exit status is 1, and the seed is told."""
+    good = play(0, 3)
+
+    def outcomes(*_: object) -> object:
+        yield Outcome(8, 5, "P1", "P1: as a test", 1, 0, 0, 0, {}, 1, 1.0)
+        yield good
+
+    monkeypatch.setattr(command, "play_all", outcomes)
+    assert command.main(["--seeds", "1"]) == 1
+    told = capfd.readouterr().out
+    assert "python -m tests.simulation --replay 8 --nodes 5" in told
+    assert "1 runs broke a promise" in told
+
+
+def test_interrupt_ends_it_with_a_summary() -> None:
+    """Ctrl-C stops a run without an end; what has been seen until then is told, and no traceback."""
+    with subprocess.Popen(
+        [*PROGRAM, "--jobs", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert not eventually(lambda: process.poll() is not None, 3.0)
+        process.send_signal(signal.SIGINT)
+        told, complaints = process.communicate(timeout=60)
+    assert process.returncode == 0, complaints
+    assert "stopped" in told
+    assert "no promise was broken" in told
+    assert "Traceback" not in complaints
