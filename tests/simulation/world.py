@@ -298,14 +298,16 @@ class World:
         self.events += 1
         heapq.heappush(self._heap, (when, self.events, action, arguments))
 
-    def run(self, until: float, enough: Callable[[], bool] = lambda: False) -> None:
+    def run(self, until: float, enough: Callable[[], bool] | None = None) -> None:
         """Let things happen until a moment, or until that is enough."""
         heap = self._heap
         pop = heapq.heappop
-        while heap and heap[0][0] <= until and not enough():
+        while heap and heap[0][0] <= until:
+            if enough is not None and enough():
+                return
             self.now, _, action, arguments = pop(heap)
             action(*arguments)
-        if not enough():
+        if enough is None or not enough():
             self.now = max(self.now, until)
 
     def new_clock(self) -> Clock:
