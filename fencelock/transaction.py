@@ -18,19 +18,22 @@ from contextlib import (
 )
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Final, Generic, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, Unpack, overload
 
 from sqlalchemy import Engine
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
 
+from fencelock._asyncio_engines import is_async_engine, is_async_maker
 from fencelock.guard import gate as pass_gate
 from fencelock.guard import gate_async
 from fencelock.lock import AllLockSettings, FencedLock, fenced_lock
 
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
+
 _R = TypeVar("_R")
 _S = TypeVar("_S", bound=Session)
-_A = TypeVar("_A", bound=AsyncSession)
+_A = TypeVar("_A", bound="AsyncSession")
 _Made = TypeVar("_Made")
 
 _FIRST_PAUSE: Final = 0.1
@@ -275,9 +278,12 @@ def fenced_transaction(
         fenced_transaction(Session, "order:1", retries=2).run(pay)
         ```
     """
-    if isinstance(session, AsyncEngine | async_sessionmaker):
-        maker = async_sessionmaker(session) if isinstance(session, AsyncEngine) else session
-        return AsyncFencedTransaction(_Plan(maker, resources, retries, gate, settings))
+    if is_async_engine(session):
+        from sqlalchemy.ext.asyncio import async_sessionmaker  # noqa: PLC0415 - needs greenlet
+
+        session = async_sessionmaker(session)
+    if is_async_maker(session):
+        return AsyncFencedTransaction(_Plan(session, resources, retries, gate, settings))
     if isinstance(session, Engine | sessionmaker):
         blocking = sessionmaker(session) if isinstance(session, Engine) else session
         return FencedTransaction(_Plan(blocking, resources, retries, gate, settings))

@@ -108,3 +108,23 @@ def test_public_names_are_listed_and_documented() -> None:
     visible = {name for name, value in vars(fencelock).items() if not name.startswith("_")}
     modules = {name for name in visible if isinstance(getattr(fencelock, name), types.ModuleType)}
     assert visible - modules == {name for name in fencelock.__all__ if not name.startswith("_")} - modules
+
+
+def test_blocking_code_needs_no_greenlet(tmp_path: Path) -> None:
+    """SQLAlchemy 2.1 brings it only when asked to; locks, seals and transactions must do without it."""
+    code = f"""
+import sys
+sys.modules["greenlet"] = None
+import fencelock
+from sqlalchemy import create_engine
+engine = create_engine("sqlite:///{tmp_path}/rows")
+fencelock.fenced_lock("r", seal=engine)
+fencelock.fenced_transaction(engine, "r")
+try:
+    fencelock.fenced_transaction("no engine", "r")
+except TypeError as error:
+    print(error)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "takes a sessionmaker or an engine, not 'no engine'" in result.stdout

@@ -22,18 +22,21 @@ import threading
 import time
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 from sqlalchemy import Connection, Engine, StaticPool, select, update
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.exc import DBAPIError, OperationalError
-from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.pool import SingletonThreadPool
 
+from fencelock._asyncio_engines import is_async_engine
 from fencelock.errors import LockError
 from fencelock.guard._tables import FENCE_COLUMN
 from fencelock.guard.fences import FENCES, SEAL_COLUMN
 from fencelock.guard.session import BYPASS, passes_gate_here
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncEngine
 
 _DIALECTS: Final = frozenset({"postgresql", "mysql", "mariadb", "sqlite"})
 _MYSQL: Final = frozenset({"mysql", "mariadb"})
@@ -111,7 +114,7 @@ class Sealer:
     """
 
     def __init__(self, engine: Engine | AsyncEngine) -> None:
-        if not isinstance(engine, Engine | AsyncEngine):
+        if not (isinstance(engine, Engine) or is_async_engine(engine)):
             raise TypeError(f"seal is an Engine, or an AsyncEngine for `async with`, not {engine!r}")
         if engine.dialect.name not in _DIALECTS:
             raise ValueError(
@@ -130,7 +133,7 @@ class Sealer:
         Raises:
             TypeError: an `AsyncEngine` for blocking code, or an `Engine` for coroutines.
         """
-        if blocking and isinstance(self._engine, AsyncEngine):
+        if blocking and is_async_engine(self._engine):
             raise TypeError("`with` blocks and cannot seal with an AsyncEngine; give seal= an Engine")
         if not blocking and isinstance(self._engine, Engine):
             raise TypeError(
@@ -179,7 +182,7 @@ class Sealer:
 
     async def seal_soon(self, wish: Wish) -> Sealed:
         """Raise the fences, as `seal` does, letting other tasks run."""
-        assert isinstance(self._engine, AsyncEngine)  # noqa: S101  it was checked
+        assert is_async_engine(self._engine)  # noqa: S101  it was checked
         obstacles = _Obstacles()
         while True:
             limit = asyncio.timeout(max(0.0, wish.left) + _GRACE)
