@@ -6,9 +6,8 @@ to compare with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final, NoReturn
 
 from sqlalchemy import BigInteger, Delete, Select, Update, bindparam, literal, not_, or_, select, tuple_
@@ -139,11 +138,11 @@ class GuardedWrite:
         connection: Connection,
         rows: Sequence[Row],
         options: Mapping[str, Any],
-        result: CursorResult[Any],
     ) -> FenceError | None:
-        """Return the error to raise if the condition has turned a row away, or None."""
-        if self.key and _matched(result, len(rows)) == len(rows):
-            return None
+        """Return the error to raise if the condition has turned a row away, or None.
+
+        Only asked for where `wrote_all` is not so.
+        """
         passed_on = {"schema_translate_map": options.get("schema_translate_map")}
         for query, row, named in self._queries(rows):
             found = connection.execute(newest(query, connection), row, execution_options=passed_on).first()
@@ -151,13 +150,12 @@ class GuardedWrite:
                 return self._error(tuple(found), row[TOKEN_BIND], named)
         return None
 
-    def locked(self, rows: Sequence[Row], result: CursorResult[Any]) -> Callable[[], Iterator[str]] | None:
-        """Return what names the rows that are locked now, where it is known that each was there."""
-        if self.key and _matched(result, len(rows)) == len(rows):
-            return partial(self._names, rows)
-        return None
+    def wrote_all(self, rows: Sequence[Row], result: CursorResult[Any]) -> bool:
+        """Tell whether it is known that each execution has written the one row that it named."""
+        return bool(self.key) and _matched(result, len(rows)) == len(rows)
 
-    def _names(self, rows: Sequence[Row]) -> Iterator[str]:
+    def names(self, rows: Sequence[Row]) -> Iterator[str]:
+        """Return the names of the rows that these executions have named."""
         return (row_name(self.fenced.table, self._identity(row)) for row in rows)
 
     def _queries(self, rows: Sequence[Row]) -> Iterator[tuple[Select[Any], Row, tuple[Any, ...]]]:

@@ -17,6 +17,7 @@ matches the statement and has a larger fence. A row that is simply gone is left 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -151,8 +152,10 @@ def after_execute(  # noqa: PLR0917  SQLAlchemy's signature
     if write.fenced.strict:
         take_back(connection)
     rows = multiparams or [params]
-    _raise(connection, write.refused(connection, rows, options, result), result)
-    note_locked(connection, write.locked(rows, result), len(rows))
+    if write.wrote_all(rows, result):
+        note_locked(connection, partial(write.names, rows), len(rows))
+    else:
+        _raise(connection, write.refused(connection, rows, options), result)
 
 
 def _raise(connection: Connection, refusal: FenceError | None, result: CursorResult[Any]) -> None:

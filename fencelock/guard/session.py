@@ -335,10 +335,10 @@ def note_token(target: Connection | Session, statement: Executable, token: int) 
             writer.need(lease, connection)
 
 
-def note_locked(connection: Connection, names: Callable[[], Iterable[str]] | None, count: int) -> None:
-    """Note that the connection's transaction has locked rows, where it is known which."""
-    writer = _open_writer(connection) if names else None
-    if writer is not None and names is not None:
+def note_locked(connection: Connection, names: Callable[[], Iterable[str]], count: int) -> None:
+    """Note that the connection's transaction has locked as many rows, whose names can be asked for."""
+    writer = _open_writer(connection)
+    if writer is not None:
         writer.lock(names, count)
 
 

@@ -80,7 +80,9 @@ def refused_text(
     """Return the error to raise if the condition in a text has turned a row away, or None."""
     write: GuardedWrite
     write, rows = statement.get_execution_options()[_WRITE_OPTION]
-    return write.refused(connection, rows, options, result) if write.key else None
+    if not write.key or write.wrote_all(rows, result):
+        return None
+    return write.refused(connection, rows, options)
 
 
 def _core(found: GuardedText, fenced: FencedTable) -> Update | Delete:
