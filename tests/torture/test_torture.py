@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from fencelock.torture.settings import FAULTS, Settings
 from tests.polling import eventually
 
 SHORT: dict[str, Any] = {
-    "duration": 3.0,
+    "duration": 2.5,
     "ttl": 0.5,
     "pause": 1.0,
     "every": 0.2,
@@ -39,9 +39,20 @@ SHORT: dict[str, Any] = {
 }
 
 
-def torture(folder: Path, faults: Sequence[str], **settings: Any) -> Result:
-    """Make a short run."""
-    return run(Settings(folder, faults=tuple(faults), **{**SHORT, **settings}))
+def torture(folder: Path, faults: Sequence[str], seen: Callable[[Result], bool], **settings: Any) -> Result:
+    """Make a short run, or a longer one where the machine was too slow for what is to be seen."""
+    short = {**SHORT, **settings}
+    for longer in (1, 4):
+        output = folder / str(longer)
+        output.mkdir()
+        duration = short["duration"] * longer
+        result = run(Settings(output, faults=tuple(faults), **{**short, "duration": duration}))
+        assert result.trouble == ()
+        if short.get("guard", True) and short.get("quorum", True):
+            assert_right(result)
+        if seen(result):
+            return result
+    raise AssertionError(f"not seen in {duration:g} s: {result.verdict}")
 
 
 def faults_in(result: Result) -> list[Fault]:
@@ -53,56 +64,74 @@ def faults_in(result: Result) -> list[Fault]:
 
 def assert_right(result: Result) -> None:
     """Check that nothing went wrong, and that something was done."""
-    assert result.trouble == ()
     assert result.verdict.violations == ()
     assert result.verdict.acquisitions > 0
     assert result.verdict.acknowledged > 0
     assert result.verdict.lost_updates == 0
 
 
+def some_in_doubt(result: Result) -> bool:
+    """Whether there were COMMITs without an answer."""
+    return result.verdict.outcomes.get(Outcome.UNKNOWN, 0) > 0
+
+
+def some_admitted_again(result: Result) -> bool:
+    """Whether a node that had lost its memory has voted again, in another epoch."""
+    return any("votes again in epoch" in fault.detail for fault in faults_in(result))
+
+
+#: What must have been seen of some of the faults, beyond that they happened.
+SIGNS: dict[str, Callable[[Result], bool]] = {
+    "node-blank": some_admitted_again,
+    "node-rollback": some_admitted_again,
+    "node-flush": some_admitted_again,
+    "database-kill": some_in_doubt,
+}
+
+
 @pytest.mark.parametrize("fault", list(FAULTS))
 def test_each_fault_alone_breaks_no_promise(fault: str, tmp_path: Path) -> None:
-    """It is seen in the history; nodes that had lost their memory vote again, in another epoch."""
+    """It is seen in the history, and nothing else is broken; the journals have gone into it."""
     database = "postgresql" if fault == "database-kill" else "sqlite"
     if why := skipped_faults(Settings(tmp_path, (fault,), database=database)):
         pytest.skip(why[fault])
-    result = torture(tmp_path, [fault], database=database, duration=3.5 if "node" in fault else 2.5)
-    assert_right(result)
-    assert set(result.verdict.faults) == {fault}
-    if fault in {"node-blank", "node-rollback", "node-flush"}:
-        assert any("votes again in epoch" in found.detail for found in faults_in(result))
-    if fault == "worker-kill":
-        assert not list(tmp_path.glob("worker*.jsonl")), "journals are merged into the history"
-    if fault == "database-kill":
-        assert result.verdict.outcomes.get(Outcome.UNKNOWN, 0) > 0
+
+    def seen(result: Result) -> bool:
+        return set(result.verdict.faults) == {fault} and (fault not in SIGNS or SIGNS[fault](result))
+
+    result = torture(tmp_path, [fault], seen, database=database)
+    assert {path.name for path in result.history.parent.iterdir()} == {"history.jsonl"}
 
 
 def test_all_faults_together_break_no_promise(tmp_path: Path) -> None:
     """At once, as far as fewer than a majority of the nodes is without memory at a time."""
-    result = torture(tmp_path, list(FAULTS), duration=7.0, database="postgresql", workers=6)
-    assert_right(result)
-    for lane in LANES:
-        assert result.verdict.faults.keys() & lane, f"none of {lane}"
-    assert result.verdict.outcomes.get(Outcome.UNKNOWN, 0) > 0
+
+    def seen(result: Result) -> bool:
+        return all(result.verdict.faults.keys() & lane for lane in LANES) and some_in_doubt(result)
+
+    torture(tmp_path, list(FAULTS), seen, duration=7.0, database="postgresql", workers=6)
 
 
 def test_without_the_guard_updates_are_lost(tmp_path: Path) -> None:
     """The control: the same locks, the same pauses, an ordinary table."""
+
+    def seen(result: Result) -> bool:
+        return result.verdict.lost_updates > 0 and result.verdict.broken[Rule.NO_LOST_UPDATE] > 0
+
     settings = {"resources": 2, "tasks": 0, "writes": 1.0, "think": 0.02, "ttl": 0.2, "every": 0.1}
-    result = torture(tmp_path, ["worker-pause"], guard=False, pause=2.0, duration=8.0, **settings)
-    assert result.trouble == ()
-    assert result.verdict.broken[Rule.NO_LOST_UPDATE] > 0
-    assert result.verdict.lost_updates > 0
+    result = torture(tmp_path, ["worker-pause"], seen, guard=False, pause=2.0, duration=8.0, **settings)
     assert not result.verdict.broken.keys() & {Rule.UNIQUE_TOKENS, Rule.ORDERED_TOKENS}
 
 
 def test_naive_tokens_are_given_twice(tmp_path: Path) -> None:
     """The control: the largest counter of a majority, and nodes that forget theirs."""
+
+    def seen(result: Result) -> bool:
+        broken = result.verdict.broken
+        return broken[Rule.UNIQUE_TOKENS] > 0 and broken[Rule.ORDERED_TOKENS] > 0
+
     settings = {"resources": 4, "tasks": 0, "writes": 0.0, "quorum": False}
-    result = torture(tmp_path, ["node-blank", "worker-pause"], **settings)
-    assert result.trouble == ()
-    assert result.verdict.broken[Rule.UNIQUE_TOKENS] > 0
-    assert result.verdict.broken[Rule.ORDERED_TOKENS] > 0
+    torture(tmp_path, ["node-blank", "worker-pause"], seen, **settings)
 
 
 def command(*arguments: str | Path) -> list[str]:
