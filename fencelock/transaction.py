@@ -20,10 +20,12 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, Unpack, overload
 
-from sqlalchemy import Engine
-from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy import Engine, event
+from sqlalchemy.orm import Session, SessionTransaction, sessionmaker
 
 from fencelock._asyncio_engines import is_async_engine, is_async_maker
+from fencelock._holds import current_owner
+from fencelock.errors import FenceError
 from fencelock.guard import gate as pass_gate
 from fencelock.guard import gate_async
 from fencelock.lock import AllLockSettings, FencedLock, fenced_lock
@@ -35,6 +37,7 @@ _R = TypeVar("_R")
 _S = TypeVar("_S", bound=Session)
 _A = TypeVar("_A", bound="AsyncSession")
 _Made = TypeVar("_Made")
+_Block = TypeVar("_Block")
 
 _FIRST_PAUSE: Final = 0.1
 _LONGEST_PAUSE: Final = 2.0
@@ -82,18 +85,75 @@ class _Plan(Generic[_Made]):
         return 0.0 if attempt == 1 else min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0 ** (attempt - 2))
 
 
+class _Blocks(Generic[_Block]):
+    """The open blocks of one object that several threads or tasks may share, and who has entered each."""
+
+    __slots__ = ("_open",)
+
+    def __init__(self) -> None:
+        self._open: list[tuple[object, _Block]] = []
+
+    def add(self, block: _Block) -> None:
+        self._open.append((current_owner(), block))
+
+    def take(self) -> _Block:
+        """Return the block to leave: what this thread or task entered last, or the only one that is open.
+
+        Blocks may be handed on, as frameworks do that leave a generator in another thread. Of several, the
+        wrong one would be committed half-done.
+        """
+        entries = tuple(self._open)
+        owner = current_owner()
+        ours = [entry for entry in entries if entry[0] is owner] or (entries if len(entries) == 1 else ())
+        if not ours:
+            raise RuntimeError(
+                "several threads or tasks are inside this fenced transaction, and this one has not entered "
+                "it: which one's block is left here cannot be told; give each an object of its own"
+            )
+        self._open.remove(ours[-1])
+        return ours[-1][1]
+
+
+@contextmanager
+def _only_this_transaction(session: Session, gates: tuple[str, ...]) -> Iterator[None]:
+    """Refuse to begin another transaction in the block: it would go on without the gates, or the locks."""
+
+    def refuse(_: Session, transaction: SessionTransaction) -> None:
+        if transaction.parent is None:
+            transaction.close()
+            raise FenceError(
+                "the transaction that has passed the gates was ended inside its block, by commit(), "
+                "rollback(), close() or a refusal: leave the block and enter another one; what may fail and "
+                "be tried again goes into a savepoint, session.begin_nested()"
+            )
+
+    if not gates:
+        yield
+        return
+    event.listen(session, "after_transaction_create", refuse)
+    try:
+        yield
+    finally:
+        event.remove(session, "after_transaction_create", refuse)
+
+
+def _has_work(session: Session) -> bool:
+    """Tell whether there is something to commit: not if the body has, and has done nothing since."""
+    return session.in_transaction() or any((session.new, session.dirty, session.deleted))
+
+
 class FencedTransaction(Generic[_S]):
     """What `fenced_transaction` returns for blocking code: a context manager, with `run`."""
 
     def __init__(self, plan: _Plan[_S]) -> None:
         self._plan = plan
-        self._open: list[AbstractContextManager[_S]] = []
+        self._open: _Blocks[AbstractContextManager[_S]] = _Blocks()
 
     def __enter__(self) -> _S:
         self._plan.refuse_retries()
         block = self._block()
         session = block.__enter__()
-        self._open.append(block)
+        self._open.add(block)
         return session
 
     def __exit__(
@@ -102,7 +162,7 @@ class FencedTransaction(Generic[_S]):
         exc_value: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool | None:
-        return self._open.pop().__exit__(exc_type, exc_value, traceback)
+        return self._open.take().__exit__(exc_type, exc_value, traceback)
 
     def run(self, body: Callable[[_S], _R]) -> _R:
         """Call `body` with the session, commit, and return what it returned.
@@ -145,8 +205,10 @@ class FencedTransaction(Generic[_S]):
                 session.begin()
             for resource in self._plan.gates:
                 pass_gate(session, resource)
-            yield session
-            session.commit()
+            with _only_this_transaction(session, self._plan.gates):
+                yield session
+                if _has_work(session):
+                    session.commit()
 
 
 class AsyncFencedTransaction(Generic[_A]):
@@ -154,13 +216,13 @@ class AsyncFencedTransaction(Generic[_A]):
 
     def __init__(self, plan: _Plan[_A]) -> None:
         self._plan = plan
-        self._open: list[AbstractAsyncContextManager[_A]] = []
+        self._open: _Blocks[AbstractAsyncContextManager[_A]] = _Blocks()
 
     async def __aenter__(self) -> _A:
         self._plan.refuse_retries()
         block = self._block()
         session = await block.__aenter__()
-        self._open.append(block)
+        self._open.add(block)
         return session
 
     async def __aexit__(
@@ -169,7 +231,7 @@ class AsyncFencedTransaction(Generic[_A]):
         exc_value: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool | None:
-        return await self._open.pop().__aexit__(exc_type, exc_value, traceback)
+        return await self._open.take().__aexit__(exc_type, exc_value, traceback)
 
     async def run(self, body: Callable[[_A], Awaitable[_R]]) -> _R:
         """Await `body` with the session, commit, and return what it returned: see `FencedTransaction.run`."""
@@ -202,8 +264,10 @@ class AsyncFencedTransaction(Generic[_A]):
                 await session.begin()
             for resource in self._plan.gates:
                 await gate_async(session, resource)
-            yield session
-            await session.commit()
+            with _only_this_transaction(session.sync_session, self._plan.gates):
+                yield session
+                if _has_work(session.sync_session):
+                    await session.commit()
 
 
 @overload
@@ -262,6 +326,7 @@ def fenced_transaction(
         **settings: of the lock: see `fenced_lock`.
 
     Raises:
+        FenceError: where the body goes on after the transaction that has passed the gates has ended.
         TypeError: for arguments of the wrong kind, and for retries with a `with` block. Entering raises what
             `FencedLock.acquire` and `gate` raise.
         ValueError: for arguments out of range.

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Self
 
 import pytest
-from sqlalchemy import Engine, event, insert, select, text
+from sqlalchemy import Engine, event, func, insert, select, text, update
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
@@ -15,6 +18,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sess
 from fencelock import (
     CommitInDoubtError,
     FencedModel,
+    FenceError,
     LockTimeoutError,
     Redlock,
     StaleTokenError,
@@ -22,7 +26,7 @@ from fencelock import (
     fenced_transaction,
     gate,
 )
-from fencelock.guard import bind, fence_table
+from fencelock.guard import bind, execute_fenced, fence_table, fenced_update
 from fencelock.lease import Lease, held_leases
 from tests.door import Door
 from tests.polling import eventually
@@ -160,6 +164,168 @@ def test_what_cannot_be_is_refused(accounts: Engine) -> None:
         pass
 
 
+def test_threads_that_share_it_leave_their_own_block(authority: Redlock, accounts: Engine) -> None:
+    """One that has outlived its lease does not commit what the next one has half done."""
+    if accounts.dialect.name == "sqlite":
+        pytest.skip("SQLite has one writer at a time")
+    shared = fenced_transaction(
+        accounts, "account:1", ttl=0.5, renew=False, gate=False, if_lost="warn", authority=authority
+    )
+    entered, half_done, left = threading.Event(), threading.Event(), threading.Event()
+
+    def outlive() -> None:
+        with shared:
+            entered.set()
+            assert half_done.wait(20)
+        left.set()
+
+    thread = threading.Thread(target=outlive)
+    thread.start()
+    assert entered.wait(20)
+    with pytest.raises(ZeroDivisionError), shared as session:  # noqa: PT012
+        claim(session, Account, 1).balance = 5
+        session.flush()
+        half_done.set()
+        assert left.wait(20)
+        assert balance(accounts) == 100
+        raise ZeroDivisionError
+    thread.join()
+    assert balance(accounts) == 100
+
+
+def test_tasks_that_share_it_leave_their_own_block(
+    authority: Redlock, accounts: Engine, for_asyncio: Callable[[Engine], AsyncEngine]
+) -> None:
+    """As threads do; the tasks of a loop have one thread."""
+    if accounts.dialect.name == "sqlite":
+        pytest.skip("SQLite has one writer at a time")
+
+    async def main() -> None:
+        engine = for_asyncio(accounts)
+        shared = fenced_transaction(
+            engine, "account:1", ttl=0.5, renew=False, gate=False, if_lost="warn", authority=authority
+        )
+        entered, half_done = asyncio.Event(), asyncio.Event()
+
+        async def outlive() -> None:
+            async with shared:
+                entered.set()
+                await half_done.wait()
+
+        task = asyncio.create_task(outlive())
+        await entered.wait()
+        with pytest.raises(ZeroDivisionError):  # noqa: PT012
+            async with shared as session:
+                await session.execute(update(Account).where(Account.id == 1).values(balance=5))
+                half_done.set()
+                await task
+                assert await asyncio.to_thread(balance, accounts) == 100
+                raise ZeroDivisionError
+        await engine.dispose()
+        await authority.aio.close()
+
+    asyncio.run(main())
+    assert balance(accounts) == 100
+
+
+def test_a_block_may_be_left_by_another_thread(authority: Redlock, accounts: Engine) -> None:
+    """The only one that is open; where there are more, it is refused to guess."""
+    if accounts.dialect.name == "sqlite":
+        pytest.skip("a connection of SQLite stays in its thread")
+    shared = fenced_transaction(
+        accounts, "account:1", ttl=0.5, renew=False, gate=False, if_lost="warn", authority=authority
+    )
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as another:
+        one.submit(shared.__enter__).result()
+        session = another.submit(shared.__enter__).result()
+        with pytest.raises(RuntimeError, match="cannot be told"):
+            shared.__exit__(None, None, None)
+        one.submit(shared.__exit__, None, None, None).result()
+        session.execute(
+            update(Account).where(Account.id == 1).values(balance=5),
+            execution_options={"fencelock": "bypass"},
+        )
+        shared.__exit__(None, None, None)
+    assert balance(accounts) == 5
+
+
+def commit(session: Session) -> None:
+    """End the transaction in the body."""
+    session.commit()
+
+
+def roll_back(session: Session) -> None:
+    """End it the other way."""
+    session.rollback()
+
+
+def be_refused(session: Session) -> None:
+    """End it by a refusal that nobody minds."""
+    with suppress(StaleTokenError):
+        execute_fenced(session, fenced_update(Account).where(Account.id == 1), token=1)
+
+
+GO_ON: dict[str, Callable[[Session], object]] = {
+    "add": lambda session: session.add(Account(id=2, balance=0)),
+    "change": lambda session: setattr(next(iter(session.identity_map.values())), "balance", 0),
+    "delete": lambda session: session.delete(next(iter(session.identity_map.values()))),
+    "read": lambda session: session.execute(text("SELECT 1")),
+    "begin": lambda session: session.begin(),
+}
+
+
+@pytest.mark.parametrize(
+    ("end", "go_on"),
+    [(commit, "read"), (be_refused, "read"), *((roll_back, each) for each in GO_ON)],
+)
+def test_who_ends_it_in_the_body_cannot_go_on(
+    authority: Redlock,
+    accounts: Engine,
+    end: Callable[[Session], None],
+    go_on: str,
+) -> None:
+    """The next transaction would have passed no gate, so that a newer holder could come between."""
+    with authority.lock("account:1"):  # its token is the stale one
+        pass
+    transaction = fenced_transaction(accounts, "account:1", authority=authority)
+    with pytest.raises(FenceError, match="begin_nested"), transaction as session:  # noqa: PT012
+        kept = claim(session, Account, 1)  # noqa: F841  what nobody refers to leaves the session
+        end(session)
+        with pytest.raises(FenceError, match="begin_nested"):
+            GO_ON[go_on](session)
+        GO_ON[go_on](session)  # or, where this is no news to the session, the COMMIT
+    assert balance(accounts) == 100
+    session.add(Account(id=3, balance=0))  # after the block, the session is like any other
+    session.close()
+
+
+def test_who_ends_it_in_the_body_may_leave(authority: Redlock, rival: Redlock, accounts: Engine) -> None:
+    """A COMMIT as the last thing in the body is one too many and does no harm; nor do savepoints."""
+    with fenced_transaction(accounts, "account:1", authority=authority) as session:
+        with suppress(ZeroDivisionError), session.begin_nested():
+            session.get_one(Account, 1).balance = 5
+            session.flush()
+            raise ZeroDivisionError
+        session.get_one(Account, 1).balance -= 10
+        session.commit()
+    assert balance(accounts) == 90
+    assert is_free(rival)
+
+
+def test_a_stale_insert_does_not_follow_a_rollback(
+    authority: Redlock, rival: Redlock, accounts: Engine
+) -> None:
+    """The newer holder has passed the gate meanwhile, and read that there was no such row."""
+    stale = fenced_transaction(accounts, "account:1", ttl=0.5, renew=False, authority=authority)
+    with pytest.raises(FenceError), stale as session:  # noqa: PT012
+        session.rollback()
+        with fenced_transaction(accounts, "account:1", authority=rival) as newer:
+            assert newer.scalar(select(func.count()).select_from(Account)) == 1
+        session.add(Account(id=2, balance=0))
+    with Session(accounts) as session:
+        assert session.get(Account, 2) is None
+
+
 @pytest.mark.parametrize("committed", [False, True], ids=["late", "committed"])
 def test_a_body_runs_again_after_a_commit_in_doubt(
     authority: Redlock, rival: Redlock, accounts: Engine, door: Door, *, committed: bool
@@ -254,6 +420,27 @@ def test_coroutines_have_the_same(
 
     asyncio.run(main())
     assert balance(accounts) == 80
+
+
+def test_coroutines_cannot_go_on_either(
+    authority: Redlock, accounts: Engine, for_asyncio: Callable[[Engine], AsyncEngine]
+) -> None:
+    """After a rollback in the body; a COMMIT as its last thing is none too many."""
+
+    async def main() -> None:
+        engine = for_asyncio(accounts)
+        async with fenced_transaction(engine, "account:1", authority=authority) as session:
+            (await session.get_one(Account, 1)).balance -= 10
+            await session.commit()
+        with pytest.raises(FenceError, match="begin_nested"):  # noqa: PT012
+            async with fenced_transaction(engine, "account:1", authority=authority) as session:
+                await session.rollback()
+                await session.get(Account, 1)
+        await engine.dispose()
+        await authority.aio.close()
+
+    asyncio.run(main())
+    assert balance(accounts) == 90
 
 
 def test_coroutines_run_again_too(
