@@ -57,7 +57,7 @@ class _FenceProperty(ColumnProperty[Any]):
             if len(populators["quick"]) == before:
                 return  # the query does not load it
             getter = known["fencelock", path.natural_path] = populators["quick"].pop()[1]
-        leases = leases_of(getattr(result, "connection", None))
+        leases = leases_of(getattr(result, "connection", None), context.session)
         if leases and result.context.execution_options.get("fencelock") != BYPASS:
             getter = _looking(getter, _Look(self, leases, result, adapter))
         populators["quick"].append((self.key, getter))

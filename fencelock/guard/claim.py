@@ -284,7 +284,7 @@ def _refuse_to_discard(session: Session, mapper: Mapper[Any], key: tuple[Any, ..
 def connection_of(session: Session, mapper: Mapper[Any] | None) -> Connection:
     """Return the connection on which a session writes a model, in its transaction."""
     connection = session.connection(bind_arguments={"mapper": mapper} if mapper else None)
-    writer_of(connection).session = ref(session)
+    writer_of(connection).join(ref(session))
     return connection
 
 

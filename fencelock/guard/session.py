@@ -71,7 +71,8 @@ def bind(
     For code that the held leases do not reach by themselves: other threads, executors, generators; and for
     tokens that come from elsewhere (`Lease("order:1", token)`). It lasts as long as the session or
     connection, or until the next `bind`; without leases it undoes an earlier one. A transaction that is
-    already open forgets the leases that it was written under before.
+    already open forgets the leases that it was written under before. Of sessions that share a connection, only
+    a flush tells whose statement it is: where they are bound to different leases, all else is refused.
 
     It does not keep the lock: whoever took the lease still releases it, which waits for transactions that
     have been written under it by then, and for no others.
@@ -129,11 +130,10 @@ class Writer:
 
     Attributes:
         claiming: leases in doubt that are about to be claimed under.
-        session: the session that the transaction belongs to, if any; the one that flushed last, where
-            several share a connection.
         has_transaction: whether the driver was seen to hold a transaction open.
         remembered: the leases it was written under so far, by resource.
         gates: which it has passed, and which thread and task did so: each as (resource, who).
+        sessions: those that have joined the transaction, the last one last.
         undoing: whether it is being rolled back, so that nothing can come of it.
     """
 
@@ -148,12 +148,12 @@ class Writer:
         "gates",
         "has_transaction",
         "remembered",
-        "session",
+        "sessions",
         "undoing",
     )
 
     def __init__(self) -> None:
-        self.session: ReferenceType[Session] | None = None
+        self.sessions: tuple[ReferenceType[Session], ...] = ()
         self.has_transaction = False
         self.remembered: dict[str, Lease] = {}
         self.gates: set[tuple[str, object]] = set()
@@ -216,16 +216,28 @@ class Writer:
         self._locked.clear()
         return calls
 
-    def owner(self) -> Session | None:
-        """Return the session that the transaction belongs to, if it is alive."""
-        return self.session() if self.session else None
+    def join(self, session: ReferenceType[Session]) -> None:
+        """Note that a session has begun to use the transaction, or flushes in it."""
+        if self.sessions[-1:] != (session,):
+            self.sessions = (*(each for each in self.sessions if each != session), session)
 
-    def candidates(self, connection: Connection) -> dict[str, Lease]:
-        """Return the leases that may guard a write now, by resource."""
-        bound = None
-        if _bound:
-            session = self.owner()
-            bound = (session and _bound.get(session)) or _bound.get(connection)
+    def users(self, connection: Connection) -> list[Session]:
+        """Return the sessions whose transaction this is; not those that have left it and live on."""
+        sessions = [reference() for reference in self.sessions]
+        return [session for session in sessions if session is not None and _uses(session, connection)]
+
+    def owner(self, connection: Connection) -> Session | None:
+        """Return the session that the transaction belongs to; of several the one that flushes, or the last."""
+        users = self.users(connection)
+        return next((session for session in reversed(users) if _is_flushing(session)), (users or [None])[-1])
+
+    def candidates(self, connection: Connection, session: Session | None = None) -> dict[str, Lease]:
+        """Return the leases that may guard a write now, by resource; of a session where it is known which.
+
+        Raises:
+            AmbiguousFenceError: if sessions that share the connection are bound to different leases.
+        """
+        bound = self._bound_to(connection, session) if _bound else None
         if bound != self._bound_before:
             self.remembered.clear()
             self._bound_before = bound
@@ -234,6 +246,29 @@ class Writer:
         if self.remembered:
             found.update(self.remembered)
         return found
+
+    def _bound_to(self, connection: Connection, session: Session | None) -> tuple[Lease, ...] | None:
+        found = session or self.owner(connection)
+        if found is None:
+            return _bound.get(connection)
+        leases = _bound.get(found)
+        is_known = session is not None or _is_flushing(found)
+        if not is_known and any(_bound.get(one) != leases for one in self.users(connection)):
+            raise AmbiguousFenceError(
+                "several sessions share this connection and are bound to different leases, so that it cannot "
+                "be told whose this is: bind the same leases to each, or give each a connection of its own"
+            )
+        return leases or _bound.get(connection)
+
+
+def _uses(session: Session, connection: Connection) -> bool:
+    transaction = session.get_transaction()
+    # SQLAlchemy has no public way to ask.
+    return transaction is not None and connection in transaction._connections  # noqa: SLF001
+
+
+def _is_flushing(session: Session) -> bool:
+    return session._flushing  # noqa: SLF001  SQLAlchemy has no public way to ask
 
 
 def _call_each(calls: Iterable[Callable[[], object]]) -> None:
@@ -316,13 +351,13 @@ def writer_of(connection: Connection) -> Writer:
     return writer
 
 
-def leases_of(connection: Connection | None) -> Mapping[str, Lease]:
-    """Return the leases that the connection's transaction reads and writes under now, by resource."""
+def leases_of(connection: Connection | None, session: Session) -> Mapping[str, Lease]:
+    """Return the leases that a session reads under now in the connection's transaction, by resource."""
     transaction = None if connection is None else connection.get_transaction()
     writer = None if transaction is None else _writers.get(transaction)
     if connection is None or writer is None:
         return {}
-    return writer.candidates(connection)
+    return writer.candidates(connection, session)
 
 
 def note_token(target: Connection | Session, statement: Executable, token: int) -> None:
@@ -563,11 +598,11 @@ def rows_known_to(
 
     They are those that were loaded, whatever has been assigned since; None for an unknown row.
     """
-    session = writer_of(connection).owner()
+    session = writer_of(connection).owner(connection)
     mapper = fenced.mapper() if fenced.mapper else None
     if session is None or mapper is None:
         return lambda _identity: None
-    flush = _flushes.get(session.hash_key) if session._flushing else None  # noqa: SLF001  no public way
+    flush = _flushes.get(session.hash_key) if _is_flushing(session) else None
     known = flush.known.get(fenced, {}) if flush else {}
     assert fenced.template is not None  # noqa: S101  only asked for tables with a template
     names = tuple(fenced.template.columns)
@@ -607,17 +642,16 @@ def _loaded_values(
 def roll_back(connection: Connection) -> None:
     """Roll back what a refused statement belongs to: the innermost savepoint, or the whole transaction.
 
-    A flush does it itself.
+    A flush does it itself. Where several sessions share the connection, it cannot be told whose statement it
+    was, but the innermost savepoint is that of the connection.
     """
-    session = writer_of(connection).owner()
-    if session is None:
-        transaction = connection.get_nested_transaction() or connection.get_transaction()
-        if transaction is not None:
-            transaction.rollback()
-    elif not session._flushing:  # noqa: SLF001  SQLAlchemy has no public way to ask
-        of_session = session.get_nested_transaction() or session.get_transaction()
-        if of_session is not None:
-            of_session.rollback()
+    users = writer_of(connection).users(connection)
+    if any(_is_flushing(session) for session in users):
+        return
+    target = users[0] if len(users) == 1 else connection
+    transaction = target.get_nested_transaction() or target.get_transaction()
+    if transaction is not None:
+        transaction.rollback()
 
 
 def in_unit_of_work(connection: Connection, fenced: FencedTable, options: Mapping[str, Any]) -> bool:
@@ -625,7 +659,7 @@ def in_unit_of_work(connection: Connection, fenced: FencedTable, options: Mappin
 
     Bulk operations are no flush, and what listeners execute during one is not the flush's.
     """
-    session = writer_of(connection).owner()
+    session = writer_of(connection).owner(connection)
     mapper = fenced.mapper() if fenced.mapper else None
     return (
         session is not None
@@ -656,7 +690,7 @@ class _Flush:
         try:
             return self._tokens[fenced, connection]
         except KeyError:
-            writer_of(connection).session = self._session  # another one may have joined the transaction
+            writer_of(connection).join(self._session)  # another one may have joined the transaction since
             options = connection.get_execution_options()
             bypassed = options.get("fencelock") == BYPASS
             tokens = None if bypassed else Tokens(connection, fenced, options)
@@ -670,7 +704,7 @@ _flushes: dict[int, _Flush] = {}
 
 
 def _on_begin(session: Session, _transaction: object, connection: Connection) -> None:
-    writer_of(connection).session = ref(session)
+    writer_of(connection).join(ref(session))
 
 
 def _on_flush(session: Session, *_: object) -> None:

@@ -589,6 +589,32 @@ def test_sessions_that_share_a_connection_keep_their_leases_apart(
         assert caught.value.token == 4
 
 
+@pytest.mark.parametrize("others", [(Lease("ticket:1", 50),), ()], ids=["newer", "none"])
+@pytest.mark.parametrize("through", ["session", "connection"])
+def test_statements_of_sessions_that_share_a_connection_are_not_mixed_up(
+    engine: Engine, others: tuple[Lease, ...], through: str
+) -> None:
+    """Whose they are cannot be told: where it would matter they are refused, and pass where it does not."""
+    statement = update(Ticket).where(Ticket.id == 1).values(seat="a")
+    with engine.execution_options(fencelock="bypass").begin() as connection:
+        connection.execute(update(Ticket).values(last_fencing_token=9))
+    with engine.connect() as connection, Session(connection) as stale, Session(connection) as other:
+        bind(stale, Lease("ticket:1", 5))
+        bind(other, *others)
+        for session in (stale, other):
+            session.connection()
+        with pytest.raises(AmbiguousFenceError, match="share"):
+            (stale if through == "session" else connection).execute(statement)
+        other.close()
+        with pytest.raises(StaleTokenError):
+            stale.execute(statement)
+        same = Lease("ticket:1", 10)
+        for session in (stale, other):
+            bind(session, same)
+            session.connection()
+        stale.execute(statement)
+
+
 def test_a_session_is_asked_for_its_own_objects(engine: Engine) -> None:
     """A row whose resource is outside its key is known to the session that flushes, not to its neighbour."""
     with engine.connect() as connection, Session(connection) as first, Session(connection) as second:

@@ -38,7 +38,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 from sqlalchemy.orm.exc import StaleDataError
 
 from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
-from fencelock.guard import FencedModel, bind, claim
+from fencelock.guard import FencedModel, bind, claim, execute_fenced, fenced_update
 from fencelock.lease import Lease
 from fencelock.token import MAX_TOKEN
 from tests.guard.rows import empty
@@ -398,6 +398,41 @@ def test_a_refused_statement_rolls_back_its_transaction(engine: Engine, through:
                     connection.execute(statement)
             connection.commit()
     assert rows(engine) == before
+
+
+def test_a_session_that_has_left_is_not_rolled_back_instead(session: Session, engine: Engine) -> None:
+    """It lives on, and works elsewhere; what is refused is the connection's."""
+    before = rows(engine)
+    with engine.connect() as connection, connection.begin(), Session(connection) as gone:
+        gone.connection()
+        gone.close()
+        gone.bind = session.connection()
+        gone.connection()
+        bind(connection, Lease("orders", 6))
+        connection.execute(update(orders).where(orders.c.id == 1).values(status="half"))
+        with pytest.raises(StaleTokenError):
+            execute_fenced(connection, fenced_update(orders).where(orders.c.id == 1), token=4)
+        assert gone.in_transaction()
+        assert session.in_transaction()
+    assert rows(engine) == before
+
+
+def test_who_shares_a_connection_is_rolled_back_to_its_savepoint(engine: Engine) -> None:
+    """The statement is inside the innermost one, whoever has come last."""
+    lease = Lease("orders", 6)
+    with engine.connect() as connection, connection.begin(), Session(connection) as one:
+        bind(one, lease)
+        one.execute(update(orders).where(orders.c.id == 2).values(status="kept"))
+        with Session(connection, join_transaction_mode="create_savepoint") as other:
+            bind(other, lease)
+            other.execute(update(orders).where(orders.c.id == 1).values(status="half"))
+            one.get_one(Order, 2).status = "still kept"
+            one.flush()
+            with pytest.raises(StaleTokenError):
+                execute_fenced(other, fenced_update(orders).where(orders.c.id == 1), token=4)
+    with engine.connect() as connection:
+        found = connection.execute(select(orders.c.id, orders.c.status).order_by(orders.c.id))
+        assert found.all() == [(1, "new"), (2, "kept")]
 
 
 def test_a_refused_executemany_rolls_back_its_transaction(session: Session, engine: Engine) -> None:
