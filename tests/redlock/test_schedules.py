@@ -14,7 +14,8 @@ import pytest
 from fencelock.authority.redlock import protocol
 from fencelock.authority.redlock.protocol import Answer, Said
 from fencelock.embedded import Nodes
-from tests.redlock.stage import NODE_KEY, Stage, without
+from fencelock.errors import LockLostError
+from tests.redlock.stage import NODE_KEY, Actor, Stage, without
 from tests.simulation.weaker import maximum_without_write_back, mixed_epochs
 
 MakeStage = Callable[..., Stage]
@@ -141,6 +142,34 @@ def test_lock_made_again_with_its_counter_gives_a_token_twice(make_stage: MakeSt
     """Control: an EXTEND that writes what ACQUIRE had written lets A complete with B's token."""
     mutant = without("extend", "ARGV[at + 3], 'PX'", "nonce .. '|0|1', 'PX'")
     assert play_extension_before_completion(make_stage(mutant)) == (2, 2)
+
+
+def play_extension_after_another_had_the_lock(stage: Stage) -> Any:
+    """A's locks expire, B is granted the lock and is gone; A's EXTEND makes both locks again."""
+    a, b = stage.bidder(), stage.bidder()
+    a.deliver(stage.nodes, 0, 1)
+    a.resume()
+    assert isinstance(a.outcome, protocol.Granted)
+    for node in stage.nodes[:2]:
+        node.expire("r")
+    b.deliver(stage.nodes, 0, 1)
+    b.resume()
+    stage.release(b, 0, 1)
+    actor = Actor(stage.nodes, protocol.extend(a.fleet, [(a.outcome, 30.0)]))
+    actor.deliver(0, 1)
+    actor.resume()
+    return actor.result[0]
+
+
+def test_lock_that_was_made_again_does_not_extend_the_lease(make_stage: MakeStage) -> None:
+    """Who finds his locks gone on a majority has lost the lease, though he has made them again."""
+    assert isinstance(play_extension_after_another_had_the_lock(make_stage()), LockLostError)
+
+
+def test_lock_made_again_and_counted_extends_a_lease_that_had_ended(make_stage: MakeStage) -> None:
+    """Control: counted at once, it lets A believe that he has held the lock all the time."""
+    mutant = without("extend", "code = 1", "code = 2")
+    assert isinstance(play_extension_after_another_had_the_lock(make_stage(mutant)), float)
 
 
 def play_votes_of_two_epochs(stage: Stage) -> tuple[int | None, int | None]:

@@ -124,6 +124,7 @@ def simulate(options: argparse.Namespace) -> int:
     runs = work(options.start, options.seeds, [options.nodes] if options.nodes else SIZES)
     outcomes = play_all(runs, options.jobs)
     try:
+        console.print(f"seeds from {options.start} on{'; Ctrl-C ends it' if options.seeds is None else ''}")
         with Live(console=console, refresh_per_second=4, get_renderable=tally.table, transient=True):
             for outcome in outcomes:
                 tally.add(outcome)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 
 import pytest
 
-from tests.polling import eventually
 from tests.simulation import __main__ as command
 from tests.simulation.run import Outcome, play
 
@@ -57,9 +57,14 @@ def test_failed_run_is_named_with_the_command_that_replays_it(
 def test_interrupt_ends_it_with_a_summary() -> None:
     """Ctrl-C stops a run without an end; what has been seen until then is told, and no traceback."""
     with subprocess.Popen(
-        [*PROGRAM, "--jobs", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*PROGRAM, "--jobs", "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
     ) as process:
-        assert not eventually(lambda: process.poll() is not None, 3.0)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "seeds from 0 on; Ctrl-C ends it\n"
         process.send_signal(signal.SIGINT)
         told, complaints = process.communicate(timeout=60)
     assert process.returncode == 0, complaints
