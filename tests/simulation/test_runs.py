@@ -11,7 +11,7 @@ import pytest
 
 from tests.simulation.run import play
 
-SEEDS = 25
+SEEDS = 60
 
 
 @pytest.mark.parametrize("size", [3, 5])
