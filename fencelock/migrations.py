@@ -33,7 +33,14 @@ from sqlalchemy import BigInteger, MetaData, Table
 from sqlalchemy.exc import DBAPIError
 
 from fencelock.guard import triggers
-from fencelock.guard._tables import FENCE_COLUMN, FENCE_MARK, FenceTrigger, new_fence_column, trigger_of
+from fencelock.guard._tables import (
+    FENCE_COLUMN,
+    FENCE_MARK,
+    GUARDS_OWN,
+    FenceTrigger,
+    new_fence_column,
+    trigger_of,
+)
 from fencelock.guard.fences import FENCE_TABLE, fence_table
 
 if TYPE_CHECKING:
@@ -418,6 +425,9 @@ def _said_anew(context: AutogenContext, op: MigrateOperation) -> Iterator[Migrat
         yield CreateFenceTableOp(schema=op.schema)
     elif isinstance(op, DropTableOp) and op.table_name == FENCE_TABLE:
         yield DropFenceTableOp(schema=op.schema)
+    elif isinstance(op, CreateTableOp):
+        op.info = {key: value for key, value in op.info.items() if key not in GUARDS_OWN}
+        yield op
     elif isinstance(op, ModifyTableOps):
         changes = [_fence_change(context, change) for change in op.ops]
         yield from (each for each in changes if isinstance(each, DropFenceOp | DropFenceTriggerOp))

@@ -47,6 +47,8 @@ FENCE_MARK: Final[dict[Any, Any]] = {"fencelock": "fence"}
 TRIGGER_MARK: Final = "fencelock.trigger"
 _FENCED: Final = "fencelock.fenced"
 _SUB_TABLE_OF: Final = "fencelock.sub_table_of"
+GUARDS_OWN: Final = frozenset({_FENCED, _SUB_TABLE_OF})
+"""What the guard keeps in `Table.info`, where it is of no interest to anybody else."""
 
 FenceTrigger: TypeAlias = bool | Literal["strict"]
 """A table's trigger: none, one that keeps the fence from going down, or one that is strict as well."""
@@ -285,6 +287,16 @@ def fenced_table(target: object) -> FencedTable | None:
     if fence is None or "fencelock" not in fence.info:
         return None
     return register(_copied(table, fenced))
+
+
+def note_column(column: Column[Any], parent: object) -> None:
+    """Make a table known by its name as soon as it has its fence: a listener for all columns.
+
+    Its first write may well be one that is told by the table's name alone, such as text. The rest is found
+    out when the table is asked for: not all of its columns are there yet.
+    """
+    if column.name == FENCE_COLUMN and "fencelock" in column.info and isinstance(parent, Table):
+        _names.setdefault(parent.name.lower(), WeakSet()).add(parent)
 
 
 def _copied(table: Table, original: FencedTable | None) -> FencedTable:
