@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from threading import Lock
 
-from sqlalchemy import event
+from sqlalchemy import Column, event
 from sqlalchemy.engine import Engine
 from sqlalchemy.orm import Mapper
 
 from fencelock.guard import refusal, rewrite, session, triggers
 from fencelock.guard._mapping import on_any_mapped
+from fencelock.guard._tables import note_column
 
 _lock = Lock()
 _installed = False
@@ -35,6 +36,7 @@ def install() -> None:
         event.listen(Engine, "handle_error", session.doubt_lost_transaction)
         event.listen(Engine, "handle_error", refusal.explain_missing_column)
         event.listen(Engine, "handle_error", triggers.explain)
+        event.listen(Column, "after_parent_attach", note_column)
         event.listen(Mapper, "after_mapper_constructed", on_any_mapped)
         session.watch_sessions()
         triggers.watch_tables()

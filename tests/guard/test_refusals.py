@@ -38,7 +38,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 from sqlalchemy.orm.exc import StaleDataError
 
 from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
-from fencelock.guard import FencedModel, bind, claim, execute_fenced, fenced_update
+from fencelock.guard import FencedModel, bind, claim, execute_fenced, fence_column, fenced_update
 from fencelock.lease import Lease
 from fencelock.token import MAX_TOKEN
 from tests.guard.rows import empty
@@ -245,6 +245,58 @@ def test_what_writes_no_fenced_row_passes(engine: Engine, work: Callable[[Sessio
     """Reading fenced tables and writing others needs no lease."""
     with Session(engine) as session:
         work(session)
+
+
+def _given_as_text(table: Table, connection: Connection) -> object:
+    return connection.execute(text(f"UPDATE {table.name} SET status = 'hacked'"))  # noqa: S608  a name of ours
+
+
+def _given_to_the_driver(table: Table, connection: Connection) -> object:
+    return connection.exec_driver_sql(f"DELETE FROM {table.name}")  # noqa: S608  the same
+
+
+def _given_by_name(table: Table, connection: Connection) -> object:
+    by_name = sql_table(table.name, sql_column("status"))
+    return connection.execute(update(by_name).values(status="hacked"))
+
+
+def _given_reflected(table: Table, connection: Connection) -> object:
+    reflected = Table(table.name, MetaData(), autoload_with=connection)
+    return connection.execute(update(reflected).values(status="hacked"))
+
+
+def _given_in_a_cte(table: Table, connection: Connection) -> object:
+    written = update(table).values(status="hacked").returning(table.c.id).cte("written")
+    return connection.execute(select(written))
+
+
+UNSEEN_BEFORE = [_given_as_text, _given_to_the_driver, _given_by_name, _given_reflected, _given_in_a_cte]
+
+
+@pytest.mark.parametrize("write", UNSEEN_BEFORE)
+@pytest.mark.parametrize("made", ["with the table", "later", "as a copy"])
+def test_a_core_table_is_fenced_from_the_moment_it_has_its_column(
+    shared_engine: Engine, write: Callable[[Table, Connection], object], made: str
+) -> None:
+    """No statement of its own must have made it known: the process's first write may be any."""
+    name = f"re_core{write.__name__}_{made.replace(' ', '_')}"
+    columns = (Column("id", Integer, primary_key=True), Column("status", String(20)))
+    if made == "with the table":
+        table = Table(name, MetaData(), *columns, fence_column())
+    elif made == "later":
+        table = Table(name, MetaData(), *columns)
+        table.append_column(fence_column())
+    else:
+        original = Table(f"{name}_from", MetaData(), *columns, fence_column())
+        table = original.to_metadata(MetaData(), name=name)
+    with shared_engine.begin() as connection:
+        table.create(connection)
+        fresh = f"INSERT INTO {name} VALUES (1, 'new', 9)"  # noqa: S608  the same
+        connection.exec_driver_sql(fresh, execution_options={"fencelock": "bypass"})
+    with pytest.raises(UnfencedWriteError), shared_engine.begin() as connection:
+        write(table, connection)
+    with shared_engine.connect() as connection:
+        assert connection.execute(select(table)).all() == [(1, "new", 9)]
 
 
 def test_text_for_update_is_no_write(engine: Engine) -> None:
