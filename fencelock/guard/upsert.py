@@ -213,15 +213,17 @@ def _check(
     while some := tuple(islice(keys, KEYS_PER_QUERY)):
         query = newest(select(*key, fenced.fence, *naming).where(is_one_of(key, some)), connection)
         found = connection.execute(query).all()
+        resources = {each: _resource(fenced, rows[each]) for each in some} if template else {}
         for row in found:
             identity, current, named = tuple(row[: len(key)]), row[len(key)], row[len(key) + 1 :]
+            actual = template.render(named) if template else ""
+            asked = {resources[identity]} if identity in resources else set(resources.values())
+            if template and actual not in asked:  # before the fence, which may be equal by chance
+                raise UnfencedWriteError(
+                    f"{fenced.name}{identity!r} is guarded by {actual!r}, and not by what the row to "
+                    f"upsert names; nothing was written"
+                )
             if current != token:
-                actual = template.render(named) if template else ""
-                if template and actual not in {_resource(fenced, rows[each]) for each in some}:
-                    raise UnfencedWriteError(
-                        f"{fenced.name}{identity!r} is guarded by {actual!r}, and not by what the row to "
-                        f"upsert names; nothing was written"
-                    )
                 raise StaleTokenError(fenced.name, identity, token, current)
             yield identity
         written = {tuple([row[at] for at in texts]) for row in found}
