@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from sqlalchemy import Engine, create_engine, event, insert, update
+from sqlalchemy import Engine, create_engine, event, insert, text, update
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
@@ -43,6 +43,15 @@ class Account(FencedModel, Base):
     __fence_resource__ = "account:{id}"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     balance: Mapped[int]
+
+
+class Payment(FencedModel, Base):
+    """The database makes its key, and so the name of its resource."""
+
+    __tablename__ = "release_payments"
+    __fence_resource__ = "payment:{id}"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    amount: Mapped[int] = mapped_column(default=0)
 
 
 fence_table(Base.metadata)
@@ -179,6 +188,38 @@ def test_core_connections_are_waited_for(
             else:
                 transaction.rollback()
             assert is_free(rival)
+
+
+def pay(session: Session, _token: int) -> None:
+    """Have the unit of work make a row."""
+    session.add(Payment())
+    session.flush()
+
+
+WITHOUT_ITS_LEASE: dict[str, Callable[[Session, int], object]] = {
+    "text": lambda session, token: session.execute(
+        text(
+            "UPDATE release_accounts SET balance = 5, last_fencing_token = :fencing_token "
+            "WHERE id = 1 AND last_fencing_token <= :fencing_token"
+        ),
+        {"fencing_token": token},
+    ),
+    "new object": pay,
+    "new row": lambda session, _: session.execute(insert(Payment.__table__), {"amount": 1}),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("write", WITHOUT_ITS_LEASE.values(), ids=WITHOUT_ITS_LEASE)
+def test_writes_that_do_not_name_their_lease_are_waited_for(
+    authority: Redlock, rival: Redlock, accounts: Engine, write: Callable[[Session, int], object]
+) -> None:
+    """Text that is given the token itself, and rows whose resource the database names."""
+    with Session(accounts) as session:
+        with authority.lock("account:1") as token:
+            write(session, token)
+        assert not is_free(rival)
+        session.commit()
+        assert is_free(rival)
 
 
 def test_savepoints_do_not_end_it(authority: Redlock, rival: Redlock, accounts: Engine) -> None:

@@ -99,8 +99,7 @@ def _new_row_token(tokens: Tokens, row: Row) -> int:
         if isinstance(value, BindParameter):
             value = value.effective_value
         if value is None and column.primary_key:
-            tokens.need_some()
-            return 0
+            return tokens.of_new_row()
         if value is None or isinstance(value, ClauseElement):
             raise UnfencedWriteError(
                 f"which resource guards a new row of {tokens.fenced.name!r} is not known before the database "

@@ -71,8 +71,8 @@ def bind(
     For code that the held leases do not reach by themselves: other threads, executors, generators; and for
     tokens that come from elsewhere (`Lease("order:1", token)`). It lasts as long as the session or
     connection, or until the next `bind`; without leases it undoes an earlier one. A transaction that is
-    already open forgets the leases that it was written under before. Of sessions that share a connection, only
-    a flush tells whose statement it is: where they are bound to different leases, all else is refused.
+    already open forgets the leases that it was written under before. Of sessions that share a connection,
+    only a flush tells whose statement it is: where they are bound to different leases, all else is refused.
 
     It does not keep the lock: whoever took the lease still releases it, which waits for transactions that
     have been written under it by then, and for no others.
@@ -227,9 +227,10 @@ class Writer:
         return [session for session in sessions if session is not None and _uses(session, connection)]
 
     def owner(self, connection: Connection) -> Session | None:
-        """Return the session that the transaction belongs to; of several the one that flushes, or the last."""
+        """Return the session that the transaction belongs to; of several that which flushes, or the last."""
         users = self.users(connection)
-        return next((session for session in reversed(users) if _is_flushing(session)), (users or [None])[-1])
+        found = [session for session in users if _is_flushing(session)] or users
+        return found[-1] if found else None
 
     def candidates(self, connection: Connection, session: Session | None = None) -> dict[str, Lease]:
         """Return the leases that may guard a write now, by resource; of a session where it is known which.
@@ -365,9 +366,11 @@ def note_token(target: Connection | Session, statement: Executable, token: int) 
     arguments = {"clause": statement}
     connection = target.connection(bind_arguments=arguments) if isinstance(target, Session) else target
     writer = writer_of(connection)
-    for lease in writer.candidates(connection).values():
-        if lease.fencing_token == token:
-            writer.need(lease, connection)
+    sessions = writer.users(connection)
+    for session in sessions if len(sessions) > 1 else [None]:
+        for lease in writer.candidates(connection, session).values():
+            if lease.fencing_token == token:
+                writer.need(lease, connection)
 
 
 def note_locked(connection: Connection, names: Callable[[], Iterable[str]], count: int) -> None:
@@ -523,6 +526,19 @@ class Tokens:
             f"{f'fenced_lock({name!r})' if name else 'the fenced_lock of its resource'} around it. "
             f"{NOT_INHERITED}"
         )
+
+    def of_new_row(self) -> int:
+        """Return the fence 0 for a row whose resource nobody can have locked yet: the database names it.
+
+        Which of the leases it is written under cannot be told, so all of them are waited for.
+
+        Raises:
+            UnfencedWriteError: if none is held.
+        """
+        self.need_some()
+        for lease in self._candidates.values():
+            self._writer.need(lease, self._connection)
+        return 0
 
     def of_table(self) -> int:
         """Return the token of the one resource that guards the whole table.
@@ -805,8 +821,7 @@ class _Watch:
             return tokens.of_table()
         values = _loaded_values(self._naming, state, current)
         if values is None:
-            tokens.need_some()
-            return 0
+            return tokens.of_new_row()
         if self._looked_up and state.key is not None:
             flush.known[self._fenced][state.key[1]] = values
         return tokens.of_row(values)

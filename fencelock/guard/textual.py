@@ -22,7 +22,7 @@ from fencelock.guard._statement import TOKEN_BIND, Row
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_by_name
 from fencelock.guard._text import TOKEN, GuardedText, guarded
 from fencelock.guard._write import GuardedWrite, guard
-from fencelock.guard.session import refuse_autocommit
+from fencelock.guard.session import note_token, refuse_autocommit
 from fencelock.token import check as check_token
 
 #: Execution option of a text that has been found to carry the condition: what it writes, and the parameters.
@@ -51,6 +51,8 @@ def stamp_text(
         stamped = [
             {**pins, TOKEN_BIND: check_token(row[TOKEN])} for pins, row in zip(pinned, complete, strict=True)
         ]
+        for token in {each[TOKEN_BIND] for each in stamped}:
+            note_token(connection, statement, token)
     else:
         _refuse_inexact(fenced)
         stamped = write.stamp(connection, pinned, options)
