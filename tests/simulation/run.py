@@ -279,9 +279,15 @@ class Run:
             if self._wanted != self._members:
                 self._change()
                 world.run(min(end, world.now + 3.0), lambda: self._wanted == self._members)
-        if not self._all_vote() and not self._faults.forgot_amid_change:
+        if not self._all_vote() and not self._needs_operator():
             standing = {number: world.servers[number].node.hash for number in self._members}
             raise Violated(STUCK, f"not all nodes vote: {standing}")
+
+    def _needs_operator(self) -> bool:
+        """Whether a node forgot amid a change, or has come back with data from before one."""
+        nodes = [self.world.servers[number].node for number in self._members]
+        lists = {node.hash["cfg"] for node in nodes if not node.blank}
+        return self._faults.forgot_amid_change or len(lists) > 1
 
     def _recover(self) -> None:
         """Let somebody recover the present list, in which the operator has flushed what is closed still."""

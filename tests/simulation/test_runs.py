@@ -11,7 +11,7 @@ import pytest
 
 from tests.simulation.run import play
 
-SEEDS = 60
+SEEDS = 40
 
 
 @pytest.mark.parametrize("size", [3, 5])
