@@ -6,11 +6,12 @@ guard relies on instead are read here and in `_insert`; they are why the version
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, TypeAlias
 
-from sqlalchemy import Delete, Insert, Update
-from sqlalchemy.sql import ColumnElement, FromClause, operators
+from sqlalchemy import ColumnClause, Delete, Insert, TextClause, Update
+from sqlalchemy.sql import ClauseElement, ColumnElement, FromClause, Join, operators, visitors
 from sqlalchemy.sql.elements import BinaryExpression, BindParameter, BooleanClauseList, Grouping
 from sqlalchemy.types import TypeDecorator
 
@@ -32,6 +33,12 @@ TOKEN_BIND: Final = "fencelock_token"  # noqa: S105  no password
 
 TOKEN_OPTION: Final = "fencelock_token"  # noqa: S105  no password
 """Execution option with which `execute_fenced` hands over an explicit token."""
+
+
+_QUOTED: Final = re.compile(r"""'(?:[^']|'')*'|"(?:[^"]|"")*"|`(?:[^`]|``)*`""")
+_CUTS_OFF: Final = re.compile(r"--|/\*|;|#(?![>-])")
+"""What begins a comment, or ends the statement; `#>` and `#-` are operators of PostgreSQL."""
+_HARMLESS_PREFIX: Final = re.compile(r"low_priority|quick|/\*\+[^/]*\*/", re.IGNORECASE)
 
 
 def key_of(column: Any) -> str:
@@ -59,6 +66,61 @@ def assigned(statement: Update | Delete | Insert) -> Iterator[tuple[Any, Any]]:
 def criteria(statement: Update | Delete) -> list[Any]:
     """Return the parts of the WHERE clause, all of which must be true for a row to be written."""
     return list(_conjuncts(statement._where_criteria))  # noqa: SLF001  see the module's docstring
+
+
+def with_text_apart(statement: Update | Delete, parts: Iterable[Any]) -> Update | Delete:
+    """Return the statement with each part of its WHERE clause that holds text in parentheses.
+
+    SQLAlchemy puts text in as it is: of `a = 1 OR b = 2`, what is added with AND would bind to `b = 2` alone.
+    """
+    if not any(map(_texts_in, statement._where_criteria)):  # noqa: SLF001  see the module's docstring
+        return statement
+    apart = statement._generate()  # noqa: SLF001  the same
+    apart._where_criteria = tuple(map(apart_from_others, parts))  # noqa: SLF001  the same
+    return apart
+
+
+def apart_from_others(part: Any) -> Any:
+    """Return a part of a WHERE clause, in parentheses if it holds text."""
+    return Grouping(part) if _texts_in(part) else part
+
+
+def _texts_in(clause: Any) -> list[str]:
+    """Return what goes into the statement as it is written."""
+    texts = []
+    for element in visitors.iterate(clause) if isinstance(clause, ClauseElement) else ():
+        if isinstance(element, TextClause):
+            texts.append(element.text)
+        elif isinstance(element, ColumnClause) and element.is_literal:
+            texts.append(element.name)
+    return texts
+
+
+def refuse_hiding_text(statement: Update | Delete) -> None:
+    """Refuse text inside a statement that could hide the condition from the database, or end before it."""
+    for prefix, _ in statement._prefixes:  # noqa: SLF001  see the module's docstring
+        if not all(map(_HARMLESS_PREFIX.fullmatch, _texts_in(prefix))):
+            raise UnfencedWriteError(
+                "an UPDATE or DELETE of a fenced table takes no prefix_with(): OR REPLACE and IGNORE do "
+                "something else to rows that the condition says nothing of"
+            )
+    clauses = (*statement._where_criteria, *(value for _, value in assigned(statement)))  # noqa: SLF001  the same
+    for text in (text for clause in clauses for text in _texts_in(clause)):
+        bare = text if "\\" in text else _QUOTED.sub("", text)  # backslashes end strings in some modes only
+        if _CUTS_OFF.search(bare) or not _is_balanced(bare):
+            raise UnfencedWriteError(
+                f"the text {text!r} could cut off the condition of an UPDATE or DELETE of a fenced table: "
+                f"leave comments, semicolons and half parentheses out of it, and pass values as parameters"
+            )
+
+
+def _is_balanced(text: str) -> bool:
+    depth = 0
+    for sign in text:
+        depth += (sign == "(") - (sign == ")")
+        if depth < 0:
+            return False
+    return depth == 0
 
 
 def _conjuncts(clauses: Iterable[Any]) -> Iterator[Any]:
@@ -110,14 +172,17 @@ def refuse_fence_assignment(keys: Iterable[str], fenced: FencedTable) -> None:
 
 
 def refuse_foreign_assignments(statement: Update | Delete | Insert) -> None:
-    """Refuse an UPDATE of several tables (MySQL) that assigns to a fenced one besides its target."""
-    table = underlying(statement.table)
-    for column, _ in assigned(statement):
-        other = underlying(getattr(column, "table", None))
-        if other is None or hash(other) == hash(table):
+    """Refuse an UPDATE of several tables (MySQL) that may write to a fenced one besides its target."""
+    target = statement.table
+    written = [getattr(column, "table", None) for column, _ in assigned(statement)]
+    if isinstance(target, Join):
+        written += [each for each in visitors.iterate(target) if isinstance(each, FromClause)]
+    for other in written:
+        table = underlying(other)
+        if table is None or isinstance(table, Join) or hash(other) == hash(target):
             continue
-        if fenced_table(other) or sub_table_of(other) or impersonates_fenced(other):
+        if fenced_table(table) or sub_table_of(table) or impersonates_fenced(table):
             raise UnfencedWriteError(
-                f"an UPDATE of {table.name!r} that also assigns to the fenced table {other.name!r} cannot be "
-                f"guarded; update {other.name!r} in a statement of its own"
+                f"an UPDATE of several tables, or of one under two names, that may write to the fenced table "
+                f"{table.name!r} cannot be guarded; update {table.name!r} in a statement of its own"
             )

@@ -23,6 +23,7 @@ from fencelock.guard._statement import (
     TOKEN_BIND,
     TOKEN_OPTION,
     Row,
+    apart_from_others,
     assigned,
     criteria,
     is_condition,
@@ -30,7 +31,9 @@ from fencelock.guard._statement import (
     pins,
     refuse_fence_assignment,
     refuse_foreign_assignments,
+    refuse_hiding_text,
     values_of,
+    with_text_apart,
 )
 from fencelock.guard._tables import FencedTable, row_name
 from fencelock.guard.session import Tokens, rows_known_to
@@ -256,6 +259,7 @@ def guard(
     changed = [column for column, _ in assigned(statement)]
     refuse_fence_assignment(map(key_of, changed), fenced)
     refuse_foreign_assignments(statement)
+    refuse_hiding_text(statement)
     source = statement.table if isinstance(statement.table, AliasedReturnsRows) else fenced.table
     fence = source.c[fenced.fence.key]
     parts = criteria(statement)
@@ -264,12 +268,13 @@ def guard(
     key = tuple([pinned[column.key] for column in fenced.table.primary_key if column.key in pinned])
     keyed = bool(key) and len(key) == len(fenced.table.primary_key)
     naming = _naming(fenced, pinned, look_up=keyed and not explicit)
+    statement = with_text_apart(statement, parts)
     write = GuardedWrite(
         fenced=fenced,
         source=source,
         stamped=(fenced.fence.key, TOKEN_BIND) if isinstance(statement, Update) else (TOKEN_BIND,),
         moved=_moved(fenced, changed),
-        where=where,
+        where=tuple(map(apart_from_others, where)),
         key=key if keyed else (),
         naming=naming,
         looked_up={bind.key: at for at, bind in enumerate(naming or ()) if bind.key.startswith(_LOOKED_UP)},

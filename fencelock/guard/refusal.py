@@ -15,8 +15,9 @@ import re
 from functools import lru_cache
 from typing import Any, Final
 
-from sqlalchemy import DDL
+from sqlalchemy import DDL, TextClause
 from sqlalchemy.engine import Connection, ExceptionContext
+from sqlalchemy.sql import visitors
 
 from fencelock.errors import FenceError, UnfencedWriteError
 from fencelock.guard._statement import TOKEN_BIND
@@ -28,7 +29,7 @@ from fencelock.guard.textual import is_guarded
 
 _WRITES: Final = re.compile(
     r"\b(?:delete|(?:insert|merge|replace|truncate)(?! ?\()|(?<!for )(?<!no key )update)\b"
-    r"|(?:^|;|\*/) ?(?:call|copy|do|load)\b",
+    r"|(?:^|;|\*/) ?(?:call|copy|do|load)\b|\bset statement\b",  # MariaDB: SET STATEMENT … FOR UPDATE …
     re.IGNORECASE,
 )
 _LINE_COMMENT: Final = re.compile(r"(?:--|#).*")
@@ -69,6 +70,8 @@ def _refuse(statement: str, context: Any) -> None:
         return
     elif compiled.isupdate or compiled.isdelete or compiled.isinsert:
         _refuse_unguarded(compiled)
+        if compiled.ctes or ";" in statement or getattr(compiled.statement, "select", None) is not None:
+            _refuse_text_within(compiled.statement, context.dialect.name)
     elif ";" in statement or not statement.startswith("SELECT"):
         _refuse_writing_ctes(compiled)
         _refuse_text(statement, context.dialect.name)
@@ -86,6 +89,13 @@ def _refuse_text(statement: str, dialect: str) -> None:
         f"clause{parser}; or use fenced_update() or fenced_delete() with execute_fenced(); or, if no fence "
         f'is wanted, execution_options(fencelock="bypass")'
     )
+
+
+def _refuse_text_within(statement: Any, dialect: str) -> None:
+    """Refuse text that writes in a WITH clause or a SELECT of a statement, whatever that is itself."""
+    for element in visitors.iterate(statement):
+        if isinstance(element, TextClause):
+            _refuse_text(element.text, dialect)
 
 
 def _only_reads(statement: str, dialect: str) -> bool:

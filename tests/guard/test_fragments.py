@@ -1,0 +1,264 @@
+"""Text inside statements that SQLAlchemy otherwise builds: it must not take the condition with it.
+
+SQLAlchemy puts text in as it is. What a fragment says beyond what it seems to say, and what is written beside
+the target of a statement, is found here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import (
+    Engine,
+    Integer,
+    String,
+    column,
+    create_engine,
+    delete,
+    insert,
+    literal,
+    literal_column,
+    or_,
+    select,
+    text,
+    update,
+)
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, mapped_column
+
+from fencelock.errors import StaleTokenError, UnfencedWriteError
+from fencelock.guard import FencedModel, bind, execute_fenced, fenced_delete, fenced_update
+from fencelock.lease import Lease
+from tests.guard.rows import empty
+
+STALE, FENCE = 5, 9
+
+
+class Base(DeclarativeBase):
+    """The models of this file."""
+
+
+class Order(FencedModel, Base):
+    """Guarded as a whole table."""
+
+    __tablename__ = "fr_orders"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    status: Mapped[str] = mapped_column(String(40), default="new")
+
+
+class Parcel(FencedModel, Base):
+    """Guarded row by row."""
+
+    __tablename__ = "fr_parcels"
+    __fence_resource__ = "parcel:{id}"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    status: Mapped[str] = mapped_column(String(40), default="new")
+
+
+class Note(Base):
+    """Not fenced."""
+
+    __tablename__ = "fr_notes"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    order_id: Mapped[int]
+    note: Mapped[str] = mapped_column(String(40), default="none")
+
+
+orders: Any = Order.__table__
+notes: Any = Note.__table__
+
+
+@pytest.fixture(scope="module")
+def _tables(shared_url: str) -> None:
+    engine = create_engine(shared_url)
+    Base.metadata.create_all(engine)
+    engine.dispose()
+
+
+@pytest.fixture
+def engine(shared_engine: Engine, _tables: None) -> Engine:
+    """An engine on two orders and two parcels, the second of which somebody newer has written."""
+    with shared_engine.begin() as connection:
+        empty(connection, Base.metadata)
+    with shared_engine.execution_options(fencelock="bypass").begin() as connection:
+        for number, fence in ((1, STALE), (2, FENCE)):
+            connection.execute(insert(Order), {"id": number, "last_fencing_token": fence})
+            connection.execute(insert(Parcel), {"id": number, "last_fencing_token": 0})
+        connection.execute(insert(notes), {"id": 1, "order_id": 1})
+    return shared_engine
+
+
+@pytest.fixture
+def session(engine: Engine) -> Iterator[Session]:
+    """A session whose lease is older than what has been written to the second order."""
+    with Session(engine) as session:
+        bind(session, Lease("orders", STALE))
+        yield session
+
+
+def standing(engine: Engine) -> dict[int, tuple[str, int]]:
+    """Return status and fence of each order."""
+    with Session(engine) as session:
+        found = session.execute(select(orders.c.id, orders.c.status, orders.c.last_fencing_token))
+        return {number: (status, fence) for number, status, fence in found}
+
+
+UNTOUCHED = {1: ("new", STALE), 2: ("new", FENCE)}
+OR_TEXT = "id = 2 OR id = 1"
+STATEMENTS: dict[str, Callable[[Session], object]] = {
+    "update, text": lambda s: s.execute(update(Order).where(text(OR_TEXT)).values(status="stale")),
+    "delete, text": lambda s: s.execute(delete(Order).where(text(OR_TEXT))),
+    "query, text": lambda s: (
+        s.query(Order).filter(text(OR_TEXT)).update({"status": "stale"}, synchronize_session=False)
+    ),
+    "update, literal column": lambda s: s.execute(
+        update(orders).where(literal_column(OR_TEXT)).values(status="stale")
+    ),
+    "update, text among others": lambda s: s.execute(
+        update(orders).where(text(OR_TEXT), orders.c.status == "new").values(status="stale")
+    ),
+    "update, text within": lambda s: s.execute(
+        update(orders).where(or_(text(OR_TEXT), orders.c.id == 7)).values(status="stale")
+    ),
+    "fenced_update": lambda s: execute_fenced(
+        s, fenced_update(Order).where(text(OR_TEXT)).values(status="stale"), token=STALE
+    ),
+    "fenced_update, the other way round": lambda s: execute_fenced(
+        s, fenced_update(Order).where(text("id = 1 OR id = 2")).values(status="stale"), token=STALE
+    ),
+    "fenced_delete": lambda s: execute_fenced(s, fenced_delete(Order).where(text(OR_TEXT)), token=STALE),
+}
+
+
+@pytest.mark.parametrize("work", [pytest.param(work, id=name) for name, work in STATEMENTS.items()])
+def test_condition_holds_for_all_that_text_names(
+    session: Session, engine: Engine, work: Callable[[Session], object]
+) -> None:
+    """The OR is within; the newer row is not written, and that is told."""
+    with pytest.raises(StaleTokenError):
+        work(session)
+    session.rollback()
+    assert standing(engine) == UNTOUCHED
+
+
+def test_text_writes_what_it_names(session: Session, engine: Engine) -> None:
+    """Where nothing newer has been there."""
+    session.execute(update(Order).where(text("id = 1 OR id = 7")).values(status=text("'a (b;'")))
+    session.commit()
+    assert standing(engine)[2] == UNTOUCHED[2]
+    assert standing(engine)[1][1] == STALE
+
+
+def test_text_beside_a_key_names_no_other_row(engine: Engine) -> None:
+    """The token of the parcel that the criteria name is good for no other one."""
+    with Session(engine) as session:
+        bind(session, Lease("parcel:1", STALE))
+        session.execute(
+            update(Parcel).where(text("id = 2 OR id = 7"), Parcel.id == 1).values(status="stale"),
+            execution_options={"synchronize_session": False},
+        )
+        session.commit()
+        assert session.scalars(select(Parcel.status)).all() == ["new", "new"]
+
+
+HIDING = ["id = 2 -- the second", "id = 2 /* ", "id = 2; --", "id = 2) OR (1 = 1", "id = 2 # x", "'\\' -- '"]
+
+
+@pytest.mark.parametrize("fragment", HIDING)
+def test_text_that_could_hide_the_condition_is_refused(
+    session: Session, engine: Engine, fragment: str
+) -> None:
+    """As a criterion and as a value."""
+    for statement in (
+        update(Order).where(text(fragment)).values(status="stale"),
+        delete(Order).where(text(fragment)),
+        update(Order).where(Order.id == 1).values(status=text(fragment)),
+    ):
+        with pytest.raises(UnfencedWriteError, match="could cut off the condition"):
+            session.execute(statement, execution_options={"synchronize_session": False})
+        session.rollback()
+    assert standing(engine) == UNTOUCHED
+
+
+def test_prefix_that_does_something_else_is_refused(session: Session, engine: Engine) -> None:
+    """OR REPLACE deletes other rows, IGNORE says nothing of those that it leaves out."""
+    for prefix in ("OR REPLACE", "OR IGNORE", "IGNORE", "/*+ x */ OR REPLACE"):
+        with pytest.raises(UnfencedWriteError, match="prefix_with"):
+            session.execute(update(orders).prefix_with(prefix).where(orders.c.id == 1).values(status="stale"))
+    assert standing(engine) == UNTOUCHED
+
+
+hidden = (
+    text("UPDATE fr_orders SET status = 'stale' RETURNING id").columns(column("id", Integer)).cte("hidden")
+)
+second = text("SELECT 5, 1, 'x'; UPDATE fr_orders SET status = 'stale'").columns(
+    column("a", Integer), column("b", Integer), column("c", String)
+)
+WITHIN: dict[str, Callable[[Session], object]] = {
+    "INSERT from a CTE": lambda s: s.execute(
+        insert(notes).from_select(
+            ["id", "order_id", "note"], select(hidden.c.id + 10, hidden.c.id, literal("x"))
+        )
+    ),
+    "UPDATE by a CTE": lambda s: s.execute(
+        update(notes).where(notes.c.id.in_(select(hidden.c.id))).values(note="x")
+    ),
+    "guarded UPDATE by a CTE": lambda s: s.execute(
+        update(orders).where(orders.c.id == 1, orders.c.id.in_(select(hidden.c.id))).values(status="x")
+    ),
+    "INSERT from two statements": lambda s: s.execute(
+        insert(notes).from_select(["id", "order_id", "note"], second)
+    ),
+}
+
+
+@pytest.mark.parametrize("work", [pytest.param(work, id=name) for name, work in WITHIN.items()])
+def test_text_that_writes_within_a_statement_is_refused(
+    session: Session, engine: Engine, work: Callable[[Session], object]
+) -> None:
+    """Before the database sees it, whichever it is."""
+    with pytest.raises(UnfencedWriteError):
+        work(session)
+    session.rollback()
+    assert standing(engine) == UNTOUCHED
+
+
+twin = orders.alias("twin")
+other = aliased(Order)
+joined = orders.join(notes, notes.c.order_id == orders.c.id)
+SEVERAL: dict[str, Callable[[Session], object]] = {
+    "join": lambda s: s.execute(update(joined).values(status="stale")),
+    "join, parameters": lambda s: s.connection().execute(update(joined), {"status": "stale"}),
+    "join, columns": lambda s: s.connection().execute(update(joined).values({orders.c.status: "stale"})),
+    "its alias": lambda s: s.connection().execute(
+        update(orders).where(orders.c.id == 1, twin.c.id == 2).values({twin.c.status: "stale"})
+    ),
+    "its alias, ORM": lambda s: s.execute(
+        update(Order).where(Order.id == 1, other.id == 2).values({other.status: "stale"}),
+        execution_options={"synchronize_session": False},
+    ),
+    "the table behind the alias": lambda s: s.connection().execute(
+        update(twin).where(orders.c.id == 2, twin.c.id == 1).values({orders.c.status: "stale"})
+    ),
+}
+
+
+@pytest.mark.parametrize("work", [pytest.param(work, id=name) for name, work in SEVERAL.items()])
+def test_update_of_several_tables_is_refused(
+    session: Session, engine: Engine, work: Callable[[Session], object]
+) -> None:
+    """MySQL and MariaDB write them all; one is checked."""
+    with pytest.raises(UnfencedWriteError, match="of its own"):
+        work(session)
+    session.rollback()
+    assert standing(engine) == UNTOUCHED
+
+
+def test_set_statement_is_no_locking_read(session: Session, engine: Engine) -> None:
+    """MariaDB: `SET STATEMENT … FOR UPDATE …` runs the UPDATE."""
+    with pytest.raises(UnfencedWriteError):
+        session.execute(
+            text("SET STATEMENT max_statement_time=100 FOR UPDATE fr_orders SET status = 'stale'")
+        )
+    assert standing(engine) == UNTOUCHED
