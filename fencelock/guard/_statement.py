@@ -162,6 +162,12 @@ def _transformed(value: BindParameter[Any], column: ColumnElement[Any]) -> bool:
     return isinstance(value.type, TypeDecorator) and not isinstance(column.type, TypeDecorator)
 
 
+def _uses(statement: Update | Delete | Insert, table: Any) -> bool:
+    """Tell whether an UPDATE also reads a table under its own name, subqueries apart."""
+    parts = getattr(statement, "_where_criteria", ())
+    return any(hash(source) == hash(table) for part in parts for source in part._from_objects)  # noqa: SLF001  as above
+
+
 def refuse_fence_assignment(keys: Iterable[str], fenced: FencedTable) -> None:
     """Refuse a statement that assigns the fence itself; where objects bring it along it is replaced."""
     if not {FENCE_COLUMN, fenced.fence.key}.isdisjoint(keys):
@@ -181,6 +187,8 @@ def refuse_foreign_assignments(statement: Update | Delete | Insert) -> None:
         table = underlying(other)
         if table is None or isinstance(table, Join) or hash(other) == hash(target):
             continue
+        if hash(table) == hash(underlying(target)) and other is table and not _uses(statement, table):
+            continue  # the ORM names columns of an alias by those of the table
         if fenced_table(table) or sub_table_of(table) or impersonates_fenced(table):
             raise UnfencedWriteError(
                 f"an UPDATE of several tables, or of one under two names, that may write to the fenced table "
