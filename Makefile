@@ -8,7 +8,7 @@ JOBS ?= 2
 VENV := .venv$(if $(filter-out 2.1,$(SQLALCHEMY)),-sqlalchemy-$(SQLALCHEMY))
 RUN := $(VENV)/bin/
 
-.PHONY: help demo test test-sqlalchemy lint bench bench-guard simulate spec spec-long clean
+.PHONY: help demo test test-sqlalchemy lint bench bench-guard simulate torture spec spec-long clean
 
 help:
 	@echo "make demo       watch a stale writer being turned away by a real database (under a minute)"
@@ -18,6 +18,7 @@ help:
 	@echo "make bench      locks beside their peers, hung nodes, a million resources; writes docs/benchmarks.md (11 minutes on a quiet machine)"
 	@echo "make bench-guard  the guard beside its alternatives, on four databases; writes docs/guard-benchmarks.md (ten minutes on a quiet machine)"
 	@echo "make simulate   the shipped algorithm with everything going wrong, seed by seed until Ctrl-C (SIMULATE='--seeds 1000', '--replay 62 --nodes 3')"
+	@echo "make torture    a million acquisitions while everything breaks, and controls that must fail; writes docs/long-run.md (half an hour)"
 	@echo "make spec       check the model of the protocol: every schedule of its bounds, every rule left out (five minutes; g++; CHECK=--write puts the results into spec/README.md)"
 	@echo "make spec-long  the same with larger bounds (hours, 12 GB)"
 	@echo "make clean      remove the virtual environments"
@@ -57,6 +58,9 @@ bench-guard: $(VENV)/bench-installed
 
 simulate: $(VENV)/installed
 	@$(RUN)python -m tests.simulation $(SIMULATE)
+
+torture: $(VENV)/bench-installed
+	$(RUN)python -m benchmarks.long_run --folder runs --docs docs
 
 # Only for the jar of TLC, the checker of TLA+; check.py itself needs nothing but Python and g++.
 .venv-spec/installed:
