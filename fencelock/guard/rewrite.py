@@ -41,6 +41,7 @@ from fencelock.guard.session import (
     refuse_autocommit,
     report_refusal,
     roll_back,
+    writes_fenced_rows,
 )
 from fencelock.guard.textual import is_guarded, refused_text, stamp_text
 
@@ -84,7 +85,7 @@ def _guarded_form(
     dml = _innermost(statement)
     fenced = fenced_table(dml.table)
     if fenced is None:
-        _refuse_unguardable(connection, dml, options)
+        _refuse_unguardable(connection, dml, multiparams or [params], options)
         return statement, multiparams, params
     refuse_autocommit(connection, options, fenced)
     rows = multiparams or [params]
@@ -186,7 +187,9 @@ def _bypassed(options: Mapping[str, Any]) -> bool:
     return choice is not None
 
 
-def _refuse_unguardable(connection: Connection, statement: Any, options: Mapping[str, Any]) -> None:
+def _refuse_unguardable(
+    connection: Connection, statement: Any, rows: Sequence[Row], options: Mapping[str, Any]
+) -> None:
     """Refuse a write to a table that is not fenced itself but reaches a fenced one's rows."""
     table = statement.table
     base = sub_table_of(table)
@@ -195,6 +198,14 @@ def _refuse_unguardable(connection: Connection, statement: Any, options: Mapping
             raise UnfencedWriteError(
                 f"{table.name!r} holds part of the rows of {base.name!r}, where their fence is; change such "
                 f"rows through their objects, so that the unit of work writes both tables"
+            )
+        if isinstance(statement, Update) and not writes_fenced_rows(
+            connection, base, underlying(table), rows
+        ):
+            raise UnfencedWriteError(
+                f"a relationship with post_update writes to {table.name!r} and leaves {base.name!r} alone, "
+                f"where the fence of its rows is; set the foreign key on the objects that have it, or do "
+                f"without post_update"
             )
     elif impersonates_fenced(table):
         raise UnfencedWriteError(

@@ -24,7 +24,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
-from sqlalchemy import Executable, event
+from sqlalchemy import Executable, Table, event, inspect
 from sqlalchemy.engine import Connection, ExceptionContext, RootTransaction, Transaction, TwoPhaseTransaction
 from sqlalchemy.orm import Mapper, Session
 from sqlalchemy.orm.base import INCLUDE_PENDING_MUTATIONS, NO_VALUE, PASSIVE_NO_INITIALIZE
@@ -36,7 +36,7 @@ from fencelock.lease import Lease, held_leases
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
-    from sqlalchemy.orm import InstanceState, scoped_session
+    from sqlalchemy.orm import InstanceState, UOWTransaction, scoped_session
 
 BYPASS = "bypass"
 """The value of the execution option `fencelock` that lets a statement pass unguarded."""
@@ -685,18 +685,46 @@ def in_unit_of_work(connection: Connection, fenced: FencedTable, options: Mappin
     )
 
 
+def writes_fenced_rows(
+    connection: Connection, fenced: FencedTable, table: Table, rows: Iterable[Mapping[str, Any]]
+) -> bool:
+    """Tell whether the flush writes the fenced rows as well that rows of a joined sub-table belong to.
+
+    It does not where only a relationship with `post_update` on the other side wants the sub-table changed.
+    """
+    session = writer_of(connection).owner(connection)
+    mapper = fenced.mapper() if fenced.mapper else None
+    flush = _flushes.get(session.hash_key) if session is not None else None
+    if session is None or mapper is None or flush is None:
+        return False
+    names = _key_names(mapper, table)
+    return all(flush.writes(session, mapper, tuple([row.get(name) for name in names])) for row in rows)
+
+
+def _key_names(base: Mapper[Any], table: Table) -> list[str]:
+    """Return the parameters with which the unit of work names a row of a sub-table, in the key's order."""
+    mapper = next(each for each in base.self_and_descendants if table in each.tables)
+    columns = mapper._pks_by_table[table]  # noqa: SLF001  as the unit of work makes its statements
+    labels = {mapper.get_property_by_column(column).key: column._label for column in columns}  # noqa: SLF001
+    keys = [mapper.get_property_by_column(column).key for column in mapper.primary_key]
+    return [labels[key] for key in keys] if labels.keys() == set(keys) else list(labels.values())
+
+
 class _Flush:
     """What one flush has found out so far.
 
     Attributes:
+        stamped: the objects whose fenced rows it writes, save those that it deletes.
         known: by table and primary key, the template's values of rows about to be written.
         unsaved: new objects, for tables whose resources cannot be told from the key alone.
     """
 
-    __slots__ = ("_session", "_tokens", "known", "unsaved")
+    __slots__ = ("_plan", "_session", "_tokens", "known", "stamped", "unsaved")
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, plan: UOWTransaction) -> None:
         self._session = ref(session)
+        self._plan = plan
+        self.stamped: set[InstanceState[Any]] = set()
         self._tokens: dict[tuple[FencedTable, Connection], Tokens | None] = {}
         self.known: dict[FencedTable, dict[tuple[Any, ...], tuple[Any, ...]]] = {}
         self.unsaved: list[InstanceState[Any]] = []
@@ -714,6 +742,17 @@ class _Flush:
             self.known.setdefault(fenced, {})
             return tokens
 
+    def writes(self, session: Session, mapper: Mapper[Any], identity: tuple[Any, ...]) -> bool:
+        """Tell whether the fenced row with this primary key is written or deleted."""
+        instance = session.identity_map.get(mapper.identity_key_from_primary_key(identity))
+        if instance is not None:
+            state = inspect(instance)
+            deleted, only_listed = self._plan.states.get(state, (False, True))
+            if state in self.stamped or (deleted and not only_listed):
+                return True
+        keys = (mapper.primary_key_from_instance(state.obj()) for state in self.stamped)
+        return identity in map(tuple, keys)  # a new object, or one with a new key
+
 
 _flushes: dict[int, _Flush] = {}
 """By the number that a session has and its objects know; this is asked for each object of a flush."""
@@ -723,8 +762,8 @@ def _on_begin(session: Session, _transaction: object, connection: Connection) ->
     writer_of(connection).join(ref(session))
 
 
-def _on_flush(session: Session, *_: object) -> None:
-    _flushes[session.hash_key] = _Flush(session)
+def _on_flush(session: Session, plan: UOWTransaction, _instances: object) -> None:
+    _flushes[session.hash_key] = _Flush(session, plan)
 
 
 def _on_flushed(session: Session, *_: object) -> None:
@@ -769,6 +808,7 @@ class _Watch:
         flush = _flush_of(state)
         if self._looked_up:
             flush.unsaved.append(state)
+        flush.stamped.add(state)
         token = self._token_for(flush, connection, state, state.dict)
         if token is not None:
             state.dict[FENCE_COLUMN] = token
@@ -778,7 +818,9 @@ class _Watch:
         writes_row = _writes_row(state, current, self._in_row)
         if not writes_row and not _has_changed(state, current):
             return
-        token = self._token_for(_flush_of(state), connection, state, current)
+        flush = _flush_of(state)
+        flush.stamped.add(state)
+        token = self._token_for(flush, connection, state, current)
         if token is not None:
             current[FENCE_COLUMN] = token
             if not writes_row:
