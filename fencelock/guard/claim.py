@@ -137,6 +137,10 @@ def claim(
             break
         token = _token_for(connection, fenced, naming)
         _raise_fences(connection, fenced, [(*key, *naming)], token)
+        if _has_changes(session, mapper):  # of other rows, or of this one: the key may be spelt otherwise
+            found_keys = select(*fenced.table.primary_key).where(_equals(fenced.table, key))
+            for found_key in connection.execute(found_keys):
+                _refuse_to_discard(session, mapper, tuple(found_key))
         found = _load(session, connection, model, key)
         if found is None:
             break
@@ -170,6 +174,8 @@ def claim_all(session: Session | scoped_session[Any], statement: Select[Any]) ->
         UnfencedWriteError: if the lease of one of the rows is not held.
         AmbiguousFenceError: if several leases are held and the model does not say which one counts.
         LockLostError: if a lease is known to be lost.
+        sqlalchemy.exc.InvalidRequestError: if the session holds unflushed changes of one of the rows, as it
+            may where autoflush is off.
 
     Example:
         ```python
@@ -191,6 +197,8 @@ def claim_all(session: Session | scoped_session[Any], statement: Select[Any]) ->
     token_of: dict[tuple[Any, ...], int] = {}
     for row in sorted(map(tuple, found), key=lambda row: row[:width]):
         token_of[row] = tokens.of_row(row[width:]) if fenced.template else tokens.of_table()
+    for row in token_of:
+        _refuse_to_discard(session, mapper, row[:width])
     for token, rows in groupby(token_of, key=token_of.__getitem__):
         _raise_fences(connection, fenced, list(rows), token)
     claimed = {row[:width]: token for row, token in token_of.items()}
@@ -270,6 +278,10 @@ def _key_of(mapper: Mapper[Any], identity: object) -> tuple[Any, ...]:
             f"{mapper.class_.__name__} is identified by {', '.join(names)}, and {identity!r} is no such key"
         )
     return tuple(values)
+
+
+def _has_changes(session: Session, mapper: Mapper[Any]) -> bool:
+    return any(isinstance(changed, mapper.base_mapper.class_) for changed in session.dirty)
 
 
 def _refuse_to_discard(session: Session, mapper: Mapper[Any], key: tuple[Any, ...]) -> None:

@@ -705,7 +705,10 @@ def _key_names(base: Mapper[Any], table: Table) -> list[str]:
     """Return the parameters with which the unit of work names a row of a sub-table, in the key's order."""
     mapper = next(each for each in base.self_and_descendants if table in each.tables)
     columns = mapper._pks_by_table[table]  # noqa: SLF001  as the unit of work makes its statements
-    labels = {mapper.get_property_by_column(column).key: column._label for column in columns}  # noqa: SLF001
+    labels: dict[str, Any] = {
+        mapper.get_property_by_column(column).key: column._label  # noqa: SLF001  the same
+        for column in columns
+    }
     keys = [mapper.get_property_by_column(column).key for column in mapper.primary_key]
     return [labels[key] for key in keys] if labels.keys() == set(keys) else list(labels.values())
 

@@ -463,6 +463,35 @@ def test_pending_changes_are_flushed_not_discarded(engine: Engine, new: Session)
     assert balance(engine) == 80
 
 
+DISCARDING: dict[str, Callable[[Session], object]] = {
+    "all": lambda s: claim_all(s, select(Account)),
+    "by a key that is text": lambda s: claim(s, Account, "1"),
+}
+
+
+@pytest.mark.parametrize("take", [pytest.param(take, id=name) for name, take in DISCARDING.items()])
+def test_what_is_not_flushed_is_never_discarded(new: Session, take: Callable[[Session], object]) -> None:
+    """Where autoflush is off, a claim of many, or by a key that the database finds equal, refuses as well."""
+    account = new.get_one(Account, 1)
+    with new.no_autoflush:
+        account.balance = 80
+        with pytest.raises((InvalidRequestError, DBAPIError)):  # PostgreSQL compares no text with numbers
+            take(new)
+        assert account.balance == 80
+    new.rollback()
+
+
+def test_a_claim_of_another_row_discards_nothing(new: Session) -> None:
+    """Changes of other rows of the model need not be flushed first."""
+    bind(new, Lease("room", 2))
+    seat = new.get_one(Seat, (1, "a"))
+    with new.no_autoflush:
+        seat.guest = "Ada"
+        assert claim(new, Seat, (1, "b")).guest is None
+        assert seat.guest == "Ada"
+    new.rollback()
+
+
 def test_a_claim_leaves_onupdate_columns_alone(new: Session) -> None:
     """Raising the fence is no change of the row that users would see."""
     account = claim(new, Account, 1)
