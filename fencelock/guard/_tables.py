@@ -112,13 +112,15 @@ class ResourceTemplate:
             if _has_many_spellings(attributes[name].type):
                 raise ValueError(
                     f"{owner}.__fence_resource__ = {template!r} names {name!r}, whose equal values "
-                    f"are written in several ways (1.0 and 1.00), so that one row would have two names; "
-                    f"use integers, text, UUIDs or dates"
+                    f"are written in several ways (1.0 and 1.00; 'a' and 'A' of an enumeration), so that "
+                    f"one row would have two names; use integers, text, UUIDs or dates"
                 )
         return cls(template, {name: attributes[name] for name in sorted(names)})
 
 
 def _has_many_spellings(kind: TypeEngine[Any]) -> bool:
+    if isinstance(kind, Enum):  # MariaDB compares members regardless of case, and of spaces at the end
+        return len({each.casefold().rstrip() for each in kind.enums}) < len(kind.enums)
     return isinstance(kind, Numeric | Float) or (isinstance(kind, DateTime) and kind.timezone)
 
 
@@ -141,7 +143,7 @@ def spelling(column: Column[Any], value: Any) -> Any:
 
 def _spelling(kind: TypeEngine[Any], value: Any) -> Any:
     if isinstance(kind, TypeDecorator | Enum):
-        return value
+        return _member(kind, value) if isinstance(kind, Enum) else value
     if isinstance(kind, Integer):
         as_text = isinstance(value, str) and value == str(int(value))
         return int(value) if as_text else operator.index(value)
@@ -154,6 +156,17 @@ def _spelling(kind: TypeEngine[Any], value: Any) -> Any:
     except NotImplementedError:
         return value
     if type(value) is not loaded_as:
+        raise TypeError
+    return value
+
+
+def _member(kind: Enum, value: Any) -> Any:
+    """Return a member of an enumeration: SQLAlchemy also takes its name, and MariaDB a name in any case."""
+    if kind.enum_class is None:
+        known = isinstance(value, str) and value in kind.enums
+    else:
+        known = isinstance(value, kind.enum_class)
+    if not known:
         raise TypeError
     return value
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from sqlalchemy import (
     Dialect,
     Engine,
+    Enum,
     Numeric,
     String,
     TypeDecorator,
@@ -118,6 +120,30 @@ class Crossed(FencedModel, Base):
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     code: Mapped[str] = mapped_column("group_name", String(20))
     value: Mapped[int] = mapped_column("code", default=0)
+
+
+class Color(enum.Enum):
+    """What jobs are told apart by."""
+
+    RED = "red"
+
+
+class Job(FencedModel, Base):
+    """Guarded by the member of an enumeration."""
+
+    __tablename__ = "na_jobs"
+    __fence_resource__ = "job:{color}"
+    color: Mapped[Color] = mapped_column(Enum(Color), primary_key=True)
+    status: Mapped[str] = mapped_column(String(20), default="new")
+
+
+class Word(FencedModel, Base):
+    """Guarded by one of several words."""
+
+    __tablename__ = "na_words"
+    __fence_resource__ = "word:{word}"
+    word: Mapped[str] = mapped_column(Enum("abc", "def", name="na_word"), primary_key=True)
+    status: Mapped[str] = mapped_column(String(20), default="new")
 
 
 MODELS: tuple[type[Any], ...] = (Stock, Part, Order, Shelf, Document, Account)
@@ -289,6 +315,41 @@ def test_spellings_that_mean_the_same_are_the_same(session: Session, value: Any)
     order: Any = Order.__table__
     statement = update(order).where(order.c.id == bindparam("which")).values(shop=2)
     assert session.connection().execute(statement, {"which": value}).rowcount == 1
+
+
+@pytest.mark.parametrize(
+    ("lease", "model", "key"),
+    [
+        ("job:RED", Job, "RED"),
+        ("job:red", Job, "red"),
+        ("word:ABC", Word, "ABC"),
+    ],
+)
+def test_a_member_of_an_enumeration_has_one_name(
+    session: Session, engine: Engine, lease: str, model: Any, key: str
+) -> None:
+    """SQLAlchemy takes members by their names, too, and MariaDB in any case: no second resource of either."""
+    column = next(iter(model.__table__.primary_key))
+    with engine.execution_options(fencelock="bypass").begin() as connection:
+        connection.execute(delete(model.__table__))
+    bind(session, Lease(f"job:{Color.RED}", 9), Lease("word:abc", 9))
+    session.add(Job(color=Color.RED) if model is Job else Word(word="abc"))
+    session.commit()
+    bind(session, Lease(lease, 10))
+    with pytest.raises(UnfencedWriteError):
+        session.execute(update(model).where(column == key).values(status="mine"))
+    session.rollback()
+    assert session.execute(select(model.status, model.last_fencing_token)).all() == [("new", 9)]
+
+
+def test_members_that_differ_in_case_only_are_refused_when_mapped() -> None:
+    """MariaDB would take the one for the other."""
+    with pytest.raises(ValueError, match="several ways"):
+
+        class Letter(FencedModel, Base):
+            __tablename__ = "na_letters"
+            __fence_resource__ = "letter:{letter}"
+            letter: Mapped[str] = mapped_column(Enum("a", "A", name="na_letter"), primary_key=True)
 
 
 def test_a_uuid_has_one_name(session: Session) -> None:
