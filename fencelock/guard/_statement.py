@@ -18,6 +18,7 @@ from sqlalchemy.types import TypeDecorator
 from fencelock.errors import UnfencedWriteError
 from fencelock.guard._tables import (
     FENCE_COLUMN,
+    NO_OPTIONS,
     FencedTable,
     fenced_table,
     impersonates_fenced,
@@ -177,7 +178,9 @@ def refuse_fence_assignment(keys: Iterable[str], fenced: FencedTable) -> None:
         )
 
 
-def refuse_foreign_assignments(statement: Update | Delete | Insert) -> None:
+def refuse_foreign_assignments(
+    statement: Update | Delete | Insert, options: Mapping[str, Any] = NO_OPTIONS
+) -> None:
     """Refuse an UPDATE of several tables (MySQL) that may write to a fenced one besides its target."""
     target = statement.table
     written = [getattr(column, "table", None) for column, _ in assigned(statement)]
@@ -189,7 +192,7 @@ def refuse_foreign_assignments(statement: Update | Delete | Insert) -> None:
             continue
         if hash(table) == hash(underlying(target)) and other is table and not _uses(statement, table):
             continue  # the ORM names columns of an alias by those of the table
-        if fenced_table(table) or sub_table_of(table) or impersonates_fenced(table):
+        if fenced_table(table) or sub_table_of(table) or impersonates_fenced(table, options):
             raise UnfencedWriteError(
                 f"an UPDATE of several tables, or of one under two names, that may write to the fenced table "
                 f"{table.name!r} cannot be guarded; update {table.name!r} in a statement of its own"

@@ -10,6 +10,7 @@ Apart from the rest because nothing here executes anything: it answers questions
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -242,6 +243,7 @@ def row_name(table: Table, identity: Sequence[Any]) -> str:
 
 
 _names: dict[str, WeakSet[Table]] = {}
+NO_OPTIONS: Final[Mapping[str, Any]] = {}
 
 
 def register(fenced: FencedTable) -> FencedTable:
@@ -283,8 +285,12 @@ def check_trigger(wanted: object) -> FenceTrigger:
 
 
 def fenced_names() -> list[str]:
-    """Return the names, in lower case, of the fenced tables that are alive, and of their sub-tables."""
-    return [name for name, tables in list(_names.items()) if len(tables)]
+    """Return the names, in lower case, of the fenced tables that are alive, and of their sub-tables.
+
+    Those that lower case may have changed for good, such as "İ", come as they are too.
+    """
+    names = [name for name, tables in list(_names.items()) if len(tables)]
+    return names + [table.name for name in names if not name.isascii() for table in list(_names[name])]
 
 
 def fenced_table(target: object) -> FencedTable | None:
@@ -336,17 +342,36 @@ def sub_table_of(target: object) -> FencedTable | None:
     return found
 
 
-def impersonates_fenced(target: object) -> bool:
+def impersonates_fenced(target: object, options: Mapping[str, Any] = NO_OPTIONS) -> bool:
     """Tell whether this table object has a fenced table's name without being known as one.
 
-    Reflected tables and `sqlalchemy.table("orders")` are such; writes through them would go unseen.
+    Reflected tables and `sqlalchemy.table("orders")` are such; writes through them would go unseen. So are
+    tables of a schema that these execution options translate into a fenced table's.
     """
     table = underlying(target)
-    schema = getattr(table, "schema", None)
+    schemas = _schemas(table, options)
     return any(
-        schema is None or known.schema is None or known.schema == schema
-        for known in list(_names.get(getattr(table, "name", "").lower(), ()))
+        None in schemas or known.schema is None or not schemas.isdisjoint(_schemas(known, options))
+        for name in _spelt(getattr(table, "name", ""))
+        for known in list(_names.get(name, ()))
     )
+
+
+def _schemas(table: object, options: Mapping[str, Any]) -> set[str | None]:
+    """Return the schemas that a table may be in, in lower case; among them None where that is open."""
+    schema = getattr(table, "schema", None)
+    translated = (options.get("schema_translate_map") or {}).get(schema, schema)
+    return {None if each is None or _is_raw(each) else each.lower() for each in (schema, translated)}
+
+
+def _spelt(name: str) -> set[str]:
+    """Return the names, in lower case, that may be meant: unquoted, a name may say anything."""
+    lower = name.lower()
+    return {lower, *re.split(r"[^\w$]+", lower), *re.split(r"[.\"`]+", lower)} if _is_raw(name) else {lower}
+
+
+def _is_raw(name: str) -> bool:
+    return getattr(name, "quote", None) is False
 
 
 def underlying(target: object) -> Any:

@@ -36,6 +36,8 @@ _LINE_COMMENT: Final = re.compile(r"(?:--|#).*")
 """A comment that ends with "for" must not make the UPDATE in the next line look like a locking read."""
 _DRIVER_PARAMETERS: Final = ((re.compile(r"%\((\w+)\)s"), r":\1"), (re.compile(r"%s"), "?"))
 """Parameters as drivers have them, which a parser takes for an operator, and as it knows them."""
+_ESCAPED_NAME: Final = r'\bU&"(?:[^"]|"")*"'
+"""A name as PostgreSQL has it with escapes, which may be any."""
 _MISSING_COLUMN: Final = re.compile(
     r"no such column|no column named|unknown column|column .* does not exist|undefined column", re.IGNORECASE
 )
@@ -113,7 +115,13 @@ def _mentioned(text: str, names: tuple[str, ...]) -> str | None:
 
 @lru_cache(maxsize=64)
 def _pattern(names: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, names))})(?!\w)", re.IGNORECASE)
+    spelt = "|".join("".join(map(_spelt, " ".join(name.split()))) for name in names)
+    return re.compile(rf"(?<!\w)(?:{spelt})(?!\w)|{_ESCAPED_NAME}", re.IGNORECASE)
+
+
+def _spelt(character: str) -> str:
+    """Return a pattern for a character of a name, which may stand twice inside quotes and for drivers."""
+    return re.escape(character) + ("{1,2}" if character in '"`%' else "")
 
 
 def _refuse_unguarded(compiled: Any) -> None:

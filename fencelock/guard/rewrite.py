@@ -207,10 +207,10 @@ def _refuse_unguardable(
                 f"where the fence of its rows is; set the foreign key on the objects that have it, or do "
                 f"without post_update"
             )
-    elif impersonates_fenced(table):
+    elif impersonates_fenced(table, options):
         raise UnfencedWriteError(
             f"this Table object is named {underlying(table).name!r} like a fenced table, but is not the one "
             f"that the guard knows; use the model's __table__; or, if it is the table of another database, "
             f'execution_options(fencelock="bypass")'
         )
-    refuse_foreign_assignments(statement)
+    refuse_foreign_assignments(statement, options)

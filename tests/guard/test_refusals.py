@@ -36,6 +36,7 @@ from sqlalchemy.dialects import mysql, sqlite
 from sqlalchemy.exc import DBAPIError, StatementError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 from sqlalchemy.orm.exc import StaleDataError
+from sqlalchemy.sql import quoted_name
 
 from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
 from fencelock.guard import FencedModel, bind, claim, execute_fenced, fence_column, fenced_update
@@ -213,7 +214,20 @@ UNGUARDABLE: dict[str, Callable[[Session], object]] = {
 }
 
 
-@pytest.mark.parametrize("write", [pytest.param(write, id=name) for name, write in UNGUARDABLE.items()])
+SPELT_OTHERWISE: dict[str, Callable[[Session], object]] = {
+    "sqlalchemy.table(), schema and name in one": lambda s: s.execute(
+        update(sql_table(quoted_name("main.re_orders", quote=False), sql_column("status"))).values(status="x")
+    ),
+    "sqlalchemy.table(), with its quotes": lambda s: s.execute(
+        update(sql_table(quoted_name('"re_orders"', quote=False), sql_column("status"))).values(status="x")
+    ),
+    "text, escaped name": lambda s: s.execute(text("""UPDATE U&"\\0072e_orders" SET status = 'x'""")),
+}
+
+
+@pytest.mark.parametrize(
+    "write", [pytest.param(write, id=name) for name, write in (UNGUARDABLE | SPELT_OTHERWISE).items()]
+)
 def test_what_cannot_be_guarded_is_refused(
     session: Session, engine: Engine, write: Callable[[Session], object]
 ) -> None:
@@ -248,11 +262,13 @@ def test_what_writes_no_fenced_row_passes(engine: Engine, work: Callable[[Sessio
 
 
 def _given_as_text(table: Table, connection: Connection) -> object:
-    return connection.execute(text(f"UPDATE {table.name} SET status = 'hacked'"))  # noqa: S608  a name of ours
+    name = connection.dialect.identifier_preparer.quote(table.name).replace("%%", "%")
+    return connection.execute(text(f"UPDATE {name} SET status = 'hacked'"))  # noqa: S608  a name of ours
 
 
 def _given_to_the_driver(table: Table, connection: Connection) -> object:
-    return connection.exec_driver_sql(f"DELETE FROM {table.name}")  # noqa: S608  the same
+    name = connection.dialect.identifier_preparer.quote(table.name)
+    return connection.exec_driver_sql(f"DELETE FROM {name}")  # noqa: S608  the same
 
 
 def _given_by_name(table: Table, connection: Connection) -> object:
@@ -297,6 +313,37 @@ def test_a_core_table_is_fenced_from_the_moment_it_has_its_column(
         write(table, connection)
     with shared_engine.connect() as connection:
         assert connection.execute(select(table)).all() == [(1, "new", 9)]
+
+
+@pytest.mark.parametrize("name", ["İşler", "re  two", 're"quo`ted', "re%x", "re_Upper"])
+@pytest.mark.parametrize("write", [_given_as_text, _given_to_the_driver, _given_by_name])
+def test_names_that_sql_spells_in_another_way_are_known(
+    shared_engine: Engine, write: Callable[[Table, Connection], object], name: str
+) -> None:
+    """Letters whose case is lost, white space, quotes and percent signs."""
+    columns = (Column("id", Integer, primary_key=True), Column("status", String(20)))
+    table = Table(name, MetaData(), *columns, fence_column())
+    table.drop(shared_engine, checkfirst=True)
+    table.create(shared_engine)
+    with shared_engine.execution_options(fencelock="bypass").begin() as connection:
+        connection.execute(insert(table), {"id": 1, "status": "new", "last_fencing_token": 9})
+    with pytest.raises(UnfencedWriteError), shared_engine.begin() as connection:
+        write(table, connection)
+    with shared_engine.connect() as connection:
+        assert connection.execute(select(table)).all() == [(1, "new", 9)]
+
+
+@pytest.mark.parametrize(("schema", "is_known"), [("shop", True), ("tenant", True), ("other", False)])
+def test_a_schema_is_known_by_what_it_is_translated_into(
+    engine: Engine, schema: str, *, is_known: bool
+) -> None:
+    """The fenced table is in one schema, the unknown one is translated into it, or is in another one."""
+    metadata = MetaData()
+    Table("re_shop", metadata, Column("id", Integer, primary_key=True), fence_column(), schema="Shop")
+    other = Table("re_shop", MetaData(), Column("id", Integer), schema=schema)
+    known = engine.execution_options(schema_translate_map={"tenant": "Shop"})
+    with known.begin() as connection, pytest.raises(UnfencedWriteError if is_known else DBAPIError):
+        connection.execute(update(other).values(id=2))
 
 
 def test_text_for_update_is_no_write(engine: Engine) -> None:
