@@ -725,8 +725,10 @@ class _Flush:
     __slots__ = ("_plan", "_session", "_tokens", "known", "stamped", "unsaved")
 
     def __init__(self, session: Session, plan: UOWTransaction) -> None:
-        self._session = ref(session)
-        self._plan = plan
+        number = session.hash_key
+        # No event tells of every end: the flush may be empty, or another listener may raise before it begins.
+        self._session = ref(session, lambda _: _flushes.pop(number, None))
+        self._plan = ref(plan)
         self.stamped: set[InstanceState[Any]] = set()
         self._tokens: dict[tuple[FencedTable, Connection], Tokens | None] = {}
         self.known: dict[FencedTable, dict[tuple[Any, ...], tuple[Any, ...]]] = {}
@@ -748,9 +750,10 @@ class _Flush:
     def writes(self, session: Session, mapper: Mapper[Any], identity: tuple[Any, ...]) -> bool:
         """Tell whether the fenced row with this primary key is written or deleted."""
         instance = session.identity_map.get(mapper.identity_key_from_primary_key(identity))
-        if instance is not None:
+        plan = self._plan()
+        if instance is not None and plan is not None:
             state = inspect(instance)
-            deleted, only_listed = self._plan.states.get(state, (False, True))
+            deleted, only_listed = plan.states.get(state, (False, True))
             if state in self.stamped or (deleted and not only_listed):
                 return True
         keys = (mapper.primary_key_from_instance(state.obj()) for state in self.stamped)

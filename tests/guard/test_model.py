@@ -7,7 +7,7 @@ import gc
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -434,6 +434,27 @@ def test_the_guard_knows_nothing_of_authorities() -> None:
     }
     assert "fencelock.lease" in imported
     assert not [name for name in imported if name.startswith(("redis", "fencelock.authority"))]
+
+
+def test_flushes_that_come_to_nothing_leave_nothing_behind(in_memory: InMemory) -> None:
+    """Another listener raises before one begins, or takes away what there was to flush."""
+    engine = in_memory(Base.metadata)
+
+    def refuse(*_: object) -> None:
+        raise ZeroDivisionError
+
+    def take_away(session: Session, *_: object) -> None:
+        session.expunge_all()
+
+    before = len(session_room._flushes)
+    for listener in (refuse, take_away) * 10:
+        with Session(engine) as session, suppress(ZeroDivisionError):
+            event.listen(session, "before_flush", listener)
+            session.add(Row(id=1))
+            session.flush()
+    del session
+    gc.collect()
+    assert len(session_room._flushes) <= before
 
 
 def test_what_the_guard_remembers_dies_with_its_owner(in_memory: InMemory) -> None:
