@@ -14,7 +14,7 @@ from typing import Any, Final
 from sqlalchemy import ColumnElement, Insert, Table, and_, func, select
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.engine import Connection
-from sqlalchemy.orm import Mapper, Session
+from sqlalchemy.orm import Mapper, Session, scoped_session
 
 from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
 from fencelock.guard._carried import CarriedToken, ready, take_back
@@ -24,14 +24,23 @@ from fencelock.guard._tables import FENCE_COLUMN, FencedTable, spelling
 from fencelock.guard._write import KEYS_PER_QUERY, holds, is_one_of, newest
 from fencelock.guard.claim import connection_of, fenced_model
 from fencelock.guard.events import telling
-from fencelock.guard.session import BYPASS, Tokens, refuse_autocommit, report_refusal, roll_back
+from fencelock.guard.session import (
+    BYPASS,
+    Tokens,
+    refuse_autocommit,
+    report_refusal,
+    roll_back,
+    session_of,
+)
 
 _MYSQL: Final = frozenset({"mysql", "mariadb"})
 _Key = tuple[Any, ...]
 
 
 @telling
-def upsert(session: Session, model: type[Any], rows: Sequence[Mapping[str, Any]]) -> None:
+def upsert(
+    session: Session | scoped_session[Any], model: type[Any], rows: Sequence[Mapping[str, Any]]
+) -> None:
     """Insert rows, or update those whose primary key is there already, unless a newer holder has fenced them.
 
     All or nothing: where one is turned away, the transaction (or the innermost savepoint) is rolled back. The
@@ -68,6 +77,7 @@ def upsert(session: Session, model: type[Any], rows: Sequence[Mapping[str, Any]]
         ```
     """
     install()
+    session = session_of(session)
     mapper, fenced = fenced_model(model)
     if len(mapper.tables) > 1:
         raise TypeError(f"the rows of {mapper.class_.__name__} are in several tables; use session.merge()")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, String, create_engine, delete, insert, select
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scoped_session, sessionmaker
 
 from fencelock import (
     AmbiguousFenceError,
@@ -241,6 +241,20 @@ def test_objects_of_the_session_are_read_anew(session: Session) -> None:
     session.add(Price(sku="ink", cents=5))
     upsert(session, Price, [{"sku": "pen", "cents": 1}, {"sku": "ink", "cents": 2}])
     assert (pen.cents, pen.last_fencing_token, session.get_one(Price, "ink").cents) == (1, 6, 2)
+
+
+def test_scoped_sessions_are_taken_too(engine: Engine) -> None:
+    """What is bound to one counts, and a refusal rolls it back."""
+    scoped = scoped_session(sessionmaker(engine))
+    bind(scoped, Lease("prices", 7))
+    upsert(scoped, Price, [{"sku": "pen", "cents": 1}])
+    scoped.commit()
+    bind(scoped, Lease("prices", 6))
+    with pytest.raises(StaleTokenError):
+        upsert(scoped, Price, [{"sku": "ink", "cents": 2}, {"sku": "pen", "cents": 2}])
+    scoped.commit()
+    scoped.remove()
+    assert ("pen", 7) in [(row[0], row[-1]) for row in rows(engine, Price)]
 
 
 def test_keys_may_be_given_as_the_type_takes_them(session: Session) -> None:
