@@ -112,7 +112,9 @@ class FenceError(DontWrapMixin, FencelockError):
 class StaleTokenError(FenceError):
     """The row has been claimed or written under a larger token: this holder's lease is over.
 
-    Raised by writes, and by loads of objects under a lease that is older than the row's fence.
+    Raised by writes, and by loads of objects under a lease that is older than the row's fence. Where a write
+    outside a flush raises it, the transaction (or the innermost savepoint) has been rolled back already: who
+    catches it and commits keeps nothing of what he wrote before, without another error.
 
     Attributes:
         table: name of the table.
