@@ -329,12 +329,21 @@ def _drop_fence(operations: Operations, op: DropFenceOp) -> None:
 def _create_trigger(operations: Operations, op: FenceOperation) -> None:
     strict = op.trigger == "strict"
     dialect = _dialect(operations)
+    _drop_renamed(operations, op)
     _execute(operations, triggers.create(op.table_name, dialect, strict=strict, schema=op.schema))
 
 
 @Operations.implementation_for(DropFenceTriggerOp)
 def _drop_trigger(operations: Operations | BatchOperations, op: FenceOperation) -> None:
+    _drop_renamed(operations, op)
     _execute(operations, triggers.drop(op.table_name, _dialect(operations), schema=op.schema))
+
+
+def _drop_renamed(operations: Operations | BatchOperations, op: FenceOperation) -> None:
+    """Take away what a renamed table has brought along, which a script without a database cannot know of."""
+    if not operations.migration_context.as_sql:
+        connection = operations.get_bind()
+        _execute(operations, triggers.drop_renamed(connection, op.table_name, schema=op.schema))
 
 
 @Operations.implementation_for(CreateFenceTableOp)

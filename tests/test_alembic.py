@@ -306,6 +306,26 @@ def test_new_tables_of_models_are_written_as_any_others(project: Project, engine
     assert {"boxes", "crates"} <= set(inspect(engine).get_table_names())
 
 
+@pytest.mark.parametrize("trigger", [True, "strict"])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_renamed_table_is_rid_of_its_trigger(engine: Engine, trigger: Trigger, again: bool) -> None:
+    """Databases leave the triggers' names when a table is renamed, and triggers in the way of the column."""
+    execute(engine, "CREATE TABLE letters (id INTEGER PRIMARY KEY, status VARCHAR(20))")
+    with engine.begin() as connection:
+        op: Any = Operations(MigrationContext.configure(connection))
+        op.add_fence("letters", trigger=trigger)
+        op.rename_table("letters", "mails")
+    with engine.begin() as connection:
+        op = Operations(MigrationContext.configure(connection))
+        if again:
+            op.create_fence_trigger("mails", strict=trigger == "strict")
+            assert triggers.installed(connection, "mails") == trigger
+        op.drop_fence("mails")
+    execute(engine, "INSERT INTO mails VALUES (1, 'new')")
+    execute(engine, "UPDATE mails SET status = 'sent'")
+    execute(engine, "DELETE FROM mails")
+
+
 def items(metadata: MetaData, *more: Column[Any]) -> Table:
     """Describe another table."""
     return Table("items", metadata, Column("id", Integer, primary_key=True), *more)

@@ -316,14 +316,45 @@ def installed(connection: Connection, table: str, *, schema: str | None = None) 
     One that is disabled, or not complete, counts as none.
     """
     family = _family(connection.dialect.name)
-    quoted = f"{connection.dialect.identifier_preparer.quote_schema(schema)}." if schema else ""
-    look = text(_LOOK[family].format(schema=quoted))
-    asked = {"table": table} if family == "sqlite" else {"table": table, "schema": schema}
-    found = set(connection.scalars(look, asked))
+    found = _found(connection, table, schema)
     wanted = {_name(table, form) for form in _CREATE[family] if form not in {_PLAIN, _FUNCTION}}
     if wanted <= found:
         return "strict"
     return _name(table, _PLAIN) in found
+
+
+def _found(connection: Connection, table: str, schema: str | None) -> set[str]:
+    """Return the names of all triggers that a table has."""
+    family = _family(connection.dialect.name)
+    quoted = f"{connection.dialect.identifier_preparer.quote_schema(schema)}." if schema else ""
+    look = text(_LOOK[family].format(schema=quoted))
+    asked = {"table": table} if family == "sqlite" else {"table": table, "schema": schema}
+    return set(connection.scalars(look, asked))
+
+
+def drop_renamed(connection: Connection, table: str, *, schema: str | None = None) -> list[FenceDDL]:
+    """Return the statements that take away the triggers that a table still has from an earlier name of its.
+
+    Databases rename a table and leave the names of its triggers. PostgreSQL's function stays, as another
+    table may have the old name by now.
+    """
+    family = _family(connection.dialect.name)
+    own = {_name(table, form) for form in (_PLAIN, _STRICT, _STRICT_DELETE, _STRICT_TRUNCATE)}
+    endings = tuple(f"_{form}" for form in (_PLAIN, _STRICT, _STRICT_DELETE, _STRICT_TRUNCATE))
+    names = sorted(_found(connection, table, schema) - own)
+    ours = [name for name in names if name.startswith("fencelock_") and name.endswith(endings)]
+    preparer = connection.dialect.identifier_preparer
+    dropped = []
+    for name in ours:
+        named = Table(name, MetaData(), schema=schema)
+        quoted = preparer.format_table(named, use_schema=family != "postgresql")
+        template = _DROP[family].format(form="renamed").replace("{renamed}", _verbatim(quoted))
+        dropped.append(FenceDDL(template, _table(table, schema)))
+    return dropped
+
+
+def _verbatim(sql: str) -> str:
+    return sql.replace("{", "{{").replace("}", "}}")
 
 
 def prepare(connection: Any) -> None:
