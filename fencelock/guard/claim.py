@@ -128,7 +128,7 @@ def claim(
     if session.autoflush:
         session.flush()
     _refuse_to_discard(session, mapper, key)
-    connection = connection_of(session, mapper)
+    connection = _guarded_connection(session, mapper)
     for _ in range(_ROUNDS):
         if (nowait or skip_locked) and not _try_lock(connection, fenced, key, skip_locked=skip_locked):
             return None
@@ -187,7 +187,7 @@ def claim_all(session: Session | scoped_session[Any], statement: Select[Any]) ->
     mapper, fenced = fenced_model(model)
     resource = fenced.template.columns if fenced.template else {}
     columns = (*fenced.table.primary_key, *resource.values())
-    connection = connection_of(session, mapper)
+    connection = _guarded_connection(session, mapper)
     query = _reading_now(statement.with_only_columns(*columns, maintain_column_froms=True), connection)
     found = session.execute(query).unique().all()
     if not found:
@@ -230,7 +230,7 @@ def gate(session: Session | scoped_session[Any], resource: str | None = None) ->
     session = session_of(session)
     if session.autoflush:
         session.flush()
-    connection = connection_of(session, None)
+    connection = _guarded_connection(session, None)
     fenced = fenced_table(FENCES)
     assert fenced is not None  # noqa: S101  it is registered where it is defined
     name = _only_resource(connection) if resource is None else check_resource(resource)
@@ -297,6 +297,17 @@ def connection_of(session: Session, mapper: Mapper[Any] | None) -> Connection:
     """Return the connection on which a session writes a model, in its transaction."""
     connection = session.connection(bind_arguments={"mapper": mapper} if mapper else None)
     writer_of(connection).join(ref(session))
+    return connection
+
+
+def _guarded_connection(session: Session, mapper: Mapper[Any] | None) -> Connection:
+    """Return it, unless its engine lets everything pass unguarded: then there is nothing to claim with."""
+    connection = connection_of(session, mapper)
+    if connection.get_execution_options().get("fencelock") == BYPASS:
+        raise UnfencedWriteError(
+            f"nothing can be claimed on a connection with execution_options(fencelock={BYPASS!r}), where no "
+            f"fence is raised or compared; use an engine without it"
+        )
     return connection
 
 

@@ -551,6 +551,25 @@ def test_claim_all_is_refused_as_a_whole(engine: Engine, new: Session) -> None:
         assert stale.scalars(select(Seat.last_fencing_token).order_by(Seat.letter)).all() == [0, 5]
 
 
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda s: claim(s, Account, 1),
+        lambda s: claim_all(s, select(Account)),
+        lambda s: gate(s, "account:1"),
+    ],
+    ids=["claim", "claim_all", "gate"],
+)
+def test_nothing_is_claimed_past_the_guard(engine: Engine, take: Callable[[Session], object]) -> None:
+    """An engine that bypasses the guard would raise no fence; the error says so."""
+    with Session(engine.execution_options(fencelock="bypass")) as session:
+        bind(session, NEW)
+        with pytest.raises(UnfencedWriteError, match="bypass"):
+            take(session)
+        session.commit()
+    assert fence(engine) == 0
+
+
 def test_claim_all_of_nothing_is_empty(new: Session) -> None:
     """A query without rows claims nothing, and takes only SELECTs of one model."""
     assert claim_all(new, select(Account).where(Account.id == 9)) == []
