@@ -289,6 +289,24 @@ def test_two_names_of_one_server_are_refused(nodes: Nodes) -> None:
                 client.flushall()
 
 
+@pytest.mark.parametrize("closed", [0.5, 0.65, 0.8, 0.95])
+def test_nodes_that_are_heard_only_at_a_later_try_are_known_then(
+    authority: Redlock, nodes: Nodes, *, closed: float
+) -> None:
+    """The first try knows no list of nodes, nor does the next when it begins: no reason to give up."""
+    authority.close()
+    with ExitStack() as stack:
+        doors = [stack.enter_context(closing(SlowDoor(node.port))) for node in nodes]
+        urls = [f"redis://127.0.0.1:{door.port}" for door in doors]
+        late = stack.enter_context(Redlock(urls, connect_timeout=0.4, node_timeout=0.4, outage_grace=20.0))
+        with ThreadPoolExecutor(1) as pool:
+            acquired = pool.submit(late.acquire, ("r",), ttl=10.0, timeout=30.0)
+            time.sleep(closed)
+            for door in doors:
+                door.open.set()
+            assert late.release(acquired.result(30))
+
+
 def test_init_waits_for_a_node_that_is_far_away(nodes: Nodes) -> None:
     """All nodes are needed, so a majority's being connected is no reason to begin without the others."""
     with closing(SlowDoor(nodes[2].port)) as door:

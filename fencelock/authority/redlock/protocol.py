@@ -392,9 +392,9 @@ def acquire(
         if began is None:
             began = last_quorum = outcome.began
             yield from _learn(fleet, outcome.answers)
-            if see() != fleet:
-                yield from give_way(fleet, outcome)
-                continue
+        if see() != fleet:  # nodes were heard for the first time, or have got another list
+            yield from give_way(fleet, outcome)
+            continue
         if outcome.contended:
             last_quorum = outcome.ended
         elif not _may_recover(fleet, outcome.answers) or outcome.ended - last_quorum >= grace:
