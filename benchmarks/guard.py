@@ -48,7 +48,7 @@ _FEWEST_ROUNDS = 5
 _WARM_UP = 3
 _MARIADB = "mysql+pymysql://root@127.0.0.1:3306/"
 _DATABASE = "fencelock_bench"
-_FLUSH_LIMITS = {"postgresql+psycopg": 1.2, "sqlite+pysqlite": 1.3}
+_FLUSH_LIMITS = {"postgresql+psycopg": 1.2, "sqlite": 1.3}
 _SELECT_LIMIT = 1.05
 _PREAMBLE = """\
 Written by `make bench-guard`, not by hand. In every round all entrants did the same to rows of a table of
