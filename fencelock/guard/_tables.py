@@ -243,20 +243,38 @@ def row_name(table: Table, identity: Sequence[Any]) -> str:
 
 
 _names: dict[str, WeakSet[Table]] = {}
+_plain: WeakSet[Table] = WeakSet()
+"""Tables that were found to have nothing to do with a fenced one; another set once one more is made known."""
 NO_OPTIONS: Final[Mapping[str, Any]] = {}
 
 
 def register(fenced: FencedTable) -> FencedTable:
     """Make a table known as fenced."""
     fenced.table.info[_FENCED] = fenced
-    _names.setdefault(fenced.table.name.lower(), WeakSet()).add(fenced.table)
+    _note_name(fenced.table)
     return fenced
+
+
+def _note_name(table: Table) -> None:
+    global _plain  # noqa: PLW0603  who has looked already adds to the old one
+    _names.setdefault(table.name.lower(), WeakSet()).add(table)
+    _plain = WeakSet()
+
+
+def plain_tables() -> WeakSet[Table]:
+    """Return the tables that are none of the guard's business; who finds another adds it to this very set."""
+    return _plain
+
+
+def is_plain(table: object) -> bool:
+    """Tell whether a table is known to be none of the guard's business."""
+    return type(table) is Table and table in _plain
 
 
 def register_sub_table(table: Table, base: FencedTable) -> None:
     """Make `table` known as one that holds the rest of the rows of a fenced one (joined inheritance)."""
     table.info[_SUB_TABLE_OF] = base
-    _names.setdefault(table.name.lower(), WeakSet()).add(table)
+    _note_name(table)
 
 
 def new_fence_column(info: Mapping[Any, Any] | None = None) -> Column[int]:
@@ -315,7 +333,7 @@ def note_column(column: Column[Any], parent: object) -> None:
     out when the table is asked for: not all of its columns are there yet.
     """
     if column.name == FENCE_COLUMN and "fencelock" in column.info and isinstance(parent, Table):
-        _names.setdefault(parent.name.lower(), WeakSet()).add(parent)
+        _note_name(parent)
 
 
 def _copied(table: Table, original: FencedTable | None) -> FencedTable:

@@ -21,7 +21,7 @@ from sqlalchemy.sql import visitors
 
 from fencelock.errors import FenceError, UnfencedWriteError
 from fencelock.guard._statement import TOKEN_BIND
-from fencelock.guard._tables import FENCE_COLUMN, fenced_names, fenced_table, underlying
+from fencelock.guard._tables import FENCE_COLUMN, fenced_names, fenced_table, is_plain, underlying
 from fencelock.guard._text import HAS_PARSER, TOKEN, only_reads
 from fencelock.guard.events import report
 from fencelock.guard.session import BYPASS
@@ -126,7 +126,8 @@ def _spelt(character: str) -> str:
 
 def _refuse_unguarded(compiled: Any) -> None:
     """Check that the token is still in the statement, whoever has had it in hand since."""
-    fenced = fenced_table(compiled.compile_state.dml_table)
+    table = compiled.compile_state.dml_table
+    fenced = None if is_plain(table) else fenced_table(table)
     if fenced is not None:
         wanted = fenced.fence.key if compiled.isinsert else TOKEN_BIND
         if not any(name.startswith(wanted) for name in compiled.binds):

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import Delete, Insert, TextClause, Update
+from sqlalchemy import Delete, Insert, Table, TextClause, Update
 from sqlalchemy.engine import Connection, CursorResult
 from sqlalchemy.orm import FromStatement
 from sqlalchemy.sql import ClauseElement
@@ -30,8 +30,16 @@ from sqlalchemy.sql.lambdas import LambdaElement
 from fencelock.errors import FenceError, UnfencedWriteError
 from fencelock.guard._carried import ready, take_back
 from fencelock.guard._insert import stamp_insert
-from fencelock.guard._statement import TOKEN_OPTION, Row, refuse_foreign_assignments
-from fencelock.guard._tables import FencedTable, fenced_table, impersonates_fenced, sub_table_of, underlying
+from fencelock.guard._statement import TOKEN_OPTION, Row, assigned, refuse_foreign_assignments
+from fencelock.guard._tables import (
+    FencedTable,
+    fenced_table,
+    impersonates_fenced,
+    is_plain,
+    plain_tables,
+    sub_table_of,
+    underlying,
+)
 from fencelock.guard._write import GuardedWrite, guard
 from fencelock.guard.events import report
 from fencelock.guard.session import (
@@ -82,10 +90,16 @@ def _guarded_form(
         return (statement, rows, {}) if multiparams else (statement, [], rows[0])
     if not getattr(statement, "is_dml", False) or _bypassed(options):
         return statement, multiparams, params
+    translated = bool(options.get("schema_translate_map"))
+    if not translated and _is_of_no_concern(statement):
+        return statement, multiparams, params
+    plain = plain_tables()
     dml = _innermost(statement)
     fenced = fenced_table(dml.table)
     if fenced is None:
         _refuse_unguardable(connection, dml, multiparams or [params], options)
+        if not translated and type(dml.table) is Table and sub_table_of(dml.table) is None:
+            plain.add(dml.table)
         return statement, multiparams, params
     refuse_autocommit(connection, options, fenced)
     rows = multiparams or [params]
@@ -98,6 +112,15 @@ def _guarded_form(
             ready(connection)
     statement = _with_innermost(statement, dml)
     return (statement, rows, {}) if multiparams else (statement, [], rows[0])
+
+
+def _is_of_no_concern(statement: Any) -> bool:
+    """Tell whether a statement writes a table known to be plain, and names no column of any other."""
+    return (
+        isinstance(statement, Update | Delete | Insert)
+        and is_plain(statement.table)
+        and next(assigned(statement), None) is None
+    )
 
 
 def _innermost(statement: Any) -> Any:
@@ -142,6 +165,8 @@ def after_execute(  # noqa: PLR0917  SQLAlchemy's signature
             _raise(connection, refused_text(connection, statement, options, result), result)
         return
     if not getattr(statement, "is_dml", False) or isinstance(statement, Insert) or _bypassed(options):
+        return
+    if is_plain(getattr(statement, "table", None)):
         return
     dml = _innermost(statement)
     write = _writes.get(dml)

@@ -696,3 +696,23 @@ def test_errors_during_the_first_connection_stay_what_they_are() -> None:
     with pytest.raises(DBAPIError, match="no such table"):
         engine.connect()
     engine.dispose()
+
+
+def test_table_that_was_plain_is_known_as_soon_as_a_fenced_one_has_its_name(engine: Engine) -> None:
+    """What was found out about it is not kept beyond that, nor for a statement that also writes elsewhere."""
+    late = MetaData()
+    plain = Table("re_becomes", late, Column("id", Integer, primary_key=True), Column("note", String(20)))
+    late.create_all(engine)
+    try:
+        with engine.begin() as connection:
+            for number in (1, 2):
+                connection.execute(insert(plain), {"id": number})
+            connection.execute(update(plain).where(plain.c.id == 1), {"note": "x"})
+            with pytest.raises(UnfencedWriteError):
+                connection.execute(update(plain).where(plain.c.id == 1).values({orders.c.status: "stale"}))
+        fenced = Table("re_becomes", MetaData(), Column("id", Integer, primary_key=True), fence_column())
+        with engine.connect() as connection, pytest.raises(UnfencedWriteError, match="named 're_becomes'"):
+            connection.execute(update(plain).where(plain.c.id == 1), {"note": "y"})
+        del fenced
+    finally:
+        late.drop_all(engine)
