@@ -7,7 +7,7 @@ guard relies on instead are read here and in `_insert`; they are why the version
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from sqlalchemy import ColumnClause, Delete, Insert, TextClause, Update
@@ -69,21 +69,19 @@ def criteria(statement: Update | Delete) -> list[Any]:
     return list(_conjuncts(statement._where_criteria))  # noqa: SLF001  see the module's docstring
 
 
-def with_text_apart(statement: Update | Delete, parts: Iterable[Any]) -> Update | Delete:
-    """Return the statement with each part of its WHERE clause that holds text in parentheses.
+def with_text_apart(
+    statement: Update | Delete, parts: Sequence[Any]
+) -> tuple[Update | Delete, Sequence[Any]]:
+    """Return the statement, and the parts of its WHERE clause, with each in parentheses that holds text.
 
     SQLAlchemy puts text in as it is: of `a = 1 OR b = 2`, what is added with AND would bind to `b = 2` alone.
     """
-    if not any(map(_texts_in, statement._where_criteria)):  # noqa: SLF001  see the module's docstring
-        return statement
-    apart = statement._generate()  # noqa: SLF001  the same
-    apart._where_criteria = tuple(map(apart_from_others, parts))  # noqa: SLF001  the same
-    return apart
-
-
-def apart_from_others(part: Any) -> Any:
-    """Return a part of a WHERE clause, in parentheses if it holds text."""
-    return Grouping(part) if _texts_in(part) else part
+    apart = [Grouping(part) if _texts_in(part) else part for part in parts]
+    if not any(isinstance(part, Grouping) for part in apart):
+        return statement, parts
+    statement = statement._generate()  # noqa: SLF001  see the module's docstring
+    statement._where_criteria = tuple(apart)  # noqa: SLF001  the same
+    return statement, apart
 
 
 def _texts_in(clause: Any) -> list[str]:

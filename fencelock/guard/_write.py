@@ -23,7 +23,6 @@ from fencelock.guard._statement import (
     TOKEN_BIND,
     TOKEN_OPTION,
     Row,
-    apart_from_others,
     assigned,
     criteria,
     is_condition,
@@ -262,19 +261,18 @@ def guard(
     refuse_hiding_text(statement)
     source = statement.table if isinstance(statement.table, AliasedReturnsRows) else fenced.table
     fence = source.c[fenced.fence.key]
-    parts = criteria(statement)
+    statement, parts = with_text_apart(statement, criteria(statement))
     where = tuple(part for part in parts if not (is_condition(part, fence) or isinstance(part, _ADDED)))
     pinned = dict(pins(where, source, fenced))
     key = tuple([pinned[column.key] for column in fenced.table.primary_key if column.key in pinned])
     keyed = bool(key) and len(key) == len(fenced.table.primary_key)
     naming = _naming(fenced, pinned, look_up=keyed and not explicit)
-    statement = with_text_apart(statement, parts)
     write = GuardedWrite(
         fenced=fenced,
         source=source,
         stamped=(fenced.fence.key, TOKEN_BIND) if isinstance(statement, Update) else (TOKEN_BIND,),
         moved=_moved(fenced, changed),
-        where=tuple(map(apart_from_others, where)),
+        where=where,
         key=key if keyed else (),
         naming=naming,
         looked_up={bind.key: at for at, bind in enumerate(naming or ()) if bind.key.startswith(_LOOKED_UP)},
