@@ -30,6 +30,7 @@ from fencelock.ending import _give_back_everything
 from fencelock.guard import FencedModel, begin_immediate, fence_table
 from fencelock.lease import held_leases
 from tests.polling import eventually
+from tests.redlock.views import is_free
 
 
 class Base(DeclarativeBase):
@@ -66,15 +67,6 @@ def accounts(engine: Engine) -> Engine:
     with engine.execution_options(fencelock="bypass").begin() as connection:
         connection.execute(insert(Account), [{"id": number, "balance": 100} for number in (1, 2, 3)])
     return engine
-
-
-def is_free(rival: Redlock, resource: str = "account:1") -> bool:
-    """Tell whether somebody else gets the lock at once."""
-    other = rival.lock(resource, timeout=0)
-    if other.try_acquire() is None:
-        return False
-    other.release()
-    return True
 
 
 def withdraw(session: Session, number: int = 1) -> None:

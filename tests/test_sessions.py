@@ -13,6 +13,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scop
 
 from fencelock import FencedModel, Redlock, UnfencedWriteError, bind, claim
 from fencelock.guard import begin_immediate
+from tests.redlock.views import is_free
 
 
 class Base(DeclarativeBase):
@@ -57,15 +58,6 @@ def visits(tmp_path: Path) -> Iterator[Engine]:
     OtherBase.metadata.create_all(made)
     yield made
     made.dispose()
-
-
-def is_free(rival: Redlock) -> bool:
-    """Tell whether somebody else gets the lock at once."""
-    other = rival.lock("account:1", timeout=0)
-    if other.try_acquire() is None:
-        return False
-    other.release()
-    return True
 
 
 def balance(engine: Engine) -> int:

@@ -30,6 +30,7 @@ from fencelock.guard import bind, execute_fenced, fence_table, fenced_update
 from fencelock.lease import Lease, held_leases
 from tests.door import Door
 from tests.polling import eventually
+from tests.redlock.views import is_free
 
 
 class Base(DeclarativeBase):
@@ -65,15 +66,6 @@ def door(accounts: Engine) -> Iterator[Door]:
     made = Door(accounts)
     yield made
     made.close()
-
-
-def is_free(rival: Redlock) -> bool:
-    """Tell whether somebody else gets the lock at once."""
-    other = rival.lock("account:1", timeout=0)
-    if other.try_acquire() is None:
-        return False
-    other.release()
-    return True
 
 
 def balance(engine: Engine) -> int:

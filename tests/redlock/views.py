@@ -19,6 +19,15 @@ from tests.redlock.stage import NODE_KEY
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
+def is_free(rival: Redlock, resource: str = "account:1") -> bool:
+    """Tell whether somebody else gets the lock at once."""
+    other = rival.lock(resource, timeout=0)
+    if other.try_acquire() is None:
+        return False
+    other.release()
+    return True
+
+
 async def take(authority: Redlock, resource: str = "r", **options: Any) -> int:
     """Acquire and release once; return the token."""
     grant = await authority.aio.acquire((resource,), **{"ttl": 30.0, "timeout": 10.0, **options})
