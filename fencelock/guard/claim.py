@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, Final, Literal, TypeVar, overload
-from weakref import ref
 
 from sqlalchemy import (
     ColumnElement,
@@ -44,6 +43,7 @@ from fencelock.guard.session import (
     BYPASS,
     NOT_INHERITED,
     Tokens,
+    join,
     note_gate,
     resource_of,
     roll_back,
@@ -296,7 +296,7 @@ def _refuse_to_discard(session: Session, mapper: Mapper[Any], key: tuple[Any, ..
 def connection_of(session: Session, mapper: Mapper[Any] | None) -> Connection:
     """Return the connection on which a session writes a model, in its transaction."""
     connection = session.connection(bind_arguments={"mapper": mapper} if mapper else None)
-    writer_of(connection).join(ref(session))
+    join(connection, session)
     return connection
 
 

@@ -16,12 +16,20 @@ from functools import lru_cache
 from typing import Any, Final
 
 from sqlalchemy import DDL, TextClause
-from sqlalchemy.engine import Connection, ExceptionContext
+from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.sql import visitors
 
 from fencelock.errors import FenceError, UnfencedWriteError
 from fencelock.guard._statement import TOKEN_BIND
-from fencelock.guard._tables import FENCE_COLUMN, fenced_names, fenced_table, is_plain, underlying
+from fencelock.guard._tables import (
+    FENCE_COLUMN,
+    fenced_names,
+    fenced_table,
+    harmless,
+    is_harmless,
+    note_harmless,
+    underlying,
+)
 from fencelock.guard._text import HAS_PARSER, TOKEN, only_reads
 from fencelock.guard.events import report
 from fencelock.guard.session import BYPASS
@@ -43,20 +51,29 @@ _MISSING_COLUMN: Final = re.compile(
 )
 
 
-def before_cursor_execute(
-    _connection: Connection,
-    _cursor: object,
-    statement: str,
-    _parameters: object,
-    context: Any,
-    _executemany: bool,
-) -> None:
-    """Refuse a statement that may write to a fenced table and was not guarded."""
+def do_execute(_cursor: object, statement: str, _parameters: object, context: Any) -> None:
+    """Refuse a statement that may write to a fenced table and was not guarded.
+
+    Every statement of the process comes by: what reads, or is known to be harmless, leaves at once.
+    """
+    if ";" not in statement and context is not None and not context.isddl:
+        compiled = context.compiled
+        if compiled is not None and (
+            is_harmless(compiled)
+            if compiled.isupdate or compiled.isdelete or compiled.isinsert
+            else statement.startswith("SELECT")
+        ):
+            return
     try:
         _refuse(statement, context)
     except FenceError as error:
         report(error)
         raise
+
+
+def do_execute_no_params(cursor: object, statement: str, context: Any) -> None:
+    """Do the same where there are no parameters."""
+    do_execute(cursor, statement, None, context)
 
 
 def _refuse(statement: str, context: Any) -> None:
@@ -71,9 +88,12 @@ def _refuse(statement: str, context: Any) -> None:
     elif is_guarded(context.invoked_statement):
         return
     elif compiled.isupdate or compiled.isdelete or compiled.isinsert:
+        known = harmless()
         _refuse_unguarded(compiled)
         if compiled.ctes or ";" in statement or getattr(compiled.statement, "select", None) is not None:
             _refuse_text_within(compiled.statement, context.dialect.name)
+        elif is_harmless(compiled.compile_state.dml_table):
+            note_harmless(compiled, known)
     elif ";" in statement or not statement.startswith("SELECT"):
         _refuse_writing_ctes(compiled)
         _refuse_text(statement, context.dialect.name)
@@ -127,7 +147,7 @@ def _spelt(character: str) -> str:
 def _refuse_unguarded(compiled: Any) -> None:
     """Check that the token is still in the statement, whoever has had it in hand since."""
     table = compiled.compile_state.dml_table
-    fenced = None if is_plain(table) else fenced_table(table)
+    fenced = None if is_harmless(table) else fenced_table(table)
     if fenced is not None:
         wanted = fenced.fence.key if compiled.isinsert else TOKEN_BIND
         if not any(name.startswith(wanted) for name in compiled.binds):

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from sqlalchemy import Delete, Insert, Table, TextClause, Update
@@ -30,13 +30,14 @@ from sqlalchemy.sql.lambdas import LambdaElement
 from fencelock.errors import FenceError, UnfencedWriteError
 from fencelock.guard._carried import ready, take_back
 from fencelock.guard._insert import stamp_insert
-from fencelock.guard._statement import TOKEN_OPTION, Row, assigned, refuse_foreign_assignments
+from fencelock.guard._statement import TOKEN_OPTION, Row, refuse_foreign_assignments
 from fencelock.guard._tables import (
     FencedTable,
     fenced_table,
+    harmless,
     impersonates_fenced,
-    is_plain,
-    plain_tables,
+    is_harmless,
+    note_harmless,
     sub_table_of,
     underlying,
 )
@@ -52,6 +53,8 @@ from fencelock.guard.session import (
     writes_fenced_rows,
 )
 from fencelock.guard.textual import is_guarded, refused_text, stamp_text
+
+_DML: Final = (Update, Delete, Insert)
 
 _guarded: WeakKeyDictionary[ClauseElement, dict[bool, tuple[Any, GuardedWrite]]] = WeakKeyDictionary()
 """By statement, its guarded form with and without an explicit token.
@@ -70,7 +73,15 @@ def before_execute(
     params: Row,
     options: Mapping[str, Any],
 ) -> tuple[Any, Sequence[Row], Row]:
-    """Guard a statement on its way to the database, or refuse it."""
+    """Guard a statement on its way to the database, or refuse it.
+
+    Every statement of the process comes by: those that concern nobody here had better leave at once.
+    """
+    if not getattr(statement, "is_dml", False):
+        if not isinstance(statement, TextClause):
+            return statement, multiparams, params
+    elif "schema_translate_map" not in options and _is_of_no_concern(statement):
+        return statement, multiparams, params
     try:
         return _guarded_form(connection, statement, multiparams, params, options)
     except FenceError as error:
@@ -91,15 +102,13 @@ def _guarded_form(
     if not getattr(statement, "is_dml", False) or _bypassed(options):
         return statement, multiparams, params
     translated = bool(options.get("schema_translate_map"))
-    if not translated and _is_of_no_concern(statement):
-        return statement, multiparams, params
-    plain = plain_tables()
+    known = harmless()
     dml = _innermost(statement)
     fenced = fenced_table(dml.table)
     if fenced is None:
         _refuse_unguardable(connection, dml, multiparams or [params], options)
         if not translated and type(dml.table) is Table and sub_table_of(dml.table) is None:
-            plain.add(dml.table)
+            note_harmless(dml.table, known)
         return statement, multiparams, params
     refuse_autocommit(connection, options, fenced)
     rows = multiparams or [params]
@@ -117,9 +126,10 @@ def _guarded_form(
 def _is_of_no_concern(statement: Any) -> bool:
     """Tell whether a statement writes a table known to be plain, and names no column of any other."""
     return (
-        isinstance(statement, Update | Delete | Insert)
-        and is_plain(statement.table)
-        and next(assigned(statement), None) is None
+        isinstance(statement, _DML)
+        and is_harmless(statement.table)
+        and not getattr(statement, "_values", None)
+        and not getattr(statement, "_ordered_values", None)  # SQLAlchemy 2.0
     )
 
 
@@ -159,14 +169,12 @@ def after_execute(  # noqa: PLR0917  SQLAlchemy's signature
     result: CursorResult[Any],
 ) -> None:
     """Raise where the fence has turned a guarded statement away."""
-    if isinstance(statement, TextClause):
+    if not getattr(statement, "is_dml", False):
         if is_guarded(statement):
             take_back(connection)
             _raise(connection, refused_text(connection, statement, options, result), result)
         return
-    if not getattr(statement, "is_dml", False) or isinstance(statement, Insert) or _bypassed(options):
-        return
-    if is_plain(getattr(statement, "table", None)):
+    if is_harmless(getattr(statement, "table", None)) or isinstance(statement, Insert) or _bypassed(options):
         return
     dml = _innermost(statement)
     write = _writes.get(dml)

@@ -21,6 +21,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -49,6 +50,12 @@ NOT_INHERITED: Final = (
 
 _REMEMBERED_ROWS: Final = 10_000
 """Of how many locked rows a transaction keeps the names; some are enough to wait for it by."""
+
+_SESSIONS: Final = "_fencelock_sessions"
+"""Where a connection has the sessions that have joined it, the last one last."""
+
+_PLAN: Final = "_fencelock_plan"
+"""Where a session has the plan of its flush."""
 
 _CHANGES_ONLY = PASSIVE_NO_INITIALIZE | INCLUDE_PENDING_MUTATIONS
 """Ask an attribute for its changes without loading anything."""
@@ -133,7 +140,6 @@ class Writer:
         has_transaction: whether the driver was seen to hold a transaction open.
         remembered: the leases it was written under so far, by resource.
         gates: which it has passed, and which thread and task did so: each as (resource, who).
-        sessions: those that have joined the transaction, the last one last.
         undoing: whether it is being rolled back, so that nothing can come of it.
     """
 
@@ -148,12 +154,10 @@ class Writer:
         "gates",
         "has_transaction",
         "remembered",
-        "sessions",
         "undoing",
     )
 
     def __init__(self) -> None:
-        self.sessions: tuple[ReferenceType[Session], ...] = ()
         self.has_transaction = False
         self.remembered: dict[str, Lease] = {}
         self.gates: set[tuple[str, object]] = set()
@@ -216,22 +220,6 @@ class Writer:
         self._locked.clear()
         return calls
 
-    def join(self, session: ReferenceType[Session]) -> None:
-        """Note that a session has begun to use the transaction, or flushes in it."""
-        if self.sessions[-1:] != (session,):
-            self.sessions = (*(each for each in self.sessions if each != session), session)
-
-    def users(self, connection: Connection) -> list[Session]:
-        """Return the sessions whose transaction this is; not those that have left it and live on."""
-        sessions = [reference() for reference in self.sessions]
-        return [session for session in sessions if session is not None and _uses(session, connection)]
-
-    def owner(self, connection: Connection) -> Session | None:
-        """Return the session that the transaction belongs to; of several that which flushes, or the last."""
-        users = self.users(connection)
-        found = [session for session in users if _is_flushing(session)] or users
-        return found[-1] if found else None
-
     def candidates(self, connection: Connection, session: Session | None = None) -> dict[str, Lease]:
         """Return the leases that may guard a write now, by resource; of a session where it is known which.
 
@@ -249,17 +237,46 @@ class Writer:
         return found
 
     def _bound_to(self, connection: Connection, session: Session | None) -> tuple[Lease, ...] | None:
-        found = session or self.owner(connection)
+        found = session or owner_of(connection)
         if found is None:
             return _bound.get(connection)
         leases = _bound.get(found)
         is_known = session is not None or _is_flushing(found)
-        if not is_known and any(_bound.get(one) != leases for one in self.users(connection)):
+        if not is_known and any(_bound.get(one) != leases for one in users_of(connection)):
             raise AmbiguousFenceError(
                 "several sessions share this connection and are bound to different leases, so that it cannot "
                 "be told whose this is: bind the same leases to each, or give each a connection of its own"
             )
         return leases or _bound.get(connection)
+
+
+def join(connection: Connection, session: Session) -> None:
+    """Note that a session has begun to use a connection, or flushes on it.
+
+    It is noted on the connection itself, where that costs next to nothing: every session of the process does
+    it for every transaction, and few of them ever write to a fenced table.
+    """
+    known: tuple[ReferenceType[Session], ...] = getattr(connection, _SESSIONS, ())
+    if known and known[-1]() is session:
+        return
+    others = [each for each in known if each() not in (None, session)]
+    setattr(connection, _SESSIONS, (*others, ref(session)))
+
+
+def users_of(connection: Connection) -> list[Session]:
+    """Return the sessions whose transaction the connection's is, the one that joined last at the end.
+
+    Those that have left it and live on are not among them.
+    """
+    sessions = [reference() for reference in getattr(connection, _SESSIONS, ())]
+    return [session for session in sessions if session is not None and _uses(session, connection)]
+
+
+def owner_of(connection: Connection) -> Session | None:
+    """Return the session that the transaction belongs to; of several that which flushes, or the last."""
+    users = users_of(connection)
+    found = [session for session in users if _is_flushing(session)] or users
+    return found[-1] if found else None
 
 
 def _uses(session: Session, connection: Connection) -> bool:
@@ -354,11 +371,9 @@ def writer_of(connection: Connection) -> Writer:
 
 def leases_of(connection: Connection | None, session: Session) -> Mapping[str, Lease]:
     """Return the leases that a session reads under now in the connection's transaction, by resource."""
-    transaction = None if connection is None else connection.get_transaction()
-    writer = None if transaction is None else _writers.get(transaction)
-    if connection is None or writer is None:
+    if connection is None or connection.get_transaction() is None:
         return {}
-    return writer.candidates(connection, session)
+    return writer_of(connection).candidates(connection, session)
 
 
 def note_token(target: Connection | Session, statement: Executable, token: int) -> None:
@@ -366,7 +381,7 @@ def note_token(target: Connection | Session, statement: Executable, token: int) 
     arguments = {"clause": statement}
     connection = target.connection(bind_arguments=arguments) if isinstance(target, Session) else target
     writer = writer_of(connection)
-    sessions = writer.users(connection)
+    sessions = users_of(connection)
     for session in sessions if len(sessions) > 1 else [None]:
         for lease in writer.candidates(connection, session).values():
             if lease.fencing_token == token:
@@ -614,7 +629,7 @@ def rows_known_to(
 
     They are those that were loaded, whatever has been assigned since; None for an unknown row.
     """
-    session = writer_of(connection).owner(connection)
+    session = owner_of(connection)
     mapper = fenced.mapper() if fenced.mapper else None
     if session is None or mapper is None:
         return lambda _identity: None
@@ -661,7 +676,7 @@ def roll_back(connection: Connection) -> None:
     A flush does it itself. Where several sessions share the connection, it cannot be told whose statement it
     was, but the innermost savepoint is that of the connection.
     """
-    users = writer_of(connection).users(connection)
+    users = users_of(connection)
     if any(_is_flushing(session) for session in users):
         return
     target = users[0] if len(users) == 1 else connection
@@ -675,7 +690,7 @@ def in_unit_of_work(connection: Connection, fenced: FencedTable, options: Mappin
 
     Bulk operations are no flush, and what listeners execute during one is not the flush's.
     """
-    session = writer_of(connection).owner(connection)
+    session = owner_of(connection)
     mapper = fenced.mapper() if fenced.mapper else None
     return (
         session is not None
@@ -692,11 +707,11 @@ def writes_fenced_rows(
 
     It does not where only a relationship with `post_update` on the other side wants the sub-table changed.
     """
-    session = writer_of(connection).owner(connection)
+    session = owner_of(connection)
     mapper = fenced.mapper() if fenced.mapper else None
-    flush = _flushes.get(session.hash_key) if session is not None else None
-    if session is None or mapper is None or flush is None:
+    if session is None or mapper is None:
         return False
+    flush = _flush_in(session)
     names = _key_names(mapper, table)
     return all(flush.writes(session, mapper, tuple([row.get(name) for name in names])) for row in rows)
 
@@ -725,10 +740,8 @@ class _Flush:
     __slots__ = ("_plan", "_session", "_tokens", "known", "stamped", "unsaved")
 
     def __init__(self, session: Session, plan: UOWTransaction) -> None:
-        number = session.hash_key
-        # No event tells of every end: the flush may be empty, or another listener may raise before it begins.
-        self._session = ref(session, lambda _: _flushes.pop(number, None))
-        self._plan = ref(plan)
+        self._session = ref(session)
+        self._plan = ref(plan, partial(_forget_flush, session.hash_key))
         self.stamped: set[InstanceState[Any]] = set()
         self._tokens: dict[tuple[FencedTable, Connection], Tokens | None] = {}
         self.known: dict[FencedTable, dict[tuple[Any, ...], tuple[Any, ...]]] = {}
@@ -739,7 +752,9 @@ class _Flush:
         try:
             return self._tokens[fenced, connection]
         except KeyError:
-            writer_of(connection).join(self._session)  # another one may have joined the transaction since
+            session = self._session()
+            if session is not None:
+                join(connection, session)  # another one may have joined the transaction since
             options = connection.get_execution_options()
             bypassed = options.get("fencelock") == BYPASS
             tokens = None if bypassed else Tokens(connection, fenced, options)
@@ -759,29 +774,39 @@ class _Flush:
         keys = (mapper.primary_key_from_instance(state.obj()) for state in self.stamped)
         return identity in map(tuple, keys)  # a new object, or one with a new key
 
+    def is_of(self, plan: ReferenceType[UOWTransaction]) -> bool:
+        """Tell whether it belongs to this plan of the unit of work."""
+        return self._plan is plan
+
 
 _flushes: dict[int, _Flush] = {}
-"""By the number that a session has and its objects know; this is asked for each object of a flush."""
+"""Those that write fenced rows, by the number that a session has and its objects know.
+
+This is asked for each object of a flush. SQLAlchemy has no event for every end of a flush, which may come to
+nothing, or fail in another listener; but its plan is thrown away then, and what is here goes with it.
+"""
+
+
+def _forget_flush(number: int, plan: ReferenceType[UOWTransaction]) -> None:
+    flush = _flushes.get(number)
+    if flush is not None and flush.is_of(plan):
+        del _flushes[number]
 
 
 def _on_begin(session: Session, _transaction: object, connection: Connection) -> None:
-    writer_of(connection).join(ref(session))
+    join(connection, session)
 
 
 def _on_flush(session: Session, plan: UOWTransaction, _instances: object) -> None:
-    _flushes[session.hash_key] = _Flush(session, plan)
-
-
-def _on_flushed(session: Session, *_: object) -> None:
-    _flushes.pop(session.hash_key, None)
+    """Note the plan of a flush, where it is found if a fenced object turns up: few flushes have one."""
+    setattr(session, _PLAN, ref(plan))
+    _flushes.pop(session.hash_key, None)  # an earlier one whose plan somebody has kept
 
 
 def watch_sessions() -> None:
     """Listen to every session of the process."""
     event.listen(Session, "after_begin", _on_begin)
     event.listen(Session, "before_flush", _on_flush)
-    event.listen(Session, "after_flush_postexec", _on_flushed)
-    event.listen(Session, "after_soft_rollback", _on_flushed)
 
 
 def watch_mapper(mapper: Mapper[Any], fenced: FencedTable) -> None:
@@ -876,8 +901,20 @@ class _Watch:
 
 
 def _flush_of(state: InstanceState[Any]) -> _Flush:
-    assert state.session_id is not None  # noqa: S101  an object that is being flushed has a session
-    return _flushes[state.session_id]
+    number = state.session_id
+    assert number is not None  # noqa: S101  an object that is being flushed has a session
+    flush = _flushes.get(number)
+    if flush is None:
+        assert state.session is not None  # noqa: S101  the same
+        flush = _flush_in(state.session)
+    return flush
+
+
+def _flush_in(session: Session) -> _Flush:
+    flush = _flushes.get(session.hash_key)
+    if flush is None:
+        flush = _flushes[session.hash_key] = _Flush(session, getattr(session, _PLAN)())
+    return flush
 
 
 def _writes_row(state: InstanceState[Any], current: Mapping[str, Any], in_row: frozenset[str]) -> bool:

@@ -42,6 +42,7 @@ from sqlalchemy.orm import (
 import fencelock.guard
 from fencelock.errors import StaleTokenError, UnfencedWriteError
 from fencelock.guard import FencedDataclassModel, FencedModel, bind, claim, fence_column
+from fencelock.guard import _tables as tables_room
 from fencelock.guard import rewrite as rewrite_room
 from fencelock.guard import session as session_room
 from fencelock.lease import Lease
@@ -479,6 +480,41 @@ def test_what_the_guard_remembers_dies_with_its_owner(in_memory: InMemory) -> No
 
     some, many = work(range(2, 12)), work(range(12, 100))
     assert sum(many) < sum(some) + 20, "compiled statements are cached, 88 rounds' worth of them is a leak"
+
+
+def test_a_plain_table_leaves_nothing_behind(in_memory: InMemory) -> None:
+    """Sessions that have nothing to do with a fence are remembered neither while they last nor afterwards."""
+
+    class Base(DeclarativeBase):
+        pass
+
+    class Plain(Base):
+        __tablename__ = "mo_passing"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        value: Mapped[int] = mapped_column(default=0)
+
+    engine = in_memory(Base.metadata)
+    with Session(engine) as session:
+        session.add(Plain(id=1))
+        session.flush()
+        session.execute(update(Plain).values(value=1))
+        assert session.connection().get_transaction() not in session_room._writers
+        assert session.hash_key not in session_room._flushes
+
+
+def test_a_table_with_the_number_of_a_harmless_one_is_looked_at() -> None:
+    """CPython gives the number of an object that is gone to the next; it is not known for that."""
+    known = tables_room.harmless()
+    numbers = set()
+    for _ in range(20):
+        table = Table("mo_short_lived", MetaData())
+        assert not tables_room.is_harmless(table)
+        tables_room.note_harmless(table, known)
+        assert tables_room.is_harmless(table)
+        numbers.add(id(table))
+        del table
+        gc.collect()
+        assert not known.keys() & numbers
 
 
 def test_a_class_without_the_mixin_is_guarded_by_its_table(tmp_path: Path) -> None:

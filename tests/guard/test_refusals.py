@@ -394,6 +394,20 @@ def test_a_listener_that_drops_the_fence_is_caught(session: Session, engine: Eng
     assert rows(engine) == before
 
 
+def test_a_statement_exchanged_at_the_cursor_is_noticed(session: Session, engine: Engine) -> None:
+    """What somebody else's listener makes of the SQL at the last moment is looked at as well."""
+
+    def exchange(_c: object, _cursor: object, sql: str, parameters: Any, *_: object) -> Any:
+        return ("DELETE FROM re_orders", ()) if "42" in sql else (sql, parameters)
+
+    event.listen(engine, "before_cursor_execute", exchange, retval=True)
+    before = rows(engine)
+    with pytest.raises(UnfencedWriteError, match="textual SQL"):
+        session.execute(text("SELECT 42"))
+    session.rollback()
+    assert rows(engine) == before
+
+
 def test_a_listener_that_adds_to_the_statement_hides_no_refusal(session: Session, engine: Engine) -> None:
     """A statement that a later listener has decorated is still checked afterwards."""
 
