@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
-from sqlalchemy import ColumnClause, Delete, Insert, TextClause, Update
+from sqlalchemy import ColumnClause, Delete, Insert, SelectBase, TextClause, Update
 from sqlalchemy.sql import ClauseElement, ColumnElement, FromClause, Join, operators, visitors
 from sqlalchemy.sql.elements import BinaryExpression, BindParameter, BooleanClauseList, Grouping
 from sqlalchemy.types import TypeDecorator
@@ -93,6 +93,19 @@ def _texts_in(clause: Any) -> list[str]:
         elif isinstance(element, ColumnClause) and element.is_literal:
             texts.append(element.name)
     return texts
+
+
+def reads_more(parts: Iterable[Any], source: FromClause) -> bool:
+    """Tell whether a WHERE clause asks for anything besides the row itself: other rows, tables, or text.
+
+    What the statement writes may change the answer, be it to the rows of its own table that a subquery reads.
+    """
+    for element in (element for part in parts for element in visitors.iterate(part)):
+        if isinstance(element, TextClause | SelectBase):
+            return True
+        if isinstance(element, ColumnClause) and (element.is_literal or hash(element.table) != hash(source)):
+            return True
+    return False
 
 
 def refuse_hiding_text(statement: Update | Delete) -> None:

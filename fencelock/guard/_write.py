@@ -28,6 +28,7 @@ from fencelock.guard._statement import (
     is_condition,
     key_of,
     pins,
+    reads_more,
     refuse_fence_assignment,
     refuse_foreign_assignments,
     refuse_hiding_text,
@@ -64,6 +65,7 @@ class GuardedWrite:
         naming: the parameters that make the resource's name, one for each column of the template; None where
             the statement does not tell them.
         looked_up: the names of those among them that the guard has added, whose values the session knows.
+        reads_more: whether what it writes may change which rows its WHERE clause is about.
     """
 
     fenced: FencedTable
@@ -74,6 +76,7 @@ class GuardedWrite:
     key: tuple[BindParameter[Any], ...]
     naming: tuple[BindParameter[Any], ...] | None
     looked_up: Mapping[str, int]
+    reads_more: bool
 
     def stamp(
         self, connection: Connection, rows: Sequence[Row], options: Mapping[str, Any]
@@ -152,6 +155,26 @@ class GuardedWrite:
                 return self._error(tuple(found), row[TOKEN_BIND], named)
         return None
 
+    def foreseen(
+        self, connection: Connection, rows: Sequence[Row], options: Mapping[str, Any]
+    ) -> FenceError | None:
+        """Return the error to raise if the condition is going to turn a row away, or None.
+
+        Only asked for where `reads_more` is so, and `refused` may find nothing afterwards: a child that was
+        turned away while the statement has changed its parent, say, by which the WHERE clause found it. The
+        rows are locked, as the statement itself would have done, so what is found here stays true; SQLite has
+        no such locks, and nobody else writes once its transaction has begun to.
+        """
+        query = self._asked().where(*self.where).with_for_update(of=self.source)
+        passed_on = {"schema_translate_map": options.get("schema_translate_map")}
+        for row in rows:
+            named = values_of(self.naming or (), row)
+            for found in connection.execute(query, row, execution_options=passed_on).all():
+                error = self._error(tuple(found), row[TOKEN_BIND], named)
+                if error is not None:
+                    return error
+        return None
+
     def wrote_all(self, rows: Sequence[Row], result: CursorResult[Any]) -> bool:
         """Tell whether it is known that each execution has written the one row that it named."""
         return bool(self.key) and _matched(result, len(rows)) == len(rows)
@@ -165,10 +188,8 @@ class GuardedWrite:
 
         With each go its parameters, and the values that the statement says make the resource's name.
         """
-        key = [self.source.c[column.key] for column in self.fenced.table.primary_key]
-        fence = self.source.c[self.fenced.fence.key]
-        above = fence > bindparam(TOKEN_BIND, type_=BigInteger)
-        asked = select(*key, fence, *self.naming_columns()).limit(1)
+        above = self.source.c[self.fenced.fence.key] > bindparam(TOKEN_BIND, type_=BigInteger)
+        asked = self._asked().limit(1)
         if not self.key:
             query = asked.where(*self.where, or_(above, *self._differs(self.naming or ())))
             yield from ((query, row, values_of(self.naming or (), row)) for row in rows)
@@ -181,7 +202,14 @@ class GuardedWrite:
             turned_away = or_(above, *self._differs(named))
             for start in range(0, len(identities), KEYS_PER_QUERY):
                 some = identities[start : start + KEYS_PER_QUERY]
-                yield asked.where(is_one_of(key, some), turned_away), {TOKEN_BIND: token}, named
+                yield asked.where(is_one_of(self._key(), some), turned_away), {TOKEN_BIND: token}, named
+
+    def _asked(self) -> Select[Any]:
+        """Return a query of what `_error` wants to know of rows, without any criteria."""
+        return select(*self._key(), self.source.c[self.fenced.fence.key], *self.naming_columns())
+
+    def _key(self) -> list[ColumnElement[Any]]:
+        return [self.source.c[column.key] for column in self.fenced.table.primary_key]
 
     def naming_columns(self) -> list[ColumnElement[Any]]:
         """Return the columns that make the name of the resource, if the statement tells their values."""
@@ -276,6 +304,7 @@ def guard(
         key=key if keyed else (),
         naming=naming,
         looked_up={bind.key: at for at, bind in enumerate(naming or ()) if bind.key.startswith(_LOOKED_UP)},
+        reads_more=not keyed and reads_more(where, source),
     )
     if not any(is_condition(part, fence) for part in parts):
         statement = statement.where(fence <= bindparam(TOKEN_BIND, type_=BigInteger))

@@ -12,6 +12,8 @@ the primary key), the resource is known before anything is sent. Statements that
 Afterwards the rowcount is compared with the number of keys that the statement named. Where it is smaller,
 not to be trusted, or says nothing because the statement named no whole key, one query asks for a row that
 matches the statement and has a larger fence. A row that is simply gone is left to SQLAlchemy's own errors.
+Where the statement itself may change which rows match it (its WHERE clause has a subquery, say), they are
+asked for, and locked, before.
 """
 
 from __future__ import annotations
@@ -119,6 +121,8 @@ def _guarded_form(
         rows = write.stamp(connection, rows, options)
         if fenced.strict:
             ready(connection)
+        if write.reads_more:
+            _raise(connection, write.foreseen(connection, rows, options))
     statement = _with_innermost(statement, dml)
     return (statement, rows, {}) if multiparams else (statement, [], rows[0])
 
@@ -192,10 +196,13 @@ def after_execute(  # noqa: PLR0917  SQLAlchemy's signature
         _raise(connection, write.refused(connection, rows, options), result)
 
 
-def _raise(connection: Connection, refusal: FenceError | None, result: CursorResult[Any]) -> None:
+def _raise(
+    connection: Connection, refusal: FenceError | None, result: CursorResult[Any] | None = None
+) -> None:
     """Raise the error if there is one, once what the statement belongs to is rolled back."""
     if refusal is not None:
-        result.close()
+        if result is not None:
+            result.close()
         report_refusal(connection, refusal)
         roll_back(connection)
         raise refusal

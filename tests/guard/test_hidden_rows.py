@@ -1,0 +1,110 @@
+"""Statements that change what their own WHERE clause asks for: nobody can tell afterwards whom they meant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, String, create_engine, delete, event, exists, func, or_, select, text, update
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+
+from fencelock.errors import StaleTokenError
+from fencelock.guard import FencedModel, bind
+from fencelock.lease import Lease
+from tests.guard.rows import empty
+
+
+class Base(DeclarativeBase):
+    """The models of this file."""
+
+
+class Branch(FencedModel, Base):
+    """A tree, whose rows are found by those above them."""
+
+    __tablename__ = "hr_branches"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    above: Mapped[int | None]
+    status: Mapped[str] = mapped_column(String(20), default="new")
+
+
+FENCE, FRESH = 5, 6
+trunk = Branch.__table__.alias()
+parents = select(trunk.c.id).where(trunk.c.status == "new")
+in_tree = or_(Branch.id == 1, Branch.above.in_(parents))
+SELF_CHANGING: dict[str, Any] = {
+    "subquery": update(Branch).where(in_tree).values(status="done"),
+    "EXISTS": update(Branch).where(
+        exists(parents.where(trunk.c.id == func.coalesce(Branch.above, Branch.id)))
+    ),
+    "DELETE": delete(Branch).where(in_tree),
+    "text": update(Branch).where(
+        text("id = 1 OR above IN (SELECT id FROM (SELECT * FROM hr_branches) AS up WHERE status = 'new')")
+    ).values(status="done"),
+    "UPDATE … FROM": update(Branch).where(
+        trunk.c.status == "new", trunk.c.id == func.coalesce(Branch.above, Branch.id)
+    ),
+}  # fmt: skip
+for name in ("EXISTS", "UPDATE … FROM"):
+    SELF_CHANGING[name] = SELF_CHANGING[name].values({Branch.status: "done"})
+
+
+@pytest.fixture(scope="module")
+def _tables(shared_url: str) -> None:
+    engine = create_engine(shared_url)
+    Base.metadata.create_all(engine)
+    engine.dispose()
+
+
+@pytest.fixture
+def engine(shared_engine: Engine, _tables: None) -> Engine:
+    """An engine on two rows, the second below the first."""
+    with shared_engine.begin() as connection:
+        empty(connection, Base.metadata)
+    with Session(shared_engine) as session:
+        bind(session, Lease("tree", FENCE))
+        session.add_all([Branch(id=1), Branch(id=2, above=1)])
+        session.commit()
+    return shared_engine
+
+
+@pytest.mark.parametrize("way", SELF_CHANGING)
+def test_a_statement_that_hides_whom_it_has_left_out_is_asked_before(engine: Engine, way: str) -> None:
+    """It changes row 1, by which it finds row 2, whose fence has turned it away."""
+    with Session(engine) as session:
+        bind(session, Lease("tree", FRESH))
+        session.execute(update(Branch).where(Branch.id == 2).values(status="late"))
+        session.commit()
+        bind(session, Lease("tree", FENCE))
+        with pytest.raises(StaleTokenError):
+            session.connection().execute(SELF_CHANGING[way])
+        assert not session.in_transaction()
+        assert session.scalars(select(Branch.status).order_by(Branch.id)).all() == ["new", "late"]
+
+
+def test_whom_a_statement_is_about_stays_until_it_is_executed(engine: Engine) -> None:
+    """What was asked before is locked: nobody raises the fence of a row before it is written."""
+    if engine.dialect.name == "sqlite":
+        pytest.skip("SQLite has no row locks")
+    with Session(engine) as session, Session(engine) as other:
+        bind(session, Lease("tree", FENCE))
+        impatient = {"postgresql": "lock_timeout = '1s'"}.get(
+            engine.dialect.name, "innodb_lock_wait_timeout = 1"
+        )
+        other.execute(text(f"SET {impatient}"))
+        bind(other, Lease("tree", FRESH))
+
+        def raise_fence(_c: object, _cursor: object, sql: str, *_: object) -> None:
+            if sql.startswith("UPDATE") and not tried:
+                tried.append(sql)
+                with pytest.raises(DBAPIError):
+                    other.execute(update(Branch).where(Branch.id == 2).values(status="late"))
+                other.rollback()
+
+        tried: list[str] = []
+        event.listen(engine, "before_cursor_execute", raise_fence)
+        session.execute(SELF_CHANGING["subquery"], execution_options={"synchronize_session": False})
+        event.remove(engine, "before_cursor_execute", raise_fence)
+        session.commit()
+        assert tried
+        assert set(session.scalars(select(Branch.status))) == {"done"}
