@@ -21,13 +21,18 @@ import time
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
-from fencelock.authority.redlock.node import Link, Unusable
-from fencelock.authority.redlock.protocol import Broadcast, Request, Round, Said, left_behind
-from fencelock.authority.redlock.seats import FRESH, Ballot, Seats
+from fencelock.authority.redlock.node import Link, Unusable, pack, read_whole
+from fencelock.authority.redlock.protocol import Answer, Broadcast, Request, Round, Said, left_behind
+from fencelock.authority.redlock.seats import FRESH, NEWS, Ballot, Seats
 
 _T = TypeVar("_T")
 
 _MOST_IDLE = 16
+#: Commands that a node may owe answers to, and is written to without further thought.
+_FEW = 4
+#: Bytes to read at once where one answer is expected. Python allots so few at no cost.
+_ONE_ANSWER = 400
+_MOST_KNOWN = 32
 
 
 class Channels(Seats):
@@ -43,6 +48,8 @@ class Channels(Seats):
         self._by_descriptor: dict[int, int] = {}
         self._news = threading.Condition(self._mutex)
         self._last_used = 0.0
+        #: What answers look like that nobody but who waits for them has to hear of.
+        self._known: dict[bytes, Answer] = {}
         self.usable = True
         #: The nonces of locks that a node may still grant here, and is not told here to release.
         self._outstanding: tuple[str, ...] = ()
@@ -60,23 +67,100 @@ class Channels(Seats):
     def broadcast(self, request: Broadcast) -> Round:
         """Send a command to its nodes, and read until there are answers enough."""
         self.usable = False
-        self._about_to_release = request.command.nonce if request.command.script == "release" else ""
-        if time.monotonic() - self._last_used > FRESH:
+        command = request.command
+        self._about_to_release = command.nonce if command.script == "release" else ""
+        began = time.monotonic()
+        if began - self._last_used > FRESH:
             self._adopt()
             while self._read(0.0):
                 pass  # behind an old answer there may be the end of the connection
-        self.connect()
+            began = time.monotonic()
+        if self._absent:
+            self.connect()
+            began = time.monotonic()
         ballot = Ballot(request)
-        began = now = time.monotonic()
         self._ask(ballot, request, began)
-        self._flush()
         deadline = began + request.patience
+        now = began
         while not ballot.complete and now < deadline:
-            self._read(deadline - now)
-            now = time.monotonic()
+            now = self._listen(ballot, request.least, deadline - now)
         self._last_used = now
         self.usable = True
         return Round(began, now, ballot.close())
+
+    def _ask(self, ballot: Ballot, request: Broadcast, now: float) -> None:
+        """Send a command to its nodes; where a link is as it should be, without further ado."""
+        command = request.command
+        packed, sent = pack(command), (ballot, command, now)
+        overdue = now - self._patience
+        others = []
+        for index in request.nodes:
+            link = self._seats[index].link
+            if (
+                link is None
+                or link.unsent
+                or ((waiting := link.waiting) and (waiting[0][2] < overdue or len(waiting) > _FEW))
+            ):
+                others.append(index)
+                continue
+            try:
+                link.send(sent, packed)
+            except Unusable as error:
+                self._drop(index, error.answer)
+        if others:
+            super()._ask(ballot, request._replace(nodes=others), now)
+            self._flush()
+        self._has_asked = True
+
+    def _listen(self, ballot: Ballot, least: int, timeout: float) -> float:
+        """Read what has arrived, as `_read` does; return when that was over.
+
+        Most answers say what another node has said before, in the same bytes: then they are not read again.
+        """
+        known, answers = self._known, ballot.answers
+        for descriptor, _ in self._poll.poll(timeout * 1000):
+            index = self._by_descriptor[descriptor]
+            link = self._seats[index].link
+            if link is None:
+                continue
+            answer, read = None, b""
+            if link.whole:
+                waiting = link.waiting
+                with contextlib.suppress(OSError):  # it is met again below, and told from others there
+                    read = link.recv(_ONE_ANSWER)
+                answer = known.get(read)
+                if answer is None and len(waiting) == 1:
+                    answer = self._get_to_know(read)
+                if answer is not None and waiting and waiting[0][0] is ballot:
+                    waiting.popleft()
+                    if len(answers) + 1 < least:
+                        answers[index] = answer
+                    else:
+                        ballot.hear(index, answer)
+                    continue
+            try:
+                self._take(index, link, time.monotonic(), read)
+            except Unusable as error:
+                self._drop(index, error.answer)
+            else:
+                link.whole = link.whole or answer is not None
+        return time.monotonic()
+
+    def _get_to_know(self, read: bytes) -> Answer | None:
+        """Return the answer that has been read, if it is one that only who waits for it has to hear."""
+        answer = read_whole(read)
+        if answer is None or answer.said in NEWS:
+            return None
+        if answer.said is Said.GRANTED and answer.epoch != self._epoch:
+            return None
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()
+        self._known[read] = answer
+        return answer
+
+    def _note_epoch(self, epoch: int) -> None:
+        self._known.clear()
+        super()._note_epoch(epoch)
 
     def note_outstanding(self) -> None:
         """Note which locks a node may still grant that has not answered."""

@@ -12,6 +12,7 @@ written to and read from here, so that commands to N nodes can be under way at o
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.resources
 import math
@@ -69,6 +70,10 @@ _GRANTED: Final = Said.GRANTED
 _SAID: Final = {said.name.encode(): said for said in Said}
 _READ_SIZE = 65536
 _OWN_ARGUMENTS: Final = 2
+#: The node's, and that of a lock.
+_KEYS_OF_ONE: Final = 2
+#: Follows an answer where it is asked whether it is complete; no node says that.
+_MARK: Final = b"that was all"
 _LEADING: Final = frozenset({Said.UNREACHABLE, Said.ERROR})
 _WITH_FACTS: Final = frozenset({Said.TICKET, Said.ADMITTED, Said.OPENED, Said.STANDING, Said.LEASES})
 _TELLING = _WITH_FACTS | {Said.EXTENDED, Said.GRANTED, Said.HIGHER, Said.HELD}
@@ -336,8 +341,19 @@ def pack(command: Command) -> bytes:
 
 
 def _pack(command: Command, verb: str, script: str) -> bytes:
-    words = (verb, script, len(command.keys), *command.keys, *command.arguments)
-    return b"*%d\r\n" % (len(words) + _OWN_ARGUMENTS) + _pack_words(words)
+    keys, arguments = command.keys, command.arguments
+    pack_head = _pack_head_again if verb == "EVALSHA" and len(keys) == _KEYS_OF_ONE else _pack_head
+    count = 3 + len(keys) + len(arguments) + _OWN_ARGUMENTS
+    return b"*%d\r\n%b%b" % (count, pack_head(verb, script, keys), _pack_words(arguments))
+
+
+def _pack_head(verb: str, script: str, keys: tuple[str, ...]) -> bytes:
+    """Return what every call of a script with the same keys has in common."""
+    return _pack_words((verb, script, len(keys), *keys))
+
+
+#: Mostly a few resources are locked over and over.
+_pack_head_again = functools.lru_cache(1024)(_pack_head)
 
 
 def _pack_words(words: tuple[str | int, ...]) -> bytes:
@@ -370,6 +386,19 @@ def read_answer(reply: Any) -> Answer:
     return Answer(said, reply[1], tuple(reply[2:]))
 
 
+def read_whole(data: bytes) -> Answer | None:
+    """Return the answer that data are, if they are one, and nothing but that one."""
+    reader = hiredis.Reader()
+    try:
+        reader.feed(b"%b+%b\r\n" % (data, _MARK))
+        reply = reader.gets()
+        if type(reply) is list and reader.gets() == _MARK and reader.gets() is False:
+            return read_answer(reply)
+    except (hiredis.HiredisError, LookupError, TypeError, ValueError):
+        pass
+    return None
+
+
 class Link:
     """An open socket to one node: written and read without waiting, answers in the order of the requests.
 
@@ -382,6 +411,9 @@ class Link:
         waiting: what has been sent and not been answered.
         unsent: what has been put here and not been written yet.
         leads_elsewhere: whether an answer has said that another server has taken over.
+        recv: reads from the socket itself.
+        whole: whether what `recv` returns next begins with an answer's first byte. False also where that
+            cannot be told.
     """
 
     __slots__ = (
@@ -392,8 +424,10 @@ class Link:
         "descriptor",
         "identity",
         "leads_elsewhere",
+        "recv",
         "unsent",
         "waiting",
+        "whole",
     )
 
     def __init__(self, sock: socket.socket, identity: Identity) -> None:
@@ -408,6 +442,8 @@ class Link:
         self.waiting: deque[Sent] = deque()
         self.unsent: list[bytes] = []
         self.leads_elsewhere = False
+        self.recv = sock.recv
+        self.whole = self._pending is None
 
     def close(self) -> None:
         """Close the socket. In a forked child this leaves the parent's alone."""
@@ -448,24 +484,35 @@ class Link:
         return complete
 
     def send(self, sent: Sent, packed: bytes) -> None:
-        """Send a command at once.
+        """Send a command at once, where nothing is left to be written before it.
 
         Raises:
             Unusable: if the connection is broken or its buffer is full.
         """
-        self.put(sent, packed)
-        if not self.flush():
+        self.waiting.append(sent)
+        data = packed + self._own_arguments if sent[1].keys else packed
+        try:
+            complete = self._sock.send(data) == len(data)
+        except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
+            complete = False
+        except OSError as error:
+            raise Unusable(Said.UNREACHABLE, f"the connection broke: {error}") from error
+        if not complete:
             raise Unusable(Said.SILENT, "it reads nothing any more")
 
-    def receive(self, now: float) -> list[tuple[Sent, Answer]]:
+    def receive(self, now: float, read: bytes = b"") -> list[tuple[Sent, Answer]]:
         """Return the answers that have arrived, with what they answer.
 
         Commands whose script the node did not know are put here again, with its text, for a `flush`.
 
+        Args:
+            now: the time.
+            read: what `recv` has returned already, if it has.
+
         Raises:
             Unusable: if the connection is broken, or what answers is no node.
         """
-        data = self._read()
+        data = read or self._read()
         if data is None:
             return []
         answers = []
@@ -482,6 +529,7 @@ class Link:
                     self.put((sender, command, now), _pack(command, "EVAL", SCRIPTS[command.script]))
         except (hiredis.HiredisError, LookupError, TypeError, ValueError) as error:
             raise Unusable(Said.ERROR, f"it does not speak like a node: {error!r}") from error
+        self.whole = not waiting and self._pending is None
         return answers
 
     def subscribe(self, channel: str) -> None:

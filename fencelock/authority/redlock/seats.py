@@ -33,7 +33,7 @@ _GRANTED = Said.GRANTED
 _ADMITTING = frozenset({Said.ADMITTED, Said.OPENED})
 _FORGETFUL = frozenset({Said.AMNESIA, Said.RESTARTED})
 #: Answers that say something about the node itself.
-_NEWS = _ADMITTING | _FORGETFUL | {Said.UNREACHABLE, Said.ERROR}
+NEWS = _ADMITTING | _FORGETFUL | {Said.UNREACHABLE, Said.ERROR}
 _OTHERS_GRACE = 0.05
 #: Seconds after which a node that still owes an answer is connected to anew: its machine may be gone, and
 #: nobody there to say that the connection is.
@@ -198,14 +198,14 @@ class Seats(abc.ABC):
                     continue
             link.put(sent, packed)
 
-    def _take(self, index: int, link: Link, now: float) -> None:
+    def _take(self, index: int, link: Link, now: float, read: bytes = b"") -> None:
         """Read what has arrived on a link: hand on what is waited for, deal with the rest."""
-        for (ballot, command, _), answer in link.receive(now):
+        for (ballot, command, _), answer in link.receive(now, read):
             said = answer.said
             if said is _GRANTED:
                 if answer.epoch != self._epoch:
                     self._note_epoch(answer.epoch)
-            elif said in _NEWS:
+            elif said in NEWS:
                 answer = self._noted(index, link, answer, now)  # noqa: PLW2901 - it may be no good
             if ballot is not None and not ballot.over:
                 ballot.hear(index, answer)
