@@ -75,6 +75,7 @@ def test_protocol_knows_no_sockets_no_clock_and_no_threads() -> None:
         "dataclasses",
         "enum",
         "fencelock",
+        "functools",
         "math",
         "typing",
         "zlib",

@@ -25,6 +25,7 @@ or above that token. No clock takes part in this. Clocks bound only the *validit
 from __future__ import annotations
 
 import enum
+import functools
 import math
 import zlib
 from collections import Counter
@@ -224,6 +225,16 @@ class Turn:
     fair: bool = False
 
 
+def _names(node_key: str, resources: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Return the keys and the stripes of resources."""
+    locks = [f"{node_key}:l:{resource}" for resource in resources]
+    stripes = [zlib.crc32(resource.encode()) % STRIPES for resource in resources]
+    return (node_key, *locks), tuple(stripes)
+
+
+_names_of_one = functools.lru_cache(1024)(_names)
+
+
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Bid:
     """One attempt at a lock: which resources, under which nonce, for how long. Never changed.
@@ -253,9 +264,9 @@ class Bid:
         cls, fleet: Fleet, resources: tuple[str, ...], nonce: str, ttl: float, turn: Turn | None = None
     ) -> Bid:
         """Return a bid with the keys and stripes that the resources have on this fleet."""
-        locks = [f"{fleet.node_key}:l:{resource}" for resource in resources]
-        stripes = [zlib.crc32(resource.encode()) % STRIPES for resource in resources]
-        return cls(resources, nonce, ttl, (fleet.node_key, *locks), tuple(stripes), turn)
+        if len(resources) == 1:  # mostly of a few that are locked over and over
+            return cls(resources, nonce, ttl, *_names_of_one(fleet.node_key, resources), turn)
+        return cls(resources, nonce, ttl, *_names(fleet.node_key, resources), turn)
 
     def anew(self, granted: Granted) -> Bid:
         """Return this bid as one that takes over the locks of a grant, for a larger token."""
@@ -291,9 +302,9 @@ class Bid:
         return self.ttl * DRIFT_RATE + DRIFT_SECONDS
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Granted:
-    """A bid that a quorum granted, and what it came to.
+    """A bid that a quorum granted, and what it came to. Never changed.
 
     Attributes:
         bid: what was asked for.
@@ -418,33 +429,36 @@ def attempt(fleet: Fleet, bid: Bid, *, alone: bool = False) -> Generator[Broadca
     """
     command = _acquire_command(bid, fleet)
     patience = min(fleet.patience, bid.ttl)
-    answers: dict[int, Answer] = {}
+    earlier: dict[int, Answer] = {}
     began: float | None = None
     if alone:
         for node in fleet.order:
             first = yield Broadcast(command, [node], lambda new: len(new) == 1, patience)
             began = first.began if began is None else began
-            answers.update(first.answers)
-            if answers[node].said is Said.GRANTED:
+            earlier.update(first.answers)
+            if earlier[node].said is Said.GRANTED:
                 break
-            if answers[node].said is Said.HELD:
-                return Failed(bid, answers, began, first.ended, contended=True, split=True)
-    earlier = dict(answers)
+            if earlier[node].said is Said.HELD:
+                return Failed(bid, earlier, began, first.ended, contended=True, split=True)
     others = [node for node in fleet.everybody if node not in earlier] if earlier else fleet.everybody
     least = fleet.quorum - len(earlier)
     everyone = yield Broadcast(command, others, _enough_granted(fleet, earlier), patience, least)
     began = everyone.began if began is None else began
-    answers.update(everyone.answers)
+    answers = {**earlier, **everyone.answers}
 
-    granted = len(_largest_epoch(answers)[1])
-    if granted < fleet.quorum:
-        contended = _can_vote(fleet, answers)
-        held = any(answer.said is Said.HELD for answer in answers.values())
-        split = contended and held and granted > 0
-        return Failed(bid, answers, began, everyone.ended, contended=contended, split=split)
-    epoch, counters, ended = yield from _decide(fleet, bid, answers, everyone.ended)
-    if counters is None:
-        return Failed(bid, answers, began, ended, contended=_can_vote(fleet, answers))
+    if (same := _same_grant(answers, fleet.quorum)) is not None:
+        epoch, counters, ended = same.epoch, same.counters, everyone.ended
+    else:
+        granted = len(_largest_epoch(answers)[1])
+        if granted < fleet.quorum:
+            contended = _can_vote(fleet, answers)
+            held = any(answer.said is Said.HELD for answer in answers.values())
+            split = contended and held and granted > 0
+            return Failed(bid, answers, began, everyone.ended, contended=contended, split=split)
+        epoch, decided, ended = yield from _decide(fleet, bid, answers, everyone.ended)
+        if decided is None:
+            return Failed(bid, answers, began, ended, contended=_can_vote(fleet, answers))
+        counters = decided
     # The validity counts from before the first request to after the last answer.
     expires_at = began + bid.ttl - bid.drift
     if expires_at <= ended:
@@ -747,12 +761,20 @@ def _release_command(
     return Command("release", bid.nonce, bid.keys, arguments)
 
 
-def _pairs(stripes: Sequence[int], counters: Sequence[int]) -> list[str | int]:
+def _pairs(stripes: Sequence[int], counters: Sequence[int]) -> Sequence[str | int]:
+    if len(stripes) == len(counters) == 1:  # most often
+        return stripes[0], counters[0]
     return [number for pair in zip(stripes, counters, strict=True) for number in pair]
 
 
 def _maximum(vectors: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(max(column) for column in zip(*vectors, strict=True))
+
+
+def _same_grant(answers: Answers, quorum: int) -> Answer | None:
+    """Return what a majority has granted, if nobody else has granted anything else: nothing is to decide."""
+    grants = [answer for answer in answers.values() if answer.said is _GRANTED]
+    return grants[0] if len(grants) >= quorum and grants.count(grants[0]) == len(grants) else None
 
 
 def _largest_epoch(answers: Answers) -> tuple[int, dict[int, tuple[int, ...]]]:
@@ -782,6 +804,8 @@ def _enough_granted(fleet: Fleet, earlier: Answers) -> Callable[[Answers], bool]
 
     def enough(answers: Answers) -> bool:
         together = {**earlier, **answers} if earlier else answers
+        if _same_grant(together, quorum) is not None:
+            return True
         epochs = _epochs(together)
         best = max(map(epochs.count, epochs), default=0)
         if best >= quorum:
