@@ -13,8 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
-from weakref import ReferenceType, WeakValueDictionary, ref
+from weakref import ReferenceType, ref
 
+from fencelock._weakly import WeakValues
 from fencelock.authority.base import Authority, Grant
 from fencelock.lease import Lease, note_ended, note_held
 
@@ -179,7 +180,7 @@ def _calling(listener: Callable[[Lease], object], lease: Lease) -> Callable[[], 
 
 _Key = tuple[Authority, object, str]
 #: Weak: a lock object that was thrown away while it was held is nobody's to enter again.
-_holds: WeakValueDictionary[_Key, Hold] = WeakValueDictionary()
+_holds: WeakValues[_Key, Hold] = WeakValues()
 
 
 def find(authority: Authority, owner: object, resource: str) -> Hold | None:
@@ -188,14 +189,15 @@ def find(authority: Authority, owner: object, resource: str) -> Hold | None:
     One that is lost is not entered again: work inside it would believe in a token that somebody else may
     have exceeded. It is acquired anew, with a token of its own.
     """
-    hold = _holds.get((authority, owner, resource))
+    reference = _holds.get((authority, owner, resource))
+    hold = reference() if reference is not None else None
     return None if hold is None or hold.inherited or hold.lost else hold
 
 
 def add(hold: Hold) -> None:
     """Note a hold, and its leases in the current context; again has no effect."""
-    for key in _keys(hold):
-        _holds[key] = hold
+    for resource in hold.grant.resources:
+        _holds.add((hold.authority, hold.owner, resource), hold)
     note_held(*hold.leases)
 
 
@@ -204,16 +206,13 @@ def remove(hold: Hold) -> None:
     for lease in hold.leases:
         lease.release()
     note_ended(*hold.leases)
-    for key in _keys(hold):
-        if _holds.get(key) is hold:
+    for resource in hold.grant.resources:
+        key = (hold.authority, hold.owner, resource)
+        if _holds.has(key, hold):
             del _holds[key]
 
 
 def everything_held() -> list[Hold]:
     """Return all that this process holds."""
-    holds = dict.fromkeys(reference() for reference in _holds.valuerefs())
+    holds = dict.fromkeys(reference() for reference in list(_holds.values()))
     return [hold for hold in holds if hold is not None and not hold.inherited]
-
-
-def _keys(hold: Hold) -> list[_Key]:
-    return [(hold.authority, hold.owner, resource) for resource in hold.grant.resources]

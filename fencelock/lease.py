@@ -319,8 +319,7 @@ def note_held(*leases: Lease) -> None:
     Those that were let expire stay only as long as somebody else knows them: who still works under one is
     to hear from the storage that it is stale, but what nobody releases must not pile up.
     """
-    held = held_leases()
-    if not held:
+    if not _held.get() or not (held := held_leases()):
         _held.set(leases)
         return
     earlier = (lease if lease.remaining else ref(lease) for lease in held)

@@ -231,7 +231,8 @@ class ThreadRenewer:
 
     def __init__(self) -> None:
         self._agenda = Agenda()
-        self._changed = threading.Condition(threading.Lock())
+        self._mutex = threading.Lock()
+        self._changed = threading.Condition(self._mutex)
         self._wakes_at = -math.inf
         self._thread: threading.Thread | None = None
         self._tended: frozenset[Hold] = frozenset()
@@ -239,7 +240,7 @@ class ThreadRenewer:
     def watch(self, hold: Hold) -> None:
         """Begin to extend a hold."""
         now = time.monotonic()
-        with self._changed:
+        with self._mutex:
             self._agenda.enter(hold, now)
             if self._thread is None or not self._thread.is_alive():  # it may have been interrupted
                 self._start()
@@ -249,8 +250,9 @@ class ThreadRenewer:
 
     def stop(self, hold: Hold) -> None:
         """Cease to extend a hold; an extension under way has ended when this returns."""
-        with self._changed:
-            self._changed.wait_for(lambda: hold not in self._tended)
+        with self._mutex:
+            while hold in self._tended:
+                self._changed.wait()
             self._agenda.strike(hold)
 
     async def stop_soon(self, hold: Hold) -> None:

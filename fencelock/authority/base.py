@@ -9,9 +9,9 @@ from typing import Any, Protocol
 from fencelock.errors import FencelockError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Grant:
-    """Leases of one or several resources that were granted together.
+    """Leases of one or several resources that were granted together. Never changed.
 
     Attributes:
         resources: in the order in which they were asked for.

@@ -15,10 +15,11 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast, overload
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakSet
 
 from fencelock import token
 from fencelock._checks import check_seconds, check_ttl
+from fencelock._weakly import WeakValues
 from fencelock.authority.base import Grant, Wish
 from fencelock.authority.redlock import membership, protocol, recovery, survey
 from fencelock.authority.redlock.aio import AsyncRedlock
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 _NAMESPACE = "fencelock"
+#: How many nonces are made at once.
+_NONCES = 64
 #: What is closed when the interpreter exits; before that, whoever holds leases gives them back.
 _in_use: WeakSet[Redlock] = WeakSet()
 
@@ -106,7 +109,9 @@ class Redlock:
         self._fleet: protocol.Fleet | None = None
         self._sightings: recovery.Sightings = {}
         # Of acquisitions under way and grants in use. Grants that are let expire leave by themselves.
-        self._wanted: WeakValueDictionary[str, protocol.Bid] = WeakValueDictionary()
+        self._wanted: WeakValues[str, protocol.Bid] = WeakValues()
+        #: Not used yet. Made in advance, for a call of the operating system is dear.
+        self._nonces: list[str] = []
         self._pool = Pool(self._make_channels)
         self._recoverer = Recoverer(self._make_channels, self._recovering)
         self._listener = Listener(self._nodes, self._node_key)
@@ -185,8 +190,10 @@ class Redlock:
         waiter = Waiter(listener, time.monotonic, time.time, fair=fair, patient=timeout != 0)
         bids = self._new_bids(resources, ttl, waiter, above=above)
         try:
-            return self._run(
-                self._acquiring(bids, timeout), lambda seconds: listener.wait(waiter.place, seconds)
+            return run(
+                self._acquiring(bids, timeout),
+                self._pool,
+                lambda seconds: listener.wait(waiter.place, seconds),
             )
         except BaseException as error:
             for undo in bids.give_up(error):
@@ -271,7 +278,15 @@ class Redlock:
         instead_of: protocol.Granted | None = None,
         above: tuple[int, ...] = (),
     ) -> _Bids:
-        return _Bids(resources, ttl, self._wanted, waiter, instead_of, above)
+        return _Bids(resources, ttl, self._wanted, self._new_nonce, waiter, instead_of, above)
+
+    def _new_nonce(self) -> str:
+        try:
+            return self._nonces.pop()
+        except IndexError:
+            words = secrets.token_hex(16 * _NONCES)
+            self._nonces += [words[at : at + 32] for at in range(0, len(words), 32)]
+            return secrets.token_hex(16)
 
     def _acquiring(self, bids: _Bids, timeout: float | None) -> Generator[protocol.Request, Any, Grant]:
         initialised = False
@@ -460,6 +475,7 @@ class _Bids:
         resources: what is acquired, in the order of the caller.
         ttl: seconds.
         wanted: where bids are noted whose late grants must not be released.
+        new_nonce: returns one that has never been before.
         waiter: knows the acquisition's place among those who wait; None where nobody waits.
         instead_of: what the bids take over.
         above: a token for each resource that the new one must exceed; empty for none.
@@ -469,15 +485,17 @@ class _Bids:
         self,
         resources: tuple[str, ...],
         ttl: float,
-        wanted: WeakValueDictionary[str, protocol.Bid],
+        wanted: WeakValues[str, protocol.Bid],
+        new_nonce: Callable[[], str],
         waiter: Waiter | None,
         instead_of: protocol.Granted | None = None,
         above: tuple[int, ...] = (),
     ) -> None:
         self._resources = resources
-        self._canonical = tuple(sorted(resources))
+        self._canonical = resources if len(resources) == 1 else tuple(sorted(resources))
         self._ttl = ttl
         self._wanted = wanted
+        self._new_nonce = new_nonce
         self._waiter = waiter
         self._instead_of = instead_of
         self.above = above
@@ -489,7 +507,7 @@ class _Bids:
         """Return a new bid, and forget the one before."""
         _check_max_ttl(self._ttl, fleet)
         self._forget()
-        nonce = secrets.token_hex(16)
+        nonce = self._new_nonce()
         turn = self._waiter.turn(nonce) if self._waiter is not None else None
         bid = protocol.Bid.of(fleet, self._canonical, nonce, self._ttl, turn)
         if self._instead_of is not None:
@@ -497,7 +515,7 @@ class _Bids:
         elif self._hints:
             bid = bid.not_below(self._hint_epoch, self._hints)
         self._latest = fleet, bid
-        self._wanted[nonce] = bid
+        self._wanted.add(nonce, bid)
         return bid
 
     def hint(self, epoch: int) -> None:
@@ -516,8 +534,8 @@ class _Bids:
         """Return the grant that a bid has come to."""
         self._wait_no_longer()
         counters = dict(zip(self._canonical, granted.counters, strict=True))
-        tokens = tuple(token.compose(granted.epoch, counters[resource]) for resource in self._resources)
-        return Grant(self._resources, tokens, granted.expires_at, granted)
+        tokens = [token.compose(granted.epoch, counters[resource]) for resource in self._resources]
+        return Grant(self._resources, tuple(tokens), granted.expires_at, granted)
 
     def give_up(self, error: BaseException) -> Iterator[Generator[protocol.Request, Any, None]]:
         """Yield what is still to be run, now that the acquisition has ended with an error."""
