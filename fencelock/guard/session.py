@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import _thread
 import asyncio
+import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -50,6 +51,12 @@ NOT_INHERITED: Final = (
 
 _REMEMBERED_ROWS: Final = 10_000
 """Of how many locked rows a transaction keeps the names; some are enough to wait for it by."""
+
+_COMMITS_NOTHING: Final = re.compile(
+    r"\s*(?:select|insert|update|delete|with|values|savepoint|release savepoint|rollback to)\b[^;]*;?\s*\Z",
+    re.IGNORECASE,
+)
+"""Single statements that cannot end a transaction by COMMIT, as CALL, SET, and on MariaDB all DDL may."""
 
 _SESSIONS: Final = "_fencelock_sessions"
 """Where a connection has the sessions that have joined it, the last one last."""
@@ -137,6 +144,7 @@ class Writer:
 
     Attributes:
         claiming: leases in doubt that are about to be claimed under.
+        committing: whether its COMMIT, or the first phase of one, may have been sent.
         has_transaction: whether the driver was seen to hold a transaction open.
         remembered: the leases it was written under so far, by resource.
         gates: which it has passed, and which thread and task did so: each as (resource, who).
@@ -151,6 +159,7 @@ class Writer:
         "_needs",
         "_savepoints",
         "claiming",
+        "committing",
         "gates",
         "has_transaction",
         "remembered",
@@ -162,6 +171,7 @@ class Writer:
         self.remembered: dict[str, Lease] = {}
         self.gates: set[tuple[str, object]] = set()
         self.undoing = False
+        self.committing = False
         self.claiming: set[Lease] = set()
         self._bound_before: tuple[Lease, ...] | None = None
         self._needs: set[Lease] = set()
@@ -190,7 +200,7 @@ class Writer:
             watch_end(connection.get_transaction())
 
     def doubt(self) -> None:
-        """Note that nobody knows what became of the transaction."""
+        """Note that nobody knows what became of the transaction, whose connection was lost."""
         if not self.undoing:
             locked = {name for names in self._locked for name in names()}
             for lease in self._needs:
@@ -300,6 +310,7 @@ class _Watched(Transaction):
     __slots__ = ()
 
     def commit(self) -> None:
+        self._note_committing()
         try:
             super().commit()
         finally:
@@ -319,6 +330,11 @@ class _Watched(Transaction):
         finally:
             self._note_end()
 
+    def _note_committing(self) -> None:
+        writer = _writers.get(self)
+        if writer is not None:
+            writer.committing = True
+
     def _note_undoing(self) -> None:
         writer = _writers.get(self)
         if writer is not None:
@@ -336,6 +352,10 @@ class _WatchedRoot(_Watched, RootTransaction):
 
 class _WatchedTwoPhase(_Watched, TwoPhaseTransaction):
     __slots__ = ()
+
+    def prepare(self) -> None:
+        self._note_committing()
+        super().prepare()
 
 
 _WATCHED: Final[Mapping[type[Any], type[Transaction]]] = {
@@ -423,10 +443,28 @@ def take_doubted(connection: Connection, token: int) -> list[Lease]:
 
 
 def doubt_lost_transaction(context: ExceptionContext) -> None:
-    """Note that the connection of a transaction was lost: its COMMIT may have been sent, or be under way."""
+    """Note that the connection of a transaction was lost, where its COMMIT may have been sent.
+
+    The rule: it is in doubt from the moment in which SQLAlchemy sets about its COMMIT, or PREPARE; where the
+    connection was lost during a statement that may itself commit (see `_COMMITS_NOTHING`); and where
+    SQLAlchemy's transaction is of a class that is not watched. Else it is not, and the same token goes on: a
+    query that was cancelled, or a server that has ended the session, for instance.
+
+    That is sound because a transaction that nobody has asked to commit is rolled back by the server when its
+    connection is gone, whatever is still under way on it, be it a minute later. A proxy adds no COMMIT of its
+    own: one that shares connections between clients closes that of a client who left amidst a transaction.
+    SQLAlchemy sends no statement before the one before it was answered, and nothing at all on a connection
+    that was lost; programs that put their driver into a pipeline mode of its own, and send a COMMIT there as
+    text, are outside of this. A prepared transaction is the one that outlives its connection. Until the
+    server notices, the lost one keeps its row locks, so that a claim waits for its end.
+    """
     connection = context.connection
     writer = _open_writer(connection) if context.is_disconnect and connection is not None else None
-    if writer is not None:
+    if writer is None or connection is None:
+        return
+    watched = isinstance(connection.get_transaction(), _Watched)
+    sql = context.statement or getattr(context.execution_context, "statement", None)
+    if writer.committing or not watched or (sql and not _COMMITS_NOTHING.match(sql)):
         writer.doubt()
 
 

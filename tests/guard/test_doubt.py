@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from sqlalchemy import Engine, create_engine, delete, insert, text, update
+from sqlalchemy import Column, Engine, Integer, MetaData, Table, create_engine, delete, insert, text, update
 from sqlalchemy.exc import DBAPIError, NoResultFound
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+from sqlalchemy.schema import CreateTable
 
 from fencelock.errors import CommitInDoubtError
 from fencelock.guard import FencedModel, bind, claim, claim_async, fence_table, gate
@@ -326,30 +327,62 @@ def test_a_row_that_the_ghost_has_deleted_settles_the_doubt(engine: Engine, door
         session.rollback()
 
 
-def test_a_connection_that_was_killed_after_a_write_is_in_doubt(engine: Engine, lease: Lease) -> None:
-    """At the COMMIT, and at a later statement; not before anything was written."""
+def lose_at(engine: Engine, lease: Lease, attempt: Callable[[Session], object]) -> None:
+    """Write under the lease, have the connection ended, and notice that by an attempt."""
     with Session(engine) as session:
         bind(session, lease)
-        session.get_one(Account, 1)
+        claim(session, Account, 1).balance = 5
+        session.flush()
         kill(engine, session)
         with pytest.raises(DBAPIError):
-            session.scalar(text("SELECT 1"))
-        session.rollback()
+            attempt(session)
+
+
+MAY_HAVE_COMMITTED: dict[str, Callable[[Session], object]] = {
+    "commit": Session.commit,
+    "text": lambda session: session.execute(text("COMMIT")),
+    "text behind a SELECT": lambda session: session.execute(text("SELECT 1; COMMIT")),
+    "DDL": lambda session: session.execute(
+        CreateTable(Table("doubt_new", MetaData(), Column("id", Integer)))
+    ),
+    "procedure": lambda session: session.connection().exec_driver_sql("CALL nothing()"),
+}
+CANNOT_HAVE: dict[str, Callable[[Session], object]] = {
+    "SELECT": lambda session: session.get(Account, 2),
+    "text": lambda session: session.scalar(text("SELECT 1")),
+    "UPDATE": lambda session: session.execute(update(Account).where(Account.id == 1).values(balance=1)),
+    "savepoint": lambda session: session.connection().begin_nested(),
+}
+
+
+@pytest.mark.parametrize("way", MAY_HAVE_COMMITTED)
+def test_a_connection_that_is_lost_with_a_commit_is_in_doubt(engine: Engine, lease: Lease, way: str) -> None:
+    """Also where it is found to have been lost before: the driver says the same, whenever that was."""
+    lose_at(engine, lease, MAY_HAVE_COMMITTED[way])
+    assert doubts(lease)
+    with Session(engine) as session:
+        bind(session, lease)
+        lease.remint(6, lease.expires_at)
+        claim(session, Account, 1)
         assert not doubts(lease)
-        losses: tuple[Callable[[], object], ...] = (session.commit, lambda: session.scalar(text("SELECT 1")))
-        for token, lose in enumerate(losses, 6):
-            claim(session, Account, 1).balance = 5
-            session.flush()
-            kill(engine, session)
-            with pytest.raises(DBAPIError):
-                lose()
-            session.rollback()
-            assert doubts(lease)
-            lease.remint(token, lease.expires_at)
-            claim(session, Account, 1)
-            assert not doubts(lease)
-            session.commit()
+        session.commit()
     assert balance(engine) == 100
+
+
+@pytest.mark.parametrize("way", CANNOT_HAVE)
+def test_a_connection_that_is_lost_before_any_commit_leaves_no_doubt(
+    engine: Engine, lease: Lease, way: str
+) -> None:
+    """What nobody has asked to be committed is rolled back: the same token goes on."""
+    lose_at(engine, lease, CANNOT_HAVE[way])
+    assert not doubts(lease)
+    with Session(engine) as session:
+        bind(session, lease)
+        account = claim(session, Account, 1)
+        assert account.balance == 100
+        account.balance -= 10
+        session.commit()
+    assert balance(engine) == 90
 
 
 def test_a_rollback_leaves_nothing_in_doubt(engine: Engine, lease: Lease) -> None:
@@ -384,6 +417,30 @@ def test_coroutines_are_in_doubt(
                 await session.get(Account, 1)
             await session.rollback()
             lease.remint(6, lease.expires_at)
+            (await claim_async(session, Account, 1)).balance -= 10
+            await session.commit()
+        await aengine.dispose()
+
+    asyncio.run(main())
+    assert balance(engine) == 90
+
+
+def test_a_cancelled_query_leaves_no_doubt(
+    engine: Engine, lease: Lease, for_asyncio: Callable[[Engine], AsyncEngine]
+) -> None:
+    """Whoever gives up waiting for it has asked for no COMMIT; the connection is closed, which rolls back."""
+
+    async def main() -> None:
+        aengine = for_asyncio(engine)
+        slow = "SELECT pg_sleep(5)" if engine.dialect.name == "postgresql" else "SELECT sleep(5)"
+        async with AsyncSession(aengine) as session:
+            bind(session, lease)
+            (await claim_async(session, Account, 1)).balance = 5
+            await session.flush()
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(session.scalar(text(slow)), 0.3)
+            await session.rollback()
+            assert not doubts(lease)
             (await claim_async(session, Account, 1)).balance -= 10
             await session.commit()
         await aengine.dispose()
