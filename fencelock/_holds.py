@@ -94,10 +94,14 @@ class Hold:
         self.grant = grant
         self.owner = owner
         self.blocks: set[object] = set()
-        self.leases = tuple(
-            Lease(resource, token, grant.expires_at)
-            for resource, token in zip(grant.resources, grant.tokens, strict=True)
-        )
+        if len(grant.resources) == 1:  # most often
+            (token,) = grant.tokens
+            self.leases: tuple[Lease, ...] = (Lease(grant.resources[0], token, grant.expires_at),)
+        else:
+            self.leases = tuple(
+                Lease(resource, token, grant.expires_at)
+                for resource, token in zip(grant.resources, grant.tokens, strict=True)
+            )
         self.ttl = ttl
         self.deadline = math.inf if max_hold is None else time.monotonic() + max_hold
         self.renewer = renewer

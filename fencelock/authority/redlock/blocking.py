@@ -126,8 +126,10 @@ class Channels(Seats):
             answer, read = None, b""
             if link.whole:
                 waiting = link.waiting
-                with contextlib.suppress(OSError):  # it is met again below, and told from others there
+                try:
                     read = link.recv(_ONE_ANSWER)
+                except OSError:
+                    read = b""  # it is met again below, and told from others there
                 answer = known.get(read)
                 if answer is None and len(waiting) == 1:
                     answer = self._get_to_know(read)

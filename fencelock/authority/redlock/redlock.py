@@ -506,7 +506,8 @@ class _Bids:
     def next(self, fleet: protocol.Fleet) -> protocol.Bid:
         """Return a new bid, and forget the one before."""
         _check_max_ttl(self._ttl, fleet)
-        self._forget()
+        if self._latest is not None:
+            self._forget()
         nonce = self._new_nonce()
         turn = self._waiter.turn(nonce) if self._waiter is not None else None
         bid = protocol.Bid.of(fleet, self._canonical, nonce, self._ttl, turn)
@@ -533,9 +534,13 @@ class _Bids:
     def won(self, granted: protocol.Granted) -> Grant:
         """Return the grant that a bid has come to."""
         self._wait_no_longer()
-        counters = dict(zip(self._canonical, granted.counters, strict=True))
-        tokens = [token.compose(granted.epoch, counters[resource]) for resource in self._resources]
-        return Grant(self._resources, tuple(tokens), granted.expires_at, granted)
+        if len(self._resources) == 1:  # most often
+            (counter,) = granted.counters
+            tokens: tuple[int, ...] = (token.compose(granted.epoch, counter),)
+        else:
+            counters = dict(zip(self._canonical, granted.counters, strict=True))
+            tokens = tuple(token.compose(granted.epoch, counters[resource]) for resource in self._resources)
+        return Grant(self._resources, tokens, granted.expires_at, granted)
 
     def give_up(self, error: BaseException) -> Iterator[Generator[protocol.Request, Any, None]]:
         """Yield what is still to be run, now that the acquisition has ended with an error."""
