@@ -50,10 +50,16 @@ def client(authority: Redlock, rival: Redlock) -> Redlock:
 
 
 def hold(authority: Redlock, resource: str = "r") -> Grant:
-    """Acquire with the blocking driver: while nobody else wants it, that takes a moment; on every node."""
-    grant = authority.acquire((resource,), ttl=30.0, timeout=5.0)
-    assert is_held_everywhere(authority.nodes, resource)
-    return grant
+    """Acquire with the blocking driver: while nobody else wants it, that takes a moment; on every node.
+
+    Of new connections, one may come up when the majority has answered. Its node has the lock the next time.
+    """
+    for _ in range(5):
+        grant = authority.acquire((resource,), ttl=30.0, timeout=5.0)
+        if is_held_everywhere(authority.nodes, resource, seconds=2.0):
+            return grant
+        authority.release(grant)
+    pytest.fail(f"{resource!r} is never held on every node")
 
 
 def listener_of(client: Redlock) -> LoopListener:
@@ -367,7 +373,7 @@ def test_tasks_of_two_loops_and_threads_hand_the_lock_to_each_other(
 ) -> None:
     """Two loops and two threads of one client, called over connections of their own; nobody looks."""
     tokens: list[int] = []
-    ready = threading.Barrier(4)
+    ready = threading.Barrier(4, timeout=20.0)
 
     async def work() -> None:
         await start_listening(client, authority)
@@ -396,11 +402,11 @@ def test_tasks_of_two_loops_and_threads_hand_the_lock_to_each_other(
 
     began = time.monotonic()
     with ThreadPoolExecutor(4) as threads:
-        for done in [threads.submit(run, work()), threads.submit(run, work())] + [
-            threads.submit(block) for _ in range(2)
-        ]:
-            done.result(60)
-    assert time.monotonic() - began < 15.0
+        works = [threads.submit(run, work()), threads.submit(run, work())]
+        works += [threads.submit(block) for _ in range(2)]
+    failures = [failure for done in works if (failure := done.exception()) is not None]
+    assert not failures
+    assert time.monotonic() - began < 30.0
     assert len(tokens) == 60
     assert tokens == sorted(set(tokens))
     assert eventually(lambda: locks_on(nodes) == [])
