@@ -1,9 +1,9 @@
 """The asyncio driver: runs the protocol's generators for all tasks of a loop over one connection a node.
 
 Everybody's commands go over the same links. What is asked within one tick of the loop leaves in one write
-for each node; answers are matched in the order of the requests, and a broadcast resumes as soon as it has
-enough of them, or its patience ends. What comes later is read all the same, and a grant of an acquisition
-that has been given up is released.
+for each node, most of it merged into one command (`merging.py`); answers are matched in the order of the
+requests, and a broadcast resumes as soon as it has enough of them, or its patience ends. What comes later is
+read all the same, and a grant of an acquisition that has been given up is released.
 
 `Lines` belong to one loop, and are gone with it: a loop knows them by its readers, they know it by a weak
 reference only. Where a loop is shut down as `asyncio.run` does it, they are closed before it is.
@@ -17,12 +17,13 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from typing import Any, TypeVar
 
 from fencelock.authority.redlock.loop_listening import LoopListener, call_into
-from fencelock.authority.redlock.node import Link, Unusable
-from fencelock.authority.redlock.protocol import Answer, Answers, Broadcast, Request, Round, Said
+from fencelock.authority.redlock.merging import Batch, Gathering, Part, may_be_merged
+from fencelock.authority.redlock.node import Link, Unusable, pack
+from fencelock.authority.redlock.protocol import Answer, Answers, Broadcast, Command, Request, Round, Said
 from fencelock.authority.redlock.seats import FRESH, Ballot, Seats
 
 _T = TypeVar("_T")
@@ -70,6 +71,9 @@ class Lines(Seats):
         self._newcomers: set[asyncio.Future[None]] = set()
         self._congested: set[int] = set()
         self._flush_is_due = False
+        self._gathering = Gathering()
+        #: Those that may hold something back.
+        self._batches: list[Batch] = []
         self._looks_at = math.inf
         self._last_used = 0.0
         self._farewell = weakref.finalize(loop, self.close)
@@ -94,6 +98,7 @@ class Lines(Seats):
         if (loop := self._loop()) is None or loop.is_closed():
             for asking in self._asking:
                 asking.over = True  # nobody can be woken any more
+        self._send_gathered(time.monotonic())
         for index in range(len(self._seats)):
             self._drop(index, Answer(Said.UNREACHABLE, detail="the connection was closed here"))
         self.listener.close()
@@ -138,7 +143,7 @@ class Lines(Seats):
         deadline = began + request.patience
         woken = loop.create_future()
         asking = _Asking(request, deadline, woken)
-        self._ask(asking, request, began)
+        self._put(asking, request, began)
         self._flush_soon(loop)
         if not asking.complete:
             self._look_at(deadline, loop)
@@ -147,15 +152,17 @@ class Lines(Seats):
                 await woken
             finally:
                 self._asking.discard(asking)
-                asking.close()
-        return Round(began, time.monotonic(), asking.close())
+                answers = asking.close()
+        else:
+            answers = asking.close()
+        return Round(began, time.monotonic(), answers)
 
     def tell(self, request: Broadcast) -> Round:
         """Send a command to its nodes at once, and wait for nothing: also where no loop runs any more."""
         now = time.monotonic()
         ballot = Ballot(request)
         ballot.over = True
-        self._ask(ballot, request, now)
+        self._put(ballot, request, now)
         self._flush()
         return Round(now, now, ballot.close())
 
@@ -201,6 +208,80 @@ class Lines(Seats):
             if seat.link is not None:
                 self._readable(index, seat.link)
 
+    def _put(self, ballot: Ballot, request: Broadcast, now: float) -> None:
+        """Have a request leave with the next flush, behind those before it."""
+        if not may_be_merged(request, len(self._seats)):
+            self._send_gathered(now)
+            self._ask(ballot, request, now)
+        elif not self._gathering.add(ballot, request):
+            self._send_gathered(now)
+            self._gathering.add(ballot, request)
+
+    def _send_gathered(self, now: float) -> None:
+        """Put what has been gathered into the links: in one command, for nodes that can be asked as usual."""
+        gathering = self._gathering
+        if not (parts := gathering.parts):
+            return
+        self._gathering = Gathering()
+        if len(parts) == 1:
+            self._ask(*parts[0], now)
+            return
+        links: list[Link] = []
+        others: list[int] = []
+        for index, seat in enumerate(self._seats):
+            if seat.link is not None and seat.link.merges and not self._is_behind(seat.link, now):
+                links.append(seat.link)
+            else:
+                others.append(index)
+        if others:
+            for ballot, request in parts:
+                self._ask(ballot, request._replace(nodes=others), now)
+        quorum = len(self._seats) // 2 + 1
+        batch = Batch(parts, len(links), quorum, self._undo_late, self._ask_singly)
+        command = gathering.command()
+        packed = pack(command)
+        for link in links:
+            link.put((batch, command, now), packed)
+        self._batches = [*(each for each in self._batches if each.holds), batch]
+
+    def _ask_singly(self, index: int, parts: Sequence[Part], answer: Answer) -> None:
+        """Send a node what it has not executed; where it is gone, `answer` says why."""
+        link = self._seats[index].link
+        if link is None:
+            for ballot, _ in parts:
+                if not ballot.over:
+                    ballot.hear(index, answer)
+            return
+        if answer.said is Said.ERROR:
+            link.merges = False
+        now = time.monotonic()
+        for ballot, request in parts:
+            command = request.command
+            # An ACQUIRE that nobody waits for may have been released already.
+            if not ballot.over or command.script == "release":
+                link.put((ballot, command, now), pack(command))
+        self._flush_after_this()
+
+    def _undo_late(self, index: int, commands: Sequence[Command]) -> None:
+        """Release what a node has granted for acquisitions that have been given up."""
+        over = [command for command in commands if not self._is_open(command.nonce)]
+        if not over:
+            return
+        seat = self._seats[index]
+        if seat.link is None:
+            seat.owed.extend(over)
+            return
+        releasing = self._gathering.releasing | seat.link.releasing()
+        for command in over:
+            if command.nonce not in releasing:
+                self._undo(seat.link, command, None)
+        self._flush_after_this()
+
+    def _flush_after_this(self) -> None:
+        loop = self._loop()
+        if loop is not None and not loop.is_closed():
+            self._flush_soon(loop)
+
     def _flush_soon(self, loop: asyncio.AbstractEventLoop) -> None:
         if not self._flush_is_due:
             self._flush_is_due = True
@@ -209,6 +290,7 @@ class Lines(Seats):
     def _flush(self) -> None:
         """Write to each node what has been put there since the last time."""
         self._flush_is_due = False
+        self._send_gathered(time.monotonic())
         for index, seat in enumerate(self._seats):
             if seat.link is not None and seat.link.unsent and index not in self._congested:
                 self._write_or_drop(index, seat.link)
@@ -262,6 +344,8 @@ class Lines(Seats):
         self._looks_at = math.inf
         now = time.monotonic()
         self._look(now)  # the loop may have been busy with something else, and the answers be here
+        for batch in self._batches:
+            batch.tell_held()
         next_end = math.inf
         for asking in self._asking:
             if asking.deadline <= now:

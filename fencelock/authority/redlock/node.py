@@ -20,6 +20,7 @@ import re
 import socket
 import ssl
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -76,7 +77,7 @@ _KEYS_OF_ONE: Final = 2
 _MARK: Final = b"that was all"
 _LEADING: Final = frozenset({Said.UNREACHABLE, Said.ERROR})
 _WITH_FACTS: Final = frozenset({Said.TICKET, Said.ADMITTED, Said.OPENED, Said.STANDING, Said.LEASES})
-_TELLING = _WITH_FACTS | {Said.EXTENDED, Said.GRANTED, Said.HIGHER, Said.HELD}
+_TELLING = _WITH_FACTS | {Said.EXTENDED, Said.GRANTED, Said.HIGHER, Said.HELD, Said.MERGED}
 #: Answers that are complete with their first word. That of WAITAOF is how many disks it is on.
 _BARE: Final[dict[bytes | int, Answer]] = {
     **{name: Answer(said) for name, said in _SAID.items() if said not in _TELLING},
@@ -106,7 +107,9 @@ _DIGESTS: Final = {
 }
 
 
-_EVERYDAY: Final = ("acquire", "confirm", "release", "extend")
+#: The script that does as several others do; see `merging.py`.
+MERGED: Final = "merged"
+_EVERYDAY: Final = ("acquire", "confirm", "release", "extend", MERGED)
 
 
 class Unusable(Exception):  # noqa: N818 - it carries a node's answer, and is never seen by users
@@ -414,6 +417,8 @@ class Link:
         recv: reads from the socket itself.
         whole: whether what `recv` returns next begins with an answer's first byte. False also where that
             cannot be told.
+        merges: whether merged commands are of any use: not where every vote must prove its server, and not
+            for a user who may not execute them.
     """
 
     __slots__ = (
@@ -424,6 +429,7 @@ class Link:
         "descriptor",
         "identity",
         "leads_elsewhere",
+        "merges",
         "recv",
         "unsent",
         "waiting",
@@ -444,6 +450,7 @@ class Link:
         self.leads_elsewhere = False
         self.recv = sock.recv
         self.whole = self._pending is None
+        self.merges = not identity.replid
 
     def close(self) -> None:
         """Close the socket. In a forked child this leaves the parent's alone."""
@@ -462,9 +469,22 @@ class Link:
         # All scripts have a key.
         self.unsent.append(packed + self._own_arguments if sent[1].keys else packed)
 
+    def unanswered(self) -> Iterator[tuple[Any, Command]]:
+        """Yield what has been sent and not been answered, with its sender; of what was merged, each part."""
+        for sender, command, _ in self.waiting:
+            if command.script == MERGED:
+                for ballot, request in sender.parts:
+                    yield ballot, request.command
+            else:
+                yield sender, command
+
+    def releasing(self) -> set[str]:
+        """Return the nonces of which a RELEASE is under way."""
+        return {command.nonce for _, command in self.unanswered() if command.script == "release"}
+
     def releases(self, nonce: str) -> bool:
         """Whether a RELEASE of that nonce is under way."""
-        return any(command.script == "release" and command.nonce == nonce for _, command, _ in self.waiting)
+        return any(command.script == "release" and command.nonce == nonce for _, command in self.unanswered())
 
     def flush(self) -> bool:
         """Write what has been put here, as far as the socket takes it; return whether that was all.
@@ -500,8 +520,8 @@ class Link:
         if not complete:
             raise Unusable(Said.SILENT, "it reads nothing any more")
 
-    def receive(self, now: float, read: bytes = b"") -> list[tuple[Sent, Answer]]:
-        """Return the answers that have arrived, with what they answer.
+    def receive(self, now: float, read: bytes = b"") -> Iterator[tuple[Sent, Answer]]:
+        """Yield the answers that have arrived, with what they answer, which is `waiting` until then.
 
         Commands whose script the node did not know are put here again, with its text, for a `flush`.
 
@@ -514,23 +534,23 @@ class Link:
         """
         data = read or self._read()
         if data is None:
-            return []
-        answers = []
+            return
         reader, waiting = self._reader, self.waiting
         try:
             reader.feed(data)
             while (reply := reader.gets()) is not False:
                 sent = waiting.popleft()
                 if type(reply) is list or not str(reply).startswith("NOSCRIPT"):
-                    answers.append((sent, read_answer(reply)))
+                    answer = read_answer(reply)
                 else:
                     # On the same socket, or who knows which server process would answer.
                     sender, command, _ = sent
                     self.put((sender, command, now), _pack(command, "EVAL", SCRIPTS[command.script]))
+                    continue
+                yield sent, answer
         except (hiredis.HiredisError, LookupError, TypeError, ValueError) as error:
             raise Unusable(Said.ERROR, f"it does not speak like a node: {error!r}") from error
         self.whole = not waiting and self._pending is None
-        return answers
 
     def subscribe(self, channel: str) -> None:
         """Listen to a channel; from now on the link is good for `messages` only.

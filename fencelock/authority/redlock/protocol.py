@@ -61,6 +61,8 @@ class Said(enum.Enum):
     RELEASED = "released"
     EXTENDED = "extended"
     RESTORED = "had no lock, and has made it again"
+    MERGED = "told what it did about each of several commands"
+    SINGLY = "did nothing, and wants each command by itself"
     TICKET = "waiting to be admitted"
     OPENED = "opened"
     ADMITTED = "admitted"

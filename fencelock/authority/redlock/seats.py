@@ -29,7 +29,7 @@ MOST_OWED = 1000
 _MAKES_LOCKS = frozenset({Said.GRANTED, Said.EXTENDED})
 _SILENT = Answer(Said.SILENT)
 #: Looked up for every answer.
-_GRANTED = Said.GRANTED
+_GRANTED, _MERGED = Said.GRANTED, Said.MERGED
 _ADMITTING = frozenset({Said.ADMITTED, Said.OPENED})
 _FORGETFUL = frozenset({Said.AMNESIA, Said.RESTARTED})
 #: Answers that say something about the node itself.
@@ -71,6 +71,13 @@ class Ballot:
             self.complete = count == len(request.nodes) or request.enough(answers)
             if self.complete:
                 self.wake()
+
+    def hear_alike(self, nodes: Sequence[int], answer: Answer) -> None:
+        """Note the answer that several nodes have given; at least one."""
+        *most, last = nodes
+        for node in most:
+            self.answers[node] = answer
+        self.hear(last, answer)
 
     def wake(self) -> None:
         """Let who waits go on."""
@@ -198,11 +205,16 @@ class Seats(abc.ABC):
                     continue
             link.put(sent, packed)
 
+    def _is_behind(self, link: Link, now: float) -> bool:
+        """Whether a link owes answers for so long, or so many, that not everything may be sent there."""
+        waiting = link.waiting
+        return bool(waiting) and (waiting[0][2] < now - self._patience or len(waiting) >= _MOST_UNANSWERED)
+
     def _take(self, index: int, link: Link, now: float, read: bytes = b"") -> None:
         """Read what has arrived on a link: hand on what is waited for, deal with the rest."""
         for (ballot, command, _), answer in link.receive(now, read):
             said = answer.said
-            if said is _GRANTED:
+            if said is _GRANTED or said is _MERGED:
                 if answer.epoch != self._epoch:
                     self._note_epoch(answer.epoch)
             elif said in NEWS:
@@ -257,11 +269,10 @@ class Seats(abc.ABC):
         self._absent += 1
         self._unwatch(index, link)
         link.hang_up()
-        for ballot, sent, _ in link.waiting:
+        for ballot, _, _ in link.waiting:
             if ballot is not None and not ballot.over:
                 ballot.hear(index, failure)
-            if left_behind(sent, None):
-                seat.owed.append(sent)
+        seat.owed.extend(command for _, command in link.unanswered() if left_behind(command, None))
 
     def _dial_absent(self) -> None:
         """Begin to open what is not open."""
