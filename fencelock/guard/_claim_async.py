@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 from fencelock.guard.claim import claim, claim_all, gate
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from sqlalchemy import Select
     from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
 
@@ -75,7 +77,12 @@ async def claim_all_async(
     return await _of_task(session).run_sync(claim_all, statement)
 
 
-async def gate_async(session: AsyncSession | async_scoped_session[Any], resource: str | None = None) -> None:
+async def gate_async(
+    session: AsyncSession | async_scoped_session[Any],
+    resource: str | None = None,
+    *,
+    bind_arguments: Mapping[str, Any] | None = None,
+) -> None:
     """Claim the resource's own row in the fence table: `gate`, for an `AsyncSession`.
 
     Example:
@@ -84,7 +91,7 @@ async def gate_async(session: AsyncSession | async_scoped_session[Any], resource
         session.add(Item(order_id=1))
         ```
     """
-    await _of_task(session).run_sync(gate, resource)
+    await _of_task(session).run_sync(lambda blocking: gate(blocking, resource, bind_arguments=bind_arguments))
 
 
 def _of_task(session: AsyncSession | async_scoped_session[Any]) -> AsyncSession:

@@ -156,6 +156,17 @@ def is_condition(clause: Any, fence: ColumnElement[int]) -> bool:
     )
 
 
+def wants_token(statement: Any, rows: Iterable[Row]) -> bool:
+    """Tell whether an UPDATE or DELETE has the condition, and nobody has given it a token."""
+    return isinstance(statement, Update | Delete) and any(
+        isinstance(part, BinaryExpression)
+        and isinstance(part.right, BindParameter)
+        and part.right.key == TOKEN_BIND
+        and not all(TOKEN_BIND in row for row in rows)
+        for part in criteria(statement)
+    )
+
+
 def pins(
     clauses: Iterable[Any], source: FromClause, fenced: FencedTable
 ) -> Iterator[tuple[str, BindParameter[Any]]]:

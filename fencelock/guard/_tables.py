@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from string import Formatter
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 from uuid import UUID
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
@@ -173,6 +174,34 @@ def _member(kind: Enum, value: Any) -> Any:
     return value
 
 
+_fixing = Lock()
+
+
+@dataclass(eq=False, slots=True)
+class Fixed:
+    """That one resource guards a whole table, because something was written under it.
+
+    Attributes:
+        resource: its name.
+        users: stand for the open transactions that have written under it.
+        lasts: whether one has been committed, or may have been.
+    """
+
+    resource: str
+    users: set[object] = field(default_factory=set)
+    lasts: bool = False
+
+    @property
+    def is_void(self) -> bool:
+        """Whether nothing that was written under it is left."""
+        return not (self.lasts or self.users)
+
+    def end(self, user: object, *, lasts: bool) -> None:
+        """Note that a transaction has ended, and whether what it wrote lasts."""
+        self.lasts = self.lasts or lasts
+        self.users.discard(user)
+
+
 @dataclass(eq=False, slots=True)
 class FencedTable:
     """What the guard knows of one fenced table.
@@ -188,7 +217,7 @@ class FencedTable:
     template: ResourceTemplate | None = None
     mapper: ReferenceType[Mapper[Any]] | None = None
     fence: Column[int] = field(init=False)
-    _fixed: WeakKeyDictionary[Dialect, dict[str | None, str]] = field(
+    _fixed: WeakKeyDictionary[Dialect, dict[str | None, Fixed]] = field(
         init=False, default_factory=WeakKeyDictionary
     )
 
@@ -205,8 +234,10 @@ class FencedTable:
         """Whether the table has a trigger that wants each statement to carry its token."""
         return trigger_of(self.table) == "strict"
 
-    def fix(self, dialect: Dialect, options: Mapping[str, Any], resource: str) -> None:
+    def fix(self, dialect: Dialect, options: Mapping[str, Any], resource: str, user: object) -> Fixed:
         """Note that `resource` guards this table, where no template says so; refuse any other from then on.
+
+        Where all transactions that wrote under it are rolled back, it is forgotten: see `Fixed`.
 
         Tokens of different resources are not comparable, so rows written under one would be refused, or
         worse accepted, under the other. What is remembered is per process and per engine (an engine and
@@ -216,17 +247,25 @@ class FencedTable:
         Raises:
             AmbiguousFenceError: if another resource has guarded the table before.
         """
-        fixed = self._fixed.setdefault(dialect, {}).setdefault(self._schema(options), resource)
-        if fixed != resource:
-            raise AmbiguousFenceError(
-                f"table {self.name!r} was written under the lease of {fixed!r} and now under that of "
-                f"{resource!r}, and tokens of different resources are not comparable; say which resource "
-                f"guards a row with __fence_resource__, or always lock the same one for this table"
-            )
+        schema = self._schema(options)
+        with _fixing:
+            fixed = self._fixed.setdefault(dialect, {})
+            found = fixed.get(schema)
+            if found is None or found.is_void:
+                found = fixed[schema] = Fixed(resource)
+            if found.resource == resource:
+                found.users.add(user)
+                return found
+        raise AmbiguousFenceError(
+            f"table {self.name!r} was written under the lease of {found.resource!r} and now under that of "
+            f"{resource!r}, and tokens of different resources are not comparable; say which resource "
+            f"guards a row with __fence_resource__, or always lock the same one for this table"
+        )
 
     def fixed(self, dialect: Dialect, options: Mapping[str, Any]) -> str | None:
         """Return the resource that guards this table, where no template says so, and one is known to."""
-        return self._fixed.get(dialect, {}).get(self._schema(options))
+        found = self._fixed.get(dialect, {}).get(self._schema(options))
+        return None if found is None or found.is_void else found.resource
 
     def _schema(self, options: Mapping[str, Any]) -> str | None:
         """Return the schema that the table is in under these execution options."""

@@ -35,7 +35,7 @@ from fencelock.guard._statement import (
     values_of,
     with_text_apart,
 )
-from fencelock.guard._tables import FencedTable, row_name
+from fencelock.guard._tables import FENCE_COLUMN, FencedTable, row_name
 from fencelock.guard.session import Tokens, rows_known_to
 
 LOCKING_READS: Final = frozenset({"mysql", "mariadb"})
@@ -188,7 +188,8 @@ class GuardedWrite:
 
         With each go its parameters, and the values that the statement says make the resource's name.
         """
-        above = self.source.c[self.fenced.fence.key] > bindparam(TOKEN_BIND, type_=BigInteger)
+        fence = self.source.c[self.fenced.fence.key]
+        above = or_(fence > bindparam(TOKEN_BIND, type_=BigInteger), fence.is_(None))
         asked = self._asked().limit(1)
         if not self.key:
             query = asked.where(*self.where, or_(above, *self._differs(self.naming or ())))
@@ -236,9 +237,20 @@ class GuardedWrite:
                     f"{self.fenced.name}{identity!r} is guarded by {actual!r}, not by {asked!r} as this "
                     f"write has it; nothing was written, so roll back, and lock what the row itself names"
                 )
+        if current is None:
+            return without_fence(self.fenced, identity)
         if current <= token:
             return None
         return StaleTokenError(self.fenced.name, identity if self.key else None, token, current)
+
+
+def without_fence(fenced: FencedTable, identity: tuple[Any, ...]) -> FenceError:
+    """Return the error for a row whose fence is NULL, so that no token passes."""
+    return FenceError(
+        f"the fence of {fenced.name}{identity!r} is NULL, which lets no token pass: the column "
+        f"{FENCE_COLUMN} was made without NOT NULL DEFAULT 0, as op.add_fence() makes it; in the rows that "
+        f"have none, SET {FENCE_COLUMN} = 0, and then make it NOT NULL"
+    )
 
 
 def is_one_of(

@@ -29,7 +29,8 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.engine import Connection
-from sqlalchemy.exc import InvalidRequestError, NoInspectionAvailable, NoResultFound
+from sqlalchemy.exc import InvalidRequestError, NoInspectionAvailable, NoResultFound, UnboundExecutionError
+from sqlalchemy.ext.horizontal_shard import ShardedSession
 from sqlalchemy.orm import Mapper, Session, scoped_session
 
 from fencelock.errors import AmbiguousFenceError, UnfencedWriteError
@@ -45,6 +46,7 @@ from fencelock.guard.session import (
     Tokens,
     join,
     note_gate,
+    refuse_bypass,
     resource_of,
     roll_back,
     session_of,
@@ -208,7 +210,12 @@ def claim_all(session: Session | scoped_session[Any], statement: Select[Any]) ->
 
 
 @telling
-def gate(session: Session | scoped_session[Any], resource: str | None = None) -> None:
+def gate(
+    session: Session | scoped_session[Any],
+    resource: str | None = None,
+    *,
+    bind_arguments: Mapping[str, Any] | None = None,
+) -> None:
     """Claim the resource's own row in the fence table, making it where there is none.
 
     It guards what rows cannot guard themselves: INSERTs, a DELETE followed by an INSERT, and whole
@@ -219,18 +226,21 @@ def gate(session: Session | scoped_session[Any], resource: str | None = None) ->
     Args:
         session: whose transaction passes the gate.
         resource: which gate; by default that of the one lease held.
+        bind_arguments: which database, for a session that has several: what `Session.connection` takes, such
+            as `{"mapper": Order}` or `{"shard_id": "asia"}`.
 
     Raises:
         StaleTokenError: if a newer holder has passed.
         UnfencedWriteError: if the resource's lease is not held.
         AmbiguousFenceError: if several leases are held and no resource is given.
         LockLostError: if the lease is known to be lost.
+        TypeError: if it cannot be told which of the session's databases has the gate.
     """
     install()
     session = session_of(session)
     if session.autoflush:
         session.flush()
-    connection = _guarded_connection(session, None)
+    connection = _connection_of_gate(session, bind_arguments)
     fenced = fenced_table(FENCES)
     assert fenced is not None  # noqa: S101  it is registered where it is defined
     name = _only_resource(connection) if resource is None else check_resource(resource)
@@ -303,11 +313,22 @@ def connection_of(session: Session, mapper: Mapper[Any] | None) -> Connection:
 def _guarded_connection(session: Session, mapper: Mapper[Any] | None) -> Connection:
     """Return it, unless its engine lets everything pass unguarded: then there is nothing to claim with."""
     connection = connection_of(session, mapper)
-    if connection.get_execution_options().get("fencelock") == BYPASS:
-        raise UnfencedWriteError(
-            f"nothing can be claimed on a connection with execution_options(fencelock={BYPASS!r}), where no "
-            f"fence is raised or compared; use an engine without it"
-        )
+    refuse_bypass(connection.get_execution_options())
+    return connection
+
+
+def _connection_of_gate(session: Session, bind_arguments: Mapping[str, Any] | None) -> Connection:
+    which = "say which database has the gate, with bind_arguments={'mapper': <a model of the same database>}"
+    if bind_arguments is None and isinstance(session, ShardedSession):
+        raise TypeError(f"this session has several shards: {which}, or {{'shard_id': …}}")
+    try:
+        connection = session.connection(bind_arguments=dict(bind_arguments) if bind_arguments else None)
+    except UnboundExecutionError as error:
+        raise TypeError(
+            f"this session has no one database, for instance because of binds=: {which}"
+        ) from error
+    join(connection, session)
+    refuse_bypass(connection.get_execution_options())
     return connection
 
 

@@ -32,7 +32,7 @@ from sqlalchemy.sql.lambdas import LambdaElement
 from fencelock.errors import FenceError, UnfencedWriteError
 from fencelock.guard._carried import ready, take_back
 from fencelock.guard._insert import stamp_insert
-from fencelock.guard._statement import TOKEN_OPTION, Row, refuse_foreign_assignments
+from fencelock.guard._statement import TOKEN_OPTION, Row, refuse_foreign_assignments, wants_token
 from fencelock.guard._tables import (
     FencedTable,
     fenced_table,
@@ -50,6 +50,7 @@ from fencelock.guard.session import (
     in_unit_of_work,
     note_locked,
     refuse_autocommit,
+    refuse_bypass,
     report_refusal,
     roll_back,
     writes_fenced_rows,
@@ -101,7 +102,11 @@ def _guarded_form(
     if isinstance(statement, TextClause) and not _bypassed(options):
         statement, rows = stamp_text(connection, statement, multiparams or [params], options)
         return (statement, rows, {}) if multiparams else (statement, [], rows[0])
-    if not getattr(statement, "is_dml", False) or _bypassed(options):
+    if not getattr(statement, "is_dml", False):
+        return statement, multiparams, params
+    if _bypassed(options):
+        if TOKEN_OPTION in options or wants_token(statement, multiparams or [params]):
+            refuse_bypass(options)
         return statement, multiparams, params
     translated = bool(options.get("schema_translate_map"))
     known = harmless()

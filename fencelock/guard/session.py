@@ -32,7 +32,7 @@ from sqlalchemy.orm import Mapper, Session
 from sqlalchemy.orm.base import INCLUDE_PENDING_MUTATIONS, NO_VALUE, PASSIVE_NO_INITIALIZE
 
 from fencelock.errors import AmbiguousFenceError, FenceError, UnfencedWriteError
-from fencelock.guard._tables import FENCE_COLUMN, FencedTable
+from fencelock.guard._tables import FENCE_COLUMN, FencedTable, Fixed
 from fencelock.guard.events import report
 from fencelock.lease import Lease, held_leases
 
@@ -146,6 +146,7 @@ class Writer:
         claiming: leases in doubt that are about to be claimed under.
         committing: whether its COMMIT, or the first phase of one, may have been sent.
         has_transaction: whether the driver was seen to hold a transaction open.
+        lasting: whether it was committed, or may have been.
         remembered: the leases it was written under so far, by resource.
         gates: which it has passed, and which thread and task did so: each as (resource, who).
         undoing: whether it is being rolled back, so that nothing can come of it.
@@ -153,6 +154,7 @@ class Writer:
 
     __slots__ = (
         "_bound_before",
+        "_fixed",
         "_locked",
         "_locked_count",
         "_mark",
@@ -162,6 +164,7 @@ class Writer:
         "committing",
         "gates",
         "has_transaction",
+        "lasting",
         "remembered",
         "undoing",
     )
@@ -172,9 +175,11 @@ class Writer:
         self.gates: set[tuple[str, object]] = set()
         self.undoing = False
         self.committing = False
+        self.lasting = False
         self.claiming: set[Lease] = set()
         self._bound_before: tuple[Lease, ...] | None = None
         self._needs: set[Lease] = set()
+        self._fixed: set[Fixed] = set()
         self._locked: list[Callable[[], Iterable[str]]] = []
         self._locked_count = 0
         self._savepoints: dict[str, int] = {}
@@ -197,11 +202,22 @@ class Writer:
         if lease not in self._needs:
             self._needs.add(lease)
             lease.need(self._mark)
-            watch_end(connection.get_transaction())
+            self.lasting = not watch_end(connection.get_transaction())
+
+    def fix(
+        self, fenced: FencedTable, connection: Connection, options: Mapping[str, Any], resource: str
+    ) -> None:
+        """Note that the transaction writes to a table that a resource guards, and no other may.
+
+        Raises:
+            AmbiguousFenceError: if another one does.
+        """
+        self._fixed.add(fenced.fix(connection.dialect, options, resource, self._mark))
 
     def doubt(self) -> None:
         """Note that nobody knows what became of the transaction, whose connection was lost."""
         if not self.undoing:
+            self.lasting = True
             locked = {name for names in self._locked for name in names()}
             for lease in self._needs:
                 lease.doubt(locked)
@@ -226,7 +242,10 @@ class Writer:
 
     def _let_go(self) -> list[Callable[[], object]]:
         calls = [call for lease in self._needs for call in lease.let_go(self._mark)]
+        for fixed in self._fixed:
+            fixed.end(self._mark, lasts=self.lasting)
         self._needs.clear()
+        self._fixed.clear()
         self._locked.clear()
         return calls
 
@@ -313,6 +332,7 @@ class _Watched(Transaction):
         self._note_committing()
         try:
             super().commit()
+            self._note_committed()
         finally:
             self._note_end()
 
@@ -334,6 +354,11 @@ class _Watched(Transaction):
         writer = _writers.get(self)
         if writer is not None:
             writer.committing = True
+
+    def _note_committed(self) -> None:
+        writer = _writers.get(self)
+        if writer is not None:
+            writer.lasting = True
 
     def _note_undoing(self) -> None:
         writer = _writers.get(self)
@@ -364,8 +389,8 @@ _WATCHED: Final[Mapping[type[Any], type[Transaction]]] = {
 }
 
 
-def watch_end(transaction: Transaction | None) -> None:
-    """Have a transaction let go of its leases at its end.
+def watch_end(transaction: Transaction | None) -> bool:
+    """Have a transaction let go of its leases at its end; tell whether it will say how it has ended.
 
     SQLAlchemy has events before a COMMIT and none after it, save those of sessions, which do not see the
     transactions of others that they have joined. One of an unknown class lets go when it is thrown away.
@@ -373,6 +398,7 @@ def watch_end(transaction: Transaction | None) -> None:
     watched = _WATCHED.get(type(transaction))
     if transaction is not None and watched is not None:
         transaction.__class__ = watched
+    return isinstance(transaction, _Watched)
 
 
 def writer_of(connection: Connection) -> Writer:
@@ -488,6 +514,19 @@ def _who() -> object:
     except RuntimeError:
         task = None
     return threading.get_ident() if task is None else id(task)
+
+
+def refuse_bypass(options: Mapping[str, Any]) -> None:
+    """Refuse to do fenced work where everything passes unguarded.
+
+    Raises:
+        UnfencedWriteError: if these execution options say so.
+    """
+    if options.get("fencelock") == BYPASS:
+        raise UnfencedWriteError(
+            f"nothing can be claimed or written with a token under execution_options(fencelock={BYPASS!r}), "
+            f"where no fence is raised or compared; use an engine, a connection and a statement without it"
+        )
 
 
 def refuse_autocommit(connection: Connection, options: Mapping[str, Any], fenced: FencedTable) -> None:
@@ -609,7 +648,8 @@ class Tokens:
                 f"to {self.fenced.name!r}; say which with __fence_resource__, or bind() one of them"
             )
         (lease,) = self._candidates.values()
-        self.fenced.fix(self._connection.dialect, self._options, lease.resource)
+        lease.check()
+        self._writer.fix(self.fenced, self._connection, self._options, lease.resource)
         self._of_table = self._use(lease)
         return self._of_table
 

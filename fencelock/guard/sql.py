@@ -72,7 +72,8 @@ def execute_fenced(
 
     Raises:
         StaleTokenError: where rows matched the statement but for their fence.
-        UnfencedWriteError: if no token is given and the lease needed is not held.
+        UnfencedWriteError: if no token is given and the lease needed is not held; or if nothing is guarded
+            here, because of `execution_options(fencelock="bypass")`.
         AmbiguousFenceError: if no token is given and several leases could be meant.
         LockLostError: if no token is given and the lease is known to be lost.
         ValueError: if the table has no fence, or the token is not 1 … 2**63 - 1.

@@ -21,7 +21,7 @@ from fencelock.guard._carried import CarriedToken, ready, take_back
 from fencelock.guard._exact import is_text
 from fencelock.guard._install import install
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, spelling
-from fencelock.guard._write import KEYS_PER_QUERY, holds, is_one_of, newest
+from fencelock.guard._write import KEYS_PER_QUERY, holds, is_one_of, newest, without_fence
 from fencelock.guard.claim import connection_of, fenced_model
 from fencelock.guard.events import telling
 from fencelock.guard.session import (
@@ -233,6 +233,8 @@ def _check(
                     f"{fenced.name}{identity!r} is guarded by {actual!r}, and not by what the row to "
                     f"upsert names; nothing was written"
                 )
+            if current is None:
+                raise without_fence(fenced, identity)
             if current != token:
                 raise StaleTokenError(fenced.name, identity, token, current)
             yield identity

@@ -1,0 +1,178 @@
+"""Mistakes whose errors had better say what to do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, create_engine, delete, select, text, update
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy.ext.horizontal_shard import ShardedSession
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+
+from fencelock.errors import AmbiguousFenceError, FenceError, UnfencedWriteError
+from fencelock.guard import (
+    FencedModel,
+    bind,
+    claim,
+    claim_all,
+    execute_fenced,
+    fence_table,
+    fenced_delete,
+    fenced_update,
+    gate,
+    gate_async,
+    upsert,
+)
+from fencelock.lease import Lease
+
+
+class Base(DeclarativeBase):
+    """The models of this file."""
+
+
+class Row(FencedModel, Base):
+    """Guarded as a whole table."""
+
+    __tablename__ = "er_rows"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    value: Mapped[int] = mapped_column(default=0)
+
+
+fence_table(Base.metadata)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    """An engine on a database with the tables."""
+    made = create_engine(f"sqlite:///{tmp_path}/errors.sqlite")
+    Base.metadata.create_all(made)
+    yield made
+    made.dispose()
+
+
+def test_a_fenced_statement_where_nothing_is_guarded(engine: Engine) -> None:
+    """With the engine's, the connection's and the statement's own option, with a token and without."""
+    statement = fenced_update(Row).where(Row.id == 1).values(value=1)
+    bypassing = engine.execution_options(fencelock="bypass")
+    for token in (None, 5):
+        with bypassing.connect() as connection, pytest.raises(UnfencedWriteError, match="bypass"):
+            execute_fenced(connection, statement, token=token)
+        with Session(bypassing) as session, pytest.raises(UnfencedWriteError, match="bypass"):
+            execute_fenced(session, fenced_delete(Row), token=token)
+        with Session(engine) as session, pytest.raises(UnfencedWriteError, match="bypass"):
+            execute_fenced(session, statement.execution_options(fencelock="bypass"), token=token)
+
+
+def test_a_gate_of_a_session_with_several_databases(engine: Engine) -> None:
+    """It is told which, as `Session.connection` is."""
+    with Session(binds={Row: engine}) as session:
+        bind(session, Lease("rows", 5))
+        with pytest.raises(TypeError, match="bind_arguments"):
+            gate(session)
+        gate(session, bind_arguments={"mapper": Row})
+        session.commit()
+    with ShardedSession(
+        shards={"a": engine},
+        shard_chooser=lambda mapper, *_, **__: mapper.nothing,
+        identity_chooser=lambda *_, **__: ["a"],
+        execute_chooser=lambda _: ["a"],
+    ) as sharded:
+        bind(sharded, Lease("rows", 5))
+        with pytest.raises(TypeError, match="bind_arguments"):
+            gate(sharded, "rows")
+        gate(sharded, "rows", bind_arguments={"shard_id": "a"})
+
+
+def test_a_gate_for_coroutines_is_told_as_well(engine: Engine) -> None:
+    """`gate_async` hands it on."""
+
+    async def main() -> None:
+        aengine = create_async_engine(engine.url.set(drivername="sqlite+aiosqlite"))
+        async with AsyncSession(binds={Row: aengine}) as session:
+            bind(session, Lease("rows", 5))
+            await gate_async(session, "rows", bind_arguments={"mapper": Row})
+        await aengine.dispose()
+
+    asyncio.run(main())
+
+
+def change(session: Session) -> None:
+    """Change it by the unit of work."""
+    session.get_one(Row, 1).value = 1
+    session.flush()
+
+
+NULL_WRITES: dict[str, Callable[[Session], object]] = {
+    "unit of work": change,
+    "by key": lambda session: session.execute(update(Row).where(Row.id == 1).values(value=1)),
+    "by criteria": lambda session: session.execute(update(Row).where(Row.value == 0).values(value=1)),
+    "DELETE": lambda session: session.execute(delete(Row)),
+    "text": lambda session: session.execute(
+        text(
+            "UPDATE er_rows SET value = 1, last_fencing_token = :fencing_token "
+            "WHERE id = :id AND last_fencing_token <= :fencing_token"
+        ),
+        {"id": 1},
+    ),
+    "claim": lambda session: claim(session, Row, 1),
+    "claim_all": lambda session: claim_all(session, select(Row)),
+    "upsert": lambda session: upsert(session, Row, [{"id": 1, "value": 1}]),
+}
+
+
+@pytest.mark.parametrize("way", NULL_WRITES)
+def test_a_row_without_a_fence(shared_engine: Engine, way: str) -> None:
+    """Its column was made without NOT NULL: the condition is never true, and what to do about it is said."""
+    with shared_engine.begin() as connection:
+        connection.execute(text("DROP TABLE IF EXISTS er_rows"), execution_options={"fencelock": "bypass"})
+        Row.__table__.create(connection)  # type: ignore[attr-defined]
+        connection.execute(text("DROP TABLE er_rows"), execution_options={"fencelock": "bypass"})
+        connection.execute(
+            text("CREATE TABLE er_rows (id INTEGER PRIMARY KEY, value INTEGER, last_fencing_token BIGINT)")
+        )
+        connection.execute(
+            text("INSERT INTO er_rows (id, value) VALUES (1, 0)"), execution_options={"fencelock": "bypass"}
+        )
+    with Session(shared_engine) as session:
+        bind(session, Lease("rows", 5))
+        with pytest.raises(FenceError, match=r"NULL.*SET last_fencing_token = 0"):
+            NULL_WRITES[way](session)
+        session.rollback()
+        assert session.scalar(text("SELECT value FROM er_rows")) == 0
+
+
+def write(session: Session, resource: str) -> None:
+    """Write a row under the lease of a resource."""
+    bind(session, Lease(resource, 5))
+    session.execute(update(Row).values(value=1))
+
+
+ENDS: dict[str, Callable[[Session], Any]] = {"rollback": Session.rollback, "close": Session.close}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_what_was_rolled_back_does_not_say_which_resource_guards_a_table(engine: Engine, end: str) -> None:
+    """The first write was a mistake, and was taken back; it is the first that is committed which counts."""
+    with Session(engine) as mistaken, Session(engine) as session:
+        write(mistaken, "a")
+        ENDS[end](mistaken)
+        write(session, "b")
+        session.commit()
+        with pytest.raises(AmbiguousFenceError, match=r"'b'.*'a'"):
+            write(mistaken, "a")
+
+
+def test_an_open_transaction_says_which_resource_guards_a_table(engine: Engine) -> None:
+    """Until its end, by which nothing may be left of it."""
+    with Session(engine) as first, Session(engine) as second:
+        write(first, "a")
+        with pytest.raises(AmbiguousFenceError, match=r"'a'.*'b'"):
+            write(second, "b")
+        second.rollback()
+        first.rollback()
+        write(second, "b")
+        second.commit()
