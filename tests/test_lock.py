@@ -7,6 +7,7 @@ import contextvars
 import copy
 import inspect
 import math
+import os
 import pickle
 import threading
 import time
@@ -543,3 +544,18 @@ def test_lock_is_released_where_it_was_granted(nodes: Nodes, monkeypatch: pytest
             fencelock.configure(second)
         with first.lock("r", timeout=0), lock as token:
             assert token == 1
+
+
+def test_nonces_are_drawn_when_they_are_needed(authority: Redlock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is kept in store: two processes restored from one snapshot would bid as one, and get one token."""
+    drawn: list[bytes] = []
+    draw = os.urandom
+
+    def patched(size: int) -> bytes:
+        drawn.append(draw(size))
+        return drawn[-1]
+
+    monkeypatch.setattr(os, "urandom", patched)
+    for count in range(1, 4):
+        with authority.lock("r"), authority.lock("s"):
+            assert len([word for word in drawn if len(word) == 16]) == 2 * count

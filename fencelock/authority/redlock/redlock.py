@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 _NAMESPACE = "fencelock"
-#: How many nonces are made at once.
-_NONCES = 64
 #: What is closed when the interpreter exits; before that, whoever holds leases gives them back.
 _in_use: WeakSet[Redlock] = WeakSet()
 
@@ -110,8 +108,6 @@ class Redlock:
         self._sightings: recovery.Sightings = {}
         # Of acquisitions under way and grants in use. Grants that are let expire leave by themselves.
         self._wanted: WeakValues[str, protocol.Bid] = WeakValues()
-        #: Not used yet. Made in advance, for a call of the operating system is dear.
-        self._nonces: list[str] = []
         self._pool = Pool(self._make_channels)
         self._recoverer = Recoverer(self._make_channels, self._recovering)
         self._listener = Listener(self._nodes, self._node_key)
@@ -278,15 +274,7 @@ class Redlock:
         instead_of: protocol.Granted | None = None,
         above: tuple[int, ...] = (),
     ) -> _Bids:
-        return _Bids(resources, ttl, self._wanted, self._new_nonce, waiter, instead_of, above)
-
-    def _new_nonce(self) -> str:
-        try:
-            return self._nonces.pop()
-        except IndexError:
-            words = secrets.token_hex(16 * _NONCES)
-            self._nonces += [words[at : at + 32] for at in range(0, len(words), 32)]
-            return secrets.token_hex(16)
+        return _Bids(resources, ttl, self._wanted, waiter, instead_of, above)
 
     def _acquiring(self, bids: _Bids, timeout: float | None) -> Generator[protocol.Request, Any, Grant]:
         initialised = False
@@ -475,7 +463,6 @@ class _Bids:
         resources: what is acquired, in the order of the caller.
         ttl: seconds.
         wanted: where bids are noted whose late grants must not be released.
-        new_nonce: returns one that has never been before.
         waiter: knows the acquisition's place among those who wait; None where nobody waits.
         instead_of: what the bids take over.
         above: a token for each resource that the new one must exceed; empty for none.
@@ -486,7 +473,6 @@ class _Bids:
         resources: tuple[str, ...],
         ttl: float,
         wanted: WeakValues[str, protocol.Bid],
-        new_nonce: Callable[[], str],
         waiter: Waiter | None,
         instead_of: protocol.Granted | None = None,
         above: tuple[int, ...] = (),
@@ -495,7 +481,6 @@ class _Bids:
         self._canonical = resources if len(resources) == 1 else tuple(sorted(resources))
         self._ttl = ttl
         self._wanted = wanted
-        self._new_nonce = new_nonce
         self._waiter = waiter
         self._instead_of = instead_of
         self.above = above
@@ -508,7 +493,9 @@ class _Bids:
         _check_max_ttl(self._ttl, fleet)
         if self._latest is not None:
             self._forget()
-        nonce = self._new_nonce()
+        # Drawn at this moment: two processes that were restored from one snapshot would have had the same in
+        # advance, and a node would take the bid of one for that of the other, resent.
+        nonce = os.urandom(16).hex()
         turn = self._waiter.turn(nonce) if self._waiter is not None else None
         bid = protocol.Bid.of(fleet, self._canonical, nonce, self._ttl, turn)
         if self._instead_of is not None:
