@@ -189,8 +189,9 @@ def in_bulk(arena: Arena) -> None:
     ]
     columns = ("at once", *(f"{count} node{'s' * (count > 1)}" for count in fleets))
     note = (
-        "Acquired and released, per second, by bare sockets that wait for all nodes. The last column is the"
-        " most that the nodes of this machine execute: no client gets more, however little it does by itself."
+        "Acquired and released, per second, by bare sockets that wait for all nodes, all commands merged into"
+        " one. The last column is the most that these scripts make of the nodes and of this machine, where"
+        " the client does next to nothing."
     )
     arena.add(Section("The ceiling: the same scripts in bulk", columns, rows, note))
 
