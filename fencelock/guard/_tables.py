@@ -50,7 +50,8 @@ FENCE_MARK: Final[dict[Any, Any]] = {"fencelock": "fence"}
 TRIGGER_MARK: Final = "fencelock.trigger"
 _FENCED: Final = "fencelock.fenced"
 _SUB_TABLE_OF: Final = "fencelock.sub_table_of"
-GUARDS_OWN: Final = frozenset({_FENCED, _SUB_TABLE_OF})
+_PICKLED: Final = "fencelock.pickled"
+GUARDS_OWN: Final = frozenset({_FENCED, _SUB_TABLE_OF, _PICKLED})
 """What the guard keeps in `Table.info`, where it is of no interest to anybody else."""
 
 FenceTrigger: TypeAlias = bool | Literal["strict"]
@@ -224,6 +225,15 @@ class FencedTable:
     def __post_init__(self) -> None:
         self.fence = self.table.c[FENCE_COLUMN]
 
+    def __getstate__(self) -> tuple[Any, ...]:
+        """Return what a pickle of the metadata keeps: neither the model nor what this process has written."""
+        return self.table, self.template, self.fence
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.table, self.template, self.fence = state
+        self.mapper = None
+        self._fixed = WeakKeyDictionary()
+
     @property
     def name(self) -> str:
         """The table's name as error messages and users know it."""
@@ -300,8 +310,49 @@ def register(fenced: FencedTable) -> FencedTable:
 
 def _note_name(table: Table) -> None:
     global _harmless  # noqa: PLW0603  who has looked already adds to the old one
+    # Not with the table where that has a fence: Alembic writes down what a new table has there.
+    fence = table.c.get(FENCE_COLUMN)
+    (table if fence is None else fence).info[_PICKLED] = _Pickled(table)
     _names.setdefault(table.name.lower(), WeakSet()).add(table)
     _harmless = {}
+
+
+class _Pickled:
+    """Makes a table known again that comes out of a pickle, in a process that may have had no fenced one yet.
+
+    The table is only complete at the end of it, so its name is noted when somebody asks for names.
+    """
+
+    __slots__ = ("_table",)
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+
+    def __getstate__(self) -> tuple[Table]:
+        return (self._table,)
+
+    def __setstate__(self, state: tuple[Table]) -> None:
+        global _harmless  # noqa: PLW0603  as above
+        from fencelock.guard._install import install  # noqa: PLC0415  it imports this module
+
+        (self._table,) = state
+        install()
+        _arrived.append(self._table)
+        _harmless = {}
+
+
+_arrived: list[Table] = []
+"""Tables that have come out of a pickle since somebody asked for names, or are just about to."""
+
+
+def _known_names() -> dict[str, WeakSet[Table]]:
+    """Return the tables by name, those that have arrived included."""
+    for table in list(_arrived):
+        if "name" in vars(table):  # another thread may still be loading it
+            _note_name(table)
+            with suppress(ValueError):  # another thread was faster
+                _arrived.remove(table)
+    return _names
 
 
 def harmless() -> Known:
@@ -311,6 +362,8 @@ def harmless() -> Known:
 
 def note_harmless(found: object, known: Known) -> None:
     """Note what was found to have nothing to do with a fenced table, when these were known."""
+    if _arrived:  # it may have the name of one of them
+        return
     number = id(found)
     known[number] = ref(found, partial(known.pop, number))
 
@@ -360,7 +413,7 @@ def fenced_names() -> list[str]:
 
     Those that lower case may have changed for good, such as "İ", come as they are too.
     """
-    names = [name for name, tables in list(_names.items()) if len(tables)]
+    names = [name for name, tables in list(_known_names().items()) if len(tables)]
     return names + [table.name for name in names if not name.isascii() for table in list(_names[name])]
 
 
@@ -401,7 +454,7 @@ def fenced_by_name(name: str, schema: str) -> FencedTable | None:
     """Return the one fenced table of this name, in lower case; None where there is none, or more than one."""
     tables = [
         table
-        for table in list(_names.get(name, ()))
+        for table in list(_known_names().get(name, ()))
         if not schema or table.schema is None or table.schema.lower() == schema
     ]
     return fenced_table(tables[0]) if len(tables) == 1 else None
@@ -424,7 +477,7 @@ def impersonates_fenced(target: object, options: Mapping[str, Any] = NO_OPTIONS)
     return any(
         None in schemas or known.schema is None or not schemas.isdisjoint(_schemas(known, options))
         for name in _spelt(getattr(table, "name", ""))
-        for known in list(_names.get(name, ()))
+        for known in list(_known_names().get(name, ()))
     )
 
 
