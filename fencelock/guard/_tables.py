@@ -297,7 +297,7 @@ Known: TypeAlias = dict[int, ReferenceType[Any]]
 
 _names: dict[str, WeakSet[Table]] = {}
 _harmless: Known = {}
-"""Tables and compiled statements; others once one more fenced table is made known."""
+"""Tables, and compiled statements that carry what they need; others once one more table is made known."""
 NO_OPTIONS: Final[Mapping[str, Any]] = {}
 
 

@@ -92,8 +92,8 @@ def _refuse(statement: str, context: Any) -> None:
         _refuse_unguarded(compiled)
         if compiled.ctes or ";" in statement or getattr(compiled.statement, "select", None) is not None:
             _refuse_text_within(compiled.statement, context.dialect.name)
-        elif is_harmless(compiled.compile_state.dml_table):
-            note_harmless(compiled, known)
+        else:
+            note_harmless(compiled, known)  # the fence is in it, if its table has one
     elif ";" in statement or not statement.startswith("SELECT"):
         _refuse_writing_ctes(compiled)
         _refuse_text(statement, context.dialect.name)
