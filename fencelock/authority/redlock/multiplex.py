@@ -255,11 +255,14 @@ class Lines(Seats):
         if answer.said is Said.ERROR:
             link.merges = False
         now = time.monotonic()
+        late = []
         for ballot, request in parts:
             command = request.command
-            # An ACQUIRE that nobody waits for may have been released already.
             if not ballot.over or command.script == "release":
                 link.put((ballot, command, now), pack(command))
+            elif answer.said is Said.ERROR:  # an ACQUIRE that nobody waits for, and who knows how far it came
+                late.append(command)
+        self._undo_late(index, late)
         self._flush_after_this()
 
     def _undo_late(self, index: int, commands: Sequence[Command]) -> None:
