@@ -185,6 +185,13 @@ def calls_of_scripts(nodes: Nodes) -> list[int]:
     return counts
 
 
+async def connected(authority: Redlock) -> None:
+    """Return when there is a link to every node: the first question may go out before that."""
+    await take(authority)
+    lines = authority.aio._lines_here()
+    assert await soon(lambda: lines._absent == 0)
+
+
 async def take_all(authority: Redlock, count: int = 60, prefix: str = "r") -> list[int]:
     """Acquire and release so many locks at the same time; return the tokens."""
     return await asyncio.gather(*(take(authority, f"{prefix}{number}") for number in range(count)))
@@ -194,7 +201,7 @@ def test_what_tasks_ask_for_at_the_same_time_is_one_call(authority: Redlock, nod
     """Sixty tasks acquire and release on each node in a few calls; each has a token of its own."""
 
     async def main() -> None:
-        await take(authority)
+        await connected(authority)
         before = calls_of_scripts(nodes)
         assert len(await take_all(authority)) == 60
         assert await becomes_free(nodes)
@@ -207,16 +214,17 @@ def test_what_tasks_ask_for_at_the_same_time_is_one_call(authority: Redlock, nod
 def test_every_node_has_all_locks_in_the_end(authority: Redlock, nodes: Nodes, run: Run) -> None:
     """Also those whose answers came after the majority's."""
 
+    def count(url: str) -> int:
+        with redis.Redis.from_url(url) as client:
+            keys: Any = client.keys(f"{NODE_KEY}:l:r*")
+            return len(keys)
+
     async def main() -> None:
-        await take(authority)
+        await connected(authority)
         grants: list[Grant] = await asyncio.gather(
             *(authority.aio.acquire((f"r{number}",), ttl=30, timeout=0) for number in range(40))
         )
-        await take(authority)
-        for node in nodes:
-            with redis.Redis.from_url(node.url) as client:
-                keys: Any = client.keys(f"{NODE_KEY}:l:r*")
-                assert len(keys) == 40
+        assert await soon(lambda: [count(node.url) for node in nodes] == [40] * 5)
         assert all(await asyncio.gather(*map(authority.aio.release, grants)))
         assert await becomes_free(nodes)
 
@@ -359,7 +367,7 @@ def test_cancelled_tasks_leave_no_lock_on_a_node_that_answers_late(
     """What it grants afterwards, of a merged command whose tasks have gone, is released."""
 
     async def main() -> None:
-        await take(authority)
+        await connected(authority)
         for node in nodes[:2]:
             node.pause()
         tasks = [asyncio.create_task(authority.aio.acquire((f"r{n}",), ttl=60, timeout=9)) for n in range(40)]
@@ -387,7 +395,7 @@ def test_grants_that_come_late_are_released_although_no_release_was_sent(
     monkeypatch.setattr(seats, "MOST_OWED", 1)
 
     async def main() -> None:
-        await take(authority)
+        await connected(authority)
         nodes[0].pause()
         grants: list[Grant] = await asyncio.gather(
             *(authority.aio.acquire((f"r{number}",), ttl=60, timeout=0) for number in range(20))
@@ -409,7 +417,7 @@ def test_grants_whose_release_is_under_way_are_not_released_twice(
     """Two nodes answer only when all is over: they have had one call to acquire, and one to release."""
 
     async def main() -> None:
-        await take(authority)
+        await connected(authority)
         await becomes_free(nodes)
         before = calls_of_scripts(nodes)
         for node in nodes[3:]:
@@ -435,7 +443,7 @@ def test_link_that_breaks_owes_the_parts_of_what_was_merged(
     """Each of them is released when there is a link again; and until then everybody has heard of it."""
 
     async def main() -> None:
-        await take(authority)
+        await connected(authority)
         lines = authority.aio._lines_here()
         nodes[0].pause()
         grants: list[Grant] = await asyncio.gather(
@@ -459,7 +467,7 @@ def test_connections_that_are_closed_between_asking_and_writing_are_heard_of(
     """Who has asked in this very tick tries again over new ones, and does not wait for an answer."""
 
     async def main() -> None:
-        await take(authority)
+        await connected(authority)
         lines = authority.aio._lines_here()
         tasks = [asyncio.create_task(take(authority, f"r{number}")) for number in range(10)]
         await asyncio.sleep(0)
@@ -494,7 +502,7 @@ def test_answers_of_a_minority_are_told_when_the_patience_ends(
     """Two of five have granted, and were held back: the error says so, and their locks go."""
 
     async def main() -> None:
-        await take(authority)
+        await connected(authority)
         for node in nodes[:3]:
             node.pause()
         outcomes = await asyncio.gather(
@@ -517,7 +525,7 @@ def test_where_every_vote_must_prove_its_server_nothing_is_merged(nodes: Nodes, 
         authority.init(base=0)
 
         async def main() -> None:
-            await take(authority)
+            await connected(authority)
             before = calls_of_scripts(nodes)
             await take_all(authority, 20)
             assert await becomes_free(nodes)
