@@ -150,7 +150,7 @@ class StaleTokenError(FenceError):
 
 
 class CommitInDoubtError(FenceError):
-    """The connection was lost with a COMMIT under way of what was written under the lease: it may yet happen.
+    """The connection was lost while a transaction was written under the lease, which may still be committed.
 
     Until that is decided nothing can be read or written under the lease. In this order: roll back; mint a new
     token, `lock.remint()`; claim, or pass the gate of, what that transaction has written; only then read.

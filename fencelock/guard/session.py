@@ -469,28 +469,24 @@ def take_doubted(connection: Connection, token: int) -> list[Lease]:
 
 
 def doubt_lost_transaction(context: ExceptionContext) -> None:
-    """Note that the connection of a transaction was lost, where its COMMIT may have been sent.
+    """Note that the connection of a transaction was lost, unless it is sure that nothing was committed.
 
-    The rule: it is in doubt from the moment in which SQLAlchemy sets about its COMMIT, or PREPARE; where the
-    connection was lost during a statement that may itself commit (see `_COMMITS_NOTHING`); and where
-    SQLAlchemy's transaction is of a class that is not watched. Else it is not, and the same token goes on: a
-    query that was cancelled, or a server that has ended the session, for instance.
-
-    That is sound because a transaction that nobody has asked to commit is rolled back by the server when its
-    connection is gone, whatever is still under way on it, be it a minute later. A proxy adds no COMMIT of its
-    own: one that shares connections between clients closes that of a client who left amidst a transaction.
-    SQLAlchemy sends no statement before the one before it was answered, and nothing at all on a connection
-    that was lost; programs that put their driver into a pipeline mode of its own, and send a COMMIT there as
-    text, are outside of this. A prepared transaction is the one that outlives its connection. Until the
-    server notices, the lost one keeps its row locks, so that a claim waits for its end.
+    Where the network or the server ended it, nobody here can tell for sure what had been sent and what has
+    arrived: that is in doubt, whatever statement has found it out. Where the program itself gave up waiting (a
+    task was cancelled, or Ctrl-C pressed), it is known what it waited for: that is in doubt from the moment in
+    which SQLAlchemy sets about the COMMIT, or PREPARE; with a statement that may itself commit (see
+    `_COMMITS_NOTHING`); and where SQLAlchemy's transaction is of a class that is not watched. Else it is not,
+    and the same token goes on: the connection is closed, and the server rolls back what nobody has asked it
+    to commit. Until it notices, the lost transaction keeps its row locks, so that a claim waits for its end.
     """
     connection = context.connection
     writer = _open_writer(connection) if context.is_disconnect and connection is not None else None
     if writer is None or connection is None:
         return
+    given_up = not isinstance(context.original_exception, Exception)
     watched = isinstance(connection.get_transaction(), _Watched)
     sql = context.statement or getattr(context.execution_context, "statement", None)
-    if writer.committing or not watched or (sql and not _COMMITS_NOTHING.match(sql)):
+    if not given_up or writer.committing or not watched or (sql and not _COMMITS_NOTHING.match(sql)):
         writer.doubt()
 
 
