@@ -472,9 +472,9 @@ def doubt_lost_transaction(context: ExceptionContext) -> None:
     """Note that the connection of a transaction was lost, unless it is sure that nothing was committed.
 
     Where the network or the server ended it, nobody here can tell for sure what had been sent and what has
-    arrived: that is in doubt, whatever statement has found it out. Where the program itself gave up waiting (a
-    task was cancelled, or Ctrl-C pressed), it is known what it waited for: that is in doubt from the moment in
-    which SQLAlchemy sets about the COMMIT, or PREPARE; with a statement that may itself commit (see
+    arrived: that is in doubt, whatever statement has found it out. Where the program itself gave up waiting
+    (a task was cancelled, or Ctrl-C pressed), it is known what it waited for: that is in doubt from the
+    moment in which SQLAlchemy sets about the COMMIT, or PREPARE; with a statement that may itself commit (see
     `_COMMITS_NOTHING`); and where SQLAlchemy's transaction is of a class that is not watched. Else it is not,
     and the same token goes on: the connection is closed, and the server rolls back what nobody has asked it
     to commit. Until it notices, the lost transaction keeps its row locks, so that a claim waits for its end.
