@@ -30,7 +30,7 @@ MAX_RESOURCE_LENGTH = 255
 
 
 def check_resource(resource: object) -> str:
-    """Return `resource` if it can name what is locked.
+    """Return `resource`, as a plain string, if it can name what is locked.
 
     A resource is 1 to 255 characters without control characters and without white space at either
     end. That is what every supported database can keep, and compare, exactly.
@@ -53,7 +53,8 @@ def check_resource(resource: object) -> str:
     for character in "" if resource.isprintable() else resource:
         if unicodedata.category(character) in {"Cc", "Cs"}:
             raise ValueError(f"a resource's name has no control characters or surrogates: {resource!r}")
-    return resource
+    # A member of an enumeration, say, equals its text, and is written as its name.
+    return str.__str__(resource)
 
 
 class _Process:

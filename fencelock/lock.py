@@ -910,8 +910,7 @@ def fenced_lock(
 def _check_resources(resources: tuple[str, ...]) -> tuple[str, ...]:
     if not resources:
         raise ValueError("name what to lock, such as fenced_lock('order:1')")
-    for resource in resources:
-        check_resource(resource)
-    if len(set(resources)) != len(resources):
-        raise ValueError(f"a resource is named twice: {', '.join(map(repr, resources))}")
-    return resources
+    names = tuple(map(check_resource, resources))
+    if len(set(names)) != len(names):
+        raise ValueError(f"a resource is named twice: {', '.join(map(repr, names))}")
+    return names

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import copy
+import enum
 import inspect
 import math
 import os
@@ -559,3 +560,21 @@ def test_nonces_are_drawn_when_they_are_needed(authority: Redlock, monkeypatch: 
     for count in range(1, 4):
         with authority.lock("r"), authority.lock("s"):
             assert len([word for word in drawn if len(word) == 16]) == 2 * count
+
+
+class Name(str, enum.Enum):  # noqa: UP042 - which is formatted as its text
+    """Resources that an application has gathered; formatted, they are `Name.ACCOUNT`."""
+
+    ACCOUNT = "account:1"
+
+
+def test_name_that_equals_a_text_locks_what_the_text_does(authority: Redlock, rival: Redlock) -> None:
+    """Whichever of the two came first, in whichever process: or each would exclude nobody."""
+    for mine, theirs in ((Name.ACCOUNT, "account:1"), ("account:1", Name.ACCOUNT)):
+        with authority.lock(mine):
+            assert rival.lock(theirs, timeout=0).try_acquire() is None
+            with authority.lock(theirs):  # again, as it is held already
+                assert [type(lease.resource) for lease in held_leases()] == [str]
+    grant = authority.acquire((Name.ACCOUNT,), ttl=5, timeout=5)
+    assert rival.lock("account:1", timeout=0).try_acquire() is None
+    assert authority.release(grant)

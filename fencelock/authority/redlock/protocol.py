@@ -229,7 +229,8 @@ class Turn:
 
 def _names(node_key: str, resources: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Return the keys and the stripes of resources."""
-    locks = [f"{node_key}:l:{resource}" for resource in resources]
+    # What equals a text, and is cached as such, may be written otherwise: a member of an enumeration.
+    locks = [f"{node_key}:l:{str.__str__(resource)}" for resource in resources]
     stripes = [zlib.crc32(resource.encode()) % STRIPES for resource in resources]
     return (node_key, *locks), tuple(stripes)
 
