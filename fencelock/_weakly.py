@@ -36,4 +36,6 @@ class WeakValues(dict[_K, Reference[_V]], Generic[_K, _V]):
 
     def _forget(self, reference: Reference[_V]) -> None:
         if self.get(reference.key) is reference:
-            self.pop(reference.key, None)
+            removed = self.pop(reference.key, reference)
+            if removed is not reference:  # another thread has put it there at this very moment
+                self.setdefault(reference.key, removed)
