@@ -6,6 +6,7 @@ That the script does as the others do one after the other is held by `tests/simu
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from fencelock import Redlock
 from fencelock.authority.base import Grant
 from fencelock.authority.redlock import seats
 from fencelock.authority.redlock.merging import MOST, Batch, Gathering, Part, may_be_merged
-from fencelock.authority.redlock.node import Node
+from fencelock.authority.redlock.node import Link, Node
 from fencelock.authority.redlock.protocol import (
     Answer,
     Bid,
@@ -32,6 +33,8 @@ from fencelock.authority.redlock.protocol import (
 )
 from fencelock.authority.redlock.seats import Ballot
 from fencelock.embedded import Nodes
+from fencelock.errors import QuorumError
+from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY, RealNode, fleet_of
 from tests.redlock.views import Run, becomes_free, soon, take
 
@@ -546,3 +549,172 @@ def test_where_every_vote_must_prove_its_server_nothing_is_merged(nodes: Nodes, 
         assert gathering.add(Ballot(request), request)
     assert station.execute(gathering.command()) == Answer(Said.SINGLY)
     station.close()
+
+
+def test_majority_of_which_one_answers_by_itself_is_told_at_once(
+    authority: Redlock, nodes: Nodes, run: Run
+) -> None:
+    """Two merged answers and a single one are three: they are not held back, waiting for nodes that hang."""
+
+    async def main() -> None:
+        await connected(authority)
+        lines = authority.aio._lines_here()
+        link = lines._seats[0].link
+        assert link is not None
+        link.merges = False
+        for node in nodes[3:]:
+            node.pause()
+        grants: list[Grant] = await asyncio.wait_for(
+            asyncio.gather(
+                *(authority.aio.acquire((f"r{number}",), ttl=30, timeout=0) for number in range(5))
+            ),
+            10.0,
+        )
+        assert all(await asyncio.gather(*map(authority.aio.release, grants)))
+        for node in nodes[3:]:
+            node.resume()
+        assert await becomes_free(nodes)
+
+    with Redlock(authority.nodes, node_timeout=30.0) as authority:  # noqa: PLR1704 - one with much patience
+        run(main())
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_release_after_the_loop_was_busy_says_who_held_it(
+    authority: Redlock, nodes: Nodes, run: Run, count: int
+) -> None:
+    """Grants that came late are read just before the release: that does not undo them, and hear of itself."""
+
+    def locks(number: int) -> list[str]:
+        return [f"{NODE_KEY}:l:r{lock}" for lock in range(count)] if number < 5 else []
+
+    async def main() -> None:
+        await connected(authority)
+        for node in nodes[3:]:
+            node.pause()
+        grants: list[Grant] = await asyncio.gather(
+            *(authority.aio.acquire((f"r{number}",), ttl=30, timeout=0) for number in range(count))
+        )
+        for node in nodes[3:]:
+            node.resume()
+        for number, node in enumerate(nodes):  # which blocks the loop
+            with redis.Redis.from_url(node.url) as client:
+                assert eventually(lambda: client.exists(*locks(number)) == count)  # noqa: B023 - at once
+                if number < 2:
+                    client.delete(*locks(number))
+        assert await asyncio.gather(*map(authority.aio.release, grants)) == [True] * count
+        assert await becomes_free(nodes)
+
+    run(main())
+
+
+def test_key_that_somebody_else_has_written_is_left_alone(authority: Redlock, nodes: Nodes, run: Run) -> None:
+    """A list is no lock, and is not there for MGET: it is not granted away; the error is ACQUIRE's own."""
+
+    async def main() -> None:
+        await connected(authority)
+        for node in nodes:
+            with redis.Redis.from_url(node.url) as client:
+                client.rpush(f"{NODE_KEY}:l:r1", "foreign")
+        first, second, third = await asyncio.gather(
+            *(authority.aio.acquire((f"r{number}",), ttl=30, timeout=0) for number in range(3)),
+            return_exceptions=True,
+        )
+        assert isinstance(second, QuorumError)
+        assert "WRONGTYPE" in str(second)
+        assert isinstance(first, Grant)
+        assert isinstance(third, Grant)
+        for node in nodes:
+            with redis.Redis.from_url(node.url) as client:
+                assert client.type(f"{NODE_KEY}:l:r1") == b"list"
+                client.delete(f"{NODE_KEY}:l:r1")
+        assert all(await asyncio.gather(*map(authority.aio.release, (first, third))))
+        assert await becomes_free(nodes)
+
+    run(main())
+
+
+class Interruption(Exception):  # noqa: N818 - what a signal handler raises
+    """Comes at any line."""
+
+
+def test_link_whose_writing_was_interrupted_is_not_used_again(
+    authority: Redlock, nodes: Nodes, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between noting what is to be answered, and what is to be written: answers would be taken for others."""
+    put = Link.put
+    left = [1]
+
+    def patched(link: Link, sent: Any, packed: bytes) -> None:
+        if left:
+            left.pop()
+            link.unsent = Interrupting()
+        put(link, sent, packed)
+
+    class Interrupting(list[bytes]):
+        def append(self, data: bytes, /) -> None:  # noqa: ARG002 - it does not come to that
+            raise Interruption
+
+    async def main() -> None:
+        await connected(authority)
+        await becomes_free(nodes)
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        lines = authority.aio._lines_here()
+        links = [seat.link for seat in lines._seats]
+        monkeypatch.setattr(Link, "put", patched)
+        first = await asyncio.gather(
+            *(authority.aio.acquire((f"a{number}",), ttl=30, timeout=0.5) for number in range(2)),
+            return_exceptions=True,
+        )
+        assert not left
+        for turn in range(3):
+            tokens = await take_all(authority, 2, f"b{turn}-")
+            assert tokens == [1, 1]
+        assert sum(seat.link is not link for seat, link in zip(lines._seats, links, strict=True)) == 1
+        assert all([await authority.aio.release(grant) for grant in first if isinstance(grant, Grant)])
+        assert await becomes_free(nodes)
+
+    run(main())
+
+
+@pytest.mark.parametrize("where", ["looking", "planning"])
+def test_interrupted_look_leaves_nobody_waiting(
+    authority: Redlock, nodes: Nodes, run: Run, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Who waits for nodes that hang is told when the patience ends, whatever a signal handler has raised."""
+
+    async def main() -> None:
+        await connected(authority)
+        await becomes_free(nodes)
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda *_: None)
+        lines = authority.aio._lines_here()
+        look, left = lines._look, [1]
+
+        def patched(now: float) -> None:
+            if left and lines._asking:
+                left.pop()
+                raise Interruption
+            look(now)
+
+        def interrupt(*_: object, **__: object) -> None:
+            raise Interruption
+
+        if where == "looking":
+            monkeypatch.setattr(lines, "_look", patched)
+        else:
+            lines._looks_at = math.inf
+            with monkeypatch.context() as patch:
+                patch.setattr("fencelock.authority.redlock.multiplex.max", interrupt, raising=False)
+                with pytest.raises(Interruption):
+                    await authority.aio.acquire(("z",), ttl=30, timeout=0)
+        for node in nodes[:3]:
+            node.pause()
+        waiting = (authority.aio.acquire((name,), ttl=30, timeout=0) for name in "xy")
+        outcomes = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 10.0)
+        assert all(isinstance(outcome, QuorumError) for outcome in outcomes), outcomes
+        for node in nodes[:3]:
+            node.resume()
+        assert await becomes_free(nodes)
+
+    run(main())

@@ -68,7 +68,7 @@ class Channels(Seats):
         """Send a command to its nodes, and read until there are answers enough."""
         self.usable = False
         command = request.command
-        self._about_to_release = command.nonce if command.script == "release" else ""
+        self._about_to_release = (command.nonce,) if command.script == "release" else ()
         began = time.monotonic()
         if began - self._last_used > FRESH:
             self._adopt()
@@ -183,7 +183,7 @@ class Channels(Seats):
     def settle(self) -> None:
         """Send, behind what a node has not answered, the release of locks that are not wanted any more."""
         self.usable = False
-        self._about_to_release = ""
+        self._about_to_release = ()
         while self._read(0.0):
             pass
         for seat in self._seats:

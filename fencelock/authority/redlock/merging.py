@@ -110,7 +110,7 @@ class Batch:
         on_single: Callable[[int, Sequence[Part], Answer], None],
     ) -> None:
         self.parts = parts
-        self.holds = asked >= quorum
+        self.holds = 0 < quorum <= asked
         self._quorum = quorum
         self._on_late = on_late
         self._on_single = on_single

@@ -71,6 +71,7 @@ class Lines(Seats):
         self._newcomers: set[asyncio.Future[None]] = set()
         self._congested: set[int] = set()
         self._flush_is_due = False
+        self._about_to_release: set[str] = set()
         self._gathering = Gathering()
         #: Those that may hold something back.
         self._batches: list[Batch] = []
@@ -132,18 +133,23 @@ class Lines(Seats):
         if request.patience <= 0.0:
             return self.tell(request)
         began = time.monotonic()
-        if began - self._last_used > FRESH:
-            self._look(began)
-        if self._absent:
-            self._dial_absent()
-            await self._await_links()
-            began = time.monotonic()
-        self._last_used = began
-        loop = asyncio.get_running_loop()
-        deadline = began + request.patience
-        woken = loop.create_future()
-        asking = _Asking(request, deadline, woken)
-        self._put(asking, request, began)
+        releasing = request.command.nonce if request.command.script == "release" else ""
+        self._about_to_release.add(releasing)
+        try:
+            if began - self._last_used > FRESH:
+                self._look(began)
+            if self._absent:
+                self._dial_absent()
+                await self._await_links()
+                began = time.monotonic()
+            self._last_used = began
+            loop = asyncio.get_running_loop()
+            deadline = began + request.patience
+            woken = loop.create_future()
+            asking = _Asking(request, deadline, woken)
+            self._put(asking, request, began)
+        finally:
+            self._about_to_release.discard(releasing)
         self._flush_soon(loop)
         if not asking.complete:
             self._look_at(deadline, loop)
@@ -236,7 +242,8 @@ class Lines(Seats):
         if others:
             for ballot, request in parts:
                 self._ask(ballot, request._replace(nodes=others), now)
-        quorum = len(self._seats) // 2 + 1
+        # What these answer by themselves counts as well: less of the others may complete a part.
+        quorum = len(self._seats) // 2 + 1 - sum(self._seats[index].link is not None for index in others)
         batch = Batch(parts, len(links), quorum, self._undo_late, self._ask_singly)
         command = gathering.command()
         packed = pack(command)
@@ -252,7 +259,7 @@ class Lines(Seats):
                 if not ballot.over:
                     ballot.hear(index, answer)
             return
-        if answer.said is Said.ERROR:
+        if answer.said is Said.ERROR and not answer.detail.startswith("OOM"):
             link.merges = False
         now = time.monotonic()
         late = []
@@ -287,8 +294,8 @@ class Lines(Seats):
 
     def _flush_soon(self, loop: asyncio.AbstractEventLoop) -> None:
         if not self._flush_is_due:
-            self._flush_is_due = True
             loop.call_soon(self._flush)
+            self._flush_is_due = True  # not before: who is interrupted in between flushes once too often
 
     def _flush(self) -> None:
         """Write to each node what has been put there since the last time."""
@@ -337,18 +344,24 @@ class Lines(Seats):
     def _look_at(self, deadline: float, loop: asyncio.AbstractEventLoop) -> None:
         """See to it that broadcasts whose patience has ended are looked for, by then at the latest."""
         if deadline < self._looks_at:
-            self._looks_at = deadline
             # The handle is not kept: it knows the loop, which is to be free to go.
             loop.call_later(max(deadline - time.monotonic(), _SLACK), self._end_patience, deadline)
+            self._looks_at = deadline  # not before: who is interrupted in between looks once too often
 
     def _end_patience(self, looks_at: float) -> None:
         if looks_at != self._looks_at:
             return  # an earlier look has taken its place
         self._looks_at = math.inf
         now = time.monotonic()
-        self._look(now)  # the loop may have been busy with something else, and the answers be here
-        for batch in self._batches:
-            batch.tell_held()
+        try:
+            self._look(now)  # the loop may have been busy with something else, and the answers be here
+            for batch in self._batches:
+                batch.tell_held()
+        finally:
+            self._wake_overdue(now)
+
+    def _wake_overdue(self, now: float) -> None:
+        """Wake whose patience has ended, and see to it that the others are looked for."""
         next_end = math.inf
         for asking in self._asking:
             if asking.deadline <= now:

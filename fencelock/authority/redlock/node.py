@@ -417,6 +417,7 @@ class Link:
         recv: reads from the socket itself.
         whole: whether what `recv` returns next begins with an answer's first byte. False also where that
             cannot be told.
+        spoilt: whether something was interrupted, so that answers might be taken for others.
         merges: whether merged commands are of any use: not where every vote must prove its server, and not
             for a user who may not execute them.
     """
@@ -431,6 +432,7 @@ class Link:
         "leads_elsewhere",
         "merges",
         "recv",
+        "spoilt",
         "unsent",
         "waiting",
         "whole",
@@ -451,6 +453,7 @@ class Link:
         self.recv = sock.recv
         self.whole = self._pending is None
         self.merges = not identity.replid
+        self.spoilt = False
 
     def close(self) -> None:
         """Close the socket. In a forked child this leaves the parent's alone."""
@@ -465,9 +468,11 @@ class Link:
 
     def put(self, sent: Sent, packed: bytes) -> None:
         """Take a command, whose common part has been packed, for the next `flush`."""
+        self.spoilt = True
         self.waiting.append(sent)
         # All scripts have a key.
         self.unsent.append(packed + self._own_arguments if sent[1].keys else packed)
+        self.spoilt = False
 
     def unanswered(self) -> Iterator[tuple[Any, Command]]:
         """Yield what has been sent and not been answered, with its sender; of what was merged, each part."""
@@ -492,6 +497,7 @@ class Link:
         Raises:
             Unusable: if the connection is broken.
         """
+        self._check_sound()
         data = self.unsent[0] if len(self.unsent) == 1 else b"".join(self.unsent)
         try:
             sent = self._sock.send(data)
@@ -502,6 +508,10 @@ class Link:
         complete = sent == len(data)
         self.unsent = [] if complete else [data[sent:]]
         return complete
+
+    def _check_sound(self) -> None:
+        if self.spoilt:
+            raise Unusable(Said.UNREACHABLE, "writing to it was interrupted")
 
     def send(self, sent: Sent, packed: bytes) -> None:
         """Send a command at once, where nothing is left to be written before it.
@@ -532,6 +542,7 @@ class Link:
         Raises:
             Unusable: if the connection is broken, or what answers is no node.
         """
+        self._check_sound()
         data = read or self._read()
         if data is None:
             return

@@ -13,7 +13,7 @@ import abc
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from fencelock.authority.redlock.dialling import LONGEST_BACKOFF, Dialler
 from fencelock.authority.redlock.node import Identity, Link, Node, Sent, Unusable, leads_elsewhere, pack
@@ -142,8 +142,8 @@ class Seats(abc.ABC):
         self._connect_timeout = connect_timeout
         self._patience = patience
         self._has_asked = False
-        #: The nonce of a RELEASE that goes out after old answers have been read; it needs no other.
-        self._about_to_release = ""
+        #: The nonces of RELEASEs that go out after old answers have been read; they need no others.
+        self._about_to_release: Collection[str] = ()
         self._majority_at: float | None = None
         self._closed = False
         self._absent = len(self._seats)
@@ -255,7 +255,7 @@ class Seats(abc.ABC):
     def _undo(self, link: Link, command: Command, answer: Answer | None) -> None:
         """Release what a command may have locked, if its grant is over and no release is under way."""
         for nonce, keys in left_behind(command, answer):
-            if nonce != self._about_to_release and not self._is_open(nonce) and not link.releases(nonce):
+            if nonce not in self._about_to_release and not self._is_open(nonce) and not link.releases(nonce):
                 undo = Command("release", nonce, keys, ("", nonce, 0, *(0, 0) * (len(keys) - 1)))
                 link.put((None, undo, time.monotonic()), pack(undo))
 

@@ -43,7 +43,9 @@ if #raised > 0 then redis.call('HSET', NODE, unpack(raised)) end
 for i = 1, LOCKS do
   local at = 3 * i
   if tonumber(ARGV[at + 1]) > 0 and answer[2 + i] > 0 then
-    redis.call('SET', KEYS[i + 1], ARGV[at] .. '|' .. state[1] .. '|' .. answer[2 + i], 'PX', ARGV[at + 1])
+    local grant = ARGV[at] .. '|' .. state[1] .. '|' .. answer[2 + i]
+    -- MGET has nothing to say of a key that is no string: it is somebody else's, and there.
+    if not redis.call('SET', KEYS[i + 1], grant, 'PX', ARGV[at + 1], 'NX') then answer[2 + i] = 0 end
   end
 end
 if #released > 0 then
