@@ -186,7 +186,6 @@ class Seats(abc.ABC):
         self._has_asked = True
         command, packed = request.command, pack(request.command)
         sent = (ballot, command, now)
-        overdue = now - self._patience
         seats = self._seats
         for index in request.nodes:
             link = seats[index].link
@@ -195,9 +194,8 @@ class Seats(abc.ABC):
                 if command.script == "release":
                     seats[index].owed.append(command)
                 continue
-            waiting = link.waiting
-            if waiting and (waiting[0][2] < overdue or len(waiting) >= _MOST_UNANSWERED):
-                silent = _why_silent(waiting, command, now, self._patience)
+            if self._is_behind(link, now):
+                silent = _why_silent(link.waiting, command, now, self._patience)
                 if silent is not None:
                     ballot.hear(index, silent)
                     if _is_lost(link, now):

@@ -1,5 +1,5 @@
 -- include prelude
--- MERGED: ACQUIREs and RELEASEs of many clients' tasks in one call, each of one lock, and no lock twice. Each is
+-- MERGED: ACQUIREs and RELEASEs of a client's many tasks in one call, each of one lock, and no lock twice. Each is
 -- executed as its own script would, if nothing stands in its way; if anything does, it is left for that script.
 -- From ARGV[3] on, for each lock: the nonce, its ttl in ms (of an ACQUIRE) or the decided T with a minus before it
 -- (of a RELEASE), and its stripe.
