@@ -26,7 +26,7 @@ from fencelock.embedded import Nodes
 from fencelock.errors import FencelockError, LockTimeoutError, NodesNotInitialisedError, QuorumError
 from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY, SlowDoor, stripe_of
-from tests.redlock.views import Run, becomes_free, connections_to, locks_on, soon, take
+from tests.redlock.views import Run, becomes_free, connected, connections_to, locks_on, soon, take
 
 #: Longer than a test, so that no lock goes by itself.
 STORM_TTL = 60.0
@@ -348,19 +348,29 @@ def test_silence_of_a_majority_is_waited_for_once_by_all_tasks_together(
     run(main())
 
 
+@pytest.mark.parametrize("at_once", [1, 20])
 def test_grant_that_comes_late_is_released_although_no_release_was_sent(
-    authority: Redlock, nodes: Nodes, run: Run, monkeypatch: pytest.MonkeyPatch
+    authority: Redlock, nodes: Nodes, run: Run, monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
-    """A node that hangs for long gets no more releases than so many; what it grants afterwards goes too."""
+    """A node that hangs for long gets no more releases than so many; what it grants afterwards goes too.
+
+    Whether it was asked for one lock at a time, or for many merged into one call.
+    """
     monkeypatch.setattr(seats, "MOST_OWED", 1)
 
     async def main() -> None:
-        await take(authority)
+        await connected(authority)
         nodes[0].pause()
-        grants = [await authority.aio.acquire((f"r{number}",), ttl=60, timeout=0) for number in range(5)]
+        grants: list[Grant] = []
+        for turn in range(0, 20, at_once):
+            names = [f"r{number}" for number in range(turn, turn + at_once)]
+            grants += await asyncio.gather(
+                *(authority.aio.acquire((name,), ttl=60, timeout=0) for name in names)
+            )
         await asyncio.sleep(0.35)
-        for grant in grants:
-            assert await authority.aio.release(grant)
+        for turn in range(0, 20, at_once):
+            some = grants[turn : turn + at_once]
+            assert all(await asyncio.gather(*map(authority.aio.release, some)))
         link = authority.aio._lines_here()._seats[0].link
         assert link is not None
         assert not any(link.releases(grant.proof.bid.nonce) for grant in grants)

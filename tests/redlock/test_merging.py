@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from fencelock import Redlock
 from fencelock.authority.base import Grant
-from fencelock.authority.redlock import seats
 from fencelock.authority.redlock.merging import MOST, Batch, Gathering, Part, may_be_merged
 from fencelock.authority.redlock.node import Link, Node
 from fencelock.authority.redlock.protocol import (
@@ -36,7 +35,7 @@ from fencelock.embedded import Nodes
 from fencelock.errors import QuorumError
 from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY, RealNode, fleet_of
-from tests.redlock.views import Run, becomes_free, soon, take
+from tests.redlock.views import Run, becomes_free, connected, soon, take
 
 FLEET = fleet_of("list", 5)
 SILENT = Answer(Said.SILENT)
@@ -188,13 +187,6 @@ def calls_of_scripts(nodes: Nodes) -> list[int]:
     return counts
 
 
-async def connected(authority: Redlock) -> None:
-    """Return when there is a link to every node: the first question may go out before that."""
-    await take(authority)
-    lines = authority.aio._lines_here()
-    assert await soon(lambda: lines._absent == 0)
-
-
 async def take_all(authority: Redlock, count: int = 60, prefix: str = "r") -> list[int]:
     """Acquire and release so many locks at the same time; return the tokens."""
     return await asyncio.gather(*(take(authority, f"{prefix}{number}") for number in range(count)))
@@ -283,7 +275,7 @@ def test_node_that_lost_its_memory_takes_no_part(
             client.flushall()
             assert len(await take_all(authority)) == 60
             keys: Any = client.keys(f"{NODE_KEY}:*")
-            assert [key for key in keys if not key.startswith(f"{NODE_KEY}:w".encode())] == []
+            assert keys == []
 
     with Redlock(authority.nodes, recover=False) as authority:  # noqa: PLR1704 - one that does not mend it
         run(main())
@@ -386,29 +378,6 @@ def test_cancelled_tasks_leave_no_lock_on_a_node_that_answers_late(
         assert all(await asyncio.gather(*map(authority.aio.release, grants)))
         for node in nodes[:2]:
             node.resume()
-        assert await becomes_free(nodes)
-
-    run(main())
-
-
-def test_grants_that_come_late_are_released_although_no_release_was_sent(
-    authority: Redlock, nodes: Nodes, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A node that hangs for long gets no more releases than so many; what it grants afterwards goes too."""
-    monkeypatch.setattr(seats, "MOST_OWED", 1)
-
-    async def main() -> None:
-        await connected(authority)
-        nodes[0].pause()
-        grants: list[Grant] = await asyncio.gather(
-            *(authority.aio.acquire((f"r{number}",), ttl=60, timeout=0) for number in range(20))
-        )
-        await asyncio.sleep(0.35)
-        assert all(await asyncio.gather(*map(authority.aio.release, grants)))
-        link = authority.aio._lines_here()._seats[0].link
-        assert link is not None
-        assert not any(link.releases(grant.proof.bid.nonce) for grant in grants)
-        nodes[0].resume()
         assert await becomes_free(nodes)
 
     run(main())

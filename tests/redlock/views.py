@@ -70,6 +70,13 @@ async def soon(condition: Callable[[], bool], seconds: float = 15.0) -> bool:
     return True
 
 
+async def connected(authority: Redlock) -> None:
+    """Return when there is a link to every node: the first question may go out before that."""
+    await take(authority)
+    lines = authority.aio._lines_here()
+    assert await soon(lambda: lines._absent == 0)
+
+
 async def becomes_free(nodes: Nodes) -> bool:
     """Return whether all locks go within seconds, while the loop is there to see to it."""
     return await soon(lambda: not locks_on(nodes))
