@@ -49,6 +49,14 @@ def unseen() -> Callable[[Session], None]:
     return look_away
 
 
+@pytest.fixture(scope="module")
+def _tables(request: pytest.FixtureRequest, shared_url: str) -> None:
+    """The tables of the test module's `Base` have been made."""
+    engine = create_engine(shared_url)
+    request.module.Base.metadata.create_all(engine)
+    engine.dispose()
+
+
 @pytest.fixture
 def shared_engine(shared_url: str) -> Iterator[Engine]:
     """An engine of its own for each test, on the shared database."""

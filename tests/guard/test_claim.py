@@ -96,13 +96,6 @@ class Named(FencedModel, Base):
 fences = fence_table(Base.metadata)
 
 
-@pytest.fixture(scope="module")
-def _tables(shared_url: str) -> None:
-    engine = create_engine(shared_url)
-    Base.metadata.create_all(engine)
-    engine.dispose()
-
-
 @pytest.fixture
 def engine(shared_engine: Engine, _tables: None) -> Engine:
     """An engine on a database with an account of balance 100, three tasks and two seats."""

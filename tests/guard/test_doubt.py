@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from sqlalchemy import Column, Engine, Integer, MetaData, Table, create_engine, delete, insert, text, update
+from sqlalchemy import Column, Engine, Integer, MetaData, Table, delete, insert, text, update
 from sqlalchemy.exc import DBAPIError, NoResultFound
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
@@ -46,13 +46,6 @@ class Entry(FencedModel, Base):
 
 
 fence_table(Base.metadata)
-
-
-@pytest.fixture(scope="module")
-def _tables(shared_url: str) -> None:
-    engine = create_engine(shared_url)
-    Base.metadata.create_all(engine)
-    engine.dispose()
 
 
 @pytest.fixture

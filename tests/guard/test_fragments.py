@@ -15,7 +15,6 @@ from sqlalchemy import (
     Integer,
     String,
     column,
-    create_engine,
     delete,
     insert,
     literal,
@@ -67,13 +66,6 @@ class Note(Base):
 
 orders: Any = Order.__table__
 notes: Any = Note.__table__
-
-
-@pytest.fixture(scope="module")
-def _tables(shared_url: str) -> None:
-    engine = create_engine(shared_url)
-    Base.metadata.create_all(engine)
-    engine.dispose()
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, String, create_engine, delete, event, exists, func, or_, select, text, update
+from sqlalchemy import Engine, String, delete, event, exists, func, or_, select, text, update
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
@@ -47,13 +47,6 @@ SELF_CHANGING: dict[str, Any] = {
 }  # fmt: skip
 for name in ("EXISTS", "UPDATE … FROM"):
     SELF_CHANGING[name] = SELF_CHANGING[name].values({Branch.status: "done"})
-
-
-@pytest.fixture(scope="module")
-def _tables(shared_url: str) -> None:
-    engine = create_engine(shared_url)
-    Base.metadata.create_all(engine)
-    engine.dispose()
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from sqlalchemy import Engine, ForeignKey, String, create_engine, delete, insert, select, text
+from sqlalchemy import Engine, ForeignKey, String, delete, insert, select, text
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import (
     DeclarativeBase,
@@ -65,13 +65,6 @@ class Stock(FencedModel, Base):
 
     __tablename__ = "lo_stock"
     id: Mapped[int] = mapped_column(primary_key=True)
-
-
-@pytest.fixture(scope="module")
-def _tables(shared_url: str) -> None:
-    engine = create_engine(shared_url)
-    Base.metadata.create_all(engine)
-    engine.dispose()
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from sqlalchemy import Engine, ForeignKey, String, create_engine, delete, insert, select
+from sqlalchemy import Engine, ForeignKey, String, delete, insert, select
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship
 
 from fencelock.errors import StaleTokenError, UnfencedWriteError
@@ -50,13 +50,6 @@ class Player(Person):
         "polymorphic_identity": "player",
         "inherit_condition": person_id == Person.id,
     }
-
-
-@pytest.fixture(scope="module")
-def _tables(shared_url: str) -> None:
-    engine = create_engine(shared_url)
-    Base.metadata.create_all(engine)
-    engine.dispose()
 
 
 @pytest.fixture

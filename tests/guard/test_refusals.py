@@ -92,13 +92,6 @@ gifts: Any = Gift.__table__
 free: Any = Free.__table__
 
 
-@pytest.fixture(scope="module")
-def _tables(shared_url: str) -> None:
-    engine = create_engine(shared_url)
-    Base.metadata.create_all(engine)
-    engine.dispose()
-
-
 def seed(engine: Engine) -> None:
     """Make an order, a gift and something unfenced; the fences are 5."""
     with engine.begin() as connection:

@@ -16,7 +16,6 @@ from sqlalchemy import (
     String,
     Table,
     bindparam,
-    create_engine,
     delete,
     insert,
     select,
@@ -68,13 +67,6 @@ plain = Table(
     Column("note", String(20)),
     Column("last_fencing_token", Integer, nullable=False, server_default="0"),
 )
-
-
-@pytest.fixture(scope="module")
-def _tables(shared_url: str) -> None:
-    engine = create_engine(shared_url)
-    Base.metadata.create_all(engine)
-    engine.dispose()
 
 
 @pytest.fixture

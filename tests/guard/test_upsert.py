@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, String, create_engine, delete, insert, select
+from sqlalchemy import Engine, String, delete, insert, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scoped_session, sessionmaker
 
@@ -71,13 +71,6 @@ class Toy(Thing):
     """Single-table inheritance."""
 
     __mapper_args__ = {"polymorphic_identity": "toy"}  # noqa: RUF012 - as SQLAlchemy has it
-
-
-@pytest.fixture(scope="module")
-def _tables(shared_url: str) -> None:
-    engine = create_engine(shared_url)
-    Base.metadata.create_all(engine)
-    engine.dispose()
 
 
 @pytest.fixture

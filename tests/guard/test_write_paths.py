@@ -14,7 +14,6 @@ from sqlalchemy import (
     String,
     Table,
     bindparam,
-    create_engine,
     delete,
     insert,
     lambda_stmt,
@@ -190,13 +189,6 @@ def seed(engine: Engine) -> None:
         connection.execute(insert(Place), {"row": 1, "seat": "a", "taken": 0, **fence})
         connection.execute(insert(Point), {"id": 1, "x": 0, **fence})
         connection.execute(insert(boxes), {"id": 1, "size": 0, **fence})
-
-
-@pytest.fixture(scope="module")
-def _tables(shared_url: str) -> None:
-    engine = create_engine(shared_url)
-    Base.metadata.create_all(engine)
-    engine.dispose()
 
 
 @pytest.fixture
