@@ -18,16 +18,16 @@ asked for, and locked, before.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 from weakref import WeakKeyDictionary
 
 from sqlalchemy import Delete, Insert, Table, TextClause, Update
 from sqlalchemy.engine import Connection, CursorResult
 from sqlalchemy.orm import FromStatement
 from sqlalchemy.sql import ClauseElement
-from sqlalchemy.sql.lambdas import LambdaElement
+from sqlalchemy.sql.lambdas import LambdaElement, NullLambdaStatement
 
 from fencelock.errors import FenceError, UnfencedWriteError
 from fencelock.guard._carried import ready, take_back
@@ -57,7 +57,11 @@ from fencelock.guard.session import (
 )
 from fencelock.guard.textual import is_guarded, refused_text, stamp_text
 
+_Execute: TypeAlias = Callable[[Any, Connection, Sequence[Row], Mapping[str, Any]], CursorResult[Any]]
+"""How a statement executes itself on a connection, once for each of the parameters, with these options."""
+
 _DML: Final = (Update, Delete, Insert)
+_LAMBDAS: Final = (LambdaElement, NullLambdaStatement)
 
 _guarded: WeakKeyDictionary[ClauseElement, dict[bool, tuple[Any, GuardedWrite]]] = WeakKeyDictionary()
 """By statement, its guarded form with and without an explicit token.
@@ -69,56 +73,58 @@ _writes: WeakKeyDictionary[ClauseElement, GuardedWrite] = WeakKeyDictionary()
 """By guarded form, what is known of it. It must not refer to its key, or nothing here would ever end."""
 
 
-def before_execute(
-    connection: Connection,
-    statement: Any,
-    multiparams: Sequence[Row],
-    params: Row,
-    options: Mapping[str, Any],
-) -> tuple[Any, Sequence[Row], Row]:
-    """Guard a statement on its way to the database, or refuse it.
+def guarding(execute: _Execute) -> _Execute:
+    """Return a kind of statement's way to execute itself, with the guard around it."""
 
-    Every statement of the process comes by: those that concern nobody here had better leave at once.
-    """
-    if not getattr(statement, "is_dml", False):
-        if not isinstance(statement, TextClause):
-            return statement, multiparams, params
-    elif "schema_translate_map" not in options and _is_of_no_concern(statement):
-        return statement, multiparams, params
-    try:
-        return _guarded_form(connection, statement, multiparams, params, options)
-    except FenceError as error:
-        report(error, table=getattr(underlying(getattr(statement, "table", None)), "name", None))
-        raise
+    def guarded(
+        statement: Any, connection: Connection, rows: Sequence[Row], options: Mapping[str, Any]
+    ) -> CursorResult[Any]:
+        own = statement._execution_options  # noqa: SLF001  as SQLAlchemy puts them together, see `_install`
+        merged = own.merge_with(connection._execution_options, options)  # noqa: SLF001  the same
+        try:
+            form = _guarded_form(connection, statement, rows, merged)
+        except FenceError as error:
+            report(error, table=getattr(underlying(getattr(statement, "table", None)), "name", None))
+            raise
+        if form is None:
+            return execute(statement, connection, rows, options)
+        statement, rows = form
+        result = connection._execute_clauseelement(statement, rows, merged)  # noqa: SLF001  the same
+        _check(connection, rows, merged, result)
+        return result
+
+    return guarded
 
 
 def _guarded_form(
-    connection: Connection,
-    statement: Any,
-    multiparams: Sequence[Row],
-    params: Row,
-    options: Mapping[str, Any],
-) -> tuple[Any, Sequence[Row], Row]:
-    if isinstance(statement, TextClause) and not _bypassed(options):
-        statement, rows = stamp_text(connection, statement, multiparams or [params], options)
-        return (statement, rows, {}) if multiparams else (statement, [], rows[0])
-    if not getattr(statement, "is_dml", False):
-        return statement, multiparams, params
-    if _bypassed(options):
-        if TOKEN_OPTION in options or wants_token(statement, multiparams or [params]):
-            refuse_bypass(options)
-        return statement, multiparams, params
+    connection: Connection, statement: Any, rows: Sequence[Row], options: Mapping[str, Any]
+) -> tuple[Any, Sequence[Row]] | None:
+    """Return a statement and its parameters with the fence; None where the guard has nothing to do with it.
+
+    Every write of the process comes by: those that concern nobody here had better leave at once.
+
+    Raises:
+        FenceError: for a write that is refused.
+    """
+    rows = rows or [{}]
+    if isinstance(statement, TextClause):
+        return None if _bypassed(options) else stamp_text(connection, statement, rows, options)
     translated = bool(options.get("schema_translate_map"))
+    if not statement.is_dml or (not translated and _is_of_no_concern(statement)):
+        return None
+    if _bypassed(options):
+        if TOKEN_OPTION in options or wants_token(statement, rows):
+            refuse_bypass(options)
+        return None
     known = harmless()
     dml = _innermost(statement)
     fenced = fenced_table(dml.table)
     if fenced is None:
-        _refuse_unguardable(connection, dml, multiparams or [params], options)
+        _refuse_unguardable(connection, dml, rows, options)
         if not translated and type(dml.table) is Table and sub_table_of(dml.table) is None:
             note_harmless(dml.table, known)
-        return statement, multiparams, params
+        return None
     refuse_autocommit(connection, options, fenced)
-    rows = multiparams or [params]
     if isinstance(dml, Insert):
         dml, rows = stamp_insert(connection, dml, fenced, rows, options)
     else:
@@ -128,8 +134,7 @@ def _guarded_form(
             ready(connection)
         if write.reads_more:
             _raise(connection, write.foreseen(connection, rows, options))
-    statement = _with_innermost(statement, dml)
-    return (statement, rows, {}) if multiparams else (statement, [], rows[0])
+    return _with_innermost(statement, dml), rows
 
 
 def _is_of_no_concern(statement: Any) -> bool:
@@ -144,7 +149,7 @@ def _is_of_no_concern(statement: Any) -> bool:
 
 def _innermost(statement: Any) -> Any:
     """Return the UPDATE, DELETE or INSERT behind a lambda, and inside `select(…).from_statement(…)`."""
-    if isinstance(statement, LambdaElement):
+    if isinstance(statement, _LAMBDAS):
         return _innermost(_called(statement))
     if isinstance(statement, FromStatement):
         return _innermost(statement.element)
@@ -160,7 +165,7 @@ def _called(statement: Any) -> Any:
 
 def _with_innermost(statement: Any, dml: Any) -> Any:
     """Return a statement that does the same with this UPDATE, DELETE or INSERT inside."""
-    if isinstance(statement, LambdaElement):
+    if isinstance(statement, _LAMBDAS):
         return _with_innermost(_called(statement), dml)
     if not isinstance(statement, FromStatement):
         return dml
@@ -169,32 +174,27 @@ def _with_innermost(statement: Any, dml: Any) -> Any:
     return loading
 
 
-def after_execute(  # noqa: PLR0917  SQLAlchemy's signature
-    connection: Connection,
-    statement: Any,
-    multiparams: Sequence[Row],
-    params: Row,
-    options: Mapping[str, Any],
-    result: CursorResult[Any],
+def _check(
+    connection: Connection, rows: Sequence[Row], options: Mapping[str, Any], result: CursorResult[Any]
 ) -> None:
     """Raise where the fence has turned a guarded statement away."""
-    if not getattr(statement, "is_dml", False):
+    statement: Any = result.context.invoked_statement
+    if isinstance(statement, TextClause):
         if is_guarded(statement):
             take_back(connection)
             _raise(connection, refused_text(connection, statement, options, result), result)
         return
-    if is_harmless(getattr(statement, "table", None)) or isinstance(statement, Insert) or _bypassed(options):
-        return
     dml = _innermost(statement)
+    if isinstance(dml, Insert):
+        return
     write = _writes.get(dml)
-    if write is None:  # not a fenced table, or a listener after ours has added something of its own
-        fenced = None if isinstance(dml, Insert) else fenced_table(dml.table)
+    if write is None:  # somebody's listener for before_execute has added something of its own
+        fenced = fenced_table(dml.table)
         if fenced is None:
             return
         _, write = guard(dml, fenced, explicit=TOKEN_OPTION in options)
     if write.fenced.strict:
         take_back(connection)
-    rows = multiparams or [params]
     if write.wrote_all(rows, result):
         note_locked(connection, partial(write.names, rows), len(rows))
     else:

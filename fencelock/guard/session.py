@@ -27,7 +27,14 @@ from typing import TYPE_CHECKING, Any, Final
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from sqlalchemy import Executable, Table, event, inspect
-from sqlalchemy.engine import Connection, ExceptionContext, RootTransaction, Transaction, TwoPhaseTransaction
+from sqlalchemy.engine import (
+    Connection,
+    ExceptionContext,
+    NestedTransaction,
+    RootTransaction,
+    Transaction,
+    TwoPhaseTransaction,
+)
 from sqlalchemy.orm import Mapper, Session
 from sqlalchemy.orm.base import INCLUDE_PENDING_MUTATIONS, NO_VALUE, PASSIVE_NO_INITIALIZE
 
@@ -222,19 +229,27 @@ class Writer:
             for lease in self._needs:
                 lease.doubt(locked)
 
-    def lock(self, names: Callable[[], Iterable[str]], count: int) -> None:
-        """Note that the transaction has locked as many rows, whose names can be asked for."""
+    def lock(
+        self, names: Callable[[], Iterable[str]], count: int, savepoint: NestedTransaction | None
+    ) -> None:
+        """Note that the transaction has locked as many rows, whose names can be asked for.
+
+        Args:
+            names: returns them.
+            count: how many.
+            savepoint: the innermost that is open.
+        """
         if self._locked_count < _REMEMBERED_ROWS:
+            while savepoint is not None and _name(savepoint) not in self._savepoints:
+                self._savepoints[_name(savepoint)] = len(self._locked)  # nothing was locked in it so far
+                watch_end(savepoint)
+                savepoint = savepoint._previous_nested  # noqa: SLF001  SQLAlchemy has no public way to ask
             self._locked.append(names)
             self._locked_count += count
 
-    def save(self, savepoint: str) -> None:
-        """Note a savepoint."""
-        self._savepoints[savepoint] = len(self._locked)
-
-    def take_back(self, savepoint: str) -> None:
+    def take_back(self, savepoint: NestedTransaction) -> None:
         """Note a rollback to a savepoint: what was locked since may be free again, as on PostgreSQL."""
-        del self._locked[self._savepoints.get(savepoint, 0) :]
+        del self._locked[self._savepoints.get(_name(savepoint), len(self._locked)) :]
 
     def end(self) -> None:
         """Let go of the leases: the transaction has ended."""
@@ -247,6 +262,7 @@ class Writer:
         self._needs.clear()
         self._fixed.clear()
         self._locked.clear()
+        self._savepoints.clear()
         return calls
 
     def candidates(self, connection: Connection, session: Session | None = None) -> dict[str, Lease]:
@@ -318,6 +334,11 @@ def _is_flushing(session: Session) -> bool:
     return session._flushing  # noqa: SLF001  SQLAlchemy has no public way to ask
 
 
+def _name(savepoint: NestedTransaction) -> str:
+    """Return what a savepoint is called: the object would keep its transaction alive."""
+    return savepoint._savepoint  # noqa: SLF001  SQLAlchemy has no public way to ask
+
+
 def _call_each(calls: Iterable[Callable[[], object]]) -> None:
     for call in calls:
         call()
@@ -383,14 +404,37 @@ class _WatchedTwoPhase(_Watched, TwoPhaseTransaction):
         super().prepare()
 
 
+class _WatchedSavepoint(NestedTransaction):
+    """A savepoint that tells the transaction when it is rolled back to: an `Engine`'s event would, too.
+
+    But an engine with listeners of its own is slower at everything, whether a listener is called or not.
+    """
+
+    __slots__ = ()
+
+    def rollback(self) -> None:
+        self._take_back()
+        super().rollback()
+
+    def close(self) -> None:
+        self._take_back()
+        super().close()
+
+    def _take_back(self) -> None:
+        writer = _open_writer(self.connection) if self.is_active else None
+        if writer is not None:
+            writer.take_back(self)
+
+
 _WATCHED: Final[Mapping[type[Any], type[Transaction]]] = {
+    NestedTransaction: _WatchedSavepoint,
     RootTransaction: _WatchedRoot,
     TwoPhaseTransaction: _WatchedTwoPhase,
 }
 
 
 def watch_end(transaction: Transaction | None) -> bool:
-    """Have a transaction let go of its leases at its end; tell whether it will say how it has ended.
+    """Have a transaction, or a savepoint, say how it has ended; tell whether it will.
 
     SQLAlchemy has events before a COMMIT and none after it, save those of sessions, which do not see the
     transactions of others that they have joined. One of an unknown class lets go when it is thrown away.
@@ -438,26 +482,12 @@ def note_locked(connection: Connection, names: Callable[[], Iterable[str]], coun
     """Note that the connection's transaction has locked as many rows, whose names can be asked for."""
     writer = _open_writer(connection)
     if writer is not None:
-        writer.lock(names, count)
+        writer.lock(names, count, connection.get_nested_transaction())
 
 
 def _open_writer(connection: Connection) -> Writer | None:
     transaction = connection.get_transaction()
     return None if transaction is None else _writers.get(transaction)
-
-
-def note_savepoint(connection: Connection, name: str) -> None:
-    """Note that a savepoint is made."""
-    writer = _open_writer(connection)
-    if writer is not None:
-        writer.save(name)
-
-
-def note_rollback_to_savepoint(connection: Connection, name: str, _context: object) -> None:
-    """Note that a savepoint is rolled back to."""
-    writer = _open_writer(connection)
-    if writer is not None:
-        writer.take_back(name)
 
 
 def take_doubted(connection: Connection, token: int) -> list[Lease]:

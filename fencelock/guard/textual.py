@@ -34,14 +34,14 @@ _PINNED: Final = "fencelock_pin_"
 
 def stamp_text(
     connection: Connection, statement: TextClause, rows: Sequence[Row], options: Mapping[str, Any]
-) -> tuple[TextClause, Sequence[Row]]:
-    """Give a text that carries the condition its token; one that does not is returned as it is."""
+) -> tuple[TextClause, Sequence[Row]] | None:
+    """Give a text that carries the condition its token; return None for one that does not."""
     if FENCE_COLUMN not in statement.text.lower() or TOKEN not in statement.text:
-        return statement, rows
+        return None
     found = guarded(statement.text, connection.dialect.name)
     fenced = found and fenced_by_name(found.table, found.schema)
     if not found or not fenced:
-        return statement, rows
+        return None
     refuse_autocommit(connection, options, fenced)
     _refuse_moving(found, fenced)
     _, write = guard(_core(found, fenced), fenced, explicit=True)

@@ -53,31 +53,21 @@ def pytest_runtest_setup() -> None:
     from sqlalchemy import event  # noqa: PLC0415 - as above
     from sqlalchemy.engine import Engine  # noqa: PLC0415 - the same
 
-    from fencelock.guard import _install, rewrite  # noqa: PLC0415 - the same
+    from fencelock.guard import _install, refusal  # noqa: PLC0415 - the same
 
     if _MODE == "listeners":
-        if not event.contains(Engine, "before_execute", _nothing):
-            event.listen(Engine, "before_execute", _nothing, retval=True)
-            event.listen(Engine, "after_execute", _nothing_after)
-    elif not event.contains(Engine, "before_execute", rewrite.before_execute):
+        if not event.contains(Engine, "do_execute", _nothing):
+            event.listen(Engine, "do_execute", _nothing)
+    elif not event.contains(Engine, "do_execute", refusal.do_execute):
         listen = event.listen
 
         def listen_once(target: Any, identifier: str, listener: Any, **options: Any) -> None:
             if not event.contains(target, identifier, listener):
                 listen(target, identifier, listener, **options)
 
-        _install._installed = False
         with mock.patch.object(event, "listen", listen_once):
-            _install.install()
+            _install.listen()
 
 
-def _nothing(
-    _connection: Any, statement: Any, multiparams: Any, params: Any, _options: Any
-) -> tuple[Any, Any, Any]:
-    return statement, multiparams, params
-
-
-def _nothing_after(
-    _connection: Any, _statement: Any, _multiparams: Any, _params: Any, _options: Any, _result: Any
-) -> None:
+def _nothing(_cursor: object, _statement: str, _parameters: object, _context: object) -> None:
     return
