@@ -196,13 +196,10 @@ class Lease:
         Raises:
             LockLostError: if the lease is known to be gone, or belongs to the parent process.
         """
-        if reason := self._reason_lost():
+        inherited = self._generation != _Process.generation
+        if inherited or self._lost:
+            reason = "it belongs to the process that this one was forked from" if inherited else self._lost
             raise LockLostError(f"the lease of {self._resource!r} is lost: {reason}; acquire the lock again")
-
-    def _reason_lost(self) -> str:
-        if self.inherited:
-            return "it belongs to the process that this one was forked from"
-        return self._lost
 
     # What follows is for whoever granted the lease.
 

@@ -242,9 +242,9 @@ class FencedTable:
     @property
     def strict(self) -> bool:
         """Whether the table has a trigger that wants each statement to carry its token."""
-        return trigger_of(self.table) == "strict"
+        return self.fence.info.get(TRIGGER_MARK) == "strict"
 
-    def fix(self, dialect: Dialect, options: Mapping[str, Any], resource: str, user: object) -> Fixed:
+    def fix(self, dialect: Dialect, schema: str | None, resource: str, user: object) -> Fixed:
         """Note that `resource` guards this table, where no template says so; refuse any other from then on.
 
         Where all transactions that wrote under it are rolled back, it is forgotten: see `Fixed`.
@@ -257,7 +257,6 @@ class FencedTable:
         Raises:
             AmbiguousFenceError: if another resource has guarded the table before.
         """
-        schema = self._schema(options)
         with _fixing:
             fixed = self._fixed.setdefault(dialect, {})
             found = fixed.get(schema)
@@ -274,14 +273,14 @@ class FencedTable:
 
     def fixed(self, dialect: Dialect, options: Mapping[str, Any]) -> str | None:
         """Return the resource that guards this table, where no template says so, and one is known to."""
-        found = self._fixed.get(dialect, {}).get(self._schema(options))
+        found = self._fixed.get(dialect, {}).get(self.schema(options))
         return None if found is None or found.is_void else found.resource
 
-    def _schema(self, options: Mapping[str, Any]) -> str | None:
+    def schema(self, options: Mapping[str, Any]) -> str | None:
         """Return the schema that the table is in under these execution options."""
-        translated = options.get("schema_translate_map") or {}
-        found: str | None = translated.get(self.table.schema, self.table.schema)
-        return found
+        found = self.table.schema
+        translated = options.get("schema_translate_map")
+        return translated.get(found, found) if translated else found
 
 
 def row_name(table: Table, identity: Sequence[Any]) -> str:
@@ -422,7 +421,9 @@ def fenced_table(target: object) -> FencedTable | None:
     table = underlying(target)
     info: dict[Any, Any] = getattr(table, "info", {})
     fenced: FencedTable | None = info.get(_FENCED)
-    if fenced is not None and hash(fenced.table) == hash(table):  # annotated tables hash like the original
+    if fenced is not None and (
+        fenced.table is table or hash(fenced.table) == hash(table)  # annotated tables hash like the original
+    ):
         return fenced
     if not isinstance(table, Table):
         return None

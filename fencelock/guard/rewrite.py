@@ -55,10 +55,13 @@ from fencelock.guard.session import (
     roll_back,
     writes_fenced_rows,
 )
-from fencelock.guard.textual import is_guarded, refused_text, stamp_text
+from fencelock.guard.textual import stamp_text, written_by_text
 
 _Execute: TypeAlias = Callable[[Any, Connection, Sequence[Row], Mapping[str, Any]], CursorResult[Any]]
 """How a statement executes itself on a connection, once for each of the parameters, with these options."""
+
+_Written: TypeAlias = tuple[GuardedWrite, Sequence[Row]]
+"""What is known of a guarded statement, and the parameters of each execution."""
 
 _DML: Final = (Update, Delete, Insert)
 _LAMBDAS: Final = (LambdaElement, NullLambdaStatement)
@@ -68,9 +71,6 @@ _guarded: WeakKeyDictionary[ClauseElement, dict[bool, tuple[Any, GuardedWrite]]]
 
 SQLAlchemy's own statements are the same objects at each flush.
 """
-
-_writes: WeakKeyDictionary[ClauseElement, GuardedWrite] = WeakKeyDictionary()
-"""By guarded form, what is known of it. It must not refer to its key, or nothing here would ever end."""
 
 
 def guarding(execute: _Execute) -> _Execute:
@@ -88,9 +88,13 @@ def guarding(execute: _Execute) -> _Execute:
             raise
         if form is None:
             return execute(statement, connection, rows, options)
-        statement, rows = form
+        statement, rows, written = form
         result = connection._execute_clauseelement(statement, rows, merged)  # noqa: SLF001  the same
-        _check(connection, rows, merged, result)
+        executed: Any = result.context.invoked_statement
+        if executed is not statement:  # but what somebody's listener for before_execute has made of it
+            written = _written_by(executed, rows, merged)
+        if written is not None:
+            _check(connection, *written, merged, result, told=isinstance(executed, TextClause))
         return result
 
     return guarded
@@ -98,10 +102,10 @@ def guarding(execute: _Execute) -> _Execute:
 
 def _guarded_form(
     connection: Connection, statement: Any, rows: Sequence[Row], options: Mapping[str, Any]
-) -> tuple[Any, Sequence[Row]] | None:
-    """Return a statement and its parameters with the fence; None where the guard has nothing to do with it.
+) -> tuple[Any, Sequence[Row], _Written | None] | None:
+    """Return a statement and its parameters with the fence, and what is to be checked afterwards.
 
-    Every write of the process comes by: those that concern nobody here had better leave at once.
+    Every write of the process comes by. Those that concern nobody here get None, and had better get it soon.
 
     Raises:
         FenceError: for a write that is refused.
@@ -127,14 +131,14 @@ def _guarded_form(
     refuse_autocommit(connection, options, fenced)
     if isinstance(dml, Insert):
         dml, rows = stamp_insert(connection, dml, fenced, rows, options)
-    else:
-        dml, write = _guard_once(dml, fenced, explicit=TOKEN_OPTION in options)
-        rows = write.stamp(connection, rows, options)
-        if fenced.strict:
-            ready(connection)
-        if write.reads_more:
-            _raise(connection, write.foreseen(connection, rows, options))
-    return _with_innermost(statement, dml), rows
+        return _with_innermost(statement, dml), rows, None
+    dml, write = _guard_once(dml, fenced, explicit=TOKEN_OPTION in options)
+    rows = write.stamp(connection, rows, options)
+    if fenced.strict:
+        ready(connection)
+    if write.reads_more:
+        _raise(connection, write.foreseen(connection, rows, options))
+    return _with_innermost(statement, dml), rows, (write, rows)
 
 
 def _is_of_no_concern(statement: Any) -> bool:
@@ -174,30 +178,42 @@ def _with_innermost(statement: Any, dml: Any) -> Any:
     return loading
 
 
-def _check(
-    connection: Connection, rows: Sequence[Row], options: Mapping[str, Any], result: CursorResult[Any]
-) -> None:
-    """Raise where the fence has turned a guarded statement away."""
-    statement: Any = result.context.invoked_statement
+def _written_by(statement: Any, rows: Sequence[Row], options: Mapping[str, Any]) -> _Written | None:
+    """Return what is to be checked of a statement that was made of a guarded one; None where nothing is."""
     if isinstance(statement, TextClause):
-        if is_guarded(statement):
-            take_back(connection)
-            _raise(connection, refused_text(connection, statement, options, result), result)
-        return
+        return written_by_text(statement)
     dml = _innermost(statement)
-    if isinstance(dml, Insert):
-        return
-    write = _writes.get(dml)
-    if write is None:  # somebody's listener for before_execute has added something of its own
-        fenced = fenced_table(dml.table)
-        if fenced is None:
-            return
-        _, write = guard(dml, fenced, explicit=TOKEN_OPTION in options)
+    fenced = fenced_table(dml.table) if isinstance(dml, Update | Delete) else None
+    if fenced is None:
+        return None
+    _, write = guard(dml, fenced, explicit=TOKEN_OPTION in options)
+    return write, rows
+
+
+def _check(
+    connection: Connection,
+    write: GuardedWrite,
+    rows: Sequence[Row],
+    options: Mapping[str, Any],
+    result: CursorResult[Any],
+    *,
+    told: bool,
+) -> None:
+    """Raise where the fence has turned a guarded statement away.
+
+    Args:
+        connection: what has executed it.
+        write: what is known of it.
+        rows: the parameters of each execution.
+        options: its execution options.
+        result: what came of it.
+        told: whether who names no whole key is told by the rowcount alone, as with text.
+    """
     if write.fenced.strict:
         take_back(connection)
     if write.wrote_all(rows, result):
         note_locked(connection, partial(write.names, rows), len(rows))
-    else:
+    elif write.key or not told:
         _raise(connection, write.refused(connection, rows, options), result)
 
 
@@ -217,11 +233,12 @@ def _guard_once(
     statement: Update | Delete, fenced: FencedTable, *, explicit: bool
 ) -> tuple[Update | Delete, GuardedWrite]:
     """Return the statement with the condition, as it was made the last time where there was one."""
-    known = _guarded.setdefault(statement, {})
+    known = _guarded.get(statement)
+    if known is None:
+        known = _guarded[statement] = {}
     found = known.get(explicit)
     if found is None:
         found = known[explicit] = guard(statement, fenced, explicit=explicit)
-        _writes[found[0]] = found[1]
     return found
 
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import ReferenceType, WeakSet, ref
 
 from sqlalchemy import Executable, Table, event, inspect
 from sqlalchemy.engine import (
@@ -74,8 +74,20 @@ _PLAN: Final = "_fencelock_plan"
 _CHANGES_ONLY = PASSIVE_NO_INITIALIZE | INCLUDE_PENDING_MUTATIONS
 """Ask an attribute for its changes without loading anything."""
 
-_bound: WeakKeyDictionary[Session | Connection, tuple[Lease, ...]] = WeakKeyDictionary()
-_writers: WeakKeyDictionary[Transaction, Writer] = WeakKeyDictionary()
+_BOUND: Final = "_fencelock_bound"
+"""Where a session or connection has the leases that it was bound to."""
+
+_WRITER: Final = "_fencelock_writer"
+"""Where a connection has what its transaction, or an earlier one, writes under."""
+
+_at_gates: WeakSet[Writer] = WeakSet()
+"""Those that have passed a gate."""
+
+
+class _Process:
+    """Whether anybody has bound anything: few do, and for the others nobody has to be asked for it."""
+
+    binds = False
 
 
 def bind(
@@ -112,11 +124,8 @@ def bind(
     for lease in leases:
         if not isinstance(lease, Lease):
             raise TypeError(f"bind takes leases, such as fenced_lock(...).lease, not {type(lease).__name__}")
-    owner = _blocking(target)
-    if leases:
-        _bound[owner] = leases
-    else:
-        _bound.pop(owner, None)
+    _Process.binds = True
+    setattr(_blocking(target), _BOUND, leases or None)
 
 
 def _blocking(target: object) -> Session | Connection:
@@ -155,11 +164,13 @@ class Writer:
         has_transaction: whether the driver was seen to hold a transaction open.
         lasting: whether it was committed, or may have been.
         remembered: the leases it was written under so far, by resource.
+        transaction: returns SQLAlchemy's object, which may be gone.
         gates: which it has passed, and which thread and task did so: each as (resource, who).
         undoing: whether it is being rolled back, so that nothing can come of it.
     """
 
     __slots__ = (
+        "__weakref__",
         "_bound_before",
         "_fixed",
         "_locked",
@@ -173,10 +184,12 @@ class Writer:
         "has_transaction",
         "lasting",
         "remembered",
+        "transaction",
         "undoing",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, transaction: Transaction) -> None:
+        self.transaction = ref(transaction)
         self.has_transaction = False
         self.remembered: dict[str, Lease] = {}
         self.gates: set[tuple[str, object]] = set()
@@ -186,7 +199,7 @@ class Writer:
         self.claiming: set[Lease] = set()
         self._bound_before: tuple[Lease, ...] | None = None
         self._needs: set[Lease] = set()
-        self._fixed: set[Fixed] = set()
+        self._fixed: dict[tuple[FencedTable, str | None], Fixed] = {}
         self._locked: list[Callable[[], Iterable[str]]] = []
         self._locked_count = 0
         self._savepoints: dict[str, int] = {}
@@ -219,7 +232,10 @@ class Writer:
         Raises:
             AmbiguousFenceError: if another one does.
         """
-        self._fixed.add(fenced.fix(connection.dialect, options, resource, self._mark))
+        key = fenced, fenced.schema(options)
+        fixed = self._fixed.get(key)
+        if fixed is None or fixed.resource != resource:
+            self._fixed[key] = fenced.fix(connection.dialect, key[1], resource, self._mark)
 
     def doubt(self) -> None:
         """Note that nobody knows what became of the transaction, whose connection was lost."""
@@ -257,7 +273,7 @@ class Writer:
 
     def _let_go(self) -> list[Callable[[], object]]:
         calls = [call for lease in self._needs for call in lease.let_go(self._mark)]
-        for fixed in self._fixed:
+        for fixed in self._fixed.values():
             fixed.end(self._mark, lasts=self.lasting)
         self._needs.clear()
         self._fixed.clear()
@@ -271,7 +287,7 @@ class Writer:
         Raises:
             AmbiguousFenceError: if sessions that share the connection are bound to different leases.
         """
-        bound = self._bound_to(connection, session) if _bound else None
+        bound = self._bound_to(connection, session) if _Process.binds else None
         if bound != self._bound_before:
             self.remembered.clear()
             self._bound_before = bound
@@ -283,16 +299,22 @@ class Writer:
 
     def _bound_to(self, connection: Connection, session: Session | None) -> tuple[Lease, ...] | None:
         found = session or owner_of(connection)
+        own = _leases_bound_to(connection)
         if found is None:
-            return _bound.get(connection)
-        leases = _bound.get(found)
+            return own
+        leases = _leases_bound_to(found)
         is_known = session is not None or _is_flushing(found)
-        if not is_known and any(_bound.get(one) != leases for one in users_of(connection)):
+        if not is_known and any(_leases_bound_to(one) != leases for one in users_of(connection)):
             raise AmbiguousFenceError(
                 "several sessions share this connection and are bound to different leases, so that it cannot "
                 "be told whose this is: bind the same leases to each, or give each a connection of its own"
             )
-        return leases or _bound.get(connection)
+        return leases or own
+
+
+def _leases_bound_to(owner: Session | Connection) -> tuple[Lease, ...] | None:
+    leases: tuple[Lease, ...] | None = getattr(owner, _BOUND, None)
+    return leases
 
 
 def join(connection: Connection, session: Session) -> None:
@@ -313,15 +335,19 @@ def users_of(connection: Connection) -> list[Session]:
 
     Those that have left it and live on are not among them.
     """
-    sessions = [reference() for reference in getattr(connection, _SESSIONS, ())]
-    return [session for session in sessions if session is not None and _uses(session, connection)]
+    return [
+        session
+        for reference in getattr(connection, _SESSIONS, ())
+        if (session := reference()) is not None and _uses(session, connection)
+    ]
 
 
 def owner_of(connection: Connection) -> Session | None:
     """Return the session that the transaction belongs to; of several that which flushes, or the last."""
     users = users_of(connection)
-    found = [session for session in users if _is_flushing(session)] or users
-    return found[-1] if found else None
+    if len(users) > 1:
+        users = [session for session in users if _is_flushing(session)] or users
+    return users[-1] if users else None
 
 
 def _uses(session: Session, connection: Connection) -> bool:
@@ -372,22 +398,22 @@ class _Watched(Transaction):
             self._note_end()
 
     def _note_committing(self) -> None:
-        writer = _writers.get(self)
+        writer = _known_writer(self)
         if writer is not None:
             writer.committing = True
 
     def _note_committed(self) -> None:
-        writer = _writers.get(self)
+        writer = _known_writer(self)
         if writer is not None:
             writer.lasting = True
 
     def _note_undoing(self) -> None:
-        writer = _writers.get(self)
+        writer = _known_writer(self)
         if writer is not None:
             writer.undoing = True
 
     def _note_end(self) -> None:
-        writer = None if self.is_active else _writers.get(self)
+        writer = None if self.is_active else _known_writer(self)
         if writer is not None:
             writer.end()
 
@@ -453,10 +479,16 @@ def writer_of(connection: Connection) -> Writer:
     transaction = connection.get_transaction()
     if transaction is None:
         transaction = connection.begin()
-    writer = _writers.get(transaction)
-    if writer is None:
-        writer = _writers[transaction] = Writer()
+    writer: Writer | None = getattr(connection, _WRITER, None)
+    if writer is None or writer.transaction() is not transaction:
+        writer = Writer(transaction)
+        setattr(connection, _WRITER, writer)
     return writer
+
+
+def _known_writer(transaction: Transaction) -> Writer | None:
+    writer: Writer | None = getattr(transaction.connection, _WRITER, None)
+    return writer if writer is not None and writer.transaction() is transaction else None
 
 
 def leases_of(connection: Connection | None, session: Session) -> Mapping[str, Lease]:
@@ -487,7 +519,7 @@ def note_locked(connection: Connection, names: Callable[[], Iterable[str]], coun
 
 def _open_writer(connection: Connection) -> Writer | None:
     transaction = connection.get_transaction()
-    return None if transaction is None else _writers.get(transaction)
+    return None if transaction is None else _known_writer(transaction)
 
 
 def take_doubted(connection: Connection, token: int) -> list[Lease]:
@@ -522,14 +554,17 @@ def doubt_lost_transaction(context: ExceptionContext) -> None:
 
 def note_gate(connection: Connection, resource: str) -> None:
     """Note that the connection's transaction holds the resource's row of the fence table."""
-    writer_of(connection).gates.add((resource, _who()))
+    writer = writer_of(connection)
+    writer.gates.add((resource, _who()))
+    _at_gates.add(writer)
 
 
 def passes_gate_here(resource: str) -> bool:
     """Tell whether an open transaction of this thread or task has passed the gate of a resource."""
-    for transaction in [reference() for reference in _writers.keyrefs()]:
-        writer = None if transaction is None or not transaction.is_active else _writers.get(transaction)
-        if writer is not None and (resource, _who()) in writer.gates:
+    gate = resource, _who()
+    for writer in list(_at_gates):
+        transaction = writer.transaction()
+        if transaction is not None and transaction.is_active and gate in writer.gates:
             return True
     return False
 
@@ -594,7 +629,15 @@ _COMMITS_BY_ITSELF: Final[Mapping[str, Callable[[Any], bool]]] = {
 
 
 class Tokens:
-    """The tokens for the rows of one statement: resolves, checks and remembers each lease once."""
+    """The tokens for the rows of one statement: resolves, checks and remembers each lease once.
+
+    Args:
+        connection: what executes it.
+        fenced: the table that it writes.
+        options: its execution options.
+        session: whose statement it is, where that is known.
+        claiming: whether it is about to claim the rows, which leases in doubt are good for.
+    """
 
     __slots__ = (
         "_candidates",
@@ -612,6 +655,7 @@ class Tokens:
         connection: Connection,
         fenced: FencedTable,
         options: Mapping[str, Any],
+        session: Session | None = None,
         *,
         claiming: bool = False,
     ) -> None:
@@ -620,7 +664,7 @@ class Tokens:
         self._options = options
         self._claiming = claiming
         self._writer = writer_of(connection)
-        self._candidates = self._writer.candidates(connection)
+        self._candidates = self._writer.candidates(connection, session)
         self._found: dict[tuple[Any, ...], int] = {}
         self._of_table: int | None = None
 
@@ -667,7 +711,8 @@ class Tokens:
         """
         if self._of_table is not None:
             return self._of_table
-        self.need_some()
+        if not self._candidates:
+            self.need_some()
         if len(self._candidates) > 1:
             raise AmbiguousFenceError(
                 f"{', '.join(map(repr, self._candidates))} are held and any of them could guard this write "
@@ -702,10 +747,10 @@ class Tokens:
                 f"this write to {self.fenced.name!r} needs the lease of {resource!r}, and held are "
                 f"{', '.join(map(repr, self._candidates))}; acquire fenced_lock({resource!r}) around it"
             )
+        lease.check()
         return self._use(lease)
 
     def _use(self, lease: Lease) -> int:
-        lease.check()
         if lease.in_doubt:
             lease.check_certain(claiming=self._claiming)
             self._writer.claiming.add(lease)
@@ -715,8 +760,7 @@ class Tokens:
 
 def resource_of(connection: Connection, token: int | None) -> str | None:
     """Return the resource whose token the connection's transaction has used; None if that is not known."""
-    transaction = connection.get_transaction()
-    writer = None if transaction is None else _writers.get(transaction)
+    writer = _open_writer(connection)
     leases = writer.remembered.values() if writer is not None else ()
     return next((lease.resource for lease in leases if lease.fencing_token == token), None)
 
@@ -853,18 +897,17 @@ class _Flush:
 
     def tokens(self, fenced: FencedTable, connection: Connection) -> Tokens | None:
         """Return the tokens for rows of a table, or None where the connection bypasses the guard."""
-        try:
-            return self._tokens[fenced, connection]
-        except KeyError:
+        key = fenced, connection
+        if key not in self._tokens:
             session = self._session()
             if session is not None:
                 join(connection, session)  # another one may have joined the transaction since
             options = connection.get_execution_options()
             bypassed = options.get("fencelock") == BYPASS
-            tokens = None if bypassed else Tokens(connection, fenced, options)
-            self._tokens[fenced, connection] = tokens
+            tokens = None if bypassed else Tokens(connection, fenced, options, session)
+            self._tokens[key] = tokens
             self.known.setdefault(fenced, {})
-            return tokens
+        return self._tokens[key]
 
     def writes(self, session: Session, mapper: Mapper[Any], identity: tuple[Any, ...]) -> bool:
         """Tell whether the fenced row with this primary key is written or deleted."""
@@ -920,9 +963,10 @@ def watch_mapper(mapper: Mapper[Any], fenced: FencedTable) -> None:
     cascades have added to the flush, for each object, just before its columns are looked at.
     """
     watch = _Watch(mapper, fenced)
-    event.listen(mapper, "before_insert", watch.on_insert, raw=True)
-    event.listen(mapper, "before_update", watch.on_update, raw=True)
-    event.listen(mapper, "before_delete", watch.on_delete, raw=True)
+    # With retval SQLAlchemy calls them as they are; what they return is of no interest to it here.
+    event.listen(mapper, "before_insert", watch.on_insert, raw=True, retval=True)
+    event.listen(mapper, "before_update", watch.on_update, raw=True, retval=True)
+    event.listen(mapper, "before_delete", watch.on_delete, raw=True, retval=True)
 
 
 class _Watch:

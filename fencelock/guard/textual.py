@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from sqlalchemy import Delete, TextClause, Update, bindparam, delete, update
-from sqlalchemy.engine import Connection, CursorResult
+from sqlalchemy.engine import Connection
 
-from fencelock.errors import FenceError, UnfencedWriteError
+from fencelock.errors import UnfencedWriteError
 from fencelock.guard._carried import CARRIERS, ready
 from fencelock.guard._exact import is_text
 from fencelock.guard._statement import TOKEN_BIND, Row
@@ -34,8 +34,11 @@ _PINNED: Final = "fencelock_pin_"
 
 def stamp_text(
     connection: Connection, statement: TextClause, rows: Sequence[Row], options: Mapping[str, Any]
-) -> tuple[TextClause, Sequence[Row]] | None:
-    """Give a text that carries the condition its token; return None for one that does not."""
+) -> tuple[TextClause, Sequence[Row], tuple[GuardedWrite, Sequence[Row]]] | None:
+    """Give a text that carries the condition its token; return None for one that does not.
+
+    The third is what a Core statement would be known by that does the same, and its parameters.
+    """
     if FENCE_COLUMN not in statement.text.lower() or TOKEN not in statement.text:
         return None
     found = guarded(statement.text, connection.dialect.name)
@@ -60,7 +63,8 @@ def stamp_text(
     if fenced.strict:
         ready(connection)
         statement = _carrying(statement, connection.dialect.name)
-    return statement.execution_options(**{_WRITE_OPTION: (write, stamped)}), sent
+    written = write, stamped
+    return statement.execution_options(**{_WRITE_OPTION: written}), sent, written
 
 
 def _carrying(statement: TextClause, dialect: str) -> TextClause:
@@ -76,15 +80,10 @@ def is_guarded(statement: Any) -> bool:
     return isinstance(statement, TextClause) and _WRITE_OPTION in statement.get_execution_options()
 
 
-def refused_text(
-    connection: Connection, statement: TextClause, options: Mapping[str, Any], result: CursorResult[Any]
-) -> FenceError | None:
-    """Return the error to raise if the condition in a text has turned a row away, or None."""
-    write: GuardedWrite
-    write, rows = statement.get_execution_options()[_WRITE_OPTION]
-    if not write.key or write.wrote_all(rows, result):
-        return None
-    return write.refused(connection, rows, options)
+def written_by_text(statement: TextClause) -> tuple[GuardedWrite, Sequence[Row]] | None:
+    """Return what `stamp_text` has found out about a text; None where that was nothing."""
+    written: tuple[GuardedWrite, Sequence[Row]] | None = statement.get_execution_options().get(_WRITE_OPTION)
+    return written
 
 
 def _core(found: GuardedText, fenced: FencedTable) -> Update | Delete:
