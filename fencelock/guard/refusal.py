@@ -149,8 +149,10 @@ def _refuse_unguarded(compiled: Any) -> None:
     table = compiled.compile_state.dml_table
     fenced = None if is_harmless(table) else fenced_table(table)
     if fenced is not None:
-        wanted = fenced.fence.key if compiled.isinsert else TOKEN_BIND
-        if not any(name.startswith(wanted) for name in compiled.binds):
+        wanted = [] if compiled.isinsert else [TOKEN_BIND]
+        if not compiled.isdelete:
+            wanted.append(fenced.fence.key)
+        if not all(any(name.startswith(each) for name in compiled.binds) for each in wanted):
             raise UnfencedWriteError(
                 f"a write to {fenced.name!r} has lost its fence on the way to the database; another listener "
                 f"for before_execute has replaced the statement"

@@ -64,6 +64,7 @@ _Written: TypeAlias = tuple[GuardedWrite, Sequence[Row]]
 """What is known of a guarded statement, and the parameters of each execution."""
 
 _DML: Final = (Update, Delete, Insert)
+_TRANSLATED: Final = "schema_translate_map"
 _LAMBDAS: Final = (LambdaElement, NullLambdaStatement)
 
 _guarded: WeakKeyDictionary[ClauseElement, dict[bool, tuple[Any, GuardedWrite]]] = WeakKeyDictionary()
@@ -79,8 +80,12 @@ def guarding(execute: _Execute) -> _Execute:
     def guarded(
         statement: Any, connection: Connection, rows: Sequence[Row], options: Mapping[str, Any]
     ) -> CursorResult[Any]:
-        own = statement._execution_options  # noqa: SLF001  as SQLAlchemy puts them together, see `_install`
-        merged = own.merge_with(connection._execution_options, options)  # noqa: SLF001  the same
+        own, common = statement._execution_options, connection._execution_options  # noqa: SLF001  see `_install`
+        if _is_of_no_concern(statement) and not (
+            _TRANSLATED in options or _TRANSLATED in common or _TRANSLATED in own
+        ):
+            return execute(statement, connection, rows, options)  # most often, so do not dwell on it
+        merged = own.merge_with(common, options)
         try:
             form = _guarded_form(connection, statement, rows, merged)
         except FenceError as error:
@@ -105,7 +110,7 @@ def _guarded_form(
 ) -> tuple[Any, Sequence[Row], _Written | None] | None:
     """Return a statement and its parameters with the fence, and what is to be checked afterwards.
 
-    Every write of the process comes by. Those that concern nobody here get None, and had better get it soon.
+    None where the guard has nothing to do with it.
 
     Raises:
         FenceError: for a write that is refused.
@@ -113,8 +118,7 @@ def _guarded_form(
     rows = rows or [{}]
     if isinstance(statement, TextClause):
         return None if _bypassed(options) else stamp_text(connection, statement, rows, options)
-    translated = bool(options.get("schema_translate_map"))
-    if not statement.is_dml or (not translated and _is_of_no_concern(statement)):
+    if not _is_dml(statement):
         return None
     if _bypassed(options):
         if TOKEN_OPTION in options or wants_token(statement, rows):
@@ -125,7 +129,7 @@ def _guarded_form(
     fenced = fenced_table(dml.table)
     if fenced is None:
         _refuse_unguardable(connection, dml, rows, options)
-        if not translated and type(dml.table) is Table and sub_table_of(dml.table) is None:
+        if _TRANSLATED not in options and type(dml.table) is Table and sub_table_of(dml.table) is None:
             note_harmless(dml.table, known)
         return None
     refuse_autocommit(connection, options, fenced)
@@ -149,6 +153,12 @@ def _is_of_no_concern(statement: Any) -> bool:
         and not getattr(statement, "_values", None)
         and not getattr(statement, "_ordered_values", None)  # SQLAlchemy 2.0
     )
+
+
+def _is_dml(statement: Any) -> bool:
+    """Tell whether a statement writes; of spoilt lambdas SQLAlchemy says that they do not."""
+    inside = statement._resolved if isinstance(statement, NullLambdaStatement) else statement  # noqa: SLF001  no public way
+    return bool(inside.is_dml)
 
 
 def _innermost(statement: Any) -> Any:

@@ -387,6 +387,36 @@ def test_a_listener_that_drops_the_fence_is_caught(session: Session, engine: Eng
     assert rows(engine) == before
 
 
+def test_a_listener_that_leaves_the_fence_behind_is_caught(session: Session, engine: Engine) -> None:
+    """A DELETE that somebody's listener makes an UPDATE has the condition, and would not raise the fence."""
+
+    def hide(_c: object, statement: Any, many: Any, params: Any, _o: object) -> Any:
+        if getattr(statement, "is_delete", False):
+            statement = update(orders).where(statement.whereclause).values(status="gone")
+        return statement, many, params
+
+    event.listen(engine, "before_execute", hide, retval=True)
+    before = rows(engine)
+    with pytest.raises(UnfencedWriteError, match="another listener"):
+        session.execute(delete(Order).where(Order.id == 1))
+    session.rollback()
+    assert rows(engine) == before
+
+
+def test_a_listener_sees_what_will_be_executed(session: Session, engine: Engine) -> None:
+    """A listener for `before_execute` gets the statement with the condition, and its token as a parameter."""
+    seen: list[tuple[str, Any]] = []
+
+    def note(_c: object, statement: Any, _many: Any, params: Any, _o: object) -> None:
+        seen.append((str(statement), params))
+
+    event.listen(engine, "before_execute", note)
+    session.connection().execute(update(orders).where(orders.c.id == 1).values(status="x"))
+    ((sql, params),) = seen
+    assert "last_fencing_token <= " in sql
+    assert params == {"last_fencing_token": 6, "fencelock_token": 6}
+
+
 def test_a_statement_exchanged_at_the_cursor_is_noticed(session: Session, engine: Engine) -> None:
     """What somebody else's listener makes of the SQL at the last moment is looked at as well."""
 

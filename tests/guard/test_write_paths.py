@@ -335,6 +335,12 @@ def update_by_lambda(session: Session) -> None:
     session.execute(lambda_stmt(lambda: update(Order).where(Order.id == 1).values(status="paid")))
 
 
+def update_by_spoilt_lambda(session: Session) -> None:
+    """Update by a lambda whose statement SQLAlchemy is not to keep."""
+    statement: Any = lambda_stmt(lambda: update(Order).where(Order.id == 1).values(status="paid"))
+    session.execute(statement.spoil())
+
+
 def update_with_more_criteria(session: Session) -> None:
     """Update by key and more."""
     paid = update(Order).where((Order.id == 1) & Order.status.in_(["new", "old"])).values(status="paid")
@@ -438,6 +444,7 @@ UPDATES: dict[str, Callable[[Session], object]] = {
     "link, write-only": link_unloaded,
     "link, dynamic": link_by_query,
     "lambda statement": update_by_lambda,
+    "lambda statement, spoilt": update_by_spoilt_lambda,
     "collection": append_to_collection,
     "collection, by backref": append_from_the_other_side,
     "bulk_update_mappings": bulk_update_mappings,
