@@ -68,9 +68,6 @@ _COMMITS_NOTHING: Final = re.compile(
 _SESSIONS: Final = "_fencelock_sessions"
 """Where a connection has the sessions that have joined it, the last one last."""
 
-_PLAN: Final = "_fencelock_plan"
-"""Where a session has the plan of its flush."""
-
 _CHANGES_ONLY = PASSIVE_NO_INITIALIZE | INCLUDE_PENDING_MUTATIONS
 """Ask an attribute for its changes without loading anything."""
 
@@ -859,9 +856,11 @@ def writes_fenced_rows(
     mapper = fenced.mapper() if fenced.mapper else None
     if session is None or mapper is None:
         return False
-    flush = _flush_in(session)
+    flush = _flushes.get(session.hash_key)
     names = _key_names(mapper, table)
-    return all(flush.writes(session, mapper, tuple([row.get(name) for name in names])) for row in rows)
+    return flush is not None and all(
+        flush.writes(session, mapper, tuple([row.get(name) for name in names])) for row in rows
+    )
 
 
 def _key_names(base: Mapper[Any], table: Table) -> list[str]:
@@ -911,9 +910,11 @@ class _Flush:
 
     def writes(self, session: Session, mapper: Mapper[Any], identity: tuple[Any, ...]) -> bool:
         """Tell whether the fenced row with this primary key is written or deleted."""
+        plan: Any = self._plan()
+        if plan is None or not plan.transaction.is_active:  # an earlier one, which somebody has kept
+            return False
         instance = session.identity_map.get(mapper.identity_key_from_primary_key(identity))
-        plan = self._plan()
-        if instance is not None and plan is not None:
+        if instance is not None:
             state = inspect(instance)
             deleted, only_listed = plan.states.get(state, (False, True))
             if state in self.stamped or (deleted and not only_listed):
@@ -921,9 +922,9 @@ class _Flush:
         keys = (mapper.primary_key_from_instance(state.obj()) for state in self.stamped)
         return identity in map(tuple, keys)  # a new object, or one with a new key
 
-    def is_of(self, plan: ReferenceType[UOWTransaction]) -> bool:
-        """Tell whether it belongs to this plan of the unit of work."""
-        return self._plan is plan
+    def is_of(self, plan: UOWTransaction | None) -> bool:
+        """Tell whether it belongs to this plan of the unit of work; or to none any more."""
+        return self._plan() is plan
 
 
 _flushes: dict[int, _Flush] = {}
@@ -934,26 +935,36 @@ nothing, or fail in another listener; but its plan is thrown away then, and what
 """
 
 
-def _forget_flush(number: int, plan: ReferenceType[UOWTransaction]) -> None:
+def _forget_flush(number: int, _plan: object) -> None:
     flush = _flushes.get(number)
-    if flush is not None and flush.is_of(plan):
+    if flush is not None and flush.is_of(None):
         del _flushes[number]
+
+
+class _NotePlans:
+    """Notes the plan of a flush when the first object of a mapper goes in, as one of its processors.
+
+    The mapper's events do not tell the plan, and a session's `before_flush` has every flush of the process
+    look through its objects once more.
+    """
+
+    def per_property_preprocessors(self, plan: UOWTransaction) -> None:
+        number = plan.session.hash_key
+        flush = _flushes.get(number)
+        if flush is None or not flush.is_of(plan):  # an earlier one's, whose plan somebody has kept
+            _flushes[number] = _Flush(plan.session, plan)
+
+
+_note_plans: Final = _NotePlans()
 
 
 def _on_begin(session: Session, _transaction: object, connection: Connection) -> None:
     join(connection, session)
 
 
-def _on_flush(session: Session, plan: UOWTransaction, _instances: object) -> None:
-    """Note the plan of a flush, where it is found if a fenced object turns up: few flushes have one."""
-    setattr(session, _PLAN, ref(plan))
-    _flushes.pop(session.hash_key, None)  # an earlier one whose plan somebody has kept
-
-
 def watch_sessions() -> None:
     """Listen to every session of the process."""
     event.listen(Session, "after_begin", _on_begin)
-    event.listen(Session, "before_flush", _on_flush)
 
 
 def watch_mapper(mapper: Mapper[Any], fenced: FencedTable) -> None:
@@ -967,6 +978,7 @@ def watch_mapper(mapper: Mapper[Any], fenced: FencedTable) -> None:
     event.listen(mapper, "before_insert", watch.on_insert, raw=True, retval=True)
     event.listen(mapper, "before_update", watch.on_update, raw=True, retval=True)
     event.listen(mapper, "before_delete", watch.on_delete, raw=True, retval=True)
+    mapper._dependency_processors.append(_note_plans)  # type: ignore[arg-type]  # noqa: SLF001  no public way
 
 
 class _Watch:
@@ -1049,20 +1061,8 @@ class _Watch:
 
 
 def _flush_of(state: InstanceState[Any]) -> _Flush:
-    number = state.session_id
-    assert number is not None  # noqa: S101  an object that is being flushed has a session
-    flush = _flushes.get(number)
-    if flush is None:
-        assert state.session is not None  # noqa: S101  the same
-        flush = _flush_in(state.session)
-    return flush
-
-
-def _flush_in(session: Session) -> _Flush:
-    flush = _flushes.get(session.hash_key)
-    if flush is None:
-        flush = _flushes[session.hash_key] = _Flush(session, getattr(session, _PLAN)())
-    return flush
+    assert state.session_id is not None  # noqa: S101  an object that is being flushed has a session
+    return _flushes[state.session_id]
 
 
 def _writes_row(state: InstanceState[Any], current: Mapping[str, Any], in_row: frozenset[str]) -> bool:
