@@ -984,7 +984,7 @@ def watch_mapper(mapper: Mapper[Any], fenced: FencedTable) -> None:
 class _Watch:
     """Stamps the objects of one mapper, and notes which resource guards each of them."""
 
-    __slots__ = ("_fenced", "_in_row", "_looked_up", "_naming")
+    __slots__ = ("_comparing", "_fenced", "_in_row", "_looked_up", "_naming")
 
     def __init__(self, mapper: Mapper[Any], fenced: FencedTable) -> None:
         columns: Iterable[tuple[str, Any]] = mapper.columns.items()
@@ -992,6 +992,7 @@ class _Watch:
         template = fenced.template
         self._fenced = fenced
         self._in_row = frozenset(own.values()) - {FENCE_COLUMN}
+        self._comparing: dict[str, Callable[[Any, Any], Any]] = {}
         self._naming = tuple(own[column] for column in template.columns.values()) if template else ()
         self._looked_up = template is not None and not template.in_key
 
@@ -1006,10 +1007,10 @@ class _Watch:
 
     def on_update(self, _mapper: object, connection: Connection, state: InstanceState[Any]) -> None:
         current = state.dict
-        writes_row = _writes_row(state, current, self._in_row)
+        writes_row = self._writes_row(state, current)
         if not writes_row and not _has_changed(state, current):
             return
-        flush = _flush_of(state)
+        flush: _Flush = _flushes[state.session_id]  # type: ignore[index]  # an object in a flush has a session
         flush.stamped.add(state)
         token = self._token_for(flush, connection, state, current)
         if token is not None:
@@ -1039,39 +1040,37 @@ class _Watch:
     ) -> int | None:
         """Return the token to write an object with; None where the connection bypasses the guard."""
         try:
-            return self._found_token(flush, connection, state, current)
+            tokens = flush.tokens(self._fenced, connection)
+            if tokens is None:
+                return None
+            if self._fenced.template is None:
+                return tokens.of_table()
+            values = _loaded_values(self._naming, state, current)
+            if values is None:
+                return tokens.of_new_row()
+            if self._looked_up and state.key is not None:
+                flush.known[self._fenced][state.key[1]] = values
+            return tokens.of_row(values)
         except FenceError as error:
             report(error, table=self._fenced.name)
             raise
 
-    def _found_token(
-        self, flush: _Flush, connection: Connection, state: InstanceState[Any], current: Mapping[str, Any]
-    ) -> int | None:
-        tokens = flush.tokens(self._fenced, connection)
-        if tokens is None:
-            return None
-        if self._fenced.template is None:
-            return tokens.of_table()
-        values = _loaded_values(self._naming, state, current)
-        if values is None:
-            return tokens.of_new_row()
-        if self._looked_up and state.key is not None:
-            flush.known[self._fenced][state.key[1]] = values
-        return tokens.of_row(values)
+    def _writes_row(self, state: InstanceState[Any], current: Mapping[str, Any]) -> bool:
+        """Tell whether the unit of work will write the fenced row of a dirty object by itself."""
+        comparing = self._comparing
+        if not comparing:  # for the first time: the attributes have been made since the mapper was
+            known: Mapping[str, Any] = state.manager
+            comparing.update({key: known[key].impl.is_equal for key in self._in_row & known.keys()})
+        for key, loaded in state.committed_state.items():
+            is_equal = comparing.get(key)
+            if is_equal is not None and is_equal(current.get(key), loaded) is not True:
+                return True
+        return False
 
 
 def _flush_of(state: InstanceState[Any]) -> _Flush:
     assert state.session_id is not None  # noqa: S101  an object that is being flushed has a session
     return _flushes[state.session_id]
-
-
-def _writes_row(state: InstanceState[Any], current: Mapping[str, Any], in_row: frozenset[str]) -> bool:
-    """Tell whether the unit of work will write the fenced row of a dirty object by itself."""
-    manager = state.manager
-    for key, loaded in state.committed_state.items():
-        if key in in_row and manager[key].impl.is_equal(current.get(key), loaded) is not True:
-            return True
-    return False
 
 
 def _has_changed(state: InstanceState[Any], current: dict[str, Any]) -> bool:

@@ -1,8 +1,7 @@
 """A plugin for pytest that puts the guard in place for SQLAlchemy's own tests, as one fenced model does.
 
-With FENCELOCK_SUITE=listeners there are listeners for the same events that do nothing: what fails with these,
-too, fails because anybody listens at all. With FENCELOCK_SUITE=plain there is nothing. The outcomes go to the
-file FENCELOCK_SUITE_REPORT, by pytest's own names of the tests.
+With FENCELOCK_SUITE=plain it is not. The outcomes go to the file FENCELOCK_SUITE_REPORT, by pytest's own
+names of the tests.
 """
 
 from __future__ import annotations
@@ -41,9 +40,8 @@ def pytest_sessionstart() -> None:
 
     from fencelock import FencedModel  # noqa: PLC0415 - the same
 
-    if _MODE == "guard":
-        attributes = {"__tablename__": "fencelock_bystander", "id": Column(Integer, primary_key=True)}
-        type("Bystander", (FencedModel, declarative_base()), attributes)
+    attributes = {"__tablename__": "fencelock_bystander", "id": Column(Integer, primary_key=True)}
+    type("Bystander", (FencedModel, declarative_base()), attributes)
 
 
 def pytest_runtest_setup() -> None:
@@ -55,19 +53,13 @@ def pytest_runtest_setup() -> None:
 
     from fencelock.guard import _install, refusal  # noqa: PLC0415 - the same
 
-    if _MODE == "listeners":
-        if not event.contains(Engine, "do_execute", _nothing):
-            event.listen(Engine, "do_execute", _nothing)
-    elif not event.contains(Engine, "do_execute", refusal.do_execute):
-        listen = event.listen
+    if event.contains(Engine, "do_execute", refusal.do_execute):
+        return
+    listen = event.listen
 
-        def listen_once(target: Any, identifier: str, listener: Any, **options: Any) -> None:
-            if not event.contains(target, identifier, listener):
-                listen(target, identifier, listener, **options)
+    def listen_once(target: Any, identifier: str, listener: Any, **options: Any) -> None:
+        if not event.contains(target, identifier, listener):
+            listen(target, identifier, listener, **options)
 
-        with mock.patch.object(event, "listen", listen_once):
-            _install.listen()
-
-
-def _nothing(_cursor: object, _statement: str, _parameters: object, _context: object) -> None:
-    return
+    with mock.patch.object(event, "listen", listen_once):
+        _install.listen()
