@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
-from weakref import ReferenceType, WeakSet, ref
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from sqlalchemy import Executable, Table, event, inspect
 from sqlalchemy.engine import (
@@ -77,8 +77,8 @@ _BOUND: Final = "_fencelock_bound"
 _WRITER: Final = "_fencelock_writer"
 """Where a connection has what its transaction, or an earlier one, writes under."""
 
-_at_gates: WeakSet[Writer] = WeakSet()
-"""Those that have passed a gate."""
+_at_gates: WeakKeyDictionary[Writer, None] = WeakKeyDictionary()
+"""Those that have passed a gate; in no `WeakSet`, where one thread cannot look while another adds to it."""
 
 
 class _Process:
@@ -553,15 +553,16 @@ def note_gate(connection: Connection, resource: str) -> None:
     """Note that the connection's transaction holds the resource's row of the fence table."""
     writer = writer_of(connection)
     writer.gates.add((resource, _who()))
-    _at_gates.add(writer)
+    _at_gates[writer] = None
 
 
 def passes_gate_here(resource: str) -> bool:
     """Tell whether an open transaction of this thread or task has passed the gate of a resource."""
     gate = resource, _who()
-    for writer in list(_at_gates):
-        transaction = writer.transaction()
-        if transaction is not None and transaction.is_active and gate in writer.gates:
+    for reference in _at_gates.keyrefs():
+        writer = reference()
+        transaction = None if writer is None else writer.transaction()
+        if writer is not None and transaction is not None and transaction.is_active and gate in writer.gates:
             return True
     return False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ from fencelock.guard import (
     gate,
     gate_async,
 )
+from fencelock.guard.session import note_gate, passes_gate_here
 from fencelock.lease import Lease, note_ended, note_held
 
 OLD = Lease("account:1", 1)
@@ -638,6 +640,38 @@ def test_gates_compare_resources_exactly(new: Session) -> None:
         gate(new)
         new.commit()
     assert new.scalar(select(func.count()).select_from(fences)) == len(names)
+
+
+def test_a_gate_is_passed_while_another_thread_asks_for_one() -> None:
+    """Whoever looks through the open gates is not bothered by one that is passed meanwhile."""
+
+    class Open:
+        """A connection, and its transaction."""
+
+        is_active = True
+
+        def get_transaction(self) -> Open:
+            return self
+
+    def pass_gates() -> None:
+        while not done.is_set():
+            connections: list[Any] = [Open() for _ in range(300)]
+            for connection in connections:
+                note_gate(connection, "account:1")
+
+    done = threading.Event()
+    interval = sys.getswitchinterval()
+    thread = threading.Thread(target=pass_gates)
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end:
+            assert not passes_gate_here("account:2")
+    finally:
+        done.set()
+        thread.join()
+        sys.setswitchinterval(interval)
 
 
 def test_two_first_comers_pass_a_gate_one_after_the_other(engine: Engine) -> None:
