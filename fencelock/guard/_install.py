@@ -63,5 +63,6 @@ def listen() -> None:
     event.listen(Engine, "handle_error", triggers.explain)
     event.listen(Column, "after_parent_attach", note_column)
     event.listen(Mapper, "after_mapper_constructed", on_any_mapped)
+    event.listen(Mapper, "mapper_configured", session.watch_plans)
     session.watch_sessions()
     triggers.watch_tables()

@@ -959,6 +959,20 @@ class _NotePlans:
 _note_plans: Final = _NotePlans()
 
 
+def watch_plans(mapper: Mapper[Any], _model: object) -> None:
+    """Note the plan whichever mapper of a fenced one's hierarchy comes first: a listener for all mappers.
+
+    SQLAlchemy may look for objects of a whole hierarchy when one of any of its mappers goes in, and has then
+    no use for the processors of the others any more.
+    """
+    hierarchy = mapper.base_mapper.self_and_descendants
+    processors: list[list[Any]] = [each._dependency_processors for each in hierarchy]  # noqa: SLF001  see `watch_mapper`
+    if any(_note_plans in each for each in processors):
+        for each in processors:
+            if _note_plans not in each:
+                each.append(_note_plans)
+
+
 def _on_begin(session: Session, _transaction: object, connection: Connection) -> None:
     join(connection, session)
 

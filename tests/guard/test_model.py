@@ -245,6 +245,42 @@ def test_concrete_inheritance_has_a_fence_in_each_table(in_memory: InMemory) -> 
         assert session.get_one(Gift, 1).last_fencing_token == 2
 
 
+def test_a_fenced_model_below_others_that_are_not(in_memory: InMemory) -> None:
+    """A flush that only comes to it over a relationship, after another of its hierarchy, is guarded too."""
+
+    class Animal(new_base()):  # type: ignore[misc]
+        __tablename__ = "mo_animals"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        name: Mapped[str] = mapped_column(String, default="")
+        friend_id: Mapped[int | None] = mapped_column(ForeignKey("mo_animals.id"))
+        friend: Mapped[Any] = relationship("Animal", remote_side="Animal.id")
+        dogs: Mapped[list[Any]] = relationship("Dog", foreign_keys="Dog.keeper_id")
+
+    class Dog(FencedModel, Animal):
+        __tablename__ = "mo_dogs"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        keeper_id: Mapped[int | None] = mapped_column(ForeignKey("mo_animals.id"))
+        cat_id: Mapped[int | None] = mapped_column(ForeignKey("mo_cats.id"))
+        __mapper_args__ = {"concrete": True}  # noqa: RUF012
+
+    class Cat(Animal):
+        __tablename__ = "mo_cats"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        dogs: Mapped[list[Any]] = relationship("Dog", foreign_keys=Dog.cat_id)
+        __mapper_args__ = {"concrete": True}  # noqa: RUF012
+
+    engine = in_memory(Animal.metadata)
+    with Session(engine) as session:
+        bind(session, Lease("dogs", 2))
+        session.add_all([Animal(id=1), Dog(id=1), Cat(id=1)])
+        session.commit()
+        for token, keeper in enumerate((Animal, Cat), 3):
+            bind(session, Lease("dogs", token))
+            session.get_one(keeper, 1).dogs = [session.get_one(Dog, 1)]
+            session.commit()
+            assert session.get_one(Dog, 1).last_fencing_token == token
+
+
 def test_an_abstract_mixin_chain(in_memory: InMemory) -> None:
     """The mixin works behind another mixin with declared attributes."""
 
