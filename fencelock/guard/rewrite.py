@@ -96,8 +96,8 @@ def guarding(execute: _Execute) -> _Execute:
         statement, rows, written = form
         result = connection._execute_clauseelement(statement, rows, merged)  # noqa: SLF001  the same
         executed: Any = result.context.invoked_statement
-        if executed is not statement:  # but what somebody's listener for before_execute has made of it
-            written = _written_by(executed, rows, merged)
+        if connection._has_events or connection.engine._has_events:  # noqa: SLF001  the same
+            written = _written_by(executed, statement, written, result, merged)
         if written is not None:
             _check(connection, *written, merged, result, told=isinstance(executed, TextClause))
         return result
@@ -188,16 +188,33 @@ def _with_innermost(statement: Any, dml: Any) -> Any:
     return loading
 
 
-def _written_by(statement: Any, rows: Sequence[Row], options: Mapping[str, Any]) -> _Written | None:
-    """Return what is to be checked of a statement that was made of a guarded one; None where nothing is."""
-    if isinstance(statement, TextClause):
-        return written_by_text(statement)
-    dml = _innermost(statement)
+def _written_by(
+    executed: Any,
+    guarded: Any,
+    written: _Written | None,
+    result: CursorResult[Any],
+    options: Mapping[str, Any],
+) -> _Written | None:
+    """Return what is to be checked of what listeners for `before_execute` have made of a guarded statement.
+
+    They may have exchanged the statement, the parameters, or both.
+    """
+    if isinstance(executed, TextClause):
+        return written_by_text(executed)
+    if executed is guarded:
+        return written and (written[0], _sent(result.context))
+    dml = _innermost(executed)
     fenced = fenced_table(dml.table) if isinstance(dml, Update | Delete) else None
     if fenced is None:
         return None
     _, write = guard(dml, fenced, explicit=TOKEN_OPTION in options)
-    return write, rows
+    return write, _sent(result.context)
+
+
+def _sent(context: Any) -> list[dict[str, Any]]:
+    """Return the parameters that a statement was executed with, without those that have made-up names."""
+    named = [(bind.key, name) for bind, name in context.compiled.bind_names.items() if not bind.unique]
+    return [{key: sent[name] for key, name in named if name in sent} for sent in context.compiled_parameters]
 
 
 def _check(

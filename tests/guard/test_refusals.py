@@ -445,6 +445,31 @@ def test_a_listener_that_adds_to_the_statement_hides_no_refusal(session: Session
         session.connection().execute(update(orders).where(orders.c.id == 1).values(status="x"))
 
 
+@pytest.mark.parametrize("with_key", [True, False])
+def test_a_listener_that_gives_parameters_hides_no_refusal(
+    session: Session, engine: Engine, with_key: bool
+) -> None:
+    """Which rows were meant is told by the parameters that were sent, whoever has added or exchanged them."""
+    column = orders.c.id if with_key else orders.c.kind
+    given = 2 if with_key else "gift"
+
+    def give(_c: object, statement: Any, many: Any, params: Any, _o: object) -> Any:
+        if getattr(statement, "is_update", False):
+            many, params = [{**each, "which": given} for each in many], params and {**params, "which": given}
+        return statement, many, params
+
+    event.listen(engine, "before_execute", give, retval=True)
+    with engine.execution_options(fencelock="bypass").begin() as connection:
+        connection.exec_driver_sql("UPDATE re_orders SET last_fencing_token = 7 WHERE id = 2")
+    write = update(orders).where(column == bindparam("which")).values(status="x")
+    for parameters in ({}, {"which": 1 if with_key else "order"}):
+        with pytest.raises(StaleTokenError):
+            session.connection().execute(write, parameters)
+        session.rollback()
+    given = 1 if with_key else "order"
+    assert session.connection().execute(write).rowcount == 1
+
+
 def test_only_the_fence_compared_with_the_token_is_the_condition(session: Session, engine: Engine) -> None:
     """A user's own clause with a parameter of that name does not stand in for it."""
     bind(session, Lease("orders", 4))
