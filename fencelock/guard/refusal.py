@@ -149,10 +149,9 @@ def _refuse_unguarded(compiled: Any) -> None:
     table = compiled.compile_state.dml_table
     fenced = None if is_harmless(table) else fenced_table(table)
     if fenced is not None:
-        wanted = [] if compiled.isinsert else [TOKEN_BIND]
-        if not compiled.isdelete:
-            wanted.append(fenced.fence.key)
-        if not all(any(name.startswith(each) for name in compiled.binds) for each in wanted):
+        has_token = compiled.isinsert or any(name.startswith(TOKEN_BIND) for name in compiled.binds)
+        fence = fenced.fence.key  # what is only compared with it is called otherwise
+        if not has_token or not (compiled.isdelete or {fence, f"{fence}_m0"} & compiled.binds.keys()):
             raise UnfencedWriteError(
                 f"a write to {fenced.name!r} has lost its fence on the way to the database; another listener "
                 f"for before_execute has replaced the statement"
