@@ -219,7 +219,10 @@ class Writer:
         if lease not in self._needs:
             self._needs.add(lease)
             lease.need(self._mark)
-            self.lasting = not watch_end(connection.get_transaction())
+            transaction = connection.get_transaction()
+            self.lasting = not watch_end(transaction)
+            if self.lasting and transaction is not None:
+                self.transaction = ref(transaction, partial(_throw_away_writer, ref(connection)))
 
     def fix(
         self, fenced: FencedTable, connection: Connection, options: Mapping[str, Any], resource: str
@@ -486,6 +489,14 @@ def writer_of(connection: Connection) -> Writer:
 def _known_writer(transaction: Transaction) -> Writer | None:
     writer: Writer | None = getattr(transaction.connection, _WRITER, None)
     return writer if writer is not None and writer.transaction() is transaction else None
+
+
+def _throw_away_writer(of: ReferenceType[Connection], gone: object) -> None:
+    """End with a transaction of an unknown class, which was thrown away; its connection may live on."""
+    connection = of()
+    writer: Writer | None = getattr(connection, _WRITER, None)
+    if writer is not None and writer.transaction is gone:
+        delattr(connection, _WRITER)
 
 
 def leases_of(connection: Connection | None, session: Session) -> Mapping[str, Lease]:

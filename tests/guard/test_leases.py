@@ -7,12 +7,14 @@ import contextvars
 import os
 import re
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from sqlalchemy import Engine, ForeignKey, String, bindparam, create_engine, event, insert, select, update
+from sqlalchemy.engine import RootTransaction
 from sqlalchemy.orm import (
     DeclarativeBase,
     Mapped,
@@ -386,6 +388,26 @@ def test_bind_a_connection(engine: Engine) -> None:
         connection.execute(update(tickets).where(tickets.c.id == 1).values(seat="a"))
         connection.commit()
         assert connection.scalar(select(tickets.c.last_fencing_token).where(tickets.c.id == 1)) == 3
+
+
+def test_a_transaction_of_an_unknown_class_needs_its_lease_no_longer_than_it_lives(engine: Engine) -> None:
+    """Nobody tells how it ends; the connection that it was begun on may be used on and on."""
+
+    class Own(RootTransaction):
+        __slots__ = ()
+
+    tickets: Any = Ticket.__table__
+    lease = Lease("ticket:1", 3)
+    with engine.connect() as connection:
+        bind(connection, lease)
+        connection.begin().__class__ = Own
+        connection.execute(update(tickets).where(tickets.c.id == 1).values(seat="a"))
+        was_needed = lease.needed
+        connection.commit()
+        end = time.monotonic() + 5
+        while lease.needed and time.monotonic() < end:
+            time.sleep(0.01)
+        assert (was_needed, lease.needed) == (True, False)
 
 
 def test_bind_a_scoped_session(engine: Engine) -> None:
