@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 from weakref import ref
 
-from sqlalchemy import Table
+from sqlalchemy import Join, Table
 from sqlalchemy.orm import Mapper
 
 from fencelock.guard._loading import watch_loads
@@ -35,7 +35,13 @@ def on_any_mapped(mapper: Mapper[Any], model: type[Any]) -> None:
 
 
 def on_mapped(mapper: Mapper[Any], model: type[Any]) -> None:
-    """Make the tables of a freshly mapped model known to the guard."""
+    """Make the tables of a freshly mapped model known to the guard.
+
+    One that is mapped to a query, as an `AbstractConcreteBase` is, has no rows of its own: where it writes,
+    the statements are guarded like any others.
+    """
+    if not isinstance(mapper.persist_selectable, Table | Join):
+        return
     base = _base_table(mapper, model)
     _refuse_another_name(mapper, model)
     if trigger := check_trigger(getattr(model, "__fence_trigger__", False)):

@@ -898,9 +898,9 @@ class _Flush:
 
     __slots__ = ("_plan", "_session", "_tokens", "known", "stamped", "unsaved")
 
-    def __init__(self, session: Session, plan: UOWTransaction) -> None:
+    def __init__(self, session: Session, plan: UOWTransaction | None = None) -> None:
         self._session = ref(session)
-        self._plan = ref(plan, partial(_forget_flush, session.hash_key))
+        self._plan = (lambda: None) if plan is None else ref(plan, partial(_forget_flush, session.hash_key))
         self.stamped: set[InstanceState[Any]] = set()
         self._tokens: dict[tuple[FencedTable, Connection], Tokens | None] = {}
         self.known: dict[FencedTable, dict[tuple[Any, ...], tuple[Any, ...]]] = {}
@@ -1036,7 +1036,7 @@ class _Watch:
         writes_row = self._writes_row(state, current)
         if not writes_row and not _has_changed(state, current):
             return
-        flush: _Flush = _flushes[state.session_id]  # type: ignore[index]  # an object in a flush has a session
+        flush = _flushes.get(state.session_id) or _flush_of(state)  # type: ignore[arg-type]  # it has a session
         flush.stamped.add(state)
         token = self._token_for(flush, connection, state, current)
         if token is not None:
@@ -1095,8 +1095,14 @@ class _Watch:
 
 
 def _flush_of(state: InstanceState[Any]) -> _Flush:
-    assert state.session_id is not None  # noqa: S101  an object that is being flushed has a session
-    return _flushes[state.session_id]
+    """Return the flush that an object is part of.
+
+    Should its plan not have been noted, it is one for this object alone: its row is guarded as any other, and
+    what cannot be told without the plan is refused.
+    """
+    session = state.session
+    assert session is not None  # noqa: S101  an object that is being flushed has one
+    return _flushes.get(session.hash_key) or _Flush(session)
 
 
 def _has_changed(state: InstanceState[Any], current: dict[str, Any]) -> bool:

@@ -24,8 +24,10 @@ from sqlalchemy import (
     create_engine,
     event,
     insert,
+    select,
     update,
 )
+from sqlalchemy.ext.declarative import AbstractConcreteBase
 from sqlalchemy.orm import (
     DeclarativeBase,
     Mapped,
@@ -279,6 +281,46 @@ def test_a_fenced_model_below_others_that_are_not(in_memory: InMemory) -> None:
             session.get_one(keeper, 1).dogs = [session.get_one(Dog, 1)]
             session.commit()
             assert session.get_one(Dog, 1).last_fencing_token == token
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("above", [False, True], ids=["one fenced", "all fenced"])
+def test_models_below_an_abstract_concrete_base(in_memory: InMemory, *, strict: bool, above: bool) -> None:
+    """A base that is only a query over its models' tables has no rows; those of the models are guarded."""
+
+    class Plain:
+        pass
+
+    class Employee(FencedModel if above else Plain, AbstractConcreteBase, new_base()):  # type: ignore[misc]
+        strict_attrs = strict
+        name: Mapped[str]
+
+    class Manager(Plain if above else FencedModel, Employee):  # type: ignore[misc]
+        __tablename__ = "mo_managers"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        name: Mapped[str]
+        __mapper_args__ = {"polymorphic_identity": "manager", "concrete": True}  # noqa: RUF012
+
+    class Engineer(Employee):
+        __tablename__ = "mo_engineers"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        name: Mapped[str]
+        __mapper_args__ = {"polymorphic_identity": "engineer", "concrete": True}  # noqa: RUF012
+
+    configure_mappers()
+    engine = in_memory(Employee.metadata)
+    with Session(engine) as session:
+        bind(session, Lease("staff", 3))
+        session.add_all([Manager(id=1, name="a"), Engineer(id=2, name="b")])
+        session.commit()
+        for employee in session.scalars(select(Employee)):
+            employee.name += "z"
+        session.commit()
+        assert session.get_one(Manager, 1).last_fencing_token == 3
+        assert session.get_one(Engineer, 2).name == "bz"
+        bind(session, Lease("staff", 2))
+        with pytest.raises(StaleTokenError):
+            session.execute(update(Manager).values(name="c"))
 
 
 def test_an_abstract_mixin_chain(in_memory: InMemory) -> None:
