@@ -21,6 +21,7 @@ from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table
 from fencelock.guard.events import report
 from fencelock.guard.session import BYPASS, leases_of
 from fencelock.lease import Lease
+from fencelock.token import MAX_TOKEN
 
 _Getter = Callable[[Any], Any]
 
@@ -59,22 +60,23 @@ class _FenceProperty(ColumnProperty[Any]):
             getter = known["fencelock", path.natural_path] = populators["quick"].pop()[1]
         leases = leases_of(getattr(result, "connection", None), context.session)
         if leases and result.context.execution_options.get("fencelock") != BYPASS:
-            getter = _looking(getter, _Look(self, leases, result, adapter))
+            getter = self._looking(getter, leases, result, adapter)
         populators["quick"].append((self.key, getter))
 
+    def _looking(self, getter: _Getter, leases: Mapping[str, Lease], result: Any, adapter: Any) -> _Getter:
+        """Return what reads the fence from a row, and refuses one that is too high."""
+        lowest = MAX_TOKEN
+        for lease in leases.values():
+            # Of one in doubt no row may be read, whatever its fence.
+            lowest = -1 if lease.in_doubt else min(lowest, lease.fencing_token)
 
-def _looking(getter: _Getter, look: _Look) -> _Getter:
-    """Return what reads the fence from a row, and refuses one that is too high."""
-    # Of a lease in doubt no row may be read, whatever its fence.
-    lowest = min([-1 if lease.in_doubt else lease.fencing_token for lease in look.leases.values()])
+        def read(row: Any) -> Any:
+            fence = getter(row)
+            if fence is not None and fence > lowest:
+                _Look(self, leases, result, adapter).compare(row, fence)
+            return fence
 
-    def read(row: Any) -> Any:
-        fence = getter(row)
-        if fence is not None and fence > lowest:
-            look.compare(row, fence)
-        return fence
-
-    return read
+        return read
 
 
 class _Look:

@@ -287,29 +287,41 @@ class Writer:
         Raises:
             AmbiguousFenceError: if sessions that share the connection are bound to different leases.
         """
-        bound = self._bound_to(connection, session) if _Process.binds else None
+        bound = _bound_to(connection, session)
         if bound != self._bound_before:
             self.remembered.clear()
             self._bound_before = bound
-        current: Iterable[Lease] = held_leases() if bound is None else bound
-        found = {lease.resource: lease for lease in current if lease.usable}
+        found = _usable(held_leases() if bound is None else bound)
         if self.remembered:
             found.update(self.remembered)
         return found
 
-    def _bound_to(self, connection: Connection, session: Session | None) -> tuple[Lease, ...] | None:
-        found = session or owner_of(connection)
-        own = _leases_bound_to(connection)
-        if found is None:
-            return own
-        leases = _leases_bound_to(found)
-        is_known = session is not None or _is_flushing(found)
-        if not is_known and any(_leases_bound_to(one) != leases for one in users_of(connection)):
-            raise AmbiguousFenceError(
-                "several sessions share this connection and are bound to different leases, so that it cannot "
-                "be told whose this is: bind the same leases to each, or give each a connection of its own"
-            )
-        return leases or own
+
+def _usable(leases: Iterable[Lease]) -> dict[str, Lease]:
+    """Return those under which work may begin, by resource."""
+    return {lease.resource: lease for lease in leases if lease.usable}
+
+
+def _bound_to(connection: Connection, session: Session | None) -> tuple[Lease, ...] | None:
+    """Return what a connection's statements are bound to, those of a session where it is known which.
+
+    Raises:
+        AmbiguousFenceError: if sessions that share the connection are bound to different leases.
+    """
+    if not _Process.binds:
+        return None
+    found = session or owner_of(connection)
+    own = _leases_bound_to(connection)
+    if found is None:
+        return own
+    leases = _leases_bound_to(found)
+    is_known = session is not None or _is_flushing(found)
+    if not is_known and any(_leases_bound_to(one) != leases for one in users_of(connection)):
+        raise AmbiguousFenceError(
+            "several sessions share this connection and are bound to different leases, so that it cannot "
+            "be told whose this is: bind the same leases to each, or give each a connection of its own"
+        )
+    return leases or own
 
 
 def _leases_bound_to(owner: Session | Connection) -> tuple[Lease, ...] | None:
@@ -503,7 +515,11 @@ def leases_of(connection: Connection | None, session: Session) -> Mapping[str, L
     """Return the leases that a session reads under now in the connection's transaction, by resource."""
     if connection is None or connection.get_transaction() is None:
         return {}
-    return writer_of(connection).candidates(connection, session)
+    writer = _open_writer(connection)
+    if writer is not None:
+        return writer.candidates(connection, session)
+    bound = _bound_to(connection, session)
+    return _usable(held_leases() if bound is None else bound)
 
 
 def note_token(target: Connection | Session, statement: Executable, token: int) -> None:
