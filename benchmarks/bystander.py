@@ -20,7 +20,7 @@ from rich.progress import track
 from benchmarks.report import Goal, Section
 
 _LIMIT: Final = 1.01
-_PAIRS, _ROUNDS, _TURNS = 15, 200, 4
+_PAIRS, _ROUNDS, _TURNS = 25, 200, 4
 _CASES: Final = ("flush of 10", "SELECT of 100")
 _KINDS: Final = ("without", "with")
 

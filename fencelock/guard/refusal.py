@@ -58,11 +58,7 @@ def do_execute(_cursor: object, statement: str, _parameters: object, context: An
     """
     if ";" not in statement and context is not None and not context.isddl:
         compiled = context.compiled
-        if compiled is not None and (
-            is_harmless(compiled)
-            if compiled.isupdate or compiled.isdelete or compiled.isinsert
-            else statement.startswith("SELECT")
-        ):
+        if compiled is not None and (statement.startswith("SELECT") or is_harmless(compiled)):
             return
     try:
         _refuse(statement, context)
