@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import math
 import os
 import re
 import threading
@@ -27,6 +28,7 @@ from sqlalchemy.orm import (
 
 from fencelock.errors import (
     AmbiguousFenceError,
+    CommitInDoubtError,
     FenceError,
     LockLostError,
     StaleTokenError,
@@ -535,6 +537,62 @@ def test_a_reminted_token_is_used_at_once(session: Session) -> None:
     ticket.seat = "b"
     session.commit()
     assert ticket.last_fencing_token == 8
+
+
+def test_each_statement_asks_anew_what_is_held(session: Session) -> None:
+    """What one statement has found out serves the next of its transaction only where nothing has happened."""
+
+    def write() -> None:
+        session.get_one(Stock, 1).count += 1
+        session.flush()
+        session.execute(update(Stock).values(count=5))
+
+    def fences() -> set[int]:
+        return set(session.scalars(select(Stock.last_fencing_token)))
+
+    lease, other = Lease("stock", 5), Lease("other", 9)
+    note_held(lease)
+    try:
+        write()
+        assert fences() == {5}
+        lease.remint(6, math.inf)
+        write()
+        assert fences() == {6}
+        note_held(other)
+        with pytest.raises(AmbiguousFenceError):
+            write()
+        session.rollback()
+        note_ended(other)
+        write()
+        bind(session, Lease("stock", 4))
+        with pytest.raises(StaleTokenError):
+            session.execute(update(Stock).values(count=6))
+        bind(session)
+        write()
+        lease.doubt()
+        with pytest.raises(CommitInDoubtError):
+            session.execute(update(Stock).values(count=7))
+        lease.remint(7, math.inf)
+        lease.settle(7, {"any"}, found=True)
+        write()
+        assert fences() == {7}
+        lease.lose("its time ran out")
+        with pytest.raises(LockLostError):
+            session.execute(update(Stock).values(count=8))
+    finally:
+        note_ended(lease, other)
+
+
+def test_two_sessions_of_one_connection_ask_anew(engine: Engine) -> None:
+    """What one of them has found out does not serve the other, which is bound to another lease."""
+    with engine.connect() as connection, Session(connection) as one, Session(connection) as two:
+        bind(one, Lease("stock", 5))
+        bind(two, Lease("stock", 4))
+        one.get_one(Stock, 1).count += 1
+        one.flush()
+        two.get_one(Stock, 2).count += 1
+        two.flush()
+        assert sorted(one.scalars(select(Stock.last_fencing_token))) == [4, 5]
 
 
 def test_other_threads_do_not_see_the_held_lease(engine: Engine, held: list[Lease]) -> None:
