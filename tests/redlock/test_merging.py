@@ -548,11 +548,16 @@ def test_majority_of_which_one_answers_by_itself_is_told_at_once(
         run(main())
 
 
+@pytest.mark.parametrize("fresh", [0.0, 60.0])
 @pytest.mark.parametrize("count", [1, 3])
-def test_release_after_the_loop_was_busy_says_who_held_it(
-    authority: Redlock, nodes: Nodes, run: Run, count: int
+def test_release_after_the_loop_was_busy_says_who_held_it(  # noqa: PLR0917 - what pytest hands in
+    authority: Redlock, nodes: Nodes, run: Run, count: int, fresh: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Grants that came late are read just before the release: that does not undo them, and hear of itself."""
+    """Grants that came late are not undone, be they read just before the release is put together or after.
+
+    The release would hear that it had been before.
+    """
+    monkeypatch.setattr("fencelock.authority.redlock.multiplex.FRESH", fresh)
 
     def locks(number: int) -> list[str]:
         return [f"{NODE_KEY}:l:r{lock}" for lock in range(count)] if number < 5 else []

@@ -272,6 +272,10 @@ class Lines(Seats):
         self._undo_late(index, late)
         self._flush_after_this()
 
+    def _releases(self, link: Link, nonce: str) -> bool:
+        """Whether that is so; what has been gathered is about to go out, too."""
+        return nonce in self._gathering.releasing or super()._releases(link, nonce)
+
     def _undo_late(self, index: int, commands: Sequence[Command]) -> None:
         """Release what a node has granted for acquisitions that have been given up."""
         over = [command for command in commands if not self._is_open(command.nonce)]

@@ -253,9 +253,13 @@ class Seats(abc.ABC):
     def _undo(self, link: Link, command: Command, answer: Answer | None) -> None:
         """Release what a command may have locked, if its grant is over and no release is under way."""
         for nonce, keys in left_behind(command, answer):
-            if nonce not in self._about_to_release and not self._is_open(nonce) and not link.releases(nonce):
+            if not self._is_open(nonce) and not self._releases(link, nonce):
                 undo = Command("release", nonce, keys, ("", nonce, 0, *(0, 0) * (len(keys) - 1)))
                 link.put((None, undo, time.monotonic()), pack(undo))
+
+    def _releases(self, link: Link, nonce: str) -> bool:
+        """Whether a RELEASE of that nonce is under way on a link, or is about to be."""
+        return nonce in self._about_to_release or link.releases(nonce)
 
     def _drop(self, index: int, failure: Answer) -> None:
         """Close a node's link: what it owes is answered with the failure, and released later."""
