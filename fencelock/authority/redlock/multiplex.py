@@ -285,10 +285,8 @@ class Lines(Seats):
         if seat.link is None:
             seat.owed.extend(over)
             return
-        releasing = self._gathering.releasing | seat.link.releasing()
         for command in over:
-            if command.nonce not in releasing:
-                self._undo(seat.link, command, None)
+            self._undo(seat.link, command, None)
         self._flush_after_this()
 
     def _flush_after_this(self) -> None:

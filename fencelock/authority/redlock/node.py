@@ -483,10 +483,6 @@ class Link:
             else:
                 yield sender, command
 
-    def releasing(self) -> set[str]:
-        """Return the nonces of which a RELEASE is under way."""
-        return {command.nonce for _, command in self.unanswered() if command.script == "release"}
-
     def releases(self, nonce: str) -> bool:
         """Whether a RELEASE of that nonce is under way."""
         return any(command.script == "release" and command.nonce == nonce for _, command in self.unanswered())
