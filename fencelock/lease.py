@@ -305,10 +305,12 @@ _held: ContextVar[tuple[Lease | ref[Lease], ...]] = ContextVar("fencelock_held",
 
 def held_leases() -> tuple[Lease, ...]:
     """Return the leases that the current context holds, in the order in which they were taken."""
-    if not (entries := _held.get()):
-        return ()
-    leases = (entry if isinstance(entry, Lease) else entry() for entry in entries)
-    return tuple(lease for lease in leases if lease is not None and lease.usable)
+    held = []
+    for entry in _held.get():
+        lease = entry if isinstance(entry, Lease) else entry()
+        if lease is not None and lease.usable:
+            held.append(lease)
+    return tuple(held)
 
 
 def note_held(*leases: Lease) -> None:

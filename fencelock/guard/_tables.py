@@ -418,7 +418,7 @@ def fenced_names() -> list[str]:
 
 def fenced_table(target: object) -> FencedTable | None:
     """Return what is known of a table (or an alias of one), or None if it is not fenced."""
-    table = underlying(target)
+    table = target if type(target) is Table else underlying(target)
     info: dict[Any, Any] = getattr(table, "info", {})
     fenced: FencedTable | None = info.get(_FENCED)
     if fenced is not None and (

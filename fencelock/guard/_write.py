@@ -66,6 +66,7 @@ class GuardedWrite:
             the statement does not tell them.
         looked_up: the names of those among them that the guard has added, whose values the session knows.
         reads_more: whether what it writes may change which rows its WHERE clause is about.
+        carries: whether it leaves its token behind for a strict trigger.
     """
 
     fenced: FencedTable
@@ -77,6 +78,7 @@ class GuardedWrite:
     naming: tuple[BindParameter[Any], ...] | None
     looked_up: Mapping[str, int]
     reads_more: bool
+    carries: bool
 
     def stamp(
         self, connection: Connection, rows: Sequence[Row], options: Mapping[str, Any]
@@ -177,7 +179,15 @@ class GuardedWrite:
 
     def wrote_all(self, rows: Sequence[Row], result: CursorResult[Any]) -> bool:
         """Tell whether it is known that each execution has written the one row that it named."""
-        return bool(self.key) and _matched(result, len(rows)) == len(rows)
+        if not self.key:
+            return False
+        dialect: Any = result.dialect
+        is_told = (  # drivers whose number is not to be trusted apart
+            dialect.supports_sane_rowcount
+            and (len(rows) == 1 or dialect.supports_sane_multi_rowcount)
+            and (not result.returns_rows or dialect.supports_sane_rowcount_returning)
+        )
+        return bool(is_told) and result.rowcount == len(rows)
 
     def names(self, rows: Sequence[Row]) -> Iterator[str]:
         """Return the names of the rows that these executions have named."""
@@ -265,17 +275,6 @@ def holds(column: ColumnElement[Any], value: ColumnElement[Any]) -> ColumnElemen
     return SameText(column, value) if is_text(column) else column == value
 
 
-def _matched(result: CursorResult[Any], executions: int) -> int:
-    """Return how many rows the statement matched, or -1 where the driver's number is not to be trusted."""
-    dialect: Any = result.dialect
-    trusted = (
-        dialect.supports_sane_rowcount
-        and (executions == 1 or dialect.supports_sane_multi_rowcount)
-        and (not result.returns_rows or dialect.supports_sane_rowcount_returning)
-    )
-    return result.rowcount if trusted else -1
-
-
 def newest(query: Select[Any], connection: Connection) -> Select[Any]:
     """Make a query read what is committed now, not what was when the transaction's snapshot was taken."""
     return query.with_for_update(read=True) if connection.dialect.name in LOCKING_READS else query
@@ -317,11 +316,12 @@ def guard(
         naming=naming,
         looked_up={bind.key: at for at, bind in enumerate(naming or ()) if bind.key.startswith(_LOOKED_UP)},
         reads_more=not keyed and reads_more(where, source),
+        carries=fenced.strict,
     )
     if not any(is_condition(part, fence) for part in parts):
         statement = statement.where(fence <= bindparam(TOKEN_BIND, type_=BigInteger))
     statement = statement.where(*_same_resource(write))
-    if fenced.strict and not any(isinstance(part, CarriedToken) for part in parts):
+    if write.carries and not any(isinstance(part, CarriedToken) for part in parts):
         statement = statement.where(CarriedToken())
     return statement, write
 

@@ -118,14 +118,15 @@ def _guarded_form(
     rows = rows or [{}]
     if isinstance(statement, TextClause):
         return None if _bypassed(options) else stamp_text(connection, statement, rows, options)
-    if not _is_dml(statement):
+    is_plain = isinstance(statement, _DML)
+    if not is_plain and not _is_dml(statement):
         return None
     if _bypassed(options):
         if TOKEN_OPTION in options or wants_token(statement, rows):
             refuse_bypass(options)
         return None
     known = harmless()
-    dml = _innermost(statement)
+    dml = statement if is_plain else _innermost(statement)
     fenced = fenced_table(dml.table)
     if fenced is None:
         _refuse_unguardable(connection, dml, rows, options)
@@ -135,14 +136,14 @@ def _guarded_form(
     refuse_autocommit(connection, options, fenced)
     if isinstance(dml, Insert):
         dml, rows = stamp_insert(connection, dml, fenced, rows, options)
-        return _with_innermost(statement, dml), rows, None
+        return dml if is_plain else _with_innermost(statement, dml), rows, None
     dml, write = _guard_once(dml, fenced, explicit=TOKEN_OPTION in options)
     rows = write.stamp(connection, rows, options)
-    if fenced.strict:
+    if write.carries:
         ready(connection)
     if write.reads_more:
         _raise(connection, write.foreseen(connection, rows, options))
-    return _with_innermost(statement, dml), rows, (write, rows)
+    return dml if is_plain else _with_innermost(statement, dml), rows, (write, rows)
 
 
 def _is_of_no_concern(statement: Any) -> bool:
@@ -236,7 +237,7 @@ def _check(
         result: what came of it.
         told: whether who names no whole key is told by the rowcount alone, as with text.
     """
-    if write.fenced.strict:
+    if write.carries:
         take_back(connection)
     if write.wrote_all(rows, result):
         note_locked(connection, partial(write.names, rows), len(rows))

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import _thread
 import asyncio
+import operator
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -37,6 +38,7 @@ from sqlalchemy.engine import (
 )
 from sqlalchemy.orm import Mapper, Session
 from sqlalchemy.orm.base import INCLUDE_PENDING_MUTATIONS, NO_VALUE, PASSIVE_NO_INITIALIZE
+from sqlalchemy.types import TypeEngine
 
 from fencelock.errors import AmbiguousFenceError, FenceError, UnfencedWriteError
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, Fixed
@@ -209,10 +211,11 @@ class Writer:
             with suppress(RuntimeError):  # the interpreter is on its way out, and gives everything back
                 _thread.start_new_thread(_call_each, (calls,))
 
-    def remember(self, lease: Lease, connection: Connection) -> None:
-        """Note that the transaction is written under a lease."""
-        self.remembered[lease.resource] = lease
-        self.need(lease, connection)
+    def remember(self, resource: str, lease: Lease, connection: Connection) -> None:
+        """Note that the transaction is written under a lease, which is that of this resource."""
+        if self.remembered.get(resource) is not lease:
+            self.remembered[resource] = lease
+            self.need(lease, connection)
 
     def need(self, lease: Lease, connection: Connection) -> None:
         """Note that a lease must not be given back before the transaction ends."""
@@ -299,7 +302,11 @@ class Writer:
 
 def _usable(leases: Iterable[Lease]) -> dict[str, Lease]:
     """Return those under which work may begin, by resource."""
-    return {lease.resource: lease for lease in leases if lease.usable}
+    usable = {}
+    for lease in leases:
+        if lease.usable:
+            usable[lease.resource] = lease
+    return usable
 
 
 def _bound_to(connection: Connection, session: Session | None) -> tuple[Lease, ...] | None:
@@ -310,23 +317,18 @@ def _bound_to(connection: Connection, session: Session | None) -> tuple[Lease, .
     """
     if not _Process.binds:
         return None
+    own: tuple[Lease, ...] | None = getattr(connection, _BOUND, None)
     found = session or owner_of(connection)
-    own = _leases_bound_to(connection)
     if found is None:
         return own
-    leases = _leases_bound_to(found)
+    leases: tuple[Lease, ...] | None = getattr(found, _BOUND, None)
     is_known = session is not None or _is_flushing(found)
-    if not is_known and any(_leases_bound_to(one) != leases for one in users_of(connection)):
+    if not is_known and any(getattr(one, _BOUND, None) != leases for one in users_of(connection)):
         raise AmbiguousFenceError(
             "several sessions share this connection and are bound to different leases, so that it cannot "
             "be told whose this is: bind the same leases to each, or give each a connection of its own"
         )
     return leases or own
-
-
-def _leases_bound_to(owner: Session | Connection) -> tuple[Lease, ...] | None:
-    leases: tuple[Lease, ...] | None = getattr(owner, _BOUND, None)
-    return leases
 
 
 def join(connection: Connection, session: Session) -> None:
@@ -662,6 +664,9 @@ class Tokens:
         options: its execution options.
         session: whose statement it is, where that is known.
         claiming: whether it is about to claim the rows, which leases in doubt are good for.
+
+    Attributes:
+        whole: what `of_table` has returned, if it was asked.
     """
 
     __slots__ = (
@@ -669,10 +674,10 @@ class Tokens:
         "_claiming",
         "_connection",
         "_found",
-        "_of_table",
         "_options",
         "_writer",
         "fenced",
+        "whole",
     )
 
     def __init__(
@@ -691,7 +696,7 @@ class Tokens:
         self._writer = writer_of(connection)
         self._candidates = self._writer.candidates(connection, session)
         self._found: dict[tuple[Any, ...], int] = {}
-        self._of_table: int | None = None
+        self.whole: int | None = None
 
     @property
     def none_held(self) -> bool:
@@ -734,8 +739,8 @@ class Tokens:
             AmbiguousFenceError: if several leases are held, or another resource has guarded the table.
             LockLostError: if the lease is known to be lost.
         """
-        if self._of_table is not None:
-            return self._of_table
+        if self.whole is not None:
+            return self.whole
         if not self._candidates:
             self.need_some()
         if len(self._candidates) > 1:
@@ -743,11 +748,11 @@ class Tokens:
                 f"{', '.join(map(repr, self._candidates))} are held and any of them could guard this write "
                 f"to {self.fenced.name!r}; say which with __fence_resource__, or bind() one of them"
             )
-        (lease,) = self._candidates.values()
+        ((resource, lease),) = self._candidates.items()
         lease.check()
-        self._writer.fix(self.fenced, self._connection, self._options, lease.resource)
-        self._of_table = self._use(lease)
-        return self._of_table
+        self._writer.fix(self.fenced, self._connection, self._options, resource)
+        self.whole = self._use(resource, lease)
+        return self.whole
 
     def of_row(self, values: tuple[Any, ...]) -> int:
         """Return the token of the resource that guards the row with these values, as the template has them.
@@ -773,13 +778,13 @@ class Tokens:
                 f"{', '.join(map(repr, self._candidates))}; acquire fenced_lock({resource!r}) around it"
             )
         lease.check()
-        return self._use(lease)
+        return self._use(resource, lease)
 
-    def _use(self, lease: Lease) -> int:
+    def _use(self, resource: str, lease: Lease) -> int:
         if lease.in_doubt:
             lease.check_certain(claiming=self._claiming)
             self._writer.claiming.add(lease)
-        self._writer.remember(lease, self._connection)
+        self._writer.remember(resource, lease, self._connection)
         return lease.fencing_token
 
 
@@ -908,33 +913,34 @@ class _Flush:
 
     Attributes:
         stamped: the objects whose fenced rows it writes, save those that it deletes.
+        found: what `tokens` has returned so far, by table and connection.
         known: by table and primary key, the template's values of rows about to be written.
         unsaved: new objects, for tables whose resources cannot be told from the key alone.
     """
 
-    __slots__ = ("_plan", "_session", "_tokens", "known", "stamped", "unsaved")
+    __slots__ = ("_plan", "_session", "found", "known", "stamped", "unsaved")
 
     def __init__(self, session: Session, plan: UOWTransaction | None = None) -> None:
         self._session = ref(session)
         self._plan = (lambda: None) if plan is None else ref(plan, partial(_forget_flush, session.hash_key))
         self.stamped: set[InstanceState[Any]] = set()
-        self._tokens: dict[tuple[FencedTable, Connection], Tokens | None] = {}
+        self.found: dict[tuple[FencedTable, Connection], Tokens | None] = {}
         self.known: dict[FencedTable, dict[tuple[Any, ...], tuple[Any, ...]]] = {}
         self.unsaved: list[InstanceState[Any]] = []
 
     def tokens(self, fenced: FencedTable, connection: Connection) -> Tokens | None:
         """Return the tokens for rows of a table, or None where the connection bypasses the guard."""
         key = fenced, connection
-        if key not in self._tokens:
+        if key not in self.found:
             session = self._session()
             if session is not None:
                 join(connection, session)  # another one may have joined the transaction since
             options = connection.get_execution_options()
             bypassed = options.get("fencelock") == BYPASS
             tokens = None if bypassed else Tokens(connection, fenced, options, session)
-            self._tokens[key] = tokens
+            self.found[key] = tokens
             self.known.setdefault(fenced, {})
-        return self._tokens[key]
+        return self.found[key]
 
     def writes(self, session: Session, mapper: Mapper[Any], identity: tuple[Any, ...]) -> bool:
         """Tell whether the fenced row with this primary key is written or deleted."""
@@ -1081,20 +1087,21 @@ class _Watch:
         self, flush: _Flush, connection: Connection, state: InstanceState[Any], current: Mapping[str, Any]
     ) -> int | None:
         """Return the token to write an object with; None where the connection bypasses the guard."""
+        fenced = self._fenced
         try:
-            tokens = flush.tokens(self._fenced, connection)
+            tokens = flush.found.get((fenced, connection)) or flush.tokens(fenced, connection)
             if tokens is None:
                 return None
-            if self._fenced.template is None:
-                return tokens.of_table()
+            if fenced.template is None:
+                return tokens.whole or tokens.of_table()
             values = _loaded_values(self._naming, state, current)
             if values is None:
                 return tokens.of_new_row()
             if self._looked_up and state.key is not None:
-                flush.known[self._fenced][state.key[1]] = values
+                flush.known[fenced][state.key[1]] = values
             return tokens.of_row(values)
         except FenceError as error:
-            report(error, table=self._fenced.name)
+            report(error, table=fenced.name)
             raise
 
     def _writes_row(self, state: InstanceState[Any], current: Mapping[str, Any]) -> bool:
@@ -1102,12 +1109,18 @@ class _Watch:
         comparing = self._comparing
         if not comparing:  # for the first time: the attributes have been made since the mapper was
             known: Mapping[str, Any] = state.manager
-            comparing.update({key: known[key].impl.is_equal for key in self._in_row & known.keys()})
+            comparing.update({key: _comparison(known[key].impl) for key in self._in_row & known.keys()})
         for key, loaded in state.committed_state.items():
             is_equal = comparing.get(key)
             if is_equal is not None and is_equal(current.get(key), loaded) is not True:
                 return True
         return False
+
+
+def _comparison(attribute: Any) -> Callable[[Any, Any], Any]:
+    """Return what tells whether two values of an attribute are equal, as the unit of work does."""
+    by_type = attribute.is_equal
+    return operator.eq if getattr(by_type, "__func__", None) is TypeEngine.compare_values else by_type
 
 
 def _flush_of(state: InstanceState[Any]) -> _Flush:
