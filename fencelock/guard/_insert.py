@@ -17,7 +17,7 @@ from sqlalchemy.sql.schema import ScalarElementColumnDefault
 from fencelock.errors import UnfencedWriteError
 from fencelock.guard._statement import TOKEN_OPTION, Row, assigned, key_of, refuse_fence_assignment
 from fencelock.guard._tables import FencedTable
-from fencelock.guard.session import Tokens
+from fencelock.guard.session import Tokens, Writer, tokens_for
 
 
 def stamp_insert(
@@ -26,12 +26,14 @@ def stamp_insert(
     fenced: FencedTable,
     rows: Sequence[Row],
     options: Mapping[str, Any],
+    *,
+    writer: Writer,
 ) -> tuple[Insert, list[dict[str, Any]]]:
     """Add the token to the rows of an INSERT."""
     _refuse_overwriting_insert(statement, fenced)
     own = {key_of(column): value for column, value in assigned(statement)}
     refuse_fence_assignment(own, fenced)
-    token_of = _token_source(connection, fenced, own, options)
+    token_of = _token_source(connection, fenced, own, options, writer)
     fence = fenced.fence.key
     if statement._multi_values:  # noqa: SLF001  no public way to read them
         return _stamp_multi_values(statement, fenced, token_of), [dict(row) for row in rows]
@@ -73,10 +75,11 @@ def _token_source(
     fenced: FencedTable,
     own: Mapping[str, Any],
     options: Mapping[str, Any],
+    writer: Writer,
 ) -> Callable[[Row], int]:
     token: int | None = options.get(TOKEN_OPTION)
     if token is None:
-        tokens = Tokens(connection, fenced, options)
+        tokens = tokens_for(writer, connection, fenced, options)
         if fenced.template is not None:
             return lambda row: _new_row_token(tokens, {**own, **row})
         token = tokens.of_table()

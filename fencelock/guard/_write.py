@@ -36,7 +36,7 @@ from fencelock.guard._statement import (
     with_text_apart,
 )
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, row_name
-from fencelock.guard.session import Tokens, rows_known_to
+from fencelock.guard.session import Tokens, Writer, rows_known_to, tokens_for
 
 LOCKING_READS: Final = frozenset({"mysql", "mariadb"})
 """Dialects whose plain SELECT reads an old snapshot under the default isolation level (REPEATABLE READ)."""
@@ -81,16 +81,16 @@ class GuardedWrite:
     carries: bool
 
     def stamp(
-        self, connection: Connection, rows: Sequence[Row], options: Mapping[str, Any]
+        self, connection: Connection, rows: Sequence[Row], options: Mapping[str, Any], writer: Writer
     ) -> list[dict[str, Any]]:
         """Return the parameters of each execution with its token added."""
         self._refuse_moving(rows[0])
         token: int | None = options.get(TOKEN_OPTION)
         if token is None:
-            tokens = Tokens(connection, self.fenced, options)
+            tokens = tokens_for(writer, connection, self.fenced, options)
             if self.fenced.template is not None:
                 return list(self._stamp_each(connection, rows, tokens))
-            token = tokens.of_table()
+            token = tokens.whole or tokens.of_table()
         stamp = dict.fromkeys(self.stamped, token)
         return [{**row, **stamp} for row in rows]
 

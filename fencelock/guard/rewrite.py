@@ -47,9 +47,9 @@ from fencelock.guard._write import GuardedWrite, guard
 from fencelock.guard.events import report
 from fencelock.guard.session import (
     BYPASS,
-    in_unit_of_work,
+    begin_writing,
+    flushing_session,
     note_locked,
-    refuse_autocommit,
     refuse_bypass,
     report_refusal,
     roll_back,
@@ -133,12 +133,12 @@ def _guarded_form(
         if _TRANSLATED not in options and type(dml.table) is Table and sub_table_of(dml.table) is None:
             note_harmless(dml.table, known)
         return None
-    refuse_autocommit(connection, options, fenced)
+    writer = begin_writing(connection, options, fenced)
     if isinstance(dml, Insert):
-        dml, rows = stamp_insert(connection, dml, fenced, rows, options)
+        dml, rows = stamp_insert(connection, dml, fenced, rows, options, writer=writer)
         return dml if is_plain else _with_innermost(statement, dml), rows, None
     dml, write = _guard_once(dml, fenced, explicit=TOKEN_OPTION in options)
-    rows = write.stamp(connection, rows, options)
+    rows = write.stamp(connection, rows, options, writer)
     if write.carries:
         ready(connection)
     if write.reads_more:
@@ -284,7 +284,7 @@ def _refuse_unguardable(
     table = statement.table
     base = sub_table_of(table)
     if base is not None:
-        if not in_unit_of_work(connection, base, options):
+        if flushing_session(connection, base, options) is None:
             raise UnfencedWriteError(
                 f"{table.name!r} holds part of the rows of {base.name!r}, where their fence is; change such "
                 f"rows through their objects, so that the unit of work writes both tables"

@@ -617,8 +617,10 @@ def refuse_bypass(options: Mapping[str, Any]) -> None:
         )
 
 
-def refuse_autocommit(connection: Connection, options: Mapping[str, Any], fenced: FencedTable) -> None:
-    """Refuse a connection without transactions, whether SQLAlchemy or only the driver knows of it.
+def begin_writing(connection: Connection, options: Mapping[str, Any], fenced: FencedTable) -> Writer:
+    """Return what the connection's transaction writes under; refuse a connection that has none.
+
+    Whether it has one, SQLAlchemy knows, or only the driver.
 
     Raises:
         UnfencedWriteError: if each statement would be committed by itself.
@@ -633,6 +635,7 @@ def refuse_autocommit(connection: Connection, options: Mapping[str, Any], fenced
             f"a write to {fenced.name!r} needs a transaction: on an AUTOCOMMIT connection the rows before a "
             f"refused one would stay written"
         )
+    return writer
 
 
 def _mysql_commits_by_itself(driver: Any) -> bool:
@@ -663,9 +666,11 @@ class Tokens:
         fenced: the table that it writes.
         options: its execution options.
         session: whose statement it is, where that is known.
+        writer: the connection's, where that is known.
         claiming: whether it is about to claim the rows, which leases in doubt are good for.
 
     Attributes:
+        writer: the connection's at that time.
         whole: what `of_table` has returned, if it was asked.
     """
 
@@ -675,9 +680,9 @@ class Tokens:
         "_connection",
         "_found",
         "_options",
-        "_writer",
         "fenced",
         "whole",
+        "writer",
     )
 
     def __init__(
@@ -687,14 +692,15 @@ class Tokens:
         options: Mapping[str, Any],
         session: Session | None = None,
         *,
+        writer: Writer | None = None,
         claiming: bool = False,
     ) -> None:
         self.fenced = fenced
         self._connection = connection
         self._options = options
         self._claiming = claiming
-        self._writer = writer_of(connection)
-        self._candidates = self._writer.candidates(connection, session)
+        self.writer = writer or writer_of(connection)
+        self._candidates = self.writer.candidates(connection, session)
         self._found: dict[tuple[Any, ...], int] = {}
         self.whole: int | None = None
 
@@ -729,7 +735,7 @@ class Tokens:
         """
         self.need_some()
         for lease in self._candidates.values():
-            self._writer.need(lease, self._connection)
+            self.writer.need(lease, self._connection)
         return 0
 
     def of_table(self) -> int:
@@ -750,7 +756,7 @@ class Tokens:
             )
         ((resource, lease),) = self._candidates.items()
         lease.check()
-        self._writer.fix(self.fenced, self._connection, self._options, resource)
+        self.writer.fix(self.fenced, self._connection, self._options, resource)
         self.whole = self._use(resource, lease)
         return self.whole
 
@@ -783,9 +789,25 @@ class Tokens:
     def _use(self, resource: str, lease: Lease) -> int:
         if lease.in_doubt:
             lease.check_certain(claiming=self._claiming)
-            self._writer.claiming.add(lease)
-        self._writer.remember(resource, lease, self._connection)
+            self.writer.claiming.add(lease)
+        self.writer.remember(resource, lease, self._connection)
         return lease.fencing_token
+
+
+def tokens_for(
+    writer: Writer, connection: Connection, fenced: FencedTable, options: Mapping[str, Any]
+) -> Tokens:
+    """Return the tokens for the rows of a statement, which is about to be executed with these options.
+
+    What a flush sends of its own is written with the tokens that its objects were just stamped with.
+    """
+    session = flushing_session(connection, fenced, options)
+    if session is not None:
+        flush = _flushes.get(session.hash_key)
+        tokens = flush.found.get((fenced, connection)) if flush is not None else None
+        if tokens is not None and tokens.writer is writer:  # else a listener has begun another transaction
+            return tokens
+    return Tokens(connection, fenced, options, session, writer=writer)
 
 
 def resource_of(connection: Connection, token: int | None) -> str | None:
@@ -863,19 +885,19 @@ def roll_back(connection: Connection) -> None:
         transaction.rollback()
 
 
-def in_unit_of_work(connection: Connection, fenced: FencedTable, options: Mapping[str, Any]) -> bool:
-    """Tell whether a flush is executing a statement of its own on the rows of a fenced model.
+def flushing_session(
+    connection: Connection, fenced: FencedTable, options: Mapping[str, Any]
+) -> Session | None:
+    """Return the session whose flush is executing a statement of its own on the rows of a fenced model.
 
     Bulk operations are no flush, and what listeners execute during one is not the flush's.
     """
-    session = owner_of(connection)
     mapper = fenced.mapper() if fenced.mapper else None
-    return (
-        session is not None
-        and mapper is not None
-        and session._warn_on_events  # noqa: SLF001  SQLAlchemy has no public way to ask
-        and options.get("compiled_cache") is mapper.base_mapper._compiled_cache  # noqa: SLF001  the same
-    )
+    # SQLAlchemy has no public way to ask.
+    if mapper is None or options.get("compiled_cache") is not mapper.base_mapper._compiled_cache:  # noqa: SLF001
+        return None
+    session = owner_of(connection)
+    return session if session is not None and session._warn_on_events else None  # noqa: SLF001  the same
 
 
 def writes_fenced_rows(

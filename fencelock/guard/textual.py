@@ -22,7 +22,7 @@ from fencelock.guard._statement import TOKEN_BIND, Row
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_by_name
 from fencelock.guard._text import TOKEN, GuardedText, guarded
 from fencelock.guard._write import GuardedWrite, guard
-from fencelock.guard.session import note_token, refuse_autocommit
+from fencelock.guard.session import begin_writing, note_token
 from fencelock.token import check as check_token
 
 #: Execution option of a text that has been found to carry the condition: what it writes, and the parameters.
@@ -45,7 +45,7 @@ def stamp_text(
     fenced = found and fenced_by_name(found.table, found.schema)
     if not found or not fenced:
         return None
-    refuse_autocommit(connection, options, fenced)
+    writer = begin_writing(connection, options, fenced)
     _refuse_moving(found, fenced)
     _, write = guard(_core(found, fenced), fenced, explicit=True)
     complete = [{**_own_values(statement), **row} for row in rows]
@@ -58,7 +58,7 @@ def stamp_text(
             note_token(connection, statement, token)
     else:
         _refuse_inexact(fenced)
-        stamped = write.stamp(connection, pinned, options)
+        stamped = write.stamp(connection, pinned, options, writer)
     sent = [{**row, TOKEN: each[TOKEN_BIND]} for row, each in zip(complete, stamped, strict=True)]
     if fenced.strict:
         ready(connection)

@@ -27,7 +27,7 @@ from fencelock.guard.events import telling
 from fencelock.guard.session import (
     BYPASS,
     Tokens,
-    refuse_autocommit,
+    begin_writing,
     report_refusal,
     roll_back,
     session_of,
@@ -87,9 +87,9 @@ def upsert(
         session.flush()
     connection = connection_of(session, mapper)
     options = connection.get_execution_options()
-    refuse_autocommit(connection, options, fenced)
+    writer = begin_writing(connection, options, fenced)
     by_key = _by_key(mapper, fenced, rows)
-    tokens = Tokens(connection, fenced, options)
+    tokens = Tokens(connection, fenced, options, writer=writer)
     token_of = {key: _token(tokens, row) for key, row in by_key.items()}
 
     if fenced.strict:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import Engine, ForeignKey, String, bindparam, create_engine, event, insert, select, update
-from sqlalchemy.engine import RootTransaction
+from sqlalchemy.engine import Connection, RootTransaction
 from sqlalchemy.orm import (
     DeclarativeBase,
     Mapped,
@@ -581,6 +581,47 @@ def test_each_statement_asks_anew_what_is_held(session: Session) -> None:
             session.execute(update(Stock).values(count=8))
     finally:
         note_ended(lease, other)
+
+
+def test_a_flush_that_goes_on_in_another_transaction_keeps_its_lease(session: Session) -> None:
+    """A listener commits in the midst of a flush: what is written from there on needs the lease as well."""
+    lease = Lease("stock", 5)
+    bind(session, lease)
+    for item in session.scalars(select(Stock)):
+        item.count += 1
+
+    def commit(_mapper: object, connection: Connection, item: Stock) -> None:
+        if item.id == 2:
+            connection.commit()
+
+    event.listen(Stock, "before_update", commit)
+    try:
+        session.flush()
+    finally:
+        event.remove(Stock, "before_update", commit)
+    connection = session.connection()
+    assert connection.in_transaction()
+    assert lease.needed
+    connection.rollback()
+    assert not lease.needed
+
+
+def test_what_a_listener_writes_in_a_flush_is_written_under_what_is_held_then(session: Session) -> None:
+    """A flush has settled its own tokens by then; those of other statements are asked for anew."""
+    older, newer = Lease("stock", 5), Lease("stock", 6)
+    bind(session, older)
+
+    def write(_mapper: object, connection: Connection, item: Stock) -> None:
+        bind(session, newer)
+        connection.execute(update(Stock).where(Stock.id == 3 - item.id).values(count=9))
+
+    event.listen(Stock, "after_update", write)
+    try:
+        session.get_one(Stock, 1).count += 1
+        session.commit()
+    finally:
+        event.remove(Stock, "after_update", write)
+    assert session.scalars(select(Stock.last_fencing_token).order_by(Stock.id)).all() == [5, 6]
 
 
 def test_two_sessions_of_one_connection_ask_anew(engine: Engine) -> None:
