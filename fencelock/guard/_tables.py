@@ -244,7 +244,7 @@ class FencedTable:
         """Whether the table has a trigger that wants each statement to carry its token."""
         return self.fence.info.get(TRIGGER_MARK) == "strict"
 
-    def fix(self, dialect: Dialect, schema: str | None, resource: str, user: object) -> Fixed:
+    def fix(self, dialect: Dialect, options: Mapping[str, Any], resource: str, user: object) -> Fixed:
         """Note that `resource` guards this table, where no template says so; refuse any other from then on.
 
         Where all transactions that wrote under it are rolled back, it is forgotten: see `Fixed`.
@@ -257,6 +257,11 @@ class FencedTable:
         Raises:
             AmbiguousFenceError: if another resource has guarded the table before.
         """
+        schema = self.schema(options)
+        fixed = self._fixed.get(dialect)
+        found = None if fixed is None else fixed.get(schema)
+        if found is not None and found.lasts and found.resource == resource:
+            return found  # most often, and for ever
         with _fixing:
             fixed = self._fixed.setdefault(dialect, {})
             found = fixed.get(schema)

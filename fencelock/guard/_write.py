@@ -35,7 +35,7 @@ from fencelock.guard._statement import (
     values_of,
     with_text_apart,
 )
-from fencelock.guard._tables import FENCE_COLUMN, FencedTable, row_name
+from fencelock.guard._tables import FENCE_COLUMN, FencedTable, ResourceTemplate, row_name
 from fencelock.guard.session import Tokens, Writer, rows_known_to, tokens_for
 
 LOCKING_READS: Final = frozenset({"mysql", "mariadb"})
@@ -84,7 +84,8 @@ class GuardedWrite:
         self, connection: Connection, rows: Sequence[Row], options: Mapping[str, Any], writer: Writer
     ) -> list[dict[str, Any]]:
         """Return the parameters of each execution with its token added."""
-        self._refuse_moving(rows[0])
+        if self.fenced.template is not None:
+            self._refuse_moving(self.fenced.template, rows[0])
         token: int | None = options.get(TOKEN_OPTION)
         if token is None:
             tokens = tokens_for(writer, connection, self.fenced, options)
@@ -125,10 +126,9 @@ class GuardedWrite:
             f"clause, or change the rows through their objects"
         )
 
-    def _refuse_moving(self, row: Row) -> None:
+    def _refuse_moving(self, template: ResourceTemplate, row: Row) -> None:
         """Refuse to change a column that the resource's name is made of."""
-        template = self.fenced.template
-        if template is None or self.fenced.fence.key not in self.stamped:
+        if self.fenced.fence.key not in self.stamped:
             return
         for name, column in template.columns.items():
             if column.key in row or name in self.moved:
@@ -185,7 +185,7 @@ class GuardedWrite:
         is_told = (  # drivers whose number is not to be trusted apart
             dialect.supports_sane_rowcount
             and (len(rows) == 1 or dialect.supports_sane_multi_rowcount)
-            and (not result.returns_rows or dialect.supports_sane_rowcount_returning)
+            and (dialect.supports_sane_rowcount_returning or not result.returns_rows)
         )
         return bool(is_told) and result.rowcount == len(rows)
 

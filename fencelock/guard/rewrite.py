@@ -121,16 +121,16 @@ def _guarded_form(
     is_plain = isinstance(statement, _DML)
     if not is_plain and not _is_dml(statement):
         return None
-    if _bypassed(options):
+    if "fencelock" in options and _bypassed(options):
         if TOKEN_OPTION in options or wants_token(statement, rows):
             refuse_bypass(options)
         return None
-    known = harmless()
     dml = statement if is_plain else _innermost(statement)
     fenced = fenced_table(dml.table)
     if fenced is None:
+        known = harmless()
         _refuse_unguardable(connection, dml, rows, options)
-        if _TRANSLATED not in options and type(dml.table) is Table and sub_table_of(dml.table) is None:
+        if _TRANSLATED not in options and type(dml.table) is Table and not _holds_fenced_rows(dml.table):
             note_harmless(dml.table, known)
         return None
     writer = begin_writing(connection, options, fenced)
@@ -144,6 +144,10 @@ def _guarded_form(
     if write.reads_more:
         _raise(connection, write.foreseen(connection, rows, options))
     return dml if is_plain else _with_innermost(statement, dml), rows, (write, rows)
+
+
+def _holds_fenced_rows(table: Table) -> bool:
+    return fenced_table(table) is not None or sub_table_of(table) is not None
 
 
 def _is_of_no_concern(statement: Any) -> bool:

@@ -198,7 +198,7 @@ class Writer:
         self.claiming: set[Lease] = set()
         self._bound_before: tuple[Lease, ...] | None = None
         self._needs: set[Lease] = set()
-        self._fixed: dict[tuple[FencedTable, str | None], Fixed] = {}
+        self._fixed: set[Fixed] = set()
         self._locked: list[Callable[[], Iterable[str]]] = []
         self._locked_count = 0
         self._savepoints: dict[str, int] = {}
@@ -222,7 +222,7 @@ class Writer:
         if lease not in self._needs:
             self._needs.add(lease)
             lease.need(self._mark)
-            transaction = connection.get_transaction()
+            transaction = self.transaction()
             self.lasting = not watch_end(transaction)
             if self.lasting and transaction is not None:
                 self.transaction = ref(transaction, partial(_throw_away_writer, ref(connection)))
@@ -235,10 +235,7 @@ class Writer:
         Raises:
             AmbiguousFenceError: if another one does.
         """
-        key = fenced, fenced.schema(options)
-        fixed = self._fixed.get(key)
-        if fixed is None or fixed.resource != resource:
-            self._fixed[key] = fenced.fix(connection.dialect, key[1], resource, self._mark)
+        self._fixed.add(fenced.fix(connection.dialect, options, resource, self._mark))
 
     def doubt(self) -> None:
         """Note that nobody knows what became of the transaction, whose connection was lost."""
@@ -276,7 +273,7 @@ class Writer:
 
     def _let_go(self) -> list[Callable[[], object]]:
         calls = [call for lease in self._needs for call in lease.let_go(self._mark)]
-        for fixed in self._fixed.values():
+        for fixed in self._fixed:
             fixed.end(self._mark, lasts=self.lasting)
         self._needs.clear()
         self._fixed.clear()
@@ -544,8 +541,10 @@ def note_locked(connection: Connection, names: Callable[[], Iterable[str]], coun
 
 
 def _open_writer(connection: Connection) -> Writer | None:
-    transaction = connection.get_transaction()
-    return None if transaction is None else _known_writer(transaction)
+    writer: Writer | None = getattr(connection, _WRITER, None)
+    transaction = None if writer is None else writer.transaction()
+    is_open = transaction is not None and transaction is connection.get_transaction()
+    return writer if is_open else None
 
 
 def take_doubted(connection: Connection, token: int) -> list[Lease]:
@@ -896,7 +895,10 @@ def flushing_session(
     # SQLAlchemy has no public way to ask.
     if mapper is None or options.get("compiled_cache") is not mapper.base_mapper._compiled_cache:  # noqa: SLF001
         return None
-    session = owner_of(connection)
+    known: tuple[ReferenceType[Session], ...] = getattr(connection, _SESSIONS, ())
+    session = known[-1]() if known else None  # most often, for it has joined when it looked for its tokens
+    if session is None or not session._warn_on_events:  # noqa: SLF001  the same
+        session = owner_of(connection)
     return session if session is not None and session._warn_on_events else None  # noqa: SLF001  the same
 
 
