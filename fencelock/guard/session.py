@@ -936,17 +936,18 @@ class _Flush:
     """What one flush has found out so far.
 
     Attributes:
+        plan: returns the plan of the unit of work; None once that is thrown away, or where none was noted.
         stamped: the objects whose fenced rows it writes, save those that it deletes.
         found: what `tokens` has returned so far, by table and connection.
         known: by table and primary key, the template's values of rows about to be written.
         unsaved: new objects, for tables whose resources cannot be told from the key alone.
     """
 
-    __slots__ = ("_plan", "_session", "found", "known", "stamped", "unsaved")
+    __slots__ = ("_session", "found", "known", "plan", "stamped", "unsaved")
 
     def __init__(self, session: Session, plan: UOWTransaction | None = None) -> None:
         self._session = ref(session)
-        self._plan = (lambda: None) if plan is None else ref(plan, partial(_forget_flush, session.hash_key))
+        self.plan = (lambda: None) if plan is None else ref(plan, partial(_forget_flush, session.hash_key))
         self.stamped: set[InstanceState[Any]] = set()
         self.found: dict[tuple[FencedTable, Connection], Tokens | None] = {}
         self.known: dict[FencedTable, dict[tuple[Any, ...], tuple[Any, ...]]] = {}
@@ -968,7 +969,7 @@ class _Flush:
 
     def writes(self, session: Session, mapper: Mapper[Any], identity: tuple[Any, ...]) -> bool:
         """Tell whether the fenced row with this primary key is written or deleted."""
-        plan: Any = self._plan()
+        plan: Any = self.plan()
         if plan is None or not plan.transaction.is_active:  # an earlier one, which somebody has kept
             return False
         instance = session.identity_map.get(mapper.identity_key_from_primary_key(identity))
@@ -980,10 +981,6 @@ class _Flush:
         keys = (mapper.primary_key_from_instance(state.obj()) for state in self.stamped)
         return identity in map(tuple, keys)  # a new object, or one with a new key
 
-    def is_of(self, plan: UOWTransaction | None) -> bool:
-        """Tell whether it belongs to this plan of the unit of work; or to none any more."""
-        return self._plan() is plan
-
 
 _flushes: dict[int, _Flush] = {}
 """Those that write fenced rows, by the number that a session has and its objects know.
@@ -993,9 +990,9 @@ nothing, or fail in another listener; but its plan is thrown away then, and what
 """
 
 
-def _forget_flush(number: int, _plan: object) -> None:
+def _forget_flush(number: int, gone: object) -> None:
     flush = _flushes.get(number)
-    if flush is not None and flush.is_of(None):
+    if flush is not None and flush.plan is gone:
         del _flushes[number]
 
 
@@ -1009,7 +1006,7 @@ class _NotePlans:
     def per_property_preprocessors(self, plan: UOWTransaction) -> None:
         number = plan.session.hash_key
         flush = _flushes.get(number)
-        if flush is None or not flush.is_of(plan):  # an earlier one's, whose plan somebody has kept
+        if flush is None or flush.plan() is not plan:  # an earlier one's, whose plan somebody has kept
             _flushes[number] = _Flush(plan.session, plan)
 
 
