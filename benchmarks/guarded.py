@@ -40,6 +40,13 @@ class Plain(Row, Base):
     __tablename__ = "bench_plain"
 
 
+class Wider(Row, Base):
+    """The same with one more column: what the fence costs that nobody looks at."""
+
+    __tablename__ = "bench_wider"
+    spare: Mapped[int] = mapped_column(BigInteger, default=TOKEN)
+
+
 class Guarded(FencedModel, Row, Base):
     """The same with a fence; one resource guards the table."""
 
@@ -76,7 +83,7 @@ class Checked(Row, Base):
     token: Mapped[int] = mapped_column(BigInteger, default=0)
 
 
-Model = type[Plain | Guarded | GuardedByRow | Triggered | Versioned | Checked]
+Model = type[Plain | Wider | Guarded | GuardedByRow | Triggered | Versioned | Checked]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +146,7 @@ ENTRANTS = (
     GUARDED,
     Entrant("fencelock, by row", GuardedByRow, Lease("shop:1", TOKEN)),
     Entrant("fencelock, strict triggers", Triggered, Lease("bench", TOKEN)),
+    Entrant("one more column", Wider),
     Entrant("version_id_col", Versioned),
     Entrant("FOR UPDATE and check", Checked, checks=True),
 )
