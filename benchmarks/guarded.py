@@ -140,13 +140,14 @@ class Entrant:
 
 
 PLAIN = Entrant("plain", Plain)
+WIDER = Entrant("one more column", Wider)
 GUARDED = Entrant("fencelock", Guarded, Lease("bench", TOKEN))
 ENTRANTS = (
     PLAIN,
     GUARDED,
     Entrant("fencelock, by row", GuardedByRow, Lease("shop:1", TOKEN)),
     Entrant("fencelock, strict triggers", Triggered, Lease("bench", TOKEN)),
-    Entrant("one more column", Wider),
+    WIDER,
     Entrant("version_id_col", Versioned),
     Entrant("FOR UPDATE and check", Checked, checks=True),
 )
