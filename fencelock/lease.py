@@ -201,6 +201,18 @@ class Lease:
             reason = "it belongs to the process that this one was forked from" if inherited else self._lost
             raise LockLostError(f"the lease of {self._resource!r} is lost: {reason}; acquire the lock again")
 
+    def token_to_write(self, *, claiming: bool = False) -> int:
+        """Return the token, where it may be written under, or claimed.
+
+        Raises:
+            LockLostError: as `check` does.
+            CommitInDoubtError: as `check_certain` does.
+        """
+        if self._lost or self._ghosts or self._generation != _Process.generation:
+            self.check()
+            self.check_certain(claiming=claiming)
+        return self._fencing_token
+
     # What follows is for whoever granted the lease.
 
     def extend_to(self, expires_at: float) -> None:

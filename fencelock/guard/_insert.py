@@ -17,7 +17,7 @@ from sqlalchemy.sql.schema import ScalarElementColumnDefault
 from fencelock.errors import UnfencedWriteError
 from fencelock.guard._statement import TOKEN_OPTION, Row, assigned, key_of, refuse_fence_assignment
 from fencelock.guard._tables import FencedTable
-from fencelock.guard.session import Tokens, Writer, tokens_for
+from fencelock.guard.session import Tokens, Writer
 
 
 def stamp_insert(
@@ -79,7 +79,7 @@ def _token_source(
 ) -> Callable[[Row], int]:
     token: int | None = options.get(TOKEN_OPTION)
     if token is None:
-        tokens = tokens_for(writer, connection, fenced, options)
+        tokens = Tokens(connection, fenced, options, writer=writer)
         if fenced.template is not None:
             return lambda row: _new_row_token(tokens, {**own, **row})
         token = tokens.of_table()

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Mapper
 
 FENCE_COLUMN: Final = "last_fencing_token"
+TRANSLATED: Final = "schema_translate_map"
+"""The execution option that says which schema tables are in."""
 FENCE_MARK: Final[dict[Any, Any]] = {"fencelock": "fence"}
 TRIGGER_MARK: Final = "fencelock.trigger"
 _FENCED: Final = "fencelock.fenced"
@@ -257,7 +259,7 @@ class FencedTable:
         Raises:
             AmbiguousFenceError: if another resource has guarded the table before.
         """
-        schema = self.schema(options)
+        schema = self.schema(options) if TRANSLATED in options else self.table.schema
         fixed = self._fixed.get(dialect)
         found = None if fixed is None else fixed.get(schema)
         if found is not None and found.lasts and found.resource == resource:
@@ -284,7 +286,7 @@ class FencedTable:
     def schema(self, options: Mapping[str, Any]) -> str | None:
         """Return the schema that the table is in under these execution options."""
         found = self.table.schema
-        translated = options.get("schema_translate_map")
+        translated = options.get(TRANSLATED)
         return translated.get(found, found) if translated else found
 
 
@@ -490,7 +492,7 @@ def impersonates_fenced(target: object, options: Mapping[str, Any] = NO_OPTIONS)
 def _schemas(table: object, options: Mapping[str, Any]) -> set[str | None]:
     """Return the schemas that a table may be in, in lower case; among them None where that is open."""
     schema = getattr(table, "schema", None)
-    translated = (options.get("schema_translate_map") or {}).get(schema, schema)
+    translated = (options.get(TRANSLATED) or {}).get(schema, schema)
     return {None if each is None or _is_raw(each) else each.lower() for each in (schema, translated)}
 
 

@@ -35,8 +35,8 @@ from fencelock.guard._statement import (
     values_of,
     with_text_apart,
 )
-from fencelock.guard._tables import FENCE_COLUMN, FencedTable, ResourceTemplate, row_name
-from fencelock.guard.session import Tokens, Writer, rows_known_to, tokens_for
+from fencelock.guard._tables import FENCE_COLUMN, TRANSLATED, FencedTable, ResourceTemplate, row_name
+from fencelock.guard.session import Tokens, Writer, rows_known_to
 
 LOCKING_READS: Final = frozenset({"mysql", "mariadb"})
 """Dialects whose plain SELECT reads an old snapshot under the default isolation level (REPEATABLE READ)."""
@@ -88,10 +88,10 @@ class GuardedWrite:
             self._refuse_moving(self.fenced.template, rows[0])
         token: int | None = options.get(TOKEN_OPTION)
         if token is None:
-            tokens = tokens_for(writer, connection, self.fenced, options)
+            tokens = Tokens(connection, self.fenced, options, writer=writer)
             if self.fenced.template is not None:
                 return list(self._stamp_each(connection, rows, tokens))
-            token = tokens.whole or tokens.of_table()
+            token = tokens.of_table()
         stamp = dict.fromkeys(self.stamped, token)
         return [{**row, **stamp} for row in rows]
 
@@ -150,7 +150,7 @@ class GuardedWrite:
 
         Only asked for where `wrote_all` is not so.
         """
-        passed_on = {"schema_translate_map": options.get("schema_translate_map")}
+        passed_on = {TRANSLATED: options.get(TRANSLATED)}
         for query, row, named in self._queries(rows):
             found = connection.execute(newest(query, connection), row, execution_options=passed_on).first()
             if found is not None:
@@ -168,7 +168,7 @@ class GuardedWrite:
         no such locks, and nobody else writes once its transaction has begun to.
         """
         query = self._asked().where(*self.where).with_for_update(of=self.source)
-        passed_on = {"schema_translate_map": options.get("schema_translate_map")}
+        passed_on = {TRANSLATED: options.get(TRANSLATED)}
         for row in rows:
             named = values_of(self.naming or (), row)
             for found in connection.execute(query, row, execution_options=passed_on).all():

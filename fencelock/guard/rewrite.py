@@ -34,6 +34,7 @@ from fencelock.guard._carried import ready, take_back
 from fencelock.guard._insert import stamp_insert
 from fencelock.guard._statement import TOKEN_OPTION, Row, refuse_foreign_assignments, wants_token
 from fencelock.guard._tables import (
+    TRANSLATED,
     FencedTable,
     fenced_table,
     harmless,
@@ -48,7 +49,7 @@ from fencelock.guard.events import report
 from fencelock.guard.session import (
     BYPASS,
     begin_writing,
-    flushing_session,
+    in_unit_of_work,
     note_locked,
     refuse_bypass,
     report_refusal,
@@ -64,7 +65,6 @@ _Written: TypeAlias = tuple[GuardedWrite, Sequence[Row]]
 """What is known of a guarded statement, and the parameters of each execution."""
 
 _DML: Final = (Update, Delete, Insert)
-_TRANSLATED: Final = "schema_translate_map"
 _LAMBDAS: Final = (LambdaElement, NullLambdaStatement)
 
 _guarded: WeakKeyDictionary[ClauseElement, dict[bool, tuple[Any, GuardedWrite]]] = WeakKeyDictionary()
@@ -82,7 +82,7 @@ def guarding(execute: _Execute) -> _Execute:
     ) -> CursorResult[Any]:
         own, common = statement._execution_options, connection._execution_options  # noqa: SLF001  see `_install`
         if _is_of_no_concern(statement) and not (
-            _TRANSLATED in options or _TRANSLATED in common or _TRANSLATED in own
+            TRANSLATED in options or TRANSLATED in common or TRANSLATED in own
         ):
             return execute(statement, connection, rows, options)  # most often, so do not dwell on it
         merged = own.merge_with(common, options)
@@ -130,7 +130,7 @@ def _guarded_form(
     if fenced is None:
         known = harmless()
         _refuse_unguardable(connection, dml, rows, options)
-        if _TRANSLATED not in options and type(dml.table) is Table and not _holds_fenced_rows(dml.table):
+        if TRANSLATED not in options and type(dml.table) is Table and not _holds_fenced_rows(dml.table):
             note_harmless(dml.table, known)
         return None
     writer = begin_writing(connection, options, fenced)
@@ -288,7 +288,7 @@ def _refuse_unguardable(
     table = statement.table
     base = sub_table_of(table)
     if base is not None:
-        if flushing_session(connection, base, options) is None:
+        if not in_unit_of_work(connection, base, options):
             raise UnfencedWriteError(
                 f"{table.name!r} holds part of the rows of {base.name!r}, where their fence is; change such "
                 f"rows through their objects, so that the unit of work writes both tables"

@@ -211,11 +211,22 @@ class Writer:
             with suppress(RuntimeError):  # the interpreter is on its way out, and gives everything back
                 _thread.start_new_thread(_call_each, (calls,))
 
-    def remember(self, resource: str, lease: Lease, connection: Connection) -> None:
-        """Note that the transaction is written under a lease, which is that of this resource."""
+    def remember(self, resource: str, lease: Lease, connection: Connection, *, claiming: bool) -> None:
+        """Note that the transaction is written under a lease, which is that of this resource; or claims.
+
+        Raises:
+            UnfencedWriteError: if it has been given back, and waits for transactions of before at most.
+        """
+        if claiming and lease.in_doubt:
+            self.claiming.add(lease)
         if self.remembered.get(resource) is not lease:
-            self.remembered[resource] = lease
             self.need(lease, connection)
+            if not lease.usable:  # it was when the flush began
+                raise UnfencedWriteError(
+                    f"the lease of {resource!r} has been released meanwhile, before anything was written "
+                    f"under it in this transaction; release it after the flush"
+                )
+            self.remembered[resource] = lease
 
     def need(self, lease: Lease, connection: Connection) -> None:
         """Note that a lease must not be given back before the transaction ends."""
@@ -287,7 +298,7 @@ class Writer:
         Raises:
             AmbiguousFenceError: if sessions that share the connection are bound to different leases.
         """
-        bound = _bound_to(connection, session)
+        bound = _bound_to(connection, session) if _Process.binds else None
         if bound != self._bound_before:
             self.remembered.clear()
             self._bound_before = bound
@@ -312,8 +323,6 @@ def _bound_to(connection: Connection, session: Session | None) -> tuple[Lease, .
     Raises:
         AmbiguousFenceError: if sessions that share the connection are bound to different leases.
     """
-    if not _Process.binds:
-        return None
     own: tuple[Lease, ...] | None = getattr(connection, _BOUND, None)
     found = session or owner_of(connection)
     if found is None:
@@ -517,7 +526,7 @@ def leases_of(connection: Connection | None, session: Session) -> Mapping[str, L
     writer = _open_writer(connection)
     if writer is not None:
         return writer.candidates(connection, session)
-    bound = _bound_to(connection, session)
+    bound = _bound_to(connection, session) if _Process.binds else None
     return _usable(held_leases() if bound is None else bound)
 
 
@@ -669,7 +678,6 @@ class Tokens:
         claiming: whether it is about to claim the rows, which leases in doubt are good for.
 
     Attributes:
-        writer: the connection's at that time.
         whole: what `of_table` has returned, if it was asked.
     """
 
@@ -679,9 +687,9 @@ class Tokens:
         "_connection",
         "_found",
         "_options",
+        "_writer",
         "fenced",
         "whole",
-        "writer",
     )
 
     def __init__(
@@ -698,8 +706,8 @@ class Tokens:
         self._connection = connection
         self._options = options
         self._claiming = claiming
-        self.writer = writer or writer_of(connection)
-        self._candidates = self.writer.candidates(connection, session)
+        self._writer = writer or writer_of(connection)
+        self._candidates = self._writer.candidates(connection, session)
         self._found: dict[tuple[Any, ...], int] = {}
         self.whole: int | None = None
 
@@ -734,7 +742,7 @@ class Tokens:
         """
         self.need_some()
         for lease in self._candidates.values():
-            self.writer.need(lease, self._connection)
+            self._writer.need(lease, self._connection)
         return 0
 
     def of_table(self) -> int:
@@ -754,10 +762,11 @@ class Tokens:
                 f"to {self.fenced.name!r}; say which with __fence_resource__, or bind() one of them"
             )
         ((resource, lease),) = self._candidates.items()
-        lease.check()
-        self.writer.fix(self.fenced, self._connection, self._options, resource)
-        self.whole = self._use(resource, lease)
-        return self.whole
+        token = lease.token_to_write(claiming=self._claiming)
+        self._writer.fix(self.fenced, self._connection, self._options, resource)
+        self._writer.remember(resource, lease, self._connection, claiming=self._claiming)
+        self.whole = token
+        return token
 
     def of_row(self, values: tuple[Any, ...]) -> int:
         """Return the token of the resource that guards the row with these values, as the template has them.
@@ -782,31 +791,9 @@ class Tokens:
                 f"this write to {self.fenced.name!r} needs the lease of {resource!r}, and held are "
                 f"{', '.join(map(repr, self._candidates))}; acquire fenced_lock({resource!r}) around it"
             )
-        lease.check()
-        return self._use(resource, lease)
-
-    def _use(self, resource: str, lease: Lease) -> int:
-        if lease.in_doubt:
-            lease.check_certain(claiming=self._claiming)
-            self.writer.claiming.add(lease)
-        self.writer.remember(resource, lease, self._connection)
-        return lease.fencing_token
-
-
-def tokens_for(
-    writer: Writer, connection: Connection, fenced: FencedTable, options: Mapping[str, Any]
-) -> Tokens:
-    """Return the tokens for the rows of a statement, which is about to be executed with these options.
-
-    What a flush sends of its own is written with the tokens that its objects were just stamped with.
-    """
-    session = flushing_session(connection, fenced, options)
-    if session is not None:
-        flush = _flushes.get(session.hash_key)
-        tokens = flush.found.get((fenced, connection)) if flush is not None else None
-        if tokens is not None and tokens.writer is writer:  # else a listener has begun another transaction
-            return tokens
-    return Tokens(connection, fenced, options, session, writer=writer)
+        token = lease.token_to_write(claiming=self._claiming)
+        self._writer.remember(resource, lease, self._connection, claiming=self._claiming)
+        return token
 
 
 def resource_of(connection: Connection, token: int | None) -> str | None:
@@ -884,22 +871,19 @@ def roll_back(connection: Connection) -> None:
         transaction.rollback()
 
 
-def flushing_session(
-    connection: Connection, fenced: FencedTable, options: Mapping[str, Any]
-) -> Session | None:
-    """Return the session whose flush is executing a statement of its own on the rows of a fenced model.
+def in_unit_of_work(connection: Connection, fenced: FencedTable, options: Mapping[str, Any]) -> bool:
+    """Tell whether a flush is executing a statement of its own on the rows of a fenced model.
 
     Bulk operations are no flush, and what listeners execute during one is not the flush's.
     """
+    session = owner_of(connection)
     mapper = fenced.mapper() if fenced.mapper else None
-    # SQLAlchemy has no public way to ask.
-    if mapper is None or options.get("compiled_cache") is not mapper.base_mapper._compiled_cache:  # noqa: SLF001
-        return None
-    known: tuple[ReferenceType[Session], ...] = getattr(connection, _SESSIONS, ())
-    session = known[-1]() if known else None  # most often, for it has joined when it looked for its tokens
-    if session is None or not session._warn_on_events:  # noqa: SLF001  the same
-        session = owner_of(connection)
-    return session if session is not None and session._warn_on_events else None  # noqa: SLF001  the same
+    return (
+        session is not None
+        and mapper is not None
+        and session._warn_on_events  # noqa: SLF001  SQLAlchemy has no public way to ask
+        and options.get("compiled_cache") is mapper.base_mapper._compiled_cache  # noqa: SLF001  the same
+    )
 
 
 def writes_fenced_rows(

@@ -624,6 +624,54 @@ def test_what_a_listener_writes_in_a_flush_is_written_under_what_is_held_then(se
     assert session.scalars(select(Stock.last_fencing_token).order_by(Stock.id)).all() == [5, 6]
 
 
+def test_a_lease_released_before_the_delete_is_sent_deletes_nothing(session: Session) -> None:
+    """A DELETE is looked at when its flush begins; the lease may be given back before it is sent."""
+    lease = Lease("stock", 5)
+    bind(session, lease)
+
+    def release(*_: object) -> None:
+        assert not lease.needed
+        lease.release()
+
+    event.listen(Stock, "before_delete", release)
+    try:
+        session.delete(session.get_one(Stock, 1))
+        with pytest.raises(UnfencedWriteError, match="no lease is held"):
+            session.flush()
+    finally:
+        event.remove(Stock, "before_delete", release)
+
+
+def test_a_lease_released_in_the_midst_of_a_flush_guards_nothing_from_there_on(session: Session) -> None:
+    """What the flush of another row has seen to be held is asked anew where it is used for the first time."""
+    first, second = Lease("ticket:1", 3), Lease("ticket:2", 3)
+    bind(session, first, second)
+
+    def release(_mapper: object, _connection: object, ticket: Ticket) -> None:
+        if ticket.id == 1:
+            second.release()
+
+    for ticket in session.scalars(select(Ticket).order_by(Ticket.id)):
+        ticket.seat = "z"
+    event.listen(Ticket, "before_update", release)
+    try:
+        with pytest.raises(UnfencedWriteError, match="'ticket:2' has been released meanwhile"):
+            session.flush()
+    finally:
+        event.remove(Ticket, "before_update", release)
+
+
+def test_what_is_refused_for_doubt_settles_no_table(session: Session) -> None:
+    """The resource of a table is not settled by a write that was never sent."""
+    doubted = Lease("other", 5)
+    doubted.doubt()
+    bind(session, doubted)
+    with pytest.raises(CommitInDoubtError):
+        session.execute(update(Stock).values(count=5))
+    bind(session, Lease("stock", 5))
+    session.execute(update(Stock).values(count=5))
+
+
 def test_two_sessions_of_one_connection_ask_anew(engine: Engine) -> None:
     """What one of them has found out does not serve the other, which is bound to another lease."""
     with engine.connect() as connection, Session(connection) as one, Session(connection) as two:
