@@ -8,15 +8,16 @@ what is to be changed is not counted, unless protection consists in it. Nothing 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
 from sqlalchemy import BigInteger, Identity, String, and_, delete, select, update
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from fencelock.guard import FencedModel, bind, claim, claim_all
-from fencelock.lease import Lease
+from fencelock.guard import FencedModel, claim, claim_all
+from fencelock.lease import Lease, note_ended, note_held
 
 TOKEN = 7
 MOST_ROWS = 1000
@@ -93,7 +94,7 @@ class Entrant:
     Attributes:
         name: of it.
         model: with what it takes.
-        lease: that its sessions hold.
+        lease: that is held while it works.
         checks: whether it locks and compares before it writes.
     """
 
@@ -111,10 +112,13 @@ class Entrant:
         """Whether its rows can be claimed."""
         return self.lease is not None
 
-    def enter(self, session: Session) -> None:
-        """Let a session write the model."""
-        if self.lease is not None:
-            bind(session, self.lease)
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Hold its lease, as inside `with fenced_lock(…)`."""
+        leases = () if self.lease is None else (self.lease,)
+        note_held(*leases)
+        yield
+        note_ended(*leases)
 
     def first(self, rows: int) -> Any:
         """Return the criterion for so many rows."""
@@ -267,12 +271,12 @@ CASES: dict[str, Case] = {
 
 def perform(case: Case, entrant: Entrant, rows: int, session: Session) -> float:
     """Do what a case is about, in a session that may."""
-    entrant.enter(session)
-    return case(entrant, rows, session)
+    with entrant.holding():
+        return case(entrant, rows, session)
 
 
 def fill(entrant: Entrant, session: Session) -> None:
     """Add the rows of a model."""
-    entrant.enter(session)
     session.add_all(entrant.model(name=f"name {number}", value=number) for number in range(MOST_ROWS))
-    session.flush()
+    with entrant.holding():
+        session.flush()
