@@ -36,6 +36,7 @@ from sqlalchemy.engine import (
     Transaction,
     TwoPhaseTransaction,
 )
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Mapper, Session
 from sqlalchemy.orm.base import INCLUDE_PENDING_MUTATIONS, NO_VALUE, PASSIVE_NO_INITIALIZE
 from sqlalchemy.types import TypeEngine
@@ -400,6 +401,9 @@ class _Watched(Transaction):
         try:
             super().commit()
             self._note_committed()
+        except DBAPIError:
+            self._roll_back_refused()
+            raise
         finally:
             self._note_end()
 
@@ -416,6 +420,17 @@ class _Watched(Transaction):
             super().close()
         finally:
             self._note_end()
+
+    def _roll_back_refused(self) -> None:
+        """Have the driver end a transaction whose COMMIT was refused: to SQLAlchemy it is over.
+
+        SQLite leaves it open where a deferred foreign key is not met. The next COMMIT of the connection would
+        write it after all, though the lease was given back meanwhile.
+        """
+        connection = self.connection
+        if not (isinstance(self, TwoPhaseTransaction) or connection.invalidated or connection.closed):
+            with suppress(Exception):
+                connection.dialect.do_rollback(connection.connection)
 
     def _note_committing(self) -> None:
         writer = _known_writer(self)

@@ -14,8 +14,23 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, ForeignKey, String, bindparam, create_engine, event, insert, select, update
+from sqlalchemy import (
+    Column,
+    Engine,
+    ForeignKey,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    bindparam,
+    create_engine,
+    event,
+    insert,
+    select,
+    update,
+)
 from sqlalchemy.engine import Connection, RootTransaction
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import (
     DeclarativeBase,
     Mapped,
@@ -34,7 +49,7 @@ from fencelock.errors import (
     StaleTokenError,
     UnfencedWriteError,
 )
-from fencelock.guard import FencedModel, bind, claim
+from fencelock.guard import FencedModel, bind, claim, fence_column
 from fencelock.lease import Lease, note_ended, note_held
 from fencelock.token import MAX_TOKEN
 
@@ -670,6 +685,31 @@ def test_what_is_refused_for_doubt_settles_no_table(session: Session) -> None:
         session.execute(update(Stock).values(count=5))
     bind(session, Lease("stock", 5))
     session.execute(update(Stock).values(count=5))
+
+
+def test_what_a_refused_commit_has_left_is_rolled_back_before_the_lease_is_let_go(tmp_path: Any) -> None:
+    """SQLite keeps a transaction open whose COMMIT a deferred foreign key has refused."""
+    engine = create_engine(f"sqlite:///{tmp_path / 'refused.sqlite'}")
+    event.listen(engine, "connect", lambda driver, _: driver.execute("PRAGMA foreign_keys = ON"))
+    metadata = MetaData()
+    parents = Table("parents", metadata, Column("id", Integer, primary_key=True), fence_column())
+    deferred = ForeignKey("parents.id", deferrable=True, initially="DEFERRED")
+    children = Table("children", metadata, Column("id", Integer, primary_key=True), Column("of", deferred))
+    metadata.create_all(engine)
+    lease = Lease("parents", 5)
+    with engine.connect() as connection:
+        bind(connection, lease)
+        connection.execute(insert(parents), {"id": 1})
+        connection.execute(insert(children), {"id": 1, "of": 99})
+        with pytest.raises(IntegrityError):
+            connection.commit()
+        assert not lease.needed
+        connection.rollback()
+        connection.execute(insert(children), {"id": 2})
+        connection.commit()
+        assert connection.scalars(select(parents.c.id)).all() == []
+        assert connection.scalars(select(children.c.id)).all() == [2]
+    engine.dispose()
 
 
 def test_two_sessions_of_one_connection_ask_anew(engine: Engine) -> None:
