@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import math
 import os
@@ -143,6 +144,16 @@ def held() -> Iterator[list[Lease]]:
     note_held(*leases)
     yield leases
     note_ended(*leases)
+
+
+@contextlib.contextmanager
+def listening(model: type[Base], name: str, listener: Callable[..., None]) -> Iterator[None]:
+    """Have a listener called for an event of a model's flushes, inside the block."""
+    event.listen(model, name, listener)
+    try:
+        yield
+    finally:
+        event.remove(model, name, listener)
 
 
 @pytest.mark.usefixtures("held")
@@ -609,11 +620,8 @@ def test_a_flush_that_goes_on_in_another_transaction_keeps_its_lease(session: Se
         if item.id == 2:
             connection.commit()
 
-    event.listen(Stock, "before_update", commit)
-    try:
+    with listening(Stock, "before_update", commit):
         session.flush()
-    finally:
-        event.remove(Stock, "before_update", commit)
     connection = session.connection()
     assert connection.in_transaction()
     assert lease.needed
@@ -630,12 +638,9 @@ def test_what_a_listener_writes_in_a_flush_is_written_under_what_is_held_then(se
         bind(session, newer)
         connection.execute(update(Stock).where(Stock.id == 3 - item.id).values(count=9))
 
-    event.listen(Stock, "after_update", write)
-    try:
+    with listening(Stock, "after_update", write):
         session.get_one(Stock, 1).count += 1
         session.commit()
-    finally:
-        event.remove(Stock, "after_update", write)
     assert session.scalars(select(Stock.last_fencing_token).order_by(Stock.id)).all() == [5, 6]
 
 
@@ -648,13 +653,10 @@ def test_a_lease_released_before_the_delete_is_sent_deletes_nothing(session: Ses
         assert not lease.needed
         lease.release()
 
-    event.listen(Stock, "before_delete", release)
-    try:
+    with listening(Stock, "before_delete", release):
         session.delete(session.get_one(Stock, 1))
         with pytest.raises(UnfencedWriteError, match="no lease is held"):
             session.flush()
-    finally:
-        event.remove(Stock, "before_delete", release)
 
 
 def test_a_lease_released_in_the_midst_of_a_flush_guards_nothing_from_there_on(session: Session) -> None:
@@ -668,12 +670,9 @@ def test_a_lease_released_in_the_midst_of_a_flush_guards_nothing_from_there_on(s
 
     for ticket in session.scalars(select(Ticket).order_by(Ticket.id)):
         ticket.seat = "z"
-    event.listen(Ticket, "before_update", release)
-    try:
-        with pytest.raises(UnfencedWriteError, match="'ticket:2' has been released meanwhile"):
-            session.flush()
-    finally:
-        event.remove(Ticket, "before_update", release)
+    refused = pytest.raises(UnfencedWriteError, match="'ticket:2' has been released meanwhile")
+    with listening(Ticket, "before_update", release), refused:
+        session.flush()
 
 
 def test_what_is_refused_for_doubt_settles_no_table(session: Session) -> None:
@@ -687,10 +686,12 @@ def test_what_is_refused_for_doubt_settles_no_table(session: Session) -> None:
     session.execute(update(Stock).values(count=5))
 
 
-def test_what_a_refused_commit_has_left_is_rolled_back_before_the_lease_is_let_go(tmp_path: Any) -> None:
-    """SQLite keeps a transaction open whose COMMIT a deferred foreign key has refused."""
-    engine = create_engine(f"sqlite:///{tmp_path / 'refused.sqlite'}")
-    event.listen(engine, "connect", lambda driver, _: driver.execute("PRAGMA foreign_keys = ON"))
+@pytest.mark.parametrize("database_url", ["sqlite", "postgresql"], indirect=True)
+def test_what_a_refused_commit_has_left_is_rolled_back_before_the_lease_is_let_go(database_url: str) -> None:
+    """SQLite keeps a transaction open whose COMMIT a deferred foreign key has refused; PostgreSQL ends it."""
+    engine = create_engine(database_url)
+    if engine.dialect.name == "sqlite":
+        event.listen(engine, "connect", lambda driver, _: driver.execute("PRAGMA foreign_keys = ON"))
     metadata = MetaData()
     parents = Table("parents", metadata, Column("id", Integer, primary_key=True), fence_column())
     deferred = ForeignKey("parents.id", deferrable=True, initially="DEFERRED")
