@@ -186,7 +186,7 @@ class Fixed:
 
     Attributes:
         resource: its name.
-        users: stand for the open transactions that have written under it.
+        users: stand for the open transactions that have written under it, as long as it may be void again.
         lasts: whether one has been committed, or may have been.
     """
 

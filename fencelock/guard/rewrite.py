@@ -147,6 +147,7 @@ def _guarded_form(
 
 
 def _holds_fenced_rows(table: Table) -> bool:
+    """Tell whether a table is fenced, or completes one that is; it may be so only since it was looked at."""
     return fenced_table(table) is not None or sub_table_of(table) is not None
 
 

@@ -60,7 +60,7 @@ def stamp_text(
         _refuse_inexact(fenced)
         stamped = write.stamp(connection, pinned, options, writer)
     sent = [{**row, TOKEN: each[TOKEN_BIND]} for row, each in zip(complete, stamped, strict=True)]
-    if fenced.strict:
+    if write.carries:
         ready(connection)
         statement = _carrying(statement, connection.dialect.name)
     written = write, stamped
