@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from fencelock import Redlock
 from fencelock.authority.base import Grant
-from fencelock.authority.redlock.merging import MOST, Batch, Gathering, Part, may_be_merged
+from fencelock.authority.redlock.merging import MOST, Batch, Gathering, may_be_merged
 from fencelock.authority.redlock.node import Link, Node
 from fencelock.authority.redlock.protocol import (
     Answer,
@@ -115,8 +116,9 @@ def test_every_part_hears_what_each_node_said_of_it(
     for ballot, its_over in zip(ballots, over, strict=True):
         ballot.over = its_over
     ears = Ears()
-    parts: list[Part] = list(zip(ballots, requests, strict=True))
-    batch = Batch(parts, len(answers), FLEET.quorum, ears.note_late, ears.note_single)
+    gathering = Gathering()
+    assert all(map(gathering.add, ballots, requests))
+    batch = Batch(gathering, len(answers), FLEET.quorum, ears.note_late, ears.note_single)
     late, undone = [], []
     for step, (node, answer) in enumerate(zip(order, answers, strict=False)):
         if step == told_at:
@@ -202,6 +204,36 @@ def test_what_tasks_ask_for_at_the_same_time_is_one_call(authority: Redlock, nod
         assert await becomes_free(nodes)
         calls = [now - then for then, now in zip(before, calls_of_scripts(nodes), strict=True)]
         assert max(calls) < 60, calls
+
+    run(main())
+
+
+def test_nodes_begin_while_tasks_still_ask(authority: Redlock, nodes: Nodes, run: Run) -> None:
+    """A call that is full goes out at once: here the loop does not come round before the nodes have it."""
+
+    async def main() -> None:
+        await connected(authority)
+        before = calls_of_scripts(nodes)
+
+        def calls() -> list[int]:
+            return [now - then for then, now in zip(before, calls_of_scripts(nodes), strict=True)]
+
+        acquisitions = [
+            authority.aio.acquire((f"r{number}",), ttl=30, timeout=0) for number in range(MOST + 1)
+        ]
+        for acquisition in acquisitions[: MOST - 1]:
+            acquisition.send(None)
+        time.sleep(0.1)  # noqa: ASYNC251 - for the loop not to come round
+        assert calls() == [0] * 5
+        for acquisition in acquisitions[MOST - 1 :]:
+            acquisition.send(None)
+        deadline = time.monotonic() + 10
+        while calls() != [1] * 5:
+            assert time.monotonic() < deadline, calls()
+            time.sleep(0.01)  # noqa: ASYNC251 - the same
+        for acquisition in acquisitions:
+            acquisition.close()
+        assert await becomes_free(nodes)
 
     run(main())
 

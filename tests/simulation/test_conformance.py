@@ -292,7 +292,7 @@ class Pair:
         single: list[Command] = []
         late: list[Command] = []
         batch = Batch(
-            gathering.parts,
+            gathering,
             1,
             1,
             lambda _, commands: late.extend(commands),

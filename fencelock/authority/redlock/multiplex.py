@@ -150,9 +150,11 @@ class Lines(Seats):
             self._put(asking, request, began)
         finally:
             self._about_to_release.discard(releasing)
-        self._flush_soon(loop)
+        if not self._flush_is_due:
+            self._flush_soon(loop)
         if not asking.complete:
-            self._look_at(deadline, loop)
+            if deadline < self._looks_at:
+                self._look_at(deadline, loop)
             self._asking.add(asking)
             try:
                 await woken
@@ -219,9 +221,12 @@ class Lines(Seats):
         if not may_be_merged(request, len(self._seats)):
             self._send_gathered(now)
             self._ask(ballot, request, now)
-        elif not self._gathering.add(ballot, request):
+            return
+        if not self._gathering.add(ballot, request):
             self._send_gathered(now)
             self._gathering.add(ballot, request)
+        if self._gathering.full:
+            self._flush()
 
     def _send_gathered(self, now: float) -> None:
         """Put what has been gathered into the links: in one command, for nodes that can be asked as usual."""
@@ -244,7 +249,7 @@ class Lines(Seats):
                 self._ask(ballot, request._replace(nodes=others), now)
         # What these answer by themselves counts as well: less of the others may complete a part.
         quorum = len(self._seats) // 2 + 1 - sum(self._seats[index].link is not None for index in others)
-        batch = Batch(parts, len(links), quorum, self._undo_late, self._ask_singly)
+        batch = Batch(gathering, len(links), quorum, self._undo_late, self._ask_singly)
         command = gathering.command()
         packed = pack(command)
         for link in links:
@@ -291,13 +296,12 @@ class Lines(Seats):
 
     def _flush_after_this(self) -> None:
         loop = self._loop()
-        if loop is not None and not loop.is_closed():
+        if loop is not None and not loop.is_closed() and not self._flush_is_due:
             self._flush_soon(loop)
 
     def _flush_soon(self, loop: asyncio.AbstractEventLoop) -> None:
-        if not self._flush_is_due:
-            loop.call_soon(self._flush)
-            self._flush_is_due = True  # not before: who is interrupted in between flushes once too often
+        loop.call_soon(self._flush)
+        self._flush_is_due = True  # not before: who is interrupted in between flushes once too often
 
     def _flush(self) -> None:
         """Write to each node what has been put there since the last time."""
@@ -344,11 +348,10 @@ class Lines(Seats):
                 loop.remove_writer(link.descriptor)
 
     def _look_at(self, deadline: float, loop: asyncio.AbstractEventLoop) -> None:
-        """See to it that broadcasts whose patience has ended are looked for, by then at the latest."""
-        if deadline < self._looks_at:
-            # The handle is not kept: it knows the loop, which is to be free to go.
-            loop.call_later(max(deadline - time.monotonic(), _SLACK), self._end_patience, deadline)
-            self._looks_at = deadline  # not before: who is interrupted in between looks once too often
+        """Look for broadcasts whose patience has ended then, or not long after."""
+        # The handle is not kept: it knows the loop, which is to be free to go.
+        loop.call_later(max(deadline - time.monotonic(), _SLACK), self._end_patience, deadline)
+        self._looks_at = deadline  # not before: who is interrupted in between looks once too often
 
     def _end_patience(self, looks_at: float) -> None:
         if looks_at != self._looks_at:
@@ -371,7 +374,7 @@ class Lines(Seats):
             else:
                 next_end = min(next_end, asking.deadline)
         loop = self._loop()
-        if next_end < math.inf and loop is not None:
+        if next_end < self._looks_at and loop is not None:
             self._look_at(next_end, loop)
 
 

@@ -485,7 +485,13 @@ class Link:
 
     def releases(self, nonce: str) -> bool:
         """Whether a RELEASE of that nonce is under way."""
-        return any(command.script == "release" and command.nonce == nonce for _, command in self.unanswered())
+        for sender, command, _ in self.waiting:
+            if command.script == MERGED:
+                if nonce in sender.releasing:
+                    return True
+            elif command.script == "release" and command.nonce == nonce:
+                return True
+        return False
 
     def flush(self) -> bool:
         """Write what has been put here, as far as the socket takes it; return whether that was all.
