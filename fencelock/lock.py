@@ -90,20 +90,19 @@ class _Call:
 
 
 class _Stop:
-    """Have a hold not be extended any more, and wait until an extension under way has ended."""
+    """Have a hold not be extended any more, once an extension under way has ended."""
 
-    __slots__ = ("hold",)
+    __slots__ = ("hold", "renewer")
 
-    def __init__(self, hold: Hold) -> None:
+    def __init__(self, renewer: renewal.Renewer, hold: Hold) -> None:
+        self.renewer = renewer
         self.hold = hold
 
     def block(self) -> None:
-        if self.hold.renewer is not None:
-            self.hold.renewer.stop(self.hold)
+        self.renewer.stop(self.hold)
 
     async def wait(self) -> None:
-        if self.hold.renewer is not None:
-            await self.hold.renewer.stop_soon(self.hold)
+        await self.renewer.stop_soon(self.hold)
 
 
 class _Check:
@@ -463,7 +462,7 @@ class FencedLock(Generic[_Token]):
         for hold in self._innermost().holds:
             _check_still_held(hold)
             try:
-                yield _Stop(hold)
+                yield from _stop(hold)
                 asked = _Call(hold.authority, "extend_many", [(hold.grant, seconds)])
                 yield asked
                 (outcome,) = asked.answer
@@ -487,7 +486,7 @@ class FencedLock(Generic[_Token]):
             sealed = not hold.sealers
             asked: _Call | None = None
             try:
-                yield _Stop(hold)
+                yield from _stop(hold)
                 now = time.monotonic()
                 seconds = max(hold.most_seconds(now), hold.grant.expires_at - now)
                 asked = _Call(hold.authority, "remint", hold.grant, seconds)
@@ -749,6 +748,12 @@ def _note_remint(hold: Hold, asked: _Call | None, *, sealed: bool) -> None:
         renewal.tell(hold.lose("a new token was asked for, and none came"))
 
 
+def _stop(hold: Hold) -> _Steps[None]:
+    """Have a hold not be extended any more: mostly at once, without a step."""
+    if hold.renewer is not None and not hold.renewer.strike(hold):
+        yield _Stop(hold.renewer, hold)
+
+
 def _go_on_holding(hold: Hold) -> _Steps[None]:
     """Have a hold renewed again that was stopped; or given back, if somebody else released it meanwhile."""
     if hold.released:
@@ -821,7 +826,7 @@ def _release(hold: Hold) -> _Steps[str]:
     released = _Call(hold.authority, "release", hold.grant)
     try:
         try:
-            yield _Stop(hold)
+            yield from _stop(hold)
         finally:
             hold.extended_behind = False  # what has been extended by now is released with the rest
             try:

@@ -219,6 +219,9 @@ class Renewer(Protocol):
     def watch(self, hold: Hold) -> None:
         """Begin to extend a hold."""
 
+    def strike(self, hold: Hold) -> bool:
+        """Cease to extend a hold; or return False, and go on, where an extension is under way."""
+
     def stop(self, hold: Hold) -> None:
         """Cease to extend a hold; an extension under way has ended when this returns."""
 
@@ -247,6 +250,14 @@ class ThreadRenewer:
             elif self._agenda.next_at < self._wakes_at:
                 self._wakes_at = self._agenda.next_at
                 self._changed.notify_all()
+
+    def strike(self, hold: Hold) -> bool:
+        """Cease to extend a hold; or return False, and go on, where an extension is under way."""
+        with self._mutex:
+            if hold in self._tended:
+                return False
+            self._agenda.strike(hold)
+            return True
 
     def stop(self, hold: Hold) -> None:
         """Cease to extend a hold; an extension under way has ended when this returns."""
@@ -348,6 +359,13 @@ class LoopRenewer:
             with contextlib.suppress(RuntimeError):  # it has been closed, and nobody extends
                 loop.call_soon_threadsafe(self.watch, hold, context=contextvars.Context())
 
+    def strike(self, hold: Hold) -> bool:
+        """Cease to extend a hold; or return False, and go on, where an extension is under way."""
+        if hold in self._tended:
+            return False
+        self._agenda.strike(hold)
+        return True
+
     def stop(self, hold: Hold) -> None:
         """Cease to extend a hold; one under way is not waited for, as only tasks of the loop could."""
         self._agenda.strike(hold)
@@ -435,7 +453,9 @@ def for_thread(authority: Authority) -> ThreadRenewer:
 def for_loop(authority: Authority) -> LoopRenewer:
     """Return who extends the holds of the running event loop's tasks."""
     loop = asyncio.get_running_loop()
-    renewers = _of_loops.setdefault(loop, WeakKeyDictionary())
+    renewers = _of_loops.get(loop)
+    if renewers is None:
+        renewers = _of_loops.setdefault(loop, WeakKeyDictionary())
     renewer = renewers.get(authority)
     if renewer is None:
         renewer = renewers[authority] = LoopRenewer(loop)
