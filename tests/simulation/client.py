@@ -193,6 +193,11 @@ class Client:
             return bid
 
         try:
+            fleet = process.see()
+            bid = new_bid(fleet)
+            opened = protocol.Opened(fleet, bid, (yield protocol.opening(fleet, bid)))
+            if (granted := protocol.at_once(opened)) is not None:
+                return granted
             return (
                 yield from protocol.acquire(
                     process.see,
@@ -201,6 +206,7 @@ class Client:
                     grace=0.5,
                     jitter=self._random.random,
                     granted_meanwhile=waiter.granted,
+                    opened=opened,
                 )
             )
         except FencelockError:

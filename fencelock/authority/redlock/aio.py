@@ -83,6 +83,10 @@ class AsyncRedlock:
             return lines
 
         try:
+            if not above:
+                heard = await lines.broadcast(bids.open(self._redlock._see()))
+                if (grant := bids.settle(heard)) is not None:
+                    return grant
             return await run(self._redlock._acquiring(bids, timeout), lines, wait)
         except BaseException as error:
             for undo in bids.give_up(error):
@@ -111,7 +115,8 @@ class AsyncRedlock:
         """
         lines = self._lines_here()
         try:
-            return await run(self._redlock._releasing(grant), lines)
+            fleet, request = self._redlock._closing(grant)
+            return protocol.released(fleet, await lines.broadcast(request))
         except FencelockError:
             raise
         except BaseException:

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from fencelock.authority.redlock.loop_listening import LoopListener, call_into
 from fencelock.authority.redlock.merging import Batch, Gathering, Part, may_be_merged
 from fencelock.authority.redlock.node import Link, Unusable, pack
-from fencelock.authority.redlock.protocol import Answer, Answers, Broadcast, Command, Request, Round, Said
+from fencelock.authority.redlock.protocol import Answer, Broadcast, Command, Request, Round, Said
 from fencelock.authority.redlock.seats import FRESH, Ballot, Seats
 
 _T = TypeVar("_T")
@@ -35,22 +35,18 @@ _SLACK = 0.01
 class _Asking(Ballot):
     """A broadcast whose task waits, and when its patience ends."""
 
-    __slots__ = ("_woken", "deadline")
+    __slots__ = ("deadline", "woken")
 
     def __init__(self, request: Broadcast, deadline: float, woken: asyncio.Future[None]) -> None:
         super().__init__(request)
         self.deadline = deadline
-        self._woken: asyncio.Future[None] | None = woken
+        #: None as soon as nobody waits any more, for it knows the loop, which is to be free to go.
+        self.woken: asyncio.Future[None] | None = woken
 
     def wake(self) -> None:
         """Let the task go on, unless it is on its way already."""
-        if self._woken is not None and not self._woken.done():
-            self._woken.set_result(None)
-
-    def close(self) -> Answers:
-        """Do as any ballot; and forget the future, for that knows the loop, which is to be free to go."""
-        self._woken = None
-        return super().close()
+        if self.woken is not None and not self.woken.done():
+            self.woken.set_result(None)
 
 
 class Lines(Seats):
@@ -134,7 +130,8 @@ class Lines(Seats):
             return self.tell(request)
         began = time.monotonic()
         releasing = request.command.nonce if request.command.script == "release" else ""
-        self._about_to_release.add(releasing)
+        if releasing:
+            self._about_to_release.add(releasing)
         try:
             if began - self._last_used > FRESH:
                 self._look(began)
@@ -149,19 +146,19 @@ class Lines(Seats):
             asking = _Asking(request, deadline, woken)
             self._put(asking, request, began)
         finally:
-            self._about_to_release.discard(releasing)
+            if releasing:
+                self._about_to_release.discard(releasing)
         if not self._flush_is_due:
             self._flush_soon(loop)
-        if not asking.complete:
-            if deadline < self._looks_at:
-                self._look_at(deadline, loop)
-            self._asking.add(asking)
-            try:
+        try:
+            if not asking.complete:
+                if deadline < self._looks_at:
+                    self._look_at(deadline, loop)
+                self._asking.add(asking)
                 await woken
-            finally:
-                self._asking.discard(asking)
-                answers = asking.close()
-        else:
+        finally:
+            self._asking.discard(asking)
+            asking.woken = None
             answers = asking.close()
         return Round(began, time.monotonic(), answers)
 

@@ -144,7 +144,8 @@ class Broadcast(NamedTuple):
     """Request: send `command` to `nodes`, and resume once `enough` holds or `patience` is over.
 
     Answers that come later are not lost: whoever runs this reads them, and releases a grant that came
-    for an acquisition that had been given up. With fewer answers than `least`, `enough` never holds.
+    for an acquisition that had been given up. With fewer answers than `least`, `enough` never holds. Where
+    most of the nodes say what is `hoped` for, in the same words and before anybody else speaks, it holds.
     """
 
     command: Command
@@ -152,6 +153,7 @@ class Broadcast(NamedTuple):
     enough: Callable[[Answers], bool]
     patience: float
     least: int = 1
+    hoped: Said | None = None
 
 
 class Round(NamedTuple):
@@ -191,6 +193,8 @@ class Fleet:
         init_command: what an operator types to initialise these nodes.
         everybody: index of every node.
         quorum: how many nodes are a majority.
+        enough_granted: whether more answers of everybody to ACQUIRE could not change what comes next.
+        enough_released: the same for RELEASE.
     """
 
     names: tuple[str, ...]
@@ -202,10 +206,14 @@ class Fleet:
     init_command: str = ""
     everybody: range = field(init=False)
     quorum: int = field(init=False)
+    enough_granted: Callable[[Answers], bool] = field(init=False, repr=False, compare=False)
+    enough_released: Callable[[Answers], bool] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "everybody", range(len(self.names)))
         object.__setattr__(self, "quorum", len(self.names) // 2 + 1)
+        object.__setattr__(self, "enough_granted", _enough_granted(self, {}))
+        object.__setattr__(self, "enough_released", _is_clear(self, Said.RELEASED))
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,6 +372,35 @@ class Failed:
         return max((a.ttl for a in self.answers.values() if a.said is Said.HELD), default=None)
 
 
+class Opened(NamedTuple):
+    """A bid whose `opening` has been answered."""
+
+    fleet: Fleet
+    bid: Bid
+    heard: Round
+
+
+def opening(fleet: Fleet, bid: Bid) -> Broadcast:
+    """Return what a bid begins with: ACQUIRE, to everybody."""
+    patience = min(fleet.patience, bid.ttl)
+    command = _acquire_command(bid, fleet)
+    return Broadcast(command, fleet.everybody, fleet.enough_granted, patience, fleet.quorum, Said.GRANTED)
+
+
+def at_once(opened: Opened) -> Granted | None:
+    """Return what a bid has come to if nothing is left to decide: a majority has granted the same, in time.
+
+    Mostly that is so. Otherwise `acquire` goes on from there.
+    """
+    fleet, bid, heard = opened
+    same = _same_grant(heard.answers, fleet.quorum)
+    if same is None:
+        return None
+    # The validity counts from before the first request to after the last answer.
+    expires_at = heard.began + bid.ttl - bid.drift
+    return Granted(bid, same.epoch, same.counters, expires_at) if expires_at > heard.ended else None
+
+
 def acquire(
     see: Callable[[], Fleet],
     new_bid: Callable[[Fleet], Bid],
@@ -372,6 +409,7 @@ def acquire(
     grace: float,
     jitter: Callable[[], float],
     granted_meanwhile: Callable[[], Answers] = dict,
+    opened: Opened | None = None,
 ) -> Generator[Request, Any, Granted]:
     """Bid until a quorum grants, or until the time is over.
 
@@ -382,6 +420,7 @@ def acquire(
         grace: seconds to go on without a quorum before giving up, so that a short outage is survived.
         jitter: returns a random number between 0 and 1.
         granted_meanwhile: returns the nodes that have granted the latest bid while it waited.
+        opened: the first bid, if that has been made already.
 
     Raises:
         LockTimeoutError: somebody else held the resource until the timeout.
@@ -394,9 +433,9 @@ def acquire(
     tries = 0
     alone = False
     while True:
-        fleet = see()
-        bid = new_bid(fleet)
-        outcome = yield from attempt(fleet, bid, alone=alone)
+        fleet, bid, heard = opened or _unopened(see(), new_bid)
+        opened = None
+        outcome = yield from attempt(fleet, bid, alone=alone, heard=heard)
         if isinstance(outcome, Granted):
             return outcome
         if not outcome.stands:
@@ -424,45 +463,54 @@ def acquire(
             return granted
 
 
-def attempt(fleet: Fleet, bid: Bid, *, alone: bool = False) -> Generator[Broadcast, Round, Granted | Failed]:
+def _unopened(fleet: Fleet, new_bid: Callable[[Fleet], Bid]) -> tuple[Fleet, Bid, None]:
+    return fleet, new_bid(fleet), None
+
+
+def attempt(
+    fleet: Fleet, bid: Bid, *, alone: bool = False, heard: Round | None = None
+) -> Generator[Broadcast, Round, Granted | Failed]:
     """Make one bid: ACQUIRE, and CONFIRM where the counters disagree.
+
+    With `heard`, the bid's `opening` has been answered already.
 
     With `alone`, the first node of the fixed order that answers is asked before all the others. Two (or
     four) clients that keep splitting the votes of an even number of nodes would otherwise do so for ever.
     """
-    command = _acquire_command(bid, fleet)
-    patience = min(fleet.patience, bid.ttl)
+    request = opening(fleet, bid)
     earlier: dict[int, Answer] = {}
     began: float | None = None
     if alone:
         for node in fleet.order:
-            first = yield Broadcast(command, [node], lambda new: len(new) == 1, patience)
+            first = yield request._replace(
+                nodes=[node], enough=lambda new: len(new) == 1, least=1, hoped=None
+            )
             began = first.began if began is None else began
             earlier.update(first.answers)
             if earlier[node].said is Said.GRANTED:
                 break
             if earlier[node].said is Said.HELD:
                 return Failed(bid, earlier, began, first.ended, contended=True, split=True)
-    others = [node for node in fleet.everybody if node not in earlier] if earlier else fleet.everybody
-    least = fleet.quorum - len(earlier)
-    everyone = yield Broadcast(command, others, _enough_granted(fleet, earlier), patience, least)
+    if earlier:
+        others = [node for node in fleet.everybody if node not in earlier]
+        enough, least = _enough_granted(fleet, earlier), fleet.quorum - len(earlier)
+        request = request._replace(nodes=others, enough=enough, least=least, hoped=None)
+    everyone = heard or (yield request)
     began = everyone.began if began is None else began
     answers = {**earlier, **everyone.answers}
 
-    if (same := _same_grant(answers, fleet.quorum)) is not None:
-        epoch, counters, ended = same.epoch, same.counters, everyone.ended
-    else:
-        granted = len(_largest_epoch(answers)[1])
-        if granted < fleet.quorum:
-            contended = _can_vote(fleet, answers)
-            held = any(answer.said is Said.HELD for answer in answers.values())
-            split = contended and held and granted > 0
-            return Failed(bid, answers, began, everyone.ended, contended=contended, split=split)
-        epoch, decided, ended = yield from _decide(fleet, bid, answers, everyone.ended)
-        if decided is None:
-            return Failed(bid, answers, began, ended, contended=_can_vote(fleet, answers))
-        counters = decided
-    # The validity counts from before the first request to after the last answer.
+    granted = at_once(Opened(fleet, bid, Round(began, everyone.ended, answers)))
+    if granted is not None:
+        return granted
+    grants = len(_largest_epoch(answers)[1])
+    if grants < fleet.quorum:
+        contended = _can_vote(fleet, answers)
+        held = any(answer.said is Said.HELD for answer in answers.values())
+        split = contended and held and grants > 0
+        return Failed(bid, answers, began, everyone.ended, contended=contended, split=split)
+    epoch, counters, ended = yield from _decide(fleet, bid, answers, everyone.ended)
+    if counters is None:
+        return Failed(bid, answers, began, ended, contended=_can_vote(fleet, answers))
     expires_at = began + bid.ttl - bid.drift
     if expires_at <= ended:
         return Failed(bid, answers, began, ended, contended=True, late=True)
@@ -523,10 +571,18 @@ def release(fleet: Fleet, granted: Granted) -> Generator[Broadcast, Round, bool 
     Returns True if a majority still held it for us, False if that can no longer be, None if too few
     nodes answered to tell; in that case the lock ends by itself with its ttl.
     """
+    return released(fleet, (yield closing(fleet, granted)))
+
+
+def closing(fleet: Fleet, granted: Granted) -> Broadcast:
+    """Return the one request of a `release`."""
     command = _release_command(fleet, granted.bid, granted.epoch, granted.counters)
     least = len(fleet.names) - fleet.quorum + 1
-    enough = _is_clear(fleet, Said.RELEASED)
-    done = yield Broadcast(command, fleet.everybody, enough, fleet.patience, least)
+    return Broadcast(command, fleet.everybody, fleet.enough_released, fleet.patience, least, Said.RELEASED)
+
+
+def released(fleet: Fleet, done: Round) -> bool | None:
+    """Return what a `release` has come to."""
     if _count(Said.RELEASED, done.answers) >= fleet.quorum:
         return True
     # RELEASE refuses nobody: a blank node does not know the lock either, and says so.

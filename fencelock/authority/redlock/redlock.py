@@ -23,7 +23,7 @@ from fencelock._weakly import WeakValues
 from fencelock.authority.base import Grant, Wish
 from fencelock.authority.redlock import membership, protocol, recovery, survey
 from fencelock.authority.redlock.aio import AsyncRedlock
-from fencelock.authority.redlock.blocking import Channels, Pool, run
+from fencelock.authority.redlock.blocking import Channels, Pool, ask, run
 from fencelock.authority.redlock.listening import Listener
 from fencelock.authority.redlock.multiplex import Lines
 from fencelock.authority.redlock.node import Identity, Node
@@ -186,6 +186,10 @@ class Redlock:
         waiter = Waiter(listener, time.monotonic, time.time, fair=fair, patient=timeout != 0)
         bids = self._new_bids(resources, ttl, waiter, above=above)
         try:
+            if not above:
+                heard = ask(bids.open(self._see()), self._pool)
+                if (grant := bids.settle(heard)) is not None:
+                    return grant
             return run(
                 self._acquiring(bids, timeout),
                 self._pool,
@@ -213,7 +217,9 @@ class Redlock:
 
     def release(self, grant: Grant) -> bool | None:
         """Give the leases back: see `Authority.release`."""
-        return self._run(self._releasing(grant))
+        self._check_process()
+        fleet, request = self._closing(grant)
+        return protocol.released(fleet, ask(request, self._pool))
 
     def init(
         self,
@@ -289,6 +295,7 @@ class Redlock:
                     grace=self._outage_grace,
                     jitter=random.random,
                     granted_meanwhile=bids.granted_meanwhile,
+                    opened=bids.take_opened(),
                 )
                 return bids.won(granted)
             except NodesNotInitialisedError:
@@ -321,10 +328,16 @@ class Redlock:
         self._wanted.pop(granted.bid.nonce, None)
         return bids.won((yield from protocol.remint(self._see, bids.next, granted, jitter=random.random)))
 
-    def _releasing(self, grant: Grant) -> Generator[protocol.Request, Any, bool | None]:
+    def _closing(self, grant: Grant) -> tuple[protocol.Fleet, protocol.Broadcast]:
+        """Return the one request that `_releasing` has, and the fleet that it is for."""
         granted: protocol.Granted = grant.proof
         self._wanted.pop(granted.bid.nonce, None)
-        return (yield from protocol.release(self._see(), granted))
+        fleet = self._see()
+        return fleet, protocol.closing(fleet, granted)
+
+    def _releasing(self, grant: Grant) -> Generator[protocol.Request, Any, bool | None]:
+        fleet, request = self._closing(grant)
+        return protocol.released(fleet, (yield request))
 
     def _initialising(
         self, base: int | None, max_ttl: float, epoch: int = 0
@@ -487,6 +500,25 @@ class _Bids:
         self._hint_epoch = 0
         self._hints: tuple[int, ...] = ()
         self._latest: tuple[protocol.Fleet, protocol.Bid] | None = None
+        self._opened: protocol.Opened | None = None
+
+    def open(self, fleet: protocol.Fleet) -> protocol.Broadcast:
+        """Make the first bid; return what it begins with."""
+        return protocol.opening(fleet, self.next(fleet))
+
+    def settle(self, heard: protocol.Round) -> Grant | None:
+        """Return the grant that the first bid has come to, if nothing is left to decide."""
+        assert self._latest is not None  # noqa: S101 - it was opened
+        opened = protocol.Opened(*self._latest, heard)
+        if (granted := protocol.at_once(opened)) is not None:
+            return self.won(granted)
+        self._opened = opened
+        return None
+
+    def take_opened(self) -> protocol.Opened | None:
+        """Return the first bid if it was opened and not settled; once."""
+        opened, self._opened = self._opened, None
+        return opened
 
     def next(self, fleet: protocol.Fleet) -> protocol.Bid:
         """Return a new bid, and forget the one before."""

@@ -74,6 +74,12 @@ class Ballot:
 
     def hear_alike(self, nodes: Sequence[int], answer: Answer) -> None:
         """Note the answer that several nodes have given; at least one."""
+        request = self._request
+        if answer.said is request.hoped and not self.answers and 2 * len(nodes) > len(request.nodes):
+            self.answers = dict.fromkeys(nodes, answer)
+            self.complete = True
+            self.wake()
+            return
         *most, last = nodes
         for node in most:
             self.answers[node] = answer
@@ -88,7 +94,7 @@ class Ballot:
         answers, nodes = self.answers, self._request.nodes
         if len(answers) == len(nodes):
             return answers
-        return {node: answers.get(node, _SILENT) for node in nodes}
+        return dict.fromkeys(nodes, _SILENT) | answers
 
 
 class Seat(Dialler):
