@@ -644,10 +644,14 @@ class Interruption(Exception):  # noqa: N818 - what a signal handler raises
     """Comes at any line."""
 
 
+@pytest.mark.parametrize("count", [2, MOST])
 def test_link_whose_writing_was_interrupted_is_not_used_again(
-    authority: Redlock, nodes: Nodes, run: Run, monkeypatch: pytest.MonkeyPatch
+    authority: Redlock, nodes: Nodes, run: Run, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    """Between noting what is to be answered, and what is to be written: answers would be taken for others."""
+    """Between noting what is to be answered, and what is to be written: answers would be taken for others.
+
+    Where the call is full, it is the last task that is interrupted, and gives up over the same links.
+    """
     put = Link.put
     left = [1]
 
@@ -658,8 +662,13 @@ def test_link_whose_writing_was_interrupted_is_not_used_again(
         put(link, sent, packed)
 
     class Interrupting(list[bytes]):
-        def append(self, data: bytes, /) -> None:  # noqa: ARG002 - it does not come to that
-            raise Interruption
+        interrupts = True
+
+        def append(self, data: bytes, /) -> None:
+            if self.interrupts:
+                self.interrupts = False
+                raise Interruption
+            super().append(data)
 
     async def main() -> None:
         await connected(authority)
@@ -669,7 +678,7 @@ def test_link_whose_writing_was_interrupted_is_not_used_again(
         links = [seat.link for seat in lines._seats]
         monkeypatch.setattr(Link, "put", patched)
         first = await asyncio.gather(
-            *(authority.aio.acquire((f"a{number}",), ttl=30, timeout=0.5) for number in range(2)),
+            *(authority.aio.acquire((f"a{number}",), ttl=30, timeout=0.5) for number in range(count)),
             return_exceptions=True,
         )
         assert not left

@@ -263,15 +263,6 @@ def run(generator: Generator[Request, Any, _T], pool: Pool, wait: Callable[[floa
             pool.give_back(channels)
 
 
-def ask(request: Broadcast, pool: Pool) -> Round:
-    """Do as `run` for one request."""
-    channels = pool.lend()
-    try:
-        return channels.broadcast(request)
-    finally:
-        pool.give_back(channels)
-
-
 class Pool:
     """Lends `Channels` to threads: to each what it had before, or else what was used last.
 

@@ -71,7 +71,7 @@ class Gathering:
             self.releasing.add(nonce)
         self._keys.add(key)
         self.parts.append((ballot, request))
-        self.full = len(self.parts) == MOST
+        self.full = len(self.parts) >= MOST
         return True
 
     def command(self) -> Command:

@@ -468,11 +468,11 @@ class Link:
 
     def put(self, sent: Sent, packed: bytes) -> None:
         """Take a command, whose common part has been packed, for the next `flush`."""
-        self.spoilt = True
+        spoilt, self.spoilt = self.spoilt, True
         self.waiting.append(sent)
         # All scripts have a key.
         self.unsent.append(packed + self._own_arguments if sent[1].keys else packed)
-        self.spoilt = False
+        self.spoilt = spoilt  # where an earlier one was interrupted, it stays so
 
     def unanswered(self) -> Iterator[tuple[Any, Command]]:
         """Yield what has been sent and not been answered, with its sender; of what was merged, each part."""

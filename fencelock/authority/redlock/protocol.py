@@ -3,8 +3,8 @@
 The algorithm, top to bottom, with no sockets, no clock and no threads. Each operation is a generator: it
 yields a *request* (`Broadcast` a command, or `Sleep`) and is sent what came of it (a `Round`, or the time
 after sleeping). A blocking driver, an asyncio driver and a simulator run the very same generators, so
-what is proven is what ships. Mostly there is nothing to decide: then the drivers do with what the generators
-themselves begin and end with, `opening` and `at_once`, `closing` and `released`.
+what is proven is what ships. Mostly there is nothing to decide: then the asyncio driver does with what the
+generators themselves begin and end with, `opening` and `at_once`, `closing` and `released`.
 
 How a quorum mints one token. Every node grants from a counter of its own, so that a majority may hand
 out the same number twice: client A gets {n0: 1, n1: 1}, B gets {n1: 2, n2: 1}, and C gets {n2: 2, n0: 2},

@@ -23,7 +23,7 @@ from fencelock._weakly import WeakValues
 from fencelock.authority.base import Grant, Wish
 from fencelock.authority.redlock import membership, protocol, recovery, survey
 from fencelock.authority.redlock.aio import AsyncRedlock
-from fencelock.authority.redlock.blocking import Channels, Pool, ask, run
+from fencelock.authority.redlock.blocking import Channels, Pool, run
 from fencelock.authority.redlock.listening import Listener
 from fencelock.authority.redlock.multiplex import Lines
 from fencelock.authority.redlock.node import Identity, Node
@@ -186,10 +186,6 @@ class Redlock:
         waiter = Waiter(listener, time.monotonic, time.time, fair=fair, patient=timeout != 0)
         bids = self._new_bids(resources, ttl, waiter, above=above)
         try:
-            if not above:
-                heard = ask(bids.open(self._see()), self._pool)
-                if (grant := bids.settle(heard)) is not None:
-                    return grant
             return run(
                 self._acquiring(bids, timeout),
                 self._pool,
@@ -217,9 +213,7 @@ class Redlock:
 
     def release(self, grant: Grant) -> bool | None:
         """Give the leases back: see `Authority.release`."""
-        self._check_process()
-        fleet, request = self._closing(grant)
-        return protocol.released(fleet, ask(request, self._pool))
+        return self._run(self._releasing(grant))
 
     def init(
         self,
