@@ -1,4 +1,4 @@
-"""What the drivers do without a generator: ask what every bid begins with, and take what is clear at once."""
+"""What asyncio does without a generator: ask what every bid begins with, and take what is clear at once."""
 
 from __future__ import annotations
 
@@ -25,17 +25,7 @@ from fencelock.authority.redlock.protocol import (
 )
 from fencelock.authority.redlock.seats import Ballot
 from fencelock.errors import FencelockError
-
-
-def fleet_of(count: int) -> Fleet:
-    """Return a fleet of so many nodes, the last one first in the fixed order."""
-    return Fleet(
-        names=tuple(f"node-{index}" for index in range(count)),
-        node_key="{ns}",
-        fingerprint="of the list",
-        order=tuple(reversed(range(count))),
-        max_ttl=60.0,
-    )
+from tests.redlock.stage import fleet_of
 
 
 def bid_for(fleet: Fleet) -> Bid:
@@ -60,7 +50,7 @@ answers = st.sampled_from(
 @given(told=st.lists(answers, min_size=1, max_size=7), took=st.sampled_from([0.0, 1.0, 29.9, 31.0]))
 def test_bid_that_was_opened_goes_on_as_any_other(told: list[Answer], took: float) -> None:
     """Whatever the nodes said, and however late: the same grant, the same error, or the same next request."""
-    fleet = fleet_of(len(told))
+    fleet = fleet_of("list", len(told))
     heard = Round(100.0, 100.0 + took, dict(enumerate(told)))
 
     whole = _acquiring(fleet)
@@ -76,7 +66,7 @@ def test_bid_that_was_opened_goes_on_as_any_other(told: list[Answer], took: floa
 
 def test_late_majority_is_not_taken_at_once() -> None:
     """The validity ends before it was heard: that lock is nobody's, and the generator gives it back."""
-    fleet = fleet_of(3)
+    fleet = fleet_of("list", 3)
     grant = Answer(Said.GRANTED, 0, (1,))
     told = dict.fromkeys(range(3), grant)
     assert protocol.at_once(Opened(fleet, bid_for(fleet), Round(0.0, 29.0, told))) is not None
@@ -93,7 +83,7 @@ def test_what_is_hoped_for_is_enough_from_a_majority_alone(count: int) -> None:
 
     Of four nodes two are no majority, though for a RELEASE the answers of two may be enough to know it lost.
     """
-    fleet = fleet_of(count)
+    fleet = fleet_of("list", count)
     granted = Granted(bid_for(fleet), 0, (1,), 130.0)
     for request, answer in (
         (protocol.opening(fleet, bid_for(fleet)), Answer(Said.GRANTED, 0, (1,))),
@@ -112,7 +102,7 @@ def test_what_is_hoped_for_is_enough_from_a_majority_alone(count: int) -> None:
 
 def test_answer_that_came_before_takes_part() -> None:
     """Who has heard something else already decides by all of it."""
-    fleet = fleet_of(5)
+    fleet = fleet_of("list", 5)
     ballot = Ballot(protocol.opening(fleet, bid_for(fleet)))
     ballot.hear(4, Answer(Said.HELD, ttl=1.0))
     ballot.hear_alike(range(3), Answer(Said.GRANTED, 0, (1,)))
