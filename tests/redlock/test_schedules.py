@@ -23,11 +23,11 @@ MakeStage = Callable[..., Stage]
 
 @pytest.fixture
 def make_stage(nodes: Nodes) -> Iterator[MakeStage]:
-    """A factory of stages on three blank nodes, with mutants of scripts where a test wants them."""
+    """A factory of stages on three blank nodes or more, with mutants of scripts where a test wants them."""
     made = []
 
-    def make(scripts: Mapping[str, str] | None = None) -> Stage:
-        made.append(Stage(nodes.urls[:3], scripts))
+    def make(scripts: Mapping[str, str] | None = None, count: int = 3) -> Stage:
+        made.append(Stage(nodes.urls[:count], scripts))
         return made[-1]
 
     yield make
@@ -339,6 +339,23 @@ def test_confirm_overtaking_the_acquire_is_refused(make_stage: MakeStage) -> Non
     a.deliver(stage.nodes, 0)
     a.resume()
     assert a.token == 6
+
+
+def test_confirm_that_ends_early_refuses_nobody(make_stage: MakeStage) -> None:
+    """Where a laggard has granted more than all, the others had no time to answer, and are asked again."""
+    stage = make_stage(count=5)
+    stage.stand_at(0, 1, 2, 8, 0)
+    a = stage.bidder()
+    acquire = a.request.command
+    a.deliver(stage.nodes, 0, 1, 2)
+    a.resume()
+    assert stage.nodes[3].execute(acquire).counters == (9,)
+    assert a.deliver(stage.nodes, 3)[3].said is Said.HIGHER
+    a.resume()
+    assert set(a.request.nodes) == {0, 1, 2, 4}
+    a.deliver(stage.nodes, 0, 2)
+    a.resume()
+    assert a.token == 9
 
 
 def test_release_lets_a_laggard_catch_up(make_stage: MakeStage) -> None:

@@ -551,8 +551,11 @@ def _decide(
             command, targets, _enough_confirmed(fleet.quorum - len(at_value), len(targets)), patience
         )
         ended = confirmed.ended
-        answers.update(confirmed.answers)
+        cut_short = any(answer.said is Said.HIGHER for answer in confirmed.answers.values())
         for node, answer in confirmed.answers.items():
+            if cut_short and answer.said is Said.SILENT:
+                continue  # it had no time, and is asked again
+            answers[node] = answer
             if answer.said is Said.CONFIRMED:
                 acknowledged.add(node)
             elif answer.said is Said.HIGHER:
