@@ -36,6 +36,7 @@ from fencelock.authority.redlock.protocol import (
     Request,
     Round,
     Said,
+    Turn,
 )
 from fencelock.authority.redlock.recovery import Surroundings, recover, rise
 from fencelock.authority.redlock.redlock import Redlock
@@ -131,10 +132,16 @@ class Bidder:
     """
 
     def __init__(
-        self, fleet: Fleet, *resources: str, ttl: float = 30.0, alone: bool = False, nonce: str = ""
+        self,
+        fleet: Fleet,
+        *resources: str,
+        ttl: float = 30.0,
+        alone: bool = False,
+        nonce: str = "",
+        turn: Turn | None = None,
     ) -> None:
         self.fleet = fleet
-        self.bid = Bid.of(fleet, tuple(sorted(resources)), nonce or f"nonce-{next(_nonces)}", ttl)
+        self.bid = Bid.of(fleet, tuple(sorted(resources)), nonce or f"nonce-{next(_nonces)}", ttl, turn)
         self._generator = protocol.attempt(fleet, self.bid, alone=alone)
         self.outcome: Granted | Failed | None = None
         self.answers: dict[int, Answer] = {}
@@ -192,9 +199,9 @@ class Stage:
         for node in self.nodes:
             node.close()
 
-    def bidder(self, *resources: str) -> Bidder:
+    def bidder(self, *resources: str, turn: Turn | None = None) -> Bidder:
         """Return a client that is about to ACQUIRE."""
-        return Bidder(self.fleet, *(resources or ("r",)))
+        return Bidder(self.fleet, *(resources or ("r",)), turn=turn)
 
     def stand_at(self, *counters: int, resource: str = "r") -> None:
         """Let the nodes' counters of a resource stand where a schedule wants them."""
@@ -314,6 +321,26 @@ def without(script: str, line: str, instead: str = "") -> dict[str, str]:
     text = nodes.SCRIPTS[script]
     assert text.count(line) == 1, f"{line!r} stands {text.count(line)} times in {script}"
     return {script: text.replace(line, instead)}
+
+
+class Calls:
+    """What one client hears."""
+
+    def __init__(self, client: redis.Redis, name: str = "client") -> None:
+        self._listener = client.pubsub(ignore_subscribe_messages=True)  # type: ignore[no-untyped-call]
+        self._listener.subscribe(f"{NODE_KEY}:w:{name}")
+        self._listener.get_message(timeout=1)
+
+    def heard(self) -> list[str]:
+        """Return what has been called until now."""
+        heard = []
+        while (message := self._listener.get_message(timeout=0.1)) is not None:
+            heard.append(str(message["data"]))
+        return heard
+
+    def close(self) -> None:
+        """Hear nothing any more."""
+        self._listener.close()
 
 
 class SlowDoor:

@@ -22,6 +22,7 @@ import redis
 from fencelock import Redlock
 from fencelock.authority.base import Grant
 from fencelock.authority.redlock import lingering, seats
+from fencelock.authority.redlock.protocol import Answer, Said
 from fencelock.embedded import Nodes
 from fencelock.errors import FencelockError, LockTimeoutError, NodesNotInitialisedError, QuorumError
 from tests.polling import eventually
@@ -143,18 +144,21 @@ def test_loop_that_is_closed_without_farewell_leaves_no_socket_behind(
 ) -> None:
     """Tasks still wait, and nobody cancels them: the next loop closes everything, or the end of the first."""
 
-    async def wait() -> None:
-        await authority.aio.acquire(("r",), ttl=30, timeout=None)
+    async def wait(resource: str) -> None:
+        await authority.aio.acquire((resource,), ttl=30, timeout=None)
 
     def hears_all() -> bool:
         return all(ear.link for ear in authority.aio._lines_here().listener._ears)
 
-    for next_loop in (True, False):
+    for resource, next_loop in (
+        ("r1", True),
+        ("r2", False),
+    ):  # the first is kept for who was called for a moment
         authority.close()
         loop = asyncio.new_event_loop()
         loop.run_until_complete(take(authority, "other"))
-        with authority.lock("r"):
-            task = loop.create_task(wait())
+        with authority.lock(resource):
+            task = loop.create_task(wait(resource))
             assert loop.run_until_complete(soon(hears_all))
             loop.run_until_complete(asyncio.sleep(0.2))  # a bid that is fresh may be granted while it waits
             task._log_destroy_pending = False  # type: ignore[attr-defined] # it is, and we know
@@ -261,6 +265,68 @@ def test_cancelled_tasks_leave_no_lock_and_no_connection_out_of_step(
     assert not authority._wanted
 
 
+def test_cancelled_tasks_leave_no_lock_where_nodes_hang_for_a_moment(
+    authority: Redlock, nodes: Nodes, run: Run
+) -> None:
+    """One, two or all of them, again and again, for longer than a client waits: what hangs hears all."""
+    chance = random.Random(11)
+    tokens: dict[str, list[int]] = {f"r{number}": [] for number in range(20)}
+
+    async def main() -> None:
+        storming = asyncio.ensure_future(storm(authority, tokens, tasks=200, seconds=3))
+        while not storming.done():
+            hung = chance.sample(list(nodes), chance.choice([1, 2, 5]))
+            for node in hung:
+                node.pause()
+            await asyncio.sleep(chance.uniform(0.05, 0.8))
+            for node in hung:
+                node.resume()
+            await asyncio.sleep(chance.uniform(0.1, 0.5))
+        assert await storming > 200
+        assert await becomes_free(nodes)
+        last = {resource: max(seen, default=0) for resource, seen in tokens.items()}
+        for resource in tokens:
+            assert await take(authority, resource, timeout=0) > last[resource]
+
+    run(main())
+    assert all(seen == sorted(set(seen)) for seen in tokens.values())
+
+
+def test_node_that_hangs_hears_of_every_lock_that_it_is_to_grant(
+    authority: Redlock, nodes: Nodes, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many it has been asked for, and however many come and go while it hangs.
+
+    Also where its connection breaks meanwhile.
+    """
+    monkeypatch.setattr(seats, "MOST_OTHERS", 500)
+
+    async def main() -> None:
+        await connected(authority)
+        nodes[0].pause()
+        grants: list[Grant] = await asyncio.gather(
+            *(authority.aio.acquire((f"r{number}",), ttl=60, timeout=0) for number in range(1500))
+        )
+        seat = authority.aio._lines_here()._seats[0]
+        link = seat.link
+        assert link is not None
+        await asyncio.sleep(0.35)
+        before = len(link.waiting)
+        await asyncio.gather(*(take(authority, f"other{number}") for number in range(2000)))
+        assert len(link.waiting) == before + 500
+        assert all(await asyncio.gather(*map(authority.aio.release, grants)))
+        nonces = {grant.proof.bid.nonce for grant in grants}
+        assert all(map(link.releases, nonces))
+        authority.aio._lines_here()._drop(0, Answer(Said.UNREACHABLE, detail="gone"))
+        await asyncio.gather(*(take(authority, f"other{number}") for number in range(2000)))
+        assert seat.owed.keys() >= nonces
+        assert len(seat.others) <= seats.MOST_OTHERS
+        nodes[0].resume()
+        assert await becomes_free(nodes)
+
+    run(main())
+
+
 def test_release_that_is_cancelled_before_it_could_be_sent_is_made_up_for(
     authority: Redlock, nodes: Nodes, run: Run
 ) -> None:
@@ -352,11 +418,10 @@ def test_silence_of_a_majority_is_waited_for_once_by_all_tasks_together(
 def test_grant_that_comes_late_is_released_although_no_release_was_sent(
     authority: Redlock, nodes: Nodes, run: Run, monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
-    """A node that hangs for long gets no more releases than so many; what it grants afterwards goes too.
+    """A node that hangs gets no more than so much to read; what it grants afterwards goes too.
 
     Whether it was asked for one lock at a time, or for many merged into one call.
     """
-    monkeypatch.setattr(seats, "MOST_OWED", 1)
 
     async def main() -> None:
         await connected(authority)
@@ -367,13 +432,15 @@ def test_grant_that_comes_late_is_released_although_no_release_was_sent(
             grants += await asyncio.gather(
                 *(authority.aio.acquire((name,), ttl=60, timeout=0) for name in names)
             )
-        await asyncio.sleep(0.35)
-        for turn in range(0, 20, at_once):
-            some = grants[turn : turn + at_once]
-            assert all(await asyncio.gather(*map(authority.aio.release, some)))
-        link = authority.aio._lines_here()._seats[0].link
-        assert link is not None
-        assert not any(link.releases(grant.proof.bid.nonce) for grant in grants)
+        hung, *others = (seat.link for seat in authority.aio._lines_here()._seats)
+        with monkeypatch.context() as patch:
+            patch.setattr(seats, "_MOST_UNANSWERED", 0)
+            for turn in range(0, 20, at_once):
+                assert await soon(lambda: not any(link is None or link.waiting for link in others))
+                some = grants[turn : turn + at_once]
+                assert all(await asyncio.gather(*map(authority.aio.release, some)))
+        assert hung is not None
+        assert not any(hung.releases(grant.proof.bid.nonce) for grant in grants)
         nodes[0].resume()
         assert await becomes_free(nodes)
 

@@ -124,7 +124,7 @@ class Calm(Channels):
             [None if link is None else [command for _, command, _ in link.waiting] for link in links],
             [None if link is None else list(link.unsent) for link in links],
             [str(seat.failure) for seat in self._seats],
-            [list(seat.owed) for seat in self._seats],
+            [[*seat.owed.values(), *seat.others] for seat in self._seats],
             self.troubles,
             self._epoch,
             self.usable,

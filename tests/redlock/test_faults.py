@@ -31,8 +31,8 @@ from fencelock import FencedLock, Redlock
 from fencelock.authority.base import Grant, Wish
 from fencelock.authority.redlock import seats
 from fencelock.authority.redlock.blocking import Channels, Pool
-from fencelock.authority.redlock.node import pack
-from fencelock.authority.redlock.protocol import Answer, Broadcast, Round, Said
+from fencelock.authority.redlock.node import Link, Node, pack
+from fencelock.authority.redlock.protocol import Answer, Broadcast, Command, Round, Said
 from fencelock.embedded import Nodes
 from fencelock.errors import FencelockError, LockLostError, LockTimeoutError, QuorumError
 from fencelock.lease import held_leases
@@ -670,15 +670,57 @@ def test_idle_waiting_burns_no_processor_time(authority: Redlock, rival: Redlock
         assert time.process_time() - began < 0.35
 
 
-def test_nodes_that_die_for_good_leave_no_growth(blocking: Redlock, nodes: Nodes) -> None:
-    """What is owed to a hung node stays within bounds, however long that lasts."""
+def test_nodes_that_die_for_good_leave_no_growth(
+    blocking: Redlock, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hung node is asked nothing after the patience, and told so much; so much is kept of what is gone."""
+    monkeypatch.setattr(seats, "MOST_OTHERS", 10)
     take(blocking)
     nodes[0].pause()
-    end = time.monotonic() + 1.0
-    while time.monotonic() < end:
-        take(blocking)
-    link = blocking._pool._idle[-1]._seats[0].link
-    assert link is None or len(link.waiting) <= seats.MOST_OWED + 2000
+    nodes[1].kill()
+    hung, gone = blocking._pool._idle[-1]._seats[:2]
+
+    def go_on(seconds: float) -> int:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            take(blocking)
+        assert hung.link is not None
+        return len(hung.link.waiting)
+
+    before = go_on(0.5)
+    assert go_on(0.5) <= before + 10
+    assert gone.link is None
+    assert len(gone.owed) <= 2
+    assert gone.others.maxlen == 1000
+
+
+def test_node_that_is_owed_more_than_its_socket_takes_is_told_all(
+    blocking: Redlock, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection broke while it owed thousands of answers; the next one goes on with what it answers."""
+    take(blocking)
+    seat = blocking._pool._idle[-1]._seats[0]
+    opened = Node.open
+
+    def open_narrow(node: Node, node_key: str) -> Link:
+        link = opened(node, node_key)
+        link._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return link
+
+    monkeypatch.setattr(Node, "open", open_narrow)
+    lock = f"{NODE_KEY}:l:left"
+    with redis.Redis.from_url(nodes[0].url) as client:
+        client.set(lock, "n2999|0|1", px=60_000)
+        blocking._pool._idle[-1]._drop(0, Answer(Said.UNREACHABLE, detail="gone"))
+        seat.owe(
+            Command("release", f"n{number}", (NODE_KEY, lock), ("", f"n{number}", 0, 1, 0))
+            for number in range(3000)
+        )
+        assert eventually(lambda: take(blocking) > 0 and not client.exists(lock))
+    assert seat.link is not None
+    link = seat.link
+    assert eventually(lambda: take(blocking) > 0 and not link.waiting)
+    assert seat.link is link
 
 
 def test_acquisition_that_fails_is_undone_over_the_sockets_that_it_went_out_over(

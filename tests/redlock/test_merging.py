@@ -456,9 +456,7 @@ def test_link_that_breaks_owes_the_parts_of_what_was_merged(
         nonces = {grant.proof.bid.nonce for grant in grants}
         assert all(await asyncio.gather(*map(authority.aio.release, grants)))
         lines._drop(0, GONE)
-        owed = [(command.script, command.nonce) for command in lines._seats[0].owed]
-        assert {nonce for script, nonce in owed if script == "acquire"} >= nonces
-        assert {nonce for script, nonce in owed if script == "release"} >= nonces
+        assert lines._seats[0].owed.keys() >= nonces
         nodes[0].resume()
         assert await becomes_free(nodes)
 

@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-import redis
 
-from fencelock.authority.redlock.protocol import Answer, Bid, Said, Turn, _acquire_command
+from fencelock.authority.redlock.protocol import Answer, Bid, Said, Turn, _acquire_command, undoing
 from fencelock.embedded import Node
 from fencelock.token import MAX_COUNTER
 from tests.polling import eventually
-from tests.redlock.stage import NODE_KEY, stripe_of
+from tests.redlock.stage import NODE_KEY, Calls, stripe_of
 from tests.redlock.test_scripts import MADE_AGAIN, NOT_EXTENDED, Scripts, key_of
 
 CLAIM = 0.1
@@ -25,26 +24,6 @@ FIRST, SECOND, THIRD = (
 def later(turn: Turn) -> Turn:
     """Return the turn of the next bid, which has waited longer."""
     return replace(turn, waited=turn.waited + 0.1)
-
-
-class Calls:
-    """What one client hears."""
-
-    def __init__(self, client: redis.Redis, name: str = "client") -> None:
-        self._listener = client.pubsub(ignore_subscribe_messages=True)  # type: ignore[no-untyped-call]
-        self._listener.subscribe(f"{NODE_KEY}:w:{name}")
-        self._listener.get_message(timeout=1)
-
-    def heard(self) -> list[str]:
-        """Return what has been called until now."""
-        heard = []
-        while (message := self._listener.get_message(timeout=0.1)) is not None:
-            heard.append(str(message["data"]))
-        return heard
-
-    def close(self) -> None:
-        """Hear nothing any more."""
-        self._listener.close()
 
 
 @pytest.fixture
@@ -348,6 +327,47 @@ def test_bid_of_one_who_gave_way_is_not_granted(scripts: Scripts, calls: Calls) 
     scripts.release("holder", {"r": 1})
     assert scripts.lock("r") == f">{FRESH.place}"
     assert calls.heard() == ["7"]
+
+
+def undo(scripts: Scripts, nonce: str, resource: str, turn: Turn) -> Answer:
+    """Give up a bid whose answer will never come, over a new connection."""
+    bid = Bid.of(scripts.fleet, (resource,), nonce, 30.0, turn)
+    (command,) = undoing(_acquire_command(bid, scripts.fleet), None)
+    return scripts.real.execute(command)
+
+
+def test_bid_that_is_undone_is_not_granted(scripts: Scripts, calls: Calls) -> None:
+    """It was on the node when the connection broke: only its place is called, whose bidder may go on."""
+    scripts.queue("n7", "r", turn=FRESH)
+    assert undo(scripts, "n7", "r", FRESH).said is Said.LOST
+    scripts.release("holder", {"r": 1})
+    assert scripts.lock("r") == f">{FRESH.place}"
+    assert calls.heard() == ["7"]
+
+
+def test_bid_that_comes_after_it_was_undone_is_nobodys(scripts: Scripts, calls: Calls) -> None:
+    """It was under way on the connection that broke; nor did the undoing give it a place."""
+    undo(scripts, "n7", "r", FRESH)
+    assert queue_of(scripts) == []
+    assert scripts.queue("n7", "r", turn=FRESH).said is Said.HELD
+    assert queue_of(scripts) == []
+    scripts.release("holder", {"r": 1})
+    assert scripts.lock("r") is None
+    assert calls.heard() == []
+
+
+@pytest.mark.parametrize("by", ["undo", "release"])
+def test_bid_that_is_over_leaves_a_later_one_alone(scripts: Scripts, calls: Calls, by: str) -> None:
+    """The bidder bids again meanwhile: what comes late about the bid before does not count."""
+    scripts.queue("n7", "r", turn=FRESH)
+    assert scripts.queue("n8", "r", turn=later(FRESH)).said is Said.HELD
+    if by == "undo":
+        undo(scripts, "n7", "r", FRESH)
+    else:
+        scripts.give_up("n7", "r", turn=FRESH, stay=True)
+    scripts.release("holder", {"r": 1})
+    assert scripts.lock("r") == "n8|0|2"
+    assert calls.heard() == ["7 = 0 2 n8"]
 
 
 @pytest.mark.parametrize("turn", [Turn("client.7", fair=True), Turn("client.7")], ids=["fair", "short"])

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
+from fencelock import token
 from fencelock.authority.redlock import protocol
-from fencelock.authority.redlock.protocol import Answer, Said
+from fencelock.authority.redlock.protocol import Answer, Command, Failed, Granted, Said, Turn
+from fencelock.authority.redlock.waiting import Line
 from fencelock.embedded import Nodes
 from fencelock.errors import LockLostError
-from tests.redlock.stage import NODE_KEY, Actor, Stage, without
-from tests.simulation.weaker import maximum_without_write_back, mixed_epochs
+from tests.redlock.stage import NODE_KEY, Actor, Calls, Stage, without
+from tests.simulation.weaker import maximum_without_write_back, mixed_epochs, undoing_no_stripe
 
 MakeStage = Callable[..., Stage]
 
@@ -170,6 +172,44 @@ def test_lock_made_again_and_counted_extends_a_lease_that_had_ended(make_stage: 
     """Control: counted at once, it lets A believe that he has held the lock all the time."""
     mutant = without("extend", "code = 1", "code = 2")
     assert isinstance(play_extension_after_another_had_the_lock(make_stage(mutant)), float)
+
+
+def play_undo_that_hands_the_lock_on(
+    stage: Stage, undoing: Callable[..., list[Command]] = protocol.undoing
+) -> tuple[int | None, int | None]:
+    """A's connections break before its RELEASE is out; over new ones it undoes its ACQUIRE, and B waits."""
+    stage.stand_at(6, 6, 6)
+    line = Line("client", len(stage.nodes), lambda: 0.0)
+    place = line.new_place()
+    a, b = stage.bidder(), stage.bidder(turn=Turn(place))
+    (undo,) = undoing(a.request.command, None)
+    a.deliver(stage.nodes, 0, 1, 2)
+    a.resume()
+    line.expect(place, b.bid.nonce, 0.0)
+    for number, node in enumerate(stage.nodes):
+        calls = Calls(node.client)
+        b.deliver(stage.nodes, number)
+        node.execute(undo)
+        for call in calls.heard():
+            line.note(number, call.encode(), 0.0)
+        calls.close()
+    b.resume()
+    assert isinstance(b.outcome, Failed)
+    with pytest.raises(StopIteration) as end:
+        next(protocol._take(stage.fleet, b.outcome, line.granted(place), 0.0))
+    taken = end.value.value
+    assert isinstance(taken, Granted)
+    return a.token, token.compose(taken.epoch, taken.counters[0])
+
+
+def test_undo_hands_the_lock_on_with_the_next_token(make_stage: MakeStage) -> None:
+    """The nodes grant the bid that waits from the counter of its resource."""
+    assert play_undo_that_hands_the_lock_on(make_stage()) == (7, 8)
+
+
+def test_undo_without_its_stripe_hands_out_a_token_from_below(make_stage: MakeStage) -> None:
+    """Control: a RELEASE with nothing to catch up that names any counter has B granted from that one."""
+    assert play_undo_that_hands_the_lock_on(make_stage(), undoing_no_stripe) == (7, 1)
 
 
 def play_votes_of_two_epochs(stage: Stage) -> tuple[int | None, int | None]:

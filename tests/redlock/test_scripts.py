@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import redis
@@ -19,7 +20,7 @@ from fencelock.authority.redlock.protocol import (
     _extend_command,
     _pairs,
     _release_command,
-    left_behind,
+    undoing,
 )
 from fencelock.authority.redlock.redlock import Redlock
 from fencelock.embedded import Node
@@ -294,19 +295,36 @@ def test_many_grants_are_extended_in_one_call_each_for_itself(scripts: Scripts) 
 
 
 def test_late_answers_tell_what_they_left_behind(scripts: Scripts) -> None:
-    """Of an ACQUIRE its locks, of an EXTEND those that it made again; all of them where no answer comes."""
+    """Of an ACQUIRE its locks, of an EXTEND those that it made again; all of them where no answer comes.
+
+    The RELEASEs name the counters of the locks, and the bid of one who waits.
+    """
     bids = [
         Bid.of(scripts.fleet, names, nonce, 30.0) for nonce, names in (("n1", ("a", "c")), ("n2", ("d",)))
     ]
     extend = _extend_command(scripts.fleet, bids, [0, 0])
-    both = [(bid.nonce, bid.keys) for bid in bids]
-    assert left_behind(extend, None) == both
-    assert left_behind(extend, Answer(Said.EXTENDED, counters=(2, 1))) == both[1:]
-    assert left_behind(extend, Answer(Said.EXTENDED, counters=(0, 2))) == []
-    assert left_behind(extend, Answer(Said.AMNESIA)) == []
-    acquire = Command("acquire", "n1", bids[0].keys, ())
-    assert left_behind(acquire, Answer(Said.GRANTED)) == left_behind(acquire, None) == both[:1]
-    assert left_behind(acquire, Answer(Said.HELD)) == []
+    a, c, d = map(stripe_of, "acd")
+    assert len({a, c, d}) == 3
+    both = [
+        Command("release", "n1", bids[0].keys, ("", "n1", 0, a, 0, c, 0)),
+        Command("release", "n2", bids[1].keys, ("", "n2", 0, d, 0)),
+    ]
+    assert undoing(extend, None) == both
+    assert undoing(extend, Answer(Said.EXTENDED, counters=(2, 1))) == both[1:]
+    assert undoing(extend, Answer(Said.EXTENDED, counters=(0, 2))) == []
+    assert undoing(extend, Answer(Said.AMNESIA)) == []
+    acquire = _acquire_command(bids[0], scripts.fleet)
+    assert undoing(acquire, Answer(Said.GRANTED)) == undoing(acquire, None) == both[:1]
+    assert undoing(acquire, Answer(Said.HELD)) == []
+    turn = Turn("client.1", waited=2.0)
+    waits = replace(bids[0], turn=turn)
+    (undo,) = undoing(_acquire_command(waits, scripts.fleet), None)
+    assert undo.arguments == (*both[0].arguments, "client.1", 2_000_000, "")
+    release = _release_command(scripts.fleet, waits, 0, (0, 0))
+    assert undoing(release, None) == [release._replace(arguments=(*release.arguments[:-1], ""))]
+    assert undoing(release, Answer(Said.LOST)) == []
+    plain = _release_command(scripts.fleet, bids[0], 0, (1, 2))
+    assert undoing(plain, None) == [plain]
 
 
 def test_foreign_value_under_a_lock_key_is_somebody_elses(scripts: Scripts) -> None:

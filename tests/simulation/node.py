@@ -359,11 +359,11 @@ class ModelNode:
         for stripe, value in zip(stripes, decided, strict=True):
             self.catch_up(stripe, value)
 
-    def _release_in_line(self, command: Command, place: str, waited: int | str, since: int) -> Answer:
+    def _release_in_line(self, command: Command, place: str, waited: int | str, since: int | str) -> Answer:
         keys = command.keys[1:]
         if "e" in self.hash:
-            self._remember(place, OVER if isinstance(waited, str) else waited, None)
-            if not isinstance(waited, str):
+            self._forget_bid(place, OVER if isinstance(waited, str) else waited)
+            if not isinstance(waited, str) and not isinstance(since, str):
                 self._line_up(keys[0], place, waited, since)
         released = 0
         for key in keys:
@@ -511,6 +511,12 @@ class ModelNode:
 
     def _remember(self, place: str, waited: int, bid: Parked | None) -> None:
         self.places[place] = Remembered(waited, bid, self.now + MEMORY_MS)
+
+    def _forget_bid(self, place: str, waited: int) -> None:
+        """That bid is over, and those before it."""
+        known = self._recall(place)
+        if known is None or known.waited <= waited:
+            self._remember(place, waited, None)
 
     def _recall(self, place: str) -> Remembered | None:
         known = self.places.get(place)

@@ -71,9 +71,10 @@ class LockCommand:
             arguments += [self.epoch, *pairs]
             if self.script == "release" and self.place:
                 arguments += [self.place, "leave" if self.flag else self.waited, since]
-        return Command(
-            "acquire" if self.script == "remint" else self.script, self.nonce, keys, tuple(arguments)
-        )
+            elif self.script == "undo" and self.place:
+                arguments += [self.place, self.waited, ""]
+        script = {"remint": "acquire", "undo": "release"}.get(self.script, self.script)
+        return Command(script, self.nonce, keys, tuple(arguments))
 
     def _extend(self) -> Command:
         """Extend all the resources under one nonce, then each under another."""
@@ -141,6 +142,11 @@ def give(resource: str, nonce: str, decided: int = 0) -> LockCommand:
     return LockCommand("release", (resource,), nonce, LISTS[0], 0, (decided,), "", 0, 0, flag=False)
 
 
+def undo(resource: str, nonce: str, place: str) -> LockCommand:
+    """Give up a bid that has waited in line, over another connection."""
+    return LockCommand("undo", (resource,), nonce, "", 0, (0,), place, 0, 0, flag=False)
+
+
 #: Two locks are taken and given back, merged.
 TAKEN = Tick((take("a", "n1"), take("c", "n2")))
 GIVEN = Tick((give("a", "n1", 1), give("c", "n2", 1)))
@@ -148,7 +154,7 @@ GIVEN = Tick((give("a", "n1", 1), give("c", "n2", 1)))
 lock_commands = st.builds(
     LockCommand,
     script=st.sampled_from(
-        ["acquire"] * 5 + ["remint", "confirm", "confirm", "release", "release", "extend"]
+        ["acquire"] * 5 + ["remint", "confirm", "confirm", "release", "release", "undo", "extend"]
     ),
     resources=st.lists(st.sampled_from(RESOURCES), min_size=1, max_size=3, unique=True).map(
         lambda names: tuple(sorted(names))
@@ -461,6 +467,7 @@ def test_shortest_lease_that_may_be_parked_is_the_same() -> None:
 )
 @example(base=0, history=[TAKEN, Tick((give("a", "n1", 7), give("c", "n2", 1))), TAKEN])
 @example(base=0, history=[TAKEN, take("a", "n3", "a.1"), GIVEN, TAKEN])
+@example(base=0, history=[TAKEN, take("a", "n3", "a.1"), undo("a", "n3", "a.1"), GIVEN, TAKEN])
 @example(base=0, history=[TAKEN, Event("restart", 0), TAKEN, GIVEN, TAKEN])
 @example(base=0, history=[TAKEN, Event("evict", 0), TAKEN, GIVEN, TAKEN])
 @example(base=0, history=[TAKEN, MemberCommand("close", 0, 1, 0, flag=False), TAKEN, GIVEN, TAKEN])

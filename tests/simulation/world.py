@@ -27,7 +27,7 @@ from fencelock.authority.redlock.protocol import (
     Round,
     Said,
     Sleep,
-    left_behind,
+    undoing,
 )
 from fencelock.authority.redlock.recovery import Sightings, Surroundings, recover
 from fencelock.authority.redlock.seats import Ballot
@@ -188,6 +188,8 @@ class Process:
         self.names = tuple(f"redis://n{number}:6379" for number in seats)
         self.runs = [_NEVER] * len(seats)
         self.dialling = [False] * len(seats)
+        #: RELEASEs that could not be sent, by nonce.
+        self.owed: list[dict[str, Command]] = [{} for _ in seats]
         self.lists: list[str] = [""] * len(seats)
         self.ids: list[str] = ["~"] * len(seats)
         self._fleet: Fleet | None = None
@@ -424,6 +426,8 @@ class World:
             run = process.runs[index]
             if run != server.node.run or server.down or (self.cut and self._is_cut(process, index)):
                 ballot.hear(index, _UNREACHABLE)
+                if request.command.script == "release":
+                    process.owed[index][request.command.nonce] = request.command
                 self.dial(process, index)
             else:
                 self._send(Message(task, ballot, index, server, run, request.command))
@@ -441,6 +445,8 @@ class World:
         delay = self.delay()
         if delay is not None:
             self.at(self.now + delay, self._deliver, message)
+        else:
+            self._lose(message)
         if self.doubled and self.random.random() < self.doubled:
             self.count_fault("message doubled")
             again = self.random.expovariate(1.0) * 10 * self.weather.lateness
@@ -458,11 +464,13 @@ class World:
         answer = node.execute(command)
         if self.trace is not None:
             self.tell(node.name, f"{task.process.name} {_spoken(command)} → {_heard(answer)}")
-        if ballot.over and not left_behind(command, answer):
+        if ballot.over and not undoing(command, answer):
             return  # nobody would do anything with it
         delay = self.delay()
         if delay is not None:
             self.at(self.now + delay, self._arrive, message, answer)
+        else:
+            self._lose(message)
 
     def _arrive(self, message: Message, answer: Answer) -> None:
         task, ballot, index, _, run, command = message
@@ -483,6 +491,19 @@ class World:
         if ballot.complete:
             self._count(task, ballot)
 
+    def _lose(self, message: Message) -> None:
+        """A connection broke: over the next one, the process undoes what may have been done on the last."""
+        self.at(self.now + CONNECTING * (0.5 + self.random.random()), self._make_up, message)
+
+    def _make_up(self, message: Message) -> None:
+        process = message.task.process
+        if not process.alive or message.seat >= len(process.seats):
+            return
+        if process.frozen_until > self.now:
+            self.at(process.frozen_until, self._make_up, message)
+        elif self.servers[process.seats[message.seat]] is message.server:
+            self._undo(process, message.seat, message.command, None)
+
     def _give_up(self, task: Task, ballot: Ballot) -> None:
         if task.ballot is ballot and not ballot.over:
             if task.process.frozen_until > self.now:  # what has arrived meanwhile is read first
@@ -493,13 +514,12 @@ class World:
     def _count(self, task: Task, ballot: Ballot) -> None:
         self._go_on(task, Round(task.began, task.process.now, ballot.close()))
 
-    def _undo(self, process: Process, index: int, command: Command, answer: Answer) -> None:
-        """Release what a late answer shows to be locked for nobody, as the drivers do."""
-        for nonce, keys in left_behind(command, answer):
-            if nonce not in process.wanted:
-                arguments: tuple[str | int, ...] = ("", nonce, 0, *(0, 0) * (len(keys) - 1))
-                undo = Broadcast(Command("release", nonce, keys, arguments), [index], lambda _: True, 0.0)
-                self._broadcast(Task(process, "undo", _nothing()), undo)
+    def _undo(self, process: Process, index: int, command: Command, answer: Answer | None) -> None:
+        """Release what is locked for nobody, as a late answer shows or one that will never come."""
+        for undo in undoing(command, answer):
+            if undo.nonce not in process.wanted:
+                request = Broadcast(undo, [index], lambda _: True, 0.0)
+                self._broadcast(Task(process, "undo", _nothing()), request)
 
     def dial(self, process: Process, index: int) -> None:
         """Begin to open a connection, unless that is going on."""
@@ -521,6 +541,9 @@ class World:
         process.runs[index] = node.run
         process.line.listen(index)
         process.meet(index, node.hash.get("id", "~"), node.hash.get("members", ""))
+        owed, process.owed[index] = process.owed[index], {}
+        for release in owed.values():
+            self._undo(process, index, release, None)
 
     def _publisher(self, server: Server) -> Callable[[str, str], bool]:
         def publish(client: str, message: str) -> bool:

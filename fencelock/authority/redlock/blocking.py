@@ -22,7 +22,7 @@ from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 from fencelock.authority.redlock.node import Link, Unusable, pack, read_whole
-from fencelock.authority.redlock.protocol import Answer, Broadcast, Request, Round, Said, left_behind
+from fencelock.authority.redlock.protocol import Answer, Broadcast, Request, Round, Said, undoing
 from fencelock.authority.redlock.seats import FRESH, NEWS, Ballot, Seats
 
 _T = TypeVar("_T")
@@ -167,12 +167,12 @@ class Channels(Seats):
     def note_outstanding(self) -> None:
         """Note which locks a node may still grant that has not answered."""
         self._outstanding = tuple(
-            nonce
+            undo.nonce
             for seat in self._seats
             if seat.link is not None
             for _, command, _ in seat.link.waiting
-            for nonce, _ in left_behind(command, None)
-            if not seat.link.releases(nonce)
+            for undo in undoing(command, None)
+            if not seat.link.releases(undo.nonce)
         )
 
     @property
@@ -219,8 +219,7 @@ class Channels(Seats):
         return bool(ready)
 
     def _write(self, index: int, link: Link) -> None:  # noqa: ARG002 - the other driver needs the index
-        if not link.flush():
-            raise Unusable(Said.SILENT, "it reads nothing any more")
+        link.flush()  # the rest when it has answered some of it
 
     def _watch(self, index: int, link: Link) -> None:
         self._by_descriptor[link.descriptor] = index

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from fencelock.authority.redlock.loop_listening import LoopListener, call_into
 from fencelock.authority.redlock.merging import Batch, Gathering, Part, may_be_merged
 from fencelock.authority.redlock.node import Link, Unusable, pack
-from fencelock.authority.redlock.protocol import Answer, Broadcast, Command, Request, Round, Said
+from fencelock.authority.redlock.protocol import Answer, Broadcast, Command, Request, Round, Said, undoing
 from fencelock.authority.redlock.seats import FRESH, Ballot, Seats
 
 _T = TypeVar("_T")
@@ -285,7 +285,7 @@ class Lines(Seats):
             return
         seat = self._seats[index]
         if seat.link is None:
-            seat.owed.extend(over)
+            seat.owe(undo for command in over for undo in undoing(command, None))
             return
         for command in over:
             self._undo(seat.link, command, None)

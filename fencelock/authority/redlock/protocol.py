@@ -717,24 +717,39 @@ def _extend_command(fleet: Fleet, bids: Sequence[Bid], epochs: Sequence[int]) ->
     return Command("extend", "", keys, (fleet.fingerprint, "", *parts))
 
 
-def left_behind(command: Command, answer: Answer | None) -> list[tuple[str, tuple[str, ...]]]:
-    """Return the nonces and keys of locks that a command may have made while nobody waits for its answer.
+def undoing(command: Command, answer: Answer | None) -> list[Command]:
+    """Return the RELEASEs of what a command may have locked while nobody waits for its answer.
 
-    Whoever gets such an answer (None: it will never come) releases those that are of no grant in use.
+    Whoever gets such an answer (None: it will never come) sends those that are of no grant in use. They give
+    nobody a place in line, as a RELEASE may: by now nobody may wait there any more.
     """
-    if command.script == "release":
-        return [] if answer else [(command.nonce, command.keys)]
-    if command.script == "acquire" and (answer is None or answer.said is Said.GRANTED):
-        return [(command.nonce, command.keys)]
-    if command.script != "extend" or (answer is not None and answer.said is not Said.EXTENDED):
+    script, nonce, keys, arguments = command
+    if script == "release":
+        has_place = len(arguments) > 1 + 2 * len(keys)
+        return [] if answer else [command._replace(arguments=(*arguments[:-1], "")) if has_place else command]
+    if script == "acquire" and (answer is None or answer.said is Said.GRANTED):
+        place, waited = (*arguments[2 + 2 * len(keys) :], "", 0)[:2]
+        return [_undo(nonce, keys, (place, waited, "") if place else ())]
+    if script != "extend" or (answer is not None and answer.said is not Said.EXTENDED):
         return []
     found, key = [], 1
-    for index in range(len(command.arguments[2:]) // 4):
-        nonce, _, locks, _ = command.arguments[2 + 4 * index : 6 + 4 * index]
+    for index in range(len(arguments[2:]) // 4):
+        its_nonce, _, locks, _ = arguments[2 + 4 * index : 6 + 4 * index]
         if answer is None or answer.counters[index] == _MADE_AGAIN:
-            found.append((str(nonce), (command.keys[0], *command.keys[key : key + int(locks)])))
+            found.append(_undo(str(its_nonce), (keys[0], *keys[key : key + int(locks)])))
         key += int(locks)
     return found
+
+
+def _undo(nonce: str, keys: tuple[str, ...], turn: tuple[str | int, ...] = ()) -> Command:
+    """Return a RELEASE that decides nothing, of a client whose list of nodes may be another by now.
+
+    It names the stripes all the same: a node that grants the lock to who waits for it counts on from there.
+    With a turn, that bid is not granted while it waits.
+    """
+    resources = tuple(key.removeprefix(f"{keys[0]}:l:") for key in keys[1:])
+    _, stripes = (_names_of_one if len(resources) == 1 else _names)(keys[0], resources)
+    return Command("release", nonce, keys, ("", nonce, 0, *_pairs(stripes, (0,) * len(stripes)), *turn))
 
 
 def abandon(fleet: Fleet, bid: Bid) -> Generator[Broadcast, Round, None]:

@@ -10,20 +10,23 @@ How links are opened stands in `dialling.py`.
 from __future__ import annotations
 
 import abc
+import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from fencelock.authority.redlock.dialling import LONGEST_BACKOFF, Dialler
 from fencelock.authority.redlock.node import Identity, Link, Node, Sent, Unusable, leads_elsewhere, pack
-from fencelock.authority.redlock.protocol import Answer, Answers, Broadcast, Command, Said, left_behind
+from fencelock.authority.redlock.protocol import Answer, Answers, Broadcast, Command, Said, undoing
 from fencelock.errors import MembershipError
 
 #: Seconds after which a link is looked at before it is used: it may be gone, or have old answers.
 FRESH = 0.01
-#: Releases that are owed to a node which does not answer; the rest ends with its ttl.
-MOST_OWED = 1000
+#: RELEASEs that are kept for a node without a link, of what it was sent before; the rest ends with its ttl.
+MOST_OWED = 10_000
+#: The same for what it may never have been asked for, where it has no link or is behind with its answers.
+MOST_OTHERS = 1000
 
 #: Answers after which there may be a lock that was not there before.
 _MAKES_LOCKS = frozenset({Said.GRANTED, Said.EXTENDED})
@@ -102,13 +105,51 @@ class Seat(Dialler):
 
     Attributes:
         link: what it is spoken to over; None while there is none.
-        owed: commands whose locks are to be released once there is a link again.
+        owed: RELEASEs of what it was sent over the last link, by nonce; they are sent over the next.
+        others: other RELEASEs that it was not sent, the latest.
     """
 
     def __init__(self, node: Node, mutex: threading.RLock) -> None:
         super().__init__(node, mutex)
         self.link: Link | None = None
-        self.owed: deque[Command] = deque(maxlen=MOST_OWED)
+        self.owed: dict[str, Command] = {}
+        self.others: deque[Command] = deque(maxlen=MOST_OTHERS)
+        #: Nonces that it is still to grant, since when that is so, and how many others were told of since.
+        self._to_grant: set[str] = set()
+        self._behind_since: Sent | None = None
+        self._others_told = 0
+
+    def owe(self, undos: Iterable[Command]) -> None:
+        """Keep RELEASEs for the next link, of what was sent over the last."""
+        self.owed.update((undo.nonce, undo) for undo in undos)
+        for nonce in list(itertools.islice(self.owed, max(0, len(self.owed) - MOST_OWED))):
+            del self.owed[nonce]
+
+    def all_owed(self) -> Iterable[Command]:
+        """Return what is to be sent over the next link."""
+        return (self.owed | {release.nonce: release for release in self.others}).values()
+
+    def owe_nothing(self) -> None:
+        """Note that it was sent."""
+        self.owed.clear()
+        self.others.clear()
+
+    def must_hear(self, link: Link, release: Command) -> bool:
+        """Whether to send a RELEASE to a node that is behind with its answers.
+
+        Of what it is still to grant, in any case. Others, which it may have granted before or was never asked
+        for, so many.
+        """
+        if link.waiting[0] is not self._behind_since:
+            self._behind_since = link.waiting[0]
+            self._to_grant = {
+                command.nonce for _, command in link.unanswered() if command.script == "acquire"
+            }
+            self._others_told = 0
+        if release.nonce in self._to_grant:
+            return True
+        self._others_told += 1
+        return self._others_told <= MOST_OTHERS
 
 
 class Seats(abc.ABC):
@@ -194,20 +235,22 @@ class Seats(abc.ABC):
         sent = (ballot, command, now)
         seats = self._seats
         for index in request.nodes:
-            link = seats[index].link
+            seat = seats[index]
+            link = seat.link
             if link is None:
-                ballot.hear(index, seats[index].failure)
+                ballot.hear(index, seat.failure)
                 if command.script == "release":
-                    seats[index].owed.append(command)
-                continue
-            if self._is_behind(link, now):
-                silent = _why_silent(link.waiting, command, now, self._patience)
-                if silent is not None:
-                    ballot.hear(index, silent)
-                    if _is_lost(link, now):
-                        self._dial(index, seats[index])
-                    continue
-            link.put(sent, packed)
+                    seat.others += undoing(command, None)
+            elif not self._is_behind(link, now) or (
+                command.script == "release"
+                and len(link.waiting) < 2 * _MOST_UNANSWERED
+                and seat.must_hear(link, command)
+            ):
+                link.put(sent, packed)
+            else:
+                ballot.hear(index, _why_silent(link.waiting, now))
+                if _is_lost(link, now):
+                    self._dial(index, seat)
 
     def _is_behind(self, link: Link, now: float) -> bool:
         """Whether a link owes answers for so long, or so many, that not everything may be sent there."""
@@ -258,10 +301,16 @@ class Seats(abc.ABC):
 
     def _undo(self, link: Link, command: Command, answer: Answer | None) -> None:
         """Release what a command may have locked, if its grant is over and no release is under way."""
-        for nonce, keys in left_behind(command, answer):
-            if not self._is_open(nonce) and not self._releases(link, nonce):
-                undo = Command("release", nonce, keys, ("", nonce, 0, *(0, 0) * (len(keys) - 1)))
-                link.put((None, undo, time.monotonic()), pack(undo))
+        nonce = command.nonce  # of most commands there is but one, and mostly nothing is to do
+        if not nonce or self._is_left_behind(link, nonce):
+            self._put_undos(link, undoing(command, answer))
+
+    def _put_undos(self, link: Link, undos: Iterable[Command]) -> None:
+        for undo in [undo for undo in undos if self._is_left_behind(link, undo.nonce)]:
+            link.put((None, undo, time.monotonic()), pack(undo))
+
+    def _is_left_behind(self, link: Link, nonce: str) -> bool:
+        return not self._is_open(nonce) and not self._releases(link, nonce)
 
     def _releases(self, link: Link, nonce: str) -> bool:
         """Whether a RELEASE of that nonce is under way on a link, or is about to be."""
@@ -280,7 +329,7 @@ class Seats(abc.ABC):
         for ballot, _, _ in link.waiting:
             if ballot is not None and not ballot.over:
                 ballot.hear(index, failure)
-        seat.owed.extend(command for _, command in link.unanswered() if left_behind(command, None))
+        seat.owe(undo for _, command in link.unanswered() for undo in undoing(command, None))
 
     def _dial_absent(self) -> None:
         """Begin to open what is not open."""
@@ -356,8 +405,8 @@ class Seats(abc.ABC):
         self._absent -= 1
         self._watch(index, link)
         try:
-            while seat.owed:
-                self._undo(link, seat.owed.popleft(), None)
+            self._put_undos(link, seat.all_owed())
+            seat.owe_nothing()
             if link.unsent:
                 self._write(index, link)
         except Unusable as error:
@@ -369,13 +418,8 @@ def _is_lost(link: Link, now: float) -> bool:
     return bool(link.waiting) and now - link.waiting[0][2] > _LOST_AFTER
 
 
-def _why_silent(waiting: Sequence[Sent], command: Command, now: float, patience: float) -> Answer | None:
-    """Return what to report for a node that is not to be asked: it owes too much, or for too long."""
-    owing = now - waiting[0][2]
-    releases = command.script == "release"
-    # A hung node gets only what undoes what it was sent before, and not for ever.
-    if owing > patience and not (releases and len(waiting) < MOST_OWED):
-        return Answer(Said.SILENT, detail=f"it owes an answer for {owing:.1f} s")
-    if len(waiting) >= _MOST_UNANSWERED * (2 if releases else 1):
+def _why_silent(waiting: Sequence[Sent], now: float) -> Answer:
+    """Return what to report for a node that is not asked, for it owes too much, or for too long."""
+    if len(waiting) >= _MOST_UNANSWERED:
         return Answer(Said.SILENT, detail=f"it owes {len(waiting)} answers")
-    return None
+    return Answer(Said.SILENT, detail=f"it owes an answer for {now - waiting[0][2]:.1f} s")

@@ -62,3 +62,9 @@ local function recall(place)
   local value = redis.call('GET', NODE .. ':p:' .. place)
   if value then return string.match(value, '^(%d+)|(.*)$') end
 end
+
+-- That bid is over, and those before it; one that came after it is not.
+local function forget_bid(place, waited)
+  local last = recall(place)
+  if not last or tonumber(last) <= tonumber(waited) then remember(place, waited, '') end
+end

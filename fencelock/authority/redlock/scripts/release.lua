@@ -2,7 +2,8 @@
 -- RELEASE: delete the locks that are still ours, and let a laggard's counters catch up.
 -- No vote: it never refuses. A blank node says LOST: it does not know the lock. ARGV[3] the epoch of the decision;
 -- then for each lock its stripe and T (0 where nothing was decided). After these, of one who waited in line: its
--- place, and if it goes on waiting, µs waited and since when in ms; 'leave' otherwise.
+-- place, and µs waited and since when in ms; 'leave' if it waits no longer; '' for since when, if only this bid is
+-- over.
 -- Returns RELEASED | LOST.
 local state = redis.call('HMGET', NODE, 'e', 'cfg', 'b', 'c' .. ARGV[4])
 
@@ -51,10 +52,10 @@ end
 -- A stripe is known here for the locks that are released; of several, the first would serve for all.
 local grant = LOCKS == 1 and grant_parked or nil
 
-if state[1] and place then remember(place, waited == 'leave' and OVER or waited, '') end
+if state[1] and place then forget_bid(place, waited == 'leave' and OVER or waited) end
 -- Before anything is passed on: whoever gives way, but has waited longest, is the next all the same. So
 -- contenders that have split the votes end up with one of them, the same on all nodes.
-if state[1] and place and waited ~= 'leave' then line_up(KEYS[2], place, waited, since) end
+if state[1] and place and waited ~= 'leave' and since ~= '' then line_up(KEYS[2], place, waited, since) end
 
 local released = 0
 for i = 1, LOCKS do
