@@ -25,7 +25,7 @@ from typing import Any
 
 from fencelock.authority.redlock import change, protocol, recovery
 from fencelock.authority.redlock.survey import Standing
-from tests.simulation import weaker
+from tests.simulation import weaker, world
 from tests.simulation.client import Habits
 from tests.simulation.judge import STUCK
 from tests.simulation.node import ModelNode
@@ -81,8 +81,8 @@ def _node(name: str, rule: str, node: type[ModelNode], **more: Any) -> Mutant:
 
 
 def _guard(name: str, rule: str, **left_out: Any) -> Mutant:
-    control = left_out.pop("control", "")
-    return Mutant(name, rule, Kept(guard=Rules(**left_out)), control=control)
+    control, model = left_out.pop("control", ""), left_out.pop("model", "")
+    return Mutant(name, rule, Kept(guard=Rules(**left_out)), control=control, model=model)
 
 
 def _habit(name: str, rule: str, **left_out: bool) -> Mutant:
@@ -130,6 +130,12 @@ MUTANTS = (
         "a lock that EXTEND has made again is not counted in that round",
         weaker.CountsMadeAgain,
         control=_SCHEDULES + "lock_made_again_and_counted_extends_a_lease_that_had_ended",
+    ),
+    Mutant(
+        "undo without its stripe",
+        "whoever gives a lock back names its counter, from which the node may grant it to who waits",
+        patches=(Patch(world, "undoing", weaker.undoing_no_stripe),),
+        control=_SCHEDULES + "undo_without_its_stripe_hands_out_a_token_from_below",
     ),
     _node("RELEASE of anybody's lock", "RELEASE deletes a lock only if it is ours", weaker.ReleasesAnybodys),
     # A node that lost its memory.
@@ -298,7 +304,12 @@ MUTANTS = (
         "no REMINT in doubt", "after a COMMIT in doubt the next write has a larger token", mints_anew=False
     ),
     _habit("REMINT without claim", "… and claims with it before anything is read", claims_anew=False),
-    _guard("seal with <=", "a seal is refused where the fence is already at the token", strictly=False),
+    _guard(
+        "seal with <=",
+        "a seal is refused where the fence is already at the token",
+        strictly=False,
+        model="M seal with <=",
+    ),
     _habit("REMINT not sealed", "what is minted anew under a seal is sealed, too", keeps_seal=False),
     _habit("not all locks sealed", "every acquisition of a sealed resource seals", seals_all=False),
 )
