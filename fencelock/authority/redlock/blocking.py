@@ -134,7 +134,7 @@ class Channels(Seats):
                 if answer is None and len(waiting) == 1:
                     answer = self._get_to_know(read)
                 if answer is not None and waiting and waiting[0][0] is ballot:
-                    waiting.popleft()
+                    link.answered()
                     if len(answers) + 1 < least:
                         answers[index] = answer
                     else:

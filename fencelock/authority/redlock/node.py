@@ -411,7 +411,7 @@ class Link:
     Attributes:
         identity: who answered when the socket was opened.
         descriptor: the socket's, for polling.
-        waiting: what has been sent and not been answered.
+        waiting: what has been sent and not been answered: to be looked at.
         unsent: what has been put here and not been written yet.
         leads_elsewhere: whether an answer has said that another server has taken over.
         recv: reads from the socket itself.
@@ -426,6 +426,8 @@ class Link:
         "_own_arguments",
         "_pending",
         "_reader",
+        "_releases",
+        "_releasing",
         "_sock",
         "descriptor",
         "identity",
@@ -448,6 +450,9 @@ class Link:
         self.identity = identity
         self.descriptor = sock.fileno()
         self.waiting: deque[Sent] = deque()
+        #: Of these, how many are RELEASEs of a nonce; and merged commands that release some, in their order.
+        self._releases: dict[str, int] = {}
+        self._releasing: deque[Any] = deque()
         self.unsent: list[bytes] = []
         self.leads_elsewhere = False
         self.recv = sock.recv
@@ -469,7 +474,7 @@ class Link:
     def put(self, sent: Sent, packed: bytes) -> None:
         """Take a command, whose common part has been packed, for the next `flush`."""
         spoilt, self.spoilt = self.spoilt, True
-        self.waiting.append(sent)
+        self._await(sent)
         # All scripts have a key.
         self.unsent.append(packed + self._own_arguments if sent[1].keys else packed)
         self.spoilt = spoilt  # where an earlier one was interrupted, it stays so
@@ -485,13 +490,27 @@ class Link:
 
     def releases(self, nonce: str) -> bool:
         """Whether a RELEASE of that nonce is under way."""
-        for sender, command, _ in self.waiting:
-            if command.script == MERGED:
-                if nonce in sender.releasing:
-                    return True
-            elif command.script == "release" and command.nonce == nonce:
-                return True
-        return False
+        return nonce in self._releases or any(nonce in batch.releasing for batch in self._releasing)
+
+    def _await(self, sent: Sent) -> None:
+        """Count on an answer."""
+        self.waiting.append(sent)
+        sender, (script, nonce, *_), _ = sent
+        if script == "release":
+            self._releases[nonce] = self._releases.get(nonce, 0) + 1
+        elif script == MERGED and sender is not None and sender.releasing:
+            self._releasing.append(sender)
+
+    def answered(self) -> Sent:
+        """Return what the next answer is to, which is awaited no more."""
+        sent = self.waiting.popleft()
+        sender, (script, nonce, *_), _ = sent
+        if script == "release":
+            if (left := self._releases.pop(nonce) - 1) > 0:
+                self._releases[nonce] = left
+        elif self._releasing and self._releasing[0] is sender:
+            self._releasing.popleft()
+        return sent
 
     def flush(self) -> bool:
         """Write what has been put here, as far as the socket takes it; return whether that was all.
@@ -521,7 +540,7 @@ class Link:
         Raises:
             Unusable: if the connection is broken or its buffer is full.
         """
-        self.waiting.append(sent)
+        self._await(sent)
         data = packed + self._own_arguments if sent[1].keys else packed
         try:
             complete = self._sock.send(data) == len(data)
@@ -552,7 +571,7 @@ class Link:
         try:
             reader.feed(data)
             while (reply := reader.gets()) is not False:
-                sent = waiting.popleft()
+                sent = self.answered()
                 if type(reply) is list or not str(reply).startswith("NOSCRIPT"):
                     answer = read_answer(reply)
                 else:
