@@ -150,10 +150,8 @@ def test_loop_that_is_closed_without_farewell_leaves_no_socket_behind(
     def hears_all() -> bool:
         return all(ear.link for ear in authority.aio._lines_here().listener._ears)
 
-    for resource, next_loop in (
-        ("r1", True),
-        ("r2", False),
-    ):  # the first is kept for who was called for a moment
+    # Two resources: the first is kept, for a moment, for a task that is no more.
+    for resource, next_loop in (("r1", True), ("r2", False)):
         authority.close()
         loop = asyncio.new_event_loop()
         loop.run_until_complete(take(authority, "other"))
