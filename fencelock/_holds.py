@@ -123,7 +123,10 @@ class Hold:
     @property
     def lost(self) -> bool:
         """Whether it is known to have ended before it was given back."""
-        return any(lease.lost for lease in self.leases)
+        for lease in self.leases:  # noqa: SIM110 - `any` takes twice as long for one lease, as there mostly is
+            if lease.lost:
+                return True
+        return False
 
     @property
     def over(self) -> bool:

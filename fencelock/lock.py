@@ -17,7 +17,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from types import EllipsisType, TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypedDict, TypeVar, Unpack, overload
 from weakref import ref
@@ -66,14 +66,22 @@ _HINTED_TRIES = 3
 logger = logging.getLogger(__name__)
 
 
-class _Call:
-    """A call of an authority that takes time.
+class _Step:
+    """Something that takes time: `block` does it, and what `wait` returns is to be awaited.
 
     Attributes:
-        answer: what it returned. It is kept here so that an interruption on the way back does not lose it.
+        answer: what was awaited. It is kept here so that an interruption on the way back does not lose it.
     """
 
-    __slots__ = ("answer", "arguments", "authority", "method", "options")
+    __slots__ = ("answer",)
+
+    answer: Any
+
+
+class _Call(_Step):
+    """A call of an authority; the answer is what it returned."""
+
+    __slots__ = ("arguments", "authority", "method", "options")
 
     def __init__(self, authority: Authority, method: str, *arguments: Any, **options: Any) -> None:
         self.authority = authority
@@ -85,11 +93,12 @@ class _Call:
     def block(self) -> None:
         self.answer = getattr(self.authority, self.method)(*self.arguments, **self.options)
 
-    async def wait(self) -> None:
-        self.answer = await getattr(self.authority.aio, self.method)(*self.arguments, **self.options)
+    def wait(self) -> Awaitable[Any]:
+        awaitable: Awaitable[Any] = getattr(self.authority.aio, self.method)(*self.arguments, **self.options)
+        return awaitable
 
 
-class _Stop:
+class _Stop(_Step):
     """Have a hold not be extended any more, once an extension under way has ended."""
 
     __slots__ = ("hold", "renewer")
@@ -105,7 +114,7 @@ class _Stop:
         await self.renewer.stop_soon(self.hold)
 
 
-class _Check:
+class _Check(_Step):
     """Refuse to seal from coroutines with an engine that blocks, and the other way round."""
 
     __slots__ = ("sealer",)
@@ -120,7 +129,7 @@ class _Check:
         self.sealer.check(blocking=False)
 
 
-class _Seal:
+class _Seal(_Step):
     """Have a database raise its fences to a grant's tokens.
 
     Attributes:
@@ -176,7 +185,7 @@ async def _wait(steps: _Steps[_T]) -> _T:
         try:
             step = next(steps) if error is None else steps.throw(error)
             error = None
-            await step.wait()
+            step.answer = await step.wait()
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
         except BaseException as caught:
@@ -206,11 +215,12 @@ class _Entry:
         self.holds: tuple[Hold, ...] = ()
         self.leases: tuple[Lease, ...] = ()
 
-    def enter(self, holds: Iterable[Hold], resources: Iterable[str]) -> None:
+    def enter(self, holds: Sequence[Hold], resources: Iterable[str]) -> None:
         """Be inside holds, which have all of the resources between them."""
-        self.holds = tuple(dict.fromkeys(holds))
+        self.holds = tuple(holds)
         self.leases = self.holds[0].leases
         if len(self.holds) > 1 or len(self.leases) > 1:
+            self.holds = tuple(dict.fromkeys(holds))
             by_name = {lease.resource: lease for hold in self.holds for lease in hold.leases}
             self.leases = tuple(by_name[resource] for resource in resources)
         for hold in self.holds:

@@ -341,8 +341,9 @@ class ThreadRenewer:
 class LoopRenewer:
     """Extends the holds of one event loop's tasks, by timers of that loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, authority: Authority) -> None:
         self._loop = ref(loop)
+        self._authority = ref(authority)
         self._agenda = Agenda()
         self._timer: asyncio.TimerHandle | None = None
         self._wakes_at = math.inf
@@ -358,6 +359,10 @@ class LoopRenewer:
         elif loop is not None:
             with contextlib.suppress(RuntimeError):  # it has been closed, and nobody extends
                 loop.call_soon_threadsafe(self.watch, hold, context=contextvars.Context())
+
+    def serves(self, loop: asyncio.AbstractEventLoop, authority: Authority) -> bool:
+        """Whether it extends an authority's holds in a loop."""
+        return self._loop() is loop and self._authority() is authority
 
     def strike(self, hold: Hold) -> bool:
         """Cease to extend a hold; or return False, and go on, where an extension is under way."""
@@ -442,6 +447,10 @@ _of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, WeakKeyDictionary[Author
 )
 
 
+#: Which of these was asked for last: mostly there is but one. A list, to be changed in one step.
+_latest_of_loops: list[ReferenceType[LoopRenewer]] = []
+
+
 def for_thread(authority: Authority) -> ThreadRenewer:
     """Return who extends the holds of blocking code."""
     renewer = _of_threads.get(authority)
@@ -453,12 +462,17 @@ def for_thread(authority: Authority) -> ThreadRenewer:
 def for_loop(authority: Authority) -> LoopRenewer:
     """Return who extends the holds of the running event loop's tasks."""
     loop = asyncio.get_running_loop()
+    for reference in _latest_of_loops:
+        latest = reference()
+        if latest is not None and latest.serves(loop, authority):
+            return latest
     renewers = _of_loops.get(loop)
     if renewers is None:
         renewers = _of_loops.setdefault(loop, WeakKeyDictionary())
     renewer = renewers.get(authority)
     if renewer is None:
-        renewer = renewers[authority] = LoopRenewer(loop)
+        renewer = renewers[authority] = LoopRenewer(loop, authority)
+    _latest_of_loops[:] = [ref(renewer)]
     return renewer
 
 
@@ -466,6 +480,7 @@ def _forget() -> None:
     """In a forked child: no thread has come along, and nothing is held."""
     _of_threads.clear()
     _of_loops.clear()
+    _latest_of_loops.clear()
 
 
 if hasattr(os, "register_at_fork"):

@@ -64,6 +64,22 @@ def test_bid_that_was_opened_goes_on_as_any_other(told: list[Answer], took: floa
     assert (_plain(granted) if granted else _next_of(_acquiring(fleet, opened))) == expected
 
 
+@given(
+    others=st.lists(answers, max_size=3),
+    first=st.integers(0, 3),
+    took=st.sampled_from([0.0, 1.0, 29.9, 31.0]),
+)
+def test_majority_that_says_the_same_decides(others: list[Answer], first: int, took: float) -> None:
+    """Whatever the others had said by then: the grant is the one that all answers together come to."""
+    alike = Answer(Said.GRANTED, 0, (1,))
+    told = [*others[:first], *[alike] * (len(others) + 1), *others[first:]]
+    fleet = fleet_of("list", len(told))
+    heard = Round(100.0, 100.0 + took, dict(enumerate(told)))
+    expected = _next_of(_acquiring(fleet, Opened(fleet, bid_for(fleet), heard)))
+    granted = protocol.at_once(Opened(fleet, bid_for(fleet), heard._replace(alike=alike)))
+    assert (_plain(granted) if granted else None) == (expected if took < 29 else None)
+
+
 def test_late_majority_is_not_taken_at_once() -> None:
     """The validity ends before it was heard: that lock is nobody's, and the generator gives it back."""
     fleet = fleet_of("list", 3)

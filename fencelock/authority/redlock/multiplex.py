@@ -129,25 +129,14 @@ class Lines(Seats):
         if request.patience <= 0.0:
             return self.tell(request)
         began = time.monotonic()
-        releasing = request.command.nonce if request.command.script == "release" else ""
-        if releasing:
-            self._about_to_release.add(releasing)
-        try:
-            if began - self._last_used > FRESH:
-                self._look(began)
-            if self._absent:
-                self._dial_absent()
-                await self._await_links()
-                began = time.monotonic()
-            self._last_used = began
-            loop = asyncio.get_running_loop()
-            deadline = began + request.patience
-            woken = loop.create_future()
-            asking = _Asking(request, deadline, woken)
-            self._put(asking, request, began)
-        finally:
-            if releasing:
-                self._about_to_release.discard(releasing)
+        if began - self._last_used > FRESH or self._absent:
+            began = await self._look_after_links(request.command, began)
+        self._last_used = began
+        loop = asyncio.get_running_loop()
+        deadline = began + request.patience
+        woken = loop.create_future()
+        asking = _Asking(request, deadline, woken)
+        self._put(asking, request, began)
         if not self._flush_is_due:
             self._flush_soon(loop)
         try:
@@ -160,7 +149,7 @@ class Lines(Seats):
             self._asking.discard(asking)
             asking.woken = None
             answers = asking.close()
-        return Round(began, time.monotonic(), answers)
+        return Round(began, time.monotonic(), answers, asking.alike)
 
     def tell(self, request: Broadcast) -> Round:
         """Send a command to its nodes at once, and wait for nothing: also where no loop runs any more."""
@@ -170,6 +159,21 @@ class Lines(Seats):
         self._put(ballot, request, now)
         self._flush()
         return Round(now, now, ballot.close())
+
+    async def _look_after_links(self, command: Command, now: float) -> float:
+        """Read what has arrived, and open what is not open, before a command is sent; return when that is."""
+        if command.script == "release":
+            self._about_to_release.add(command.nonce)
+        try:
+            if now - self._last_used > FRESH:
+                self._look(now)
+            if self._absent:
+                self._dial_absent()
+                await self._await_links()
+                now = time.monotonic()
+        finally:
+            self._about_to_release.discard(command.nonce)
+        return now
 
     async def _await_links(self) -> None:
         """Wait while less than a majority is connected, as long as that may change."""

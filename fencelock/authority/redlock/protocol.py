@@ -158,11 +158,15 @@ class Broadcast(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What came of a `Broadcast`: an answer for each node it went to, and when it began and ended."""
+    """What came of a `Broadcast`: an answer for each node it went to, and when it began and ended.
+
+    Where a majority said what was `hoped` for, in the same words and before anybody else, `alike` is that.
+    """
 
     began: float
     ended: float
     answers: Answers
+    alike: Answer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,7 +398,7 @@ def at_once(opened: Opened) -> Granted | None:
     Mostly that is so. Otherwise `acquire` goes on from there.
     """
     fleet, bid, heard = opened
-    same = _same_grant(heard.answers, fleet.quorum)
+    same = heard.alike or _same_grant(heard.answers, fleet.quorum)
     if same is None:
         return None
     # The validity counts from before the first request to after the last answer.
@@ -587,7 +591,7 @@ def closing(fleet: Fleet, granted: Granted) -> Broadcast:
 
 def released(fleet: Fleet, done: Round) -> bool | None:
     """Return what a `release` has come to."""
-    if _count(Said.RELEASED, done.answers) >= fleet.quorum:
+    if done.alike or _count(Said.RELEASED, done.answers) >= fleet.quorum:
         return True
     # RELEASE refuses nobody: a blank node does not know the lock either, and says so.
     gone = _count(Said.LOST, done.answers)

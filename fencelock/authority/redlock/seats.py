@@ -53,15 +53,17 @@ class Ballot:
 
     Attributes:
         answers: of each node that has answered, or could not be asked.
+        alike: what most of the nodes have said, where that is all there is to know.
         complete: whether more of them would change nothing.
         over: whether nobody waits any more: what comes now is late.
     """
 
-    __slots__ = ("_request", "answers", "complete", "over")
+    __slots__ = ("_request", "alike", "answers", "complete", "over")
 
     def __init__(self, request: Broadcast) -> None:
         self._request = request
         self.answers: dict[int, Answer] = {}
+        self.alike: Answer | None = None
         self.complete = False
         self.over = False
 
@@ -80,6 +82,7 @@ class Ballot:
         request = self._request
         if answer.said is request.hoped and not self.answers and 2 * len(nodes) > len(request.nodes):
             self.answers = dict.fromkeys(nodes, answer)
+            self.alike = answer
             self.complete = True
             self.wake()
             return
