@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import abc
 import itertools
+import math
 import threading
 import time
 from collections import deque
@@ -27,6 +28,8 @@ FRESH = 0.01
 MOST_OWED = 10_000
 #: The same for what it may never have been asked for, where it has no link or is behind with its answers.
 MOST_OTHERS = 1000
+#: RELEASEs that are owed, and put into a new link at once; the next when it has answered some.
+_PORTION = 200
 
 #: Answers after which there may be a lock that was not there before.
 _MAKES_LOCKS = frozenset({Said.GRANTED, Said.EXTENDED})
@@ -117,9 +120,9 @@ class Seat(Dialler):
         self.link: Link | None = None
         self.owed: dict[str, Command] = {}
         self.others: deque[Command] = deque(maxlen=MOST_OTHERS)
-        #: Nonces that it is still to grant, since when that is so, and how many others were told of since.
+        #: Nonces that it is still to grant, until when that stays so, and how many others it was told of.
         self._to_grant: set[str] = set()
-        self._behind_since: Sent | None = None
+        self._until = -math.inf
         self._others_told = 0
 
     def owe(self, undos: Iterable[Command]) -> None:
@@ -128,23 +131,15 @@ class Seat(Dialler):
         for nonce in list(itertools.islice(self.owed, max(0, len(self.owed) - MOST_OWED))):
             del self.owed[nonce]
 
-    def all_owed(self) -> Iterable[Command]:
-        """Return what is to be sent over the next link."""
-        return (self.owed | {release.nonce: release for release in self.others}).values()
-
-    def owe_nothing(self) -> None:
-        """Note that it was sent."""
-        self.owed.clear()
-        self.others.clear()
-
-    def must_hear(self, link: Link, release: Command) -> bool:
-        """Whether to send a RELEASE to a node that is behind with its answers.
+    def must_hear(self, link: Link, release: Command, overdue: float) -> bool:
+        """Whether to send a RELEASE to a node that owes an answer to what was sent before `overdue`.
 
         Of what it is still to grant, in any case. Others, which it may have granted before or was never asked
         for, so many.
         """
-        if link.waiting[0] is not self._behind_since:
-            self._behind_since = link.waiting[0]
+        if link.waiting[0][2] >= self._until:
+            # As long as it owes anything that old, it is not asked for more.
+            self._until = overdue
             self._to_grant = {
                 command.nonce for _, command in link.unanswered() if command.script == "acquire"
             }
@@ -247,7 +242,7 @@ class Seats(abc.ABC):
             elif not self._is_behind(link, now) or (
                 command.script == "release"
                 and len(link.waiting) < 2 * _MOST_UNANSWERED
-                and seat.must_hear(link, command)
+                and seat.must_hear(link, command, now - self._patience)
             ):
                 link.put(sent, packed)
             else:
@@ -275,6 +270,8 @@ class Seats(abc.ABC):
                 self._undo(link, command, answer)
         if link.leads_elsewhere:
             raise Unusable(Said.UNREACHABLE, "another server has taken over")
+        if self._seats[index].owed:
+            self._put_owed(self._seats[index], link)
         if link.unsent:
             self._write(index, link)
 
@@ -306,10 +303,20 @@ class Seats(abc.ABC):
         """Release what a command may have locked, if its grant is over and no release is under way."""
         nonce = command.nonce  # of most commands there is but one, and mostly nothing is to do
         if not nonce or self._is_left_behind(link, nonce):
-            self._put_undos(link, undoing(command, answer))
+            for undo in undoing(command, answer):
+                self._put_undo(link, undo)
 
-    def _put_undos(self, link: Link, undos: Iterable[Command]) -> None:
-        for undo in [undo for undo in undos if self._is_left_behind(link, undo.nonce)]:
+    def _put_owed(self, seat: Seat, link: Link) -> None:
+        """Put a portion of what is owed into a link; the next is put when the node has answered some."""
+        most = max(len(link.waiting) + 1, _PORTION)
+        for nonce, undo in list(seat.owed.items()):
+            if len(link.waiting) >= most:
+                return
+            self._put_undo(link, undo)
+            del seat.owed[nonce]
+
+    def _put_undo(self, link: Link, undo: Command) -> None:
+        if self._is_left_behind(link, undo.nonce):
             link.put((None, undo, time.monotonic()), pack(undo))
 
     def _is_left_behind(self, link: Link, nonce: str) -> bool:
@@ -408,8 +415,9 @@ class Seats(abc.ABC):
         self._absent -= 1
         self._watch(index, link)
         try:
-            self._put_undos(link, seat.all_owed())
-            seat.owe_nothing()
+            seat.owe(seat.others)
+            seat.others.clear()
+            self._put_owed(seat, link)
             if link.unsent:
                 self._write(index, link)
         except Unusable as error:
