@@ -325,6 +325,32 @@ def test_node_that_hangs_hears_of_every_lock_that_it_is_to_grant(
     run(main())
 
 
+def test_node_that_is_away_hears_of_every_lock_that_it_has(
+    authority: Redlock, nodes: Nodes, run: Run
+) -> None:
+    """However many come and go meanwhile that it was not asked for."""
+
+    async def main() -> None:
+        await connected(authority)
+        mine = await authority.aio.acquire(("mine",), ttl=60, timeout=0)
+        assert await soon(lambda: any(lock.startswith("0: ") for lock in locks_on(nodes)))
+        nodes[0].pause()
+        lines = authority.aio._lines_here()
+        lines._drop(0, Answer(Said.UNREACHABLE, detail="gone"))
+        assert await authority.aio.release(mine) is True
+        for _ in range(3):
+            await asyncio.gather(*(take(authority, f"other{number}") for number in range(500)))
+        seat = lines._seats[0]
+        assert seat.link is None
+        assert set(seat.owed) == {mine.proof.bid.nonce}
+        assert len(seat.others) == seats.MOST_OTHERS
+        nodes[0].resume()
+        assert await becomes_free(nodes)
+        assert not seat._unasked
+
+    run(main())
+
+
 def test_release_that_is_cancelled_before_it_could_be_sent_is_made_up_for(
     authority: Redlock, nodes: Nodes, run: Run
 ) -> None:

@@ -24,9 +24,9 @@ from fencelock.errors import MembershipError
 
 #: Seconds after which a link is looked at before it is used: it may be gone, or have old answers.
 FRESH = 0.01
-#: RELEASEs that are kept for a node without a link, of what it was sent before; the rest ends with its ttl.
+#: RELEASEs that are kept for a node without a link, of what it may hold; the rest ends with its ttl.
 MOST_OWED = 10_000
-#: The same for what it may never have been asked for, where it has no link or is behind with its answers.
+#: The same for what it was not asked for, or, where it is behind with its answers, may not have been.
 MOST_OTHERS = 1000
 #: RELEASEs that are owed, and put into a new link at once; the next when it has answered some.
 _PORTION = 200
@@ -111,8 +111,8 @@ class Seat(Dialler):
 
     Attributes:
         link: what it is spoken to over; None while there is none.
-        owed: RELEASEs of what it was sent over the last link, by nonce; they are sent over the next.
-        others: other RELEASEs that it was not sent, the latest.
+        owed: RELEASEs of what it may have locked over the last link, by nonce; they are sent over the next.
+        others: the latest RELEASEs of what it was not asked for. Another connection may have made it again.
     """
 
     def __init__(self, node: Node, mutex: threading.RLock) -> None:
@@ -120,16 +120,36 @@ class Seat(Dialler):
         self.link: Link | None = None
         self.owed: dict[str, Command] = {}
         self.others: deque[Command] = deque(maxlen=MOST_OTHERS)
+        #: Nonces of ACQUIREs that found no link.
+        self._unasked: set[str] = set()
         #: Nonces that it is still to grant, until when that stays so, and how many others it was told of.
         self._to_grant: set[str] = set()
         self._until = -math.inf
         self._others_told = 0
 
     def owe(self, undos: Iterable[Command]) -> None:
-        """Keep RELEASEs for the next link, of what was sent over the last."""
+        """Keep RELEASEs for the next link."""
         self.owed.update((undo.nonce, undo) for undo in undos)
         for nonce in list(itertools.islice(self.owed, max(0, len(self.owed) - MOST_OWED))):
             del self.owed[nonce]
+
+    def miss(self, command: Command) -> None:
+        """Take notice of a command that found no link: of a RELEASE, which is kept for the next."""
+        if command.script == "acquire":
+            if len(self._unasked) >= MOST_OWED:
+                self._unasked.clear()
+            self._unasked.add(command.nonce)
+        elif command.nonce in self._unasked:
+            # Among thousands of these that come and go while a node is away, the rest would be lost.
+            self.others += undoing(command, None)
+        elif command.script == "release":
+            self.owe(undoing(command, None))
+
+    def owe_all(self) -> None:
+        """Owe the others as well, now that there is a link."""
+        self.owe(self.others)
+        self.others.clear()
+        self._unasked.clear()
 
     def must_hear(self, link: Link, release: Command, overdue: float) -> bool:
         """Whether to send a RELEASE to a node that owes an answer to what was sent before `overdue`.
@@ -237,8 +257,7 @@ class Seats(abc.ABC):
             link = seat.link
             if link is None:
                 ballot.hear(index, seat.failure)
-                if command.script == "release":
-                    seat.others += undoing(command, None)
+                seat.miss(command)
             elif not self._is_behind(link, now) or (
                 command.script == "release"
                 and len(link.waiting) < 2 * _MOST_UNANSWERED
@@ -415,8 +434,7 @@ class Seats(abc.ABC):
         self._absent -= 1
         self._watch(index, link)
         try:
-            seat.owe(seat.others)
-            seat.others.clear()
+            seat.owe_all()
             self._put_owed(seat, link)
             if link.unsent:
                 self._write(index, link)
