@@ -198,12 +198,13 @@ def test_signals_may_be_named_twice() -> None:
     """Calling it again changes nothing."""
     child = os.fork()
     if not child:  # pragma: no cover - measured in the parent
-        exit_on_signals(signal.SIGTERM)
-        exit_on_signals(signal.SIGTERM, signal.SIGHUP)
         try:
+            exit_on_signals(signal.SIGTERM)
+            exit_on_signals(signal.SIGTERM, signal.SIGHUP)
             os.kill(os.getpid(), signal.SIGHUP)
         except SystemExit as error:
             os._exit(0 if error.code == 128 + signal.SIGHUP else 1)
-        os._exit(2)
+        finally:
+            os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert eventually(lambda: signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)

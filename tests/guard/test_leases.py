@@ -541,13 +541,14 @@ def test_a_forked_child_writes_nothing(engine: Engine) -> None:
         warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12: pytest has threads
         child = os.fork()
     if child == 0:
-        with Session(engine) as session:
-            session.get_one(Ticket, 1).seat = "a"
-            try:
+        try:
+            with Session(engine) as session:
+                session.get_one(Ticket, 1).seat = "a"
                 session.commit()
-            except LockLostError:
-                os._exit(7)
-        os._exit(1)
+        except LockLostError:
+            os._exit(7)
+        finally:
+            os._exit(1)
     note_ended(lease)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
