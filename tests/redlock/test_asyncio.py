@@ -244,6 +244,14 @@ async def storm(authority: Redlock, tokens: dict[str, list[int]], *, tasks: int,
     return cancelled
 
 
+async def check_after_storm(authority: Redlock, nodes: Nodes, tokens: dict[str, list[int]]) -> None:
+    """See that no lock is left, that tokens were unique and rising, and that the next ones are larger."""
+    assert await becomes_free(nodes)
+    assert all(seen == sorted(set(seen)) for seen in tokens.values())
+    for resource, seen in tokens.items():
+        assert await take(authority, resource, timeout=0) > max(seen, default=0)
+
+
 def test_cancelled_tasks_leave_no_lock_and_no_connection_out_of_step(
     authority: Redlock, nodes: Nodes, run: Run
 ) -> None:
@@ -252,13 +260,9 @@ def test_cancelled_tasks_leave_no_lock_and_no_connection_out_of_step(
 
     async def main() -> None:
         assert await storm(authority, tokens, tasks=200, seconds=3) > 200
-        assert await becomes_free(nodes)
-        last = {resource: max(seen, default=0) for resource, seen in tokens.items()}
-        for resource in tokens:
-            assert await take(authority, resource, timeout=0) > last[resource]
+        await check_after_storm(authority, nodes, tokens)
 
     run(main())
-    assert all(seen == sorted(set(seen)) for seen in tokens.values())
     assert sum(map(len, tokens.values())) > 50
     assert not authority._wanted
 
@@ -281,13 +285,9 @@ def test_cancelled_tasks_leave_no_lock_where_nodes_hang_for_a_moment(
                 node.resume()
             await asyncio.sleep(chance.uniform(0.1, 0.5))
         assert await storming > 200
-        assert await becomes_free(nodes)
-        last = {resource: max(seen, default=0) for resource, seen in tokens.items()}
-        for resource in tokens:
-            assert await take(authority, resource, timeout=0) > last[resource]
+        await check_after_storm(authority, nodes, tokens)
 
     run(main())
-    assert all(seen == sorted(set(seen)) for seen in tokens.values())
 
 
 def test_node_that_hangs_hears_of_every_lock_that_it_is_to_grant(
