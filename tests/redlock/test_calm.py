@@ -7,6 +7,7 @@ import random
 import socket
 import time
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import hiredis
@@ -14,7 +15,7 @@ import pytest
 
 from fencelock.authority.redlock.blocking import Channels
 from fencelock.authority.redlock.node import Identity, Link, Node, pack, read_answer, read_whole
-from fencelock.authority.redlock.protocol import Answer, Broadcast, Command, Round, Said
+from fencelock.authority.redlock.protocol import Answer, Answers, Broadcast, Command, Round, Said
 from fencelock.authority.redlock.seats import Ballot, Seats
 
 NODES = 3
@@ -34,6 +35,7 @@ REPLIES = [
     b"+what\r\n",
     b"$-1\r\n",
 ]
+GRANTED = Answer(Said.GRANTED, 0, (7,))
 COMMANDS = [
     Command("acquire", "wanted", ("{n}", "{n}:l:a"), ("fp", "wanted", 1000, 0, 1, 0)),
     Command("acquire", "given up", ("{n}", "{n}:l:b"), ("fp", "given up", 1000, 0, 1, 0)),
@@ -138,7 +140,7 @@ class Long(Calm):
         Seats._ask(self, ballot, request, now)
         self._flush()
 
-    def _listen(self, ballot: Ballot, least: int, timeout: float) -> float:  # noqa: ARG002 - as the other
+    def _listen(self, ballot: Ballot, timeout: float) -> float:  # noqa: ARG002 - as the other
         self._read(timeout)
         return self.feeding.clock.now
 
@@ -155,9 +157,9 @@ def play(make: type[Calm], seed: int, monkeypatch: pytest.MonkeyPatch) -> list[o
         def enough(answers: Any, quorum: int = quorum) -> bool:
             return len(answers) >= quorum
 
-        requests.append(
-            Broadcast(dice.choice(COMMANDS), nodes, enough, 0.7, dice.randint(1, min(2, len(nodes))))
-        )
+        least = dice.randint(1, min(2, len(nodes)))
+        hoped = dice.choice([None, Said.GRANTED, Said.RELEASED])
+        requests.append(Broadcast(dice.choice(COMMANDS), nodes, enough, 0.7, least, hoped))
     said = [b"" for _ in range(NODES)]
     for request in requests:
         alike = dice.choice(REPLIES[:10])
@@ -178,7 +180,7 @@ def play(make: type[Calm], seed: int, monkeypatch: pytest.MonkeyPatch) -> list[o
     seen: list[object] = []
     for request in requests:
         done: Round = channels.broadcast(request)
-        seen += [dict(sorted(done.answers.items())), *channels.state()]
+        seen += [dict(sorted(done.answers.items())), done.alike, *channels.state()]
     channels.close()
     return seen
 
@@ -190,16 +192,69 @@ def test_short_way_leads_where_the_long_one_does(block: int, monkeypatch: pytest
         assert play(Calm, seed, monkeypatch) == play(Long, seed, monkeypatch), seed
 
 
-def test_most_of_what_is_alike_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where all answer alike, the long way is taken by none."""
+MakeCalm = Callable[[list[tuple[int, bytes]]], Calm]
+
+
+@pytest.fixture
+def make_calm(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeCalm]:
+    """Return what makes sockets that have just been used, in epoch 0."""
     monkeypatch.setattr("fencelock.authority.redlock.blocking.FRESH", 10.0)
-    channels = Calm([(node, REPLIES[0]) for node in range(NODES)])
-    channels._epoch = 0
-    channels._last_used = time.monotonic()
+    with contextlib.ExitStack() as stack:
+
+        def make(bits: list[tuple[int, bytes]]) -> Calm:
+            channels = stack.enter_context(contextlib.closing(Calm(bits)))
+            channels._epoch = 0
+            channels._last_used = time.monotonic()
+            return channels
+
+        yield make
+
+
+def ask(channels: Calm, command: Command, nodes: Sequence[int], count: int) -> Answers:
+    """Send a command, and return the answers when there are so many."""
+    return channels.broadcast(Broadcast(command, nodes, lambda new: len(new) == count, 1.0)).answers
+
+
+def test_most_of_what_is_alike_is_read_once(make_calm: MakeCalm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all answer alike, the long way is taken by none, nor by those who come late."""
+    channels = make_calm([(node, reply) for reply in (REPLIES[0], REPLIES[6]) for node in range(NODES)])
     monkeypatch.setattr(Channels, "_take", None)
-    done = channels.broadcast(Broadcast(COMMANDS[0], range(NODES), lambda new: len(new) == NODES, 1.0))
-    assert done.answers == dict.fromkeys(range(NODES), Answer(Said.GRANTED, 0, (7,)))
-    channels.close()
+    assert ask(channels, COMMANDS[0], range(NODES), 2) == {0: GRANTED, 1: GRANTED, 2: Answer(Said.SILENT)}
+    released = ask(channels, COMMANDS[2], range(NODES), NODES)
+    assert released == dict.fromkeys(range(NODES), Answer(Said.RELEASED))
+
+
+@pytest.mark.parametrize(("command", "reply"), [(COMMANDS[1], REPLIES[0]), (COMMANDS[3], REPLIES[13])])
+def test_what_is_granted_late_and_known_is_released_at_once(
+    make_calm: MakeCalm, command: Command, reply: bytes
+) -> None:
+    """A late answer in bytes that are known is no reason to forget that it makes a lock."""
+    channels = make_calm([*((node, reply) for node in range(NODES)), (2, REPLIES[6])])
+    ask(channels, command, range(NODES), 2)
+    late = channels.ends[2]
+    late.recv(1 << 16)
+    ask(channels, COMMANDS[0], [2], 1)
+    assert b"given up" in late.recv(1 << 16).partition(b"\r\nwanted")[2]
+
+
+def test_what_is_owed_goes_out_while_answers_come_in(make_calm: MakeCalm) -> None:
+    """Also where all that nodes say is known: after a long absence there is more than goes out at once."""
+    channels = make_calm([(node, REPLIES[0]) for node in range(NODES)])
+    channels._seats[1].owe([COMMANDS[2]])
+    ask(channels, COMMANDS[0], range(NODES), NODES)
+    assert b"given up" in channels.ends[1].recv(1 << 16)
+    assert not channels._seats[1].owed
+
+
+def test_what_a_full_socket_left_goes_out_as_late_answers_come_in(make_calm: MakeCalm) -> None:
+    """A node that answers has read: the rest of what it was sent is written, though nobody waits for it."""
+    channels = make_calm([(0, REPLIES[6]), (1, REPLIES[6]), (0, REPLIES[6])])
+    ask(channels, COMMANDS[2], range(2), 1)
+    link = channels._seats[1].link
+    assert link is not None
+    link.unsent.append(b"the rest")
+    ask(channels, COMMANDS[2], [0], 1)
+    assert channels.ends[1].recv(1 << 16).endswith(b"the rest")
 
 
 def test_whole_answer_is_told_from_a_part_and_from_more() -> None:

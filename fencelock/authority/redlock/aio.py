@@ -87,7 +87,7 @@ class AsyncRedlock:
                 heard = await lines.broadcast(bids.open(self._redlock._see()))
                 if (grant := bids.settle(heard)) is not None:
                     return grant
-            return await run(self._redlock._acquiring(bids, timeout), lines, wait)
+            return await run(self._redlock._going_on(bids, timeout), lines, wait)
         except BaseException as error:
             for undo in bids.give_up(error):
                 tell(undo, lines)

@@ -22,8 +22,8 @@ from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 from fencelock.authority.redlock.node import Link, Unusable, pack, read_whole
-from fencelock.authority.redlock.protocol import Answer, Broadcast, Request, Round, Said, undoing
-from fencelock.authority.redlock.seats import FRESH, NEWS, Ballot, Seats
+from fencelock.authority.redlock.protocol import Answer, Broadcast, Command, Request, Round, Said, undoing
+from fencelock.authority.redlock.seats import FRESH, MAKES_LOCKS, NEWS, Ballot, Seats
 
 _T = TypeVar("_T")
 
@@ -83,10 +83,10 @@ class Channels(Seats):
         deadline = began + request.patience
         now = began
         while not ballot.complete and now < deadline:
-            now = self._listen(ballot, request.least, deadline - now)
+            now = self._listen(ballot, deadline - now)
         self._last_used = now
         self.usable = True
-        return Round(began, now, ballot.close())
+        return Round(began, now, ballot.close(), ballot.alike)
 
     def _ask(self, ballot: Ballot, request: Broadcast, now: float) -> None:
         """Send a command to its nodes; where a link is as it should be, without further ado."""
@@ -112,41 +112,45 @@ class Channels(Seats):
             self._flush()
         self._has_asked = True
 
-    def _listen(self, ballot: Ballot, least: int, timeout: float) -> float:
+    def _listen(self, ballot: Ballot, timeout: float) -> float:
         """Read what has arrived, as `_read` does; return when that was over.
 
         Most answers say what another node has said before, in the same bytes: then they are not read again.
         """
-        known, answers = self._known, ballot.answers
+        known = self._known
         for descriptor, _ in self._poll.poll(timeout * 1000):
             index = self._by_descriptor[descriptor]
-            link = self._seats[index].link
+            seat = self._seats[index]
+            link = seat.link
             if link is None:
                 continue
             answer, read = None, b""
             if link.whole:
-                waiting = link.waiting
                 try:
                     read = link.recv(_ONE_ANSWER)
                 except OSError:
                     read = b""  # it is met again below, and told from others there
                 answer = known.get(read)
-                if answer is None and len(waiting) == 1:
+                if answer is None and len(link.waiting) == 1:
                     answer = self._get_to_know(read)
-                if answer is not None and waiting and waiting[0][0] is ballot:
-                    link.answered()
-                    if len(answers) + 1 < least:
-                        answers[index] = answer
-                    else:
-                        ballot.hear(index, answer)
-                    continue
             try:
-                self._take(index, link, time.monotonic(), read)
+                if answer is None or not link.waiting or link.unsent or seat.owed:
+                    self._take(index, link, time.monotonic(), read)
+                    link.whole = link.whole or answer is not None
+                    continue
+                sender, command, _ = link.answered()
+                if sender is ballot:
+                    ballot.hear(index, answer)
+                elif answer.said in MAKES_LOCKS:  # nobody waits for it any more
+                    self._undo_now(index, link, command, answer)
             except Unusable as error:
                 self._drop(index, error.answer)
-            else:
-                link.whole = link.whole or answer is not None
         return time.monotonic()
+
+    def _undo_now(self, index: int, link: Link, command: Command, answer: Answer) -> None:
+        self._undo(link, command, answer)
+        if link.unsent:
+            self._write(index, link)
 
     def _get_to_know(self, read: bytes) -> Answer | None:
         """Return the answer that has been read, if it is one that only who waits for it has to hear."""

@@ -73,8 +73,6 @@ _READ_SIZE = 65536
 _OWN_ARGUMENTS: Final = 2
 #: The node's, and that of a lock.
 _KEYS_OF_ONE: Final = 2
-#: Follows an answer where it is asked whether it is complete; no node says that.
-_MARK: Final = b"that was all"
 _LEADING: Final = frozenset({Said.UNREACHABLE, Said.ERROR})
 _WITH_FACTS: Final = frozenset({Said.TICKET, Said.ADMITTED, Said.OPENED, Said.STANDING, Said.LEASES})
 _TELLING = _WITH_FACTS | {Said.EXTENDED, Said.GRANTED, Said.HIGHER, Said.HELD, Said.MERGED}
@@ -393,9 +391,9 @@ def read_whole(data: bytes) -> Answer | None:
     """Return the answer that data are, if they are one, and nothing but that one."""
     reader = hiredis.Reader()
     try:
-        reader.feed(b"%b+%b\r\n" % (data, _MARK))
+        reader.feed(data)
         reply = reader.gets()
-        if type(reply) is list and reader.gets() == _MARK and reader.gets() is False:
+        if type(reply) is list and not reader.has_data():
             return read_answer(reply)
     except (hiredis.HiredisError, LookupError, TypeError, ValueError):
         pass
@@ -495,20 +493,20 @@ class Link:
     def _await(self, sent: Sent) -> None:
         """Count on an answer."""
         self.waiting.append(sent)
-        sender, (script, nonce, *_), _ = sent
-        if script == "release":
-            self._releases[nonce] = self._releases.get(nonce, 0) + 1
-        elif script == MERGED and sender is not None and sender.releasing:
-            self._releasing.append(sender)
+        command = sent[1]
+        if command.script == "release":
+            self._releases[command.nonce] = self._releases.get(command.nonce, 0) + 1
+        elif command.script == MERGED and sent[0] is not None and sent[0].releasing:
+            self._releasing.append(sent[0])
 
     def answered(self) -> Sent:
         """Return what the next answer is to, which is awaited no more."""
         sent = self.waiting.popleft()
-        sender, (script, nonce, *_), _ = sent
-        if script == "release":
-            if (left := self._releases.pop(nonce) - 1) > 0:
-                self._releases[nonce] = left
-        elif self._releasing and self._releasing[0] is sender:
+        command = sent[1]
+        if command.script == "release":
+            if (left := self._releases.pop(command.nonce) - 1) > 0:
+                self._releases[command.nonce] = left
+        elif self._releasing and self._releasing[0] is sent[0]:
             self._releasing.popleft()
         return sent
 

@@ -277,6 +277,14 @@ class Redlock:
         return _Bids(resources, ttl, self._wanted, waiter, instead_of, above)
 
     def _acquiring(self, bids: _Bids, timeout: float | None) -> Generator[protocol.Request, Any, Grant]:
+        if not bids.above:
+            grant = bids.settle((yield bids.open(self._see())))
+            if grant is not None:
+                return grant
+        return (yield from self._going_on(bids, timeout))
+
+    def _going_on(self, bids: _Bids, timeout: float | None) -> Generator[protocol.Request, Any, Grant]:
+        """Acquire with what has become of the first bid, if one has been made."""
         initialised = False
         while True:
             try:
@@ -474,6 +482,20 @@ class _Bids:
         instead_of: what the bids take over.
         above: a token for each resource that the new one must exceed; empty for none.
     """
+
+    __slots__ = (
+        "_canonical",
+        "_hint_epoch",
+        "_hints",
+        "_instead_of",
+        "_latest",
+        "_opened",
+        "_resources",
+        "_ttl",
+        "_waiter",
+        "_wanted",
+        "above",
+    )
 
     def __init__(  # noqa: PLR0917 - all of them are what an acquisition is about
         self,

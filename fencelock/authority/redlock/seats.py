@@ -32,7 +32,7 @@ MOST_OTHERS = 1000
 _PORTION = 200
 
 #: Answers after which there may be a lock that was not there before.
-_MAKES_LOCKS = frozenset({Said.GRANTED, Said.EXTENDED})
+MAKES_LOCKS = frozenset({Said.GRANTED, Said.EXTENDED})
 _SILENT = Answer(Said.SILENT)
 #: Looked up for every answer.
 _GRANTED, _MERGED = Said.GRANTED, Said.MERGED
@@ -75,10 +75,18 @@ class Ballot:
         answers, request = self.answers, self._request
         answers[node] = answer
         count = len(answers)
-        if count >= request.least and not self.complete:
-            self.complete = count == len(request.nodes) or request.enough(answers)
-            if self.complete:
-                self.wake()
+        if count < request.least or self.complete:
+            return
+        if (
+            answer.said is request.hoped
+            and 2 * count > len(request.nodes)
+            and list(answers.values()).count(answer) == count
+        ):
+            self.alike = answer
+        elif count < len(request.nodes) and not request.enough(answers):
+            return
+        self.complete = True
+        self.wake()
 
     def hear_alike(self, nodes: Sequence[int], answer: Answer) -> None:
         """Note the answer that several nodes have given; at least one."""
@@ -285,7 +293,7 @@ class Seats(abc.ABC):
                 answer = self._noted(index, link, answer, now)  # noqa: PLW2901 - it may be no good
             if ballot is not None and not ballot.over:
                 ballot.hear(index, answer)
-            elif said in _MAKES_LOCKS:
+            elif said in MAKES_LOCKS:
                 self._undo(link, command, answer)
         if link.leads_elsewhere:
             raise Unusable(Said.UNREACHABLE, "another server has taken over")
