@@ -77,7 +77,8 @@ class Gathering:
     def command(self) -> Command:
         """Return the command that does as all of them do."""
         keys, arguments = [self.parts[0][1].command.keys[0]], [self._fingerprint, ""]
-        for _, ((script, nonce, (_, key), own), *_) in self.parts:
+        for _, request in self.parts:
+            script, nonce, (_, key), own = request.command
             keys.append(key)
             arguments += (nonce, own[2], own[4]) if script == "acquire" else (nonce, f"-{own[4]}", own[3])
         return Command(MERGED, "", tuple(keys), tuple(arguments))

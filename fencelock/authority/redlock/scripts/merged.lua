@@ -5,6 +5,7 @@
 -- (of a RELEASE), and its stripe.
 -- Returns MERGED, epoch, and for each lock the counter that was granted, or 1 for one that was released, or 0 where
 -- nothing was done | SINGLY where that holds for all of them.
+local BAR = string.byte('|')
 local fields = {'e', 'r', 'cfg', 'next', 'b'}
 for i = 1, LOCKS do fields[5 + i] = 'c' .. ARGV[3 * i + 2] end
 local state = redis.call('HMGET', NODE, unpack(fields))
@@ -13,7 +14,7 @@ if state[2] ~= ARGV[#ARGV - 1] or ARGV[#ARGV] ~= '' or state[3] ~= ARGV[1] or st
 end
 
 local values = redis.call('MGET', unpack(KEYS, 2))
-local answer, counters, released, queues = {'MERGED', tonumber(state[1])}, {}, {}, {}
+local answer, counters, raised, granted, released, queues = {'MERGED', tonumber(state[1])}, {}, {}, {}, {}, {}
 for i = 1, LOCKS do
   local at, field = 3 * i, fields[5 + i]
   local counter = counters[field] or tonumber(state[5 + i] or state[5])
@@ -23,8 +24,10 @@ for i = 1, LOCKS do
     if not value and counter < COUNTER_LIMIT then
       code = counter + 1
       counters[field] = code
+      granted[#granted + 1] = i
     end
-  elseif value and counter >= -number and string.sub(value, 1, #nonce + 1) == nonce .. '|' then
+  elseif value and counter >= -number and string.find(value, nonce, 1, true) == 1
+    and string.byte(value, #nonce + 1) == BAR then
     code = 1
     released[#released + 1] = i
     queues[#queues + 1] = queue_of(KEYS[i + 1])
@@ -34,18 +37,18 @@ end
 
 -- What only takes away comes last: should a node out of memory refuse the rest, each is asked for again, by its own
 -- script, and finds what it needs.
-local raised = {}
-for field, counter in pairs(counters) do
-  raised[#raised + 1] = field
-  raised[#raised + 1] = counter
-end
-if #raised > 0 then redis.call('HSET', NODE, unpack(raised)) end
-for i = 1, LOCKS do
-  local at = 3 * i
-  if tonumber(ARGV[at + 1]) > 0 and answer[2 + i] > 0 then
-    local grant = ARGV[at] .. '|' .. state[1] .. '|' .. answer[2 + i]
+if #granted > 0 then
+  for field, counter in pairs(counters) do
+    raised[#raised + 1] = field
+    raised[#raised + 1] = counter
+  end
+  redis.call('HSET', NODE, unpack(raised))
+  local epoch = '|' .. state[1] .. '|'
+  for _, i in ipairs(granted) do
+    local at = 3 * i
+    local value = ARGV[at] .. epoch .. answer[2 + i]
     -- MGET has nothing to say of a key that is no string: it is somebody else's, and there.
-    if not redis.call('SET', KEYS[i + 1], grant, 'PX', ARGV[at + 1], 'NX') then answer[2 + i] = 0 end
+    if not redis.call('SET', KEYS[i + 1], value, 'PX', ARGV[at + 1], 'NX') then answer[2 + i] = 0 end
   end
 end
 if #released > 0 then
