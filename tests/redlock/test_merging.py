@@ -43,7 +43,7 @@ SILENT = Answer(Said.SILENT)
 GONE = Answer(Said.UNREACHABLE, detail="gone")
 RELEASED = Answer(Said.RELEASED)
 
-pytestmark = pytest.mark.usefixtures("no_noise")
+pytestmark = pytest.mark.usefixtures("no_noise", "one_tick")
 
 
 def request_for(resource: str, *, release: bool = False, nonce: str = "n", **options: Any) -> Broadcast:

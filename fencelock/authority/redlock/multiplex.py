@@ -72,7 +72,8 @@ class Lines(Seats):
         #: Those that may hold something back.
         self._batches: list[Batch] = []
         self._looks_at = math.inf
-        self._last_used = 0.0
+        #: While tasks have their turns, answers lie unread, and must not be taken for missing.
+        self._last_read = 0.0
         self._farewell = weakref.finalize(loop, self.close)
 
     def serve(self, loop: asyncio.AbstractEventLoop) -> bool:
@@ -129,9 +130,8 @@ class Lines(Seats):
         if request.patience <= 0.0:
             return self.tell(request)
         began = time.monotonic()
-        if began - self._last_used > FRESH or self._absent:
+        if began - self._last_read > FRESH or self._absent:
             began = await self._look_after_links(request.command, began)
-        self._last_used = began
         loop = asyncio.get_running_loop()
         deadline = began + request.patience
         woken = loop.create_future()
@@ -165,8 +165,9 @@ class Lines(Seats):
         if command.script == "release":
             self._about_to_release.add(command.nonce)
         try:
-            if now - self._last_used > FRESH:
+            if now - self._last_read > FRESH:
                 self._look(now)
+                self._flush()  # in a turn that is so long, others have waited for its end
             if self._absent:
                 self._dial_absent()
                 await self._await_links()
@@ -199,7 +200,7 @@ class Lines(Seats):
 
     def _readable(self, index: int, link: Link) -> None:
         """Read what has arrived; called by the loop."""
-        now = time.monotonic()
+        self._last_read = now = time.monotonic()
         try:
             self._take(index, link, now)
         except Unusable as error:
@@ -212,7 +213,7 @@ class Lines(Seats):
     def _look(self, now: float) -> None:
         """Read everything that has arrived, before answers are missed or a link is trusted."""
         self._adopt()
-        self._last_used = now
+        self._last_read = now
         for index, seat in enumerate(self._seats):
             if seat.link is not None:
                 self._readable(index, seat.link)
