@@ -354,6 +354,28 @@ def test_node_that_is_away_hears_of_every_lock_that_it_has(
     run(main())
 
 
+def test_node_that_comes_back_is_told_what_it_is_owed_though_nobody_asks(nodes: Nodes, run: Run) -> None:
+    """The loop goes on connecting to it by itself, until it has heard of the locks that it has."""
+
+    async def main(authority: Redlock) -> None:
+        await connected(authority)
+        mine = await authority.aio.acquire(("mine",), ttl=60, timeout=0)
+        assert await soon(lambda: any(lock.startswith("0: ") for lock in locks_on(nodes)))
+        nodes[0].pause()
+        lines = authority.aio._lines_here()
+        lines._drop(0, Answer(Said.UNREACHABLE, detail="gone"))
+        assert await authority.aio.release(mine) is True
+        seat = lines._seats[0]
+        assert await soon(lambda: seat._failures >= 3)
+        assert set(seat.owed) == {mine.proof.bid.nonce}
+        nodes[0].resume()
+        assert await becomes_free(nodes)
+
+    with Redlock(nodes.urls, node_timeout=0.1, connect_timeout=0.1) as authority:
+        authority.init(base=0)
+        run(main(authority))
+
+
 def test_release_that_is_cancelled_before_it_could_be_sent_is_made_up_for(
     authority: Redlock, nodes: Nodes, run: Run
 ) -> None:

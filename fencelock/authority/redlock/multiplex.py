@@ -72,6 +72,8 @@ class Lines(Seats):
         #: Those that may hold something back.
         self._batches: list[Batch] = []
         self._looks_at = math.inf
+        #: Nodes that are to be connected to for what they are owed, when they may be tried again.
+        self._debtors: set[int] = set()
         #: While tasks have their turns, answers lie unread, and must not be taken for missing.
         self._last_read = 0.0
         self._farewell = weakref.finalize(loop, self.close)
@@ -197,6 +199,26 @@ class Lines(Seats):
         for newcomer in self._newcomers:
             if not newcomer.done():
                 newcomer.set_result(None)
+        for index in range(len(self._seats)):
+            self._note_debt(index)
+
+    def _note_debt(self, index: int) -> None:
+        """See to it that a node that is owed something is connected to, though nobody asks any more."""
+        seat, loop = self._seats[index], self._loop()
+        if seat.link is not None or not seat.owed or index in self._debtors or self._closed:
+            return
+        if loop is not None and not loop.is_closed():
+            loop.call_later(max(seat.retry_at - time.monotonic(), _SLACK), self._pay, index)
+            self._debtors.add(index)  # not before: who is interrupted in between connects once too often
+
+    def _pay(self, index: int) -> None:
+        """Connect where something is owed still: it goes out with the link. Where that fails, again later."""
+        self._debtors.discard(index)
+        seat = self._seats[index]
+        if seat.link is None and seat.owed and not self._closed:
+            self._dial(index, seat)
+            if not seat.dialling:
+                self._note_debt(index)  # loops are early at times
 
     def _readable(self, index: int, link: Link) -> None:
         """Read what has arrived; called by the loop."""
@@ -291,6 +313,7 @@ class Lines(Seats):
         seat = self._seats[index]
         if seat.link is None:
             seat.owe(undo for command in over for undo in undoing(command, None))
+            self._note_debt(index)
             return
         for command in over:
             self._undo(seat.link, command, None)

@@ -237,6 +237,10 @@ class Seats(abc.ABC):
     def _announce(self) -> None:
         """Tell the driver that a connection has come up or failed; called in the connecting thread."""
 
+    @abc.abstractmethod
+    def _note_debt(self, index: int) -> None:
+        """Take notice that a node without a link may be owed something; called in the driver's thread."""
+
     def close(self) -> None:
         """Close every connection, also those that are still being opened."""
         with self._mutex:
@@ -266,6 +270,7 @@ class Seats(abc.ABC):
             if link is None:
                 ballot.hear(index, seat.failure)
                 seat.miss(command)
+                self._note_debt(index)
             elif not self._is_behind(link, now) or (
                 command.script == "release"
                 and len(link.waiting) < 2 * _MOST_UNANSWERED
@@ -367,6 +372,7 @@ class Seats(abc.ABC):
             if ballot is not None and not ballot.over:
                 ballot.hear(index, failure)
         seat.owe(undo for _, command in link.unanswered() for undo in undoing(command, None))
+        self._note_debt(index)
 
     def _dial_absent(self) -> None:
         """Begin to open what is not open."""
