@@ -38,6 +38,7 @@ from fencelock.errors import FencelockError, LockLostError, LockTimeoutError, Qu
 from fencelock.lease import held_leases
 from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY
+from tests.redlock.views import is_held_everywhere, locks_on
 
 
 class ThroughLoop(Redlock):
@@ -729,6 +730,54 @@ def test_node_that_is_owed_more_than_its_socket_takes_is_told_all(
     assert eventually(lambda: goes_on() and not link.waiting)
     assert seat.link is link
     assert not seat.owed
+
+
+def in_debt(nodes: Nodes) -> Redlock:
+    """Return a Redlock that has released a lock while the first node, which has it, could not be reached."""
+    authority = Redlock(nodes.urls, node_timeout=0.1, connect_timeout=0.1)
+    authority.init(base=0)
+    take(authority)
+    grant = authority.acquire(("mine",), ttl=60, timeout=0)
+    assert is_held_everywhere(nodes.urls, "mine")
+    nodes[0].pause()
+    (channels,) = authority._pool._idle
+    channels._drop(0, link_failure())
+    assert authority.release(grant) is True
+    assert set(channels._seats[0].owed) == {grant.proof.bid.nonce}
+    return authority
+
+
+def is_paying() -> bool:
+    """Return whether a thread sees to it that nodes are told what they are owed."""
+    return any(thread.name == "fencelock-paying" for thread in threading.enumerate())
+
+
+def test_node_that_comes_back_is_told_what_it_is_owed_though_nobody_asks(nodes: Nodes) -> None:
+    """A thread goes on connecting to it until it has heard of the locks that it has, and ends then."""
+    with in_debt(nodes) as authority:
+        (channels,) = authority._pool._idle
+        seat = channels._seats[0]
+        assert eventually(lambda: seat._failures >= 3)
+        assert is_paying()
+        nodes[0].resume()
+        assert eventually(lambda: not locks_on(nodes)), locks_on(nodes)
+        assert eventually(lambda: not is_paying())
+        assert authority._pool._idle == [channels]
+
+
+@pytest.mark.parametrize("how", ["closed", "thrown away"])
+def test_debts_keep_no_authority_alive(nodes: Nodes, how: str) -> None:
+    """Where there is nobody any more whose lock it was, the thread ends, and the lock with its ttl."""
+    authority = in_debt(nodes)
+    assert is_paying()
+    links = [seat.link for seat in authority._pool._idle[0]._seats if seat.link is not None]
+    if how == "closed":
+        authority.close()
+        assert eventually(lambda: not is_paying())
+    del authority
+    assert eventually(lambda: gc.collect() >= 0 and not is_paying())
+    for link in links:
+        link.close()
 
 
 def test_acquisition_that_fails_is_undone_over_the_sockets_that_it_went_out_over(

@@ -8,7 +8,8 @@ given up in the meantime, the lock is released.
 Threads share a pool of `Channels`, so that a lock may be released over other sockets than it was acquired
 over. There a RELEASE can overtake the ACQUIRE, on a node that had not answered yet, and the lock would stay
 there for its ttl. So a thread gets the same sockets again if they are free; and where they are not, a RELEASE
-is sent behind the ACQUIRE as well.
+is sent behind the ACQUIRE as well. A RELEASE that found no connection goes out over the next one to that
+node: where the sockets are not used again soon, a thread that lives while anything is owed sees to it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import itertools
 import select
 import threading
 import time
+import weakref
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
@@ -33,6 +35,8 @@ _FEW = 4
 #: Bytes to read at once where one answer is expected. Python allots so few at no cost.
 _ONE_ANSWER = 400
 _MOST_KNOWN = 32
+#: Seconds after which others use idle sockets to send what is owed over them, and then again.
+_LEFT_ALONE = 0.5
 
 
 class Channels(Seats):
@@ -198,6 +202,21 @@ class Channels(Seats):
         self.note_outstanding()
         self.usable = True
 
+    @property
+    def is_partial(self) -> bool:
+        """Whether there is no link to some of the nodes."""
+        return self._absent > 0
+
+    def owes(self, unused_for: float = 0.0) -> bool:
+        """Whether a node is owed something here, and these are unused for so many seconds; for any thread."""
+        return any(seat.owed for seat in self._seats) and time.monotonic() - self._last_used >= unused_for
+
+    def pay(self) -> None:
+        """Send what is owed to those nodes that can be reached again, and wait for nothing."""
+        self._dial_absent()
+        self._adopt()
+        self.settle()
+
     def _flush(self) -> None:
         """Write to each node what has been put into its link."""
         for index, seat in enumerate(self._seats):
@@ -234,7 +253,7 @@ class Channels(Seats):
         del self._by_descriptor[link.descriptor]
 
     def _note_debt(self, index: int) -> None:
-        pass  # it goes out when these are used again
+        pass  # the pool sees to it
 
     def _announce(self) -> None:
         with self._news:
@@ -282,6 +301,7 @@ class Pool:
         self._mine = threading.local()
         self._several = False
         self._count = itertools.count(1)
+        self._is_paying = False
         self._closed = False
 
     def lend(self) -> Channels:
@@ -306,6 +326,8 @@ class Pool:
         self._idle.append(channels)
         if self._several:
             self._settle()
+        if channels.is_partial and not self._is_paying and channels.owes():
+            self._begin_to_pay()
         if self._closed:
             self.close()
 
@@ -317,13 +339,43 @@ class Pool:
         """
         for channels in tuple(self._idle):
             if not channels.is_settled and self._take(channels):
-                try:
-                    channels.settle()
-                finally:
-                    if channels.usable:
-                        self._idle.append(channels)
-                    else:
-                        channels.close()
+                self._put_back_after(channels, channels.settle)
+
+    def _put_back_after(self, channels: Channels, action: Callable[[], None]) -> None:
+        try:
+            action()
+        finally:
+            if channels.usable:
+                self._idle.append(channels)
+            else:
+                channels.close()
+
+    def _begin_to_pay(self) -> None:
+        """See to it that what nodes are owed goes out, though these sockets may not be used again."""
+        thread = threading.Thread(
+            target=_keep_paying, args=(weakref.ref(self),), name="fencelock-paying", daemon=True
+        )
+        self._is_paying = True
+        try:
+            thread.start()
+        except BaseException as error:
+            self._is_paying = False
+            if not isinstance(error, RuntimeError):  # too many threads, or the interpreter is on its way out
+                raise
+
+    def pay(self) -> bool:
+        """Send what nodes are owed over sockets that are left alone; return whether to try again later."""
+        try:
+            for channels in tuple(self._idle):
+                if channels.owes(_LEFT_ALONE) and self._take(channels):
+                    self._put_back_after(channels, channels.pay)
+        finally:
+            if self._closed:
+                self.close()
+            # Before the last look: what is given back now is seen here, or another thread begins with it.
+            self._is_paying = False
+        self._is_paying = any(channels.owes() for channels in tuple(self._idle))
+        return self._is_paying
 
     def _take(self, channels: Channels) -> bool:
         """Take sockets out of the idle ones; tell whether they were there."""
@@ -344,3 +396,11 @@ class Pool:
         """In a forked child: close its copies of the idle sockets."""
         for channels in self._idle:
             channels.leave_to_parent()
+
+
+def _keep_paying(pool: weakref.ref[Pool]) -> None:
+    """Pay what is owed, in a thread of its own, as long as there is anything."""
+    time.sleep(_LEFT_ALONE)
+    while (its := pool()) is not None and its.pay():
+        del its
+        time.sleep(_LEFT_ALONE)
