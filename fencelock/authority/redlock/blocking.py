@@ -355,8 +355,8 @@ class Pool:
         thread = threading.Thread(
             target=_keep_paying, args=(weakref.ref(self),), name="fencelock-paying", daemon=True
         )
-        self._is_paying = True
         try:
+            self._is_paying = True
             thread.start()
         except BaseException as error:
             self._is_paying = False
