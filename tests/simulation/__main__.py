@@ -95,26 +95,28 @@ def work(start: int, seeds: int | None, sizes: Sequence[int]) -> Iterator[tuple[
 
 
 def play_all(runs: Iterator[tuple[int, int]], jobs: int) -> Generator[Outcome, None, None]:
-    """Play runs in so many processes; return what comes of each, in whatever order that is."""
-    pending: set[Future[Outcome]] = set()
-    pool = ProcessPoolExecutor(
-        jobs,
-        mp_context=get_context("spawn"),  # whoever calls may have threads
-        initializer=signal.signal,
-        initargs=(signal.SIGINT, signal.SIG_IGN),
-    )
+    """Start so many processes, and play runs there; return what comes of each, in whatever order that is."""
+    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))  # whoever calls may have threads
+
+    def submit(count: int) -> set[Future[Outcome]]:
+        return {pool.submit(play, *run) for run in itertools.islice(runs, count)}
+
+    def outcomes(pending: set[Future[Outcome]]) -> Generator[Outcome, None, None]:
+        try:
+            while pending:
+                done, pending = wait(pending, return_when=FIRST_COMPLETED)
+                pending |= submit(jobs * _AHEAD - len(pending))
+                for future in done:
+                    yield future.result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    # The processes are started for the first runs. An interrupt is not theirs to hear, and they inherit that.
+    heard = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        while True:
-            pending |= {
-                pool.submit(play, *run) for run in itertools.islice(runs, jobs * _AHEAD - len(pending))
-            }
-            if not pending:
-                return
-            done, pending = wait(pending, return_when=FIRST_COMPLETED)
-            for future in done:
-                yield future.result()
+        return outcomes(submit(jobs * _AHEAD))
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        signal.signal(signal.SIGINT, heard)
 
 
 def simulate(options: argparse.Namespace) -> int:
