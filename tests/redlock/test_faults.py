@@ -294,12 +294,20 @@ def test_connections_closed_while_idle_are_opened_again(authority: Redlock, node
 
 
 class Tunnel:
-    """Passes connections on to a port, until they are forgotten: then nothing passes, and nobody is told."""
+    """Passes connections on to a port, until they are forgotten: then nothing passes, and nobody is told.
+
+    Attributes:
+        port: where it begins.
+        refused: what it ends a connection for, at both ends, instead of passing it on; empty for nothing.
+        accepted: how many connections there have been.
+    """
 
     def __init__(self, target: int) -> None:
         self._target = target
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
+        self.refused = b""
+        self.accepted = 0
         self._generation = 0
         self._sockets: list[socket.socket] = []
         self._threads = ThreadPoolExecutor(32)
@@ -312,6 +320,7 @@ class Tunnel:
     def _serve(self) -> None:
         while True:
             inside, _ = self._listener.accept()
+            self.accepted += 1
             outside = socket.create_connection(("127.0.0.1", self._target))
             self._sockets += [inside, outside]
             for pair in ((inside, outside), (outside, inside)):
@@ -320,6 +329,8 @@ class Tunnel:
     def _pump(self, source: socket.socket, sink: socket.socket, generation: int) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
+                if self.refused and self.refused in data:
+                    break
                 if generation == self._generation:
                     sink.sendall(data)
             sink.shutdown(socket.SHUT_RDWR)
@@ -408,6 +419,41 @@ def test_late_grant_over_other_sockets_is_released(
     assert authority.release(grant) is True
     if not idle_first:
         pool.give_back(first)
+    nodes[4].resume()
+    assert eventually(lambda: locked_on(nodes, "r0") == [])
+
+
+@pytest.mark.parametrize("why", ["settle", "pay"])
+def test_late_grant_is_released_though_another_thread_has_its_sockets(
+    blocking: Redlock, nodes: Nodes, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """It sees to what it may be owed over them, and the lock is given back just when it has looked."""
+    take(blocking)
+    nodes[4].pause()
+    grant = blocking.acquire(("r0",), ttl=30.0, timeout=0.0)
+    pool = blocking._pool
+    first, second = pool.lend(), pool.lend()
+    pool.give_back(first)
+    pool.give_back(second)
+    settle = first.settle
+
+    def settle_and_release() -> None:
+        settle()
+        first.settle = settle  # type: ignore[method-assign]
+        assert first not in pool._idle
+        assert blocking.release(grant) is True
+        second._seats[4].owed.clear()  # as if it had got there, before the ACQUIRE
+
+    monkeypatch.setattr(first, "settle", settle_and_release)
+    monkeypatch.setattr(pool, "_begin_to_pay", lambda: None)  # nobody else comes by
+    if why == "settle":
+        first._outstanding += ("another's, which has been given up",)
+        pool._settle()
+    else:
+        first.indebted = True
+        first._last_used = 0.0
+        pool.pay()
+    assert first.settle is settle
     nodes[4].resume()
     assert eventually(lambda: locked_on(nodes, "r0") == [])
 
@@ -732,18 +778,19 @@ def test_node_that_is_owed_more_than_its_socket_takes_is_told_all(
     assert not seat.owed
 
 
-def in_debt(nodes: Nodes) -> Redlock:
-    """Return a Redlock that has released a lock while the first node, which has it, could not be reached."""
+def in_debt(nodes: Nodes, *, hangs: bool = True) -> Redlock:
+    """Return a Redlock that has released a lock while it had no connection to a node that has it."""
     authority = Redlock(nodes.urls, node_timeout=0.5, connect_timeout=0.5)
     authority.init(base=0)
     take(authority)
     grant = authority.acquire(("mine",), ttl=60, timeout=0)
     assert is_held_everywhere(nodes.urls, "mine")
-    nodes[0].pause()
+    if hangs:
+        nodes[0].pause()
     (channels,) = authority._pool._idle
     channels._drop(0, link_failure())
     assert authority.release(grant) is True
-    assert grant.proof.bid.nonce in channels._seats[0].owed
+    assert not hangs or grant.proof.bid.nonce in channels._seats[0].owed
     return authority
 
 
@@ -763,6 +810,63 @@ def test_node_that_comes_back_is_told_what_it_is_owed_though_nobody_asks(nodes: 
         assert eventually(lambda: not locks_on(nodes)), locks_on(nodes)
         assert eventually(lambda: not is_paying())
         assert authority._pool._idle == [channels]
+
+
+def test_node_whose_connection_broke_is_told_what_it_is_owed_though_nobody_asks(nodes: Nodes) -> None:
+    """The next connection comes up, just not in time for the RELEASE."""
+    with in_debt(nodes, hangs=False):
+        assert eventually(lambda: not locks_on(nodes)), locks_on(nodes)
+        assert eventually(lambda: not is_paying())
+
+
+@pytest.mark.parametrize("kind", [Redlock, ThroughLoop])
+def test_node_whose_connections_break_at_a_release_is_told_in_the_end(
+    nodes: Nodes, kind: type[Redlock]
+) -> None:
+    """As long as what was sent may be lost, they are opened anew, and not too often."""
+    with contextlib.closing(Tunnel(nodes[0].port)) as tunnel, contextlib.ExitStack() as stack:
+        urls = [f"redis://127.0.0.1:{tunnel.port}", *nodes.urls[1:]]
+        authority = kind(urls, node_timeout=0.5, connect_timeout=0.5)
+        if isinstance(authority, ThroughLoop):
+            stack.callback(authority.end)
+        stack.enter_context(authority)
+        authority.init(base=0)
+        take(authority)
+        grant = authority.acquire(("mine",), ttl=60, timeout=0)
+        assert is_held_everywhere(nodes.urls, "mine")
+        tunnel.refused = grant.proof.bid.nonce.encode()
+        if kind is Redlock:  # which may not see that a link breaks behind its back
+            authority._pool._idle[-1]._drop(0, link_failure())
+        before = tunnel.accepted
+        assert authority.release(grant) is True
+        time.sleep(2.2)
+        assert 2 <= tunnel.accepted - before <= 10
+        assert locks_on(nodes)
+        tunnel.refused = b""
+        assert eventually(lambda: not locks_on(nodes)), locks_on(nodes)
+        assert eventually(lambda: not is_paying())
+
+
+def test_node_whose_connection_died_in_silence_is_told_what_it_is_owed_though_nobody_asks(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The RELEASE is sent, and never answered: after a while it goes out over another connection."""
+    monkeypatch.setattr(seats, "_LOST_AFTER", 0.5)
+    with contextlib.closing(Tunnel(nodes[0].port)) as tunnel:
+        urls = [f"redis://127.0.0.1:{tunnel.port}", *nodes.urls[1:]]
+        with Redlock(urls, node_timeout=0.5, connect_timeout=0.5) as authority:
+            authority.init(base=0)
+            take(authority)
+            grant = authority.acquire(("mine",), ttl=60, timeout=0)
+            assert is_held_everywhere(nodes.urls, "mine")
+            (channels,) = authority._pool._idle
+            channels._drop(0, link_failure())
+            assert authority.release(grant) is True
+            seat = channels._seats[0]
+            assert eventually(lambda: seat.arrived is not None or seat.link is not None)
+            tunnel.forget()
+            assert eventually(lambda: not locks_on(nodes)), locks_on(nodes)
+            assert eventually(lambda: not is_paying())
 
 
 @pytest.mark.parametrize("how", ["closed", "thrown away"])

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from fencelock.authority.redlock.node import Link, Unusable, pack, read_whole
 from fencelock.authority.redlock.protocol import Answer, Broadcast, Command, Request, Round, Said, undoing
-from fencelock.authority.redlock.seats import FRESH, MAKES_LOCKS, NEWS, Ballot, Seats
+from fencelock.authority.redlock.seats import FRESH, MAKES_LOCKS, NEWS, PAID_AFTER, Ballot, Seats, is_lost
 
 _T = TypeVar("_T")
 
@@ -35,8 +35,6 @@ _FEW = 4
 #: Bytes to read at once where one answer is expected. Python allots so few at no cost.
 _ONE_ANSWER = 400
 _MOST_KNOWN = 32
-#: Seconds after which others use idle sockets to send what is owed over them, and then again.
-_LEFT_ALONE = 0.5
 
 
 class Channels(Seats):
@@ -55,6 +53,8 @@ class Channels(Seats):
         #: What answers look like that nobody but who waits for them has to hear of.
         self._known: dict[bytes, Answer] = {}
         self.usable = True
+        #: Whether a node may be owed something that found no link. Where these are left alone, others pay.
+        self.indebted = False
         #: The nonces of locks that a node may still grant here, and is not told here to release.
         self._outstanding: tuple[str, ...] = ()
 
@@ -203,19 +203,21 @@ class Channels(Seats):
         self.usable = True
 
     @property
-    def is_partial(self) -> bool:
-        """Whether there is no link to some of the nodes."""
-        return self._absent > 0
-
-    def owes(self, unused_for: float = 0.0) -> bool:
-        """Whether a node is owed something here, and these are unused for so many seconds; for any thread."""
-        return any(seat.owed for seat in self._seats) and time.monotonic() - self._last_used >= unused_for
+    def are_left_alone(self) -> bool:
+        """Whether nobody has used these for a while. May be asked in any thread."""
+        return time.monotonic() - self._last_used >= PAID_AFTER
 
     def pay(self) -> None:
-        """Send what is owed to those nodes that can be reached again, and wait for nothing."""
-        self._dial_absent()
+        """Send what is owed to those nodes that can be reached again, and note whether that has arrived."""
+        self.usable = False
+        self._about_to_release = ()
+        now = time.monotonic()
+        for index, seat in enumerate(self._seats):
+            if seat.is_owed() and (seat.link is None or is_lost(seat.link, now)):
+                self._dial(index, seat)
         self._adopt()
         self.settle()
+        self.indebted = any(seat.is_owed() for seat in self._seats)
 
     def _flush(self) -> None:
         """Write to each node what has been put into its link."""
@@ -252,8 +254,8 @@ class Channels(Seats):
         self._poll.unregister(link.descriptor)
         del self._by_descriptor[link.descriptor]
 
-    def _note_debt(self, index: int) -> None:
-        pass  # the pool sees to it
+    def _note_debt(self, index: int) -> None:  # noqa: ARG002 - the same
+        self.indebted = True
 
     def _announce(self) -> None:
         with self._news:
@@ -326,10 +328,10 @@ class Pool:
         self._idle.append(channels)
         if self._several:
             self._settle()
-        if channels.is_partial and not self._is_paying and channels.owes():
-            self._begin_to_pay()
         if self._closed:
             self.close()
+        elif channels.indebted and not self._is_paying:
+            self._begin_to_pay()
 
     def _settle(self) -> None:
         """Have locks released that a node may still grant over idle sockets, and that nobody wants any more.
@@ -338,7 +340,8 @@ class Pool:
         sockets and one that has just released their lock over others, at least one gets here in time.
         """
         for channels in tuple(self._idle):
-            if not channels.is_settled and self._take(channels):
+            # Also while they were out of sight here, another may have released a lock.
+            while not channels.is_settled and self._take(channels):
                 self._put_back_after(channels, channels.settle)
 
     def _put_back_after(self, channels: Channels, action: Callable[[], None]) -> None:
@@ -367,15 +370,17 @@ class Pool:
         """Send what nodes are owed over sockets that are left alone; return whether to try again later."""
         try:
             for channels in tuple(self._idle):
-                if channels.owes(_LEFT_ALONE) and self._take(channels):
+                if channels.indebted and channels.are_left_alone and self._take(channels):
                     self._put_back_after(channels, channels.pay)
+            self._settle()
         finally:
             if self._closed:
                 self.close()
             # Before the last look: what is given back now is seen here, or another thread begins with it.
             self._is_paying = False
-        self._is_paying = any(channels.owes() for channels in tuple(self._idle))
-        return self._is_paying
+        if again := any(channels.indebted for channels in tuple(self._idle)):
+            self._is_paying = True
+        return again
 
     def _take(self, channels: Channels) -> bool:
         """Take sockets out of the idle ones; tell whether they were there."""
@@ -400,7 +405,7 @@ class Pool:
 
 def _keep_paying(pool: weakref.ref[Pool]) -> None:
     """Pay what is owed, in a thread of its own, as long as there is anything."""
-    time.sleep(_LEFT_ALONE)
+    time.sleep(PAID_AFTER)
     while (its := pool()) is not None and its.pay():
         del its
-        time.sleep(_LEFT_ALONE)
+        time.sleep(PAID_AFTER)

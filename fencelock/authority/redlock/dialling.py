@@ -71,7 +71,7 @@ class Dialler:
         try:
             self._thread.start()
         except RuntimeError as error:  # too many threads, or the interpreter is on its way out
-            self.failure = Answer(Said.UNREACHABLE, detail=f"no thread to connect with: {error}")
+            self.fail(Answer(Said.UNREACHABLE, detail=f"no thread to connect with: {error}"))
 
     def _open(self, node_key: str, meet: Callable[[Link], None], announce: Callable[[], None]) -> None:
         try:

@@ -24,7 +24,7 @@ from fencelock.authority.redlock.loop_listening import LoopListener, call_into
 from fencelock.authority.redlock.merging import Batch, Gathering, Part, may_be_merged
 from fencelock.authority.redlock.node import Link, Unusable, pack
 from fencelock.authority.redlock.protocol import Answer, Broadcast, Command, Request, Round, Said, undoing
-from fencelock.authority.redlock.seats import FRESH, Ballot, Seats
+from fencelock.authority.redlock.seats import FRESH, PAID_AFTER, Ballot, Seats
 
 _T = TypeVar("_T")
 
@@ -199,26 +199,22 @@ class Lines(Seats):
         for newcomer in self._newcomers:
             if not newcomer.done():
                 newcomer.set_result(None)
-        for index in range(len(self._seats)):
-            self._note_debt(index)
 
     def _note_debt(self, index: int) -> None:
         """See to it that a node that is owed something is connected to, though nobody asks any more."""
         seat, loop = self._seats[index], self._loop()
-        if seat.link is not None or not seat.owed or index in self._debtors or self._closed:
+        if seat.link is not None or not seat.is_owed() or index in self._debtors or self._closed:
             return
         if loop is not None and not loop.is_closed():
-            loop.call_later(max(seat.retry_at - time.monotonic(), _SLACK), self._pay, index)
+            loop.call_later(max(seat.retry_at - time.monotonic(), PAID_AFTER), self._pay, index)
             self._debtors.add(index)  # not before: who is interrupted in between connects once too often
 
     def _pay(self, index: int) -> None:
-        """Connect where something is owed still: it goes out with the link. Where that fails, again later."""
+        """Connect where something is owed still: it goes out with the link. Do so until there is one."""
         self._debtors.discard(index)
-        seat = self._seats[index]
-        if seat.link is None and seat.owed and not self._closed:
-            self._dial(index, seat)
-            if not seat.dialling:
-                self._note_debt(index)  # loops are early at times
+        self._note_debt(index)
+        if index in self._debtors:
+            self._dial(index, self._seats[index])
 
     def _readable(self, index: int, link: Link) -> None:
         """Read what has arrived; called by the loop."""

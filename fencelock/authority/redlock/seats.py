@@ -30,6 +30,10 @@ MOST_OWED = 10_000
 MOST_OTHERS = 1000
 #: RELEASEs that are owed, and put into a new link at once; the next when it has answered some.
 _PORTION = 200
+#: Seconds until a node that is owed something is connected to for that alone, and then again.
+PAID_AFTER = 0.5
+#: Seconds after which it is not any more: few locks last longer. It goes out when the node is asked again.
+_WORTH_PAYING = 600.0
 
 #: Answers after which there may be a lock that was not there before.
 MAKES_LOCKS = frozenset({Said.GRANTED, Said.EXTENDED})
@@ -134,9 +138,21 @@ class Seat(Dialler):
         self._to_grant: set[str] = set()
         self._until = -math.inf
         self._others_told = 0
+        self._owed_at = -math.inf
+
+    def is_owed(self) -> bool:
+        """Whether there is a RELEASE that has found no link, or something that may be lost with this one."""
+        if self.owed:
+            latest = self._owed_at
+        elif self.link is not None and self.link.waiting:
+            latest = self.link.waiting[0][2]
+        else:
+            return False
+        return time.monotonic() - latest < _WORTH_PAYING
 
     def owe(self, undos: Iterable[Command]) -> None:
         """Keep RELEASEs for the next link."""
+        self._owed_at = time.monotonic()
         self.owed.update((undo.nonce, undo) for undo in undos)
         for nonce in list(itertools.islice(self.owed, max(0, len(self.owed) - MOST_OWED))):
             del self.owed[nonce]
@@ -279,7 +295,7 @@ class Seats(abc.ABC):
                 link.put(sent, packed)
             else:
                 ballot.hear(index, _why_silent(link.waiting, now))
-                if _is_lost(link, now):
+                if is_lost(link, now):
                     self._dial(index, seat)
 
     def _is_behind(self, link: Link, now: float) -> bool:
@@ -428,7 +444,7 @@ class Seats(abc.ABC):
         except Unusable as error:
             self._drop(index, error.answer)
         else:
-            if _is_lost(link, now):
+            if is_lost(link, now):
                 self._drop(index, Answer(Said.SILENT, detail="it answers on another connection only"))
 
     def _seat(self, index: int, seat: Seat, link: Link) -> None:
@@ -456,7 +472,7 @@ class Seats(abc.ABC):
             self._drop(index, error.answer)
 
 
-def _is_lost(link: Link, now: float) -> bool:
+def is_lost(link: Link, now: float) -> bool:
     """Whether a link has owed an answer for so long that another is to be tried."""
     return bool(link.waiting) and now - link.waiting[0][2] > _LOST_AFTER
 
