@@ -254,8 +254,8 @@ class Channels(Seats):
         self._poll.unregister(link.descriptor)
         del self._by_descriptor[link.descriptor]
 
-    def _note_debt(self, index: int) -> None:  # noqa: ARG002 - the same
-        self.indebted = True
+    def _note_debt(self, index: int) -> None:
+        self.indebted = self.indebted or self._seats[index].is_owed()
 
     def _announce(self) -> None:
         with self._news:
