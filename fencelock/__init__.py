@@ -16,6 +16,7 @@ from fencelock.errors import (
     NodesNotInitialisedError,
     NotHeldError,
     QuorumError,
+    StaleReadError,
     StaleTokenError,
     UnfencedWriteError,
 )
@@ -67,6 +68,7 @@ __all__ = [
     "NotHeldError",
     "QuorumError",
     "Redlock",
+    "StaleReadError",
     "StaleTokenError",
     "UnfencedWriteError",
     "bind",

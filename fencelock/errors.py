@@ -12,6 +12,7 @@ FencelockError
 │   └── MembershipError                        nodes disagree on who the N nodes are
 └── FenceError                                 never wrapped in SQLAlchemy's StatementError
     ├── StaleTokenError                        a newer holder has been here; .table .identity .token .current
+    │   └── StaleReadError                     another has fenced the row since it was loaded; .loaded
     ├── CommitInDoubtError                     nobody knows yet what became of the last COMMIT
     ├── UnfencedWriteError                     no lease guards this write
     └── AmbiguousFenceError                    several leases could guard this write
@@ -44,6 +45,7 @@ __all__ = [
     "NodesNotInitialisedError",
     "NotHeldError",
     "QuorumError",
+    "StaleReadError",
     "StaleTokenError",
     "UnfencedWriteError",
 ]
@@ -146,6 +148,35 @@ class StaleTokenError(FenceError):
             f"token {self.token} is stale: {row} has been fenced with {fence}; "
             "a newer holder has taken over, so roll back and acquire the lock again"
             + (f" ({self.detail})" if self.detail else "")
+        )
+
+
+class StaleReadError(StaleTokenError):
+    """Another has written or claimed the row since this object was loaded: what it was computed from is old.
+
+    The lease may well be valid. What is to be done is the same as for any `StaleTokenError`: begin again, and
+    load the row again (`claim` it, so that it stays what was read).
+
+    Attributes:
+        table: name of the table.
+        identity: primary key of the row, as a tuple; None where the statement named many rows.
+        token: the fencing token of the write.
+        current: the row's fence, which is neither `loaded` nor one of the holder's own.
+        loaded: the row's fence when the object was loaded.
+    """
+
+    def __init__(
+        self, table: str, identity: tuple[Any, ...] | None, token: int, current: int | None, loaded: int
+    ) -> None:
+        super().__init__(table, identity, token, current)
+        self.args = (table, identity, token, current, loaded)
+        self.loaded = loaded
+
+    def __str__(self) -> str:
+        row = self.table if self.identity is None else f"{self.table}{self.identity!r}"
+        return (
+            f"{row} was loaded at fence {self.loaded} and has been fenced with {self.current} since, by another "
+            f"holder: roll back, load it again, best with claim() (the token of this write was {self.token})"
         )
 
 
