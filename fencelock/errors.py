@@ -175,8 +175,9 @@ class StaleReadError(StaleTokenError):
     def __str__(self) -> str:
         row = self.table if self.identity is None else f"{self.table}{self.identity!r}"
         return (
-            f"{row} was loaded at fence {self.loaded} and has been fenced with {self.current} since, by another "
-            f"holder: roll back, load it again, best with claim() (the token of this write was {self.token})"
+            f"{row} was loaded at fence {self.loaded} and has been fenced with {self.current} since, by "
+            f"another holder: roll back, load it again, best with claim() (the token of this write was "
+            f"{self.token})"
         )
 
 

@@ -154,7 +154,7 @@ class Lease:
     def earlier_tokens(self) -> tuple[int, ...]:
         """The tokens that the same hold had before it was reminted, save those of a COMMIT in doubt.
 
-        What was written with them is the holder's own work. What became of a COMMIT in doubt he does not know.
+        What was written with them is the holder's own work. What became of a COMMIT in doubt is not known.
         """
         return self._earlier_tokens
 

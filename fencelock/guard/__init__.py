@@ -1,8 +1,9 @@
 """The storage guard: makes the database refuse every write whose token is below the row's fence.
 
 The check and the write are one statement, `UPDATE … SET …, last_fencing_token = :token WHERE … AND
-last_fencing_token <= :token`. Everything here is there so that no write can forget it. Nothing here knows who
-grants the leases.
+last_fencing_token <= :token`. Everything here is there so that no write can forget it. Where the unit of work
+writes an object, the fence must be the very one that it was loaded with, or the holder's own. Nothing here
+knows who grants the leases.
 """
 
 from fencelock.guard._claim_async import claim_all_async, claim_async, gate_async

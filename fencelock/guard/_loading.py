@@ -26,11 +26,41 @@ from fencelock.token import MAX_TOKEN
 _Getter = Callable[[Any], Any]
 
 
+def _unknown(_row: Any) -> None:
+    """Return the fence of an object that a query loads without it.
+
+    Loaded later, it could be newer than the rest of the object.
+    """
+
+
 class _FenceProperty(ColumnProperty[Any]):
-    """The attribute of the fence, once its model is mapped."""
+    """The attribute of the fence, once its model is mapped.
+
+    What an object was computed from is as old as its fence says, if the fence is not newer than any of the
+    other attributes. So it is loaded with them whatever they are (as the primary key is), and never later.
+    """
 
     __slots__ = ()
     inherit_cache = True
+
+    def _get_context_loader(self, context: Any, path: Any) -> None:
+        """Return None: no option of a query, as `load_only`, `defer` or `raiseload`, is for the fence."""
+
+    def merge(
+        self,
+        _session: Any,
+        source_state: Any,
+        source_dict: Any,
+        dest_state: Any,
+        dest_dict: Any,
+        _load: bool,
+        _recursive: Any,
+        _resolve_conflict_map: Any,
+    ) -> None:
+        """Have the fence of a merged object count if it was loaded; one made by hand has none to speak of."""
+        if source_state.key is not None and source_dict.get(self.key) is not None:
+            dest_state.committed_state.pop(self.key, None)
+            dest_dict[self.key] = source_dict[self.key]
 
     def setup(self, context: Any, query_entity: Any, path: Any, adapter: Any, **kwargs: Any) -> None:
         """Have a query select the column, and ask for each execution how to load it."""
@@ -55,13 +85,37 @@ class _FenceProperty(ColumnProperty[Any]):
         if getter is None:
             before = len(populators["quick"])
             super().create_row_processor(context, query_entity, path, mapper, result, adapter, populators)
-            if len(populators["quick"]) == before:
-                return  # the query does not load it
+            if len(populators["quick"]) == before:  # the query does not load it
+                populators["expire"].remove((self.key, True))
+                populators["quick"].append((self.key, _unknown))
+                return
             getter = known["fencelock", path.natural_path] = populators["quick"].pop()[1]
         leases = leases_of(getattr(result, "connection", None), context.session)
         if leases and result.context.execution_options.get("fencelock") != BYPASS:
             getter = self._looking(getter, leases, result, adapter)
-        populators["quick"].append((self.key, getter))
+        if context.populate_existing:
+            populators["new"].append((self.key, self._replacing(getter, mapper, populators)))
+        else:
+            populators["quick"].append((self.key, getter))
+
+    def _replacing(
+        self, getter: _Getter, mapper: Any, populators: Mapping[str, Iterable[tuple[str, Any]]]
+    ) -> Callable[[Any, dict[str, Any], Any], None]:
+        """Return what loads the fence into an object that the session may have had (`populate_existing`).
+
+        Where the query leaves out a column (`load_only`) that the object has from before, the fence stays.
+        """
+        left_out: set[str] | None = None
+
+        def populate(_state: Any, attributes: dict[str, Any], row: Any) -> None:
+            nonlocal left_out
+            fence = getter(row)
+            if left_out is None:  # the first row: by now it is known how each of the others is loaded
+                left_out = set(mapper.columns.keys()) - {self.key, *dict(populators["quick"])}
+            if attributes.get(self.key) is None or left_out.isdisjoint(attributes):
+                attributes[self.key] = fence
+
+        return populate
 
     def _looking(self, getter: _Getter, leases: Mapping[str, Lease], result: Any, adapter: Any) -> _Getter:
         """Return what reads the fence from a row, and refuses one that is too high."""
@@ -134,3 +188,5 @@ def watch_loads(mapper: Mapper[Any]) -> None:
     fence = mapper.get_property(FENCE_COLUMN)
     if type(fence) is ColumnProperty:
         fence.__class__ = _FenceProperty
+        fence.deferred = False
+        fence.strategy_key = (("deferred", False), ("instrument", True))

@@ -8,11 +8,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from sqlalchemy import ColumnClause, Delete, Insert, SelectBase, TextClause, Update
+from sqlalchemy import (
+    BigInteger,
+    ColumnClause,
+    Delete,
+    Insert,
+    SelectBase,
+    TextClause,
+    Update,
+    bindparam,
+    or_,
+)
 from sqlalchemy.sql import ClauseElement, ColumnElement, FromClause, Join, operators, visitors
-from sqlalchemy.sql.elements import BinaryExpression, BindParameter, BooleanClauseList, Grouping
+from sqlalchemy.sql.elements import BinaryExpression, BindParameter, BooleanClauseList, ClauseList, Grouping
 from sqlalchemy.types import TypeDecorator
 
 from fencelock.errors import UnfencedWriteError
@@ -31,6 +42,14 @@ Row: TypeAlias = Mapping[str, Any]
 
 TOKEN_BIND: Final = "fencelock_token"  # noqa: S105  no password
 """Name of the parameter that carries the token into the condition."""
+
+LOADED_BIND: Final = "fencelock_loaded"
+"""Name of the parameter that carries the fence that was loaded into the condition."""
+
+UNKNOWN_BIND: Final = "fencelock_unknown"
+"""Name of the parameter that lets pass what is not above the token, where no fence was loaded; or -1."""
+
+_EARLIER_BIND: Final = "fencelock_earlier_"
 
 TOKEN_OPTION: Final = "fencelock_token"  # noqa: S105  no password
 """Execution option with which `execute_fenced` hands over an explicit token."""
@@ -156,14 +175,64 @@ def is_condition(clause: Any, fence: ColumnElement[int]) -> bool:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What the condition of a statement of the unit of work has to allow for.
+
+    Attributes:
+        earlier: how many tokens the holders had before they reminted, at the most.
+        some_unknown: whether the fence of some row was not loaded.
+    """
+
+    earlier: int
+    some_unknown: bool
+
+    @property
+    def earlier_binds(self) -> list[str]:
+        """The names of the parameters that carry the earlier tokens."""
+        return [f"{_EARLIER_BIND}{number}" for number in range(self.earlier)]
+
+
+def as_loaded(fence: ColumnElement[int], loaded: ColumnElement[int], form: Form) -> ColumnElement[bool]:
+    """Return the condition that a row's fence is the one that was loaded, or one of the holder's own."""
+    binds = [bindparam(name, type_=BigInteger) for name in (TOKEN_BIND, *form.earlier_binds)]
+    condition = fence.in_([loaded, *binds])
+    return (
+        or_(condition, fence <= bindparam(UNKNOWN_BIND, type_=BigInteger)) if form.some_unknown else condition
+    )
+
+
+def accepted_by(clause: Any, fence: ColumnElement[int]) -> tuple[BindParameter[int], ...] | None:
+    """Return what the fence may be, if this is the condition that `as_loaded` makes; else None."""
+    if isinstance(clause, BooleanClauseList) and clause.operator is operators.or_:
+        clause, *others = clause.clauses
+        if [_key_on_the_right(each) for each in others] != [UNKNOWN_BIND]:
+            return None
+    if (
+        isinstance(clause, BinaryExpression)
+        and clause.operator is operators.in_op
+        and hash(clause.left) == hash(fence)
+    ):
+        inside = clause.right.element if isinstance(clause.right, Grouping) else clause.right
+        clauses = inside.clauses if isinstance(inside, ClauseList) else ()
+        binds = tuple(each for each in clauses if isinstance(each, BindParameter))
+        if TOKEN_BIND in {bind.key for bind in binds}:
+            return binds
+    return None
+
+
+def _key_on_the_right(clause: Any) -> object:
+    return getattr(getattr(clause, "right", None), "key", None)
+
+
 def wants_token(statement: Any, rows: Iterable[Row]) -> bool:
     """Tell whether an UPDATE or DELETE has the condition, and nobody has given it a token."""
     return isinstance(statement, Update | Delete) and any(
-        isinstance(part, BinaryExpression)
-        and isinstance(part.right, BindParameter)
-        and part.right.key == TOKEN_BIND
+        isinstance(element, BindParameter)
+        and element.key == TOKEN_BIND
         and not all(TOKEN_BIND in row for row in rows)
         for part in criteria(statement)
+        for element in visitors.iterate(part)
     )
 
 

@@ -8,21 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from itertools import repeat
+from typing import Any, Final, NoReturn, TypeVar
 
-from sqlalchemy import BigInteger, Delete, Select, Update, bindparam, literal, not_, or_, select, tuple_
+from sqlalchemy import BigInteger, Delete, Select, Update, and_, bindparam, literal, not_, or_, select, tuple_
 from sqlalchemy.engine import Connection, CursorResult
 from sqlalchemy.sql import ColumnElement, FromClause
 from sqlalchemy.sql.elements import BindParameter
 from sqlalchemy.sql.selectable import AliasedReturnsRows
 
-from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
+from fencelock.errors import FenceError, StaleReadError, StaleTokenError, UnfencedWriteError
 from fencelock.guard._carried import CarriedToken
 from fencelock.guard._exact import SameText, is_text
 from fencelock.guard._statement import (
+    LOADED_BIND,
     TOKEN_BIND,
     TOKEN_OPTION,
+    UNKNOWN_BIND,
+    Form,
     Row,
+    accepted_by,
+    as_loaded,
     assigned,
     criteria,
     is_condition,
@@ -36,7 +42,7 @@ from fencelock.guard._statement import (
     with_text_apart,
 )
 from fencelock.guard._tables import FENCE_COLUMN, TRANSLATED, FencedTable, ResourceTemplate, row_name
-from fencelock.guard.session import Tokens, Writer, rows_known_to
+from fencelock.guard.session import LoadedFences, Tokens, Writer, rows_known_to
 
 LOCKING_READS: Final = frozenset({"mysql", "mariadb"})
 """Dialects whose plain SELECT reads an old snapshot under the default isolation level (REPEATABLE READ)."""
@@ -45,6 +51,9 @@ _ADDED: Final = (SameText, CarriedToken)
 """What `guard` adds to the criteria, besides the condition."""
 
 KEYS_PER_QUERY: Final = 500
+_CRITERIA_PER_QUERY: Final = 100
+
+_T = TypeVar("_T")
 
 _LOOKED_UP: Final = "fencelock_of_"
 """How the parameters begin that carry what the session knows of a row."""
@@ -65,6 +74,8 @@ class GuardedWrite:
         naming: the parameters that make the resource's name, one for each column of the template; None where
             the statement does not tell them.
         looked_up: the names of those among them that the guard has added, whose values the session knows.
+        accepted: what the fence may be, where what was loaded counts; None where it need only not be above
+            the token.
         reads_more: whether what it writes may change which rows its WHERE clause is about.
         carries: whether it leaves its token behind for a strict trigger.
     """
@@ -77,23 +88,79 @@ class GuardedWrite:
     key: tuple[BindParameter[Any], ...]
     naming: tuple[BindParameter[Any], ...] | None
     looked_up: Mapping[str, int]
+    accepted: tuple[BindParameter[Any], ...] | None
     reads_more: bool
     carries: bool
 
     def stamp(
-        self, connection: Connection, rows: Sequence[Row], options: Mapping[str, Any], writer: Writer
-    ) -> list[dict[str, Any]]:
-        """Return the parameters of each execution with its token added."""
-        if self.fenced.template is not None:
-            self._refuse_moving(self.fenced.template, rows[0])
+        self,
+        connection: Connection,
+        rows: Sequence[Row],
+        options: Mapping[str, Any],
+        writer: Writer,
+        *,
+        loaded: LoadedFences | None = None,
+    ) -> tuple[list[dict[str, Any]], Form | None]:
+        """Return the parameters of each execution with its token added; and, if it matters, what was loaded.
+
+        Args:
+            connection: what executes it.
+            rows: the parameters of each execution.
+            options: its execution options.
+            writer: the connection's.
+            loaded: the fences that the objects of the rows were loaded with, for the unit of work.
+
+        Returns:
+            The parameters, and the form of the condition that they need, where what was loaded counts.
+        """
+        template = self.fenced.template
+        if template is not None:
+            self._refuse_moving(template, rows[0])
         token: int | None = options.get(TOKEN_OPTION)
-        if token is None:
-            tokens = Tokens(connection, self.fenced, options, writer=writer)
-            if self.fenced.template is not None:
-                return list(self._stamp_each(connection, rows, tokens))
-            token = tokens.of_table()
-        stamp = dict.fromkeys(self.stamped, token)
-        return [{**row, **stamp} for row in rows]
+        if token is not None:
+            stamp = dict.fromkeys(self.stamped, token)
+            return [{**row, **stamp} for row in rows], None
+        tokens = Tokens(connection, self.fenced, options, writer=writer)
+        if template is not None:
+            stamped = list(self._stamp_each(connection, rows, tokens))
+        else:
+            stamp = dict.fromkeys(self.stamped, tokens.of_table())
+            stamped = [{**row, **stamp} for row in rows]
+        return stamped, self._add_loaded(stamped, loaded, tokens) if loaded is not None and self.key else None
+
+    def _add_loaded(self, rows: list[dict[str, Any]], loaded: LoadedFences, tokens: Tokens) -> Form | None:
+        """Add to stamped parameters what was loaded, and return the form of the condition that takes them."""
+        names = [bind.key for bind in self.key]
+        fences = [loaded[tuple([row[name] for name in names])] for row in rows]
+        form = Form(max(map(len, tokens.earlier.values()), default=0), None in fences)
+        if form.some_unknown and fences.count(None) == len(fences):
+            return None
+        for row, fence in zip(rows, fences, strict=True):
+            token = row[TOKEN_BIND]
+            row[LOADED_BIND] = token if fence is None else fence
+            if form.some_unknown:
+                row[UNKNOWN_BIND] = token if fence is None else -1
+            if form.earlier:
+                own = tokens.earlier.get(values_of(self.naming or (), row), ())
+                row.update(zip(form.earlier_binds, (*own, *repeat(token, form.earlier)), strict=False))
+        return form
+
+    def read_above_token(self, rows: Sequence[Row]) -> FenceError | None:
+        """Return the error to raise, before anything is sent, if what was loaded is above the token."""
+        if self.accepted is None:
+            return None
+        loaded = self.accepted[0]
+        for row in rows:
+            fence = row[loaded.key] if loaded.key in row else loaded.effective_value  # noqa: SIM401  as in values_of
+            if fence > row[TOKEN_BIND]:
+                return StaleTokenError(self.fenced.name, self._identity(row) or None, row[TOKEN_BIND], fence)
+        return None
+
+    def _accepts(self, row: Row) -> tuple[int, ...] | None:
+        """Return what the fence of a row may be; None if it is only not to be above the token."""
+        if self.accepted is None or row.get(UNKNOWN_BIND, -1) >= 0:
+            return None
+        return values_of(self.accepted, row)
 
     def _stamp_each(
         self, connection: Connection, rows: Sequence[Row], tokens: Tokens
@@ -151,10 +218,27 @@ class GuardedWrite:
         Only asked for where `wrote_all` is not so.
         """
         passed_on = {TRANSLATED: options.get(TRANSLATED)}
-        for query, row, named in self._queries(rows):
+
+        def first(query: Select[Any], row: Row) -> tuple[Any, ...] | None:
             found = connection.execute(newest(query, connection), row, execution_options=passed_on).first()
-            if found is not None:
-                return self._error(tuple(found), row[TOKEN_BIND], named)
+            return None if found is None else tuple(found)
+
+        if not self.key:
+            query = self._asked().where(*self.where).limit(1)
+            for row in rows:
+                found = first(query.where(self._turned_away(row)), row)
+                if found is not None:
+                    return self._error(found, row)
+            return None
+        for group in self._groups(rows):
+            if (
+                first(self._asked().where(or_(*(criterion for criterion, _ in group))).limit(1), {})
+                is not None
+            ):
+                for criterion, row in group:
+                    found = first(self._asked().where(criterion).limit(1), {})
+                    if found is not None:
+                        return self._error(found, row)
         return None
 
     def foreseen(
@@ -170,9 +254,8 @@ class GuardedWrite:
         query = self._asked().where(*self.where).with_for_update(of=self.source)
         passed_on = {TRANSLATED: options.get(TRANSLATED)}
         for row in rows:
-            named = values_of(self.naming or (), row)
             for found in connection.execute(query, row, execution_options=passed_on).all():
-                error = self._error(tuple(found), row[TOKEN_BIND], named)
+                error = self._error(tuple(found), row)
                 if error is not None:
                     return error
         return None
@@ -193,27 +276,29 @@ class GuardedWrite:
         """Return the names of the rows that these executions have named."""
         return (row_name(self.fenced.table, self._identity(row)) for row in rows)
 
-    def _queries(self, rows: Sequence[Row]) -> Iterator[tuple[Select[Any], Row, tuple[Any, ...]]]:
-        """Return queries for a row that the statement meant and the condition turned away.
+    def _groups(self, rows: Sequence[Row]) -> Iterator[list[tuple[ColumnElement[bool], Row]]]:
+        """Return criteria for rows that the statement has named and the condition turned away.
 
-        With each go its parameters, and the values that the statement says make the resource's name.
+        They come some at a time. One is for all rows of which the same is asked; with it go the parameters of
+        one of these.
         """
-        fence = self.source.c[self.fenced.fence.key]
-        above = or_(fence > bindparam(TOKEN_BIND, type_=BigInteger), fence.is_(None))
-        asked = self._asked().limit(1)
-        if not self.key:
-            query = asked.where(*self.where, or_(above, *self._differs(self.naming or ())))
-            yield from ((query, row, values_of(self.naming or (), row)) for row in rows)
-            return
-        groups: dict[tuple[int, tuple[Any, ...]], list[tuple[Any, ...]]] = {}
+        alike: dict[tuple[Any, ...], list[Row]] = {}
         for row in rows:
-            group = row[TOKEN_BIND], values_of(self.naming or (), row)
-            groups.setdefault(group, []).append(self._identity(row))
-        for (token, named), identities in groups.items():
-            turned_away = or_(above, *self._differs(named))
-            for start in range(0, len(identities), KEYS_PER_QUERY):
-                some = identities[start : start + KEYS_PER_QUERY]
-                yield asked.where(is_one_of(self._key(), some), turned_away), {TOKEN_BIND: token}, named
+            asked = row[TOKEN_BIND], self._accepts(row), values_of(self.naming or (), row)
+            alike.setdefault(asked, []).append(row)
+        criteria_of = [
+            (and_(is_one_of(self._key(), map(self._identity, some)), self._turned_away(some[0])), some[0])
+            for group in alike.values()
+            for some in batched(group, KEYS_PER_QUERY)
+        ]
+        yield from batched(criteria_of, _CRITERIA_PER_QUERY)
+
+    def _turned_away(self, row: Row) -> ColumnElement[bool]:
+        """Return the criterion that the condition, or the resource's name, turns a row away."""
+        fence = self.source.c[self.fenced.fence.key]
+        accepted = self._accepts(row)
+        passes_not = fence > row[TOKEN_BIND] if accepted is None else fence.not_in(accepted)
+        return or_(passes_not, fence.is_(None), *self._differs(values_of(self.naming or (), row)))
 
     def _asked(self) -> Select[Any]:
         """Return a query of what `_error` wants to know of rows, without any criteria."""
@@ -232,11 +317,10 @@ class GuardedWrite:
     def _differs(self, named: Sequence[Any]) -> Iterator[ColumnElement[bool]]:
         """Return criteria for a row that another resource guards than the one that these values name."""
         for column, value in zip(self.naming_columns(), named, strict=False):
-            yield not_(
-                holds(column, value if isinstance(value, BindParameter) else literal(value, column.type))
-            )
+            yield not_(holds(column, literal(value, column.type)))
 
-    def _error(self, found: tuple[Any, ...], token: int, named: tuple[Any, ...]) -> FenceError | None:
+    def _error(self, found: tuple[Any, ...], row: Row) -> FenceError | None:
+        token, named = row[TOKEN_BIND], values_of(self.naming or (), row)
         width = len(self.fenced.table.primary_key)
         identity, current, naming = found[:width], found[width], found[width + 1 :]
         template = self.fenced.template
@@ -249,9 +333,19 @@ class GuardedWrite:
                 )
         if current is None:
             return without_fence(self.fenced, identity)
-        if current <= token:
+        known = identity if self.key else None
+        if current > token:
+            return StaleTokenError(self.fenced.name, known, token, current)
+        accepted = self._accepts(row)
+        if accepted is None or current in accepted:
             return None
-        return StaleTokenError(self.fenced.name, identity if self.key else None, token, current)
+        return StaleReadError(self.fenced.name, known, token, current, accepted[0])
+
+
+def batched(all_of: Sequence[_T], count: int) -> Iterator[list[_T]]:
+    """Return these things, as many at a time; `itertools` has it from Python 3.12."""
+    for start in range(0, len(all_of), count):
+        yield list(all_of[start : start + count])
 
 
 def without_fence(fenced: FencedTable, identity: tuple[Any, ...]) -> FenceError:
@@ -281,18 +375,19 @@ def newest(query: Select[Any], connection: Connection) -> Select[Any]:
 
 
 def guard(
-    statement: Update | Delete, fenced: FencedTable, *, explicit: bool
+    statement: Update | Delete, fenced: FencedTable, *, explicit: bool, form: Form | None = None
 ) -> tuple[Update | Delete, GuardedWrite]:
     """Return the statement with the condition, and what is known of it.
 
-    The condition is that the fence is not above the token; and that the row is guarded by the resource that
-    the token is of, as far as the WHERE clause does not say so by itself: see `_exact` for text, and
-    `_naming` for rows that are named by their key alone.
+    The condition is that the fence is not above the token; or, if there is a form, that it is what was
+    loaded. And that the row is guarded by the resource that the token is of, as far as the WHERE clause does
+    not say so by itself: see `_exact` for text, and `_naming` for rows that are named by their key alone.
 
     Args:
         statement: an UPDATE or DELETE of the table.
         fenced: the table.
         explicit: whether the caller vouches for the token, so that no resource is looked for.
+        form: of the condition, where what was loaded counts.
     """
     changed = [column for column, _ in assigned(statement)]
     refuse_fence_assignment(map(key_of, changed), fenced)
@@ -300,8 +395,17 @@ def guard(
     refuse_hiding_text(statement)
     source = statement.table if isinstance(statement.table, AliasedReturnsRows) else fenced.table
     fence = source.c[fenced.fence.key]
+    if form is not None:
+        loaded: BindParameter[int] = bindparam(LOADED_BIND, type_=BigInteger)
+        statement = statement.where(as_loaded(fence, loaded, form))
     statement, parts = with_text_apart(statement, criteria(statement))
-    where = tuple(part for part in parts if not (is_condition(part, fence) or isinstance(part, _ADDED)))
+    accepted = next((binds for part in parts if (binds := accepted_by(part, fence)) is not None), None)
+    is_told = accepted is not None or any(is_condition(part, fence) for part in parts)
+    where = tuple(
+        part
+        for part in parts
+        if not (is_condition(part, fence) or accepted_by(part, fence) or isinstance(part, _ADDED))
+    )
     pinned = dict(pins(where, source, fenced))
     key = tuple([pinned[column.key] for column in fenced.table.primary_key if column.key in pinned])
     keyed = bool(key) and len(key) == len(fenced.table.primary_key)
@@ -315,10 +419,11 @@ def guard(
         key=key if keyed else (),
         naming=naming,
         looked_up={bind.key: at for at, bind in enumerate(naming or ()) if bind.key.startswith(_LOOKED_UP)},
+        accepted=accepted,
         reads_more=not keyed and reads_more(where, source),
         carries=fenced.strict,
     )
-    if not any(is_condition(part, fence) for part in parts):
+    if not is_told:
         statement = statement.where(fence <= bindparam(TOKEN_BIND, type_=BigInteger))
     statement = statement.where(*_same_resource(write))
     if write.carries and not any(isinstance(part, CarriedToken) for part in parts):

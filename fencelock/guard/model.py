@@ -59,6 +59,10 @@ class FencedModel:
     table, which must never change, and whose values the database gives back as they were given to it (no
     type that changes case, say). Without it, one and the same resource guards the whole table.
 
+    What the unit of work writes, it writes only if the row's fence is the one that the object was loaded
+    with, or the holder's own: `StaleReadError` says that another has written or claimed the row since. The
+    fence is loaded with whatever else is loaded of an object, and is None where a query does not select it.
+
     What it does not promise: that a value read before the row was claimed is still true (see `claim`), and
     that a stale holder cannot INSERT, since a new row has no fence to compare with (see `gate`). What the
     database does by itself goes unseen: foreign keys with ON DELETE CASCADE or SET NULL, triggers, stored

@@ -32,7 +32,7 @@ from sqlalchemy.sql.lambdas import LambdaElement, NullLambdaStatement
 from fencelock.errors import FenceError, UnfencedWriteError
 from fencelock.guard._carried import ready, take_back
 from fencelock.guard._insert import stamp_insert
-from fencelock.guard._statement import TOKEN_OPTION, Row, refuse_foreign_assignments, wants_token
+from fencelock.guard._statement import TOKEN_OPTION, Form, Row, refuse_foreign_assignments, wants_token
 from fencelock.guard._tables import (
     TRANSLATED,
     FencedTable,
@@ -48,7 +48,9 @@ from fencelock.guard._write import GuardedWrite, guard
 from fencelock.guard.events import report
 from fencelock.guard.session import (
     BYPASS,
+    Writer,
     begin_writing,
+    fences_loaded,
     in_unit_of_work,
     note_locked,
     refuse_bypass,
@@ -67,8 +69,10 @@ _Written: TypeAlias = tuple[GuardedWrite, Sequence[Row]]
 _DML: Final = (Update, Delete, Insert)
 _LAMBDAS: Final = (LambdaElement, NullLambdaStatement)
 
-_guarded: WeakKeyDictionary[ClauseElement, dict[bool, tuple[Any, GuardedWrite]]] = WeakKeyDictionary()
-"""By statement, its guarded form with and without an explicit token.
+_guarded: WeakKeyDictionary[ClauseElement, dict[tuple[bool, Form | None], tuple[Any, GuardedWrite]]] = (
+    WeakKeyDictionary()
+)
+"""By statement, its guarded forms: with and without an explicit token, and by what its condition allows for.
 
 SQLAlchemy's own statements are the same objects at each flush.
 """
@@ -137,13 +141,35 @@ def _guarded_form(
     if isinstance(dml, Insert):
         dml, rows = stamp_insert(connection, dml, fenced, rows, options, writer=writer)
         return dml if is_plain else _with_innermost(statement, dml), rows, None
-    dml, write = _guard_once(dml, fenced, explicit=TOKEN_OPTION in options)
-    rows = write.stamp(connection, rows, options, writer)
+    dml, written = _guarded_write(connection, dml, fenced, rows, options, writer=writer)
+    return dml if is_plain else _with_innermost(statement, dml), written[1], written
+
+
+def _guarded_write(
+    connection: Connection,
+    statement: Update | Delete,
+    fenced: FencedTable,
+    rows: Sequence[Row],
+    options: Mapping[str, Any],
+    *,
+    writer: Writer,
+) -> tuple[Update | Delete, _Written]:
+    """Return an UPDATE or DELETE with the condition, what is known of it, and its parameters.
+
+    Raises:
+        FenceError: if the rows are known to turn it away.
+    """
+    guarded, write = _guard_once(statement, fenced, explicit=TOKEN_OPTION in options)
+    loaded = fences_loaded(connection, fenced, options)
+    stamped, form = write.stamp(connection, rows, options, writer, loaded=loaded)
+    if form is not None:
+        guarded, write = _guard_once(statement, fenced, explicit=False, form=form)
+    _raise(connection, write.read_above_token(stamped))
     if write.carries:
         ready(connection)
     if write.reads_more:
-        _raise(connection, write.foreseen(connection, rows, options))
-    return dml if is_plain else _with_innermost(statement, dml), rows, (write, rows)
+        _raise(connection, write.foreseen(connection, stamped, options))
+    return guarded, (write, stamped)
 
 
 def _holds_fenced_rows(table: Table) -> bool:
@@ -263,15 +289,15 @@ def _raise(
 
 
 def _guard_once(
-    statement: Update | Delete, fenced: FencedTable, *, explicit: bool
+    statement: Update | Delete, fenced: FencedTable, *, explicit: bool, form: Form | None = None
 ) -> tuple[Update | Delete, GuardedWrite]:
     """Return the statement with the condition, as it was made the last time where there was one."""
     known = _guarded.get(statement)
     if known is None:
         known = _guarded[statement] = {}
-    found = known.get(explicit)
+    found = known.get((explicit, form))
     if found is None:
-        found = known[explicit] = guard(statement, fenced, explicit=explicit)
+        found = known[explicit, form] = guard(statement, fenced, explicit=explicit, form=form)
     return found
 
 

@@ -9,6 +9,9 @@ Where a transaction has written under a lease of a resource and the context now 
 same resource, the older one stays in use: what the transaction has read, it read before somebody else may
 have come and gone, and only the older token lets the database see that.
 
+Here it is also noted which fence an object was loaded with, which the statement compares: what is written
+was computed from that state of the row.
+
 Attributes are stamped here (so that objects show the fence they were written with, and so that a change in a
 collection, a link table or a joined sub-table writes the base row too); which token really goes into a
 statement is decided once more, and finally, when the statement is rewritten.
@@ -21,7 +24,7 @@ import asyncio
 import operator
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -42,7 +45,7 @@ from sqlalchemy.orm.base import INCLUDE_PENDING_MUTATIONS, NO_VALUE, PASSIVE_NO_
 from sqlalchemy.types import TypeEngine
 
 from fencelock.errors import AmbiguousFenceError, FenceError, UnfencedWriteError
-from fencelock.guard._tables import FENCE_COLUMN, FencedTable, Fixed
+from fencelock.guard._tables import FENCE_COLUMN, FencedTable, Fixed, fenced_table, row_name
 from fencelock.guard.events import report
 from fencelock.lease import Lease, held_leases
 
@@ -275,9 +278,16 @@ class Writer:
             self._locked.append(names)
             self._locked_count += count
 
-    def take_back(self, savepoint: NestedTransaction) -> None:
-        """Note a rollback to a savepoint: what was locked since may be free again, as on PostgreSQL."""
-        del self._locked[self._savepoints.get(_name(savepoint), len(self._locked)) :]
+    def take_back(self, savepoint: NestedTransaction) -> set[str]:
+        """Note a rollback to a savepoint: what was locked since may be free again, as on PostgreSQL.
+
+        Returns:
+            The names of the rows that were locked since, as far as they are known.
+        """
+        since = self._savepoints.get(_name(savepoint), len(self._locked))
+        undone = {name for names in self._locked[since:] for name in names()}
+        del self._locked[since:]
+        return undone
 
     def end(self) -> None:
         """Let go of the leases: the transaction has ended."""
@@ -483,8 +493,26 @@ class _WatchedSavepoint(NestedTransaction):
 
     def _take_back(self) -> None:
         writer = _open_writer(self.connection) if self.is_active else None
-        if writer is not None:
-            writer.take_back(self)
+        undone = writer.take_back(self) if writer is not None else None
+        if undone:
+            _expire_rows(self.connection, undone)
+
+
+def _expire_rows(connection: Connection, names: Container[str]) -> None:
+    """Have sessions forget what they know of rows with these names: it was written, or locked, and undone.
+
+    SQLAlchemy does so by itself with objects that have been changed since the savepoint.
+    """
+    for session in users_of(connection):
+        for state in session.identity_map.all_states():
+            fenced = _fenced_table_of(state) if FENCE_COLUMN in state.dict else None
+            if fenced is not None and state.key is not None and row_name(fenced, state.key[1]) in names:
+                session.expire(state.obj())
+
+
+def _fenced_table_of(state: InstanceState[Any]) -> Table | None:
+    tables = state.mapper.tables
+    return next((each for each in tables if isinstance(each, Table) and fenced_table(each)), None)
 
 
 _WATCHED: Final[Mapping[type[Any], type[Transaction]]] = {
@@ -694,6 +722,8 @@ class Tokens:
 
     Attributes:
         whole: what `of_table` has returned, if it was asked.
+        earlier: what the holders had before they reminted, if they did: by the template's values of a row, or
+            by `()` where one resource guards the whole table.
     """
 
     __slots__ = (
@@ -703,6 +733,7 @@ class Tokens:
         "_found",
         "_options",
         "_writer",
+        "earlier",
         "fenced",
         "whole",
     )
@@ -724,6 +755,7 @@ class Tokens:
         self._writer = writer or writer_of(connection)
         self._candidates = self._writer.candidates(connection, session)
         self._found: dict[tuple[Any, ...], int] = {}
+        self.earlier: dict[tuple[Any, ...], tuple[int, ...]] = {}
         self.whole: int | None = None
 
     @property
@@ -780,6 +812,8 @@ class Tokens:
         token = lease.token_to_write(claiming=self._claiming)
         self._writer.fix(self.fenced, self._connection, self._options, resource)
         self._writer.remember(resource, lease, self._connection, claiming=self._claiming)
+        if lease.earlier_tokens:
+            self.earlier[()] = lease.earlier_tokens
         self.whole = token
         return token
 
@@ -808,6 +842,8 @@ class Tokens:
             )
         token = lease.token_to_write(claiming=self._claiming)
         self._writer.remember(resource, lease, self._connection, claiming=self._claiming)
+        if lease.earlier_tokens:
+            self.earlier[values] = lease.earlier_tokens
         return token
 
 
@@ -853,6 +889,26 @@ def rows_known_to(
         return None
 
     return values_of
+
+
+def fences_loaded(
+    connection: Connection, fenced: FencedTable, options: Mapping[str, Any]
+) -> LoadedFences | None:
+    """Return the fences that the objects of a flush were loaded with; None for no statement of its own."""
+    if "compiled_cache" not in options:  # the unit of work has one of its own for each mapper
+        return None
+    session = owner_of(connection)
+    if session is None or not session._warn_on_events:  # noqa: SLF001  see `in_unit_of_work`
+        return None
+    flush = _flushes.get(session.hash_key)
+    return None if flush is None else flush.loaded.get((fenced, connection))
+
+
+def _loaded_fence(state: InstanceState[Any], current: Mapping[str, Any]) -> int | None:
+    """Return the fence that an object was loaded with, whatever has been assigned since; None if unknown."""
+    assigned = state.committed_state
+    fence: Any = assigned[FENCE_COLUMN] if FENCE_COLUMN in assigned else current.get(FENCE_COLUMN)
+    return None if fence is NO_VALUE else fence
 
 
 def _loaded_values(
@@ -931,23 +987,52 @@ def _key_names(base: Mapper[Any], table: Table) -> list[str]:
     return [labels[key] for key in keys] if labels.keys() == set(keys) else list(labels.values())
 
 
+class LoadedFences(dict[tuple[Any, ...], int | None]):
+    """By primary key, the fences that objects were loaded with whose rows of a table one flush writes.
+
+    None where that is not known. Of an object that the flush has replaced by a new one with its key (a row
+    switch), or that only a relationship with `post_update` writes, nobody has told; the session has it.
+    """
+
+    __slots__ = ("_fenced", "_session", "_told")
+
+    def __init__(
+        self, session: ReferenceType[Session], told: Container[InstanceState[Any]], fenced: FencedTable
+    ) -> None:
+        super().__init__()
+        self._session = session
+        self._told = told
+        self._fenced = fenced
+
+    def __missing__(self, identity: tuple[Any, ...]) -> int | None:
+        session = self._session()
+        mapper = self._fenced.mapper() if self._fenced.mapper else None
+        if session is None or mapper is None:
+            return None
+        instance = session.identity_map.get(mapper.identity_key_from_primary_key(identity))
+        state = None if instance is None else inspect(instance)
+        return None if state is None or state in self._told else _loaded_fence(state, state.dict)
+
+
 class _Flush:
     """What one flush has found out so far.
 
     Attributes:
         plan: returns the plan of the unit of work; None once that is thrown away, or where none was noted.
         stamped: the objects whose fenced rows it writes, save those that it deletes.
+        loaded: by table and connection, the fences that the objects were loaded with.
         found: what `tokens` has returned so far, by table and connection.
         known: by table and primary key, the template's values of rows about to be written.
         unsaved: new objects, for tables whose resources cannot be told from the key alone.
     """
 
-    __slots__ = ("_session", "found", "known", "plan", "stamped", "unsaved")
+    __slots__ = ("_session", "found", "known", "loaded", "plan", "stamped", "unsaved")
 
     def __init__(self, session: Session, plan: UOWTransaction | None = None) -> None:
         self._session = ref(session)
         self.plan = (lambda: None) if plan is None else ref(plan, partial(_forget_flush, session.hash_key))
         self.stamped: set[InstanceState[Any]] = set()
+        self.loaded: dict[tuple[FencedTable, Connection], LoadedFences] = {}
         self.found: dict[tuple[FencedTable, Connection], Tokens | None] = {}
         self.known: dict[FencedTable, dict[tuple[Any, ...], tuple[Any, ...]]] = {}
         self.unsaved: list[InstanceState[Any]] = []
@@ -964,6 +1049,7 @@ class _Flush:
             tokens = None if bypassed else Tokens(connection, fenced, options, session)
             self.found[key] = tokens
             self.known.setdefault(fenced, {})
+            self.loaded[key] = LoadedFences(self._session, self.stamped, fenced)
         return self.found[key]
 
     def writes(self, session: Session, mapper: Mapper[Any], identity: tuple[Any, ...]) -> bool:
@@ -1030,9 +1116,18 @@ def _on_begin(session: Session, _transaction: object, connection: Connection) ->
     join(connection, session)
 
 
+def _on_insert_undone(_session: Session, instance: object) -> None:
+    """Have an object whose row is not there have no fence."""
+    state: InstanceState[Any] = inspect(instance)
+    if _fenced_table_of(state) is not None:
+        state.dict.pop(FENCE_COLUMN, None)
+
+
 def watch_sessions() -> None:
     """Listen to every session of the process."""
     event.listen(Session, "after_begin", _on_begin)
+    event.listen(Session, "persistent_to_transient", _on_insert_undone)
+    event.listen(Session, "pending_to_transient", _on_insert_undone)
 
 
 def watch_mapper(mapper: Mapper[Any], fenced: FencedTable) -> None:
@@ -1052,13 +1147,14 @@ def watch_mapper(mapper: Mapper[Any], fenced: FencedTable) -> None:
 class _Watch:
     """Stamps the objects of one mapper, and notes which resource guards each of them."""
 
-    __slots__ = ("_comparing", "_fenced", "_in_row", "_looked_up", "_naming")
+    __slots__ = ("_comparing", "_fenced", "_in_row", "_key", "_looked_up", "_naming")
 
     def __init__(self, mapper: Mapper[Any], fenced: FencedTable) -> None:
         columns: Iterable[tuple[str, Any]] = mapper.columns.items()
         own = {column: key for key, column in columns if getattr(column, "table", None) is fenced.table}
         template = fenced.template
         self._fenced = fenced
+        self._key = tuple(mapper.get_property_by_column(column).key for column in mapper.primary_key)
         self._in_row = frozenset(own.values()) - {FENCE_COLUMN}
         self._comparing: dict[str, Callable[[Any, Any], Any]] = {}
         self._naming = tuple(own[column] for column in template.columns.values()) if template else ()
@@ -1080,20 +1176,49 @@ class _Watch:
             return
         flush = _flushes.get(state.session_id) or _flush_of(state)  # type: ignore[arg-type]  # it has a session
         flush.stamped.add(state)
+        if FENCE_COLUMN not in current:
+            self._load_with_key(state, current)
         token = self._token_for(flush, connection, state, current)
         if token is not None:
+            self._note_loaded(flush, connection, state, current)
             current[FENCE_COLUMN] = token
             if not writes_row:
                 state.committed_state[FENCE_COLUMN] = NO_VALUE  # it looks changed, so the row is written
 
     def on_delete(self, _mapper: object, connection: Connection, state: InstanceState[Any]) -> None:
         flush = _flush_of(state)
+        self._load_with_key(state, state.dict)
         if self._looked_up:
             self._token_for(flush, connection, state, state.dict)
         else:  # the statement has the key, which the object need not be loaded for
             tokens = flush.tokens(self._fenced, connection)
             if tokens is not None and tokens.none_held:
                 tokens.need_some(self._resource_of(state))
+        if flush.found[self._fenced, connection] is not None:
+            self._note_loaded(flush, connection, state, state.dict)
+
+    def _load_with_key(self, state: InstanceState[Any], current: dict[str, Any]) -> None:
+        """Load an expired object now, as the unit of work is about to, which needs its key.
+
+        The fence comes with it then, and is not loaded over the one that is stamped.
+        """
+        for key in self._key:
+            if key not in current:
+                manager: Mapping[str, Any] = state.manager
+                manager[key].impl.get(state, current)
+
+    def _note_loaded(
+        self, flush: _Flush, connection: Connection, state: InstanceState[Any], current: Mapping[str, Any]
+    ) -> None:
+        """Note the fence that an object was loaded with, by the key with which its row will be named."""
+        loaded = flush.loaded[self._fenced, connection]
+        assigned = state.committed_state
+        fence = _loaded_fence(state, current)
+        loaded[tuple([assigned[key] if key in assigned else current.get(key) for key in self._key])] = fence
+        if not assigned.keys().isdisjoint(
+            self._key
+        ):  # the database may have changed the key already, by a cascade
+            loaded[tuple([current.get(key) for key in self._key])] = fence
 
     def _resource_of(self, state: InstanceState[Any]) -> str | None:
         """Return which resource guards an object, by its key alone."""

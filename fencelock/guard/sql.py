@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, overload
+from typing import Any, Final, TypeVar
 
 from sqlalchemy import BigInteger, Delete, Insert, Table, Update, bindparam, delete, inspect, update
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.engine import Connection, CursorResult
 from sqlalchemy.orm import Session
 from sqlalchemy.sql import FromClause
+from sqlalchemy.sql.elements import BindParameter
 from sqlalchemy.sql.selectable import AliasedReturnsRows
 
 from fencelock.guard._carried import CARRIERS
 from fencelock.guard._install import install
-from fencelock.guard._statement import TOKEN_BIND, TOKEN_OPTION
+from fencelock.guard._statement import LOADED_BIND, TOKEN_BIND, TOKEN_OPTION, Form, as_loaded
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table, register, underlying
 from fencelock.guard.session import note_token
+from fencelock.token import MAX_TOKEN
 from fencelock.token import check as check_token
 
 
-def fenced_update(target: Any) -> Update:
+def fenced_update(target: Any, *, loaded: int | BindParameter[int] | None = None) -> Update:
     """Return `update(target)` with the condition that the row's fence is not above the token.
 
     Go on with `where()` and `values()`; the guard fills in the token and raises the fence when it is
@@ -34,22 +36,27 @@ def fenced_update(target: Any) -> Update:
 
     Args:
         target: a fenced model, a `Table` that has the column `last_fencing_token`, or an alias of either.
+        loaded: the fence that the row had when the new values were computed from it: then the condition is
+            that the fence is still this one, or the token's own, and `StaleReadError` says that it is not.
+            One for each of many rows is a `bindparam`.
 
     Raises:
-        ValueError: if the target has no such column.
+        ValueError: if the target has no such column, or `loaded` is no fence.
+        TypeError: if `loaded` is no int.
     """
-    return _conditional(update(target))
+    return _conditional(update(target), loaded)
 
 
-def fenced_delete(target: Any) -> Delete:
+def fenced_delete(target: Any, *, loaded: int | BindParameter[int] | None = None) -> Delete:
     """Return `delete(target)` with the condition that the row's fence is not above the token.
 
     See `fenced_update`.
 
     Raises:
-        ValueError: if the target has no column `last_fencing_token`.
+        ValueError: if the target has no column `last_fencing_token`, or `loaded` is no fence.
+        TypeError: if `loaded` is no int.
     """
-    return _conditional(delete(target))
+    return _conditional(delete(target), loaded)
 
 
 def execute_fenced(
@@ -96,16 +103,29 @@ def execute_fenced(
     return result
 
 
-@overload
-def _conditional(statement: Update) -> Update: ...
-@overload
-def _conditional(statement: Delete) -> Delete: ...
-def _conditional(statement: Update | Delete) -> Update | Delete:
+_Write = TypeVar("_Write", Update, Delete)
+
+
+def _conditional(statement: _Write, loaded: int | BindParameter[int] | None) -> _Write:
     target = statement.table
     fenced = _known(target)
     source = target if isinstance(target, AliasedReturnsRows) else fenced.table
-    condition = source.c[fenced.fence.key] <= bindparam(TOKEN_BIND, type_=BigInteger)
+    fence = source.c[fenced.fence.key]
+    if loaded is None:
+        condition = fence <= bindparam(TOKEN_BIND, type_=BigInteger)
+    else:
+        condition = as_loaded(fence, _loaded(loaded), Form(earlier=0, some_unknown=False))
     return statement.where(condition).execution_options(synchronize_session=False)
+
+
+def _loaded(fence: int | BindParameter[int]) -> BindParameter[int]:
+    if isinstance(fence, BindParameter):
+        return fence
+    if not isinstance(fence, int):
+        raise TypeError(f"loaded is the row's fence, an int or a bindparam, not {type(fence).__name__}")
+    if not 0 <= fence <= MAX_TOKEN:
+        raise ValueError(f"loaded is the row's fence, 0 … 2**63 - 1, not {fence}")
+    return bindparam(LOADED_BIND, fence, type_=BigInteger)
 
 
 def _known(target: FromClause) -> FencedTable:

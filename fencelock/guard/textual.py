@@ -58,7 +58,7 @@ def stamp_text(
             note_token(connection, statement, token)
     else:
         _refuse_inexact(fenced)
-        stamped = write.stamp(connection, pinned, options, writer)
+        stamped, _ = write.stamp(connection, pinned, options, writer)
     sent = [{**row, TOKEN: each[TOKEN_BIND]} for row, each in zip(complete, stamped, strict=True)]
     if write.carries:
         ready(connection)
