@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from sqlalchemy import (
     BigInteger,
@@ -175,22 +174,24 @@ def is_condition(clause: Any, fence: ColumnElement[int]) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
-    """What the condition of a statement of the unit of work has to allow for.
+class Form(NamedTuple):
+    """What the condition of a statement of the unit of work has to allow for; most often, for nothing.
 
     Attributes:
         earlier: how many tokens the holders had before they reminted, at the most.
         some_unknown: whether the fence of some row was not loaded.
     """
 
-    earlier: int
-    some_unknown: bool
+    earlier: int = 0
+    some_unknown: bool = False
 
     @property
     def earlier_binds(self) -> list[str]:
         """The names of the parameters that carry the earlier tokens."""
         return [f"{_EARLIER_BIND}{number}" for number in range(self.earlier)]
+
+
+ALL_KNOWN: Final = Form()
 
 
 def as_loaded(fence: ColumnElement[int], loaded: ColumnElement[int], form: Form) -> ColumnElement[bool]:

@@ -21,6 +21,7 @@ from fencelock.errors import FenceError, StaleReadError, StaleTokenError, Unfenc
 from fencelock.guard._carried import CarriedToken
 from fencelock.guard._exact import SameText, is_text
 from fencelock.guard._statement import (
+    ALL_KNOWN,
     LOADED_BIND,
     TOKEN_BIND,
     TOKEN_OPTION,
@@ -132,17 +133,20 @@ class GuardedWrite:
         """Add to stamped parameters what was loaded, and return the form of the condition that takes them."""
         names = [bind.key for bind in self.key]
         fences = [loaded[tuple([row[name] for name in names])] for row in rows]
-        form = Form(max(map(len, tokens.earlier.values()), default=0), None in fences)
-        if form.some_unknown and fences.count(None) == len(fences):
+        if None not in fences and not tokens.earlier:
+            for row, fence in zip(rows, fences, strict=True):
+                row[LOADED_BIND] = fence
+            return ALL_KNOWN
+        if fences.count(None) == len(fences):
             return None
+        form = Form(max(map(len, tokens.earlier.values()), default=0), None in fences)
         for row, fence in zip(rows, fences, strict=True):
             token = row[TOKEN_BIND]
             row[LOADED_BIND] = token if fence is None else fence
             if form.some_unknown:
                 row[UNKNOWN_BIND] = token if fence is None else -1
-            if form.earlier:
-                own = tokens.earlier.get(values_of(self.naming or (), row), ())
-                row.update(zip(form.earlier_binds, (*own, *repeat(token, form.earlier)), strict=False))
+            own = tokens.earlier.get(values_of(self.naming or (), row), ())
+            row.update(zip(form.earlier_binds, (*own, *repeat(token, form.earlier)), strict=False))
         return form
 
     def read_above_token(self, rows: Sequence[Row]) -> FenceError | None:

@@ -32,7 +32,14 @@ from sqlalchemy.sql.lambdas import LambdaElement, NullLambdaStatement
 from fencelock.errors import FenceError, UnfencedWriteError
 from fencelock.guard._carried import ready, take_back
 from fencelock.guard._insert import stamp_insert
-from fencelock.guard._statement import TOKEN_OPTION, Form, Row, refuse_foreign_assignments, wants_token
+from fencelock.guard._statement import (
+    ALL_KNOWN,
+    TOKEN_OPTION,
+    Form,
+    Row,
+    refuse_foreign_assignments,
+    wants_token,
+)
 from fencelock.guard._tables import (
     TRANSLATED,
     FencedTable,
@@ -159,11 +166,13 @@ def _guarded_write(
     Raises:
         FenceError: if the rows are known to turn it away.
     """
-    guarded, write = _guard_once(statement, fenced, explicit=TOKEN_OPTION in options)
+    explicit = TOKEN_OPTION in options
     loaded = fences_loaded(connection, fenced, options)
+    likely = None if loaded is None else ALL_KNOWN
+    guarded, write = _guard_once(statement, fenced, explicit=explicit, form=likely)
     stamped, form = write.stamp(connection, rows, options, writer, loaded=loaded)
-    if form is not None:
-        guarded, write = _guard_once(statement, fenced, explicit=False, form=form)
+    if form != likely:
+        guarded, write = _guard_once(statement, fenced, explicit=explicit, form=form)
     _raise(connection, write.read_above_token(stamped))
     if write.carries:
         ready(connection)

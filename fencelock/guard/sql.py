@@ -20,7 +20,7 @@ from sqlalchemy.sql.selectable import AliasedReturnsRows
 
 from fencelock.guard._carried import CARRIERS
 from fencelock.guard._install import install
-from fencelock.guard._statement import LOADED_BIND, TOKEN_BIND, TOKEN_OPTION, Form, as_loaded
+from fencelock.guard._statement import ALL_KNOWN, LOADED_BIND, TOKEN_BIND, TOKEN_OPTION, as_loaded
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table, register, underlying
 from fencelock.guard.session import note_token
 from fencelock.token import MAX_TOKEN
@@ -114,7 +114,7 @@ def _conditional(statement: _Write, loaded: int | BindParameter[int] | None) -> 
     if loaded is None:
         condition = fence <= bindparam(TOKEN_BIND, type_=BigInteger)
     else:
-        condition = as_loaded(fence, _loaded(loaded), Form(earlier=0, some_unknown=False))
+        condition = as_loaded(fence, _loaded(loaded), ALL_KNOWN)
     return statement.where(condition).execution_options(synchronize_session=False)
 
 
