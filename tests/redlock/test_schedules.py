@@ -6,19 +6,26 @@ The mutants exist only here.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from fencelock import token
 from fencelock.authority.redlock import protocol
-from fencelock.authority.redlock.protocol import Answer, Command, Failed, Granted, Said, Turn
+from fencelock.authority.redlock.protocol import Answer, Command, Failed, Granted, Said, Sleep, Turn
 from fencelock.authority.redlock.waiting import Line
 from fencelock.embedded import Nodes
 from fencelock.errors import LockLostError
 from tests.redlock.stage import NODE_KEY, Actor, Calls, Stage, without
-from tests.simulation.weaker import maximum_without_write_back, mixed_epochs, undoing_no_stripe
+from tests.simulation.weaker import (
+    maximum_without_write_back,
+    mixed_epochs,
+    still_extended_all_gone,
+    undoing_no_stripe,
+)
 
 MakeStage = Callable[..., Stage]
 
@@ -408,3 +415,83 @@ def test_release_lets_a_laggard_catch_up(make_stage: MakeStage) -> None:
     assert a.token == 8
     assert stage.release(a, 2) == [Said.LOST]
     assert stage.nodes[2].execute(stage.bidder().request.command).counters == (9,)
+
+
+def play_node_that_forgets_when_another_is_admitted(stage: Stage, forgetful: int = 1) -> Any:
+    """A has the lock on n0 and n1; n2, which is admitted only then, misses it; at once n1 forgets."""
+    a = stage.bidder()
+    a.deliver(stage.nodes, 0, 1)
+    a.resume()
+    assert isinstance(a.outcome, protocol.Granted)
+    for node in stage.nodes[1 : 1 + forgetful]:
+        node.client.flushall()
+    return a
+
+
+def extend_everywhere(stage: Stage, bidder: Any) -> Any:
+    """Return what an extension comes to that all nodes hear of."""
+    actor = Actor(stage.nodes, protocol.extend(bidder.fleet, [(bidder.outcome, 30.0)]))
+    (end,) = actor.finish()
+    return end
+
+
+def test_lease_goes_on_where_a_node_forgets_as_soon_as_another_is_admitted(make_stage: MakeStage) -> None:
+    """Of three nodes one has the lock, one has made it again and one is blank: a second round counts two."""
+    stage = make_stage()
+    bidder = play_node_that_forgets_when_another_is_admitted(stage)
+    assert isinstance(extend_everywhere(stage, bidder), float)
+    assert stage.nodes[2].client.get(f"{NODE_KEY}:l:r") == f"{bidder.bid.nonce}|0|{protocol.RESTORED}"
+
+
+def test_lease_that_only_one_of_three_nodes_can_know_is_lost(make_stage: MakeStage) -> None:
+    """Two are blank: no later round could count a majority, and the holder is told at once."""
+    stage = make_stage()
+    bidder = play_node_that_forgets_when_another_is_admitted(stage, forgetful=2)
+    assert isinstance(extend_everywhere(stage, bidder), LockLostError)
+
+
+def test_nodes_that_forgot_one_after_the_other_are_not_added_up(
+    make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control: added up, one that was admitted a moment ago and one that is blank cost a healthy lease."""
+    stage = make_stage()
+    bidder = play_node_that_forgets_when_another_is_admitted(stage)
+    monkeypatch.setattr(protocol, "_still_extended", still_extended_all_gone)
+    assert isinstance(extend_everywhere(stage, bidder), LockLostError)
+
+
+def test_release_does_not_add_up_nodes_that_forgot_one_after_the_other(make_stage: MakeStage) -> None:
+    """Nobody can tell the holder that his lease had ended; where two voters know nothing of it, it had."""
+    stage = make_stage()
+    bidder = play_node_that_forgets_when_another_is_admitted(stage)
+    actor = Actor(stage.nodes, protocol.release(bidder.fleet, bidder.outcome))
+    assert actor.finish() is None
+    again = Actor(stage.nodes, protocol.release(bidder.fleet, bidder.outcome))
+    assert again.finish() is False
+
+
+def test_bidder_who_waits_learns_of_a_list_that_comes_meanwhile(make_stage: MakeStage) -> None:
+    """The nodes are asked which list they belong to before the bidder is told that his is wrong."""
+    stage = make_stage()
+    holder = stage.bidder()
+    holder.deliver(stage.nodes, 0, 1, 2)
+    fleets = [stage.fleet]
+    new_bid = itertools.count()
+    actor = Actor(
+        stage.nodes,
+        protocol.acquire(
+            lambda: fleets[-1],
+            lambda fleet: protocol.Bid.of(fleet, ("r",), f"bid-{next(new_bid)}", 5.0),
+            timeout=30.0,
+            grace=0.0,
+            jitter=lambda: 0.5,
+        ),
+    )
+    while not isinstance(actor.request, Sleep):  # it is held by another
+        actor.step()
+    for node in stage.nodes:
+        node.client.hset(NODE_KEY, "cfg", "another list")
+        node.expire("r")
+    actor.until("who")
+    fleets.append(replace(stage.fleet, fingerprint="another list"))
+    assert isinstance(actor.finish(), Granted)

@@ -348,7 +348,12 @@ class ModelNode:
                     self._pass_on(key, command)
                 else:
                     del self.locks[key]
-        return _RELEASED if released == len(keys) else _LOST
+        return self._released(len(keys) - released)
+
+    def _released(self, left: int) -> Answer:
+        if not left:
+            return _RELEASED
+        return _LOST if "e" in self.hash else _AMNESIA
 
     def may_release(self, lock: Lock, nonce: str) -> bool:
         """Whether a RELEASE is of the lock that is there."""
@@ -375,7 +380,7 @@ class ModelNode:
                 released += 1
             elif isinstance(waited, str) and lock is not None and lock.nonce == ">" + place:
                 self._pass_on(key, command)
-        return _RELEASED if released == len(keys) else _LOST
+        return self._released(len(keys) - released)
 
     def extend(self, command: Command) -> Answer:
         """EXTEND."""

@@ -9,7 +9,9 @@ from collections.abc import Generator, Iterable, Sequence
 from typing import Any, ClassVar
 
 from fencelock.authority.redlock import protocol, recovery
+from fencelock.authority.redlock.membership import Membership
 from fencelock.authority.redlock.protocol import Answer, Answers, Bid, Broadcast, Command, Fleet, Round, Said
+from fencelock.authority.redlock.recollection import Recollection
 from fencelock.authority.redlock.survey import Standing, Standings, read
 from tests.simulation.node import Lock, ModelNode
 
@@ -221,3 +223,26 @@ def undoing_no_stripe(command: Command, answer: Answer | None) -> list[Command]:
     """Name no stripe, for nothing is to catch up: instead of `protocol.undoing`."""
     undos = protocol.undoing(command, answer)
     return [undo._replace(arguments=("", undo.nonce, 0, *(0, 0) * (len(undo.keys) - 1))) for undo in undos]
+
+
+def still_extended_all_gone(fleet: Fleet, answers: Answers, index: int) -> bool | None:
+    """Add up blank nodes and those that have made the lock again: instead of `protocol._still_extended`."""
+    voters = [answer for answer in answers.values() if answer.said is Said.EXTENDED]
+    extended = sum(answer.counters[index] == protocol._EXTENDED for answer in voters)
+    blank = sum(answer.said is Said.AMNESIA for answer in answers.values())
+    if extended >= fleet.quorum:
+        return True
+    gone = len(voters) - extended + blank
+    return None if len(fleet.names) - gone >= fleet.quorum else False
+
+
+_shipped_note = Recollection.note
+
+
+def forgetful_note(
+    recollection: Recollection, node: int, node_id: str, membership: Membership | None
+) -> bool:
+    """Let go of what a node has said when it comes back blank: instead of `Recollection.note`."""
+    if membership is None:
+        return recollection._said.pop(node, None) is not None
+    return _shipped_note(recollection, node, node_id, membership)

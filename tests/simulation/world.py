@@ -29,6 +29,7 @@ from fencelock.authority.redlock.protocol import (
     Sleep,
     undoing,
 )
+from fencelock.authority.redlock.recollection import Recollection
 from fencelock.authority.redlock.recovery import Sightings, Surroundings, recover
 from fencelock.authority.redlock.seats import Ballot
 from fencelock.authority.redlock.waiting import Line
@@ -190,8 +191,7 @@ class Process:
         self.dialling = [False] * len(seats)
         #: RELEASEs that could not be sent, by nonce.
         self.owed: list[dict[str, Command]] = [{} for _ in seats]
-        self.lists: list[str] = [""] * len(seats)
-        self.ids: list[str] = ["~"] * len(seats)
+        self._recollection = Recollection(self.names)
         self._fleet: Fleet | None = None
         self.line = Line(self.name, len(seats), self.world.random.random)
         self._sightings = {}
@@ -204,18 +204,14 @@ class Process:
         return self.clock.read(self.world.now)
 
     def see(self) -> Fleet:
-        """Return the fleet as it is known now: the list that most nodes name, as `Redlock` does."""
+        """Return the fleet as it is known now, as `Redlock` does."""
         if self._fleet is None:
-            counts: dict[str, int] = {}
-            for text in self.lists:
-                if text and len(membership_of(text).seats) == len(self.seats):
-                    counts[text] = counts.get(text, 0) + 1
-            known = membership_of(max(counts, key=counts.__getitem__)) if counts else None
+            known = self._recollection.membership()
             self._fleet = Fleet(
                 names=self.names,
                 node_key=NODE_KEY,
                 fingerprint=known.fingerprint if known is not None else "",
-                order=tuple(sorted(range(len(self.seats)), key=lambda node: (self.ids[node], node))),
+                order=self._recollection.order(),
                 max_ttl=known.max_ttl if known is not None else 300.0,
                 patience=PATIENCE,
             )
@@ -223,8 +219,7 @@ class Process:
 
     def meet(self, index: int, node_id: str, members: str) -> None:
         """Note who answers for a node."""
-        if (self.ids[index], self.lists[index]) != (node_id, members):
-            self.ids[index], self.lists[index] = node_id, members
+        if self._recollection.note(index, node_id, membership_of(members) if members else None):
             self._fleet = None
 
     def hear_of_trouble(self) -> None:
@@ -540,7 +535,7 @@ class World:
         node = server.node
         process.runs[index] = node.run
         process.line.listen(index)
-        process.meet(index, node.hash.get("id", "~"), node.hash.get("members", ""))
+        process.meet(index, node.hash.get("id", ""), node.hash.get("members", ""))
         owed, process.owed[index] = process.owed[index], {}
         for release in owed.values():
             self._undo(process, index, release, None)

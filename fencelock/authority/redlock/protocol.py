@@ -449,7 +449,7 @@ def acquire(
         alone = outcome.split and not alone
         if began is None:
             began = last_quorum = outcome.began
-            yield from _learn(fleet, outcome.answers)
+        yield from _learn(fleet, outcome)
         if see() != fleet:  # nodes were heard for the first time, or have got another list
             yield from give_way(fleet, outcome)
             continue
@@ -593,8 +593,8 @@ def released(fleet: Fleet, done: Round) -> bool | None:
     """Return what a `release` has come to."""
     if done.alike or _count(Said.RELEASED, done.answers) >= fleet.quorum:
         return True
-    # RELEASE refuses nobody: a blank node does not know the lock either, and says so.
-    gone = _count(Said.LOST, done.answers)
+    # RELEASE refuses nobody. Voters that do not know the lock and blank nodes are not added up: see EXTEND.
+    gone = max(_count(Said.LOST, done.answers), _count(Said.AMNESIA, done.answers))
     return None if len(fleet.names) - gone >= fleet.quorum else False
 
 
@@ -607,16 +607,23 @@ def extend(
     LockLostError if a majority can no longer hold it for us; a QuorumError if too few nodes answered to tell,
     and it still ends when it would have.
 
-    A node that had no lock, and has made it again, counts for nothing in this round.
+    A node that had no lock, and has made it again, counts for nothing in this round. Where it might be the
+    last that is needed, for it was admitted a moment ago and the next is blank, there is a second round.
     """
     bids = [replace(granted.bid, ttl=ttl) for granted, ttl in wishes]
     command = _extend_command(fleet, bids, [granted.epoch for granted, _ in wishes])
     patience = min(fleet.patience, *(bid.ttl for bid in bids))
-    done = yield Broadcast(command, fleet.everybody, _are_clear(fleet, len(bids)), patience)
-    return [
-        _extended(fleet, bid, granted, done, index)
-        for index, ((granted, _), bid) in enumerate(zip(wishes, bids, strict=True))
-    ]
+    request = Broadcast(command, fleet.everybody, _are_clear(fleet, len(bids)), patience)
+    done = yield request
+    again: Round | None = None
+    ends: list[float | FencelockError] = []
+    for index, ((granted, _), bid) in enumerate(zip(wishes, bids, strict=True)):
+        end = _extended(fleet, bid, granted, done, index)
+        if isinstance(end, QuorumError) and done.ended < granted.expires_at and _is_made_again(done, index):
+            again = again or (yield request)
+            end = _extended(fleet, bid, granted, again, index)
+        ends.append(end)
+    return ends
 
 
 def remint(
@@ -683,18 +690,35 @@ def _of_one(answers: Answers, index: int) -> Answers:
 
 
 def _still_extended(fleet: Fleet, answers: Answers, index: int) -> bool | None:
-    extended = gone = 0
+    """Return whether a majority has had a grant's lock all the time; None where that can still be said later.
+
+    What a node has made again counts from the next round on. It and blank nodes are not added up: a node may
+    forget as soon as another has been admitted, and in the next round a majority has had the lock all the
+    time. Where a majority has missed it, others may have had it; where a majority is blank, too few are left.
+    """
+    extended = missing = others = blank = 0
     for answer in answers.values():
         if answer.said is not Said.EXTENDED:
             # A restarted node that has kept its data refuses to vote as well, but has the lock still.
-            gone += answer.said is Said.AMNESIA
+            blank += answer.said is Said.AMNESIA
         elif answer.counters[index] == _EXTENDED:
             extended += 1
+        elif answer.counters[index] == _MADE_AGAIN:
+            missing += 1
         else:
-            gone += 1
+            others += 1
     if extended >= fleet.quorum:
         return True
+    gone = others + max(missing, blank)
     return None if len(fleet.names) - gone >= fleet.quorum else False
+
+
+def _is_made_again(done: Round, index: int) -> bool:
+    """Whether a node has made a grant's lock again."""
+    return any(
+        answer.said is Said.EXTENDED and answer.counters[index] == _MADE_AGAIN
+        for answer in done.answers.values()
+    )
 
 
 def _are_clear(fleet: Fleet, count: int) -> Callable[[Answers], bool]:
@@ -812,10 +836,13 @@ def leave(fleet: Fleet, bid: Bid) -> Generator[Broadcast, Round, None]:
         yield from abandon(fleet, bid)
 
 
-def _learn(fleet: Fleet, answers: Answers) -> Generator[Broadcast, Round, None]:
-    """Ask nodes that name another list which one: they may have been initialised since we last looked."""
-    others = [node for node, answer in answers.items() if answer.said is Said.CONFIG]
-    if others:
+def _learn(fleet: Fleet, outcome: Failed) -> Generator[Broadcast, Round, None]:
+    """Ask nodes that name another list which one, where too few vote in this one.
+
+    They may have been initialised, or changed, since we last looked; also while we waited.
+    """
+    others = [node for node, answer in outcome.answers.items() if answer.said is Said.CONFIG]
+    if others and not outcome.contended:
         who = Command("who", "", (fleet.node_key,), ("", ""))
         yield Broadcast(who, others, lambda new: len(new) == len(others), fleet.patience)
 

@@ -28,6 +28,7 @@ from fencelock.authority.redlock.listening import Listener
 from fencelock.authority.redlock.multiplex import Lines
 from fencelock.authority.redlock.node import Identity, Node
 from fencelock.authority.redlock.places import Source, is_source, split_urls
+from fencelock.authority.redlock.recollection import Recollection
 from fencelock.authority.redlock.recoverer import Recoverer
 from fencelock.authority.redlock.survey import NodeStatus
 from fencelock.authority.redlock.waiting import Waiter
@@ -104,6 +105,7 @@ class Redlock:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._identities: dict[int, Identity] = {}
+        self._recollection = Recollection(self._names)
         self._fleet: protocol.Fleet | None = None
         self._sightings: recovery.Sightings = {}
         # Of acquisitions under way and grants in use. Grants that are let expire leave by themselves.
@@ -409,6 +411,7 @@ class Redlock:
         with self._lock:
             if self._identities.get(node) != identity:
                 self._identities[node] = identity
+                self._recollection.note(node, identity.node_id, identity.membership)
                 self._fleet = None
 
     def _see(self) -> protocol.Fleet:
@@ -425,30 +428,12 @@ class Redlock:
 
     def _look(self) -> protocol.Fleet:
         self._check_distinct()
-        lists = Counter(
-            identity.membership for identity in self._identities.values() if identity.membership is not None
-        )
-        known: membership.Membership | None = None
-        for candidate, members in lists.most_common():
-            if len(candidate.seats) == len(self._names):
-                known = known or candidate
-            elif 2 * members >= len(self._names):  # a stray node does not speak for all
-                raise MembershipError(
-                    f"this client is configured with {len(self._names)} nodes ({', '.join(self._names)}), "
-                    f"but they were initialised as {len(candidate.seats)}: "
-                    f"{', '.join(address for _, address in candidate.seats)}. "
-                    "Configure every client with exactly those"
-                )
-
-        def rank(node: int) -> tuple[str, int]:
-            identity = self._identities.get(node)
-            return (identity.node_id if identity is not None else "~", node)
-
+        known = self._recollection.membership()
         return protocol.Fleet(
             names=self._names,
             node_key=self._node_key,
             fingerprint=known.fingerprint if known is not None else "",
-            order=tuple(sorted(range(len(self._names)), key=rank)),
+            order=self._recollection.order(),
             max_ttl=known.max_ttl if known is not None else math.inf,
             patience=self._node_timeout,
             init_command=self._init_command(),

@@ -1,10 +1,10 @@
 -- include prelude
 -- RELEASE: delete the locks that are still ours, and let a laggard's counters catch up.
--- No vote: it never refuses. A blank node says LOST: it does not know the lock. ARGV[3] the epoch of the decision;
+-- No vote: it never refuses. A blank node that does not know the locks says AMNESIA. ARGV[3] the epoch of the decision;
 -- then for each lock its stripe and T (0 where nothing was decided). After these, of one who waited in line: its
 -- place, and µs waited and since when in ms; 'leave' if it waits no longer; '' for since when, if only this bid is
 -- over.
--- Returns RELEASED | LOST.
+-- Returns RELEASED | LOST | AMNESIA.
 local state = redis.call('HMGET', NODE, 'e', 'cfg', 'b', 'c' .. ARGV[4])
 
 -- Most often one lock is ours still, nobody waits for it, and the counter is not behind: then it is only deleted.
@@ -70,4 +70,4 @@ for i = 1, LOCKS do
   end
 end
 if released == LOCKS then return {'RELEASED'} end
-return {'LOST'}
+return {state[1] and 'LOST' or 'AMNESIA'}
