@@ -30,7 +30,7 @@ CARRIERS: Final = {
         "set_config('fencelock.token', concat(CAST({0} AS BIGINT), '@', statement_timestamp()), true) "
         "IS NOT NULL"
     ),
-    "mysql": "(@fencelock_token := {0}) > 0 AND (@fencelock_at := NOW(6) + 0) > 0",
+    "mysql": "(@fencelock_token := {0}) >= 0 AND (@fencelock_at := NOW(6) + 0) > 0",
 }
 """By dialect, the criterion around the token."""
 CARRIERS["mariadb"] = CARRIERS["mysql"]
@@ -51,7 +51,7 @@ class CarriedToken(FunctionElement[bool]):
 @compiles(CarriedToken)
 def _compile(element: CarriedToken, compiler: SQLCompiler, **options: Any) -> str:
     (token,) = element.clauses
-    form = CARRIERS.get(compiler.dialect.name, "{0} > 0")
+    form = CARRIERS.get(compiler.dialect.name, "{0} >= 0")
     return f"({form.format(compiler.process(token, **options))})"
 
 

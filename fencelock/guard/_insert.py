@@ -5,11 +5,13 @@ A new row has no fence to compare with, so a stale holder's INSERT is not refuse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Insert
-from sqlalchemy.engine import Connection
+from sqlalchemy import Column, Insert
+from sqlalchemy.engine import Connection, CursorResult
+from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.sql import ClauseElement
 from sqlalchemy.sql.elements import BindParameter
 from sqlalchemy.sql.schema import ScalarElementColumnDefault
@@ -20,6 +22,45 @@ from fencelock.guard._tables import FencedTable
 from fencelock.guard.session import Tokens, Writer
 
 
+@dataclass(frozen=True, slots=True)
+class NewRows:
+    """Rows inserted whose keys the database makes, and with them the names of their resources."""
+
+    fenced: FencedTable
+    rows: Sequence[Row]
+
+    def resources(self, result: CursorResult[Any]) -> Callable[[], Iterator[str]] | None:
+        """Return how to name the resources of the rows that came of it; None if their keys are not known."""
+        template = self.fenced.template
+        assert template is not None  # noqa: S101  without one, nothing is named after a row
+        try:
+            keys = result.inserted_primary_key_rows
+        except InvalidRequestError:  # the program itself reads what the statement returns
+            return None
+        if len(keys) > 1 and not template.in_key:  # they may have come in another order
+            return None
+
+        def names() -> Iterator[str]:
+            for key in keys:
+                made = dict(zip(self.fenced.table.primary_key, key or (), strict=False))
+                values = [
+                    made[column] if column in made else _given(self.rows[0], name, column)
+                    for name, column in template.columns.items()
+                ]
+                if not any(value is None or isinstance(value, ClauseElement) for value in values):
+                    yield template.render(values)
+
+        return names
+
+
+def _given(row: Row, name: str, column: Column[Any]) -> Any:
+    """Return what an INSERT gives for a column, which it may know by either name."""
+    value = row.get(column.key, row.get(name))
+    if value is None and isinstance(column.default, ScalarElementColumnDefault):
+        value = column.default.arg
+    return value.effective_value if isinstance(value, BindParameter) else value
+
+
 def stamp_insert(
     connection: Connection,
     statement: Insert,
@@ -28,16 +69,20 @@ def stamp_insert(
     options: Mapping[str, Any],
     *,
     writer: Writer,
-) -> tuple[Insert, list[dict[str, Any]]]:
-    """Add the token to the rows of an INSERT."""
+) -> tuple[Insert, list[dict[str, Any]], NewRows | None]:
+    """Add the token to the rows of an INSERT; return also what is known of rows that the database names."""
     _refuse_overwriting_insert(statement, fenced)
     own = {key_of(column): value for column, value in assigned(statement)}
     refuse_fence_assignment(own, fenced)
     token_of = _token_source(connection, fenced, own, options, writer)
     fence = fenced.fence.key
     if statement._multi_values:  # noqa: SLF001  no public way to read them
-        return _stamp_multi_values(statement, fenced, token_of), [dict(row) for row in rows]
-    return statement, [{**row, fence: token_of(row)} for row in rows]
+        return _stamp_multi_values(statement, fenced, token_of), [dict(row) for row in rows], None
+    stamped = [{**row, fence: token_of(row)} for row in rows]
+    named = fenced.template.columns.values() if fenced.template else ()
+    if any(column.primary_key for column in named) and any(row[fence] == 0 for row in stamped):
+        return statement, stamped, NewRows(fenced, [{**own, **row} for row in stamped])
+    return statement, stamped, None
 
 
 def _stamp_multi_values(statement: Insert, fenced: FencedTable, token_of: Callable[[Row], int]) -> Insert:
@@ -96,11 +141,7 @@ def _new_row_token(tokens: Tokens, row: Row) -> int:
     assert template is not None  # noqa: S101  only asked for tables with a template
     values: list[Any] = []
     for name, column in template.columns.items():
-        value = row.get(column.key, row.get(name))
-        if value is None and isinstance(column.default, ScalarElementColumnDefault):
-            value = column.default.arg
-        if isinstance(value, BindParameter):
-            value = value.effective_value
+        value = _given(row, name, column)
         if value is None and column.primary_key:
             return tokens.of_new_row()
         if value is None or isinstance(value, ClauseElement):

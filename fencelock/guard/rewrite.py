@@ -31,7 +31,7 @@ from sqlalchemy.sql.lambdas import LambdaElement, NullLambdaStatement
 
 from fencelock.errors import FenceError, UnfencedWriteError
 from fencelock.guard._carried import ready, take_back
-from fencelock.guard._insert import stamp_insert
+from fencelock.guard._insert import NewRows, stamp_insert
 from fencelock.guard._statement import (
     ALL_KNOWN,
     TOKEN_OPTION,
@@ -59,6 +59,7 @@ from fencelock.guard.session import (
     begin_writing,
     fences_loaded,
     in_unit_of_work,
+    note_born,
     note_locked,
     refuse_bypass,
     report_refusal,
@@ -106,6 +107,9 @@ def guarding(execute: _Execute) -> _Execute:
             return execute(statement, connection, rows, options)
         statement, rows, written = form
         result = connection._execute_clauseelement(statement, rows, merged)  # noqa: SLF001  the same
+        if isinstance(written, NewRows):
+            note_born(connection, written.resources(result))
+            written = None
         executed: Any = result.context.invoked_statement
         if connection._has_events or connection.engine._has_events:  # noqa: SLF001  the same
             written = _written_by(executed, statement, written, result, merged)
@@ -118,8 +122,8 @@ def guarding(execute: _Execute) -> _Execute:
 
 def _guarded_form(
     connection: Connection, statement: Any, rows: Sequence[Row], options: Mapping[str, Any]
-) -> tuple[Any, Sequence[Row], _Written | None] | None:
-    """Return a statement and its parameters with the fence, and what is to be checked afterwards.
+) -> tuple[Any, Sequence[Row], _Written | NewRows | None] | None:
+    """Return a statement and its parameters with the fence, and what is to be checked or noted afterwards.
 
     None where the guard has nothing to do with it.
 
@@ -146,8 +150,8 @@ def _guarded_form(
         return None
     writer = begin_writing(connection, options, fenced)
     if isinstance(dml, Insert):
-        dml, rows = stamp_insert(connection, dml, fenced, rows, options, writer=writer)
-        return dml if is_plain else _with_innermost(statement, dml), rows, None
+        dml, rows, new = stamp_insert(connection, dml, fenced, rows, options, writer=writer)
+        return dml if is_plain else _with_innermost(statement, dml), rows, new
     dml, written = _guarded_write(connection, dml, fenced, rows, options, writer=writer)
     return dml if is_plain else _with_innermost(statement, dml), written[1], written
 

@@ -26,7 +26,7 @@ import re
 import threading
 from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -174,6 +174,7 @@ class Writer:
 
     __slots__ = (
         "__weakref__",
+        "_born",
         "_bound_before",
         "_fixed",
         "_locked",
@@ -206,6 +207,7 @@ class Writer:
         self._locked: list[Callable[[], Iterable[str]]] = []
         self._locked_count = 0
         self._savepoints: dict[str, int] = {}
+        self._born: list[tuple[int, Callable[[], Iterable[str]]]] = []
         # Stands for it in the leases: if they referred to it, it would never be thrown away.
         self._mark = object()
 
@@ -271,12 +273,30 @@ class Writer:
             savepoint: the innermost that is open.
         """
         if self._locked_count < _REMEMBERED_ROWS:
-            while savepoint is not None and _name(savepoint) not in self._savepoints:
-                self._savepoints[_name(savepoint)] = len(self._locked)  # nothing was locked in it so far
-                watch_end(savepoint)
-                savepoint = savepoint._previous_nested  # noqa: SLF001  SQLAlchemy has no public way to ask
+            self._note_savepoints(savepoint)
             self._locked.append(names)
             self._locked_count += count
+
+    def bear(self, resources: Callable[[], Iterable[str]], savepoint: NestedTransaction | None) -> None:
+        """Note that the transaction has inserted rows whose resources nobody can have locked before.
+
+        Args:
+            resources: returns their names.
+            savepoint: the innermost that is open.
+        """
+        self._note_savepoints(savepoint)
+        self._born.append((len(self._locked), cache(lambda: frozenset(resources()))))
+        self._locked.append(tuple)  # what comes next is known to come later
+
+    def has_born(self, resource: str) -> bool:
+        """Tell whether the transaction has inserted the row that this resource is named after."""
+        return any(resource in resources() for _, resources in reversed(self._born))
+
+    def _note_savepoints(self, savepoint: NestedTransaction | None) -> None:
+        while savepoint is not None and _name(savepoint) not in self._savepoints:
+            self._savepoints[_name(savepoint)] = len(self._locked)  # nothing was noted in it so far
+            watch_end(savepoint)
+            savepoint = savepoint._previous_nested  # noqa: SLF001  SQLAlchemy has no public way to ask
 
     def take_back(self, savepoint: NestedTransaction) -> set[str]:
         """Note a rollback to a savepoint: what was locked since may be free again, as on PostgreSQL.
@@ -287,6 +307,7 @@ class Writer:
         since = self._savepoints.get(_name(savepoint), len(self._locked))
         undone = {name for names in self._locked[since:] for name in names()}
         del self._locked[since:]
+        self._born = [each for each in self._born if each[0] < since]
         return undone
 
     def end(self) -> None:
@@ -301,6 +322,7 @@ class Writer:
         self._fixed.clear()
         self._locked.clear()
         self._savepoints.clear()
+        self._born.clear()
         return calls
 
     def candidates(self, connection: Connection, session: Session | None = None) -> dict[str, Lease]:
@@ -592,6 +614,13 @@ def note_locked(connection: Connection, names: Callable[[], Iterable[str]], coun
         writer.lock(names, count, connection.get_nested_transaction())
 
 
+def note_born(connection: Connection, resources: Callable[[], Iterable[str]] | None) -> None:
+    """Note that the connection's transaction has inserted rows whose resources nobody can have locked."""
+    writer = _open_writer(connection)
+    if writer is not None and resources is not None:
+        writer.bear(resources, connection.get_nested_transaction())
+
+
 def _open_writer(connection: Connection) -> Writer | None:
     writer: Writer | None = getattr(connection, _WRITER, None)
     transaction = None if writer is None else writer.transaction()
@@ -782,6 +811,9 @@ class Tokens:
     def of_new_row(self) -> int:
         """Return the fence 0 for a row whose resource nobody can have locked yet: the database names it.
 
+        That is a row without a key so far; and until the transaction ends, for nobody else sees it, the row
+        with its new key, and what hangs on it.
+
         Which of the leases it is written under cannot be told, so all of them are waited for.
 
         Raises:
@@ -835,6 +867,8 @@ class Tokens:
         resource = template.render(values)
         lease = self._candidates.get(resource)
         if lease is None:
+            if not self._claiming and self._writer.has_born(resource):
+                return self.of_new_row()
             self.need_some(resource)
             raise UnfencedWriteError(
                 f"this write to {self.fenced.name!r} needs the lease of {resource!r}, and held are "

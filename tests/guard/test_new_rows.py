@@ -1,0 +1,231 @@
+"""Rows whose key the database makes, so that nobody can have locked what they are named after.
+
+The transaction that inserts one may go on with it, and with what hangs on it, until it ends: nobody else sees
+it. Everywhere a lease of something else is held, as every write needs one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+from uuid import UUID, uuid4
+
+import pytest
+from sqlalchemy import Engine, ForeignKey, String, delete, insert, select, update
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship
+
+from fencelock.errors import UnfencedWriteError
+from fencelock.guard import FencedModel, bind, claim
+from fencelock.lease import Lease
+
+CHECKOUT = Lease("checkout", 5)
+
+
+class Base(DeclarativeBase):
+    """The models of this file."""
+
+    type_annotation_map = {str: String(20)}  # noqa: RUF012  SQLAlchemy's declaration
+
+
+class Order(FencedModel, Base):
+    """Named after the key that the database makes."""
+
+    __tablename__ = "nr_orders"
+    __fence_resource__ = "order:{id}"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    number: Mapped[str | None]
+    items: Mapped[list[Item]] = relationship(back_populates="order", cascade="all, delete-orphan")
+
+
+class Item(FencedModel, Base):
+    """Guarded by its order."""
+
+    __tablename__ = "nr_items"
+    __fence_resource__ = "order:{order_id}"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    order_id: Mapped[int] = mapped_column(ForeignKey("nr_orders.id"))
+    name: Mapped[str | None]
+    order: Mapped[Order] = relationship(back_populates="items")
+
+
+class Parcel(FencedModel, Base):
+    """Named after a key that Python makes, and something else; with a strict trigger."""
+
+    __tablename__ = "nr_parcels"
+    __fence_resource__ = "parcel:{depot}:{id}"
+    __fence_trigger__ = "strict"
+    id: Mapped[UUID] = mapped_column(primary_key=True, default=uuid4)
+    depot: Mapped[str]
+    label: Mapped[str | None]
+
+
+@pytest.fixture
+def engine(shared_engine: Engine, _tables: None) -> Engine:
+    """An engine on a database with these tables, which are empty."""
+    with shared_engine.execution_options(fencelock="bypass").begin() as connection:
+        for model in (Item, Order):
+            connection.execute(delete(model))
+    return shared_engine
+
+
+@pytest.fixture
+def session(engine: Engine) -> Iterator[Session]:
+    """A session that holds some other lease."""
+    with Session(engine) as made:
+        bind(made, CHECKOUT)
+        yield made
+
+
+def rows(engine: Engine, *columns: Any) -> list[tuple[Any, ...]]:
+    """Return what is committed."""
+    with engine.connect() as connection:
+        return [tuple(row) for row in connection.execute(select(*columns).order_by(*columns))]
+
+
+def test_an_aggregate_in_one_flush(engine: Engine, session: Session) -> None:
+    """The children are guarded by a resource that is named after the parent's new key."""
+    session.add_all([Order(items=[Item(), Item()]), Order(items=[Item()])])
+    session.commit()
+    assert rows(engine, Order.last_fencing_token) == [(0,), (0,)]
+    assert rows(engine, Item.last_fencing_token) == [(0,), (0,), (0,)]
+
+
+def test_rows_are_completed_in_the_transaction_that_inserts_them(engine: Engine, session: Session) -> None:
+    """Changed, deleted, given children, over the unit of work and over Core."""
+    first, second = Order(), Order()
+    session.add_all([first, second])
+    session.flush()
+    first.number = f"A-{first.id}"
+    session.delete(second)
+    session.flush()
+    first.items.append(Item(name="x"))
+    session.flush()
+    first.items[0].name = "y"
+    session.flush()
+    session.execute(update(Order).where(Order.id == first.id).values(number="B"))
+    session.commit()
+    assert rows(engine, Order.number) == [("B",)]
+    assert rows(engine, Item.name) == [("y",)]
+
+
+def test_core_knows_the_keys_that_the_database_returns(engine: Engine, session: Session) -> None:
+    """Of one row, on every database."""
+    connection = session.connection()
+    made = connection.execute(insert(Order).values(number="A"))
+    key = made.inserted_primary_key_rows[0][0]
+    connection.execute(insert(Item).values(order_id=key, name="x"))
+    connection.execute(update(Order).where(Order.id == key).values(number="B"))
+    session.commit()
+    assert rows(engine, Order.number, Order.last_fencing_token) == [("B", 0)]
+
+
+def test_a_key_that_python_makes_beside_another_column(engine: Engine, session: Session) -> None:
+    """The name is made of both; the table has a strict trigger, which hears of the fence 0."""
+    parcel = Parcel(depot="north")
+    session.add(parcel)
+    session.flush()
+    parcel.label = "fragile"
+    session.flush()
+    session.delete(parcel)
+    session.commit()
+    assert rows(engine, Parcel.id) == []
+
+
+def test_afterwards_the_lease_is_needed(engine: Engine, session: Session) -> None:
+    """As soon as others see the row, they may lock what it is named after."""
+    order = Order(items=[Item()])
+    session.add(order)
+    session.commit()
+    key = order.id
+    order.number = "x"
+    with pytest.raises(UnfencedWriteError, match=f"order:{key}"):
+        session.commit()
+    session.rollback()
+    order.items.append(Item())
+    with pytest.raises(UnfencedWriteError, match=f"order:{key}"):
+        session.commit()
+    session.rollback()
+    bind(session, Lease(f"order:{order.id}", 1))
+    order.number = "x"
+    session.commit()
+    assert rows(engine, Order.number, Order.last_fencing_token) == [("x", 1)]
+
+
+def test_a_rollback_to_a_savepoint_undoes_it(engine: Engine, session: Session) -> None:
+    """Whoever has the key afterwards, it is not this row; one from before the savepoint goes on."""
+    before = Order()
+    session.add(before)
+    session.flush()
+    with session.begin_nested() as savepoint:
+        inside = Order()
+        session.add(inside)
+        session.flush()
+        key = inside.id
+        savepoint.rollback()
+    before.number = "x"
+    session.flush()
+    with pytest.raises(UnfencedWriteError, match=f"order:{key}"):
+        session.execute(update(Order).where(Order.id == key).values(number="x"))
+    session.rollback()
+    assert rows(engine, Order.id) == []
+
+
+def test_it_cannot_be_claimed(session: Session) -> None:
+    """There is no token to claim it with, and nobody to claim it from."""
+    order = Order()
+    session.add(order)
+    session.flush()
+    with pytest.raises(UnfencedWriteError, match=f"order:{order.id}"):
+        claim(session, Order, order.id)
+
+
+def test_its_own_lease_counts_where_it_is_held(engine: Engine, session: Session) -> None:
+    """Taken as soon as the key was known, say."""
+    order = Order()
+    session.add(order)
+    session.flush()
+    bind(session, CHECKOUT, Lease(f"order:{order.id}", 3))
+    order.items = [Item()]
+    order.number = "x"
+    session.commit()
+    assert rows(engine, Order.last_fencing_token) == [(3,)]
+
+
+def test_another_row_needs_its_lease(engine: Engine, session: Session) -> None:
+    """Also one with the fence 0, and children that are moved to a new parent."""
+    with engine.execution_options(fencelock="bypass").begin() as connection:
+        connection.execute(insert(Order).values(id=1000))
+    order = Order()
+    session.add(order)
+    session.flush()
+    with pytest.raises(UnfencedWriteError, match="order:1000"):
+        session.execute(update(Order).where(Order.id == 1000).values(number="x"))
+
+
+def test_keys_that_the_program_reads_itself_are_not_known(session: Session) -> None:
+    """With a RETURNING of its own, the guard does not see what comes back."""
+    if session.get_bind().dialect.name == "mysql":
+        pytest.skip("SQLAlchemy knows no RETURNING of MySQL")
+    key = session.scalar(insert(Order).returning(Order.id))
+    with pytest.raises(UnfencedWriteError, match=f"order:{key}"):
+        session.execute(update(Order).where(Order.id == key).values(number="x"))
+
+
+def test_asyncio(engine: Engine, for_asyncio: Callable[[Engine], AsyncEngine]) -> None:
+    """The same on each driver for it."""
+
+    async def play() -> None:
+        made = for_asyncio(engine)
+        async with AsyncSession(made, expire_on_commit=False) as session:
+            bind(session, CHECKOUT)
+            order = Order(items=[Item(), Item()])
+            session.add(order)
+            await session.flush()
+            order.number = "x"
+            await session.commit()
+        await made.dispose()
+
+    asyncio.run(play())
+    assert rows(engine, Order.number, Order.last_fencing_token) == [("x", 0)]
