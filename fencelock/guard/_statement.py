@@ -23,6 +23,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.sql import ClauseElement, ColumnElement, FromClause, Join, operators, visitors
 from sqlalchemy.sql.elements import BinaryExpression, BindParameter, BooleanClauseList, ClauseList, Grouping
+from sqlalchemy.sql.operators import custom_op
 from sqlalchemy.types import TypeDecorator
 
 from fencelock.errors import UnfencedWriteError
@@ -87,19 +88,31 @@ def criteria(statement: Update | Delete) -> list[Any]:
     return list(_conjuncts(statement._where_criteria))  # noqa: SLF001  see the module's docstring
 
 
-def with_text_apart(
+def with_parts_apart(
     statement: Update | Delete, parts: Sequence[Any]
 ) -> tuple[Update | Delete, Sequence[Any]]:
-    """Return the statement, and the parts of its WHERE clause, with each in parentheses that holds text.
+    """Return the statement, and the parts of its WHERE clause, each in parentheses that needs them.
 
-    SQLAlchemy puts text in as it is: of `a = 1 OR b = 2`, what is added with AND would bind to `b = 2` alone.
+    SQLAlchemy puts text in as it is, and an operator of one's own (`op("OR", precedence=10)`) as tightly as
+    it says it binds: of `a = 1 OR b = 2`, what is added with AND would bind to `b = 2` alone.
     """
-    apart = [Grouping(part) if _texts_in(part) else part for part in parts]
+    apart = [part if _is_plain(part) else Grouping(part) for part in parts]
     if not any(isinstance(part, Grouping) for part in apart):
         return statement, parts
     statement = statement._generate()  # noqa: SLF001  see the module's docstring
     statement._where_criteria = tuple(apart)  # noqa: SLF001  the same
     return statement, apart
+
+
+def _is_plain(part: Any) -> bool:
+    """Tell whether this is made of nothing but columns, parameters, and SQL's own comparisons, AND and OR."""
+    if isinstance(part, Grouping):
+        return _is_plain(part.element)
+    if isinstance(part, ClauseList | BooleanClauseList):
+        return all(map(_is_plain, part.clauses))
+    if isinstance(part, BinaryExpression):
+        return not isinstance(part.operator, custom_op) and _is_plain(part.left) and _is_plain(part.right)
+    return isinstance(part, BindParameter) or (isinstance(part, ColumnClause) and not part.is_literal)
 
 
 def _texts_in(clause: Any) -> list[str]:

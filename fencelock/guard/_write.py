@@ -40,7 +40,7 @@ from fencelock.guard._statement import (
     refuse_foreign_assignments,
     refuse_hiding_text,
     values_of,
-    with_text_apart,
+    with_parts_apart,
 )
 from fencelock.guard._tables import FENCE_COLUMN, TRANSLATED, FencedTable, ResourceTemplate, row_name
 from fencelock.guard.session import LoadedFences, Tokens, Writer, rows_known_to
@@ -402,7 +402,7 @@ def guard(
     if form is not None:
         loaded: BindParameter[int] = bindparam(LOADED_BIND, type_=BigInteger)
         statement = statement.where(as_loaded(fence, loaded, form))
-    statement, parts = with_text_apart(statement, criteria(statement))
+    statement, parts = with_parts_apart(statement, criteria(statement))
     accepted = next((binds for part in parts if (binds := accepted_by(part, fence)) is not None), None)
     is_told = accepted is not None or any(is_condition(part, fence) for part in parts)
     where = tuple(

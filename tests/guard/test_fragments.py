@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 from sqlalchemy import (
+    Boolean,
+    ColumnElement,
     Engine,
     Integer,
     String,
@@ -24,6 +26,7 @@ from sqlalchemy import (
     text,
     update,
 )
+from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, mapped_column
 
 from fencelock.errors import StaleTokenError, UnfencedWriteError
@@ -98,6 +101,20 @@ def standing(engine: Engine) -> dict[int, tuple[str, int]]:
 
 UNTOUCHED = {1: ("new", STALE), 2: ("new", FENCE)}
 OR_TEXT = "id = 2 OR id = 1"
+
+
+class Either(ColumnElement[bool]):
+    """Compiles to text that nobody sees before."""
+
+    type = Boolean()
+    inherit_cache = True
+
+
+@compiles(Either)
+def _compile_either(_element: Either, _compiler: object, **_options: object) -> str:
+    return OR_TEXT
+
+
 STATEMENTS: dict[str, Callable[[Session], object]] = {
     "update, text": lambda s: s.execute(update(Order).where(text(OR_TEXT)).values(status="stale")),
     "delete, text": lambda s: s.execute(delete(Order).where(text(OR_TEXT))),
@@ -120,6 +137,17 @@ STATEMENTS: dict[str, Callable[[Session], object]] = {
         s, fenced_update(Order).where(text("id = 1 OR id = 2")).values(status="stale"), token=STALE
     ),
     "fenced_delete": lambda s: execute_fenced(s, fenced_delete(Order).where(text(OR_TEXT)), token=STALE),
+    "update, an operator that binds less tightly than it says": lambda s: s.execute(
+        update(orders)
+        .where((orders.c.id == 2).op("OR", precedence=10)(orders.c.id == 1))
+        .values(status="stale")
+    ),
+    "update, the same inside a comparison": lambda s: s.execute(
+        update(orders)
+        .where(orders.c.id == literal(2).op("OR", precedence=20)(orders.c.id == 1))
+        .values(status="stale")
+    ),
+    "delete, an element of one's own": lambda s: s.execute(delete(orders).where(Either())),
 }
 
 

@@ -113,8 +113,8 @@ def test_rows_are_completed_in_the_transaction_that_inserts_them(engine: Engine,
 def test_core_knows_the_keys_that_the_database_returns(engine: Engine, session: Session) -> None:
     """Of one row, on every database."""
     connection = session.connection()
-    made = connection.execute(insert(Order).values(number="A"))
-    key = made.inserted_primary_key_rows[0][0]
+    connection.execute(insert(Order).values(number="A"))
+    key = session.scalar(select(Order.id))
     connection.execute(insert(Item).values(order_id=key, name="x"))
     connection.execute(update(Order).where(Order.id == key).values(number="B"))
     session.commit()
