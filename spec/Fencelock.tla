@@ -171,12 +171,12 @@ Release(a, n) ==
     /\ disk' = [disk EXCEPT ![n].c = Max(@, acq[a].tok[2])]
     /\ UNCHANGED <<run, snap, out, acq, rec, op, raises, db, left>>
 
-\* EXTEND where the key is missing: with a mark, and only once the lease is completed.
+\* EXTEND where the key is missing: with a mark, and only once the lease is completed. Also on a node that does not vote.
 Restore(a, n) ==
-    /\ With("restore") /\ acq[a].begun /\ Voting(n, acq[a].cfg)
+    /\ With("restore") /\ acq[a].begun
     /\ \/ /\ acq[a].done
           /\ disk' = [disk EXCEPT ![n].lk = [a |-> a, e |-> acq[a].tok[1], g |-> acq[a].tok[2], m |-> TRUE]]
-       \/ /\ Broken("restore_early")
+       \/ /\ Broken("restore_early") /\ Voting(n, acq[a].cfg)
           /\ \E v \in acq[a].votes : v[1] = n /\ disk' =
                  [disk EXCEPT ![n].lk = [a |-> a, e |-> v[2], g |-> v[3], m |-> FALSE]]
     /\ UNCHANGED <<run, snap, out, acq, rec, op, raises, db, left>>

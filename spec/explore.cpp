@@ -264,14 +264,14 @@ template <class Emit> static void acquisitions(const State& s, const std::vector
                 t.node[n].disk.c = q.tg;
                 emit(t, "Release", a + 1, n);
             }
-            if (!restore_ || !voting(d, q.cfg)) continue;
+            if (!restore_) continue;
             if (q.done) {  // Restore
                 State t = s;
                 Disk& u = t.node[n].disk;
                 u.lka = a + 1, u.lke = q.te, u.lkg = q.tg, u.lkm = 1;
                 emit(t, "Restore", a + 1, n);
             }
-            for (u32 h = restore_early ? s.node[n].votes[a] : 0; h; h &= h - 1) {
+            for (u32 h = restore_early && voting(d, q.cfg) ? s.node[n].votes[a] : 0; h; h &= h - 1) {
                 int b = __builtin_ctz(h);
                 State t = s;
                 Disk& u = t.node[n].disk;

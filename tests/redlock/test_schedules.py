@@ -19,7 +19,7 @@ from fencelock.authority.redlock.protocol import Answer, Command, Failed, Grante
 from fencelock.authority.redlock.waiting import Line
 from fencelock.embedded import Nodes
 from fencelock.errors import LockLostError
-from tests.redlock.stage import NODE_KEY, Actor, Calls, Stage, without
+from tests.redlock.stage import NODE_KEY, Actor, Calls, Stage, recoverer, without
 from tests.simulation.weaker import (
     maximum_without_write_back,
     mixed_epochs,
@@ -495,3 +495,27 @@ def test_bidder_who_waits_learns_of_a_list_that_comes_meanwhile(make_stage: Make
     actor.until("who")
     fleets.append(replace(stage.fleet, fingerprint="another list"))
     assert isinstance(actor.finish(), Granted)
+
+
+def play_bid_for_a_lease_on_a_node_that_was_just_admitted(stage: Stage) -> Said:
+    """A's lease is extended while n2 is blank; n2 is admitted, and before A comes again B asks for it."""
+    a, b = stage.bidder(), stage.bidder()
+    a.deliver(stage.nodes, 0, 1, 2)
+    a.resume()
+    stage.nodes[2].client.flushall()
+    assert isinstance(extend_everywhere(stage, a), float)
+    recoverer(stage.nodes).finish()
+    return b.deliver(stage.nodes, 2)[2].said
+
+
+def test_node_is_admitted_with_the_locks_of_leases_that_are_extended(make_stage: MakeStage) -> None:
+    """Nobody who waits has the lock there, and should another node forget now, the lease has a majority."""
+    assert play_bid_for_a_lease_on_a_node_that_was_just_admitted(make_stage()) is Said.HELD
+
+
+def test_node_without_the_locks_of_leases_gives_them_to_who_waits(make_stage: MakeStage) -> None:
+    """Control: where only voters make locks again, the holder may find his lock taken for long."""
+    mutant = without(
+        "extend", "if refused and refused[1] ~= 'AMNESIA' and not restarted then", "if refused then"
+    )
+    assert play_bid_for_a_lease_on_a_node_that_was_just_admitted(make_stage(mutant)) is Said.GRANTED

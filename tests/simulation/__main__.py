@@ -3,8 +3,10 @@
 python -m tests.simulation                          # until Ctrl-C, on all cores
 python -m tests.simulation --seeds 1000 --start 5000 --jobs 1
 python -m tests.simulation --replay 62 --nodes 3    # everything that happens, line by line
+python -m tests.simulation --rolling                # only rolling restarts; also with --replay
 
-Each seed is played with three nodes and with five. The exit status is 1 if a promise was broken.
+Each seed is played with three nodes and with five: once with everything going wrong, and once with a rolling
+restart of all nodes, in which nobody may lose a lease. The exit status is 1 if a promise was broken.
 """
 
 from __future__ import annotations
@@ -26,8 +28,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from tests.simulation.run import Outcome, play
+from tests.simulation.rolling import Rolling
+from tests.simulation.run import Kept, Outcome, Run, play
 
+KINDS = (Run, Rolling)
 SIZES = (3, 5)
 #: How many runs are handed out to each process beforehand.
 _AHEAD = 4
@@ -85,16 +89,21 @@ class Tally:
 
 def replay_command(outcome: Outcome) -> str:
     """Return what to type to see a run again."""
-    return f"python -m tests.simulation --replay {outcome.seed} --nodes {outcome.size}"
+    kind = f" --{outcome.kind}" if outcome.kind else ""
+    return f"python -m tests.simulation --replay {outcome.seed} --nodes {outcome.size}{kind}"
 
 
-def work(start: int, seeds: int | None, sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+def work(
+    start: int, seeds: int | None, sizes: Sequence[int], kinds: Sequence[type[Run]]
+) -> Iterator[tuple[int, int, Kept, None, type[Run]]]:
     """Return which runs to play, in order; without an end where no number of seeds is given."""
     numbers = itertools.count(start) if seeds is None else range(start, start + seeds)
-    return ((seed, size) for seed in numbers for size in sizes)
+    return ((seed, size, Kept(), None, kind) for seed in numbers for size in sizes for kind in kinds)
 
 
-def play_all(runs: Iterator[tuple[int, int]], jobs: int) -> Generator[Outcome, None, None]:
+def play_all(
+    runs: Iterator[tuple[int, int, Kept, None, type[Run]]], jobs: int
+) -> Generator[Outcome, None, None]:
     """Start so many processes, and play runs there; return what comes of each, in whatever order that is."""
     pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))  # whoever calls may have threads
 
@@ -123,7 +132,8 @@ def simulate(options: argparse.Namespace) -> int:
     """Play runs until there are no more, or somebody has seen enough; tell what came of them."""
     console = Console(highlight=False)
     tally = Tally(time.monotonic())
-    runs = work(options.start, options.seeds, [options.nodes] if options.nodes else SIZES)
+    sizes, kinds = [options.nodes] if options.nodes else SIZES, [Rolling] if options.rolling else KINDS
+    runs = work(options.start, options.seeds, sizes, kinds)
     outcomes = play_all(runs, options.jobs)
     try:
         console.print(f"seeds from {options.start} on{'; Ctrl-C ends it' if options.seeds is None else ''}")
@@ -144,9 +154,9 @@ def _print(line: str) -> None:
     sys.stdout.write(f"{line}\n")
 
 
-def replay(seed: int, size: int) -> int:
+def replay(seed: int, size: int, kind: type[Run]) -> int:
     """Print everything that happens in a run."""
-    outcome = play(seed, size, trace=_print)
+    outcome = play(seed, size, trace=_print, run=kind)
     _print(outcome.detail or "no promise was broken")
     return 1 if outcome.violation else 0
 
@@ -162,10 +172,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--start", type=int, default=0, help="the first seed")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--nodes", type=int, choices=SIZES, help="only with so many nodes")
+    parser.add_argument("--rolling", action="store_true", help="only rolling restarts of all nodes")
     parser.add_argument("--replay", type=int, metavar="SEED", help="print all that happens in one run")
     options = parser.parse_args(arguments)
     if options.replay is not None:
-        return replay(options.replay, options.nodes or SIZES[0])
+        return replay(options.replay, options.nodes or SIZES[0], Rolling if options.rolling else Run)
     return simulate(options)
 
 

@@ -209,8 +209,9 @@ class Client:
                     opened=opened,
                 )
             )
-        except FencelockError:
+        except FencelockError as error:
             process.wanted.difference_update(latest)
+            self._judge.failed(process.name, error)
             raise
         finally:
             waiter.leave()
@@ -243,11 +244,16 @@ class Client:
 
     # Keeping it.
 
+    def keep(self, hold: Hold) -> None:
+        """Begin to extend the lease."""
+        self.world.start(Task(self.process, "renewal", self._renew(hold)))
+
     def _renew(self, hold: Hold) -> Program:
         """Extend the lease from time to time, as the renewer does."""
+        part = 3
         while True:
             ttl = hold.granted.bid.ttl
-            yield Sleep(ttl / 3 * (0.9 + 0.2 * self._random.random()))
+            yield Sleep(ttl / part * (0.9 + 0.2 * self._random.random()))
             if hold.is_over():
                 return
             if hold.busy:
@@ -256,7 +262,10 @@ class Client:
             hold.busy = True
             (end,) = yield from protocol.extend(self.process.see(), [(granted, ttl)])
             hold.busy = False
+            part = 20 if isinstance(end, QuorumError) else 3
             if isinstance(end, LockLostError):
+                if not hold.is_over() and hold.is_valid():
+                    self._judge.ended(hold, str(end))
                 hold.lost = True
             elif not isinstance(end, FencelockError) and hold.granted is granted:
                 hold.granted = replace(granted, expires_at=end)
@@ -296,9 +305,13 @@ class Client:
 
     def release(self, hold: Hold) -> Program:
         """Give the lock back."""
+        valid = hold.is_valid()
         hold.released = True
         self.process.wanted.discard(hold.granted.bid.nonce)
-        return (yield from protocol.release(self.process.see(), hold.granted))
+        ours = yield from protocol.release(self.process.see(), hold.granted)
+        if valid and ours is False:
+            self._judge.ended(hold, "it was not there any more when it was given back")
+        return ours
 
     # Using it.
 
@@ -336,7 +349,7 @@ class Client:
         if chance() < 0.05:
             work = weather.ttl * 3 * chance()  # perhaps longer than the lease
         if work > weather.ttl / 4 and chance() < 0.6:
-            self.world.start(Task(self.process, "renewal", self._renew(hold)))
+            self.keep(hold)
         if chance() < 0.05:
             yield from self._remint(hold)
         if chance() < 0.2:

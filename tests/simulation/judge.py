@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from fencelock.errors import FencelockError, MembershipError
+
 P1 = "P1: the same token twice"
 P2 = "P2: a token below one that was complete before"
 STALE = "a stale write was accepted"
@@ -16,6 +18,8 @@ LOST_UPDATE = "an update was lost"
 REFUSED = "a holder was refused, although the storage had seen no later one"
 OVERLAP = "two held the lock at once, while clocks were right"
 AGAIN = "a node voted again in an epoch that it has forgotten"
+LOST_LEASE = "a lease was lost, although its holder and a majority were well"
+WRONG_LIST = "a client with the right list was told that it is wrong"
 STUCK = "nobody could go on after the faults had ended"
 
 
@@ -55,10 +59,12 @@ class Judge:
 
     Args:
         exclusion: whether mutual exclusion is promised under the conditions of this run.
+        well: whether clients, the network and a majority of the nodes are well all the time.
     """
 
-    def __init__(self, *, exclusion: bool) -> None:
+    def __init__(self, *, exclusion: bool, well: bool) -> None:
         self._exclusion = exclusion
+        self._well = well
         self._records: dict[str, _Record] = {}
         self.acquisitions = 0
         self.reminted = 0
@@ -93,6 +99,16 @@ class Judge:
             if self._exclusion and not apart and other is not None:
                 raise Violated(OVERLAP, f"{resource!r} by {holding.owner} and {other.owner}")
             record.holder = holding
+
+    def ended(self, holding: Holding, why: str) -> None:
+        """Note that a holder is told that his lease has ended, while it should be valid still."""
+        if self._well:
+            raise Violated(LOST_LEASE, f"by {holding.owner}: {why}")
+
+    def failed(self, owner: str, error: FencelockError) -> None:
+        """Note that somebody could not acquire."""
+        if self._well and isinstance(error, MembershipError):
+            raise Violated(WRONG_LIST, f"{owner}: {error}")
 
     def turned_away(self, row: str, token: int) -> None:
         """Note that the storage has refused a write or a claim."""

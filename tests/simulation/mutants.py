@@ -24,12 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from fencelock.authority.redlock import change, protocol, recovery
+from fencelock.authority.redlock.recollection import Recollection
 from fencelock.authority.redlock.survey import Standing
 from tests.simulation import weaker, world
 from tests.simulation.client import Habits
 from tests.simulation.judge import STUCK
 from tests.simulation.node import ModelNode
-from tests.simulation.run import Kept, play
+from tests.simulation.rolling import Rolling
+from tests.simulation.run import Kept, Run, play
 from tests.simulation.storage import Rules
 
 SEEDS = 100
@@ -65,6 +67,7 @@ class Mutant:
         model: the configuration of `spec/` in which the rule is left out.
         seeds: how many the simulation tries; fewer where several nodes must forget, each at its moment; none
             where it cannot leave the rule out.
+        run: the kind of run in which it is looked for.
     """
 
     name: str
@@ -74,6 +77,12 @@ class Mutant:
     control: str = ""
     model: str = ""
     seeds: int = SEEDS
+    run: type[Run] = Run
+
+    @property
+    def searched(self) -> str:
+        """What looks for it."""
+        return f"simulation, {self.run.kind}" if self.run.kind else "simulation"
 
 
 def _node(name: str, rule: str, node: type[ModelNode], **more: Any) -> Mutant:
@@ -242,6 +251,27 @@ MUTANTS = (
         model="M all restarted, no RAISE",
         seeds=0,
     ),
+    # A rolling restart of all nodes.
+    Mutant(
+        "a blank node's list is forgotten",
+        "what a node has said about the list stands until it names another",
+        patches=(Patch(Recollection, "note", weaker.forgetful_note),),
+        run=Rolling,
+    ),
+    Mutant(
+        "all that forgot are added up",
+        "who has just been admitted and who is blank are not added up against a lease",
+        patches=(Patch(protocol, "_still_extended", weaker.still_extended_all_gone),),
+        control=_SCHEDULES + "nodes_that_forgot_one_after_the_other_are_not_added_up",
+        run=Rolling,
+    ),
+    _node(
+        "locks on voters only",
+        "a node is admitted with the locks of the leases that were extended meanwhile",
+        weaker.MakesLocksAsVoter,
+        control=_SCHEDULES + "node_without_the_locks_of_leases_gives_them_to_who_waits",
+        run=Rolling,
+    ),
     # The list of nodes.
     Mutant(
         "one closing pass",
@@ -350,10 +380,10 @@ def hunt(mutant: Mutant, seeds: int) -> Kill | None:
         for size in SIZES:
             acquisitions = 0
             for seed in range(seeds):
-                outcome = play(seed, size, kept)
+                outcome = play(seed, size, kept, run=mutant.run)
                 acquisitions += outcome.acquisitions
                 if outcome.violation not in {"", STUCK}:  # whoever is stuck does no harm
-                    return Kill("simulation", outcome.violation, size, seed, acquisitions)
+                    return Kill(mutant.searched, outcome.violation, size, seed, acquisitions)
     return None
 
 
@@ -384,7 +414,7 @@ def row(mutant: Mutant, kill: Kill | None) -> str:
         tried = f"none of {mutant.seeds}" if mutant.seeds else ""
         return f"| {mutant.name} | {mutant.rule} | {_kind(kill)} `{by}` | | {tried} | |"
     return (
-        f"| {mutant.name} | {mutant.rule} | simulation: {kill.promise} | {kill.size} | {kill.seed} "
+        f"| {mutant.name} | {mutant.rule} | {kill.by}: {kill.promise} | {kill.size} | {kill.seed} "
         f"| {kill.acquisitions:,} |"
     )
 
@@ -406,9 +436,10 @@ _PAGE = """\
 Written by `python -m tests.simulation.mutants --write`. Each row leaves one rule out of the shipped
 protocol or of the guard, by a switch that exists only in the tests. The [simulation](simulation.md)
 plays the seeds 0, 1, 2 … with three nodes and then with five, {seeds} of each at most, and stops at the
-first broken promise. "None of 25" says that so many of each have shown nothing: where several nodes must
-forget, each at its moment, random search has little power, and fewer are tried. Then a named schedule on
-real nodes shows it, or the exhaustive [model](../spec/README.md), which alone has doubles of nodes.
+first broken promise; "rolling" ones are restarts of all nodes, one after the other. "None of 25" says that
+so many of each have shown nothing: where several nodes must forget, each at its moment, random search has
+little power, and fewer are tried. Then a named schedule on real nodes shows it, or the exhaustive
+[model](../spec/README.md), which alone has doubles of nodes.
 Seeds and acquisitions are the same on every machine.
 
 | left out | the rule | noticed by | nodes | seed | acquisitions until then |

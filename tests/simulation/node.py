@@ -386,14 +386,19 @@ class ModelNode:
         """EXTEND."""
         arguments: Sequence[Any] = command.arguments
         refused = self.refusal(arguments[0])
-        if refused is not None:
+        if refused is not None and not self.makes_locks(refused, arguments[0]):
             return refused
         codes, start = [], 1
         for at in range(2, len(arguments), 4):
             nonce, ttl, count, value = arguments[at : at + 4]
             codes.append(self._extend(command.keys[start : start + count], nonce, ttl, value))
             start += count
-        return Answer(Said.EXTENDED, self.hash["e"], tuple(codes))
+        return refused or Answer(Said.EXTENDED, self.hash["e"], tuple(codes))
+
+    def makes_locks(self, refused: Answer, fingerprint: str) -> bool:
+        """Whether it does not vote, but may be admitted to this list."""
+        restarted = refused.said is Said.RESTARTED and self.hash["cfg"] == fingerprint
+        return refused.said is Said.AMNESIA or (restarted and "next" not in self.hash)
 
     def _extend(self, keys: Sequence[str], nonce: str, ttl: int, value: str) -> int:
         locks = {key: self.lock(key) for key in keys}

@@ -16,7 +16,7 @@ from tests.simulation.faults import Faults
 from tests.simulation.judge import AGAIN, STUCK, Judge, Violated
 from tests.simulation.node import BLANK, ModelNode
 from tests.simulation.storage import Rules, Storage
-from tests.simulation.weather import draw
+from tests.simulation.weather import Weather, draw
 from tests.simulation.world import NODE_KEY, PATIENCE, Process, Program, Task, World
 
 CLIENTS = 4
@@ -50,6 +50,7 @@ class Outcome:
         faults: how often each kind of fault happened.
         events: how many things happened.
         seconds: how long that was in the simulation.
+        kind: of run; empty for the usual one.
     """
 
     seed: int
@@ -63,6 +64,7 @@ class Outcome:
     faults: dict[str, int]
     events: int
     seconds: float
+    kind: str = ""
 
 
 class Run:
@@ -75,15 +77,18 @@ class Run:
         trace: gets a line for everything that happens.
     """
 
+    #: What the command and the table of mutants call this kind of run; nothing for the usual one.
+    kind = ""
+
     def __init__(
         self, seed: int, size: int, kept: Kept | None = None, trace: Callable[[str], None] | None = None
     ) -> None:
         kept = kept or Kept()
         self._seed, self._size, self._kept = seed, size, kept
-        rng = random.Random(f"{seed}/{size}")
-        weather = draw(rng)
+        rng = random.Random(f"{seed}/{size}/{self.kind}" if self.kind else f"{seed}/{size}")
+        weather = self.draw(rng)
         self.world = World(rng, weather, size + SPARES, kept.node, trace)
-        self.judge = Judge(exclusion=weather.sane_clocks and not weather.sealed)
+        self.judge = Judge(exclusion=weather.sane_clocks and not weather.sealed, well=weather.well)
         self._storage = Storage(kept.guard, self.judge.committed)
         self._writes = itertools.count(1)
         self._lives = [0] * CLIENTS
@@ -107,6 +112,10 @@ class Run:
         if weather.changes and not weather.sealed:
             self._plan_change()
 
+    def draw(self, rng: random.Random) -> Weather:
+        """Return the conditions of the run."""
+        return draw(rng)
+
     def play(self) -> Outcome:
         """Let it happen, to the end or to the first broken promise."""
         violation = detail = ""
@@ -129,6 +138,7 @@ class Run:
             world.faults,
             world.events,
             world.now,
+            self.kind,
         )
 
     def _storm(self) -> None:
@@ -338,7 +348,11 @@ def drive(stations: list[ModelNode], program: Program) -> Any:
 
 
 def play(
-    seed: int, size: int, kept: Kept | None = None, trace: Callable[[str], None] | None = None
+    seed: int,
+    size: int,
+    kept: Kept | None = None,
+    trace: Callable[[str], None] | None = None,
+    run: type[Run] = Run,
 ) -> Outcome:
-    """Return what comes of a seed."""
-    return Run(seed, size, kept, trace).play()
+    """Return what comes of a seed, in a kind of run."""
+    return run(seed, size, kept, trace).play()

@@ -16,19 +16,21 @@ PROGRAM = [sys.executable, "-m", "tests.simulation"]
 
 
 def test_seeds_are_played_and_counted(capfd: pytest.CaptureFixture[str]) -> None:
-    """Two seeds with both numbers of nodes are four runs, in which faults happened and nothing broke."""
+    """Two seeds with both numbers of nodes, in both kinds: eight runs, and nothing broke."""
     assert command.main(["--seeds", "2", "--jobs", "1", "--start", "7"]) == 0
     told = capfd.readouterr().out
-    assert "runs                  4 " in told
+    assert "runs                  8 " in told
     assert "no promise was broken" in told
     assert "snapshot" in told
+    assert "rolling restart" in told
 
 
-def test_replay_is_the_same_every_time() -> None:
+@pytest.mark.parametrize("kind", [[], ["--rolling"]], ids=["storm", "rolling"])
+def test_replay_is_the_same_every_time(kind: list[str]) -> None:
     """What is printed for a seed is the same in every process, to the last byte."""
     told = [
         subprocess.run(
-            [*PROGRAM, "--replay", "5", "--nodes", "5"], capture_output=True, check=True, timeout=60
+            [*PROGRAM, "--replay", "5", "--nodes", "5", *kind], capture_output=True, check=True, timeout=60
         )
         for _ in range(2)
     ]
@@ -45,13 +47,15 @@ def test_failed_run_is_named_with_the_command_that_replays_it(
 
     def outcomes(*_: object) -> object:
         yield Outcome(8, 5, "P1", "P1: as a test", 1, 0, 0, 0, {}, 1, 1.0)
+        yield Outcome(9, 3, "P2", "P2: as a test", 1, 0, 0, 0, {}, 1, 1.0, "rolling")
         yield good
 
     monkeypatch.setattr(command, "play_all", outcomes)
     assert command.main(["--seeds", "1"]) == 1
     told = capfd.readouterr().out
-    assert "python -m tests.simulation --replay 8 --nodes 5" in told
-    assert "1 runs broke a promise" in told
+    assert "python -m tests.simulation --replay 8 --nodes 5\n" in told
+    assert "python -m tests.simulation --replay 9 --nodes 3 --rolling\n" in told
+    assert "2 runs broke a promise" in told
 
 
 def test_interrupt_ends_it_with_a_summary() -> None:

@@ -48,8 +48,9 @@ def test_recorded_seed_notices_again(mutant: Mutant) -> None:
     """The same seed breaks the same promise, and none where the rule is kept."""
     noticed, size, seed, _ = ROWS[mutant.name][1:]
     with left_out(mutant) as kept:
-        assert f"simulation: {play(int(seed), int(size), kept).violation}" == noticed
-    assert not play(int(seed), int(size)).violation
+        found = play(int(seed), int(size), kept, run=mutant.run).violation
+        assert f"{mutant.searched}: {found}" == noticed
+    assert not play(int(seed), int(size), run=mutant.run).violation
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from collections import Counter
 
 import pytest
 
+from tests.simulation.rolling import Rolling
 from tests.simulation.run import play
 
 SEEDS = 40
@@ -31,6 +32,19 @@ def test_no_promise_is_broken(size: int) -> None:
     assert refused
     missing = {"node blank", "node rollback", "node flush", "client crash", "client pause", "change of nodes"}
     assert not missing - set(faults)
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_nobody_loses_a_lease_while_all_nodes_restart_one_after_the_other(size: int) -> None:
+    """Nor is anybody told that the list of nodes is wrong; whoever waits has the lock in the end."""
+    faults = Counter[str]()
+    for seed in range(SEEDS):
+        outcome = play(seed, size, run=Rolling)
+        assert not outcome.violation, f"seed {seed}, {size} nodes: {outcome.detail}"
+        assert sum(count for kind, count in outcome.faults.items() if kind.startswith("rolling")) == size
+        faults.update(outcome.faults)
+    assert faults["rolling restart, blank"] > SEEDS
+    assert {"rolling restart, flushed", "rolling restart, with its data"} < set(faults)
 
 
 def trace_of(seed: int, size: int) -> list[str]:

@@ -36,6 +36,14 @@ class WithoutComparison(ModelNode):
         return False
 
 
+class MakesLocksAsVoter(ModelNode):
+    """EXTEND makes no locks on a node that does not vote."""
+
+    def makes_locks(self, refused: Answer, fingerprint: str) -> bool:  # noqa: ARG002 - the mutation
+        """Refuse without doing anything."""
+        return False
+
+
 class ForgetfulPromise(ModelNode):
     """PROMISE is acknowledged and forgotten."""
 

@@ -49,6 +49,8 @@ class Weather:
         ttl: seconds of the leases.
         think: seconds between two acquisitions of a client, on the average.
         work: seconds that a lease is used, on the average.
+        well: whether clients, the network and a majority of the nodes are well all the time: then no healthy
+            holder loses a lease, and nobody is told that his list of nodes is wrong.
     """
 
     rates: dict[str, float]
@@ -64,6 +66,7 @@ class Weather:
     ttl: float
     think: float
     work: float
+    well: bool = False
 
 
 #: The first and the third share a stripe.
@@ -113,4 +116,24 @@ def draw(rng: random.Random) -> Weather:
         ttl=rng.choice((0.1, 0.5, 1.0, 2.0)),
         think=rng.choice((0.0, 0.002, 0.02)),
         work=rng.choice((0.0005, 0.002, 0.01)),
+    )
+
+
+def draw_well(rng: random.Random) -> Weather:
+    """Return conditions in which nothing goes wrong by itself."""
+    return Weather(
+        rates=dict.fromkeys(MOST, 0.0),
+        latency=rng.choice((0.0002, 0.0005, 0.002)),
+        late=rng.choice((0.0, 0.1)),
+        lateness=0.005,
+        lost=0.0,
+        doubled=0.0,
+        sane_clocks=True,
+        sealed=False,
+        changes=0.0,
+        resources=RESOURCES[: rng.choice((1, 3))],
+        ttl=rng.choice((1.0, 2.0)),
+        think=rng.choice((0.02, 0.1)),
+        work=rng.choice((0.002, 0.1)),
+        well=True,
     )

@@ -31,7 +31,7 @@ from fencelock.authority.redlock.protocol import (
 )
 from fencelock.authority.redlock.recollection import Recollection
 from fencelock.authority.redlock.recovery import Sightings, Surroundings, recover
-from fencelock.authority.redlock.seats import Ballot
+from fencelock.authority.redlock.seats import MAKES_LOCKS, Ballot
 from fencelock.authority.redlock.waiting import Line
 from fencelock.errors import FencelockError
 from tests.simulation.node import BLANK, Disk, ModelNode
@@ -45,7 +45,6 @@ IDLE = 2.0
 _NEVER = -1
 _UNREACHABLE = Answer(Said.UNREACHABLE, detail="there is no connection")
 _GRANTED = Said.GRANTED
-_MAKES_LOCKS = frozenset({Said.GRANTED, Said.EXTENDED})
 _FORGETFUL = frozenset({Said.AMNESIA, Said.RESTARTED})
 _ADMITTING = frozenset({Said.ADMITTED, Said.OPENED})
 
@@ -477,7 +476,7 @@ class World:
             return
         process.note(index, answer)
         if ballot.over:
-            if answer.said in _MAKES_LOCKS:
+            if answer.said in MAKES_LOCKS:
                 self._undo(process, index, command, answer)
             return
         if index in ballot.answers:

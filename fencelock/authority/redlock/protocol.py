@@ -692,25 +692,23 @@ def _of_one(answers: Answers, index: int) -> Answers:
 def _still_extended(fleet: Fleet, answers: Answers, index: int) -> bool | None:
     """Return whether a majority has had a grant's lock all the time; None where that can still be said later.
 
-    What a node has made again counts from the next round on. It and blank nodes are not added up: a node may
-    forget as soon as another has been admitted, and in the next round a majority has had the lock all the
-    time. Where a majority has missed it, others may have had it; where a majority is blank, too few are left.
+    What a node has made again counts from the next round on. Nodes that had no lock, or another's, and blank
+    ones are not added up: a node may forget as soon as another has been admitted, which somebody who waits
+    tries in vain; and soon after a majority has had the lock all the time. Where a majority has missed it,
+    others may have had it; where a majority is blank, too few are left.
     """
-    extended = missing = others = blank = 0
+    extended = missed = blank = 0
     for answer in answers.values():
         if answer.said is not Said.EXTENDED:
             # A restarted node that has kept its data refuses to vote as well, but has the lock still.
             blank += answer.said is Said.AMNESIA
         elif answer.counters[index] == _EXTENDED:
             extended += 1
-        elif answer.counters[index] == _MADE_AGAIN:
-            missing += 1
         else:
-            others += 1
+            missed += 1
     if extended >= fleet.quorum:
         return True
-    gone = others + max(missing, blank)
-    return None if len(fleet.names) - gone >= fleet.quorum else False
+    return None if len(fleet.names) - max(missed, blank) >= fleet.quorum else False
 
 
 def _is_made_again(done: Round, index: int) -> bool:
@@ -745,6 +743,10 @@ def _extend_command(fleet: Fleet, bids: Sequence[Bid], epochs: Sequence[int]) ->
     return Command("extend", "", keys, (fleet.fingerprint, "", *parts))
 
 
+#: What a node says that may have made locks again.
+_MAKES_AGAIN = frozenset({Said.EXTENDED, Said.AMNESIA, Said.RESTARTED})
+
+
 def undoing(command: Command, answer: Answer | None) -> list[Command]:
     """Return the RELEASEs of what a command may have locked while nobody waits for its answer.
 
@@ -758,8 +760,10 @@ def undoing(command: Command, answer: Answer | None) -> list[Command]:
     if script == "acquire" and (answer is None or answer.said is Said.GRANTED):
         place, waited = (*arguments[2 + 2 * len(keys) :], "", 0)[:2]
         return [_undo(nonce, keys, (place, waited, "") if place else ())]
-    if script != "extend" or (answer is not None and answer.said is not Said.EXTENDED):
+    if script != "extend" or (answer is not None and answer.said not in _MAKES_AGAIN):
         return []
+    if answer is not None and answer.said is not Said.EXTENDED:
+        answer = None  # it says nothing about each
     found, key = [], 1
     for index in range(len(arguments[2:]) // 4):
         its_nonce, _, locks, _ = arguments[2 + 4 * index : 6 + 4 * index]

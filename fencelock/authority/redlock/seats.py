@@ -36,7 +36,7 @@ PAID_AFTER = 0.5
 _WORTH_PAYING = 600.0
 
 #: Answers after which there may be a lock that was not there before.
-MAKES_LOCKS = frozenset({Said.GRANTED, Said.EXTENDED})
+MAKES_LOCKS = frozenset({Said.GRANTED, Said.EXTENDED, Said.AMNESIA, Said.RESTARTED})
 _SILENT = Answer(Said.SILENT)
 #: Looked up for every answer.
 _GRANTED, _MERGED = Said.GRANTED, Said.MERGED

@@ -3,6 +3,8 @@
 -- EXTEND: let the locks of completed leases live on, grant by grant, each if all its locks are still ours. The
 -- tokens stay. A lock that is missing here is made again with a mark that no CONFIRM accepts: this node had
 -- missed it, or lost it. That is not counted in this round, for somebody else may have had it in between.
+-- A node that does not vote, for it is blank or has restarted, makes locks as well, and counts for nothing: when it
+-- is admitted, it has the locks of all leases that are extended, and nobody who waits gets one there.
 -- A claim is missing too: it is nobody's lock, and whom it is for is refused by the majority that has ours. They stay
 -- in line, and are called when ours is released. Left alone, a node where many wait would never have it again.
 -- ARGV[3..]: for each grant its nonce, ttl in ms, how many locks it has, and what to write into a missing one.
@@ -10,13 +12,14 @@
 -- a refusal.
 local state = redis.call('HMGET', NODE, 'e', 'r', 'cfg', 'next')
 local refused = refusal(state[1], state[2], state[3], state[4])
-if refused then return refused end
+local restarted = refused and refused[1] == 'RESTARTED' and state[3] == ARGV[1] and not state[4]
+if refused and refused[1] ~= 'AMNESIA' and not restarted then return refused end
 
 local function is_claim(key, value, epoch)
   return not epoch and string.sub(value, 1, 1) == '>' and redis.call('PTTL', key) >= 0
 end
 
-local answer, key = {'EXTENDED', tonumber(state[1])}, 2
+local answer, key = {'EXTENDED', tonumber(state[1] or 0)}, 2
 for at = 3, #ARGV - 5, 4 do
   local nonce, ttl, last = ARGV[at], tonumber(ARGV[at + 1]), key + tonumber(ARGV[at + 2]) - 1
   local code, missing = 2, {}
@@ -41,4 +44,4 @@ for at = 3, #ARGV - 5, 4 do
   answer[#answer + 1] = code
   key = last + 1
 end
-return answer
+return refused or answer
