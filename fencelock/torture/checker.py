@@ -42,6 +42,10 @@ from fencelock.torture.history import (
 
 #: How many violations are printed; all of them are counted.
 SHOWN = 20
+#: Faults that leave a majority of nodes, all clocks and the network well. Others may cost a lease.
+_BEARABLE = frozenset(
+    {"node-blank", "node-rolling", "node-rollback", "node-flush", "database-kill", WORKER_KILL}
+)
 _SECOND = 1_000_000_000
 _R = TypeVar("_R", Run, Acquisition, Failure, Release, Write, Fault, Row, Cut)
 _Named = TypeVar("_Named", Acquisition, Write)
@@ -54,6 +58,8 @@ class Rule(StrEnum):
     ORDERED_TOKENS = "P2"  #: a token exceeds those whose acquisition had completed before this one began
     NO_LOST_UPDATE = "lost update"  #: each acknowledged addition is in the row, and no more than was sent
     NO_STALE_ACCEPT = "stale accept"  #: nothing was written below a token that the row had seen
+    LEASE_KEPT = "lost lease"  #: a lease that is renewed ends only with its holder, while a majority is well
+    RIGHT_LIST = "wrong list"  #: nobody with the right list of nodes is told that it is wrong
     FENCE_ABOVE = "fence"  #: at the end, the row's fence is not below any token that was written with
 
 
@@ -240,6 +246,8 @@ def _violations(facts: _Facts) -> Iterator[Violation]:
         yield from _stale_accepts(written)
     for name, row in facts.rows.items():
         yield from _at_the_end(row, facts.written.get(name, []))
+    yield from _lost_leases(facts)
+    yield from _wrong_lists(facts)
 
 
 def _duplicates(acquired: Sequence[Acquisition]) -> Iterator[Violation]:
@@ -272,6 +280,50 @@ def _regressions(acquired: Sequence[Acquisition]) -> Iterator[Violation]:
                 later.completed,
                 f"token {later.token} was asked for {_ms(later.began - largest.completed)} after "
                 f"{largest.token} had been given",
+            )
+
+
+def _lost_leases(facts: _Facts) -> Iterator[Violation]:
+    """Find leases that were kept, and lost while nothing was broken that may cost a lease."""
+    ends = {
+        (release.worker, release.resource, release.token): release
+        for release in facts.of(Release)
+        if release.error == "LockLostError"
+    }
+    unbearable = [fault for fault in facts.of(Fault) if fault.fault not in _BEARABLE]
+    for hold in itertools.chain.from_iterable(facts.acquired.values()):
+        end = ends.get((hold.worker, hold.resource, hold.token))
+        if not hold.kept or end is None:
+            continue
+        # Before it was known that it is lost, it could not be extended for as long as it lasts.
+        since = end.worked_until - 2 * (hold.valid_until - hold.began)
+        if not any(
+            fault.began < end.ended and fault.ended > since and _may_hit(fault, hold.worker)
+            for fault in unbearable
+        ):
+            yield Violation(
+                Rule.LEASE_KEPT,
+                hold.resource,
+                end.ended,
+                f"worker {hold.worker} lost the lease with token {hold.token} "
+                f"{_ms(end.worked_until - hold.completed)} after it had got it",
+            )
+
+
+def _may_hit(fault: Fault, worker: int) -> bool:
+    """Whether a fault may have cost a worker a lease: its own, or one of nodes and network."""
+    return fault.target == f"worker {worker}" or not fault.target.startswith("worker ")
+
+
+def _wrong_lists(facts: _Facts) -> Iterator[Violation]:
+    """Find who was told that the list of nodes is wrong, which it never is."""
+    for failure in facts.of(Failure):
+        if failure.error == "MembershipError":
+            yield Violation(
+                Rule.RIGHT_LIST,
+                failure.resource,
+                failure.ended,
+                f"worker {failure.worker} was told: {failure.message}",
             )
 
 

@@ -19,7 +19,7 @@ from typing import Final
 import redis
 
 from fencelock.torture.proxy import FAIR, Weather
-from fencelock.torture.stage import Stage
+from fencelock.torture.stage import Note, Stage
 
 #: Seconds to wait for somebody who is in the middle of a COMMIT.
 _COMMIT_SECONDS: Final = 3.0
@@ -98,6 +98,18 @@ def blank_nodes(stage: Stage, rng: random.Random) -> None:
     _take_memory(stage, rng, "node-blank", blank)
 
 
+def restart_all_nodes(stage: Stage, rng: random.Random) -> None:
+    """SIGKILL every node, and start it again with nothing; each when all of them vote again."""
+    for victim in rng.sample(range(len(stage.nodes)), len(stage.nodes)):
+        with stage.node(victim), stage.fault("node-rolling", _name(victim)) as note:
+            if stage.over.is_set():
+                return
+            stage.nodes[victim].kill()
+            stage.sleep(rng.uniform(0, 0.5) * stage.settings.ttl)
+            stage.nodes[victim].restart(keep_data=False)
+            _await_admission(stage, note)
+
+
 def roll_nodes_back(stage: Stage, rng: random.Random) -> None:
     """SIGKILL nodes, and start them again with what they had had some time before."""
 
@@ -132,9 +144,15 @@ def _take_memory(stage: Stage, rng: random.Random, fault: str, take: Callable[[S
     ):
         if victims:
             take(victims)
-        if victims and stage.settings.quorum:
-            epoch = stage.wait_until_admitted()
-            note.detail = f"votes again in epoch {epoch}" if epoch >= 0 else "until the end of the run"
+        if victims:
+            _await_admission(stage, note)
+
+
+def _await_admission(stage: Stage, note: Note) -> None:
+    """Wait until all nodes vote again, where clients admit them."""
+    if stage.settings.quorum:
+        epoch = stage.wait_until_admitted()
+        note.detail = f"votes again in epoch {epoch}" if epoch >= 0 else "until the end of the run"
 
 
 def partition(stage: Stage, rng: random.Random) -> None:
@@ -184,6 +202,7 @@ _INJECT: Final[Mapping[str, Inject]] = {
     "node-pause": pause_nodes,
     "clock": step_clocks,
     "node-blank": blank_nodes,
+    "node-rolling": restart_all_nodes,
     "node-rollback": roll_nodes_back,
     "node-flush": flush_nodes,
     "partition": partition,
@@ -193,7 +212,7 @@ _INJECT: Final[Mapping[str, Inject]] = {
 LANES: Final = (
     ("worker-pause", "worker-kill"),
     ("node-pause", "clock"),
-    ("node-blank", "node-rollback", "node-flush"),
+    ("node-blank", "node-rolling", "node-rollback", "node-flush"),
     ("partition",),
     ("database-kill",),
 )

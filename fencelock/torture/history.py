@@ -19,6 +19,8 @@ from typing import Any, ClassVar, TextIO
 VERSION = 1
 #: The fault that ends a process, and with it its holds.
 WORKER_KILL = "worker-kill"
+#: What stands for the error where a lease was lost while its process was held up by the machine's other work.
+HELD_UP = "HeldUp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class Acquisition:
         completed: when the holder knew that it had the lock.
         token: what the holder was given.
         valid_until: until when the holder has been promised to be alone, where the lease is not renewed.
+        kept: whether the lease is renewed until it is released, and nothing else is done.
     """
 
     kind: ClassVar[str] = "acquisition"
@@ -63,6 +66,7 @@ class Acquisition:
     completed: int
     token: int
     valid_until: int
+    kept: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,14 @@ FAULTS: Final = {
     "node-pause": "SIGSTOP nodes, fewer than a majority",
     "node-blank": "SIGKILL nodes, fewer than a majority, which come back without their memory",
     "node-rollback": "SIGKILL nodes, fewer than a majority, which come back with an older copy of their data",
+    "node-rolling": "SIGKILL every node in its turn, the next when all vote again; they lose their memory",
     "node-flush": "FLUSHALL on nodes, fewer than a majority, which keep running",
     "clock": "step the wall clock of a node forwards or backwards",
     "partition": "delay, drop and duplicate what workers say to nodes, and what these answer",
     "database-kill": "have the database end connections in the middle of a COMMIT",
 }
+#: Those that break nodes, fewer than a majority at a time.
+_OF_NODES: Final = frozenset({"node-pause", "node-blank", "node-rolling", "node-rollback", "node-flush"})
 #: The servers that are started unless others are named.
 EMBEDDED: Final = ("postgresql", "sqlite")
 
@@ -109,9 +112,9 @@ class Settings:
 
     def _reason_against(self, fault: str) -> str:  # noqa: PLR0911 - a table, in effect
         match fault:
-            case "node-pause" | "node-blank" | "node-rollback" | "node-flush" | "clock" if self.nodes:
+            case str() if fault in _OF_NODES | {"clock"} and self.nodes:
                 return "the nodes were not started by this run"
-            case "node-pause" | "node-blank" | "node-rollback" | "node-flush" if not self.minority:
+            case str() if fault in _OF_NODES and not self.minority:
                 return "it is for fewer than a majority of the nodes, which takes at least 3"
             case "partition" if not all(map(_can_be_proxied, self.nodes)):
                 return "only nodes with plain redis:// URLs can be put behind the proxy"

@@ -131,6 +131,12 @@ class Stage:
                     taken.append(node)
             yield taken
 
+    @contextmanager
+    def node(self, number: int) -> Iterator[None]:
+        """Wait until nobody else breaks a node, and keep it so."""
+        with self.busy[number]:
+            yield
+
     def wait_until_admitted(self) -> int:
         """Wait until all nodes vote, and return the epoch in which they do; -1 if the run ended before.
 

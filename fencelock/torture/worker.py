@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -29,6 +29,7 @@ from fencelock.errors import FencelockError, LockError
 from fencelock.lock import FencedLock, fenced_lock
 from fencelock.torture.history import Acquisition, Failure, Release
 from fencelock.torture.journal import Journal
+from fencelock.torture.keeper import Keeper
 from fencelock.torture.naive import NaiveRedlock
 from fencelock.torture.plan import Plan, choose_plan
 from fencelock.torture.settings import Settings
@@ -143,9 +144,12 @@ class Worker:
             thinking=self._thinking,
         )
         self._authority = _authority(assignment)
+        self._keepers = _keepers(assignment, self._journal, self._over)
 
     def run(self) -> None:
         """Hold one lock after the other."""
+        for keeper in self._keepers:
+            threading.Thread(target=keeper.run, daemon=True).start()
         while not self._over():
             plan = choose_plan(self._rng, self._settings)
             lock = self._lock(plan)
@@ -183,6 +187,8 @@ class Worker:
         """The same, in several tasks at once."""
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS))
         async with asyncio.TaskGroup() as group:
+            for keeper in self._keepers:
+                group.create_task(keeper.run_soon())
             for _ in range(self._tasks):
                 group.create_task(self._run_task())
 
@@ -283,6 +289,21 @@ def _authority(assignment: Assignment) -> Authority:
     if not assignment.settings.quorum:
         return NaiveRedlock(assignment.urls)
     return Redlock(assignment.urls, namespace=assignment.namespace, recover=assignment.recover, **IMPATIENT)
+
+
+def _keepers(assignment: Assignment, journal: Journal, over: Callable[[], bool]) -> list[Keeper]:
+    """Return who keeps a lease for as long as the worker lives, and who waits for that of the next."""
+    settings = assignment.settings
+    if not settings.quorum or "node-rolling" not in settings.faults:
+        return []
+    ours = assignment.number
+
+    def keeper(kept: int) -> Keeper:
+        # Each has nodes of his own: he hears of them only by what he does himself.
+        authority = Redlock(assignment.urls, namespace=assignment.namespace, recover=False, **IMPATIENT)
+        return Keeper(ours, kept, settings.ttl, authority, journal, over)
+
+    return [keeper(kept) for kept in sorted({ours, (ours + 1) % settings.workers})]
 
 
 def _tokens(lock: FencedLock[Any]) -> dict[str, int]:

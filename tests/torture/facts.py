@@ -34,9 +34,9 @@ def acquisition(
     return Acquisition(worker, resource, began, completed, token, valid_until)
 
 
-def release(token: int, worked_until: int, *, worker: int = 0) -> Release:
+def release(token: int, worked_until: int, *, worker: int = 0, error: str = "") -> Release:
     """Make the end of a hold."""
-    return Release(worker, "r", token, worked_until, worked_until)
+    return Release(worker, "r", token, worked_until, worked_until, error)
 
 
 def write(

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from fencelock.torture import checker
 from fencelock.torture.checker import Rule, Verdict, check
 from fencelock.torture.history import (
+    HELD_UP,
     Acquisition,
     Cut,
     Failure,
@@ -193,6 +194,49 @@ def test_a_write_with_a_token_that_had_been_refused_is_found() -> None:
     refused = write(4, 0, 5, None, Outcome.REFUSED)
     assert broken(refused, write(4, 6, 9, 0)) == {Rule.NO_STALE_ACCEPT: 1}
     assert judge(refused, write(5, 6, 9, 0)).right
+
+
+def kept(ended: int, error: str = "LockLostError", worker: int = 1) -> list[Record]:
+    """Return a lease of 100 that a worker kept from 0 on, and how it ended."""
+    return [
+        Acquisition(worker, "kept 1", 0, 1, 7, 100, kept=True),
+        Release(worker, "kept 1", 7, ended - 1, ended, error),
+    ]
+
+
+def test_a_lease_that_was_kept_and_lost_is_found() -> None:
+    """While nothing was broken, or only what a lease has to outlive."""
+    assert broken(*kept(5000)) == {Rule.LEASE_KEPT: 1}
+    bearable = [Fault(fault, "node 0", 4900, 5000) for fault in ("node-rolling", "node-blank", "node-flush")]
+    assert broken(*kept(5000), *bearable) == {Rule.LEASE_KEPT: 1}
+    assert broken(*kept(5000, ""), *bearable) == {}
+    assert broken(*kept(5000, HELD_UP), *bearable) == {}
+
+
+@pytest.mark.parametrize("fault", ["node-pause", "clock", "partition", "something new"])
+def test_a_lease_may_be_lost_to_a_fault_that_hits_a_majority_or_the_time(fault: str) -> None:
+    """As long as that lasts, and until the lease could have been extended again."""
+    assert broken(*kept(5000), Fault(fault, "node 2", 4850, 4860)) == {}
+    assert broken(*kept(5000), Fault(fault, "node 2", 4000, 4700)) == {Rule.LEASE_KEPT: 1}
+
+
+def test_a_lease_may_be_lost_by_a_worker_that_was_paused() -> None:
+    """But not where another was."""
+    assert broken(*kept(5000), Fault("worker-pause", "worker 1", 4000, 4990)) == {}
+    assert broken(*kept(5000), Fault("worker-pause", "worker 11", 4000, 4990)) == {Rule.LEASE_KEPT: 1}
+
+
+def test_a_lease_that_was_not_kept_may_end() -> None:
+    """Whoever works on after his lease has ended hears so."""
+    assert broken(acquisition(7, 0, 1), release(7, 200, error="LockLostError")) == {}
+
+
+def test_whoever_is_told_that_the_list_is_wrong_is_found() -> None:
+    """In the words that were used; other errors are no violation."""
+    verdict = judge(Failure(3, "r", 1, 2, "MembershipError", "the nodes do not agree"))
+    assert verdict.broken == {Rule.RIGHT_LIST: 1}
+    assert str(verdict.violations[0]) == "wrong list: r: worker 3 was told: the nodes do not agree"
+    assert judge(Failure(3, "r", 1, 2, "QuorumError", "too few")).right
 
 
 def test_a_fence_below_a_token_that_had_written_is_found() -> None:

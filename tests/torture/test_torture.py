@@ -83,6 +83,7 @@ def some_admitted_again(result: Result) -> bool:
 #: What must have been seen of some of the faults, beyond that they happened.
 SIGNS: dict[str, Callable[[Result], bool]] = {
     "node-blank": some_admitted_again,
+    "node-rolling": some_admitted_again,
     "node-rollback": some_admitted_again,
     "node-flush": some_admitted_again,
     "database-kill": some_in_doubt,
