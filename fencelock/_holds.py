@@ -1,15 +1,14 @@
 """The grants that this process holds, who in it holds them, and which blocks are inside.
 
-Who: a thread, or inside a running event loop the task. That is what re-entry asks: the same thread or task
-that holds a resource enters again and gets the same token; any other one waits like anybody else. (Which
-leases a *write* may use is another question, and the context answers it: see `lease`.)
+Who: a thread, task or greenlet (see `_owners`). That is what re-entry asks: the same one that holds a
+resource enters again and gets the same token; any other one waits like anybody else. (Which leases a *write*
+may use is another question, and the context answers it: see `lease`.)
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
@@ -22,18 +21,6 @@ from fencelock.lease import Lease, note_ended, note_held
 if TYPE_CHECKING:
     from fencelock.guard.seal import Sealer
     from fencelock.renewal import Renewer
-
-
-def running_loop() -> asyncio.AbstractEventLoop | None:
-    """Return the event loop that runs in this thread; None where none does."""
-    return asyncio._get_running_loop()  # noqa: SLF001 - documented, and an error for each thread is slow
-
-
-def current_owner() -> object:
-    """Return who is running: the task of the running event loop, or else the thread."""
-    loop = running_loop()
-    task = asyncio.current_task(loop) if loop is not None else None
-    return task if task is not None else threading.current_thread()
 
 
 class Hold:
@@ -217,6 +204,16 @@ def remove(hold: Hold) -> None:
         key = (hold.authority, hold.owner, resource)
         if _holds.has(key, hold):
             del _holds[key]
+
+
+def owners_of(authority: Authority, resources: Iterable[str]) -> list[object]:
+    """Return who in this process holds one of these."""
+    wanted = set(resources)
+    return [
+        owner
+        for (its, owner, resource), reference in list(_holds.items())
+        if its is authority and resource in wanted and reference() is not None
+    ]
 
 
 def everything_held() -> list[Hold]:

@@ -4,7 +4,8 @@ The authority's side makes leases and moves their end; the guard's side reads re
 module knows neither Redis nor SQLAlchemy, and is all that the two share besides errors and tokens.
 
 The held leases live in a context variable. It follows the code into coroutines, into greenlets of
-SQLAlchemy's asyncio extension and into `asyncio.to_thread`; it does not reach new threads or executors.
+SQLAlchemy's asyncio extension and into `asyncio.to_thread`; it does not reach new threads, executors, or the
+greenlets that gevent and eventlet spawn.
 Leases that have been released are never shown, whoever still has a copy of the context; nor are those whose
 block was left, and which wait only for transactions that were open then.
 """

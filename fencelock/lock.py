@@ -24,7 +24,8 @@ from weakref import ref
 
 from fencelock import renewal
 from fencelock._checks import check_choice, check_max_hold, check_timeout, check_ttl
-from fencelock._holds import Hold, add, current_owner, find, remove, running_loop
+from fencelock._holds import Hold, add, find, owners_of, remove
+from fencelock._owners import current_owner, running_loop, switches_greenlets, waits_in_vain_for
 from fencelock.authority.base import Authority, Grant
 from fencelock.errors import AuthorityError, LockError, LockLostError, LockTimeoutError, NotHeldError
 from fencelock.lease import Lease, check_resource, note_ended
@@ -63,6 +64,11 @@ class AllLockSettings(LockSettings, total=False):
 #: How often an acquisition is tried whose time is over, because the storage was ahead of the nodes.
 _HINTED_TRIES = 3
 
+_IN_VAIN = (
+    "another greenlet of this thread holds it, and cannot go on while this one waits, for what waits is not "
+    "patched: call gevent.monkey.patch_all() or eventlet.monkey_patch() before anything else is imported"
+)
+
 logger = logging.getLogger(__name__)
 
 
@@ -96,6 +102,26 @@ class _Call(_Step):
     def wait(self) -> Awaitable[Any]:
         awaitable: Awaitable[Any] = getattr(self.authority.aio, self.method)(*self.arguments, **self.options)
         return awaitable
+
+
+class _Ask(_Call):
+    """An acquisition."""
+
+    __slots__ = ()
+
+    def block(self) -> None:
+        waits = self.options["timeout"] != 0
+        if self.options["timeout"] is None and self._is_in_vain():
+            logger.warning("%s: %s", ", ".join(map(repr, self.arguments[0])), _IN_VAIN)
+        try:
+            super().block()
+        except LockTimeoutError as error:
+            if waits and self._is_in_vain():
+                raise LockTimeoutError(f"{error}; {_IN_VAIN}", holder_ttl=error.holder_ttl) from None
+            raise
+
+    def _is_in_vain(self) -> bool:
+        return switches_greenlets() and waits_in_vain_for(owners_of(self.authority, self.arguments[0]))
 
 
 class _Stop(_Step):
@@ -198,7 +224,7 @@ class _Entry:
     """One time that a lock was entered.
 
     Attributes:
-        owner: the thread or task that did.
+        owner: who did: a thread, task or greenlet.
         mark: stands for it in the holds' blocks, which must not refer to it: a cycle would keep a lock that
             was thrown away alive, and renewed, until the garbage collector comes along.
         asked: for what it did not hold before.
@@ -250,9 +276,10 @@ class FencedLock(Generic[_Token]):
     """A lock on one or several resources; a context manager that yields the fencing token.
 
     Made by `fenced_lock` or `Redlock.lock`, for `with` and for `async with`; coroutines find its methods
-    under `aio`. The thread (or asyncio task) that holds a resource enters it again at no cost and gets the
-    same token, with this object or another; what is held is given back when the last block is left, or, where
-    a transaction that was written under it is still open then, when that ends. May be used again afterwards.
+    under `aio`. The thread (asyncio task, greenlet) that holds a resource enters it again at no cost and
+    gets the same token, with this object or another; what is held is given back when the last block is left,
+    or, where a transaction that was written under it is still open then, when that ends. May be used again
+    afterwards.
     """
 
     def __init__(self, resources: tuple[str, ...], **settings: Unpack[AllLockSettings]) -> None:
@@ -413,9 +440,7 @@ class FencedLock(Generic[_Token]):
     def _ask(
         self, authority: Authority, missing: tuple[str, ...], waiting: float | None, **options: Any
     ) -> _Call:
-        return _Call(
-            authority, "acquire", missing, ttl=self._ttl, timeout=waiting, fair=self._fair, **options
-        )
+        return _Ask(authority, "acquire", missing, ttl=self._ttl, timeout=waiting, fair=self._fair, **options)
 
     def _acquire_sealed(
         self,
@@ -530,7 +555,7 @@ class FencedLock(Generic[_Token]):
             raise
 
     def _innermost(self) -> _Entry:
-        """Return where this thread or task entered last; or else where anybody did."""
+        """Return where this thread, task or greenlet entered last; or else where anybody did."""
         if (entry := _last_of_ours(self._entries)) is None:
             raise NotHeldError(f"{self!r}: acquire it first")
         return entry
@@ -732,12 +757,12 @@ def _check_listener(callback: object) -> None:
 
 
 def _last_of_ours(entries: list[_Entry]) -> _Entry | None:
-    """Return what this thread or task entered last; or else what anybody did, for blocks may be handed on."""
+    """Return what this thread, task or greenlet entered last; or else what anybody did."""
     snapshot = tuple(entries)
     if len(snapshot) < 2:  # noqa: PLR2004 - then there is nothing to choose
         return snapshot[0] if snapshot else None
     owner = current_owner()
-    ours = (entry for entry in reversed(snapshot) if entry.owner is owner)
+    ours = (entry for entry in reversed(snapshot) if entry.owner == owner)
     return next(ours, snapshot[-1])
 
 
@@ -794,7 +819,7 @@ def _seal_held(sealer: Sealer, hold: Hold) -> _Steps[None]:
     """Seal what is held already, and was not sealed in that database: who enters with `seal=` relies on it.
 
     Raises:
-        LockError: the database refuses, or this very thread or task keeps it from being done.
+        LockError: the database refuses, or this very thread, task or greenlet keeps it from being done.
         LockTimeoutError: it could not be done while the lease was valid.
     """
     if sealer in hold.sealers:

@@ -30,7 +30,8 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Protocol
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
-from fencelock._holds import Hold, running_loop
+from fencelock._holds import Hold
+from fencelock._owners import running_loop
 from fencelock.authority.base import Authority, Grant, Wish
 from fencelock.errors import AuthorityError, FencelockError, LockLostError
 

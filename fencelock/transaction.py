@@ -24,7 +24,7 @@ from sqlalchemy import Engine, event
 from sqlalchemy.orm import Session, SessionTransaction, sessionmaker
 
 from fencelock._asyncio_engines import is_async_engine, is_async_maker
-from fencelock._holds import current_owner
+from fencelock._owners import current_owner
 from fencelock.errors import FenceError
 from fencelock.guard import gate as pass_gate
 from fencelock.guard import gate_async
@@ -97,14 +97,14 @@ class _Blocks(Generic[_Block]):
         self._open.append((current_owner(), block))
 
     def take(self) -> _Block:
-        """Return the block to leave: what this thread or task entered last, or the only one that is open.
+        """Return the block to leave: what this thread, task or greenlet entered last, or the only one open.
 
         Blocks may be handed on, as frameworks do that leave a generator in another thread. Of several, the
         wrong one would be committed half-done.
         """
         entries = tuple(self._open)
         owner = current_owner()
-        ours = [entry for entry in entries if entry[0] is owner] or (entries if len(entries) == 1 else ())
+        ours = [entry for entry in entries if entry[0] == owner] or (entries if len(entries) == 1 else ())
         if not ours:
             raise RuntimeError(
                 "several threads or tasks are inside this fenced transaction, and this one has not entered "

@@ -153,7 +153,7 @@ class Sealer:
         return Wish(resources, tokens, expires_at, nonce or secrets.token_urlsafe(16))
 
     def refuse_to_wait_for_oneself(self, resources: tuple[str, ...]) -> None:
-        """Refuse to seal what an open transaction of this very thread or task has written.
+        """Refuse to seal what an open transaction of this very thread, task or greenlet has written.
 
         Raises:
             LockError: the seal would wait for that transaction until the lease has ended.
@@ -161,8 +161,8 @@ class Sealer:
         for resource in resources:
             if passes_gate_here(resource):
                 raise LockError(
-                    f"a transaction of this thread or task has passed the gate of {resource!r} and is still "
-                    "open, and the seal would wait for it: roll back first, then try again"
+                    f"a transaction of this thread, task or greenlet has passed the gate of {resource!r} and "
+                    "is still open, and the seal would wait for it: roll back first, then try again"
                 )
 
     def seal(self, wish: Wish) -> Sealed:

@@ -20,10 +20,8 @@ statement is decided once more, and finally, when the statement is rewritten.
 from __future__ import annotations
 
 import _thread
-import asyncio
 import operator
 import re
-import threading
 from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import suppress
 from functools import cache, partial
@@ -44,6 +42,7 @@ from sqlalchemy.orm import Mapper, Session
 from sqlalchemy.orm.base import INCLUDE_PENDING_MUTATIONS, NO_VALUE, PASSIVE_NO_INITIALIZE
 from sqlalchemy.types import TypeEngine
 
+from fencelock._owners import current_owner
 from fencelock.errors import AmbiguousFenceError, FenceError, UnfencedWriteError
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, Fixed, fenced_table, row_name
 from fencelock.guard.events import report
@@ -168,7 +167,7 @@ class Writer:
         lasting: whether it was committed, or may have been.
         remembered: the leases it was written under so far, by resource.
         transaction: returns SQLAlchemy's object, which may be gone.
-        gates: which it has passed, and which thread and task did so: each as (resource, who).
+        gates: which it has passed, and who did so: each as (resource, owner).
         undoing: whether it is being rolled back, so that nothing can come of it.
     """
 
@@ -661,27 +660,19 @@ def doubt_lost_transaction(context: ExceptionContext) -> None:
 def note_gate(connection: Connection, resource: str) -> None:
     """Note that the connection's transaction holds the resource's row of the fence table."""
     writer = writer_of(connection)
-    writer.gates.add((resource, _who()))
+    writer.gates.add((resource, current_owner()))
     _at_gates[writer] = None
 
 
 def passes_gate_here(resource: str) -> bool:
-    """Tell whether an open transaction of this thread or task has passed the gate of a resource."""
-    gate = resource, _who()
+    """Tell whether an open transaction of this thread, task or greenlet has passed the gate of a resource."""
+    gate = resource, current_owner()
     for reference in _at_gates.keyrefs():
         writer = reference()
         transaction = None if writer is None else writer.transaction()
         if writer is not None and transaction is not None and transaction.is_active and gate in writer.gates:
             return True
     return False
-
-
-def _who() -> object:
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:
-        task = None
-    return threading.get_ident() if task is None else id(task)
 
 
 def refuse_bypass(options: Mapping[str, Any]) -> None:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 from fencelock.authority.redlock.node import Link, Unusable, pack, read_whole
+from fencelock.authority.redlock.polling import new_poll
 from fencelock.authority.redlock.protocol import Answer, Broadcast, Command, Request, Round, Said, undoing
 from fencelock.authority.redlock.seats import FRESH, MAKES_LOCKS, NEWS, PAID_AFTER, Ballot, Seats, is_lost
 
@@ -46,7 +47,7 @@ class Channels(Seats):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._poll = select.poll()
+        self._poll = new_poll()
         self._by_descriptor: dict[int, int] = {}
         self._news = threading.Condition(self._mutex)
         self._last_used = 0.0

@@ -14,8 +14,13 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from fencelock._owners import blocks_greenlets
 from fencelock.authority.redlock.ears import Ear, Listening
 from fencelock.authority.redlock.node import Link, Node
+from fencelock.authority.redlock.polling import Patched, new_poll
+
+#: How often a bell is looked at that cannot be waited for.
+_GLANCE = 0.01
 
 
 class Listener(Listening):
@@ -30,7 +35,7 @@ class Listener(Listening):
         self._bells: dict[threading.Lock, str] = {}
         self._has_reader = False
         self._closed = False
-        self._poll: select.poll | None = None
+        self._poll: select.poll | Patched | None = None
         self._by_descriptor: dict[int, Ear] = {}
         self._stirred: tuple[socket.socket, socket.socket] | None = None
 
@@ -67,7 +72,7 @@ class Listener(Listening):
                 if reads:
                     self._read_for_all(bell, place, deadline)
                 else:  # until called, or asked to read for all
-                    bell.acquire(timeout=min(deadline - now, threading.TIMEOUT_MAX))
+                    _await(bell, min(deadline - now, threading.TIMEOUT_MAX))
         finally:
             with self._mutex:
                 del self._bells[bell]
@@ -122,8 +127,8 @@ class Listener(Listening):
             elif self._stirred is not None:
                 self._stirred[0].recv(1024)
 
-    def _pick_up(self) -> select.poll:
-        poll = select.poll()
+    def _pick_up(self) -> select.poll | Patched:
+        poll = new_poll()
         stirred = socket.socketpair()
         for end in stirred:
             end.setblocking(False)  # noqa: FBT003 - the standard library's signature
@@ -158,3 +163,14 @@ class Listener(Listening):
         stirred, self._stirred = self._stirred, None
         for end in stirred or ():
             end.close()
+
+
+def _await(bell: threading.Lock, seconds: float) -> None:
+    """Return when a bell has been rung, at the latest after so many seconds."""
+    if blocks_greenlets(bell.acquire) and not blocks_greenlets(time.sleep):
+        # `threading` alone is not patched: the greenlet that is to ring could never run.
+        deadline = time.monotonic() + seconds
+        while not bell.acquire(blocking=False) and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(_GLANCE, left))
+    else:
+        bell.acquire(timeout=seconds)

@@ -1,0 +1,110 @@
+"""Who is running: that is whose locks are entered again, and whose transactions stand in whose way.
+
+A task, where an event loop runs one; or else a greenlet, where a library such as gevent or eventlet switches
+between several of them in one thread; or else the thread. Greenlets of SQLAlchemy's asyncio extension do a
+task's work, and belong to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from types import BuiltinFunctionType, FrameType
+from typing import Any
+from weakref import ref
+
+_SWITCHING = ("gevent", "eventlet")
+
+
+class _Thread(threading.local):
+    """Stands for a thread, and for no other one: not for a later one of the same ident either.
+
+    `threading.current_thread` would do so, where `threading` has not started the thread.
+    """
+
+    def __init__(self) -> None:
+        self.itself = object()
+
+
+_thread = _Thread()
+
+
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """Return the event loop that runs in this thread; None where none does."""
+    return asyncio._get_running_loop()  # noqa: SLF001 - documented, and an error for each thread is slow
+
+
+def current_owner() -> object:
+    """Return what stands for who is running, and is equal to nothing else but what it returns for them later.
+
+    It keeps no task and no greenlet alive.
+    """
+    loop = running_loop()
+    task = asyncio.current_task(loop) if loop is not None else None
+    # Who has not imported greenlet has but one in each thread.
+    if (library := sys.modules.get("greenlet")) is None or not hasattr(library, "getcurrent"):
+        return _thread.itself if task is None else ref(task)
+    if task is not None and _is_run_here(task, library):
+        return ref(task)
+    current = library.getcurrent()
+    return _thread.itself if current.parent is None else ref(current)
+
+
+def _is_run_here(task: asyncio.Task[Any], library: Any) -> bool:
+    """Whether the loop's current task is what runs in this greenlet.
+
+    Where a task has waited by means of gevent, another greenlet runs meanwhile, and the loop does not know.
+    """
+    greenlet = library.getcurrent()
+    if greenlet.parent is None and not switches_greenlets():
+        return True
+    coroutine = task.get_coro()
+    frame_of_task = getattr(coroutine, "cr_frame", None)
+    if frame_of_task is None:
+        return True  # a compiled one: it cannot be told
+    frame: FrameType | None = sys._getframe()  # noqa: SLF001 - as `inspect.currentframe` does
+    while True:
+        while frame is not None:
+            if frame is frame_of_task:
+                return True
+            frame = frame.f_back
+        if not getattr(greenlet, "__sqlalchemy_greenlet_provider__", False):
+            return False
+        greenlet = greenlet.parent
+        frame = greenlet.gr_frame
+
+
+def switches_greenlets() -> bool:
+    """Whether a library is there that switches from greenlet to greenlet wherever one waits."""
+    return any(name in sys.modules for name in _SWITCHING)
+
+
+def blocks_greenlets(function: Callable[..., object]) -> bool:
+    """Whether a function that waits is the interpreter's own one: no other greenlet runs meanwhile."""
+    return isinstance(function, BuiltinFunctionType)
+
+
+def waits_in_vain_for(owners: Iterable[object]) -> bool:
+    """Whether one of these is another greenlet of this thread, that cannot run while this one waits."""
+    if not blocks_greenlets(time.sleep) and not blocks_greenlets(getattr(select, "poll", select.select)):
+        return False
+    own, here = current_owner(), _main_of(sys.modules["greenlet"].getcurrent())
+    return any(owner != own and _runs_in(owner, here) for owner in owners)
+
+
+def _runs_in(owner: object, main: Any) -> bool:
+    """Whether an owner is of the thread that has this main greenlet."""
+    if not isinstance(owner, ref):
+        return owner is _thread.itself
+    greenlet = owner()
+    return isinstance(greenlet, type(main)) and _main_of(greenlet) is main
+
+
+def _main_of(greenlet: Any) -> Any:
+    while greenlet.parent is not None:
+        greenlet = greenlet.parent
+    return greenlet

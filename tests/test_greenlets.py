@@ -1,0 +1,364 @@
+"""Who owns a hold where greenlets run: under gevent and eventlet, patched or not, and in Celery's pools.
+
+Each program runs in a process of its own, for what is patched stays so.
+"""
+
+from __future__ import annotations
+
+import _thread
+import asyncio
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import greenlet
+import pytest
+import redis
+from sqlalchemy.util import greenlet_spawn
+
+from fencelock import Redlock
+from fencelock._owners import current_owner
+from fencelock.embedded import Nodes
+from fencelock.errors import LockTimeoutError
+from tests.polling import eventually
+
+GEVENT = {
+    "all": "from gevent import monkey; monkey.patch_all()",
+    "threads unpatched": "from gevent import monkey; monkey.patch_all(thread=False)",
+    "sockets only": "from gevent import monkey; monkey.patch_socket()",
+    "nothing": "",
+}
+EVENTLET = """
+import warnings
+with warnings.catch_warnings(action="ignore"):  # it says that it is deprecated
+    import eventlet
+eventlet.monkey_patch()
+"""
+LETS_RUN = [GEVENT["all"], GEVENT["threads unpatched"], EVENTLET]
+BLOCKS = [GEVENT["sockets only"], GEVENT["nothing"]]
+
+TOGETHER = """
+def together(*functions):
+    if "eventlet" in sys.modules:
+        import eventlet
+        for each in [eventlet.spawn(function) for function in functions]:
+            each.wait()
+    else:
+        import gevent
+        gevent.joinall([gevent.spawn(function) for function in functions], raise_error=True)
+
+def pause(seconds):
+    sleeping = sys.modules.get("eventlet") or __import__("gevent")
+    sleeping.sleep(seconds)
+"""
+
+
+@pytest.fixture
+def quorum(nodes: Nodes) -> Iterator[Redlock]:
+    """A client of five initialised nodes."""
+    with Redlock(nodes.urls) as authority:
+        authority.init(base=0)
+        yield authority
+
+
+def run(nodes: Nodes, patch: str, program: str) -> list[str]:
+    """Run a program that knows the nodes as `quorum`; return the lines that it prints."""
+    prelude = (
+        f"{patch}\n"
+        "import sys, time\n"
+        "from fencelock import Redlock\n"
+        "from fencelock.errors import *\n"
+        f"{TOGETHER}\n"
+        f"quorum = Redlock({nodes.urls!r})\n"
+        "quorum.init()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", prelude + textwrap.dedent(program)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_hold_of_a_thread_that_threading_has_not_started_is_nobody_elses(quorum: Redlock) -> None:
+    """Also after it has ended, and another one has got its ident."""
+    kept, idents, tokens = [], [], []
+    ended = threading.Semaphore(0)
+
+    def first() -> None:
+        lock = quorum.lock("r", ttl=30)
+        kept.append((lock, lock.acquire().fencing_token))
+        idents.append(_thread.get_ident())
+        ended.release()
+
+    def other() -> None:
+        lock = quorum.lock("r", ttl=30)
+        lease = lock.try_acquire()
+        tokens.append(None if lease is None else lease.fencing_token)
+        idents.append(_thread.get_ident())
+        ended.release()
+
+    _thread.start_new_thread(first, ())
+    ended.acquire()
+    for _ in range(50):
+        _thread.start_new_thread(other, ())
+        ended.acquire()
+    assert tokens == [None] * 50
+    assert len(set(idents)) < len(idents)  # or nothing has been tested
+    kept[0][0].release()
+
+
+def test_greenlets_of_one_thread_are_different_owners_and_the_first_one_is_the_thread() -> None:
+    """A hold that was acquired before greenlet was imported is still the thread's."""
+    here = current_owner()
+    one, other = (greenlet.greenlet(lambda: (current_owner(), current_owner())) for _ in range(2))
+    first, again = one.switch()
+    assert first == again
+    assert len({here, first, other.switch()[0]}) == 3
+    assert current_owner() == here
+
+
+def test_an_owner_keeps_no_greenlet_alive_and_is_no_later_one() -> None:
+    """Its address is used again; it is equal to none of them."""
+    owners: list[Any] = [greenlet.greenlet(current_owner).switch() for _ in range(100)]
+    assert all(owner() is None for owner in owners)
+    assert [owners.index(owner) for owner in owners] == list(range(100))
+
+
+def test_greenlets_of_sqlalchemy_belong_to_their_task() -> None:
+    """So that a lock is entered again by what an AsyncSession runs; with gevent there as well."""
+
+    async def main() -> None:
+        owner = current_owner()
+        assert await greenlet_spawn(current_owner) == owner
+        assert await asyncio.create_task(_owner()) != owner
+        assert current_owner() == owner
+
+    async def _owner() -> object:
+        return current_owner()
+
+    asyncio.run(main())
+    sys.modules.setdefault("gevent", sys.modules[__name__])
+    try:
+        asyncio.run(main())
+    finally:
+        if sys.modules["gevent"] is sys.modules[__name__]:
+            del sys.modules["gevent"]
+
+
+def test_greenlet_that_runs_while_a_task_waits_is_not_that_task() -> None:
+    """The loop is not told that its task has stopped, and still names it as the current one."""
+
+    def ask_twice() -> object:
+        parent = greenlet.getcurrent().parent
+        assert parent is not None
+        parent.switch(current_owner())
+        return current_owner()
+
+    other = greenlet.greenlet(ask_twice)
+
+    async def main() -> tuple[object, object]:
+        return current_owner(), other.switch()
+
+    task, of_other = asyncio.run(main())
+    assert task != of_other
+    assert other.switch() == of_other
+
+
+def test_greenlet_waits_for_what_the_rest_of_its_thread_holds(quorum: Redlock) -> None:
+    """And the other way round."""
+    with quorum.lock("r") as token:
+        waiting = greenlet.greenlet(quorum.lock("r").acquire)
+        with pytest.raises(LockTimeoutError, match="is held by another"):
+            waiting.switch(timeout=0)
+        with quorum.lock("r") as again:
+            assert again == token
+
+
+@pytest.mark.parametrize("patch", LETS_RUN)
+def test_greenlets_take_turns(nodes: Nodes, patch: str) -> None:
+    """Each has a token of its own, and none is inside while another is; who waits lets others run."""
+    seen = run(
+        nodes,
+        patch,
+        """
+        inside, tokens, ticks = [], [], 0
+
+        def work():
+            for _ in range(3):
+                with quorum.lock("r", ttl=5, timeout=60) as token:
+                    assert not inside
+                    inside.append(token)
+                    tokens.append(token)
+                    with quorum.lock("r") as again:
+                        assert again == token
+                    pause(0.01)
+                    inside.remove(token)
+
+        def tick():
+            global ticks
+            while len(tokens) < 18:
+                ticks += 1
+                pause(0.005)
+
+        together(tick, *[work] * 6)
+        assert tokens == sorted(set(tokens)), tokens
+        print(len(tokens), ticks > 10)
+        """,
+    )
+    assert seen == ["18 True"]
+
+
+@pytest.mark.parametrize("patch", BLOCKS)
+def test_greenlet_that_blocks_its_thread_never_shares_a_token(nodes: Nodes, patch: str) -> None:
+    """It ends at its timeout, and the error says what is to be done."""
+    seen = run(
+        nodes,
+        patch,
+        """
+        def hold():
+            with quorum.lock("r", ttl=5):
+                print("in")
+                pause(0.1)
+            print("out")
+
+        def wait():
+            for timeout in (0.3, 0):
+                try:
+                    with quorum.lock("r", timeout=timeout):
+                        print("shared")
+                except LockTimeoutError as error:
+                    print("monkey.patch_all()" in str(error), error.holder_ttl > 0)
+
+        together(hold, wait)
+        with quorum.lock("r", timeout=0):
+            print("free")
+        """,
+    )
+    assert seen == ["in", "True True", "False True", "out", "free"]
+
+
+def test_waiting_in_vain_for_ever_is_warned_of(nodes: Nodes) -> None:
+    """No error would ever say it."""
+    seen = run(
+        nodes,
+        "",
+        """
+        import logging
+        logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s")
+
+        def hold():
+            lock = quorum.lock("r", ttl=0.5, renew=False)
+            lock.acquire()
+            pause(0.01)
+
+        def wait():
+            with quorum.lock("r", timeout=None):
+                print("in")
+
+        together(hold, wait)
+        """,
+    )
+    assert seen[0].startswith("WARNING 'r': another greenlet of this thread holds it")
+    assert seen[1:] == ["in"]
+
+
+@pytest.mark.parametrize("patch", [*LETS_RUN, *BLOCKS])
+def test_greenlets_hold_is_renewed_and_not_entered_by_another_when_it_has_ended(
+    nodes: Nodes, patch: str
+) -> None:
+    """As a thread's is."""
+    seen = run(
+        nodes,
+        patch,
+        """
+        kept = []
+
+        def work():
+            with quorum.lock("renewed", ttl=0.6) as token:
+                pause(2)
+            print("renewed")
+
+        def leave():
+            lock = quorum.lock("left", ttl=60)
+            lock.acquire()
+            kept.append(lock)
+
+        def take():
+            try:
+                with quorum.lock("left", timeout=0):
+                    print("taken")
+            except LockTimeoutError:
+                pass
+
+        together(work)
+        together(leave)
+        for _ in range(20):
+            together(take)
+        kept[0].release()
+        together(take)
+        """,
+    )
+    assert seen == ["renewed", "taken"]
+
+
+@pytest.mark.parametrize("pool", ["gevent", "eventlet", "prefork", "threads"])
+def test_tasks_of_a_celery_worker_take_turns(
+    nodes: Nodes, quorum: Redlock, tmp_path: Path, pool: str
+) -> None:
+    """In a real worker, with a node as its broker; nothing is left behind when it ends."""
+    broker = nodes.urls[0]
+    (tmp_path / "shop.py").write_text(
+        textwrap.dedent(
+            f"""
+            import time
+            import redis
+            from celery import Celery
+            from fencelock import Redlock
+
+            app = Celery("shop", broker={broker!r}, broker_connection_retry_on_startup=True)
+            quorum = Redlock({nodes.urls!r})
+            with quorum.lock("at import"):
+                pass
+
+            @app.task(ignore_result=True)
+            def work():
+                with quorum.lock("shop", ttl=5, timeout=60) as token:
+                    client = redis.Redis.from_url({broker!r})
+                    inside = client.incr("inside")
+                    time.sleep(0.05)
+                    client.decr("inside")
+                    client.rpush("done", f"{{token}} {{inside}}")
+                    client.close()
+            """
+        )
+    )
+    log = tmp_path / "log"
+    command = [sys.executable, "-m", "celery", "-A", "shop", "worker", "-P", pool, "-c", "4", "-l", "INFO"]
+    with log.open("w") as output:
+        worker = subprocess.Popen(command, cwd=tmp_path, stdout=output, stderr=output)
+    try:
+        send = "import shop; [shop.work.delay() for _ in range(20)]"
+        subprocess.run([sys.executable, "-c", send], cwd=tmp_path, check=True, timeout=60)
+        with redis.Redis.from_url(broker, decode_responses=True) as client:
+            assert eventually(lambda: client.llen("done") == 20, 60)
+            done = [tuple(map(int, line.split())) for line in client.lrange("done", 0, -1)]
+    except BaseException as error:
+        error.add_note(log.read_text())
+        raise
+    finally:
+        worker.terminate()
+        worker.wait(timeout=30)
+    assert [inside for _, inside in done] == [1] * 20
+    tokens = [token for token, _ in done]
+    assert tokens == sorted(set(tokens))
+    with quorum.lock("shop", timeout=0):
+        pass
