@@ -101,7 +101,7 @@ def _runs_in(owner: object, main: Any) -> bool:
     if not isinstance(owner, ref):
         return owner is _thread.itself
     greenlet = owner()
-    return isinstance(greenlet, type(main)) and _main_of(greenlet) is main
+    return isinstance(greenlet, type(main)) and not greenlet.dead and _main_of(greenlet) is main
 
 
 def _main_of(greenlet: Any) -> Any:

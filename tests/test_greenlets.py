@@ -18,12 +18,16 @@ from typing import Any
 import greenlet
 import pytest
 import redis
+from sqlalchemy import MetaData, StaticPool, create_engine
+from sqlalchemy.orm import Session
 from sqlalchemy.util import greenlet_spawn
 
-from fencelock import Redlock
+from fencelock import Redlock, gate
 from fencelock._owners import current_owner
-from fencelock.embedded import Nodes
+from fencelock.embedded import Nodes, Postgres
 from fencelock.errors import LockTimeoutError
+from fencelock.guard import fence_table
+from fencelock.guard.session import passes_gate_here
 from tests.polling import eventually
 
 GEVENT = {
@@ -133,7 +137,7 @@ def test_an_owner_keeps_no_greenlet_alive_and_is_no_later_one() -> None:
     assert [owners.index(owner) for owner in owners] == list(range(100))
 
 
-def test_greenlets_of_sqlalchemy_belong_to_their_task() -> None:
+def test_greenlets_of_sqlalchemy_belong_to_their_task(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a lock is entered again by what an AsyncSession runs; with gevent there as well."""
 
     async def main() -> None:
@@ -146,12 +150,8 @@ def test_greenlets_of_sqlalchemy_belong_to_their_task() -> None:
         return current_owner()
 
     asyncio.run(main())
-    sys.modules.setdefault("gevent", sys.modules[__name__])
-    try:
-        asyncio.run(main())
-    finally:
-        if sys.modules["gevent"] is sys.modules[__name__]:
-            del sys.modules["gevent"]
+    monkeypatch.setitem(sys.modules, "gevent", sys.modules[__name__])
+    asyncio.run(main())
 
 
 def test_greenlet_that_runs_while_a_task_waits_is_not_that_task() -> None:
@@ -171,6 +171,22 @@ def test_greenlet_that_runs_while_a_task_waits_is_not_that_task() -> None:
     task, of_other = asyncio.run(main())
     assert task != of_other
     assert other.switch() == of_other
+
+
+def test_thread_that_goes_on_while_a_greenlets_task_waits_is_not_that_task(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a Celery task may run a loop in its greenlet, in which something waits by means of gevent."""
+    monkeypatch.setitem(sys.modules, "gevent", sys.modules[__name__])
+    here, main = current_owner(), greenlet.getcurrent()
+
+    async def ask() -> None:
+        main.switch(current_owner())
+
+    runner = greenlet.greenlet(lambda: asyncio.run(ask()))
+    assert runner.switch() != here
+    assert current_owner() == here
+    runner.switch()
 
 
 def test_greenlet_waits_for_what_the_rest_of_its_thread_holds(quorum: Redlock) -> None:
@@ -308,6 +324,64 @@ def test_greenlets_hold_is_renewed_and_not_entered_by_another_when_it_has_ended(
         """,
     )
     assert seen == ["renewed", "taken"]
+
+
+@pytest.mark.parametrize("patch", LETS_RUN)
+def test_no_update_is_lost_between_greenlets(nodes: Nodes, postgres: Postgres, patch: str) -> None:
+    """Each reads by a claim, lets the others run, and writes what it has computed."""
+    url = postgres.create_database()
+    seen = run(
+        nodes,
+        patch,
+        f"""
+        from fencelock import FencedModel, claim
+        from sqlalchemy import create_engine
+        from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+
+        class Base(DeclarativeBase):
+            pass
+
+        class Account(FencedModel, Base):
+            __tablename__ = "accounts"
+            __fence_resource__ = "account:{{id}}"
+            id: Mapped[int] = mapped_column(primary_key=True)
+            balance: Mapped[int]
+
+        engine = create_engine({url!r}, pool_size=10)
+        Base.metadata.create_all(engine)
+        with quorum.lock("account:1"), Session(engine) as session:
+            session.add(Account(id=1, balance=0))
+            session.commit()
+
+        def deposit():
+            with quorum.lock("account:1", timeout=60), Session(engine) as session:
+                account = claim(session, Account, 1)
+                balance = account.balance
+                session.commit()
+                pause(0.02)
+                account.balance = balance + 10
+                session.commit()
+
+        together(*[deposit] * 10)
+        with Session(engine) as session:
+            print(session.get_one(Account, 1).balance)
+        engine.dispose()
+        """,
+    )
+    assert seen == ["100"]
+
+
+def test_gate_that_another_greenlet_has_passed_is_not_ones_own(quorum: Redlock) -> None:
+    """Who seals waits for the other one's transaction, as for another thread's."""
+    metadata = MetaData()
+    fence_table(metadata)
+    engine = create_engine("sqlite://", poolclass=StaticPool)
+    metadata.create_all(engine)
+    with quorum.lock("r"), Session(engine) as session:
+        gate(session)
+        assert passes_gate_here("r")
+        assert not greenlet.greenlet(passes_gate_here).switch("r")
+    engine.dispose()
 
 
 @pytest.mark.parametrize("pool", ["gevent", "eventlet", "prefork", "threads"])
