@@ -305,7 +305,8 @@ class Client:
 
     def release(self, hold: Hold) -> Program:
         """Give the lock back."""
-        valid = hold.is_valid()
+        # Of an extension under way, which is not waited for here, the end releases as well.
+        valid = hold.is_valid() and not hold.busy
         hold.released = True
         self.process.wanted.discard(hold.granted.bid.nonce)
         ours = yield from protocol.release(self.process.see(), hold.granted)

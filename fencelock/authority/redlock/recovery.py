@@ -21,7 +21,9 @@ half of the token. `spec/` has the whole as a model, with the schedules that eac
 4. RAISE before ADMIT, on a majority. A server that has taken over the address of another which still lives,
    cut off, must not leave that one with a majority in the old epoch ("ADMIT before RAISE").
 5. ADMIT, with the ticket, and not before the longest lease has passed since this recoverer first saw it.
-   The wait serves mutual exclusion only: the locks that the node has forgotten end meanwhile.
+   The wait serves mutual exclusion only: the locks that the node has forgotten end meanwhile. Those of leases
+   that go on are made again by EXTEND, as on every node that is to be admitted: so the next node may forget
+   at once, and nobody who waits has taken such a lock here.
 
 Nodes that are closed take part in none of this ("recovery reads closed nodes": a second list would vote).
 
