@@ -22,7 +22,14 @@ from sqlalchemy import (
     or_,
 )
 from sqlalchemy.sql import ClauseElement, ColumnElement, FromClause, Join, operators, visitors
-from sqlalchemy.sql.elements import BinaryExpression, BindParameter, BooleanClauseList, ClauseList, Grouping
+from sqlalchemy.sql.elements import (
+    BinaryExpression,
+    BindParameter,
+    BooleanClauseList,
+    ClauseList,
+    Grouping,
+    UnaryExpression,
+)
 from sqlalchemy.sql.operators import custom_op
 from sqlalchemy.types import TypeDecorator
 
@@ -106,6 +113,8 @@ def with_parts_apart(
 
 def _is_plain(part: Any) -> bool:
     """Tell whether this is made of nothing but columns, parameters, and SQL's own comparisons, AND and OR."""
+    if hasattr(type(part), "_compiler_dispatcher"):  # the program says how it is written, with @compiles
+        return False
     if isinstance(part, Grouping):
         return _is_plain(part.element)
     if isinstance(part, ClauseList | BooleanClauseList):
@@ -123,6 +132,9 @@ def _texts_in(clause: Any) -> list[str]:
             texts.append(element.text)
         elif isinstance(element, ColumnClause) and element.is_literal:
             texts.append(element.name)
+        elif isinstance(element, BinaryExpression | UnaryExpression):
+            operator = element.operator, getattr(element, "modifier", None)
+            texts += [each.opstring for each in operator if isinstance(each, custom_op)]
     return texts
 
 

@@ -13,21 +13,24 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from sqlalchemy import DDL, TextClause
 from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.sql import visitors
 
 from fencelock.errors import FenceError, UnfencedWriteError
+from fencelock.guard._shape import carries_condition, defines, inserts_only, target, without_comments
 from fencelock.guard._statement import TOKEN_BIND
 from fencelock.guard._tables import (
     FENCE_COLUMN,
+    Known,
     fenced_names,
     fenced_table,
     harmless,
     is_harmless,
     note_harmless,
+    sub_table_of,
     underlying,
 )
 from fencelock.guard._text import HAS_PARSER, TOKEN, only_reads
@@ -46,19 +49,46 @@ _DRIVER_PARAMETERS: Final = ((re.compile(r"%\((\w+)\)s"), r":\1"), (re.compile(r
 """Parameters as drivers have them, which a parser takes for an operator, and as it knows them."""
 _ESCAPED_NAME: Final = r'\bU&"(?:[^"]|"")*"'
 """A name as PostgreSQL has it with escapes, which may be any."""
+_RESHAPED: Final = (
+    "the text that {} has come to cannot be guarded: an INSERT stays a plain INSERT INTO (for rows that may "
+    "be there already, there is upsert()), and the condition stays outside of whatever else is in the WHERE "
+    "clause of an UPDATE or DELETE; see to what changes statements on their way: @compiles, "
+    "with_loader_criteria, or a listener for before_cursor_execute"
+)
+_JUDGED_TEXTS: Final = 1000
+_JUDGED_LENGTH: Final = 10_000
 _MISSING_COLUMN: Final = re.compile(
     r"no such column|no column named|unknown column|column .* does not exist|undefined column", re.IGNORECASE
 )
 
 
+class _Judged:
+    """Final texts of compiled statements that were found to be what was compiled, most of which come again.
+
+    They are forgotten with what is known to be harmless, when one more table is fenced.
+    """
+
+    texts: ClassVar[set[str]] = set()
+    known: ClassVar[Known | None] = None
+
+
+def _note_judged(statement: str, known: Known) -> None:
+    if _Judged.known is not known or len(_Judged.texts) >= _JUDGED_TEXTS:
+        _Judged.texts, _Judged.known = set(), known
+    if len(statement) <= _JUDGED_LENGTH:  # long ones have many parameters, and most often others each time
+        _Judged.texts.add(statement)
+
+
 def do_execute(_cursor: object, statement: str, _parameters: object, context: Any) -> None:
     """Refuse a statement that may write to a fenced table and was not guarded.
 
-    Every statement of the process comes by: what reads, or is known to be harmless, leaves at once.
+    Every statement of the process comes by: what reads, or was judged before, leaves at once.
     """
     if ";" not in statement and context is not None and not context.isddl:
         compiled = context.compiled
-        if compiled is not None and (statement.startswith("SELECT") or is_harmless(compiled)):
+        if compiled is not None and (
+            statement.startswith("SELECT") or (statement in _Judged.texts and is_harmless(compiled))
+        ):
             return
     try:
         _refuse(statement, context)
@@ -75,24 +105,52 @@ def do_execute_no_params(cursor: object, statement: str, context: Any) -> None:
 def _refuse(statement: str, context: Any) -> None:
     if context is None or context.execution_options.get("fencelock") == BYPASS:
         return
-    compiled = context.compiled
+    compiled, dialect = context.compiled, context.dialect.name
     if context.isddl:
-        if isinstance(compiled.statement, DDL):
-            _refuse_text(statement, context.dialect.name)
+        if isinstance(compiled.statement, DDL) or not defines(statement, dialect):
+            _refuse_text(statement, dialect)
     elif compiled is None:
-        _refuse_text(statement, context.dialect.name)
+        _refuse_text(statement, dialect)
     elif is_guarded(context.invoked_statement):
-        return
+        _refuse_changed_text(statement, context)
     elif compiled.isupdate or compiled.isdelete or compiled.isinsert:
         known = harmless()
         _refuse_unguarded(compiled)
+        _refuse_reshaped(statement, compiled, dialect)
         if compiled.ctes or ";" in statement or getattr(compiled.statement, "select", None) is not None:
-            _refuse_text_within(compiled.statement, context.dialect.name)
+            _refuse_text_within(compiled.statement, dialect)
         else:
             note_harmless(compiled, known)  # the fence is in it, if its table has one
+            _note_judged(statement, known)
     elif ";" in statement or not statement.startswith("SELECT"):
         _refuse_writing_ctes(compiled)
-        _refuse_text(statement, context.dialect.name)
+        _refuse_text(statement, dialect)
+
+
+def _refuse_changed_text(statement: str, context: Any) -> None:
+    """Refuse a text that carried the condition, if a listener has changed more than its comments."""
+    dialect = context.dialect.name
+    if statement == context.statement or carries_condition(statement, dialect):
+        return
+    if without_comments(statement, dialect) != without_comments(context.statement, dialect):
+        raise UnfencedWriteError(_RESHAPED.format("the text of a write to a fenced table"))
+
+
+def _refuse_reshaped(statement: str, compiled: Any, dialect: str) -> None:
+    """Refuse a final text that is not what was compiled: another write, or one without its condition."""
+    table = underlying(compiled.compile_state.dml_table)
+    fenced = fenced_table(table)
+    if compiled.isinsert and (fenced or sub_table_of(table)):
+        is_the_same = inserts_only(statement, dialect)
+    elif fenced:
+        is_the_same = carries_condition(statement, dialect)
+    else:
+        name = target(statement, dialect)
+        if name is None:
+            _refuse_text(statement, dialect)
+        is_the_same = name is None or name == table.name or name.lower() not in fenced_names()
+    if not is_the_same:
+        raise UnfencedWriteError(_RESHAPED.format(f"a write to {table.name!r}"))
 
 
 def _refuse_text(statement: str, dialect: str) -> None:

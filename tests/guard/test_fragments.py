@@ -185,6 +185,15 @@ def test_text_beside_a_key_names_no_other_row(engine: Engine) -> None:
 HIDING = ["id = 2 -- the second", "id = 2 /* ", "id = 2; --", "id = 2) OR (1 = 1", "id = 2 # x", "'\\' -- '"]
 
 
+def test_operators_cannot_hide_the_condition(session: Session, engine: Engine) -> None:
+    """What an operator is called goes into the statement as it is, like text."""
+    for name in ("= 2 --", "/*", ") OR (1 ="):
+        with pytest.raises(UnfencedWriteError, match="could cut off the condition"):
+            session.execute(update(orders).where(orders.c.id.op(name)(1)).values(status="stale"))
+        session.rollback()
+    assert standing(engine) == UNTOUCHED
+
+
 @pytest.mark.parametrize("fragment", HIDING)
 def test_text_that_could_hide_the_condition_is_refused(
     session: Session, engine: Engine, fragment: str
