@@ -11,7 +11,7 @@ from fencelock.guard.claim import claim, claim_all, gate
 from fencelock.guard.events import GuardEvent, forget, on_claim, on_stale, on_unfenced
 from fencelock.guard.fences import FENCE_TABLE, fence_table
 from fencelock.guard.model import FencedDataclassModel, FencedModel, fence_column
-from fencelock.guard.session import bind
+from fencelock.guard.session import bind, bypass
 from fencelock.guard.sql import (
     conditional_delete,
     conditional_update,
@@ -29,6 +29,7 @@ __all__ = [
     "GuardEvent",
     "begin_immediate",
     "bind",
+    "bypass",
     "claim",
     "claim_all",
     "claim_all_async",

@@ -17,9 +17,10 @@ from sqlalchemy.orm import ColumnProperty, Mapper
 from sqlalchemy.sql import ColumnElement
 
 from fencelock.errors import StaleTokenError
+from fencelock.guard._bypass import is_bypassed
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table
 from fencelock.guard.events import report
-from fencelock.guard.session import BYPASS, leases_of
+from fencelock.guard.session import leases_of
 from fencelock.lease import Lease
 from fencelock.token import MAX_TOKEN
 
@@ -91,7 +92,7 @@ class _FenceProperty(ColumnProperty[Any]):
                 return
             getter = known["fencelock", path.natural_path] = populators["quick"].pop()[1]
         leases = leases_of(getattr(result, "connection", None), context.session)
-        if leases and result.context.execution_options.get("fencelock") != BYPASS:
+        if leases and not is_bypassed(result.context.execution_options):
             getter = self._looking(getter, leases, result, adapter)
         if context.populate_existing:
             populators["new"].append((self.key, self._replacing(getter, mapper, populators)))

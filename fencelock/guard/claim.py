@@ -34,6 +34,7 @@ from sqlalchemy.ext.horizontal_shard import ShardedSession
 from sqlalchemy.orm import Mapper, Session, scoped_session
 
 from fencelock.errors import AmbiguousFenceError, UnfencedWriteError
+from fencelock.guard._bypass import BYPASS
 from fencelock.guard._install import install
 from fencelock.guard._statement import TOKEN_OPTION
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table, row_name
@@ -41,7 +42,6 @@ from fencelock.guard._write import LOCKING_READS, is_one_of
 from fencelock.guard.events import report_claim, telling
 from fencelock.guard.fences import FENCES
 from fencelock.guard.session import (
-    BYPASS,
     NOT_INHERITED,
     Tokens,
     join,

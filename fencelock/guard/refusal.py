@@ -20,6 +20,7 @@ from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.sql import visitors
 
 from fencelock.errors import FenceError, UnfencedWriteError
+from fencelock.guard._bypass import is_bypassed
 from fencelock.guard._shape import carries_condition, defines, inserts_only, target, without_comments
 from fencelock.guard._statement import TOKEN_BIND
 from fencelock.guard._tables import (
@@ -35,7 +36,6 @@ from fencelock.guard._tables import (
 )
 from fencelock.guard._text import HAS_PARSER, TOKEN, only_reads
 from fencelock.guard.events import report
-from fencelock.guard.session import BYPASS
 from fencelock.guard.textual import is_guarded
 
 _WRITES: Final = re.compile(
@@ -103,7 +103,7 @@ def do_execute_no_params(cursor: object, statement: str, context: Any) -> None:
 
 
 def _refuse(statement: str, context: Any) -> None:
-    if context is None or context.execution_options.get("fencelock") == BYPASS:
+    if context is None or is_bypassed(context.execution_options):
         return
     compiled, dialect = context.compiled, context.dialect.name
     if context.isddl:

@@ -30,6 +30,7 @@ from sqlalchemy.sql import ClauseElement
 from sqlalchemy.sql.lambdas import LambdaElement, NullLambdaStatement
 
 from fencelock.errors import FenceError, UnfencedWriteError
+from fencelock.guard._bypass import is_bypassed
 from fencelock.guard._carried import ready, take_back
 from fencelock.guard._insert import NewRows, stamp_insert
 from fencelock.guard._statement import (
@@ -54,7 +55,6 @@ from fencelock.guard._tables import (
 from fencelock.guard._write import GuardedWrite, guard
 from fencelock.guard.events import report
 from fencelock.guard.session import (
-    BYPASS,
     Writer,
     begin_writing,
     fences_loaded,
@@ -132,11 +132,11 @@ def _guarded_form(
     """
     rows = rows or [{}]
     if isinstance(statement, TextClause):
-        return None if _bypassed(options) else stamp_text(connection, statement, rows, options)
+        return None if is_bypassed(options) else stamp_text(connection, statement, rows, options)
     is_plain = isinstance(statement, _DML)
     if not is_plain and not _is_dml(statement):
         return None
-    if "fencelock" in options and _bypassed(options):
+    if is_bypassed(options):
         if TOKEN_OPTION in options or wants_token(statement, rows):
             refuse_bypass(options)
         return None
@@ -312,13 +312,6 @@ def _guard_once(
     if found is None:
         found = known[explicit, form] = guard(statement, fenced, explicit=explicit, form=form)
     return found
-
-
-def _bypassed(options: Mapping[str, Any]) -> bool:
-    choice = options.get("fencelock")
-    if choice not in (None, BYPASS):
-        raise ValueError(f"the execution option fencelock is {BYPASS!r} or left away, not {choice!r}")
-    return choice is not None
 
 
 def _refuse_unguardable(

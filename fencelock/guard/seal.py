@@ -31,9 +31,10 @@ from sqlalchemy.pool import SingletonThreadPool
 
 from fencelock._asyncio_engines import is_async_engine
 from fencelock.errors import LockError
+from fencelock.guard._bypass import BYPASS
 from fencelock.guard._tables import FENCE_COLUMN
 from fencelock.guard.fences import FENCES, SEAL_COLUMN
-from fencelock.guard.session import BYPASS, passes_gate_here
+from fencelock.guard.session import passes_gate_here
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine

@@ -22,9 +22,9 @@ from __future__ import annotations
 import _thread
 import operator
 import re
-from collections.abc import Callable, Container, Iterable, Mapping
-from contextlib import suppress
-from functools import cache, partial
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cache, partial, wraps
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -44,6 +44,7 @@ from sqlalchemy.types import TypeEngine
 
 from fencelock._owners import current_owner
 from fencelock.errors import AmbiguousFenceError, FenceError, UnfencedWriteError
+from fencelock.guard._bypass import BYPASS, HOW, Entry, is_bypassed, lasts, set_choice
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, Fixed, fenced_table, row_name
 from fencelock.guard.events import report
 from fencelock.lease import Lease, held_leases
@@ -51,9 +52,6 @@ from fencelock.lease import Lease, held_leases
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
     from sqlalchemy.orm import InstanceState, UOWTransaction, scoped_session
-
-BYPASS = "bypass"
-"""The value of the execution option `fencelock` that lets a statement pass unguarded."""
 
 NOT_INHERITED: Final = (
     "Leases do not follow into other threads or executors: there, hand one over with "
@@ -86,10 +84,18 @@ _at_gates: WeakKeyDictionary[Writer, None] = WeakKeyDictionary()
 """Those that have passed a gate; in no `WeakSet`, where one thread cannot look while another adds to it."""
 
 
+_ENTRIES: Final = "_fencelock_entries"
+"""Where a session has the blocks in which it goes around the guard, the innermost one last."""
+
+
 class _Process:
-    """Whether anybody has bound anything: few do, and for the others nobody has to be asked for it."""
+    """Whether anybody has bound anything, or entered a block without the guard: few do.
+
+    For the others nobody has to be asked for it.
+    """
 
     binds = False
+    bypasses = False
 
 
 def bind(
@@ -128,6 +134,56 @@ def bind(
             raise TypeError(f"bind takes leases, such as fenced_lock(...).lease, not {type(lease).__name__}")
     _Process.binds = True
     setattr(_blocking(target), _BOUND, leases or None)
+
+
+@contextmanager
+def bypass(
+    target: Session
+    | Connection
+    | AsyncSession
+    | AsyncConnection
+    | scoped_session[Any]
+    | async_scoped_session[Any],
+) -> Iterator[None]:
+    """Have what a session or connection executes in this block go around the guard.
+
+    For seeds, repairs and tests, at times when no holder is at work: nothing is compared, stamped or refused.
+    Other threads and tasks are guarded as ever, also on the same connection. At the end of the block, however
+    it is left, everything is as before. Blocks may be inside each other; for asyncio it is a plain `with`.
+    What is pending in a session when the block ends is guarded when it is flushed: flush in the block.
+
+    Example:
+        ```python
+        with fencelock.bypass(session):
+            session.execute(text("UPDATE orders SET status = 'new'"))
+        ```
+
+    Raises:
+        TypeError: for anything else than a session or connection.
+    """
+    found = _blocking(target)
+    entry = Entry()
+    _Process.bypasses = True
+    if isinstance(found, Session):
+        setattr(found, _ENTRIES, (*getattr(found, _ENTRIES, ()), entry))
+        connections = _connections_of(found)
+    else:
+        connections = {found}
+    for connection in connections:
+        entry.begin(connection)
+    try:
+        yield
+    finally:
+        entry.end()
+        if isinstance(found, Session):
+            setattr(found, _ENTRIES, tuple(each for each in getattr(found, _ENTRIES) if each is not entry))
+
+
+def _connections_of(session: Session) -> set[Connection]:
+    """Return the connections of a session's transaction."""
+    transaction = session.get_transaction()
+    known: Mapping[Any, Any] = {} if transaction is None else transaction._connections  # noqa: SLF001  no public way
+    return {connection for connection, *_ in known.values()}
 
 
 def _blocking(target: object) -> Session | Connection:
@@ -681,7 +737,7 @@ def refuse_bypass(options: Mapping[str, Any]) -> None:
     Raises:
         UnfencedWriteError: if these execution options say so.
     """
-    if options.get("fencelock") == BYPASS:
+    if is_bypassed(options):
         raise UnfencedWriteError(
             f"nothing can be claimed or written with a token under execution_options(fencelock={BYPASS!r}), "
             f"where no fence is raised or compared; use an engine, a connection and a statement without it"
@@ -1070,8 +1126,7 @@ class _Flush:
             if session is not None:
                 join(connection, session)  # another one may have joined the transaction since
             options = connection.get_execution_options()
-            bypassed = options.get("fencelock") == BYPASS
-            tokens = None if bypassed else Tokens(connection, fenced, options, session)
+            tokens = None if is_bypassed(options) else Tokens(connection, fenced, options, session)
             self.found[key] = tokens
             self.known.setdefault(fenced, {})
             self.loaded[key] = LoadedFences(self._session, self.stamped, fenced)
@@ -1137,8 +1192,30 @@ def watch_plans(mapper: Mapper[Any], _model: object) -> None:
                 each.append(_note_plans)
 
 
-def _on_begin(session: Session, _transaction: object, connection: Connection) -> None:
+def _on_begin(session: Session, transaction: Any, connection: Connection) -> None:
     join(connection, session)
+    if lasts(connection):
+        known = transaction._connections[connection]  # noqa: SLF001  SQLAlchemy has no public way to ask
+        _, _, _, is_made_for_session = known
+        if is_made_for_session:
+            set_choice(connection, None)
+            raise UnfencedWriteError(f"{HOW}; said of a session's connection, it would last")
+    if _Process.bypasses:
+        for entry in getattr(session, _ENTRIES, ()):
+            if entry.is_open:
+                entry.begin(connection)
+
+
+def guarding_options(choose: Callable[..., Connection]) -> Callable[..., Connection]:
+    """Return a connection's way to be given options, which refuses a bypass where a session uses it."""
+
+    @wraps(choose)
+    def guarded(connection: Connection, **options: Any) -> Connection:
+        if options.get("fencelock") == BYPASS and users_of(connection):
+            raise UnfencedWriteError(f"{HOW}; said of a session's connection, it would last")
+        return choose(connection, **options)
+
+    return guarded
 
 
 def _on_insert_undone(_session: Session, instance: object) -> None:

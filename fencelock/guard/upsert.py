@@ -17,6 +17,7 @@ from sqlalchemy.engine import Connection
 from sqlalchemy.orm import Mapper, Session, scoped_session
 
 from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
+from fencelock.guard._bypass import BYPASS
 from fencelock.guard._carried import CarriedToken, ready, take_back
 from fencelock.guard._exact import is_text
 from fencelock.guard._install import install
@@ -25,7 +26,6 @@ from fencelock.guard._write import KEYS_PER_QUERY, holds, is_one_of, newest, wit
 from fencelock.guard.claim import connection_of, fenced_model
 from fencelock.guard.events import telling
 from fencelock.guard.session import (
-    BYPASS,
     Tokens,
     begin_writing,
     report_refusal,

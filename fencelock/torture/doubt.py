@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from sqlalchemy import Connection, Engine, NullPool, create_engine, text
 
-from fencelock.guard.session import BYPASS
+from fencelock.guard._bypass import BYPASS
 
 _LOCK = 0x7E7CE
 _POLL = 0.01

@@ -8,7 +8,7 @@ from sqlalchemy import BigInteger, Engine, String, create_engine, insert, make_u
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from fencelock.guard import FencedModel
-from fencelock.guard.session import BYPASS
+from fencelock.guard._bypass import BYPASS
 from fencelock.torture.history import Row
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -39,7 +40,7 @@ from sqlalchemy.orm.exc import StaleDataError
 from sqlalchemy.sql import quoted_name
 
 from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
-from fencelock.guard import FencedModel, bind, claim, execute_fenced, fence_column, fenced_update
+from fencelock.guard import FencedModel, bind, bypass, claim, execute_fenced, fence_column, fenced_update
 from fencelock.lease import Lease
 from fencelock.token import MAX_TOKEN
 from tests.guard.rows import empty
@@ -347,13 +348,16 @@ def test_text_for_update_is_no_write(engine: Engine) -> None:
         assert connection.execute(text("SELECT id FROM re_orders\n FOR  UPDATE")).all() == [(1,), (2,)]
 
 
-@pytest.mark.parametrize("level", ["engine", "connection", "session", "statement"])
+@pytest.mark.parametrize("level", ["engine", "connection", "block", "statement"])
 def test_bypass_is_explicit_and_complete(engine: Engine, level: str) -> None:
-    """execution_options(fencelock="bypass") lets everything pass, at each level where options are given."""
-    chosen = engine.execution_options(fencelock="bypass") if level == "engine" else engine
-    with Session(chosen) as session:
-        if level in {"connection", "session"}:
-            session.connection(execution_options={"fencelock": "bypass"})
+    """A bypass lets everything pass, wherever it is said."""
+    chosen: Any = engine.execution_options(fencelock="bypass") if level == "engine" else engine
+    with ExitStack() as stack:
+        if level == "connection":
+            chosen = stack.enter_context(engine.connect()).execution_options(fencelock="bypass")
+        session = stack.enter_context(Session(chosen))
+        if level == "block":
+            stack.enter_context(bypass(session))
         options = {"fencelock": "bypass"} if level == "statement" else {}
         session.execute(text("UPDATE re_gifts SET ribbon = 'red'"), execution_options=options)
         session.execute(update(Order).where(Order.id == 1).values(status="a"), execution_options=options)

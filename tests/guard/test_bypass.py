@@ -1,0 +1,214 @@
+"""Going around the guard is said of a statement, of an engine, or for a block, and ends with it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, String, insert, select, text, update
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scoped_session, sessionmaker
+
+import fencelock
+from fencelock.errors import StaleTokenError, UnfencedWriteError
+from fencelock.guard import FencedModel, bind, claim
+from fencelock.lease import Lease
+from tests.guard.rows import empty
+
+BYPASS = {"fencelock": "bypass"}
+REPAIR = "UPDATE by_orders SET status = 'repaired' WHERE id = 1"
+
+
+class Base(DeclarativeBase):
+    """The models of this file."""
+
+
+class Order(FencedModel, Base):
+    """Guarded row by row."""
+
+    __tablename__ = "by_orders"
+    __fence_resource__ = "order:{id}"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    status: Mapped[str] = mapped_column(String(20), default="new")
+
+
+@pytest.fixture
+def engine(shared_engine: Engine, _tables: None) -> Engine:
+    """An engine on an order whose fence is 9."""
+    with shared_engine.begin() as connection:
+        empty(connection, Base.metadata)
+    with shared_engine.execution_options(fencelock="bypass").begin() as connection:
+        connection.execute(insert(Order), {"id": 1, "last_fencing_token": 9})
+    return shared_engine
+
+
+@pytest.fixture
+def session(engine: Engine) -> Iterator[Session]:
+    """A session of a stale holder."""
+    with Session(engine) as session:
+        bind(session, Lease("order:1", 5))
+        yield session
+
+
+def standing(engine: Engine) -> tuple[str, int]:
+    """Return status and fence of the order."""
+    with engine.connect() as connection:
+        found = connection.execute(select(Order.status, Order.last_fencing_token)).one()
+    return found[0], found[1]
+
+
+SAYINGS: dict[str, Callable[[Session], object]] = {
+    "connection": lambda s: s.connection().execution_options(fencelock="bypass"),
+    "begun with options": lambda s: s.connection(execution_options=BYPASS),
+    "in a savepoint": lambda s: s.begin_nested().session.connection().execution_options(fencelock="bypass"),
+}
+
+
+@pytest.mark.parametrize("say", [pytest.param(say, id=name) for name, say in SAYINGS.items()])
+def test_bypass_of_a_sessions_connection_is_refused(
+    session: Session, engine: Engine, say: Callable[[Session], object]
+) -> None:
+    """It would last for the transaction, unseen; and who goes on after the error is guarded."""
+    with pytest.raises(UnfencedWriteError, match=r"with fencelock\.bypass\(session\)"):
+        say(session)
+    with pytest.raises((StaleTokenError, UnfencedWriteError)):
+        session.execute(update(Order).where(Order.id == 1).values(status="stale"))
+    session.rollback()
+    assert standing(engine) == ("new", 9)
+
+
+def test_bypass_of_a_statement_is_of_that_one(session: Session, engine: Engine) -> None:
+    """Those after it are guarded."""
+    order = session.get_one(Order, 1, execution_options=BYPASS)
+    session.execute(text(REPAIR), execution_options=BYPASS)
+    session.execute(text(REPAIR).execution_options(fencelock="bypass"))
+    order.status = "stale"
+    with pytest.raises(StaleTokenError):
+        session.commit()
+    session.rollback()
+    assert standing(engine) == ("new", 9)
+
+
+def test_block_is_bypassed_whatever_is_executed(session: Session, engine: Engine) -> None:
+    """Text, statements and the unit of work, also in transactions that begin inside; nothing after it."""
+    with fencelock.bypass(session):
+        order = session.get_one(Order, 1)
+        session.execute(text(REPAIR))
+        session.connection().exec_driver_sql(REPAIR)
+        session.commit()
+        session.execute(update(Order).values(status="set"))
+        order.status = "by hand"
+        session.commit()
+        with pytest.raises(UnfencedWriteError, match="claimed"):
+            claim(session, Order, 1)
+    assert standing(engine) == ("by hand", 9)
+    session.rollback()
+    with pytest.raises(UnfencedWriteError):
+        session.execute(text(REPAIR))
+    session.rollback()
+    with pytest.raises(StaleTokenError):
+        session.execute(update(Order).where(Order.id == 1).values(status="stale"))
+    assert standing(engine) == ("by hand", 9)
+
+
+def test_block_ends_with_an_exception_and_inside_another(session: Session, engine: Engine) -> None:
+    """The inner one's end leaves the outer one as it is; the transaction goes on, guarded."""
+    session.connection()
+
+    def fail() -> None:
+        with fencelock.bypass(session):
+            with fencelock.bypass(session.connection()):
+                session.execute(text(REPAIR))
+            with pytest.raises(KeyError), fencelock.bypass(session):
+                raise KeyError
+            session.execute(text(REPAIR))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    with pytest.raises(UnfencedWriteError):
+        session.execute(text(REPAIR))
+    session.rollback()
+    assert standing(engine) == ("new", 9)
+
+
+def test_block_on_a_connection_leaves_its_options(engine: Engine) -> None:
+    """Those that were given inside stay, and so does a bypass that the engine has said."""
+    with engine.connect() as connection:
+        with fencelock.bypass(connection):
+            connection.execution_options(stream_results=False)
+            connection.execute(text(REPAIR))
+        assert "stream_results" in connection.get_execution_options()
+        with pytest.raises(UnfencedWriteError):
+            connection.execute(text(REPAIR))
+    with engine.execution_options(fencelock="bypass").connect() as connection:
+        with fencelock.bypass(connection):
+            connection.execute(text(REPAIR))
+        connection.execute(text(REPAIR))
+    with engine.connect().execution_options(fencelock="bypass") as connection, Session(connection) as session:
+        session.execute(text(REPAIR))  # whoever made the connection has said it for all of it
+
+
+def test_block_is_of_its_thread(engine: Engine) -> None:
+    """Another thread is guarded, also on the same connection."""
+    said: list[object] = []
+    scoped = scoped_session(sessionmaker(engine))
+
+    def work(target: Any) -> None:
+        try:
+            target.execute(text(REPAIR))
+        except UnfencedWriteError as error:
+            said.append(error)
+        finally:
+            scoped.remove()  # this thread's
+
+    if engine.dialect.name == "sqlite":
+        pytest.skip("a connection of sqlite3 belongs to one thread")
+    with engine.connect() as connection, fencelock.bypass(connection), fencelock.bypass(scoped):
+        scoped.execute(text(REPAIR))
+        scoped.rollback()
+        for target in (connection, scoped):
+            other = threading.Thread(target=work, args=(target,))
+            other.start()
+            other.join()
+        connection.execute(text(REPAIR))
+    scoped.remove()
+    assert len(said) == 2
+
+
+def test_block_for_asyncio(engine: Engine, for_asyncio: Callable[[Engine], AsyncEngine]) -> None:
+    """A session or connection of asyncio goes around the guard for its task, and for nobody else."""
+
+    async def refused(target: AsyncSession | AsyncConnection) -> None:
+        with pytest.raises(UnfencedWriteError):
+            await target.execute(text(REPAIR))
+
+    async def main() -> None:
+        made = for_asyncio(engine)
+        async with AsyncSession(made) as session:
+            with fencelock.bypass(session):
+                await session.execute(text(REPAIR))
+                await session.run_sync(lambda blocking: blocking.execute(text(REPAIR)))
+            await refused(session)
+            await session.rollback()
+            with pytest.raises(UnfencedWriteError, match="bypass"):
+                await session.connection(execution_options=BYPASS)
+        async with made.connect() as connection:
+            with fencelock.bypass(connection):
+                await connection.execute(text(REPAIR))
+                await asyncio.create_task(refused(connection))
+                await connection.execute(text(REPAIR))
+            await refused(connection)
+        await made.dispose()
+
+    asyncio.run(main())
+    assert standing(engine) == ("new", 9)
+
+
+def test_block_takes_sessions_and_connections(engine: Engine) -> None:
+    """Anything else is a mistake."""
+    with pytest.raises(TypeError, match="session or a connection"), fencelock.bypass(engine):  # type: ignore[arg-type]
+        pass
