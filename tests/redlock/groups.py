@@ -45,6 +45,22 @@ def token_within(authority: Redlock, seconds: float = 15.0) -> int:
             time.sleep(0.05)
 
 
+def follow(node: Node, master: Node) -> None:
+    """Have a server become a replica of another, with its data; return when it is up to date."""
+    ask(node, "REPLICAOF", master.host, master.port)
+
+    def is_there() -> bool:
+        told = ask(node, "INFO", "replication").decode()
+        return "master_link_status:up" in told and "master_sync_in_progress:0" in told
+
+    assert eventually(is_there, 30.0)
+
+
+def promote(node: Node) -> None:
+    """Have a replica be a primary again."""
+    ask(node, "REPLICAOF", "NO", "ONE")
+
+
 def is_refused(authority: Redlock) -> bool:
     """Whether the server that took over refuses to vote, once it has been found."""
 

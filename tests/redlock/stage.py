@@ -43,6 +43,8 @@ from fencelock.authority.redlock.redlock import Redlock
 from fencelock.embedded import Node as Server
 
 NODE_KEY = "{fencelock}"
+#: All that a node keeps when nobody holds a lock or waits.
+OF_THE_NODE = [NODE_KEY, f"{NODE_KEY}:m"]
 _nonces = itertools.count()
 
 

@@ -19,6 +19,7 @@ from fencelock.authority.redlock.protocol import Answer, Command, Failed, Grante
 from fencelock.authority.redlock.waiting import Line
 from fencelock.embedded import Nodes
 from fencelock.errors import LockLostError
+from tests.redlock.groups import follow, promote
 from tests.redlock.stage import NODE_KEY, Actor, Calls, Stage, recoverer, without
 from tests.simulation.weaker import (
     maximum_without_write_back,
@@ -267,7 +268,7 @@ def test_node_that_lost_its_data_does_not_vote(make_stage: MakeStage) -> None:
 def test_marker_made_on_demand_gives_a_token_twice(make_stage: MakeStage) -> None:
     """Control: a node that makes its marker when it misses it counts from the beginning again."""
     on_demand = "if redis.call('EXISTS', NODE) == 0 then redis.call('HSET', NODE, 'e', 0, 'b', 0, "
-    on_demand += "'r', ARGV[#ARGV - 1], 'cfg', ARGV[1]) end\n"
+    on_demand += "'r', ARGV[#ARGV - 1], 'cfg', ARGV[1]) redis.call('SETRANGE', NODE .. ':m', 0, '1') end\n"
     start = "local fields = {'e', 'r', 'cfg', 'next', 'b', 'c' .. ARGV[5]}"
     mutant = without("acquire", start, on_demand + start)
     a, b, _ = play_a_node_that_loses_its_data(make_stage(mutant))
@@ -307,8 +308,49 @@ def test_node_that_restarted_with_its_data_does_not_vote(make_nodes: Callable[..
 
 def test_marker_without_the_run_id_gives_a_token_twice(make_nodes: Callable[..., Nodes]) -> None:
     """Control: a node that is known by its marker alone grants what it had granted before."""
-    mutant = without("acquire", "if admitted_run_id ~= run_id then return {'RESTARTED'} end")
+    mutant = without(
+        "acquire", "if admitted_run_id ~= run_id or not is_unbroken() then return {'RESTARTED'} end"
+    )
     assert play_a_node_that_comes_back_with_older_data(make_nodes, mutant) == (1, 1, Said.GRANTED)
+
+
+def play_a_node_that_follows_another_and_is_promoted_again(
+    make_nodes: Callable[..., Nodes], scripts: Mapping[str, str]
+) -> tuple[int | None, int | None, Said]:
+    """A is granted by n0 and n1; n1 follows a server that has an older copy of its data; B asks n1 and n2.
+
+    Neither the process nor a connection has changed meanwhile.
+    """
+    *servers, other = make_nodes(4)
+    stage = Stage([server.url for server in servers], scripts)
+    try:
+        follow(other, servers[1])
+        promote(other)
+        a, b = stage.bidder(), stage.bidder()
+        a.deliver(stage.nodes, 0, 1)
+        a.resume()
+        follow(servers[1], other)
+        promote(servers[1])
+        said = b.deliver(stage.nodes, 1, 2)[1].said
+        b.resume()
+        return a.token, b.token, said
+    finally:
+        stage.close()
+
+
+def test_node_that_has_loaded_older_data_does_not_vote(make_nodes: Callable[..., Nodes]) -> None:
+    """The process is the one that was admitted, but its memory is not."""
+    played = play_a_node_that_follows_another_and_is_promoted_again(make_nodes, {})
+    assert played == (1, None, Said.RESTARTED)
+
+
+def test_process_alone_gives_a_token_twice_after_older_data_were_loaded(
+    make_nodes: Callable[..., Nodes],
+) -> None:
+    """Control: a node that is known by its process alone grants what it had granted before."""
+    mutant = without("acquire", " or not is_unbroken()")
+    played = play_a_node_that_follows_another_and_is_promoted_again(make_nodes, mutant)
+    assert played == (1, 1, Said.GRANTED)
 
 
 def test_link_of_a_restarted_node_is_broken(make_nodes: Callable[..., Nodes]) -> None:

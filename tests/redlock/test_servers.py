@@ -9,7 +9,7 @@ import asyncio
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -22,7 +22,18 @@ from fencelock.authority.redlock.operator import change_nodes
 from fencelock.embedded import EmbeddedServerError, Node, Nodes, _reserve_port
 from fencelock.errors import LockTimeoutError, QuorumError
 from fencelock.token import split
-from tests.redlock.groups import MAX_TTL, PATIENT, Cluster, Watched, ask, is_refused, token_within
+from tests.conftest import server_programs
+from tests.redlock.groups import (
+    MAX_TTL,
+    PATIENT,
+    Cluster,
+    Watched,
+    ask,
+    follow,
+    is_refused,
+    promote,
+    token_within,
+)
 from tests.redlock.stage import NODE_KEY
 
 
@@ -88,6 +99,80 @@ def test_node_that_restarted_is_admitted_again(server_program: Path, keep_data: 
         assert authority.recover()
         nodes[1].kill()
         assert split(token_within(authority))[0] >= 1  # it may have been begun in the background as well
+
+
+def with_older_data_by_replication(server: Node, copy: Node) -> Callable[[], None]:
+    """Have a server copied now; return what makes it follow the copy, and be promoted again."""
+    follow(copy, server)
+    promote(copy)
+
+    def go_back() -> None:
+        follow(server, copy)
+        promote(server)
+
+    return go_back
+
+
+def with_older_data_by_file(server: Node, _: Node) -> Callable[[], None]:
+    """Have a server write a file now; return what makes it load that."""
+    ask(server, "SAVE")
+    return lambda: ask(server, "DEBUG", "RELOAD", "NOSAVE")
+
+
+#: Ways in which a server's data go back in time, while its process and its connections live on.
+WAYS_BACK = [with_older_data_by_replication, with_older_data_by_file]
+
+
+@pytest.fixture
+def one_that_goes_back(server_program: Path) -> Iterator[tuple[Nodes, Node]]:
+    """Three nodes that let anybody debug them, and a server to copy one to."""
+    is_old = server_programs().get("redis-6") == server_program  # it knows no such setting
+    settings = {} if is_old else {"enable-debug-command": "local"}
+    with Nodes(4, executable=server_program, settings=settings) as made:
+        yield made, made[3]
+
+
+@pytest.mark.parametrize("prepare", WAYS_BACK)
+def test_node_with_older_data_in_the_same_process_does_not_vote(
+    one_that_goes_back: tuple[Nodes, Node], prepare: Callable[[Node, Node], Callable[[], None]]
+) -> None:
+    """The socket that is older than the copy, and a new one, are refused until the node has been admitted."""
+    servers, copy = one_that_goes_back
+    with Redlock(servers[0].url, recover=False, **PATIENT) as authority:
+        authority.init(base=0, max_ttl=MAX_TTL)
+        assert token_within(authority) == 1
+        go_back = prepare(servers[0], copy)
+        assert [token_within(authority) for _ in range(5)] == [2, 3, 4, 5, 6]
+        go_back()
+        assert is_refused(authority)
+        with Redlock(servers[0].url, recover=False, **PATIENT) as newcomer:
+            assert is_refused(newcomer)
+        assert authority.recover()
+        assert split(token_within(authority)) == (1, 1)
+
+
+@pytest.mark.parametrize("prepare", WAYS_BACK)
+def test_minority_with_older_data_costs_no_token(
+    one_that_goes_back: tuple[Nodes, Node], prepare: Callable[[Node, Node], Callable[[], None]]
+) -> None:
+    """Of three nodes one goes back, and of those who remember one is away: there is no majority meanwhile."""
+    servers, copy = one_that_goes_back
+    with Redlock(servers.urls[:3], recover=False, **PATIENT) as authority:
+        authority.init(base=0, max_ttl=MAX_TTL)
+        assert token_within(authority) == 1
+        go_back = prepare(servers[0], copy)
+        servers[2].pause()
+        assert [token_within(authority) for _ in range(5)] == [2, 3, 4, 5, 6]
+        servers[2].resume()
+        go_back()
+        servers[1].pause()
+        assert is_refused(authority)
+        servers[1].resume()
+        epoch, counter = split(token_within(authority))
+        assert epoch == 0
+        assert counter > 6
+        assert authority.recover()
+        assert split(token_within(authority))[0] == 1
 
 
 def test_nodes_take_the_place_of_others(any_server: Node, authority: Redlock, nodes: Nodes) -> None:

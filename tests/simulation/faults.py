@@ -178,6 +178,16 @@ class Faults:
         self._restart(server, server.disk, "restarts with older data")
         return True
 
+    def node_follows(self) -> bool:
+        """A server follows another that is behind, and is promoted again; its connections live on."""
+        server = self._any_server()
+        if not self._may_forget(server, blank="e" not in server.disk.hash):
+            return False
+        server.node.reload(server.disk)
+        server.node.out = True
+        self._tell(server.node.name, "has older data")
+        return True
+
     def node_flush(self) -> bool:
         """A server forgets everything, and its connections live on."""
         server = self._any_server()

@@ -166,6 +166,12 @@ MUTANTS = (
         control=_SCHEDULES + "marker_without_the_run_id_gives_a_token_twice",
         seeds=FEW,
     ),
+    _node(
+        "any memory",
+        "a node that has loaded older data while it ran does not vote before it is admitted again",
+        weaker.AnyMemory,
+        control=_SCHEDULES + "process_alone_gives_a_token_twice_after_older_data_were_loaded",
+    ),
     Mutant(
         "no quarantine",
         "a node stays out until the locks that it has forgotten have ended",

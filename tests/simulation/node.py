@@ -118,6 +118,7 @@ class ModelNode:
         hash: the node's hash; numbers as keys are stripes, with their counters.
         locks: by key; those that have ended may be there still.
         publish: is told client and message of each call, and tells whether anybody heard it.
+        unbroken: whether it has loaded no data since it got its ticket, or was admitted.
         ever: 1 + the highest epoch in which it could vote, whatever it remembers of that.
         again: whether it could vote twice in one epoch, having forgotten the first time.
         out: whether it has lost memory, and not been admitted since.
@@ -125,6 +126,8 @@ class ModelNode:
 
     #: Whether a vote depends on the marker being that of this very process.
     asks_for_run: ClassVar[bool] = True
+    #: Whether it also depends on the memory's being that of the admission.
+    asks_for_memory: ClassVar[bool] = True
     #: What EXTEND says where it has made a lock again: not that it was extended.
     after_making_again: ClassVar[int] = 1
 
@@ -137,6 +140,7 @@ class ModelNode:
         self.queues: dict[str, Queue] = {}
         self.places: dict[str, Remembered] = {}
         self.publish: Callable[[str, str], bool] = lambda _client, _message: False
+        self.unbroken = False
         self.ever = 0
         self.again = self.out = False
         self._tickets = 0
@@ -175,10 +179,16 @@ class ModelNode:
     def restart(self, disk: Disk | None = None) -> None:
         """Come back as another process: with all data, or with those of an earlier moment."""
         self.run += 1
+        self.unbroken = False
         if disk is not None:
             self._load(disk)
 
+    def reload(self, disk: Disk) -> None:
+        """Have the data of an earlier moment, as who has followed another does; the process lives on."""
+        self._load(disk)
+
     def _load(self, disk: Disk) -> None:
+        self.unbroken = False
         self.hash, self.locks, self.places = dict(disk.hash), dict(disk.locks), dict(disk.places)
         self.queues = {key: Queue(dict(since), self.now + QUEUE_MS) for key, since in disk.queues.items()}
 
@@ -196,7 +206,18 @@ class ModelNode:
     @property
     def admitted(self) -> bool:
         """Whether it has its marker, and it is this process's."""
-        return "e" in self.hash and self.hash["r"] == self.run
+        return "e" in self.hash and self.is_the_same
+
+    @property
+    def is_the_same(self) -> bool:
+        """Whether it was admitted as this very process, and has loaded nothing since."""
+        return bool(self.hash.get("r") == self.run) and (self.unbroken or not self.asks_for_memory)
+
+    @property
+    def has_ticket(self) -> bool:
+        """The same of the ticket that is there."""
+        mine = self.hash.get("ticket_of") == self.run
+        return mine and (self.unbroken or not self.asks_for_memory)
 
     def votes_in(self, fingerprint: str) -> bool:
         """Whether it votes in a list."""
@@ -207,7 +228,7 @@ class ModelNode:
         fields = self.hash
         if "e" not in fields:
             return self.when_blank(fingerprint)
-        if fields["r"] != self.run and self.asks_for_run:
+        if self.asks_for_run and not self.is_the_same:
             return _RESTARTED
         if fields["cfg"] != fingerprint:
             return _CONFIG
@@ -538,8 +559,8 @@ class ModelNode:
     # The scripts about who is a member.
 
     def holds(self, ticket: str) -> bool:
-        """Whether that is its ticket, and of this very process."""
-        return bool(ticket) and bool(self.hash.get("ticket") == ticket) and self.hash["ticket_of"] == self.run
+        """Whether that is its ticket, of this very process and memory."""
+        return bool(ticket) and bool(self.hash.get("ticket") == ticket) and self.has_ticket
 
     def new_ticket(self, word: str) -> str:  # noqa: ARG002 - a mutant leaves the ticket to the client
         """Return a ticket that was never there before."""
@@ -564,7 +585,9 @@ class ModelNode:
             return Answer(Said.ADMITTED, facts=self._facts("restarted"))
         if "e" in fields and fields["id"] != seat:
             return _CONFIG
-        if fields.get("ticket_of") != self.run:
+        if not self.has_ticket:
+            self.unbroken = True
+            fields.pop("r", None)
             fields |= {
                 "ticket": self.new_ticket(word),
                 "ticket_of": self.run,
@@ -578,7 +601,7 @@ class ModelNode:
         fields = self.hash
         told = (fields.get(name, "") for name in ("e", "p", "cfg", "id", "members", "next", "next_members"))
         ticket = ("", "")
-        if fields.get("ticket_of") == self.run:
+        if self.has_ticket:
             ticket = (fields["ticket"], str(max(0, int(self.now) - fields["ticket_at"])))
         return Answer(Said.STANDING, facts=("1" if self.admitted else "", *map(str, told), *ticket))
 

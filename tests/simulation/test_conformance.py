@@ -195,7 +195,7 @@ member_commands = st.builds(
 )
 events = st.builds(
     Event,
-    kind=st.sampled_from(["time", "time", "expire", "restart", "flush", "evict"]),
+    kind=st.sampled_from(["time", "time", "expire", "restart", "reload", "flush", "evict"]),
     number=st.integers(0, 4),
 )
 #: Mostly about locks; mostly about members; and everything mixed.
@@ -360,8 +360,14 @@ class Pair:
         fields = self.real.remember()
         if "e" in fields:
             self.real.client.hset(NODE_KEY, "r", "0" * 40)
+        self.real.client.set(f"{NODE_KEY}:m", "1")
         if "ticket" in fields:
             self.real.client.hset(NODE_KEY, "ticket_of", "another process")
+
+    def reload(self, _: int) -> None:
+        """Have both load what they keep; a server has a short string of its file in a way of its own."""
+        self.model.reload(self.model.remember())
+        self.real.client.set(f"{NODE_KEY}:m", "1")
 
     def flush(self, _: int) -> None:
         """Have both forget everything."""
@@ -469,6 +475,7 @@ def test_shortest_lease_that_may_be_parked_is_the_same() -> None:
 @example(base=0, history=[TAKEN, take("a", "n3", "a.1"), GIVEN, TAKEN])
 @example(base=0, history=[TAKEN, take("a", "n3", "a.1"), undo("a", "n3", "a.1"), GIVEN, TAKEN])
 @example(base=0, history=[TAKEN, Event("restart", 0), TAKEN, GIVEN, TAKEN])
+@example(base=0, history=[TAKEN, Event("reload", 0), TAKEN, GIVEN, TAKEN])
 @example(base=0, history=[TAKEN, Event("evict", 0), TAKEN, GIVEN, TAKEN])
 @example(base=0, history=[TAKEN, MemberCommand("close", 0, 1, 0, flag=False), TAKEN, GIVEN, TAKEN])
 @example(base=MAX_COUNTER - 2, history=[Tick((take("a", "n1"), take("b6", "n2"), take("c", "n1")))])

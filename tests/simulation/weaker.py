@@ -99,12 +99,19 @@ class AnyProcess(ModelNode):
     asks_for_run: ClassVar[bool] = False
 
 
+class AnyMemory(ModelNode):
+    """A node that has loaded older data votes on, for its process is the same."""
+
+    asks_for_memory: ClassVar[bool] = False
+
+
 class MarkerOnDemand(ModelNode):
     """A blank node makes itself a marker when somebody wants its vote."""
 
     def when_blank(self, fingerprint: str) -> Answer | None:
         """Be a new node of whatever list that is."""
         self.hash = {"e": 0, "p": 0, "r": self.run, "cfg": fingerprint, "b": self.first_counter()}
+        self.unbroken = True
         return None
 
     def first_counter(self) -> int:
@@ -133,6 +140,7 @@ class AdmitsWithoutTicket(ModelNode):
         """Admit with whatever ticket is there, or none."""
         if not self.admitted:
             self.hash |= {"ticket": ticket, "ticket_of": self.run}
+            self.unbroken = True
         return super().admit(cfg, epoch, ticket, seat, members)
 
 
@@ -142,6 +150,11 @@ class TicketOfAnyProcess(ModelNode):
     def holds(self, ticket: str) -> bool:
         """Compare the ticket alone."""
         return bool(ticket) and bool(self.hash.get("ticket") == ticket)
+
+    def admit(self, cfg: str, epoch: int, ticket: str, seat: str, members: str) -> Answer:
+        """Be as good as the process that has made the ticket."""
+        self.unbroken |= self.holds(ticket)
+        return super().admit(cfg, epoch, ticket, seat, members)
 
 
 class TicketOfTheClient(ModelNode):

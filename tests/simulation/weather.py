@@ -20,6 +20,7 @@ MOST = {
     "node blank": 1.0,
     "node rollback": 1.0,
     "node flush": 1.0,
+    "node follows": 1.0,
     "hash evicted": 0.5,
     "lock evicted": 60.0,
     "partition": 2.0,

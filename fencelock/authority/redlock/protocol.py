@@ -76,7 +76,7 @@ class Said(enum.Enum):
     NOT_ON_DISK = "has not written it to its disk in time"
     NO_TICKET = "lost its ticket: it restarted or was flushed in between"
     AMNESIA = "blank: it holds no marker, and must not vote"
-    RESTARTED = "restarted since it was admitted, and must not vote before it is admitted again"
+    RESTARTED = "restarted since it was admitted, or loaded older data; must not vote until admitted again"
     CONFIG = "belongs to another list of nodes"
     CLOSED = "closed: its list of nodes has been replaced"
     FULL = "has no counters left in this epoch"

@@ -13,7 +13,7 @@ local state = redis.call('HMGET', NODE, unpack(fields))
 -- Most often one lock is wanted by one who neither waits nor hints, on a node whose marker is in order, and it is
 -- free: that takes two commands more. Whatever is otherwise goes the long way, and nothing has been changed by then.
 if #ARGV == 8 and ARGV[6] == '0' and state[1] and state[2] == ARGV[7] and ARGV[8] == '' and state[3] == ARGV[1]
-  and not state[4] then
+  and not state[4] and is_unbroken() then
   local counter = (state[6] or state[5]) + 1
   if counter <= COUNTER_LIMIT
     and redis.call('SET', KEYS[2], NONCE .. '|' .. state[1] .. '|' .. counter, 'PX', ARGV[3], 'NX') then

@@ -1,5 +1,6 @@
 -- Why this node must not vote, or nil. `r` was written at admission: a server that was restarted, or
--- that came back with an older file, has another run_id than the one it was admitted with.
+-- that came back with an older file, has another run_id than the one it was admitted with. One that has loaded
+-- older data while it ran has the same.
 local function refusal(epoch, admitted_run_id, membership, closed)
   if not epoch then return {'AMNESIA'} end
   local run_id, replid = ARGV[#ARGV - 1], ARGV[#ARGV]
@@ -9,7 +10,7 @@ local function refusal(epoch, admitted_run_id, membership, closed)
     local now = string.match(redis.call('INFO', 'replication'), 'master_replid:(%x+)')
     if now ~= redis.call('HGET', NODE, 'm') then return {'RESTARTED'} end
   end
-  if admitted_run_id ~= run_id then return {'RESTARTED'} end
+  if admitted_run_id ~= run_id or not is_unbroken() then return {'RESTARTED'} end
   if membership ~= ARGV[1] then return {'CONFIG'} end
   if closed then return {'CLOSED'} end
 end

@@ -12,13 +12,27 @@ local FIELDS = {'e', 'p', 'r', 'm', 'cfg', 'next', 'id', 'members', 'next_member
 local is = {}
 for i, value in ipairs(redis.call('HMGET', NODE, unpack(FIELDS))) do is[FIELDS[i]] = value or nil end
 
--- The marker is there, and was put there by this very server process.
+-- The marker is there, and was put there by this very server process, which has loaded nothing else since.
 local function is_admitted()
-  return is.e and is.r == RUN_ID and (ARGV[#ARGV] == '' or is.m == REPLID)
+  return is.e and is.r == RUN_ID and is_unbroken() and (ARGV[#ARGV] == '' or is.m == REPLID)
+end
+
+local function has_ticket()
+  return is.ticket_of == INCARNATION and is_unbroken()
 end
 
 local function holds(ticket)
-  return ticket ~= '' and is.ticket == ticket and is.ticket_of == INCARNATION
+  return ticket ~= '' and is.ticket == ticket and has_ticket()
+end
+
+-- From now on `is_unbroken`, until this process loads data. Whatever was admitted before must not vote by that.
+-- Neither replicas nor the append-only file are told: executed again, it would be a mark that was never lost.
+local function mark()
+  redis.call('HDEL', NODE, 'r')
+  redis.set_repl(redis.REPL_NONE)
+  redis.call('DEL', NODE .. ':m')
+  redis.call('SETRANGE', NODE .. ':m', 0, '1')
+  redis.set_repl(redis.REPL_ALL)
 end
 
 -- Make this node a member, with nothing else left of what it was; the locks have keys of their own, and stay.

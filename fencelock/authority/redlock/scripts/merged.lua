@@ -9,7 +9,8 @@ local BAR = string.byte('|')
 local fields = {'e', 'r', 'cfg', 'next', 'b'}
 for i = 1, LOCKS do fields[5 + i] = 'c' .. ARGV[3 * i + 2] end
 local state = redis.call('HMGET', NODE, unpack(fields))
-if state[2] ~= ARGV[#ARGV - 1] or ARGV[#ARGV] ~= '' or state[3] ~= ARGV[1] or state[4] then
+if state[2] ~= ARGV[#ARGV - 1] or ARGV[#ARGV] ~= '' or state[3] ~= ARGV[1] or state[4]
+  or not is_unbroken() then
   return {'SINGLY'}
 end
 

@@ -42,7 +42,7 @@ local function grant_parked(key, waiting)
   local stripe = 'c' .. ARGV[4]
   local node = redis.call('HMGET', NODE, 'e', 'r', 'cfg', 'next', 'b', stripe)
   if not node[1] or node[2] ~= run_id or node[3] ~= membership or node[4] then return nil end
-  if run_id ~= ARGV[#ARGV - 1] or ARGV[#ARGV] ~= '' then return nil end
+  if run_id ~= ARGV[#ARGV - 1] or ARGV[#ARGV] ~= '' or not is_unbroken() then return nil end
   local counter = tonumber(node[6] or node[5]) + 1
   if counter > COUNTER_LIMIT then return nil end
   redis.call('HSET', NODE, stripe, digits(counter))

@@ -12,7 +12,12 @@ if is.next then return {'CLOSED'} end
 if is.e and ARGV[4] == '' then return {'ADMITTED', is.id, is.members, 'restarted'} end
 if is.e and is.id ~= ARGV[4] then return {'CONFIG'} end
 
-if is.ticket_of ~= INCARNATION then
+if not has_ticket() then
+  mark()
+  if not is_unbroken() then
+    return redis.error_reply('ERR this server keeps strings otherwise than Redis and Valkey do, so that a node'
+      .. ' that loads older data while it runs could not be known: use another server')
+  end
   -- The node makes the ticket up, and never the same twice: a BEGIN that arrives once more after the node has
   -- been flushed leaves a ticket that no ADMIT under way knows. Lua's random numbers begin anew with every
   -- script; of what is hashed instead, the counters in INFO grow from command to command, the clock mostly,

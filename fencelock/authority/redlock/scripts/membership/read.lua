@@ -5,7 +5,7 @@
 -- Returns STANDING, whether it is admitted, epoch, promised epoch, fingerprint, id, members, fingerprint and
 -- members of the list that it is closed for, ticket (of this server process only), ms since that was put.
 local ticket, since = '', ''
-if is.ticket_of == INCARNATION then
+if has_ticket() then
   ticket, since = is.ticket, digits(math.max(0, now_ms() - is.ticket_at))
 end
 return {'STANDING', is_admitted() and '1' or '', is.e or '', is.p or '', is.cfg or '', is.id or '',
