@@ -114,9 +114,9 @@ class FenceError(DontWrapMixin, FencelockError):
 class StaleTokenError(FenceError):
     """The row has been claimed or written under a larger token: this holder's lease is over.
 
-    Raised by writes, and by loads of objects under a lease that is older than the row's fence. Where a write
-    outside a flush raises it, the transaction (or the innermost savepoint) has been rolled back already: who
-    catches it and commits keeps nothing of what he wrote before, without another error.
+    Raised by writes, and by loads of objects under a lease that is older than the row's fence. Nothing of the
+    transaction (or of the innermost savepoint) can be committed then: until it is rolled back, all that is
+    executed or committed in it raises SQLAlchemy's `PendingRollbackError`, which names this refusal.
 
     Attributes:
         table: name of the table.

@@ -123,7 +123,7 @@ def _only_this_transaction(session: Session, gates: tuple[str, ...]) -> Iterator
             transaction.close()
             raise FenceError(
                 "the transaction that has passed the gates was ended inside its block, by commit(), "
-                "rollback(), close() or a refusal: leave the block and enter another one; what may fail and "
+                "rollback() or close(): leave the block and enter another one; what may fail and "
                 "be tried again goes into a savepoint, session.begin_nested()"
             )
 

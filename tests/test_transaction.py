@@ -11,7 +11,7 @@ from typing import Self
 
 import pytest
 from sqlalchemy import Engine, event, func, insert, select, text, update
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, PendingRollbackError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
@@ -252,7 +252,7 @@ def roll_back(session: Session) -> None:
 
 
 def be_refused(session: Session) -> None:
-    """End it by a refusal that nobody minds."""
+    """Catch a refusal."""
     with suppress(StaleTokenError):
         execute_fenced(session, fenced_update(Account).where(Account.id == 1), token=1)
 
@@ -268,7 +268,7 @@ GO_ON: dict[str, Callable[[Session], object]] = {
 
 @pytest.mark.parametrize(
     ("end", "go_on"),
-    [(commit, "read"), (be_refused, "read"), *((roll_back, each) for each in GO_ON)],
+    [(commit, "read"), *((roll_back, each) for each in GO_ON)],
 )
 def test_who_ends_it_in_the_body_cannot_go_on(
     authority: Redlock,
@@ -289,6 +289,20 @@ def test_who_ends_it_in_the_body_cannot_go_on(
     assert balance(accounts) == 100
     session.add(Account(id=3, balance=0))  # after the block, the session is like any other
     session.close()
+
+
+def test_who_is_refused_in_the_body_cannot_go_on(authority: Redlock, accounts: Engine) -> None:
+    """The refusal is named, by what comes next and by the COMMIT at the end of the block."""
+    with authority.lock("account:1"):  # its token is the stale one
+        pass
+    transaction = fenced_transaction(accounts, "account:1", authority=authority)
+    with pytest.raises(PendingRollbackError, match="is stale"), transaction as session:  # noqa: PT012
+        session.get_one(Account, 1).balance = 5
+        session.flush()
+        be_refused(session)
+        with pytest.raises(PendingRollbackError, match="is stale"):
+            session.execute(text("SELECT 1"))
+    assert balance(accounts) == 100
 
 
 def test_who_ends_it_in_the_body_may_leave(authority: Redlock, rival: Redlock, accounts: Engine) -> None:

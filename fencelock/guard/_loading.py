@@ -20,7 +20,7 @@ from fencelock.errors import StaleTokenError
 from fencelock.guard._bypass import is_bypassed
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table
 from fencelock.guard.events import report
-from fencelock.guard.session import leases_of
+from fencelock.guard.session import leases_of, refuse
 from fencelock.lease import Lease
 from fencelock.token import MAX_TOKEN
 
@@ -167,6 +167,9 @@ class _Look:
                 fenced.name, identity, lease.fencing_token, fence, detail="it was read, and not written"
             )
             report(error, resource=lease.resource)
+            connection = self._result.connection
+            self._result.close()
+            refuse(connection, error)
             raise error
 
     def _resource_of(self, row: Any, fenced: FencedTable) -> str | None:

@@ -46,9 +46,9 @@ from fencelock.guard.session import (
     Tokens,
     join,
     note_gate,
+    refuse,
     refuse_bypass,
     resource_of,
-    roll_back,
     session_of,
     take_doubted,
     writer_of,
@@ -397,11 +397,12 @@ def _refuse_another_row(
     if template is not None and template.in_key:
         asked, loaded = (template.render(each) for each in (naming, _naming_in(fenced, found)))
         if asked != loaded:
-            roll_back(connection)
-            raise UnfencedWriteError(
+            refusal = UnfencedWriteError(
                 f"{asked!r} was asked for and led to the row of {fenced.name!r} that {loaded!r} guards; lock "
                 f"it by the name that the row itself has"
             )
+            refuse(connection, refusal)
+            raise refusal
 
 
 def _raise_fences(

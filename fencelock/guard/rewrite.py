@@ -61,9 +61,9 @@ from fencelock.guard.session import (
     in_unit_of_work,
     note_born,
     note_locked,
+    refuse,
     refuse_bypass,
     report_refusal,
-    roll_back,
     writes_fenced_rows,
 )
 from fencelock.guard.textual import stamp_text, written_by_text
@@ -292,12 +292,12 @@ def _check(
 def _raise(
     connection: Connection, refusal: FenceError | None, result: CursorResult[Any] | None = None
 ) -> None:
-    """Raise the error if there is one, once what the statement belongs to is rolled back."""
+    """Raise the error if there is one, once nothing can come of what the statement belongs to."""
     if refusal is not None:
         if result is not None:
             result.close()
         report_refusal(connection, refusal)
-        roll_back(connection)
+        refuse(connection, refusal)
         raise refusal
 
 

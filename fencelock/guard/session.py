@@ -45,13 +45,14 @@ from sqlalchemy.types import TypeEngine
 from fencelock._owners import current_owner
 from fencelock.errors import AmbiguousFenceError, FenceError, UnfencedWriteError
 from fencelock.guard._bypass import BYPASS, HOW, Entry, is_bypassed, lasts, set_choice
+from fencelock.guard._refused import Refused, forget_refused, mark_refused, refused_in
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, Fixed, fenced_table, row_name
 from fencelock.guard.events import report
 from fencelock.lease import Lease, held_leases
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
-    from sqlalchemy.orm import InstanceState, UOWTransaction, scoped_session
+    from sqlalchemy.orm import InstanceState, SessionTransaction, UOWTransaction, scoped_session
 
 NOT_INHERITED: Final = (
     "Leases do not follow into other threads or executors: there, hand one over with "
@@ -478,10 +479,61 @@ def _call_each(calls: Iterable[Callable[[], object]]) -> None:
         call()
 
 
-class _Watched(Transaction):
+class _Refusable(Transaction):
+    """A transaction or savepoint of which nothing can come any more once the fence has refused some of it."""
+
+    __slots__ = ()
+
+    def refuse(self, refusal: FenceError) -> Refused:
+        """Roll it back in the database, and have everybody who goes on with it hear why."""
+        try:
+            self._undo()
+        finally:
+            refused = mark_refused(self, refusal)
+        return refused
+
+    def _undo(self) -> None:
+        raise NotImplementedError
+
+    def _stays_refused(self) -> bool:
+        """Tell whether it is a session that rolls back which only joined it, and does so for the refusal.
+
+        Whoever has begun the transaction has not been told yet.
+        """
+        refused = refused_in(self)
+        return refused is not None and any(
+            session is refused.leaving or _is_flushing(session)
+            for session in users_of(self.connection)
+            if _has_joined(session, self)
+        )
+
+    def _transaction_is_active(self) -> bool:
+        """Have a `with` block of SQLAlchemy's commit also what was refused, so that it raises."""
+        return self.is_active or refused_in(self) is not None
+
+
+def _has_joined(session: Session, transaction: Transaction) -> bool:
+    """Tell whether a session takes part in a transaction that somebody else is to commit."""
+    own = session.get_transaction()
+    return own is not None and any(
+        each is transaction and not commits
+        for _, each, commits, _ in own._connections.values()  # noqa: SLF001  see `_uses`
+    )
+
+
+class _Watched(_Refusable):
     """A transaction that lets go of its leases when it has ended, however it did."""
 
     __slots__ = ()
+
+    def _undo(self) -> None:
+        assert isinstance(self, RootTransaction)  # noqa: S101  there are no others
+        self._note_undoing()
+        try:
+            self._connection_rollback_impl()
+        finally:
+            self.is_active = False
+            self._note_end()
 
     def commit(self) -> None:
         self._note_committing()
@@ -495,6 +547,9 @@ class _Watched(Transaction):
             self._note_end()
 
     def rollback(self) -> None:
+        if self._stays_refused():
+            return
+        forget_refused(self)
         self._note_undoing()
         try:
             super().rollback()
@@ -502,6 +557,7 @@ class _Watched(Transaction):
             self._note_end()
 
     def close(self) -> None:
+        forget_refused(self)
         self._note_undoing()
         try:
             super().close()
@@ -548,11 +604,13 @@ class _WatchedTwoPhase(_Watched, TwoPhaseTransaction):
     __slots__ = ()
 
     def prepare(self) -> None:
+        if (refused := refused_in(self)) is not None:
+            refused()
         self._note_committing()
         super().prepare()
 
 
-class _WatchedSavepoint(NestedTransaction):
+class _WatchedSavepoint(_Refusable, NestedTransaction):
     """A savepoint that tells the transaction when it is rolled back to: an `Engine`'s event would, too.
 
     But an engine with listeners of its own is slower at everything, whether a listener is called or not.
@@ -560,11 +618,19 @@ class _WatchedSavepoint(NestedTransaction):
 
     __slots__ = ()
 
+    def _undo(self) -> None:
+        self._take_back()
+        self.connection._rollback_to_savepoint_impl(_name(self))  # noqa: SLF001  as `rollback` does
+
     def rollback(self) -> None:
+        if self._stays_refused():
+            return
+        forget_refused(self)
         self._take_back()
         super().rollback()
 
     def close(self) -> None:
+        forget_refused(self)
         self._take_back()
         super().close()
 
@@ -619,6 +685,8 @@ def writer_of(connection: Connection) -> Writer:
     transaction = connection.get_transaction()
     if transaction is None:
         transaction = connection.begin()
+    elif not transaction.is_active:
+        connection._invalid_transaction()  # noqa: SLF001  what executing would do, before anything is noted
     writer: Writer | None = getattr(connection, _WRITER, None)
     if writer is None or writer.transaction() is not transaction:
         writer = Writer(transaction)
@@ -1008,19 +1076,62 @@ def _loaded_values(
     return tuple(values)
 
 
-def roll_back(connection: Connection) -> None:
-    """Roll back what a refused statement belongs to: the innermost savepoint, or the whole transaction.
+def refuse(connection: Connection, refusal: FenceError) -> None:
+    """Have nothing come of what a refused statement or load belongs to, but a rollback.
 
-    A flush does it itself. Where several sessions share the connection, it cannot be told whose statement it
-    was, but the innermost savepoint is that of the connection.
+    That is the innermost savepoint, or else the whole transaction; and the sessions whose transaction, or
+    savepoint, it is, as after a flush that has failed.
     """
-    users = users_of(connection)
-    if any(_is_flushing(session) for session in users):
+    transaction = connection.get_nested_transaction() or connection.get_transaction()
+    if transaction is None or not transaction.is_active:
         return
-    target = users[0] if len(users) == 1 else connection
-    transaction = target.get_nested_transaction() or target.get_transaction()
-    if transaction is not None:
+    sessions = [session for session in users_of(connection) if _boundary(session, transaction)]
+    watch_end(connection.get_transaction())
+    watch_end(transaction)
+    if not isinstance(transaction, _Refusable):  # of a class that nobody knows
         transaction.rollback()
+        return
+    refused = transaction.refuse(refusal)
+    for session in sessions:
+        boundary = _boundary(session, transaction)
+        if boundary is not None:
+            _deactivate(session, boundary, refused, refusal)
+
+
+def _boundary(session: Session, transaction: Transaction) -> SessionTransaction | None:
+    """Return the innermost transaction of a session, if it is this one of a connection of it."""
+    innermost = session.get_nested_transaction() or session.get_transaction()
+    if innermost is None:
+        return None
+    connections = innermost._connections.values()  # noqa: SLF001  see `_uses`
+    return innermost if any(each is transaction for _, each, *_ in connections) else None
+
+
+def _deactivate(
+    session: Session, boundary: SessionTransaction, refused: Refused, refusal: FenceError
+) -> None:
+    """Have a session need a rollback, as a flush that fails does by itself."""
+    # Else a `with` block of SQLAlchemy's would end without a word about what was not committed.
+    boundary._transaction_is_active = _yes  # type: ignore[method-assign]  # noqa: SLF001  no public way
+    if _is_flushing(session):
+        return
+    refused.leaving = session
+    try:
+        boundary._begin().rollback()  # noqa: SLF001  as a flush does
+    finally:
+        refused.leaving = None
+    boundary._rollback_exception = refusal  # noqa: SLF001  the same
+
+
+def _yes() -> bool:
+    return True
+
+
+def _on_rollback(_session: Session, ended: SessionTransaction) -> None:
+    """Have a session's own rollback end what it has joined, which the failure of its flush did not."""
+    for _, transaction, *_ in list(ended._connections.values()):  # noqa: SLF001  see `_uses`
+        if refused_in(transaction) is not None:
+            transaction.rollback()
 
 
 def in_unit_of_work(connection: Connection, fenced: FencedTable, options: Mapping[str, Any]) -> bool:
@@ -1228,6 +1339,7 @@ def _on_insert_undone(_session: Session, instance: object) -> None:
 def watch_sessions() -> None:
     """Listen to every session of the process."""
     event.listen(Session, "after_begin", _on_begin)
+    event.listen(Session, "after_soft_rollback", _on_rollback)
     event.listen(Session, "persistent_to_transient", _on_insert_undone)
     event.listen(Session, "pending_to_transient", _on_insert_undone)
 

@@ -69,7 +69,7 @@ def execute_fenced(
     """Execute a write to a fenced table, with an explicit token or that of the lease held.
 
     A row that is not there gives a rowcount of 0 and no error. A row that a newer holder has fenced raises,
-    and the transaction (or the innermost savepoint) is rolled back.
+    and nothing of the transaction (or of the innermost savepoint) can be committed any more.
 
     Args:
         connection: a connection or session.

@@ -38,6 +38,7 @@ from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
 from fencelock.guard import _carried
 from fencelock.guard._tables import FENCE_COLUMN, FenceTrigger, trigger_of
 from fencelock.guard.events import report
+from fencelock.guard.session import refuse
 
 __all__ = ["FenceDDL", "FenceTrigger", "create", "drop", "installed", "knows", "prepare"]
 
@@ -398,6 +399,8 @@ def explain(context: ExceptionContext) -> None:
         return
     refusal = _refusal(message)
     if refusal is not None:
+        if context.connection is not None:
+            refuse(context.connection, refusal)
         raise refusal from error
 
 

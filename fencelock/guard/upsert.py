@@ -28,8 +28,8 @@ from fencelock.guard.events import telling
 from fencelock.guard.session import (
     Tokens,
     begin_writing,
+    refuse,
     report_refusal,
-    roll_back,
     session_of,
 )
 
@@ -43,8 +43,9 @@ def upsert(
 ) -> None:
     """Insert rows, or update those whose primary key is there already, unless a newer holder has fenced them.
 
-    All or nothing: where one is turned away, the transaction (or the innermost savepoint) is rolled back. The
-    rows are written in the order of their keys, so that two who write the same ones wait for each other.
+    All or nothing: where one is turned away, nothing of the transaction (or of the innermost savepoint) can
+    be committed any more. The rows are written in the order of their keys, so that two who write the same
+    ones wait for each other.
     Objects that the session has of them are expired. Columns that a row does not name keep their values, or
     get their defaults in a new row; `onupdate` has no effect, as SQLAlchemy has it for ON CONFLICT.
 
@@ -114,7 +115,7 @@ def upsert(
         ]
     except FenceError as error:
         report_refusal(connection, error)
-        roll_back(connection)
+        refuse(connection, error)
         raise
     for identity in written:
         known = session.identity_map.get(mapper.identity_key_from_primary_key(identity))

@@ -817,7 +817,7 @@ def test_coroutines_claim_without_waiting(
 
 
 def test_scoped_sessions_claim(engine: Engine, for_asyncio: Callable[[Engine], AsyncEngine]) -> None:
-    """The session behind the facade claims, and a refusal rolls that one back."""
+    """The session behind the facade claims, and is the one that a refusal leaves to be rolled back."""
     scoped = scoped_session(sessionmaker(engine))
     bind(scoped, NEW)
     gate(scoped, "account:1")
@@ -827,7 +827,7 @@ def test_scoped_sessions_claim(engine: Engine, for_asyncio: Callable[[Engine], A
     bind(scoped, OLD)
     with pytest.raises(StaleTokenError):
         claim(scoped, Account, 1)
-    assert not scoped().in_transaction()
+    assert not scoped().is_active
     scoped.remove()
 
     async def main() -> None:

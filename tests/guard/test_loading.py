@@ -216,6 +216,7 @@ def test_coroutines_are_told(engine: Engine, for_asyncio: Callable[[Engine], Asy
             bind(session, OLD)
             with pytest.raises(StaleTokenError):
                 await session.get(Order, 1)
+            await session.rollback()
             assert (await session.get_one(Order, 2)).last_fencing_token == FENCE
         await aengine.dispose()
 

@@ -804,9 +804,11 @@ class TestStatementsThatSayIt:
                 execute_fenced(connection, statement(5), token=9)
             assert (caught.value.loaded, caught.value.current, caught.value.token) == (5, 7, 9)
             assert caught.value.identity == ((1,) if named else None)
+            connection.rollback()
             with statements(engine) as sent, pytest.raises(StaleTokenError) as early:
                 execute_fenced(connection, statement(10), token=9)
             assert (sent, early.value.current) == ([], 10)
+            connection.rollback()
             assert execute_fenced(connection, statement(7), token=9).rowcount == 1
             connection.commit()
 

@@ -34,7 +34,7 @@ from sqlalchemy import (
 from sqlalchemy import column as sql_column
 from sqlalchemy import table as sql_table
 from sqlalchemy.dialects import mysql, sqlite
-from sqlalchemy.exc import DBAPIError, StatementError
+from sqlalchemy.exc import DBAPIError, PendingRollbackError, StatementError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 from sqlalchemy.orm.exc import StaleDataError
 from sqlalchemy.sql import quoted_name
@@ -551,6 +551,9 @@ def test_a_refused_statement_rolls_back_its_transaction(engine: Engine, through:
             else:
                 with pytest.raises(StaleTokenError):
                     session.execute(statement)
+                with pytest.raises(PendingRollbackError):
+                    session.commit()
+                session.rollback()
             session.commit()
             assert session.get_one(Order, 1).status == "new"
     else:
@@ -562,6 +565,9 @@ def test_a_refused_statement_rolls_back_its_transaction(engine: Engine, through:
             else:
                 with pytest.raises(StaleTokenError):
                     connection.execute(statement)
+                with pytest.raises(PendingRollbackError):
+                    connection.commit()
+                connection.rollback()
             connection.commit()
     assert rows(engine) == before
 
@@ -578,8 +584,9 @@ def test_a_session_that_has_left_is_not_rolled_back_instead(session: Session, en
         connection.execute(update(orders).where(orders.c.id == 1).values(status="half"))
         with pytest.raises(StaleTokenError):
             execute_fenced(connection, fenced_update(orders).where(orders.c.id == 1), token=4)
-        assert gone.in_transaction()
-        assert session.in_transaction()
+        assert gone.is_active
+        assert session.is_active
+        connection.rollback()
     assert rows(engine) == before
 
 

@@ -22,6 +22,7 @@ from sqlalchemy import (
     text,
     update,
 )
+from sqlalchemy.exc import PendingRollbackError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, mapped_column
 
 from fencelock.embedded import Postgres
@@ -110,12 +111,13 @@ def test_an_explicit_token_needs_no_lease(engine: Engine, through: str) -> None:
 
 
 def test_an_explicit_token_below_the_fence_is_stale(engine: Engine) -> None:
-    """Nothing matched because of the fence: StaleTokenError, and the transaction is rolled back."""
+    """Nothing matched because of the fence: StaleTokenError, and nothing can be committed."""
     with engine.connect() as connection:
         execute_fenced(connection, fenced_update(Order).where(Order.id == 2).values(status="x"), token=9)
         with pytest.raises(StaleTokenError) as caught:
             execute_fenced(connection, PAID, token=4)
-        connection.commit()
+        with pytest.raises(PendingRollbackError, match="token 4 is stale"):
+            connection.commit()
     assert (caught.value.identity, caught.value.token, caught.value.current) == ((1,), 4, 5)
     assert order(engine, 2) == ("new", 5)
 

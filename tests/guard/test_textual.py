@@ -149,7 +149,7 @@ def test_token_may_be_given_as_a_parameter(engine: Engine) -> None:
     with engine.begin() as connection:
         connection.execute(text(GUARDED), {"id": 1, "status": "paid", "fencing_token": 9})
     assert order(engine) == ("paid", 9)
-    with engine.begin() as connection, pytest.raises(StaleTokenError):
+    with pytest.raises(StaleTokenError), engine.begin() as connection:
         connection.execute(text(GUARDED), {"id": 1, "status": "old", "fencing_token": 8})
     for wrong in (0, 2**63, True, "9"):
         with engine.begin() as connection, pytest.raises((ValueError, TypeError)):
