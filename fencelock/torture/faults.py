@@ -12,17 +12,21 @@ import random
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 import redis
 
+from fencelock.embedded import Node, Nodes
 from fencelock.torture.proxy import FAIR, Weather
-from fencelock.torture.stage import Note, Stage
+from fencelock.torture.stage import FaultError, Note, Stage
 
 #: Seconds to wait for somebody who is in the middle of a COMMIT.
 _COMMIT_SECONDS: Final = 3.0
+#: Seconds in which a server has copied a node's data.
+_COPY_SECONDS: Final = 30.0
 #: Seconds until a node has noticed that its clock was stepped.
 _CLOCK_SECONDS: Final = 1.0
 
@@ -125,6 +129,39 @@ def roll_nodes_back(stage: Stage, rng: random.Random) -> None:
     _take_memory(stage, rng, "node-rollback", roll_back)
 
 
+def follow_copies(stage: Stage, rng: random.Random) -> None:
+    """Have nodes follow servers with older copies of their data, and promote them; they keep running."""
+
+    def go_back(victims: Sequence[int]) -> None:
+        with Nodes(len(victims)) as copies:
+            for victim, copy in zip(victims, copies, strict=True):
+                copy_of(stage.nodes[victim], copy)
+            stage.sleep(rng.uniform(0.1, 1) * stage.settings.ttl)
+            for victim, copy in zip(victims, copies, strict=True):
+                copy_of(copy, stage.nodes[victim])
+
+    _take_memory(stage, rng, "node-replica", go_back)
+
+
+def copy_of(source: Node, target: Node) -> None:
+    """Give a server the data that another has, by following it for a moment.
+
+    Raises:
+        FaultError: it takes too long.
+    """
+    with redis.Redis.from_url(source.url) as master, redis.Redis.from_url(target.url) as replica:
+        master.config_set("repl-diskless-sync-delay", 0)
+        replica.replicaof(source.host, source.port)
+        try:
+            deadline = time.monotonic() + _COPY_SECONDS
+            while replica.info("replication")["master_link_status"] != "up":
+                if time.monotonic() > deadline:
+                    raise FaultError("a server did not copy a node's data in time")
+                time.sleep(0.01)
+        finally:
+            replica.replicaof("NO", "ONE")
+
+
 def flush_nodes(stage: Stage, rng: random.Random) -> None:
     """FLUSHALL on nodes, which keep running."""
 
@@ -204,6 +241,7 @@ _INJECT: Final[Mapping[str, Inject]] = {
     "node-blank": blank_nodes,
     "node-rolling": restart_all_nodes,
     "node-rollback": roll_nodes_back,
+    "node-replica": follow_copies,
     "node-flush": flush_nodes,
     "partition": partition,
     "database-kill": end_commits,
@@ -212,7 +250,7 @@ _INJECT: Final[Mapping[str, Inject]] = {
 LANES: Final = (
     ("worker-pause", "worker-kill"),
     ("node-pause", "clock"),
-    ("node-blank", "node-rolling", "node-rollback", "node-flush"),
+    ("node-blank", "node-rolling", "node-rollback", "node-replica", "node-flush"),
     ("partition",),
     ("database-kill",),
 )

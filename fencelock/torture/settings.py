@@ -15,13 +15,16 @@ FAULTS: Final = {
     "node-blank": "SIGKILL nodes, fewer than a majority, which come back without their memory",
     "node-rollback": "SIGKILL nodes, fewer than a majority, which come back with an older copy of their data",
     "node-rolling": "SIGKILL every node in its turn, the next when all vote again; they lose their memory",
+    "node-replica": "REPLICAOF a server with an older copy, and back, on nodes, fewer than a majority",
     "node-flush": "FLUSHALL on nodes, fewer than a majority, which keep running",
     "clock": "step the wall clock of a node forwards or backwards",
     "partition": "delay, drop and duplicate what workers say to nodes, and what these answer",
     "database-kill": "have the database end connections in the middle of a COMMIT",
 }
 #: Those that break nodes, fewer than a majority at a time.
-_OF_NODES: Final = frozenset({"node-pause", "node-blank", "node-rolling", "node-rollback", "node-flush"})
+_OF_NODES: Final = frozenset(
+    {"node-pause", "node-blank", "node-rolling", "node-rollback", "node-replica", "node-flush"}
+)
 #: The servers that are started unless others are named.
 EMBEDDED: Final = ("postgresql", "sqlite")
 

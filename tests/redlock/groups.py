@@ -47,6 +47,7 @@ def token_within(authority: Redlock, seconds: float = 15.0) -> int:
 
 def follow(node: Node, master: Node) -> None:
     """Have a server become a replica of another, with its data; return when it is up to date."""
+    ask(master, "CONFIG", "SET", "repl-diskless-sync-delay", 0)
     ask(node, "REPLICAOF", master.host, master.port)
 
     def is_there() -> bool:

@@ -16,6 +16,7 @@ from fencelock.embedded import Nodes, Postgres
 from fencelock.torture import clocks
 from fencelock.torture.clocks import Clocks
 from fencelock.torture.doubt import Doubt
+from fencelock.torture.faults import copy_of
 from fencelock.torture.table import Base, PlainCounter, create_tables
 from tests.polling import eventually
 
@@ -37,6 +38,19 @@ def test_the_wall_clock_of_a_node_is_stepped_and_its_keys_expire_by_it(tmp_path:
             assert abs(other.time()[0] - time.time()) < 100
             stepped.step(0, 0.0)
             assert eventually(lambda: client.time()[0] < time.time() + 100)
+
+
+def test_a_node_goes_back_in_time_under_its_connections() -> None:
+    """By following a server that has copied its data: the process is the same, and the connection lives."""
+    with Nodes(2) as (node, other), redis.Redis.from_url(node.url) as client:
+        client.set("key", "older")
+        copy_of(node, other)
+        client.set("key", "newer")
+        run_id, connection = client.info("server")["run_id"], client.client_id()
+        copy_of(other, node)
+        assert client.get("key") == b"older"
+        assert (client.info("server")["run_id"], client.client_id()) == (run_id, connection)
+        client.set("key", "its own again")
 
 
 @pytest.fixture

@@ -33,6 +33,9 @@ def test_what_makes_no_sense_is_refused(wrong: dict[str, Any], sentence: str, tm
         Settings(tmp_path, **wrong)
 
 
+OF_NODES = {"node-pause", "node-blank", "node-rolling", "node-rollback", "node-replica", "node-flush"}
+
+
 @pytest.mark.parametrize(
     ("settings", "skipped"),
     [
@@ -40,10 +43,10 @@ def test_what_makes_no_sense_is_refused(wrong: dict[str, Any], sentence: str, tm
         ({"database": "sqlite"}, {"database-kill"}),
         ({"writes": 0.0}, {"database-kill"}),
         ({"workers": 1}, {"partition"}),
-        ({"nodes_count": 2}, {"node-pause", "node-blank", "node-rolling", "node-rollback", "node-flush"}),
+        ({"nodes_count": 2}, OF_NODES),
         (
             {"nodes": ("redis://a", "redis://b", "redis://c")},
-            {"node-pause", "node-blank", "node-rolling", "node-rollback", "node-flush", "clock"},
+            OF_NODES | {"clock"},
         ),
         (
             {"nodes": ("rediss://a",), "database": "postgresql+psycopg://b"},

@@ -85,6 +85,7 @@ SIGNS: dict[str, Callable[[Result], bool]] = {
     "node-blank": some_admitted_again,
     "node-rolling": some_admitted_again,
     "node-rollback": some_admitted_again,
+    "node-replica": some_admitted_again,
     "node-flush": some_admitted_again,
     "database-kill": some_in_doubt,
 }
