@@ -41,6 +41,18 @@ _TARGET: Final = re.compile(
     rf"(?:{_NAME}\s*\.\s*)*(?P<name>{_NAME})",
     re.IGNORECASE,
 )
+_SCHEMA: Final = r"(?:[\w$]+\s*\.\s*)*"
+_ALONE: Final = re.compile(
+    rf"(?:insert(?:\sor\s\w+|\signore)?\sinto\s{_SCHEMA}(?P<inserted>[\w$]+)"
+    r"(?=\s?\(|\s(?:select|values|default|set)\b)"
+    rf"|update\s(?:only\s)?{_SCHEMA}(?P<updated>[\w$]+)(?:\sas\s\w+|\s(?!set\b)\w+)?\sset\b"
+    rf"|delete\sfrom\s(?:only\s)?{_SCHEMA}(?P<deleted>[\w$]+)"
+    r"(?:\sas\s\w+|\s(?!where\b|returning\b)\w+)?(?:\swhere\b|\sreturning\b|\Z))(?P<rest>.*)",
+    re.IGNORECASE,
+)
+_QUOTED_NAME: Final = re.compile(r"n_(\d+)_")
+_OF_INSERT: Final = re.compile(r"\b(?:do|key) update\b", re.IGNORECASE)
+_READS: Final = re.compile(r"(?:select|values)\b(?P<rest>.*)", re.IGNORECASE)
 _DEFINES: Final = re.compile(r"\s*(?:create|alter|drop|comment|grant|revoke|rename)\b", re.IGNORECASE)
 _HAS_BODY: Final = re.compile(r"\s*create\b[^(]*?\b(?:trigger|function|procedure|event)\b", re.IGNORECASE)
 
@@ -76,6 +88,45 @@ def target(text: str, dialect: str) -> str | None:
     return name if name[0] not in '"`' else name[1:-1].replace(name[0] * 2, name[0])
 
 
+def written_alone(text: str, dialect: str, writes: re.Pattern[str]) -> str | None:
+    """Return the one table, without its schema, that a text writes to; "" if it only reads; None if unclear.
+
+    It may mention others: in strings and comments, or where it reads.
+
+    Args:
+        text: the text.
+        dialect: of the database.
+        writes: what finds the words that write.
+    """
+    readings = (False, True) if "\\" in text else (False,)
+    found = {_alone(text, dialect, writes, escapes=escapes) for escapes in readings}
+    return found.pop() if len(found) == 1 else None
+
+
+def _alone(text: str, dialect: str, writes: re.Pattern[str], *, escapes: bool) -> str | None:
+    names: list[str] = []
+
+    def replace(found: re.Match[str]) -> str:
+        if found["name"] is None:
+            return " " if found["comment"] else " s_ "
+        names.append(found["name"])
+        return f"n_{len(names) - 1}_"
+
+    bare = " ".join(_parts(dialect, escapes=escapes).sub(replace, text).split()).removesuffix(";")
+    if any(sign in bare for sign in (";", "/*", "*/", "'")):
+        return None
+    match = _ALONE.match(bare) or _READS.match(bare)
+    if match is None or writes.search(_OF_INSERT.sub("", match["rest"])):
+        return None
+    if match.re is _READS:
+        return ""
+    name: str = match["inserted"] or match["updated"] or match["deleted"]
+    if (quoted := _QUOTED_NAME.fullmatch(name)) is None:
+        return name
+    name = names[int(quoted[1])]
+    return name[1:-1].replace(name[0] * 2, name[0])
+
+
 def defines(text: str, dialect: str) -> bool:
     """Tell whether a text only defines something (CREATE, ALTER, DROP, …), as far as it can be told."""
     if not _DEFINES.match(without_comments(text, dialect)):
@@ -106,7 +157,8 @@ def _outlines(text: str, dialect: str) -> Iterator[str]:
 def _parts(dialect: str, *, escapes: bool) -> re.Pattern[str]:
     """Return what finds comments, strings and names in quotes, the first of them first."""
     strings = r"'(?:[^'\\]|\\.|'')*'" if escapes else r"'(?:[^']|'')*'"
-    names = r'"(?:[^"]|"")*"|`(?:[^`]|``)*`'
+    double = r'"(?:[^"\\]|\\.|"")*"' if escapes and dialect in _MYSQL else r'"(?:[^"]|"")*"'
+    names = rf"{double}|`(?:[^`]|``)*`"
     comments = r"/\*(?!M?!).*?\*/|--(?=\s|\Z)[^\n]*|\#[^\n]*" if dialect in _MYSQL else r"/\*.*?\*/|--[^\n]*"
     dollars = r"|\$(?!\d)(?P<tag>\w*)\$.*?\$(?P=tag)\$" if dialect == "postgresql" else ""
     return re.compile(f"(?P<string>{strings}{dollars})|(?P<name>{names})|(?P<comment>{comments})", re.DOTALL)

@@ -4,9 +4,9 @@ What has come this far is SQL text and parameters, and, where SQLAlchemy compile
 Whatever may write to a fenced table and does not carry the token is refused: driver SQL, textual SQL, DML
 inside a WITH clause, and a guarded statement that somebody else's listener has replaced.
 
-Textual SQL is looked at for a fenced table's name together with a word that writes. Where both are found, a
-parser has the last word (see `_text`); what it does not understand needs
-`execution_options(fencelock="bypass")`.
+Textual SQL is looked at for a fenced table's name together with a word that writes. Where both are found, and
+it is not plain that something else is written (see `_shape`), a parser has the last word (see `_text`); what
+it does not understand needs `execution_options(fencelock="bypass")`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,14 @@ from sqlalchemy.sql import visitors
 
 from fencelock.errors import FenceError, UnfencedWriteError
 from fencelock.guard._bypass import is_bypassed
-from fencelock.guard._shape import carries_condition, defines, inserts_only, target, without_comments
+from fencelock.guard._shape import (
+    carries_condition,
+    defines,
+    inserts_only,
+    target,
+    without_comments,
+    written_alone,
+)
 from fencelock.guard._statement import TOKEN_BIND
 from fencelock.guard._tables import (
     FENCE_COLUMN,
@@ -155,8 +162,13 @@ def _refuse_reshaped(statement: str, compiled: Any, dialect: str) -> None:
 
 def _refuse_text(statement: str, dialect: str) -> None:
     text = " ".join(_LINE_COMMENT.sub(r"\g<0> ;", statement).split())
-    table = _mentioned(text, tuple(fenced_names()))
-    if table is None or not _WRITES.search(text) or _only_reads(statement, dialect):
+    names = tuple(fenced_names())
+    table = _mentioned(text, names)
+    if table is None or not _WRITES.search(text):
+        return
+    written = written_alone(statement, dialect, _WRITES)
+    is_other = written is not None and _mentioned(" ".join(written.split()), names) is None
+    if is_other or _only_reads(statement, dialect):
         return
     parser = "" if HAS_PARSER else ", which needs pip install 'fencelock[sql]' to be recognised"
     raise UnfencedWriteError(

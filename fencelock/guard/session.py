@@ -381,6 +381,18 @@ class Writer:
         self._born.clear()
         return calls
 
+    @property
+    def bound_instead(self) -> str:
+        """What to say where leases that are held do not count, because others were bound; else nothing."""
+        if self._bound_before is None or not (held := _usable(held_leases())):
+            return ""
+        bound = ", ".join(repr(lease.resource) for lease in self._bound_before)
+        return (
+            f"{', '.join(map(repr, held))} {'is' if len(held) == 1 else 'are'} held here, but this session "
+            f"or connection is bound to a lease of {bound}, and only that counts: bind(session, lock.lease) "
+            f"binds the present one, and bind(session) undoes it"
+        )
+
     def candidates(self, connection: Connection, session: Session | None = None) -> dict[str, Lease]:
         """Return the leases that may guard a write now, by resource; of a session where it is known which.
 
@@ -920,7 +932,7 @@ class Tokens:
         raise UnfencedWriteError(
             f"no lease is held for this write to {self.fenced.name!r}; acquire "
             f"{f'fenced_lock({name!r})' if name else 'the fenced_lock of its resource'} around it. "
-            f"{NOT_INHERITED}"
+            f"{self._writer.bound_instead or NOT_INHERITED}"
         )
 
     def of_new_row(self) -> int:
@@ -988,6 +1000,7 @@ class Tokens:
             raise UnfencedWriteError(
                 f"this write to {self.fenced.name!r} needs the lease of {resource!r}, and held are "
                 f"{', '.join(map(repr, self._candidates))}; acquire fenced_lock({resource!r}) around it"
+                f"{self._writer.bound_instead and '. '}{self._writer.bound_instead}"
             )
         token = lease.token_to_write(claiming=self._claiming)
         self._writer.remember(resource, lease, self._connection, claiming=self._claiming)

@@ -18,9 +18,10 @@ from sqlalchemy.engine import Connection
 from fencelock.errors import UnfencedWriteError
 from fencelock.guard._carried import CARRIERS, ready
 from fencelock.guard._exact import is_text
+from fencelock.guard._shape import target
 from fencelock.guard._statement import TOKEN_BIND, Row
-from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_by_name
-from fencelock.guard._text import TOKEN, GuardedText, guarded
+from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_by_name, fenced_names
+from fencelock.guard._text import HAS_PARSER, TOKEN, GuardedText, guarded
 from fencelock.guard._write import GuardedWrite, guard
 from fencelock.guard.session import begin_writing, note_token
 from fencelock.token import check as check_token
@@ -41,6 +42,8 @@ def stamp_text(
     """
     if FENCE_COLUMN not in statement.text.lower() or TOKEN not in statement.text:
         return None
+    if not HAS_PARSER:
+        _refuse_unread(statement.text, connection.dialect.name)
     found = guarded(statement.text, connection.dialect.name)
     fenced = found and fenced_by_name(found.table, found.schema)
     if not found or not fenced:
@@ -65,6 +68,17 @@ def stamp_text(
         statement = _carrying(statement, connection.dialect.name)
     written = write, stamped
     return statement.execution_options(**{_WRITE_OPTION: written}), sent, written
+
+
+def _refuse_unread(text: str, dialect: str) -> None:
+    """Say what is missing, before SQLAlchemy asks for the token that is not given."""
+    name = target(text, dialect)
+    if name is not None and name.lower() in fenced_names():
+        raise UnfencedWriteError(
+            f"textual SQL that carries the condition for {name!r} itself is read by a parser, which is not "
+            f"installed: pip install 'fencelock[sql]'; or use fenced_update() or fenced_delete() with "
+            f"execute_fenced()"
+        )
 
 
 def _carrying(statement: TextClause, dialect: str) -> TextClause:

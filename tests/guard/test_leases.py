@@ -849,3 +849,16 @@ def test_each_translated_schema_may_have_its_own_resource(engine: Engine) -> Non
         bind(there, Lease("a", 4))
         with pytest.raises(AmbiguousFenceError, match=r"'b'.*'a'"):
             there.execute(update(Stock).values(count=2))
+
+
+@pytest.mark.usefixtures("held")
+def test_bind_that_hides_a_lease_says_so(session: Session) -> None:
+    """Who holds the lease that a write needs, and has bound another one, hears that the bind is why."""
+    bind(session, Lease("ticket:2", 3))
+    with pytest.raises(UnfencedWriteError, match=r"needs the lease of 'ticket:1'.*bind\(session\) undoes it"):
+        session.execute(update(Ticket).where(Ticket.id == 1).values(seat="x"))
+    session.rollback()
+    bind(session)
+    with pytest.raises(UnfencedWriteError) as caught:
+        session.execute(update(Ticket).where(Ticket.id == 2).values(seat="x"))
+    assert "undoes" not in str(caught.value)
