@@ -199,10 +199,7 @@ class Lease:
         return self._generation != _Process.generation
 
     def check(self) -> None:
-        """Refuse a lease that must not be written under any more.
-
-        A lease whose time merely ran out passes: only the storage knows whether somebody has taken
-        over, and it says so.
+        """Refuse a lease that is known to be lost.
 
         Raises:
             LockLostError: if the lease is known to be gone, or belongs to the parent process.
@@ -216,11 +213,17 @@ class Lease:
         """Return the token, where it may be written under, or claimed.
 
         Raises:
-            LockLostError: as `check` does.
+            LockLostError: as `check` does; and where its time has run out, by this process' clock.
             CommitInDoubtError: as `check_certain` does.
         """
-        if self._lost or self._ghosts or self._generation != _Process.generation:
+        ended = self._expires_at <= time.monotonic()
+        if ended or self._lost or self._ghosts or self._generation != _Process.generation:
             self.check()
+            if ended:
+                raise LockLostError(
+                    f"the lease of {self._resource!r} ended before this statement: nothing was sent, so roll "
+                    f"back, and lock again"
+                )
             self.check_certain(claiming=claiming)
         return self._fencing_token
 

@@ -28,6 +28,7 @@ from sqlalchemy import (
     event,
     insert,
     select,
+    text,
     update,
 )
 from sqlalchemy.engine import Connection, RootTransaction
@@ -50,7 +51,17 @@ from fencelock.errors import (
     StaleTokenError,
     UnfencedWriteError,
 )
-from fencelock.guard import FencedModel, bind, claim, fence_column
+from fencelock.guard import (
+    FencedModel,
+    bind,
+    claim,
+    claim_all,
+    execute_fenced,
+    fence_column,
+    fenced_update,
+    gate,
+    upsert,
+)
 from fencelock.lease import Lease, note_ended, note_held
 from fencelock.token import MAX_TOKEN
 
@@ -518,18 +529,73 @@ def test_nothing_is_sent_where_no_lease_is_held(session: Session) -> None:
 
 
 def test_a_lost_lease_is_refused_before_anything_is_sent(session: Session) -> None:
-    """A lease known to be lost raises LockLostError; one whose time ran out is the database's to judge."""
-    expired = Lease("ticket:1", 3, expires_at=0.0)
-    bind(session, expired)
+    """A lease known to be lost raises LockLostError."""
+    lost = Lease("ticket:1", 3)
+    bind(session, lost)
     ticket = session.get_one(Ticket, 1)
     ticket.seat = "a"
     session.commit()
-    expired.lose("the nodes said so")
+    lost.lose("the nodes said so")
     ticket.seat = "b"
     with pytest.raises(LockLostError, match="the nodes said so"):
         session.commit()
     session.rollback()
     assert ticket.seat == "a"
+
+
+def flush_a_change(session: Session) -> None:
+    """Write by the unit of work."""
+    session.get_one(Ticket, 1).seat = "b"
+    session.flush()
+
+
+ENDED_WRITES: dict[str, Callable[[Session], object]] = {
+    "flush": flush_a_change,
+    "statement": lambda session: session.execute(update(Ticket).where(Ticket.id == 1).values(seat="b")),
+    "insert": lambda session: session.execute(insert(Ticket).values(id=1, seat="b")),
+    "claim": lambda session: claim(session, Ticket, 1),
+    "claim_all": lambda session: claim_all(session, select(Ticket).where(Ticket.id == 1)),
+    "gate": lambda session: gate(session, "ticket:1"),
+    "upsert": lambda session: upsert(session, Ticket, [{"id": 1, "seat": "b"}]),
+    "text": lambda session: session.execute(
+        text(
+            "UPDATE le_tickets SET seat = 'b', last_fencing_token = :fencing_token "
+            "WHERE id = :id AND last_fencing_token <= :fencing_token"
+        ),
+        {"id": 1},
+    ),
+    "execute_fenced": lambda session: execute_fenced(
+        session, fenced_update(Ticket).where(Ticket.id == 1).values(seat="b")
+    ),
+}
+
+
+@pytest.mark.parametrize("write", ENDED_WRITES.values(), ids=ENDED_WRITES)
+@pytest.mark.parametrize("begun", [False, True], ids=["new", "begun"])
+def test_a_lease_that_has_ended_writes_nothing_more(
+    session: Session, write: Callable[[Session], object], *, begun: bool
+) -> None:
+    """By the clock, whoever renews it; also where the transaction has written under it before."""
+    lease = Lease("ticket:1", 3, expires_at=time.monotonic() + 60)
+    bind(session, lease)
+    if begun:
+        session.get_one(Ticket, 1).seat = "a"
+        session.flush()
+    lease.extend_to(time.monotonic())
+    sent: list[str] = []
+
+    @event.listens_for(session.get_bind(), "before_cursor_execute")
+    def note(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        if not statement.startswith(("SELECT", "SAVEPOINT", "BEGIN")):
+            sent.append(statement)
+
+    with pytest.raises(LockLostError, match="ended before this statement: nothing was sent"):
+        write(session)
+    assert sent == []
+    session.rollback()
+    lease.extend_to(time.monotonic() + 60)  # it was renewed in time, by its authority
+    session.get_one(Ticket, 1).seat = "c"
+    session.commit()
 
 
 def test_a_forked_child_writes_nothing(engine: Engine) -> None:
