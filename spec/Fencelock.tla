@@ -505,8 +505,11 @@ Remember(n) ==
 
 RollBack(n) ==
     /\ left.roll > 0 /\ left' = [left EXCEPT !.roll = @ - 1]
-    /\ run' = [run EXCEPT ![n] = @ + 1]
-    /\ disk' = [disk EXCEPT ![n] = snap[n]]
+    /\ \/ run' = [run EXCEPT ![n] = @ + 1] /\ disk' = [disk EXCEPT ![n] = snap[n]]
+       \* It follows a server that is behind, and is promoted again: neither its process nor a connection ends. Of
+       \* what it has loaded, nothing is of this memory (0); a mutant asks for the process only.
+       \/ /\ With("reload") /\ UNCHANGED run
+          /\ disk' = [disk EXCEPT ![n] = IF Broken("any_memory") THEN snap[n] ELSE [snap[n] EXCEPT !.r = 0, !.tr = 0]]
     /\ out' = [out EXCEPT ![n].now = TRUE] /\ (With("sealed") \/ Bearable)
     /\ UNCHANGED <<snap, acq, rec, op, raises, db>>
 

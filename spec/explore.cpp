@@ -56,10 +56,10 @@ struct State {
 
 static int N, A, K, O, MAXG, MAXE, SPARE = -1;  // SPARE: a server in no list, until it is somebody's double
 static int lists[4], n_lists;
-static bool hint, remint, sealed, restore_, guard, all_restarted, init_, only_outcome, unpromised, stray, once, descending, double_, finish, rise;
+static bool hint, remint, sealed, restore_, guard, all_restarted, init_, only_outcome, unpromised, stray, once, descending, double_, finish, rise, reload;
 static bool mixed_epochs, no_ownership, no_own_limit, no_write_back, seal_le, restore_early, no_claim, no_guard, client_ticket,
     ticket_unbound, closed_read, read_begin, no_promise_field, no_epoch, raise_first, admit_first, admit_lowers_p, no_ticket, no_next,
-    one_pass, open_unpromised, ticket_apart, fixed_ids, no_past, any_incarnation, init_unordered, init_one_look, admit_unraised, all_unraised, raise_double, finish_unpromised, one_look;
+    one_pass, open_unpromised, ticket_apart, fixed_ids, no_past, any_incarnation, any_memory, init_unordered, init_one_look, admit_unraised, all_unraised, raise_double, finish_unpromised, one_look;
 
 static bool in(int list, int n) { return lists[list] >> n & 1; }
 static int size(int list) { return __builtin_popcount(lists[list]); }
@@ -598,6 +598,13 @@ template <class Emit> static void faults(const State& s, Emit emit) {
             t.roll--, t.node[n].disk = col.snap, t.node[n].out = 1;
             new_incarnation(t, n);
             if (bearable(t)) emit(t, "RollBack", n, n);
+            if (reload) {  // in the same incarnation: connections live on
+                t = s;
+                t.roll--, t.node[n].disk = col.snap, t.node[n].out = 1;
+                // Nothing of it is of this memory; a mutant asks for the process only, which never was another there.
+                if (any_memory) t.node[n].disk.live = t.node[n].disk.adm;
+                if (bearable(t)) emit(t, "RollBack(same process)", n, n);
+            }
         }
         if (s.lose) {
             State t = s;
@@ -905,7 +912,7 @@ int main(int argc, char** argv) {
     std::map<std::string, bool*> flags = {
         {"hint", &hint}, {"remint", &remint}, {"sealed", &sealed}, {"restore", &restore_}, {"guard", &guard},
         {"all_restarted", &all_restarted}, {"init", &init_}, {"only_outcome", &only_outcome}, {"unpromised", &unpromised}, {"stray", &stray}, {"once", &once}, {"descending", &descending},
-        {"double", &double_}, {"finish", &finish}, {"rise", &rise}};
+        {"double", &double_}, {"finish", &finish}, {"rise", &rise}, {"reload", &reload}};
     std::map<std::string, bool*> rules = {
         {"mixed_epochs", &mixed_epochs}, {"no_ownership", &no_ownership}, {"no_own_limit", &no_own_limit},
         {"no_write_back", &no_write_back}, {"seal_le", &seal_le}, {"restore_early", &restore_early}, {"no_claim", &no_claim},
@@ -913,7 +920,7 @@ int main(int argc, char** argv) {
         {"closed_read", &closed_read}, {"read_begin", &read_begin}, {"no_promise_field", &no_promise_field},
         {"no_epoch", &no_epoch}, {"raise_first", &raise_first}, {"admit_first", &admit_first}, {"admit_lowers_p", &admit_lowers_p}, {"no_ticket", &no_ticket},
         {"no_next", &no_next}, {"one_pass", &one_pass}, {"open_unpromised", &open_unpromised}, {"ticket_apart", &ticket_apart},
-        {"fixed_ids", &fixed_ids}, {"no_past", &no_past}, {"any_incarnation", &any_incarnation}, {"init_unordered", &init_unordered}, {"init_one_look", &init_one_look},
+        {"fixed_ids", &fixed_ids}, {"no_past", &no_past}, {"any_incarnation", &any_incarnation}, {"any_memory", &any_memory}, {"init_unordered", &init_unordered}, {"init_one_look", &init_one_look},
         {"admit_unraised", &admit_unraised}, {"all_unraised", &all_unraised}, {"raise_double", &raise_double}, {"finish_unpromised", &finish_unpromised}, {"one_look", &one_look}};
     for (auto& f : split(args["feature"], ',')) {
         if (!flags.count(f)) return printf("unknown feature %s\n", f.c_str()), 2;

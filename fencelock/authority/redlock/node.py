@@ -2,7 +2,8 @@
 
 A token is safe only if the answers on a socket come from the server process that was there when the
 socket was opened. So the run_id is read right after connecting and belongs to that socket for good; the
-scripts compare it with the one that the node was admitted with. Nothing here ever reconnects, retries or
+scripts compare it with the one that the node was admitted with, and look whether that process has loaded
+other data since. Nothing here ever reconnects, retries or
 resends on another socket: a client that silently reconnected after its node had been killed was granted
 the same counter twice.
 
