@@ -692,23 +692,18 @@ def _of_one(answers: Answers, index: int) -> Answers:
 def _still_extended(fleet: Fleet, answers: Answers, index: int) -> bool | None:
     """Return whether a majority has had a grant's lock all the time; None where that can still be said later.
 
-    What a node has made again counts from the next round on. Nodes that had no lock, or another's, and blank
-    ones are not added up: a node may forget as soon as another has been admitted, which somebody who waits
-    tries in vain; and soon after a majority has had the lock all the time. Where a majority has missed it,
-    others may have had it; where a majority is blank, too few are left.
+    What a node has made again counts from the next round on, and what a blank one has, when it is admitted: a
+    node may forget as soon as another has been admitted, and soon after a majority has had the lock all the
+    time. Only where a majority votes and has missed it, others may have had it.
     """
-    extended = missed = blank = 0
+    extended = missed = 0
     for answer in answers.values():
-        if answer.said is not Said.EXTENDED:
-            # A restarted node that has kept its data refuses to vote as well, but has the lock still.
-            blank += answer.said is Said.AMNESIA
-        elif answer.counters[index] == _EXTENDED:
-            extended += 1
-        else:
-            missed += 1
+        if answer.said is Said.EXTENDED:
+            extended += answer.counters[index] == _EXTENDED
+            missed += answer.counters[index] != _EXTENDED
     if extended >= fleet.quorum:
         return True
-    return None if len(fleet.names) - max(missed, blank) >= fleet.quorum else False
+    return None if len(fleet.names) - missed >= fleet.quorum else False
 
 
 def _is_made_again(done: Round, index: int) -> bool:
