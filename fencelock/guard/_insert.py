@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Column, Insert
-from sqlalchemy.engine import Connection, CursorResult
+from sqlalchemy.engine import CursorResult
 from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.sql import ClauseElement
 from sqlalchemy.sql.elements import BindParameter
@@ -19,7 +19,7 @@ from sqlalchemy.sql.schema import ScalarElementColumnDefault
 from fencelock.errors import UnfencedWriteError
 from fencelock.guard._statement import TOKEN_OPTION, Row, assigned, key_of, refuse_fence_assignment
 from fencelock.guard._tables import FencedTable
-from fencelock.guard.session import Tokens, Writer
+from fencelock.guard.session import Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +62,17 @@ def _given(row: Row, name: str, column: Column[Any]) -> Any:
 
 
 def stamp_insert(
-    connection: Connection,
     statement: Insert,
     fenced: FencedTable,
     rows: Sequence[Row],
     options: Mapping[str, Any],
-    *,
-    writer: Writer,
+    tokens: Tokens | None,
 ) -> tuple[Insert, list[dict[str, Any]], NewRows | None]:
     """Add the token to the rows of an INSERT; return also what is known of rows that the database names."""
     _refuse_overwriting_insert(statement, fenced)
     own = {key_of(column): value for column, value in assigned(statement)}
     refuse_fence_assignment(own, fenced)
-    token_of = _token_source(connection, fenced, own, options, writer)
+    token_of = _token_source(own, options, tokens)
     fence = fenced.fence.key
     if statement._multi_values:  # noqa: SLF001  no public way to read them
         return _stamp_multi_values(statement, fenced, token_of), [dict(row) for row in rows], None
@@ -116,18 +114,11 @@ def _refuse_overwriting_insert(statement: Insert, fenced: FencedTable) -> None:
 
 
 def _token_source(
-    connection: Connection,
-    fenced: FencedTable,
-    own: Mapping[str, Any],
-    options: Mapping[str, Any],
-    writer: Writer,
+    own: Mapping[str, Any], options: Mapping[str, Any], tokens: Tokens | None
 ) -> Callable[[Row], int]:
-    token: int | None = options.get(TOKEN_OPTION)
-    if token is None:
-        tokens = Tokens(connection, fenced, options, writer=writer)
-        if fenced.template is not None:
-            return lambda row: _new_row_token(tokens, {**own, **row})
-        token = tokens.of_table()
+    if tokens is not None and tokens.fenced.template is not None:
+        return lambda row: _new_row_token(tokens, {**own, **row})
+    token: int = options[TOKEN_OPTION] if tokens is None else tokens.of_table()
     return lambda _row: token
 
 

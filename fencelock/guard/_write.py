@@ -43,7 +43,7 @@ from fencelock.guard._statement import (
     with_parts_apart,
 )
 from fencelock.guard._tables import FENCE_COLUMN, TRANSLATED, FencedTable, ResourceTemplate, row_name
-from fencelock.guard.session import LoadedFences, Tokens, Writer, rows_known_to
+from fencelock.guard.session import LoadedFences, Tokens, rows_known_to
 
 LOCKING_READS: Final = frozenset({"mysql", "mariadb"})
 """Dialects whose plain SELECT reads an old snapshot under the default isolation level (REPEATABLE READ)."""
@@ -94,13 +94,7 @@ class GuardedWrite:
     carries: bool
 
     def stamp(
-        self,
-        connection: Connection,
-        rows: Sequence[Row],
-        options: Mapping[str, Any],
-        writer: Writer,
-        *,
-        loaded: LoadedFences | None = None,
+        self, connection: Connection, rows: Sequence[Row], options: Mapping[str, Any], tokens: Tokens | None
     ) -> tuple[list[dict[str, Any]], Form | None]:
         """Return the parameters of each execution with its token added; and, if it matters, what was loaded.
 
@@ -108,8 +102,7 @@ class GuardedWrite:
             connection: what executes it.
             rows: the parameters of each execution.
             options: its execution options.
-            writer: the connection's.
-            loaded: the fences that the objects of the rows were loaded with, for the unit of work.
+            tokens: for the rows; None where the caller gives one by an option.
 
         Returns:
             The parameters, and the form of the condition that they need, where what was loaded counts.
@@ -117,24 +110,23 @@ class GuardedWrite:
         template = self.fenced.template
         if template is not None:
             self._refuse_moving(template, rows[0])
-        token: int | None = options.get(TOKEN_OPTION)
-        if token is not None:
-            stamp = dict.fromkeys(self.stamped, token)
+        if tokens is None:
+            stamp = dict.fromkeys(self.stamped, options[TOKEN_OPTION])
             return [{**row, **stamp} for row in rows], None
-        tokens = Tokens(connection, self.fenced, options, writer=writer)
         if template is not None:
             stamped = list(self._stamp_each(connection, rows, tokens))
         else:
             stamp = dict.fromkeys(self.stamped, tokens.of_table())
             stamped = [{**row, **stamp} for row in rows]
-        return stamped, self._add_loaded(stamped, loaded, tokens) if loaded is not None and self.key else None
+        loaded = tokens.loaded if self.key else None
+        return stamped, None if loaded is None else self._add_loaded(stamped, loaded, tokens)
 
     def _add_loaded(self, rows: list[dict[str, Any]], loaded: LoadedFences, tokens: Tokens) -> Form | None:
         """Add to stamped parameters what was loaded, and return the form of the condition that takes them."""
         names = [bind.key for bind in self.key]
         fences = [loaded[tuple([row[name] for name in names])] for row in rows]
         if None not in fences and not tokens.earlier:
-            for row, fence in zip(rows, fences, strict=True):
+            for row, fence in zip(rows, fences):  # noqa: B905  one for each, and this is for each row
                 row[LOADED_BIND] = fence
             return ALL_KNOWN
         if fences.count(None) == len(fences):
@@ -154,8 +146,9 @@ class GuardedWrite:
         if self.accepted is None:
             return None
         loaded = self.accepted[0]
+        given = loaded.effective_value
         for row in rows:
-            fence = row[loaded.key] if loaded.key in row else loaded.effective_value  # noqa: SIM401  as in values_of
+            fence = row.get(loaded.key, given)
             if fence > row[TOKEN_BIND]:
                 return StaleTokenError(self.fenced.name, self._identity(row) or None, row[TOKEN_BIND], fence)
         return None

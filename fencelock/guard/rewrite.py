@@ -55,15 +55,15 @@ from fencelock.guard._tables import (
 from fencelock.guard._write import GuardedWrite, guard
 from fencelock.guard.events import report
 from fencelock.guard.session import (
-    Writer,
+    Tokens,
     begin_writing,
-    fences_loaded,
     in_unit_of_work,
     note_born,
     note_locked,
     refuse,
     refuse_bypass,
     report_refusal,
+    tokens_of_flush,
     writes_fenced_rows,
 )
 from fencelock.guard.textual import stamp_text, written_by_text
@@ -149,10 +149,14 @@ def _guarded_form(
             note_harmless(dml.table, known)
         return None
     writer = begin_writing(connection, options, fenced)
+    tokens = None
+    if TOKEN_OPTION not in options:
+        tokens = tokens_of_flush(connection, fenced, options)
+        tokens = tokens or Tokens(connection, fenced, options, writer=writer)
     if isinstance(dml, Insert):
-        dml, rows, new = stamp_insert(connection, dml, fenced, rows, options, writer=writer)
+        dml, rows, new = stamp_insert(dml, fenced, rows, options, tokens)
         return dml if is_plain else _with_innermost(statement, dml), rows, new
-    dml, written = _guarded_write(connection, dml, fenced, rows, options, writer=writer)
+    dml, written = _guarded_write(connection, dml, fenced, rows, options, tokens=tokens)
     return dml if is_plain else _with_innermost(statement, dml), written[1], written
 
 
@@ -163,18 +167,17 @@ def _guarded_write(
     rows: Sequence[Row],
     options: Mapping[str, Any],
     *,
-    writer: Writer,
+    tokens: Tokens | None,
 ) -> tuple[Update | Delete, _Written]:
     """Return an UPDATE or DELETE with the condition, what is known of it, and its parameters.
 
     Raises:
         FenceError: if the rows are known to turn it away.
     """
-    explicit = TOKEN_OPTION in options
-    loaded = fences_loaded(connection, fenced, options)
-    likely = None if loaded is None else ALL_KNOWN
+    explicit = tokens is None
+    likely = None if tokens is None or tokens.loaded is None else ALL_KNOWN
     guarded, write = _guard_once(statement, fenced, explicit=explicit, form=likely)
-    stamped, form = write.stamp(connection, rows, options, writer, loaded=loaded)
+    stamped, form = write.stamp(connection, rows, options, tokens)
     if form != likely:
         guarded, write = _guard_once(statement, fenced, explicit=explicit, form=form)
     _raise(connection, write.read_above_token(stamped))

@@ -78,6 +78,9 @@ _CHANGES_ONLY = PASSIVE_NO_INITIALIZE | INCLUDE_PENDING_MUTATIONS
 _BOUND: Final = "_fencelock_bound"
 """Where a session or connection has the leases that it was bound to."""
 
+_FLUSH: Final = "_fencelock_flush"
+"""Where a connection has the number of the session that has flushed on it, the last time."""
+
 _WRITER: Final = "_fencelock_writer"
 """Where a connection has what its transaction, or an earlier one, writes under."""
 
@@ -877,6 +880,7 @@ class Tokens:
         claiming: whether it is about to claim the rows, which leases in doubt are good for.
 
     Attributes:
+        loaded: for a flush, the fences that the objects were loaded with.
         whole: what `of_table` has returned, if it was asked.
         earlier: what the holders had before they reminted, if they did: by the template's values of a row, or
             by `()` where one resource guards the whole table.
@@ -888,9 +892,11 @@ class Tokens:
         "_connection",
         "_found",
         "_options",
+        "_used",
         "_writer",
         "earlier",
         "fenced",
+        "loaded",
         "whole",
     )
 
@@ -911,8 +917,19 @@ class Tokens:
         self._writer = writer or writer_of(connection)
         self._candidates = self._writer.candidates(connection, session)
         self._found: dict[tuple[Any, ...], int] = {}
+        self._used: list[Lease] = []
         self.earlier: dict[tuple[Any, ...], tuple[int, ...]] = {}
+        self.loaded: LoadedFences | None = None
         self.whole: int | None = None
+
+    def check(self) -> None:
+        """Refuse leases that must not be written under any more.
+
+        Raises:
+            LockLostError: if one has ended.
+        """
+        for lease in self._used:
+            lease.token_to_write(claiming=self._claiming)
 
     @property
     def none_held(self) -> bool:
@@ -971,6 +988,7 @@ class Tokens:
         token = lease.token_to_write(claiming=self._claiming)
         self._writer.fix(self.fenced, self._connection, self._options, resource)
         self._writer.remember(resource, lease, self._connection, claiming=self._claiming)
+        self._used.append(lease)
         if lease.earlier_tokens:
             self.earlier[()] = lease.earlier_tokens
         self.whole = token
@@ -1004,6 +1022,7 @@ class Tokens:
             )
         token = lease.token_to_write(claiming=self._claiming)
         self._writer.remember(resource, lease, self._connection, claiming=self._claiming)
+        self._used.append(lease)
         if lease.earlier_tokens:
             self.earlier[values] = lease.earlier_tokens
         return token
@@ -1053,23 +1072,25 @@ def rows_known_to(
     return values_of
 
 
-def fences_loaded(
-    connection: Connection, fenced: FencedTable, options: Mapping[str, Any]
-) -> LoadedFences | None:
-    """Return the fences that the objects of a flush were loaded with; None for no statement of its own."""
+def tokens_of_flush(connection: Connection, fenced: FencedTable, options: Mapping[str, Any]) -> Tokens | None:
+    """Return the tokens that a flush has found for a table, if this statement is one of its own.
+
+    Raises:
+        LockLostError: if a lease has ended since.
+    """
     if "compiled_cache" not in options:  # the unit of work has one of its own for each mapper
         return None
-    session = owner_of(connection)
-    if session is None or not session._warn_on_events:  # noqa: SLF001  see `in_unit_of_work`
+    flush = _flushes.get(getattr(connection, _FLUSH, 0))
+    tokens = None if flush is None else flush.found.get((fenced, connection))
+    if flush is None or tokens is None or not flush.executes:
         return None
-    flush = _flushes.get(session.hash_key)
-    return None if flush is None else flush.loaded.get((fenced, connection))
+    tokens.check()
+    return tokens
 
 
 def _loaded_fence(state: InstanceState[Any], current: Mapping[str, Any]) -> int | None:
     """Return the fence that an object was loaded with, whatever has been assigned since; None if unknown."""
-    assigned = state.committed_state
-    fence: Any = assigned[FENCE_COLUMN] if FENCE_COLUMN in assigned else current.get(FENCE_COLUMN)
+    fence: Any = state.committed_state.get(FENCE_COLUMN, current.get(FENCE_COLUMN))
     return None if fence is NO_VALUE else fence
 
 
@@ -1225,19 +1246,17 @@ class _Flush:
     Attributes:
         plan: returns the plan of the unit of work; None once that is thrown away, or where none was noted.
         stamped: the objects whose fenced rows it writes, save those that it deletes.
-        loaded: by table and connection, the fences that the objects were loaded with.
         found: what `tokens` has returned so far, by table and connection.
         known: by table and primary key, the template's values of rows about to be written.
         unsaved: new objects, for tables whose resources cannot be told from the key alone.
     """
 
-    __slots__ = ("_session", "found", "known", "loaded", "plan", "stamped", "unsaved")
+    __slots__ = ("_session", "found", "known", "plan", "stamped", "unsaved")
 
     def __init__(self, session: Session, plan: UOWTransaction | None = None) -> None:
         self._session = ref(session)
         self.plan = (lambda: None) if plan is None else ref(plan, partial(_forget_flush, session.hash_key))
         self.stamped: set[InstanceState[Any]] = set()
-        self.loaded: dict[tuple[FencedTable, Connection], LoadedFences] = {}
         self.found: dict[tuple[FencedTable, Connection], Tokens | None] = {}
         self.known: dict[FencedTable, dict[tuple[Any, ...], tuple[Any, ...]]] = {}
         self.unsaved: list[InstanceState[Any]] = []
@@ -1251,10 +1270,18 @@ class _Flush:
                 join(connection, session)  # another one may have joined the transaction since
             options = connection.get_execution_options()
             tokens = None if is_bypassed(options) else Tokens(connection, fenced, options, session)
+            if tokens is not None and session is not None:
+                tokens.loaded = LoadedFences(self._session, self.stamped, fenced)
+                setattr(connection, _FLUSH, session.hash_key)
             self.found[key] = tokens
             self.known.setdefault(fenced, {})
-            self.loaded[key] = LoadedFences(self._session, self.stamped, fenced)
         return self.found[key]
+
+    @property
+    def executes(self) -> bool:
+        """Whether it is executing its statements, and no bulk operation does."""
+        session = self._session()
+        return session is not None and session._warn_on_events  # noqa: SLF001  SQLAlchemy has no public way to ask
 
     def writes(self, session: Session, mapper: Mapper[Any], identity: tuple[Any, ...]) -> bool:
         """Tell whether the fenced row with this primary key is written or deleted."""
@@ -1392,9 +1419,9 @@ class _Watch:
         if self._looked_up:
             flush.unsaved.append(state)
         flush.stamped.add(state)
-        token = self._token_for(flush, connection, state, state.dict)
-        if token is not None:
-            state.dict[FENCE_COLUMN] = token
+        tokens = flush.tokens(self._fenced, connection)
+        if tokens is not None:
+            state.dict[FENCE_COLUMN] = self._token_for(flush, tokens, state, state.dict)
 
     def on_update(self, _mapper: object, connection: Connection, state: InstanceState[Any]) -> None:
         current = state.dict
@@ -1405,9 +1432,10 @@ class _Watch:
         flush.stamped.add(state)
         if FENCE_COLUMN not in current:
             self._load_with_key(state, current)
-        token = self._token_for(flush, connection, state, current)
-        if token is not None:
-            self._note_loaded(flush, connection, state, current)
+        tokens = flush.found.get((self._fenced, connection)) or flush.tokens(self._fenced, connection)
+        if tokens is not None:
+            token = self._token_for(flush, tokens, state, current)
+            self._note_loaded(tokens, state, current)
             current[FENCE_COLUMN] = token
             if not writes_row:
                 state.committed_state[FENCE_COLUMN] = NO_VALUE  # it looks changed, so the row is written
@@ -1415,14 +1443,14 @@ class _Watch:
     def on_delete(self, _mapper: object, connection: Connection, state: InstanceState[Any]) -> None:
         flush = _flush_of(state)
         self._load_with_key(state, state.dict)
+        tokens = flush.tokens(self._fenced, connection)
+        if tokens is None:
+            return
         if self._looked_up:
-            self._token_for(flush, connection, state, state.dict)
-        else:  # the statement has the key, which the object need not be loaded for
-            tokens = flush.tokens(self._fenced, connection)
-            if tokens is not None and tokens.none_held:
-                tokens.need_some(self._resource_of(state))
-        if flush.found[self._fenced, connection] is not None:
-            self._note_loaded(flush, connection, state, state.dict)
+            self._token_for(flush, tokens, state, state.dict)
+        elif tokens.none_held:  # the statement has the key, which the object need not be loaded for
+            tokens.need_some(self._resource_of(state))
+        self._note_loaded(tokens, state, state.dict)
 
     def _load_with_key(self, state: InstanceState[Any], current: dict[str, Any]) -> None:
         """Load an expired object now, as the unit of work is about to, which needs its key.
@@ -1434,18 +1462,16 @@ class _Watch:
                 manager: Mapping[str, Any] = state.manager
                 manager[key].impl.get(state, current)
 
-    def _note_loaded(
-        self, flush: _Flush, connection: Connection, state: InstanceState[Any], current: Mapping[str, Any]
-    ) -> None:
+    def _note_loaded(self, tokens: Tokens, state: InstanceState[Any], current: Mapping[str, Any]) -> None:
         """Note the fence that an object was loaded with, by the key with which its row will be named."""
-        loaded = flush.loaded[self._fenced, connection]
+        loaded = tokens.loaded
+        if loaded is None:  # this object is flushed without a plan that could be noted
+            return
         assigned = state.committed_state
         fence = _loaded_fence(state, current)
-        loaded[tuple([assigned[key] if key in assigned else current.get(key) for key in self._key])] = fence
-        if not assigned.keys().isdisjoint(
-            self._key
-        ):  # the database may have changed the key already, by a cascade
-            loaded[tuple([current.get(key) for key in self._key])] = fence
+        loaded[tuple([current.get(key) for key in self._key])] = fence
+        if not assigned.keys().isdisjoint(self._key):  # by the old key then, if no cascade has changed it
+            loaded[tuple([assigned.get(key, current.get(key)) for key in self._key])] = fence
 
     def _resource_of(self, state: InstanceState[Any]) -> str | None:
         """Return which resource guards an object, by its key alone."""
@@ -1456,14 +1482,11 @@ class _Watch:
         return template.render([key[column] for column in template.columns.values()])
 
     def _token_for(
-        self, flush: _Flush, connection: Connection, state: InstanceState[Any], current: Mapping[str, Any]
-    ) -> int | None:
-        """Return the token to write an object with; None where the connection bypasses the guard."""
+        self, flush: _Flush, tokens: Tokens, state: InstanceState[Any], current: Mapping[str, Any]
+    ) -> int:
+        """Return the token to write an object with."""
         fenced = self._fenced
         try:
-            tokens = flush.found.get((fenced, connection)) or flush.tokens(fenced, connection)
-            if tokens is None:
-                return None
             if fenced.template is None:
                 return tokens.whole or tokens.of_table()
             values = _loaded_values(self._naming, state, current)

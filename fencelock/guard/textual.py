@@ -23,7 +23,7 @@ from fencelock.guard._statement import TOKEN_BIND, Row
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_by_name, fenced_names
 from fencelock.guard._text import HAS_PARSER, TOKEN, GuardedText, guarded
 from fencelock.guard._write import GuardedWrite, guard
-from fencelock.guard.session import begin_writing, note_token
+from fencelock.guard.session import Tokens, begin_writing, note_token
 from fencelock.token import check as check_token
 
 #: Execution option of a text that has been found to carry the condition: what it writes, and the parameters.
@@ -61,7 +61,8 @@ def stamp_text(
             note_token(connection, statement, token)
     else:
         _refuse_inexact(fenced)
-        stamped, _ = write.stamp(connection, pinned, options, writer)
+        tokens = Tokens(connection, fenced, options, writer=writer)
+        stamped, _ = write.stamp(connection, pinned, options, tokens)
     sent = [{**row, TOKEN: each[TOKEN_BIND]} for row, each in zip(complete, stamped, strict=True)]
     if write.carries:
         ready(connection)
