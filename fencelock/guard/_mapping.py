@@ -14,6 +14,7 @@ from sqlalchemy import Join, Table
 from sqlalchemy.orm import Mapper
 
 from fencelock.guard._loading import watch_loads
+from fencelock.guard._other_side import watch_relationships
 from fencelock.guard._tables import (
     FENCE_COLUMN,
     FENCE_MARK,
@@ -60,6 +61,7 @@ def on_mapped(mapper: Mapper[Any], model: type[Any]) -> None:
             register_sub_table(table, fenced)
     watch_mapper(mapper, fenced)
     watch_loads(mapper)
+    watch_relationships(mapper, fenced)
 
 
 def _base_table(mapper: Mapper[Any], model: type[Any]) -> Table:

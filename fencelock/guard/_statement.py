@@ -12,10 +12,12 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from sqlalchemy import (
     BigInteger,
+    Column,
     ColumnClause,
     Delete,
     Insert,
     SelectBase,
+    Table,
     TextClause,
     Update,
     bindparam,
@@ -249,6 +251,15 @@ def accepted_by(clause: Any, fence: ColumnElement[int]) -> tuple[BindParameter[i
 
 def _key_on_the_right(clause: Any) -> object:
     return getattr(getattr(clause, "right", None), "key", None)
+
+
+def unchanged_by_raising(table: Table) -> dict[Column[Any], Column[Any]]:
+    """Return what an UPDATE assigns that only raises a fence, so that `onupdate` changes nothing."""
+    return {
+        column: column
+        for column in table.c
+        if (column.onupdate is not None or column.server_onupdate is not None) and column.computed is None
+    }
 
 
 def wants_token(statement: Any, rows: Iterable[Row]) -> bool:

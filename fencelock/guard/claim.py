@@ -36,7 +36,7 @@ from sqlalchemy.orm import Mapper, Session, scoped_session
 from fencelock.errors import AmbiguousFenceError, UnfencedWriteError
 from fencelock.guard._bypass import BYPASS
 from fencelock.guard._install import install
-from fencelock.guard._statement import TOKEN_OPTION
+from fencelock.guard._statement import TOKEN_OPTION, unchanged_by_raising
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table, row_name
 from fencelock.guard._write import LOCKING_READS, is_one_of
 from fencelock.guard.events import report_claim, telling
@@ -413,18 +413,13 @@ def _raise_fences(
     A row is given by its primary key and the values that name its resource.
     """
     table = fenced.table
-    unchanged = {
-        column: column
-        for column in table.c
-        if (column.onupdate is not None or column.server_onupdate is not None) and column.computed is None
-    }
     naming = fenced.template.columns.values() if fenced.template else ()
     columns = (*table.primary_key, *naming)
     names = [f"key_{number}" for number in range(len(columns))]
     matches = (column == bindparam(name) for column, name in zip(columns, names, strict=True))
     doubted = take_doubted(connection, token)
     result = connection.execute(
-        update(table).where(*matches).values(unchanged),
+        update(table).where(*matches).values(unchanged_by_raising(table)),
         [dict(zip(names, row, strict=True)) for row in rows],
         execution_options={TOKEN_OPTION: token},
     )

@@ -67,7 +67,9 @@ class FencedModel:
     that a stale holder cannot INSERT, since a new row has no fence to compare with (see `gate`). What the
     database does by itself goes unseen: foreign keys with ON DELETE CASCADE or SET NULL, triggers, stored
     functions. A link in a many-to-many table is guarded where it changes a relationship of the fenced model
-    (or one with `back_populates` to it); changed from the other side alone, it belongs to the other model.
+    (or one with `back_populates` to it), also where it goes with a deleted object of the other model; changed
+    by a relationship of the other model alone, it belongs to that one. The places that an `ordering_list`
+    keeps in the children are guarded as the list is.
 
     Example:
         ```python

@@ -1088,7 +1088,7 @@ def tokens_of_flush(connection: Connection, fenced: FencedTable, options: Mappin
     return tokens
 
 
-def _loaded_fence(state: InstanceState[Any], current: Mapping[str, Any]) -> int | None:
+def loaded_fence(state: InstanceState[Any], current: Mapping[str, Any]) -> int | None:
     """Return the fence that an object was loaded with, whatever has been assigned since; None if unknown."""
     fence: Any = state.committed_state.get(FENCE_COLUMN, current.get(FENCE_COLUMN))
     return None if fence is NO_VALUE else fence
@@ -1237,7 +1237,7 @@ class LoadedFences(dict[tuple[Any, ...], int | None]):
             return None
         instance = session.identity_map.get(mapper.identity_key_from_primary_key(identity))
         state = None if instance is None else inspect(instance)
-        return None if state is None or state in self._told else _loaded_fence(state, state.dict)
+        return None if state is None or state in self._told else loaded_fence(state, state.dict)
 
 
 class _Flush:
@@ -1247,17 +1247,19 @@ class _Flush:
         plan: returns the plan of the unit of work; None once that is thrown away, or where none was noted.
         stamped: the objects whose fenced rows it writes, save those that it deletes.
         found: what `tokens` has returned so far, by table and connection.
+        raised: by table and primary key, rows whose fence it has raised by a statement of its own.
         known: by table and primary key, the template's values of rows about to be written.
         unsaved: new objects, for tables whose resources cannot be told from the key alone.
     """
 
-    __slots__ = ("_session", "found", "known", "plan", "stamped", "unsaved")
+    __slots__ = ("_session", "found", "known", "plan", "raised", "stamped", "unsaved")
 
     def __init__(self, session: Session, plan: UOWTransaction | None = None) -> None:
         self._session = ref(session)
         self.plan = (lambda: None) if plan is None else ref(plan, partial(_forget_flush, session.hash_key))
         self.stamped: set[InstanceState[Any]] = set()
         self.found: dict[tuple[FencedTable, Connection], Tokens | None] = {}
+        self.raised: set[tuple[FencedTable, tuple[Any, ...]]] = set()
         self.known: dict[FencedTable, dict[tuple[Any, ...], tuple[Any, ...]]] = {}
         self.unsaved: list[InstanceState[Any]] = []
 
@@ -1415,7 +1417,7 @@ class _Watch:
         self._looked_up = template is not None and not template.in_key
 
     def on_insert(self, _mapper: object, connection: Connection, state: InstanceState[Any]) -> None:
-        flush = _flush_of(state)
+        flush = flush_of(state)
         if self._looked_up:
             flush.unsaved.append(state)
         flush.stamped.add(state)
@@ -1428,7 +1430,7 @@ class _Watch:
         writes_row = self._writes_row(state, current)
         if not writes_row and not _has_changed(state, current):
             return
-        flush = _flushes.get(state.session_id) or _flush_of(state)  # type: ignore[arg-type]  # it has a session
+        flush = _flushes.get(state.session_id) or flush_of(state)  # type: ignore[arg-type]  # it has a session
         flush.stamped.add(state)
         if FENCE_COLUMN not in current:
             self._load_with_key(state, current)
@@ -1441,7 +1443,7 @@ class _Watch:
                 state.committed_state[FENCE_COLUMN] = NO_VALUE  # it looks changed, so the row is written
 
     def on_delete(self, _mapper: object, connection: Connection, state: InstanceState[Any]) -> None:
-        flush = _flush_of(state)
+        flush = flush_of(state)
         self._load_with_key(state, state.dict)
         tokens = flush.tokens(self._fenced, connection)
         if tokens is None:
@@ -1468,7 +1470,7 @@ class _Watch:
         if loaded is None:  # this object is flushed without a plan that could be noted
             return
         assigned = state.committed_state
-        fence = _loaded_fence(state, current)
+        fence = loaded_fence(state, current)
         loaded[tuple([current.get(key) for key in self._key])] = fence
         if not assigned.keys().isdisjoint(self._key):  # by the old key then, if no cascade has changed it
             loaded[tuple([assigned.get(key, current.get(key)) for key in self._key])] = fence
@@ -1518,7 +1520,7 @@ def _comparison(attribute: Any) -> Callable[[Any, Any], Any]:
     return operator.eq if getattr(by_type, "__func__", None) is TypeEngine.compare_values else by_type
 
 
-def _flush_of(state: InstanceState[Any]) -> _Flush:
+def flush_of(state: InstanceState[Any]) -> _Flush:
     """Return the flush that an object is part of.
 
     Should its plan not have been noted, it is one for this object alone: its row is guarded as any other, and
