@@ -2,8 +2,9 @@
 
 Run `python examples/order_payment.py`. An order of 100.00 gets one payment of 30.00 and one of 50.00. While
 the slow worker waits for the card company, its lease runs out, and the quick worker does its whole job. Then
-the slow one writes what it had computed before. Without a fence that would erase the quick one's payment.
-Here the database refuses it, the slow worker begins again from the start, and both payments count.
+the slow one writes what it had computed before. With another lock that would erase the quick one's payment.
+Here it is not even sent, and had it been under way already, the database would refuse it. The slow worker
+begins again from the start, and both payments count.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from threading import Event, Thread
 from sqlalchemy import Engine
 from sqlalchemy.orm import Session
 
-from fencelock import StaleTokenError, claim, fenced_lock
+from fencelock import LockLostError, StaleTokenError, claim, fenced_lock
 from servers import shop_database
 from shop import Order
 
@@ -23,7 +24,7 @@ ORDER = 1
 TOTAL, SLOW_PAYMENT, QUICK_PAYMENT = 100_00, 30_00, 50_00
 slow_worker_waits = Event()
 quick_worker_is_done = Event()
-refusals: list[StaleTokenError] = []
+refusals: list[Exception] = []
 
 
 def pay(engine: Engine, worker: str, cents: int, charge_card: Callable[[], object], lease: float) -> None:
@@ -40,7 +41,8 @@ def pay(engine: Engine, worker: str, cents: int, charge_card: Callable[[], objec
 
         charge_card()  # with an idempotency key, so that beginning again does not charge twice
 
-        # UPDATE … SET paid_cents = …, last_fencing_token = token WHERE id = 1 AND last_fencing_token <= token
+        # UPDATE … SET paid_cents = …, last_fencing_token = token WHERE id = 1
+        # AND last_fencing_token IN (what the order was loaded with, token)
         order.paid_cents = paid + cents
         session.commit()
         print(f"{worker}: token {token}, wrote {(paid + cents) / 100:.2f}")
@@ -49,14 +51,14 @@ def pay(engine: Engine, worker: str, cents: int, charge_card: Callable[[], objec
 def pay_whatever_comes(
     engine: Engine, worker: str, cents: int, charge_card: Callable[[], object], lease: float
 ) -> None:
-    """Pay, and begin again where a newer holder has taken over meanwhile."""
+    """Pay, and begin again where a newer holder has taken over meanwhile, or may have."""
     while True:
         try:
             return pay(engine, worker, cents, charge_card, lease)
-        except StaleTokenError as error:
+        except (LockLostError, StaleTokenError) as error:
             # What it was computed from is out of date. So all of it again: the lock, which brings a new
             # token, then the claim, then the reading.
-            print(f"{worker}: refused by the database: {error}")
+            print(f"{worker}: refused: {error}")
             refusals.append(error)
             lease = 30.0
 

@@ -101,11 +101,11 @@ def test_raw_sql_brings_its_own_servers() -> None:
 def test_story_that_does_not_come_true_ends_with_status_1(
     engine: Engine, database_url: str, quorum_url: str
 ) -> None:
-    """An example tells a broken fence from a good one: here a trigger forgets it with every payment."""
+    """An example tells a lost payment from a good one: here a trigger forgets one."""
     story("order_payment.py", "--database", database_url, "--nodes", quorum_url)
     forget = text("""
         CREATE TRIGGER forget AFTER UPDATE OF paid_cents ON shop_orders
-        BEGIN UPDATE shop_orders SET last_fencing_token = 0; END
+        BEGIN UPDATE shop_orders SET paid_cents = 3000 WHERE paid_cents > 0; END
     """)
     with engine.begin() as connection:
         connection.execute(forget, execution_options={"fencelock": "bypass"})

@@ -497,6 +497,7 @@ def test_errors_survive_pickling() -> None:
         errors.NodesNotInitialisedError("blank"),
         errors.MembershipError("others"),
         errors.StaleTokenError("orders", (1,), 3, 4, detail="x"),
+        errors.StaleReadError("orders", (1,), 5, 4, 3),
         errors.UnfencedWriteError("none"),
         errors.AmbiguousFenceError("several"),
         errors.CommitInDoubtError("who knows"),

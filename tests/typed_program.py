@@ -37,6 +37,7 @@ from fencelock import (
     NotHeldError,
     QuorumError,
     Redlock,
+    StaleReadError,
     StaleTokenError,
     UnfencedWriteError,
     bind,
@@ -247,6 +248,8 @@ def errors() -> dict[str, list[type[FencelockError]]]:
         assert_type(error.holder_ttl, float | None)
     except QuorumError as error:
         print(dict(error.nodes))
+    except StaleReadError as error:
+        assert_type(error.loaded, int)
     except StaleTokenError as error:
         assert_type(error.token, int)
         assert_type(error.current, int | None)

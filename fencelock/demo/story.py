@@ -126,6 +126,9 @@ def _with_fencelock(page: Page, engine: Engine, a: Actor, b: Actor) -> None:
     with page.act("2  With fencelock", intent):
         token_a = a.do("lock", TTL, what="got the lock with token [bold]{value}[/]").value
         read = a.do("claim", what="claims the row, reads {value}").value
+        a.order("write_slowly", read - WITHDRAWAL, PAUSE)
+        page.tell("A", time.monotonic(), f"begins to write {read - WITHDRAWAL} over a slow network")
+        time.sleep(TTL / 4)
         a.freeze("[bold]paused[/] (SIGSTOP)")
         token_b = b.do(
             "lock", 30.0, what="got the lock with token [bold]{value}[/]: A's lease has ended"
@@ -135,7 +138,7 @@ def _with_fencelock(page: Page, engine: Engine, a: Actor, b: Actor) -> None:
         page.note(f"balance {_balance(engine, Account)}, fence {token_b}")
         time.sleep(max(0.0, PAUSE - TTL))
         a.wake("[bold]wakes up[/]")
-        stale = a.do("write_with_orm", read - WITHDRAWAL, what="ORM")
+        stale = a.outcome("ORM")
         core = a.do("write_with_core", read - WITHDRAWAL, what="Core")
         rows = a.do("write_with_cursor", read - WITHDRAWAL, what="raw cursor: {value} rows let through").value
         a.do("unlock", what="{value}")
@@ -146,7 +149,7 @@ def _with_fencelock(page: Page, engine: Engine, a: Actor, b: Actor) -> None:
         final = _balance(engine, Account)
         page.note(f"balance [bold green]{final}[/]")
     page.claim(
-        "The paused holder's ORM write is refused by the database, naming both tokens",
+        "The paused holder's ORM write, under way since, is refused by the database",
         f"StaleTokenError: token {stale.stale[0]} below {stale.stale[1]}" if stale.stale else str(stale),
         holds=stale.stale == (token_a, token_b),
     )

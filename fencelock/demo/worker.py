@@ -14,7 +14,7 @@ from typing import Any
 
 import redis
 from redis.exceptions import LockNotOwnedError
-from sqlalchemy import create_engine, update
+from sqlalchemy import create_engine, event, update
 from sqlalchemy.orm import Session
 
 import fencelock
@@ -83,6 +83,20 @@ class Worker:
         finally:
             self._session.rollback()
         return balance
+
+    def write_slowly(self, balance: int, seconds: float) -> int:
+        """Write the balance through the unit of work, over a network that takes so long."""
+        arrives = time.monotonic() + seconds
+
+        def travel(*_: object) -> None:
+            while (left := arrives - time.monotonic()) > 0:
+                time.sleep(left)
+
+        event.listen(self._engine, "before_cursor_execute", travel)
+        try:
+            return self.write_with_orm(balance)
+        finally:
+            event.remove(self._engine, "before_cursor_execute", travel)
 
     def write_with_core(self, balance: int) -> int:
         """Write the balance with a Core statement."""

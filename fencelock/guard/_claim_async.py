@@ -27,6 +27,7 @@ async def claim_async(
     *,
     nowait: bool = ...,
     skip_locked: Literal[False] = ...,
+    bind_arguments: Mapping[str, Any] | None = ...,
 ) -> T: ...
 @overload
 async def claim_async(
@@ -36,6 +37,7 @@ async def claim_async(
     *,
     nowait: bool = ...,
     skip_locked: bool,
+    bind_arguments: Mapping[str, Any] | None = ...,
 ) -> T | None: ...
 async def claim_async(
     session: AsyncSession | async_scoped_session[Any],
@@ -44,6 +46,7 @@ async def claim_async(
     *,
     nowait: bool = False,
     skip_locked: bool = False,
+    bind_arguments: Mapping[str, Any] | None = None,
 ) -> T | None:
     """Raise a row's fence, lock the row, and return it freshly loaded: `claim`, for an `AsyncSession`.
 
@@ -60,12 +63,22 @@ async def claim_async(
         ```
     """
     return await _of_task(session).run_sync(
-        lambda blocking: claim(blocking, model, identity, nowait=nowait, skip_locked=skip_locked)
+        lambda blocking: claim(
+            blocking,
+            model,
+            identity,
+            nowait=nowait,
+            skip_locked=skip_locked,
+            bind_arguments=bind_arguments,
+        )
     )
 
 
 async def claim_all_async(
-    session: AsyncSession | async_scoped_session[Any], statement: Select[Any]
+    session: AsyncSession | async_scoped_session[Any],
+    statement: Select[Any],
+    *,
+    bind_arguments: Mapping[str, Any] | None = None,
 ) -> list[Any]:
     """Claim every row that a query finds, and return them: `claim_all`, for an `AsyncSession`.
 
@@ -74,7 +87,7 @@ async def claim_all_async(
         items = await claim_all_async(session, select(Item).where(Item.order_id == 1))
         ```
     """
-    return await _of_task(session).run_sync(claim_all, statement)
+    return await _of_task(session).run_sync(claim_all, statement, bind_arguments=bind_arguments)
 
 
 async def gate_async(

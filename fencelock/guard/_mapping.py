@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 from sqlalchemy import Join, Table
 from sqlalchemy.orm import Mapper
@@ -28,10 +28,14 @@ from fencelock.guard._tables import (
 )
 from fencelock.guard.session import watch_mapper
 
+_mapped: WeakSet[Mapper[Any]] = WeakSet()
+"""Those that are known to the guard; each is told of by whatever base class it has."""
+
 
 def on_any_mapped(mapper: Mapper[Any], model: type[Any]) -> None:
-    """Make the tables of a model without the mixin known, if one of them is fenced."""
-    if not hasattr(model, "__fence_resource__") and any(map(fenced_table, mapper.tables)):
+    """Make the tables of a model without the mixin known, if one of them is fenced, or is said to be."""
+    says_so = getattr(model, "__fence_resource__", None) is not None
+    if says_so or any(map(fenced_table, mapper.tables)):
         on_mapped(mapper, model)
 
 
@@ -41,8 +45,9 @@ def on_mapped(mapper: Mapper[Any], model: type[Any]) -> None:
     One that is mapped to a query, as an `AbstractConcreteBase` is, has no rows of its own: where it writes,
     the statements are guarded like any others.
     """
-    if not isinstance(mapper.persist_selectable, Table | Join):
+    if mapper in _mapped or not isinstance(mapper.persist_selectable, Table | Join):
         return
+    _mapped.add(mapper)
     base = _base_table(mapper, model)
     _refuse_another_name(mapper, model)
     if trigger := check_trigger(getattr(model, "__fence_trigger__", False)):
@@ -70,7 +75,7 @@ def _base_table(mapper: Mapper[Any], model: type[Any]) -> Table:
             table.c[FENCE_COLUMN].info.update(FENCE_MARK)
             return table
     raise ValueError(
-        f"{model.__name__} is a FencedModel, but its table {mapper.local_table.description!r} has no column "
+        f"{model.__name__} is to be fenced, but its table {mapper.local_table.description!r} has no column "
         f"{FENCE_COLUMN!r}; add it to the Table with fence_column(), and to the database with a migration"
     )
 

@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import date, datetime
 from functools import partial
 from string import Formatter
 from threading import Lock
@@ -121,7 +122,38 @@ class ResourceTemplate:
                     f"are written in several ways (1.0 and 1.00; 'a' and 'A' of an enumeration), so that "
                     f"one row would have two names; use integers, text, UUIDs or dates"
                 )
-        return cls(template, {name: attributes[name] for name in sorted(names)})
+        made = cls(template, {name: attributes[name] for name in sorted(names)})
+        made.try_out(owner)
+        return made
+
+    def try_out(self, owner: str) -> None:
+        """Render the template with a value of each column's type, so that what cannot be is known now.
+
+        Raises:
+            ValueError: if it cannot be rendered.
+        """
+        samples = {name: _sample(column.type) for name, column in self.columns.items()}
+        if None in samples.values():  # types of one's own have values that are not known here
+            return
+        try:
+            check_resource(self.text.format_map(samples))
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise ValueError(
+                f"{owner}.__fence_resource__ = {self.text!r} cannot be rendered, with {samples!r} for "
+                f"instance: {error}"
+            ) from error
+
+
+def _sample(kind: TypeEngine[Any]) -> Any:
+    """Return some value of a type, or None where none is known."""
+    if isinstance(kind, TypeDecorator | Enum):
+        return None
+    samples: tuple[Any, ...] = (1, "x", UUID(int=1), date(2000, 1, 1), datetime(2000, 1, 1), True)  # noqa: DTZ001
+    try:
+        loaded_as = str if isinstance(kind, Uuid) and not kind.as_uuid else kind.python_type
+    except NotImplementedError:
+        return None
+    return next((sample for sample in samples if type(sample) is loaded_as), None)
 
 
 def _has_many_spellings(kind: TypeEngine[Any]) -> bool:

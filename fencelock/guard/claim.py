@@ -29,12 +29,12 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.engine import Connection
-from sqlalchemy.exc import InvalidRequestError, NoInspectionAvailable, NoResultFound, UnboundExecutionError
-from sqlalchemy.ext.horizontal_shard import ShardedSession
+from sqlalchemy.exc import InvalidRequestError, NoInspectionAvailable, NoResultFound
 from sqlalchemy.orm import Mapper, Session, scoped_session
 
 from fencelock.errors import AmbiguousFenceError, UnfencedWriteError
 from fencelock.guard._bypass import BYPASS
+from fencelock.guard._connecting import Target, target_of
 from fencelock.guard._install import install
 from fencelock.guard._statement import TOKEN_OPTION, unchanged_by_raising
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table, row_name
@@ -44,7 +44,6 @@ from fencelock.guard.fences import FENCES
 from fencelock.guard.session import (
     NOT_INHERITED,
     Tokens,
-    join,
     note_gate,
     refuse,
     refuse_bypass,
@@ -69,6 +68,7 @@ def claim(
     *,
     nowait: bool = ...,
     skip_locked: Literal[False] = ...,
+    bind_arguments: Mapping[str, Any] | None = ...,
 ) -> T: ...
 @overload
 def claim(
@@ -78,6 +78,7 @@ def claim(
     *,
     nowait: bool = ...,
     skip_locked: bool,
+    bind_arguments: Mapping[str, Any] | None = ...,
 ) -> T | None: ...
 @telling
 def claim(
@@ -87,6 +88,7 @@ def claim(
     *,
     nowait: bool = False,
     skip_locked: bool = False,
+    bind_arguments: Mapping[str, Any] | None = None,
 ) -> T | None:
     """Raise a row's fence to the lease's token, lock the row, and return it freshly loaded.
 
@@ -107,6 +109,9 @@ def claim(
         nowait: raise the database's error at once if the row is locked (no effect on SQLite, which has no
             row locks).
         skip_locked: return None at once if the row is locked (no effect on SQLite).
+        bind_arguments: which database, for a session that has several and cannot tell by the model and the
+            key: what `Session.connection` takes, such as `{"shard_id": "asia"}`. A session that sends reads
+            and writes to different databases claims, and reads afterwards, where it writes.
 
     Raises:
         StaleTokenError: if a newer holder has claimed or written the row.
@@ -129,8 +134,9 @@ def claim(
     key = _key_of(mapper, identity)
     if session.autoflush:
         session.flush()
-    _refuse_to_discard(session, mapper, key)
-    connection = _guarded_connection(session, mapper)
+    target = _guarded_target(session, mapper, bind_arguments, [key])
+    connection = target.connection
+    _refuse_to_discard(target, mapper, key)
     for _ in range(_ROUNDS):
         if (nowait or skip_locked) and not _try_lock(connection, fenced, key, skip_locked=skip_locked):
             return None
@@ -142,8 +148,8 @@ def claim(
         if _has_changes(session, mapper):  # of other rows, or of this one: the key may be spelt otherwise
             found_keys = select(*fenced.table.primary_key).where(_equals(fenced.table, key))
             for found_key in connection.execute(found_keys):
-                _refuse_to_discard(session, mapper, tuple(found_key))
-        found = _load(session, connection, model, key)
+                _refuse_to_discard(target, mapper, tuple(found_key))
+        found = _load(target, model, key)
         if found is None:
             break
         if getattr(found, FENCE_COLUMN) == token:
@@ -154,7 +160,12 @@ def claim(
 
 
 @telling
-def claim_all(session: Session | scoped_session[Any], statement: Select[Any]) -> list[Any]:
+def claim_all(
+    session: Session | scoped_session[Any],
+    statement: Select[Any],
+    *,
+    bind_arguments: Mapping[str, Any] | None = None,
+) -> list[Any]:
     """Claim every row that a query finds, and return those that still match it once they are locked.
 
     The rows are claimed in the order of their primary keys whatever the query's own order, so that two
@@ -170,6 +181,7 @@ def claim_all(session: Session | scoped_session[Any], statement: Select[Any]) ->
     Args:
         session: where the objects are to live.
         statement: a SELECT of one fenced model.
+        bind_arguments: which database, as for `claim`; of a `ShardedSession`, one shard at a time.
 
     Raises:
         StaleTokenError: if a newer holder has claimed or written one of the rows.
@@ -189,9 +201,11 @@ def claim_all(session: Session | scoped_session[Any], statement: Select[Any]) ->
     mapper, fenced = fenced_model(model)
     resource = fenced.template.columns if fenced.template else {}
     columns = (*fenced.table.primary_key, *resource.values())
-    connection = _guarded_connection(session, mapper)
+    target = _guarded_target(session, mapper, bind_arguments)
+    connection = target.connection
     query = _reading_now(statement.with_only_columns(*columns, maintain_column_froms=True), connection)
-    found = session.execute(query).unique().all()
+    with target.reading():
+        found = session.execute(query, bind_arguments=target.bind_arguments).unique().all()
     if not found:
         return []
     tokens = Tokens(connection, fenced, connection.get_execution_options(), claiming=True)
@@ -200,13 +214,13 @@ def claim_all(session: Session | scoped_session[Any], statement: Select[Any]) ->
     for row in sorted(map(tuple, found), key=lambda row: row[:width]):
         token_of[row] = tokens.of_row(row[width:]) if fenced.template else tokens.of_table()
     for row in token_of:
-        _refuse_to_discard(session, mapper, row[:width])
+        _refuse_to_discard(target, mapper, row[:width])
     for token, rows in groupby(token_of, key=token_of.__getitem__):
         _raise_fences(connection, fenced, list(rows), token)
     claimed = {row[:width]: token for row, token in token_of.items()}
     for key, token in claimed.items():
         report_claim(fenced.name, key, resource_of(connection, token), token)
-    return _load_claimed(session, connection, statement, fenced, claimed)
+    return _load_claimed(target, statement, fenced, claimed)
 
 
 @telling
@@ -240,7 +254,7 @@ def gate(
     session = session_of(session)
     if session.autoflush:
         session.flush()
-    connection = _connection_of_gate(session, bind_arguments)
+    connection = _guarded_target(session, FENCES, bind_arguments).connection
     fenced = fenced_table(FENCES)
     assert fenced is not None  # noqa: S101  it is registered where it is defined
     name = _only_resource(connection) if resource is None else check_resource(resource)
@@ -294,8 +308,9 @@ def _has_changes(session: Session, mapper: Mapper[Any]) -> bool:
     return any(isinstance(changed, mapper.base_mapper.class_) for changed in session.dirty)
 
 
-def _refuse_to_discard(session: Session, mapper: Mapper[Any], key: tuple[Any, ...]) -> None:
-    known = session.identity_map.get(mapper.identity_key_from_primary_key(key))
+def _refuse_to_discard(target: Target, mapper: Mapper[Any], key: tuple[Any, ...]) -> None:
+    identity = mapper.identity_key_from_primary_key(key, identity_token=target.shard)
+    known = target.session.identity_map.get(identity)
     if known is not None and inspect(known).modified:
         raise InvalidRequestError(
             f"{mapper.class_.__name__} {key!r} has changes that a claim would overwrite; claim it before "
@@ -303,33 +318,16 @@ def _refuse_to_discard(session: Session, mapper: Mapper[Any], key: tuple[Any, ..
         )
 
 
-def connection_of(session: Session, mapper: Mapper[Any] | None) -> Connection:
-    """Return the connection on which a session writes a model, in its transaction."""
-    connection = session.connection(bind_arguments={"mapper": mapper} if mapper else None)
-    join(connection, session)
-    return connection
-
-
-def _guarded_connection(session: Session, mapper: Mapper[Any] | None) -> Connection:
-    """Return it, unless its engine lets everything pass unguarded: then there is nothing to claim with."""
-    connection = connection_of(session, mapper)
-    refuse_bypass(connection.get_execution_options())
-    return connection
-
-
-def _connection_of_gate(session: Session, bind_arguments: Mapping[str, Any] | None) -> Connection:
-    which = "say which database has the gate, with bind_arguments={'mapper': <a model of the same database>}"
-    if bind_arguments is None and isinstance(session, ShardedSession):
-        raise TypeError(f"this session has several shards: {which}, or {{'shard_id': …}}")
-    try:
-        connection = session.connection(bind_arguments=dict(bind_arguments) if bind_arguments else None)
-    except UnboundExecutionError as error:
-        raise TypeError(
-            f"this session has no one database, for instance because of binds=: {which}"
-        ) from error
-    join(connection, session)
-    refuse_bypass(connection.get_execution_options())
-    return connection
+def _guarded_target(
+    session: Session,
+    written: Mapper[Any] | Table,
+    bind_arguments: Mapping[str, Any] | None,
+    identities: Sequence[tuple[Any, ...]] = (),
+) -> Target:
+    """Return where it writes, unless all passes unguarded there: then there is nothing to claim with."""
+    target = target_of(session, written, bind_arguments, identities)
+    refuse_bypass(target.connection.get_execution_options())
+    return target
 
 
 def _only_resource(connection: Connection) -> str:
@@ -438,33 +436,38 @@ def _try_lock(
     return connection.execute(locking).first() is not None or connection.execute(row).first() is None
 
 
-def _load(session: Session, connection: Connection, model: type[T], key: tuple[Any, ...]) -> T | None:
+def _load(target: Target, model: type[T], key: tuple[Any, ...]) -> T | None:
     """Read the row as it is now, into the session's object of it if there is one."""
-    locking = {"read": True} if connection.dialect.name in LOCKING_READS else None
-    return session.get(model, key, populate_existing=True, with_for_update=locking)
+    locking = {"read": True} if target.connection.dialect.name in LOCKING_READS else None
+    with target.reading():
+        return target.session.get(
+            model,
+            key,
+            populate_existing=True,
+            with_for_update=locking,
+            identity_token=target.shard,
+            bind_arguments=target.bind_arguments,
+        )
 
 
 def _load_claimed(
-    session: Session,
-    connection: Connection,
-    statement: Select[Any],
-    fenced: FencedTable,
-    token_of: Mapping[tuple[Any, ...], int],
+    target: Target, statement: Select[Any], fenced: FencedTable, token_of: Mapping[tuple[Any, ...], int]
 ) -> list[Any]:
     key = tuple(fenced.table.primary_key)
     fresh = statement.where(is_one_of(key, token_of)).execution_options(populate_existing=True)
-    if connection.dialect.name in LOCKING_READS:
+    if target.connection.dialect.name in LOCKING_READS:
         fresh = fresh.with_for_update(read=True)
-    found = session.scalars(fresh).unique().all()
-    return [_surely_claimed(session, instance, token_of) for instance in found]
+    with target.reading():
+        found = target.session.scalars(fresh, bind_arguments=target.bind_arguments).unique().all()
+    return [_surely_claimed(target, instance, token_of) for instance in found]
 
 
-def _surely_claimed(session: Session, instance: T, token_of: Mapping[tuple[Any, ...], int]) -> T:
+def _surely_claimed(target: Target, instance: T, token_of: Mapping[tuple[Any, ...], int]) -> T:
     """Return the object; claim the row again if it was deleted and inserted meanwhile."""
     key = tuple(inspect(instance).identity)
     if getattr(instance, FENCE_COLUMN) == token_of[key]:
         return instance
-    return claim(session, type(instance), key)
+    return claim(target.session, type(instance), key, bind_arguments=target.bind_arguments)
 
 
 def _raise_or_make(connection: Connection, resource: str, token: int) -> Insert:

@@ -13,7 +13,7 @@ from sqlalchemy import BigInteger, Column, event, text
 from sqlalchemy.orm import Mapped, MappedAsDataclass, Mapper, mapped_column
 
 from fencelock.guard._install import install
-from fencelock.guard._mapping import on_mapped
+from fencelock.guard._mapping import on_any_mapped, on_mapped
 from fencelock.guard._tables import (
     FENCE_COLUMN,
     FENCE_MARK,
@@ -132,5 +132,12 @@ def _on_mapped(mapper: Mapper[Any], model: type[Any]) -> None:
     on_mapped(mapper, model)
 
 
+def _on_any_mapped(mapper: Mapper[Any], model: type[Any]) -> None:
+    if getattr(model, "__fence_resource__", None) is not None:
+        install()
+    on_any_mapped(mapper, model)
+
+
 for _mixin in (FencedModel, FencedDataclassModel):
     event.listen(_mixin, "after_mapper_constructed", _on_mapped, propagate=True)
+event.listen(Mapper, "after_mapper_constructed", _on_any_mapped)

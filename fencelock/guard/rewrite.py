@@ -63,7 +63,7 @@ from fencelock.guard.session import (
     refuse,
     refuse_bypass,
     report_refusal,
-    tokens_of_flush,
+    tokens_for,
     writes_fenced_rows,
 )
 from fencelock.guard.textual import stamp_text, written_by_text
@@ -149,10 +149,7 @@ def _guarded_form(
             note_harmless(dml.table, known)
         return None
     writer = begin_writing(connection, options, fenced)
-    tokens = None
-    if TOKEN_OPTION not in options:
-        tokens = tokens_of_flush(connection, fenced, options)
-        tokens = tokens or Tokens(connection, fenced, options, writer=writer)
+    tokens = None if TOKEN_OPTION in options else tokens_for(connection, fenced, options, writer)
     if isinstance(dml, Insert):
         dml, rows, new = stamp_insert(dml, fenced, rows, options, tokens)
         return dml if is_plain else _with_innermost(statement, dml), rows, new

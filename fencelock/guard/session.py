@@ -922,14 +922,17 @@ class Tokens:
         self.loaded: LoadedFences | None = None
         self.whole: int | None = None
 
-    def check(self) -> None:
-        """Refuse leases that must not be written under any more.
+    def serves(self, writer: Writer) -> bool:
+        """Tell whether leases have been found, and in this transaction: a listener may have begun another.
 
         Raises:
-            LockLostError: if one has ended.
+            LockLostError: if one of them has ended since.
         """
+        if not self._used or self._writer is not writer:
+            return False
         for lease in self._used:
             lease.token_to_write(claiming=self._claiming)
+        return True
 
     @property
     def none_held(self) -> bool:
@@ -1072,20 +1075,23 @@ def rows_known_to(
     return values_of
 
 
-def tokens_of_flush(connection: Connection, fenced: FencedTable, options: Mapping[str, Any]) -> Tokens | None:
-    """Return the tokens that a flush has found for a table, if this statement is one of its own.
+def tokens_for(
+    connection: Connection, fenced: FencedTable, options: Mapping[str, Any], writer: Writer
+) -> Tokens:
+    """Return the tokens for a statement: those that its flush has found already, if it is the unit of work's.
 
     Raises:
         LockLostError: if a lease has ended since.
     """
-    if "compiled_cache" not in options:  # the unit of work has one of its own for each mapper
-        return None
-    flush = _flushes.get(getattr(connection, _FLUSH, 0))
-    tokens = None if flush is None else flush.found.get((fenced, connection))
-    if flush is None or tokens is None or not flush.executes:
-        return None
-    tokens.check()
-    return tokens
+    flush = None
+    if "compiled_cache" in options:  # the unit of work has one of its own for each mapper
+        flush = _flushes.get(getattr(connection, _FLUSH, 0))
+    found = None if flush is None or not flush.executes else flush.found.get((fenced, connection))
+    if found is not None and found.serves(writer):
+        return found
+    made = Tokens(connection, fenced, options, writer=writer)
+    made.loaded = None if found is None else found.loaded
+    return made
 
 
 def loaded_fence(state: InstanceState[Any], current: Mapping[str, Any]) -> int | None:

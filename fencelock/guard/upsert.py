@@ -19,11 +19,12 @@ from sqlalchemy.orm import Mapper, Session, scoped_session
 from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
 from fencelock.guard._bypass import BYPASS
 from fencelock.guard._carried import CarriedToken, ready, take_back
+from fencelock.guard._connecting import target_of
 from fencelock.guard._exact import is_text
 from fencelock.guard._install import install
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, spelling
 from fencelock.guard._write import KEYS_PER_QUERY, holds, is_one_of, newest, without_fence
-from fencelock.guard.claim import connection_of, fenced_model
+from fencelock.guard.claim import fenced_model
 from fencelock.guard.events import telling
 from fencelock.guard.session import (
     Tokens,
@@ -39,7 +40,11 @@ _Key = tuple[Any, ...]
 
 @telling
 def upsert(
-    session: Session | scoped_session[Any], model: type[Any], rows: Sequence[Mapping[str, Any]]
+    session: Session | scoped_session[Any],
+    model: type[Any],
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    bind_arguments: Mapping[str, Any] | None = None,
 ) -> None:
     """Insert rows, or update those whose primary key is there already, unless a newer holder has fenced them.
 
@@ -57,6 +62,7 @@ def upsert(
         model: a fenced model with a table of its own.
         rows: for each the values by the names of attributes, the primary key and what `__fence_resource__`
             names included.
+        bind_arguments: which database, as for `claim`; of a `ShardedSession`, one shard at a time.
 
     Raises:
         StaleTokenError: if a newer holder has claimed or written one of the rows.
@@ -86,10 +92,11 @@ def upsert(
         return
     if session.autoflush:
         session.flush()
-    connection = connection_of(session, mapper)
+    by_key = _by_key(mapper, fenced, rows)
+    target = target_of(session, mapper, bind_arguments, by_key)
+    connection = target.connection
     options = connection.get_execution_options()
     writer = begin_writing(connection, options, fenced)
-    by_key = _by_key(mapper, fenced, rows)
     tokens = Tokens(connection, fenced, options, writer=writer)
     token_of = {key: _token(tokens, row) for key, row in by_key.items()}
 
@@ -118,7 +125,8 @@ def upsert(
         refuse(connection, error)
         raise
     for identity in written:
-        known = session.identity_map.get(mapper.identity_key_from_primary_key(identity))
+        key_in_session = mapper.identity_key_from_primary_key(identity, identity_token=target.shard)
+        known = session.identity_map.get(key_in_session)
         if known is not None:
             session.expire(known)
 

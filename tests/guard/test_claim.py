@@ -273,7 +273,7 @@ TAKEN: dict[str, Callable[[Session], object]] = {
 }
 
 
-def _claimed_in_the_end(session: Session, **how: bool) -> object:
+def _claimed_in_the_end(session: Session, **how: Any) -> object:
     """Claim a task that may be locked, as one who does not want to wait in the database."""
     while True:
         try:

@@ -58,6 +58,10 @@ from fencelock.guard import (
     claim_all,
     execute_fenced,
     fence_column,
+<<<<<<< HEAD
+=======
+    fence_table,
+>>>>>>> ab95ed4 (Claim where a session would write, and heed a resource that is named without the mixin)
     fenced_update,
     gate,
     upsert,
@@ -124,6 +128,9 @@ class Stock(FencedModel, Base):
     __tablename__ = "le_stock"
     id: Mapped[int] = mapped_column(primary_key=True)
     count: Mapped[int] = mapped_column(default=0)
+
+
+fence_table(Base.metadata)
 
 
 @pytest.fixture
@@ -528,6 +535,7 @@ def test_nothing_is_sent_where_no_lease_is_held(session: Session) -> None:
     assert [statement for statement in sent if not statement.startswith("SELECT")] == []
 
 
+<<<<<<< HEAD
 def test_a_lost_lease_is_refused_before_anything_is_sent(session: Session) -> None:
     """A lease known to be lost raises LockLostError."""
     lost = Lease("ticket:1", 3)
@@ -539,8 +547,91 @@ def test_a_lost_lease_is_refused_before_anything_is_sent(session: Session) -> No
     ticket.seat = "b"
     with pytest.raises(LockLostError, match="the nodes said so"):
         session.commit()
+=======
+def write_unit(session: Session) -> None:
+    """By the unit of work."""
+    session.get_one(Ticket, 1).seat = "x"
+    session.flush()
+
+
+def delete_unit(session: Session) -> None:
+    """The same."""
+    session.delete(session.get_one(Ticket, 1))
+    session.flush()
+
+
+WRITES: dict[str, Callable[[Session], object]] = {
+    "unit of work": write_unit,
+    "insert": lambda s: s.execute(insert(Ticket).values(id=1)),
+    "delete": delete_unit,
+    "statement": lambda s: s.execute(update(Ticket).where(Ticket.id == 1).values(seat="x")),
+    "core": lambda s: s.connection().execute(update(Ticket).where(Ticket.id == 1).values(seat="x")),
+    "text": lambda s: s.execute(
+        text(
+            "UPDATE le_tickets SET seat = 'x', last_fencing_token = :fencing_token "
+            "WHERE id = 1 AND last_fencing_token <= :fencing_token"
+        )
+    ),
+    "execute_fenced": lambda s: execute_fenced(
+        s, fenced_update(Ticket).where(Ticket.id == 1).values(seat="x")
+    ),
+    "claim": lambda s: claim(s, Ticket, 1),
+    "claim_all": lambda s: claim_all(s, select(Ticket).where(Ticket.id == 1)),
+    "gate": gate,
+    "upsert": lambda s: upsert(s, Ticket, [{"id": 1, "seat": "x"}]),
+}
+
+
+@pytest.mark.parametrize("way", WRITES)
+@pytest.mark.parametrize("known", [True, False], ids=["known to be lost", "out of time"])
+def test_a_lost_lease_is_refused_before_anything_is_sent(
+    session: Session, engine: Engine, way: str, *, known: bool
+) -> None:
+    """Known to be lost, or out of time by the monotonic clock: nothing that writes is sent."""
+    lease = Lease("ticket:1", 3)
+    bind(session, lease)
+    session.get_one(Ticket, 1)
+    if known:
+        lease.lose("the nodes said so")
+    else:
+        lease.extend_to(time.monotonic() - 0.001)
+    sent: list[str] = []
+    event.listen(engine, "before_cursor_execute", lambda *args: sent.append(args[2]))
+    with pytest.raises(LockLostError, match="the nodes said so" if known else "ended 0.0.*roll back"):
+        WRITES[way](session)
+    assert not [each for each in sent if not each.lstrip().startswith("SELECT")]
+>>>>>>> ab95ed4 (Claim where a session would write, and heed a resource that is named without the mixin)
     session.rollback()
-    assert ticket.seat == "a"
+    assert session.get_one(Ticket, 1).seat == "none"
+
+
+def test_a_lease_that_is_extended_goes_on(session: Session) -> None:
+    """What counts is its end as the renewal has moved it."""
+    lease = Lease("ticket:1", 3, expires_at=time.monotonic() - 1)
+    bind(session, lease)
+    lease.extend_to(time.monotonic() + 10)
+    session.get_one(Ticket, 1).seat = "a"
+    session.commit()
+
+
+def test_a_lease_that_ends_within_a_flush_stops_it(session: Session, engine: Engine) -> None:
+    """Between two of its statements, say while the first has waited for a row lock."""
+    lease = Lease("ticket:1", 3, expires_at=time.monotonic() + 60)
+    bind(session, lease, Lease("ticket:77", 3))
+    session.get_one(Ticket, 1).seat = "a"
+    session.add(Ticket(id=77))
+
+    def run_out(*args: Any) -> None:
+        if not args[2].startswith("SELECT"):
+            lease.extend_to(time.monotonic() - 1)
+
+    event.listen(engine, "before_cursor_execute", run_out)
+    with pytest.raises(LockLostError, match="nothing of it was sent"):
+        session.commit()
+    event.remove(engine, "before_cursor_execute", run_out)
+    session.rollback()
+    assert session.get_one(Ticket, 1).seat == "none"
+    assert session.get(Ticket, 77) is None
 
 
 def flush_a_change(session: Session) -> None:

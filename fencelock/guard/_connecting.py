@@ -1,0 +1,124 @@
+"""Which of a session's databases a claim, a gate or an upsert goes to: the one that a write would go to.
+
+A session may send reads to a follower and writes to a leader, or each row to a shard of its own, in a
+`get_bind` of the application's. A claim is a write, and what it reads afterwards has to come from where it
+has claimed. So `get_bind` is shown an UPDATE of the table, as the unit of work would show it one, for the
+reads too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Table, update
+from sqlalchemy.engine import Connection
+from sqlalchemy.exc import UnboundExecutionError
+from sqlalchemy.ext.horizontal_shard import ShardedSession
+from sqlalchemy.orm import Mapper, Session
+
+from fencelock.guard._tables import fenced_table
+from fencelock.guard.session import join
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a session writes.
+
+    Attributes:
+        session: the session.
+        connection: in its transaction.
+        shard: which one, of a `ShardedSession`; else None.
+    """
+
+    session: Session
+    connection: Connection
+    shard: object = None
+
+    @property
+    def bind_arguments(self) -> dict[str, Any]:
+        """What leads a query of the session there, if `reading` does not."""
+        return {} if self.shard is None else {"shard_id": self.shard}
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Have the session read from where it writes."""
+        session = self.session
+        if self.shard is not None or session.get_bind == Session.get_bind.__get__(session):
+            yield
+            return
+        chosen_by = session.get_bind
+        own = vars(session).get("get_bind")
+
+        def as_a_write(mapper: Any = None, **arguments: Any) -> Any:
+            if mapper is not None:
+                arguments["clause"] = update(_written_table(mapper.mapper))
+            return chosen_by(mapper=mapper, **arguments)
+
+        vars(session)["get_bind"] = as_a_write
+        try:
+            yield
+        finally:
+            del vars(session)["get_bind"]
+            if own is not None:
+                vars(session)["get_bind"] = own
+
+
+def target_of(
+    session: Session,
+    written: Mapper[Any] | Table,
+    bind_arguments: Mapping[str, Any] | None = None,
+    identities: Iterable[tuple[Any, ...]] = (),
+) -> Target:
+    """Return where a session writes rows of a model or a table.
+
+    Args:
+        session: the session.
+        written: the model's mapper, or the table.
+        bind_arguments: what the program adds to what `get_bind` is told.
+        identities: primary keys of the rows, which tell a `ShardedSession` the shard.
+
+    Raises:
+        TypeError: if that cannot be told.
+    """
+    arguments: dict[str, Any] = {}
+    if isinstance(written, Mapper):
+        arguments = {"mapper": written, "clause": update(_written_table(written))}
+    else:
+        arguments = {"clause": update(written)}
+    arguments.update(bind_arguments or {})
+    if isinstance(session, ShardedSession) and "shard_id" not in arguments:
+        arguments["shard_id"] = _shard_of(session, arguments.get("mapper"), identities)
+    try:
+        connection = session.connection(bind_arguments=dict(arguments))
+    except UnboundExecutionError as error:
+        raise TypeError(
+            "this session has no one database, for instance because of binds=: say which, with "
+            "bind_arguments={'mapper': <a model of the same database>}"
+        ) from error
+    join(connection, session)
+    return Target(session, connection, arguments.get("shard_id"))
+
+
+def _written_table(mapper: Mapper[Any]) -> Table:
+    """Return the table of a model that has the fence; or the first, of a model without one."""
+    tables = [table for table in mapper.tables if isinstance(table, Table)]
+    return next(filter(fenced_table, tables), tables[0])
+
+
+def _shard_of(session: ShardedSession, mapper: Any, identities: Iterable[tuple[Any, ...]]) -> object:
+    shards = set()
+    for identity in identities:
+        shards.update(
+            session.identity_chooser(
+                mapper, identity, lazy_loaded_from=None, execution_options={}, bind_arguments={}
+            )
+        )
+    if len(shards) != 1:
+        found = f", and these rows may be in {', '.join(sorted(map(str, shards)))}" if shards else ""
+        raise TypeError(
+            f"this session has several shards{found}: say which, bind_arguments={{'shard_id': …}}"
+        )
+    return shards.pop()

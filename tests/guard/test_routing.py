@@ -1,0 +1,233 @@
+"""Sessions that choose among databases: claims, gates and upserts go, and read, where a write would go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Delete, Engine, ForeignKey, Insert, Update, create_engine, insert, select
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy.ext.horizontal_shard import ShardedSession
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship, selectinload
+
+from fencelock.embedded import Postgres
+from fencelock.guard import (
+    FencedModel,
+    bind,
+    claim,
+    claim_all,
+    claim_all_async,
+    claim_async,
+    fence_table,
+    gate,
+    gate_async,
+    upsert,
+)
+from fencelock.lease import Lease
+
+
+class Base(DeclarativeBase):
+    """The models of this file."""
+
+
+class Account(FencedModel, Base):
+    """In the leader, in the follower as it was before; or in one of two shards."""
+
+    __tablename__ = "ro_accounts"
+    __fence_resource__ = "account:{id}"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    balance: Mapped[int]
+    notes: Mapped[list[Note]] = relationship()
+
+
+class Note(Base):
+    """Not fenced."""
+
+    __tablename__ = "ro_notes"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    account_id: Mapped[int] = mapped_column(ForeignKey("ro_accounts.id"))
+
+
+fences = fence_table(Base.metadata)
+LEASES = [Lease(f"account:{number}", 9) for number in (1, 2)]
+
+
+def filled(engine: Engine, *identities: int, balance: int) -> Engine:
+    """Return an engine on a database with these accounts and a note for each."""
+    Base.metadata.create_all(engine)
+    with engine.execution_options(fencelock="bypass").begin() as connection:
+        for identity in identities:
+            connection.execute(insert(Account), {"id": identity, "balance": balance, "last_fencing_token": 5})
+            connection.execute(insert(Note), {"account_id": identity})
+    return engine
+
+
+@pytest.fixture
+def leader(tmp_path: Path) -> Iterator[Engine]:
+    """What is written to."""
+    engine = filled(create_engine(f"sqlite:///{tmp_path}/leader.sqlite"), 1, balance=70)
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture
+def follower(tmp_path: Path) -> Iterator[Engine]:
+    """What is read from: it is behind, and nothing may be written to it."""
+    engine = filled(create_engine(f"sqlite:///{tmp_path}/follower.sqlite"), 1, balance=100)
+    yield engine
+    engine.dispose()
+
+
+def routing(leader: Any, follower: Any) -> type[Session]:
+    """Return a session class as SQLAlchemy's documentation has it ("custom vertical partitioning")."""
+
+    class Routing(Session):
+        def get_bind(self, mapper: Any = None, *, clause: Any = None, **_: Any) -> Any:  # noqa: ARG002
+            writes = self._flushing or isinstance(clause, Insert | Update | Delete)
+            return leader if writes else follower
+
+    return Routing
+
+
+CLAIMS: dict[str, Callable[[Session], Any]] = {
+    "claim": lambda session: claim(session, Account, 1),
+    "claim_all": lambda session: claim_all(session, select(Account))[0],
+    "eagerly": lambda session: claim_all(session, select(Account).options(selectinload(Account.notes)))[0],
+}
+
+
+@pytest.mark.parametrize("how", CLAIMS)
+def test_a_claim_goes_to_the_leader_and_reads_there(leader: Engine, follower: Engine, how: str) -> None:
+    """The follower keeps its rows; afterwards the session reads as before."""
+    with routing(leader, follower)() as session:
+        bind(session, *LEASES)
+        account = CLAIMS[how](session)
+        assert account.balance == 70
+        account.balance += 50
+        session.commit()
+        assert session.scalar(select(Account.balance)) == 100
+        assert "get_bind" not in vars(session)
+    for engine, row in ((leader, (120, 9)), (follower, (100, 5))):
+        with engine.connect() as connection:
+            found = connection.execute(select(Account.balance, Account.last_fencing_token)).one()
+            assert tuple(found) == row
+
+
+def test_gate_and_upsert_go_to_the_leader(leader: Engine, follower: Engine) -> None:
+    """As any other write does."""
+    with routing(leader, follower)() as session:
+        bind(session, LEASES[0])
+        gate(session)
+        upsert(session, Account, [{"id": 1, "balance": 7}])
+        session.commit()
+    with leader.connect() as connection:
+        assert connection.scalar(select(Account.balance)) == 7
+        assert connection.scalar(select(fences.c.last_fencing_token)) == 9
+    with follower.connect() as connection:
+        assert connection.scalar(select(Account.balance)) == 100
+        assert connection.scalar(select(fences.c.last_fencing_token)) is None
+
+
+def test_a_follower_that_is_read_only(postgres: Postgres) -> None:
+    """One that would refuse, as a standby does."""
+    url = postgres.create_database()
+    leader = filled(create_engine(url), 1, balance=70)
+    options = {"options": "-c default_transaction_read_only=on"}
+    follower = create_engine(url, connect_args=options)
+    ways: list[Callable[[Session], Any]] = [*CLAIMS.values(), gate]
+    ways.append(lambda session: upsert(session, Account, [{"id": 1, "balance": 3}]))
+    for work in ways:
+        with routing(leader, follower)() as session:
+            bind(session, LEASES[0])
+            work(session)
+            session.commit()
+    leader.dispose()
+    follower.dispose()
+    postgres.drop_database(url)
+
+
+def test_for_coroutines(leader: Engine, follower: Engine) -> None:
+    """With the routing session behind an `AsyncSession`."""
+
+    async def play() -> None:
+        both = [
+            create_async_engine(each.url.set(drivername="sqlite+aiosqlite")) for each in (leader, follower)
+        ]
+        kind = routing(*(each.sync_engine for each in both))
+        async with AsyncSession(sync_session_class=kind) as session:
+            bind(session, LEASES[0])
+            await gate_async(session)
+            assert (await claim_async(session, Account, 1)).balance == 70
+            (account,) = await claim_all_async(session, select(Account))
+            account.balance = 7
+            await session.commit()
+        for each in both:
+            await each.dispose()
+
+    asyncio.run(play())
+    with leader.connect() as connection:
+        assert connection.scalar(select(Account.balance)) == 7
+
+
+class TestShards:
+    """A `ShardedSession`, with a chooser that wants an instance, as in SQLAlchemy's example."""
+
+    @pytest.fixture
+    def shards(self, tmp_path: Path) -> Iterator[dict[str, Engine]]:
+        """Odd accounts in one, even ones in the other."""
+        made = {
+            "odd": filled(create_engine(f"sqlite:///{tmp_path}/odd.sqlite"), 1, balance=100),
+            "even": filled(create_engine(f"sqlite:///{tmp_path}/even.sqlite"), 2, balance=200),
+        }
+        yield made
+        for engine in made.values():
+            engine.dispose()
+
+    @pytest.fixture
+    def session(self, shards: dict[str, Engine]) -> Iterator[Session]:
+        """A session over them."""
+
+        def shard_of(number: int) -> str:
+            return "odd" if number % 2 else "even"
+
+        chosen: Any = lambda _mapper, key, **_: [shard_of(key[0])]  # noqa: E731  of SQLAlchemy's own type
+
+        with ShardedSession(
+            shards=shards,
+            shard_chooser=lambda _mapper, instance, _clause=None: shard_of(instance.id),
+            identity_chooser=chosen,
+            execute_chooser=lambda _: list(shards),
+        ) as made:
+            bind(made, *LEASES)
+            yield made
+
+    def test_a_claim_goes_to_the_shard_of_its_key(self, session: Session) -> None:
+        """As `Session.get` does; the object is the one that the session has already."""
+        for identity, balance in ((1, 100), (2, 200)):
+            known = session.get_one(Account, identity)
+            assert claim(session, Account, identity) is known
+            known.balance += 1
+            session.commit()
+            assert known.balance == balance + 1
+
+    def test_rows_of_one_shard(self, session: Session) -> None:
+        """`upsert` can tell by the keys, `claim_all` and `gate` cannot."""
+        upsert(session, Account, [{"id": 1, "balance": 3}])
+        (account,) = claim_all(session, select(Account), bind_arguments={"shard_id": "even"})
+        assert account.id == 2
+        gate(session, "account:1", bind_arguments={"shard_id": "odd"})
+        session.commit()
+        assert session.get_one(Account, 1).balance == 3
+
+    def test_what_cannot_be_told_is_asked_for(self, session: Session) -> None:
+        """Before anything is sent."""
+        rows = [{"id": 1, "balance": 3}, {"id": 2, "balance": 3}]
+        with pytest.raises(TypeError, match="shard_id"):
+            claim_all(session, select(Account))
+        with pytest.raises(TypeError, match=r"even, odd.*shard_id"):
+            upsert(session, Account, rows)
+        with pytest.raises(TypeError, match="shard_id"):
+            gate(session, "account:1")

@@ -1,0 +1,223 @@
+"""Models that have the column and no mixin: their `__fence_resource__` counts as with one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import BigInteger, Column, Engine, ForeignKey, Integer, MetaData, String, Table, create_engine
+from sqlalchemy.ext.automap import automap_base
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, registry, relationship
+
+from fencelock.errors import UnfencedWriteError
+from fencelock.guard import FencedModel, bind, fence_column
+from fencelock.lease import Lease
+
+
+def columns(fence: Column[int]) -> list[Column[Any]]:
+    """Return the columns of a fenced table."""
+    return [Column("id", Integer, primary_key=True, autoincrement=False), Column("status", String(10)), fence]
+
+
+def own_column() -> Column[int]:
+    """Return a column like the guard's, written by hand."""
+    return Column("last_fencing_token", BigInteger, nullable=False, server_default="0")
+
+
+def with_table(fence: Column[int]) -> tuple[MetaData, Any]:
+    """Return a declarative model of a Core table."""
+
+    class Base(DeclarativeBase):
+        """Of this one."""
+
+    class Order(Base):
+        __table__ = Table("orders", Base.metadata, *columns(fence))
+        __fence_resource__ = "order:{id}"
+
+    return Base.metadata, Order
+
+
+def imperative(fence: Column[int]) -> tuple[MetaData, Any]:
+    """Return a class that is mapped imperatively."""
+    mappers = registry()
+
+    class Order:
+        __fence_resource__ = "order:{id}"
+
+        def __init__(self, **values: Any) -> None:
+            for name, value in values.items():
+                setattr(self, name, value)
+
+    mappers.map_imperatively(Order, Table("orders", mappers.metadata, *columns(fence)))
+    return mappers.metadata, Order
+
+
+def on_a_base_class(fence: Column[int]) -> tuple[MetaData, Any]:
+    """Return a model that gets the column from a class of the project."""
+
+    class Base(DeclarativeBase):
+        """Of this one."""
+
+    class Fenced:
+        __fence_resource__ = "order:{id}"
+        last_fencing_token: Mapped[int] = mapped_column(BigInteger, server_default="0")
+
+    class Order(Fenced, Base):
+        __tablename__ = "orders"
+        id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+        status: Mapped[str | None]
+
+    assert fence.name in Order.__table__.c
+    return Base.metadata, Order
+
+
+@pytest.mark.parametrize("make", [with_table, imperative, on_a_base_class])
+@pytest.mark.parametrize("fence", [fence_column, own_column])
+def test_the_resource_counts(
+    make: Callable[[Column[int]], tuple[MetaData, Any]], fence: Callable[[], Column[int]]
+) -> None:
+    """Of a Core table, a class mapped imperatively, and one whose column comes from a base class."""
+    metadata, order = make(fence())
+    engine = create_engine("sqlite://")
+    metadata.create_all(engine)
+    check(engine, order)
+
+
+def test_a_reflected_table() -> None:
+    """As automap makes its models."""
+    engine = create_engine("sqlite://")
+    metadata, _ = with_table(fence_column())
+    metadata.create_all(engine)
+    base: Any = automap_base()
+
+    class Order(base):  # type: ignore[misc]  # automap's classes are not known to type checkers
+        __tablename__ = "orders"
+        __fence_resource__ = "order:{id}"
+
+    base.prepare(autoload_with=engine)
+    check(engine, Order)
+
+
+def check(engine: Engine, order: Any) -> None:
+    """Write with the right lease, and be refused with another."""
+    with Session(engine) as session:
+        bind(session, Lease("order:1", 5))
+        session.add(order(id=1, status="new"))
+        session.commit()
+        session.get_one(order, 1).status = "paid"
+        bind(session, Lease("order:2", 50))
+        with pytest.raises(UnfencedWriteError, match="order:1"):
+            session.commit()
+
+
+def test_links_are_guarded() -> None:
+    """A change of a link alone needs the lease, too."""
+
+    class Base(DeclarativeBase):
+        """Of this one."""
+
+    link = Table(
+        "links",
+        Base.metadata,
+        Column("order_id", ForeignKey("orders.id"), primary_key=True),
+        Column("tag_id", ForeignKey("tags.id"), primary_key=True),
+    )
+
+    class Tag(Base):
+        __tablename__ = "tags"
+        id: Mapped[int] = mapped_column(primary_key=True)
+
+    class Order(Base):
+        __table__ = Table("orders", Base.metadata, *columns(fence_column()))
+        __fence_resource__ = "order:{id}"
+        tags: Mapped[list[Tag]] = relationship(secondary=link)
+
+    engine = create_engine("sqlite://")
+    Base.metadata.create_all(engine)
+    with Session(engine) as session:
+        bind(session, Lease("order:1", 5))
+        session.add(Order(id=1))
+        session.commit()
+        order = session.get_one(Order, 1)
+        order.tags.append(Tag(id=1))
+        bind(session, Lease("order:2", 50))
+        with pytest.raises(UnfencedWriteError, match="order:1"):
+            session.commit()
+
+
+TEMPLATES = [
+    "order:{no_such}",
+    "order:{id.real.x}",
+    "order:{}",
+    "order:{id:q}",
+    "order:{id!q}",
+    "order:{id",
+    " {id}",
+]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("mixin", [True, False])
+def test_a_template_that_cannot_be_rendered(template: str, *, mixin: bool) -> None:
+    """It is an error when the class is mapped, and names the class."""
+
+    class Base(DeclarativeBase):
+        """Of this one."""
+
+    def define() -> None:
+        bases = (FencedModel, Base) if mixin else (Base,)
+        table = Table("orders", Base.metadata, *columns(fence_column()))
+        type("Order", bases, {"__table__": table, "__fence_resource__": template})
+
+    with pytest.raises(ValueError, match=r"Order\.__fence_resource__"):
+        define()
+
+
+def test_a_resource_without_the_column() -> None:
+    """Whoever names a resource wants the table fenced."""
+
+    class Base(DeclarativeBase):
+        """Of this one."""
+
+    with pytest.raises(ValueError, match=r"fence_column\(\)"):
+
+        class Order(Base):
+            __tablename__ = "orders"
+            __fence_resource__ = "order:{id}"
+            id: Mapped[int] = mapped_column(primary_key=True)
+
+
+PROGRAM = """
+from sqlalchemy import BigInteger, create_engine
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+import fencelock
+
+class Base(DeclarativeBase): ...
+class Order(Base):
+    __tablename__ = "orders"
+    __fence_resource__ = "order:{id}"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    last_fencing_token: Mapped[int] = mapped_column(BigInteger, server_default="0")
+
+engine = create_engine("sqlite://")
+Base.metadata.create_all(engine)
+with Session(engine) as session:
+    session.add(Order(id=1))
+    try:
+        session.commit()
+    except fencelock.UnfencedWriteError as error:
+        print(error)
+"""
+
+
+def test_a_process_that_has_no_other_fenced_table(tmp_path: Path) -> None:
+    """The guard is put in place by the resource that the class names."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "program.py"], capture_output=True, text=True, check=True
+    )
+    assert "order:1" in done.stdout
