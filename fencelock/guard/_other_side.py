@@ -19,9 +19,10 @@ from sqlalchemy.ext.orderinglist import OrderingList
 from sqlalchemy.orm import InstanceState, Mapper, RelationshipProperty, Session
 from sqlalchemy.orm.base import PASSIVE_OFF
 
+from fencelock.guard._bypass import is_bypassed
 from fencelock.guard._statement import ALL_KNOWN, LOADED_BIND, as_loaded, unchanged_by_raising
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable
-from fencelock.guard.session import BYPASS, flush_of, loaded_fence
+from fencelock.guard.session import flush_of, loaded_fence
 
 _KEY: Final = "fencelock_key_"
 
@@ -121,7 +122,7 @@ def _raise_fence(
     """
     key = tuple(identity)
     session = state.session
-    if session is None or connection.get_execution_options().get("fencelock") == BYPASS:
+    if session is None or is_bypassed(connection.get_execution_options()):
         return
     flush = flush_of(state)
     if (fenced, key) in flush.raised or flush.writes(session, mapper, key):
