@@ -212,6 +212,10 @@ class Lease:
     def token_to_write(self, *, claiming: bool = False) -> int:
         """Return the token, where it may be written under, or claimed.
 
+        It may not once the time of the lease has run out, though only the storage knows whether somebody has
+        taken over: an older holder's write that arrives after a newer one has read is accepted, unless the
+        newer one has claimed the row. What is not sent can do no such thing.
+
         Raises:
             LockLostError: as `check` does; and where its time has run out, by this process' clock.
             CommitInDoubtError: as `check_certain` does.
