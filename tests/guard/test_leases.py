@@ -689,6 +689,7 @@ def test_each_statement_asks_anew_what_is_held(session: Session) -> None:
         bind(session, Lease("stock", 4))
         with pytest.raises(StaleTokenError):
             session.execute(update(Stock).values(count=6))
+        session.rollback()
         bind(session)
         write()
         lease.doubt()
@@ -914,6 +915,7 @@ def test_statements_of_sessions_that_share_a_connection_are_not_mixed_up(
         other.close()
         with pytest.raises(StaleTokenError):
             stale.execute(statement)
+        stale.rollback()
         same = Lease("ticket:1", 10)
         for session in (stale, other):
             bind(session, same)

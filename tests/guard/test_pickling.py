@@ -74,6 +74,7 @@ def test_tables_stay_fenced() -> None:
         bind(session, Lease("order:1", 4))
         with pytest.raises(StaleTokenError):
             session.execute(update(orders).where(orders.c.id == 1).values(value=1))
+        session.rollback()
         with pytest.raises(UnfencedWriteError, match="resource"):
             session.execute(delete(orders))
         with pytest.raises(UnfencedWriteError, match="pk_gifts"):
