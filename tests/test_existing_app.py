@@ -32,7 +32,16 @@ EDITS = [
     __fence_trigger__ = True
 """,
     ),
-    ("payments.py", "from sqlalchemy import", "from fencelock import fenced_lock\nfrom sqlalchemy import"),
+    (
+        "payments.py",
+        "from sqlalchemy import",
+        "from fencelock import claim, fenced_lock\nfrom sqlalchemy import",
+    ),
+    (
+        "payments.py",
+        "        invoice = session.get_one(Invoice, invoice_id)\n",
+        "        invoice = claim(session, Invoice, invoice_id)\n        session.commit()\n",
+    ),
     (
         "payments.py",
         "    with Session(engine) as session:",
