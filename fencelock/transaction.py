@@ -313,8 +313,10 @@ def fenced_transaction(
 
     In this order: the lock is acquired, a session begins its transaction, and passes the gate of each
     resource; after the body it is committed, or rolled back if the body raised, and closed; only then the
-    lock is released. Nothing that an older holder may still send can come between what the body reads and
-    what it writes, new rows included.
+    lock is released. No older holder who passes the gate too can come between what the body reads and what
+    it writes, new rows included. One who does not pass it is noticed when an object is written that he has
+    fenced since (`StaleReadError`), but for his second write, which leaves the fence as it was: claim what
+    you read to write back, where not all pass the gate.
 
     Args:
         session: a `sessionmaker` or an `Engine`; for coroutines an `async_sessionmaker` or an `AsyncEngine`.
