@@ -29,7 +29,7 @@ from alembic.operations.ops import (
     ModifyTableOps,
 )
 from alembic.util import PriorityDispatchResult
-from sqlalchemy import BigInteger, MetaData, Table
+from sqlalchemy import BigInteger, Connection, MetaData, Table
 from sqlalchemy.exc import DBAPIError
 
 from fencelock.guard import triggers
@@ -240,6 +240,8 @@ def _relaxed(operations: Operations, strict: CreateFenceTriggerOp) -> Iterator[N
         yield
     except BaseException as error:
         try:
+            if _is_rolled_back(operations.get_bind()):
+                raise
             operations.invoke(strict)
         except DBAPIError as failed:  # on PostgreSQL, the transaction's end puts it back
             error.add_note(
@@ -247,6 +249,20 @@ def _relaxed(operations: Operations, strict: CreateFenceTriggerOp) -> Iterator[N
             )
         raise
     operations.invoke(strict)
+
+
+def _is_rolled_back(connection: Connection) -> bool:
+    """Tell whether a refusal has rolled back everything, the relaxed trigger included.
+
+    MariaDB has committed that one. There the transaction is ended, so that the strict one can be made again.
+    """
+    transaction = connection.get_transaction()
+    if transaction is None or transaction.is_active:
+        return False
+    if connection.dialect.name not in {"mysql", "mariadb"}:
+        return True
+    transaction.rollback()
+    return False
 
 
 def _begin_relaxed(operations: Operations, strict: CreateFenceTriggerOp) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import Literal, assert_type
 
-from sqlalchemy import Column, Engine, Integer, MetaData, Table, create_engine, select
+from sqlalchemy import Column, Engine, Integer, MetaData, Table, create_engine, select, update
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, Session, mapped_column, sessionmaker
 
@@ -41,6 +41,7 @@ from fencelock import (
     StaleTokenError,
     UnfencedWriteError,
     bind,
+    bypass,
     claim,
     claim_all,
     claim_all_async,
@@ -142,6 +143,12 @@ def with_blocks(engine: Engine) -> None:
 def count(event: GuardEvent) -> None:
     """Hang metrics on what the guard does."""
     print(event.table, event.identity, event.resource, event.token, event.fence, event.error)
+
+
+def around_the_guard(engine: Engine) -> None:
+    """A block in which nothing is guarded."""
+    with Session(engine) as session, bypass(session):
+        session.execute(update(Order).values(status="settled"))
 
 
 def with_triggers(engine: Engine) -> None:
@@ -268,6 +275,7 @@ def main() -> None:
     assert_type(quorum, Redlock)
     by_hand(quorum)
     with_triggers(create_engine("sqlite://"))
+    around_the_guard(create_engine("sqlite://"))
     transactions(create_engine("sqlite://"))
     asyncio.run(transactions_of_tasks(create_async_engine("sqlite+aiosqlite://")))
     asyncio.run(in_tasks(quorum, create_async_engine("sqlite+aiosqlite://")))

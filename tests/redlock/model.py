@@ -22,6 +22,7 @@ def node_with(node_class: type[ModelNode], base: int) -> ModelNode:
     """Return a node that has been initialised; its time does not pass."""
     node = node_class()
     node.hash |= {"e": 0, "p": 0, "r": node.run, "cfg": FINGERPRINT, "b": base}
+    node.unbroken = True
     return node
 
 
