@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 if TYPE_CHECKING:
-    from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
+    from sqlalchemy.ext.asyncio import AsyncEngine, async_scoped_session, async_sessionmaker
 
 _MODULE = "sqlalchemy.ext.asyncio"
 
@@ -23,6 +23,11 @@ def is_async_engine(thing: object) -> TypeGuard[AsyncEngine]:
 def is_async_maker(thing: object) -> TypeGuard[async_sessionmaker[Any]]:
     """Whether it is an `async_sessionmaker`."""
     return _is(thing, "async_sessionmaker")
+
+
+def is_async_scoped(thing: object) -> TypeGuard[async_scoped_session[Any]]:
+    """Whether it is an `async_scoped_session`."""
+    return _is(thing, "async_scoped_session")
 
 
 def _is(thing: object, name: str) -> bool:

@@ -85,43 +85,78 @@ class _Step:
 
 
 class _Call(_Step):
-    """A call of an authority; the answer is what it returned."""
+    """A call of an authority; the answer is what it returned.
 
-    __slots__ = ("arguments", "authority", "method", "options")
+    `ask` calls it, or its `aio`, with the arguments written out. Behind a call with `*` or `**`, as behind
+    all that goes through C, Python runs signal handlers: if one raised, the answer would be lost on its way.
+    """
 
-    def __init__(self, authority: Authority, method: str, *arguments: Any, **options: Any) -> None:
+    __slots__ = ("ask", "authority")
+
+    def __init__(self, authority: Authority, ask: Callable[[Any], Any]) -> None:
         self.authority = authority
-        self.method = method
-        self.arguments = arguments
-        self.options = options
+        self.ask = ask
         self.answer: Any = None
 
     def block(self) -> None:
-        self.answer = getattr(self.authority, self.method)(*self.arguments, **self.options)
+        self.answer = self.ask(self.authority)
 
     def wait(self) -> Awaitable[Any]:
-        awaitable: Awaitable[Any] = getattr(self.authority.aio, self.method)(*self.arguments, **self.options)
+        awaitable: Awaitable[Any] = self.ask(self.authority.aio)
         return awaitable
 
 
 class _Ask(_Call):
-    """An acquisition."""
+    """An acquisition of resources, which waits for others for `timeout` seconds."""
 
-    __slots__ = ()
+    __slots__ = ("resources", "timeout")
+
+    def __init__(
+        self,
+        authority: Authority,
+        resources: tuple[str, ...],
+        *,
+        ttl: float,
+        timeout: float | None,
+        fair: bool,
+        above: tuple[int, ...] = (),
+    ) -> None:
+        if above:
+            super().__init__(
+                authority,
+                lambda its: its.acquire(resources, ttl=ttl, timeout=timeout, fair=fair, above=above),
+            )
+        else:
+            super().__init__(
+                authority, lambda its: its.acquire(resources, ttl=ttl, timeout=timeout, fair=fair)
+            )
+        self.resources = resources
+        self.timeout = timeout
 
     def block(self) -> None:
-        waits = self.options["timeout"] != 0
-        if self.options["timeout"] is None and self._is_in_vain():
-            logger.warning("%s: %s", ", ".join(map(repr, self.arguments[0])), _IN_VAIN)
+        if self.timeout is None and self._is_in_vain():
+            logger.warning("%s: %s", ", ".join(map(repr, self.resources)), _IN_VAIN)
         try:
-            super().block()
+            self.answer = self.ask(self.authority)
         except LockTimeoutError as error:
-            if waits and self._is_in_vain():
+            if self.timeout != 0 and self._is_in_vain():
                 raise LockTimeoutError(f"{error}; {_IN_VAIN}", holder_ttl=error.holder_ttl) from None
             raise
 
     def _is_in_vain(self) -> bool:
-        return switches_greenlets() and waits_in_vain_for(owners_of(self.authority, self.arguments[0]))
+        return switches_greenlets() and waits_in_vain_for(owners_of(self.authority, self.resources))
+
+
+def _ask_to_extend(authority: Authority, grant: Grant, seconds: float) -> _Call:
+    return _Call(authority, lambda its: its.extend_many([(grant, seconds)]))
+
+
+def _ask_to_remint(authority: Authority, grant: Grant, seconds: float) -> _Call:
+    return _Call(authority, lambda its: its.remint(grant, seconds))
+
+
+def _ask_to_release(authority: Authority, grant: Grant) -> _Call:
+    return _Call(authority, lambda its: its.release(grant))
 
 
 class _Stop(_Step):
@@ -262,14 +297,94 @@ class _Entry:
             return self.leases[0].fencing_token
         return tuple(lease.fencing_token for lease in self.leases)
 
-    def leave(self) -> _Steps[str]:
-        """Give back what no block is inside any more; return how a lease had been lost, or nothing."""
+    def let_go(self) -> list[Hold]:
+        """Be inside nothing any more; return what is to be given back."""
         over = []
         for hold in reversed(self.holds):
             hold.blocks.discard(self.mark)
             if not hold.blocks and not _waits(hold):
                 over.append(hold)
+        return over
+
+    def leave(self) -> _Steps[str]:
+        """Give back what no block is inside any more; return how a lease had been lost, or nothing."""
+        over = self.let_go()
         return _release(over[0]) if len(over) == 1 else _release_each(over)
+
+
+class _Leave:
+    """What a `with` calls at its end. It asks for it before it enters, and drops it when it is over."""
+
+    __slots__ = ("__weakref__", "lock", "net")
+
+    def __init__(self, lock: FencedLock[Any]) -> None:
+        self.lock = lock
+        self.net: _Net | None = _Net(self, _catch)
+        lock._nets.add(self.net)
+
+    def __call__(
+        self,
+        exc_type: type[BaseException] | None,  # noqa: ARG002 - as `with` has it
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,  # noqa: ARG002 - the same
+    ) -> None:
+        lock, entry = self.lock, None
+        try:
+            if self.net is not None:
+                lock._nets.discard(self.net)
+                self.net = None  # so that it catches nothing, and nothing runs when this is dropped
+            entry = lock._block_to_leave()
+            lost = _block(lock._exit(entry))
+        except BaseException:
+            # A signal handler's, at any line. Until `entry` is known nothing is left, and it is found again.
+            if (entry := entry or lock._block_to_leave()) is not None:
+                _block(lock._take_back(entry))
+            raise
+        lock._complain(lost, exc_value)
+
+
+class _Net(ref[_Leave]):
+    """Catches a block that nobody leaves.
+
+    A signal handler may raise at the first instruction of `_Leave.__call__`, before its `try`, and nobody
+    calls again. Then the block is left when the traceback is dropped, and `_Leave` with it. (A `__del__`
+    would do that too. But it would run behind each block, and swallow what a handler raises in it.)
+    """
+
+    __slots__ = ("lock", "others", "owner")
+
+    def __init__(self, leave: _Leave, callback: Callable[[Any], None]) -> None:
+        super().__init__(leave, callback)  # type: ignore[call-arg]  # the stub has `__new__` only
+        self.lock = leave.lock
+        self.owner = current_owner()
+        self.others = tuple(leave.lock._blocks)
+
+
+def _catch(net: _Net) -> None:
+    net.lock._nets.discard(net)
+    for entry in tuple(net.lock._blocks):
+        if entry.owner == net.owner and entry not in net.others:
+            net.lock._forget(entry)
+            for hold in entry.let_go():
+                remove(hold)  # before another thread runs: nobody is to enter it again
+                _give_back_apart(_release(hold))
+
+
+class _LeaveOfEach:
+    """The `__exit__` of a lock, another one for each `with`."""
+
+    def __get__(self, lock: FencedLock[Any] | None, kind: object) -> Callable[..., None]:
+        return _leave if lock is None else _Leave(lock)
+
+
+def _leave(
+    lock: FencedLock[Any],
+    exc_type: type[BaseException] | None,
+    exc_value: BaseException | None,
+    traceback: TracebackType | None,
+) -> None:
+    """Do as `FencedLock.__exit__`, for an ExitStack, which takes that from the class."""
+    _Leave(lock)(exc_type, exc_value, traceback)
 
 
 class FencedLock(Generic[_Token]):
@@ -295,6 +410,7 @@ class FencedLock(Generic[_Token]):
         self._entries: list[_Entry] = []
         #: Entered by `with` and not left yet. Its body may have released it, so that it is no entry any more.
         self._blocks: list[_Entry] = []
+        self._nets: set[_Net] = set()
         self._listeners: tuple[Callable[[Lease], object], ...] = ()
 
     def __repr__(self) -> str:
@@ -420,7 +536,7 @@ class FencedLock(Generic[_Token]):
         if missing:
             nonce = ""
             if self._sealer is None:
-                entry.asked = self._ask(authority, missing, waiting)
+                entry.asked = _Ask(authority, missing, ttl=self._ttl, timeout=waiting, fair=self._fair)
                 yield entry.asked
             else:
                 nonce = yield from self._acquire_sealed(entry, self._sealer, authority, missing, waiting)
@@ -432,15 +548,11 @@ class FencedLock(Generic[_Token]):
                 holds[-1].sealers, holds[-1].seal_nonce = (self._sealer,), nonce
         entry.enter(holds, self._resources)
         self._entries.append(entry)
-        if self._listeners:
-            for hold in entry.holds:
-                hold.tell_when_lost(self._listeners)
+        if missing:
+            _keep(holds[-1])  # only now: what is interrupted before is not extended while the traceback lives
+        for hold in entry.holds:
+            hold.tell_when_lost(self._listeners)
         return entry
-
-    def _ask(
-        self, authority: Authority, missing: tuple[str, ...], waiting: float | None, **options: Any
-    ) -> _Call:
-        return _Ask(authority, "acquire", missing, ttl=self._ttl, timeout=waiting, fair=self._fair, **options)
 
     def _acquire_sealed(
         self,
@@ -456,32 +568,37 @@ class FencedLock(Generic[_Token]):
         """
         yield _Check(sealer)
         end = math.inf if waiting is None else time.monotonic() + waiting
-        hints: dict[str, Any] = {}
+        above: tuple[int, ...] = ()
         tries = 0
         while True:
             left = None if waiting is None else max(0.0, end - time.monotonic())
-            entry.asked = self._ask(authority, missing, left, **hints)
+            entry.asked = _Ask(authority, missing, ttl=self._ttl, timeout=left, fair=self._fair, above=above)
             yield entry.asked
             seal = _Seal(sealer, entry.asked.answer)
             yield seal
             if seal.done:
                 return seal.wish.nonce
-            yield _Call(authority, "release", entry.asked.answer)
+            yield _ask_to_release(authority, entry.asked.answer)
             entry.asked = None
             tries += 1
             # Nobody is to wait for a hint, which costs no time, even where one try was asked for.
             if time.monotonic() >= end and not (seal.fences and tries < _HINTED_TRIES):
                 raise LockTimeoutError(seal.wish.complaint(seal.fences))
-            hints = {"above": seal.fences} if seal.fences else {}
+            above = seal.fences
 
-    def _take_back(self, entry: _Entry) -> _Steps[None]:
-        """Undo an acquisition that was interrupted: its caller does not learn that he holds the lock."""
-        if entry in self._blocks:
-            self._blocks.remove(entry)
+    def _take_back(self, entry: _Entry) -> _Steps[str]:
+        """Leave a block whose entering or leaving was interrupted; return as `_leave` does."""
+        self._forget(entry)
         if entry.holds:
-            yield from self._leave(entry)
-        elif entry.asked is not None and entry.asked.answer is not None:
-            yield _Call(entry.asked.authority, "release", entry.asked.answer)
+            return (yield from self._leave(entry))
+        if entry.asked is not None and entry.asked.answer is not None:
+            yield _ask_to_release(entry.asked.authority, entry.asked.answer)
+        return ""
+
+    def _forget(self, entry: _Entry) -> None:
+        for entries in (self._blocks, self._entries):
+            if entry in entries:
+                entries.remove(entry)
 
     def _hold(self, authority: Authority, grant: Grant, owner: object, renewers: _Renewers) -> Hold:
         hold = Hold(authority, grant, owner, ttl=self._ttl, max_hold=self._max_hold)
@@ -489,7 +606,6 @@ class FencedLock(Generic[_Token]):
             hold.loop = ref(loop)
         if self._renew:
             hold.renewer = renewers(authority)
-            hold.renewer.watch(hold)
         return hold
 
     def _extend(self, ttl: float | None) -> _Steps[None]:
@@ -498,7 +614,7 @@ class FencedLock(Generic[_Token]):
             _check_still_held(hold)
             try:
                 yield from _stop(hold)
-                asked = _Call(hold.authority, "extend_many", [(hold.grant, seconds)])
+                asked = _ask_to_extend(hold.authority, hold.grant, seconds)
                 yield asked
                 (outcome,) = asked.answer
                 if isinstance(outcome, LockLostError):
@@ -524,7 +640,7 @@ class FencedLock(Generic[_Token]):
                 yield from _stop(hold)
                 now = time.monotonic()
                 seconds = max(hold.most_seconds(now), hold.grant.expires_at - now)
-                asked = _Call(hold.authority, "remint", hold.grant, seconds)
+                asked = _ask_to_remint(hold.authority, hold.grant, seconds)
                 yield asked
                 if hold.sealers:
                     hold.seal_nonce = yield from _seal_anew(hold.sealers, asked.answer)
@@ -564,15 +680,18 @@ class FencedLock(Generic[_Token]):
         self._blocks.append(entry)
         return entry.tokens  # type: ignore[no-any-return]
 
-    def _exit(self, exc_value: BaseException | None) -> _Steps[None]:
-        entry = _last_of_ours(self._blocks)
-        if entry is None:
-            entry = _last_of_ours(self._entries)  # it was acquired, and handed over to an ExitStack
-        else:
+    def _block_to_leave(self) -> _Entry | None:
+        """Return what this thread, task or greenlet leaves next."""
+        # The second: it was acquired, and handed over to an ExitStack.
+        return _last_of_ours(self._blocks) or _last_of_ours(self._entries)
+
+    def _exit(self, entry: _Entry | None) -> _Steps[str]:
+        """Leave a block, unless its body has released it; return in what way a lease had been lost before."""
+        if entry in self._blocks:
             self._blocks.remove(entry)
-        if entry is None or entry not in self._entries:
-            return  # the body has released it
-        lost = yield from self._leave(entry)
+        return (yield from self._leave(entry)) if entry in self._entries else ""
+
+    def _complain(self, lost: str, exc_value: BaseException | None) -> None:
         if lost and exc_value is not None:
             exc_value.add_note(lost)
         elif lost and self._if_lost == "warn":
@@ -588,13 +707,17 @@ class FencedLock(Generic[_Token]):
             _block(self._take_back(entry))
             raise
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        _block(self._exit(exc_value))
+    if TYPE_CHECKING:
+
+        def __exit__(
+            self,
+            exc_type: type[BaseException] | None,
+            exc_value: BaseException | None,
+            traceback: TracebackType | None,
+        ) -> None: ...
+
+    else:
+        __exit__ = _LeaveOfEach()
 
     async def __aenter__(self) -> _Token:
         entry = _Entry()
@@ -610,7 +733,7 @@ class FencedLock(Generic[_Token]):
         exc_value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await _wait(self._exit(exc_value))
+        self._complain(await _wait(self._exit(self._block_to_leave())), exc_value)
 
 
 class AsyncLock(Generic[_Token]):
@@ -705,9 +828,9 @@ def _go_on(hold: Hold) -> None:
         except RuntimeError:  # it has been closed
             loop = None
     if loop is None and here is None:
-        _give_back_quietly(hold)
+        _give_back_quietly(_release(hold))
     elif loop is None:  # nobody else in this loop is to wait for it
-        _give_back_apart(hold)
+        _give_back_apart(_release(hold))
 
 
 #: Loops refer to their tasks weakly.
@@ -723,7 +846,7 @@ def _give_back_soon(hold: Hold, loop: asyncio.AbstractEventLoop) -> None:
     def end(done: asyncio.Task[None]) -> None:
         _releases.discard(done)
         if done.cancelled() and not hold.released:  # by a loop that ends, before it began
-            _give_back_apart(hold)
+            _give_back_apart(_release(hold))
         elif not done.cancelled() and (error := done.exception()) is not None:
             logger.error("%s could not be released", _name(hold), exc_info=error)
 
@@ -732,18 +855,18 @@ def _give_back_soon(hold: Hold, loop: asyncio.AbstractEventLoop) -> None:
     task.add_done_callback(end)
 
 
-def _give_back_apart(hold: Hold) -> None:
-    """Give a hold back in a thread of its own, which the interpreter waits for when it ends."""
+def _give_back_apart(steps: _Steps[str]) -> None:
+    """Give back in a thread of its own, which the interpreter waits for when it ends."""
     with contextlib.suppress(RuntimeError):  # it has, and gives everything back
-        threading.Thread(target=_give_back_quietly, args=(hold,), name="fencelock-release").start()
+        threading.Thread(target=_give_back_quietly, args=(steps,), name="fencelock-release").start()
 
 
-def _give_back_quietly(hold: Hold) -> None:
-    """Give a hold back; whoever ends a transaction is not to hear that it could not be done."""
+def _give_back_quietly(steps: _Steps[str]) -> None:
+    """Give back; whoever ends a transaction is not to hear that it could not be done."""
     try:
-        _note_late(_block(_release(hold)))
+        _note_late(_block(steps))
     except Exception:
-        logger.exception("%s could not be released", _name(hold))
+        logger.exception("a lock could not be released")
 
 
 def _note_late(lost: str) -> None:
@@ -789,13 +912,19 @@ def _stop(hold: Hold) -> _Steps[None]:
         yield _Stop(hold.renewer, hold)
 
 
+def _keep(hold: Hold) -> None:
+    """Have a hold renewed, if it is one that is."""
+    if hold.renewer is not None:
+        hold.renewer.watch(hold)
+
+
 def _go_on_holding(hold: Hold) -> _Steps[None]:
     """Have a hold renewed again that was stopped; or given back, if somebody else released it meanwhile."""
     if hold.released:
         for grant in renewal.follow_release(hold):
-            yield _Call(hold.authority, "release", grant)
-    elif hold.renewer is not None and not hold.over:
-        hold.renewer.watch(hold)
+            yield _ask_to_release(hold.authority, grant)
+    elif not hold.over:
+        _keep(hold)
 
 
 def _release_each(holds: list[Hold]) -> _Steps[str]:
@@ -858,7 +987,7 @@ def _release(hold: Hold) -> _Steps[str]:
     remove(hold)
     if hold.inherited:
         return f"the lease of {_name(hold)} belongs to the process that this one was forked from"
-    released = _Call(hold.authority, "release", hold.grant)
+    released = _ask_to_release(hold.authority, hold.grant)
     try:
         try:
             yield from _stop(hold)
@@ -869,7 +998,7 @@ def _release(hold: Hold) -> _Steps[str]:
             finally:
                 hold.release_ended = True
                 if hold.extended_behind:
-                    yield _Call(hold.authority, "release", hold.grant)
+                    yield _ask_to_release(hold.authority, hold.grant)
         if released.answer is None:
             logger.warning("%s: too few nodes answered to release it; it ends by itself", _name(hold))
     except AuthorityError as error:

@@ -246,7 +246,7 @@ class ThreadRenewer:
         now = time.monotonic()
         with self._mutex:
             self._agenda.enter(hold, now)
-            if self._thread is None or not self._thread.is_alive():  # it may have been interrupted
+            if self._thread is None or not self._thread.is_alive():  # its start may have been interrupted
                 self._start()
             elif self._agenda.next_at < self._wakes_at:
                 self._wakes_at = self._agenda.next_at
@@ -283,6 +283,7 @@ class ThreadRenewer:
         self._thread = threading.Thread(
             target=contextvars.Context().run, args=(self._work,), name="fencelock-renewal", daemon=True
         )
+        self._changed.notify_all()  # one that is too many ends
         try:
             self._thread.start()
         except RuntimeError as error:  # too many threads, or the interpreter is on its way out
@@ -300,10 +301,16 @@ class ThreadRenewer:
             del due, calls  # while it waits, it must not keep what nobody else does
 
     def _await_due(self) -> list[Hold]:
-        """Return what is to be looked at; nothing when the thread may end, for it was idle."""
+        """Return what is to be looked at; nothing when the thread may end: it was idle, or is one too many.
+
+        For a signal handler that raises within `Thread.start` leaves a thread that seems not to be alive.
+        """
         with self._changed:
             idle_since = time.monotonic()
-            while True:
+            while self._thread is threading.current_thread():
+                if self._tended:  # by one too many, which ends after that
+                    self._changed.wait()
+                    continue
                 now = time.monotonic()
                 if due := self._agenda.take(now):
                     self._tended = frozenset(due)
@@ -314,6 +321,7 @@ class ThreadRenewer:
                     self._thread = None
                     return []
                 self._changed.wait(self._wakes_at - now)
+            return []
 
     def _tend(self, due: list[Hold]) -> list[Callable[[], object]]:
         authority = due[0].authority

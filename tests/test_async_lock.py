@@ -354,3 +354,29 @@ def test_sessions_of_coroutines_write_under_the_lease_of_the_task(authority: Red
         await authority.aio.close()
 
     asyncio.run(main())
+
+
+def test_a_blocking_lock_that_keeps_the_loop_waiting_says_so_once(
+    authority: Redlock, rival: Redlock, run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not one that has nothing to wait for, and none outside a loop."""
+
+    def wait_for_it() -> None:
+        with pytest.raises(LockTimeoutError):
+            authority.lock("r", timeout=0.1).acquire()
+
+    async def main() -> None:
+        with authority.lock("other"):
+            pass
+        assert authority.lock("r").try_acquire() is None
+        assert not caplog.messages
+        wait_for_it()
+        wait_for_it()
+
+    with rival.lock("r"):
+        wait_for_it()
+        assert not caplog.messages
+        run(main)
+    (said,) = caplog.messages
+    assert said.startswith("'r': a blocking lock waits for its holder inside an event loop")
+    assert "`async with`" in said

@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
-from fencelock.authority.redlock.node import Link, Unusable, pack, read_whole
+from fencelock.authority.redlock.node import Link, Unusable, broken, pack, read_whole
 from fencelock.authority.redlock.polling import new_poll
 from fencelock.authority.redlock.protocol import Answer, Broadcast, Command, Request, Round, Said, undoing
 from fencelock.authority.redlock.seats import FRESH, MAKES_LOCKS, NEWS, PAID_AFTER, Ballot, Seats, is_lost
@@ -130,15 +130,12 @@ class Channels(Seats):
             if link is None:
                 continue
             answer, read = None, b""
-            if link.whole:
-                try:
-                    read = link.recv(_ONE_ANSWER)
-                except OSError:
-                    read = b""  # it is met again below, and told from others there
-                answer = known.get(read)
-                if answer is None and len(link.waiting) == 1:
-                    answer = self._get_to_know(read)
             try:
+                if link.whole:
+                    read = _receive_one(link)
+                    answer = known.get(read)
+                    if answer is None and len(link.waiting) == 1:
+                        answer = self._get_to_know(read)
                 if answer is None or not link.waiting or link.unsent or seat.owed:
                     self._take(index, link, time.monotonic(), read)
                     link.whole = link.whole or answer is not None
@@ -261,6 +258,21 @@ class Channels(Seats):
     def _announce(self) -> None:
         with self._news:
             self._news.notify_all()
+
+
+def _receive_one(link: Link) -> bytes:
+    """Return what has arrived where one answer is expected; nothing where that is nothing.
+
+    Raises:
+        Unusable: if the connection is broken. So it counts too where a signal handler raises an OSError (as
+            TimeoutError is one), for the answer may be lost with it: the next would be taken for this one.
+    """
+    try:
+        return link.recv(_ONE_ANSWER)
+    except BlockingIOError:
+        return b""
+    except OSError as error:
+        raise broken(error) from error
 
 
 def run(generator: Generator[Request, Any, _T], pool: Pool, wait: Callable[[float], None] = time.sleep) -> _T:

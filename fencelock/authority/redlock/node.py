@@ -119,6 +119,11 @@ class Unusable(Exception):  # noqa: N818 - it carries a node's answer, and is ne
         self.answer = Answer(said, detail=detail)
 
 
+def broken(error: OSError) -> Unusable:
+    """Return what to raise for a socket that cannot be written to or read from any more."""
+    return Unusable(Said.UNREACHABLE, f"the connection broke: {error}")
+
+
 #: What has been sent: something of the sender's, the command, and when.
 Sent = tuple[Any, Command, float]
 
@@ -337,8 +342,7 @@ def _bring_scripts(connection: Any) -> None:
 def pack(command: Command) -> bytes:
     """Return the part of a command that is the same for every node; the socket appends its own."""
     if command.script == SYNC.script:
-        waitaof: bytes = hiredis.pack_command(("WAITAOF", *command.arguments))  # type: ignore[arg-type]
-        return waitaof
+        return b"*%d\r\n%b" % (1 + len(command.arguments), _pack_words(("WAITAOF", *command.arguments)))
     return _pack(command, "EVALSHA", _DIGESTS[command.script])
 
 
@@ -359,9 +363,14 @@ _pack_head_again = functools.lru_cache(1024)(_pack_head)
 
 
 def _pack_words(words: tuple[str | int, ...]) -> bytes:
-    """Return the words of a command without the line that counts them."""
+    """Return the words of a command without the line that counts them.
+
+    hiredis is handed text only. It turns an int into text itself, and Python runs signal handlers there: the
+    interpreter crashes when one raises.
+    """
+    texts = tuple([word if type(word) is str else str(word) for word in words])
     # The stub of hiredis knows tuples of one word only.
-    packed: bytes = hiredis.pack_command(words)  # type: ignore[arg-type]
+    packed: bytes = hiredis.pack_command(texts)  # type: ignore[arg-type]
     return packed[packed.index(b"\n") + 1 :]
 
 
@@ -524,7 +533,7 @@ class Link:
         except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
             sent = 0
         except OSError as error:
-            raise Unusable(Said.UNREACHABLE, f"the connection broke: {error}") from error
+            raise broken(error) from error
         complete = sent == len(data)
         self.unsent = [] if complete else [data[sent:]]
         return complete
@@ -546,7 +555,7 @@ class Link:
         except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
             complete = False
         except OSError as error:
-            raise Unusable(Said.UNREACHABLE, f"the connection broke: {error}") from error
+            raise broken(error) from error
         if not complete:
             raise Unusable(Said.SILENT, "it reads nothing any more")
 
@@ -592,7 +601,7 @@ class Link:
         try:
             self._sock.send(hiredis.pack_command(("SUBSCRIBE", channel)))  # type: ignore[arg-type]
         except OSError as error:
-            raise Unusable(Said.UNREACHABLE, f"the connection broke: {error}") from error
+            raise broken(error) from error
 
     def messages(self) -> list[bytes | None]:
         """Return what has arrived on the channel; None says that the subscription stands now.
@@ -625,7 +634,7 @@ class Link:
         except (BlockingIOError, ssl.SSLWantReadError):
             return None
         except OSError as error:
-            raise Unusable(Said.UNREACHABLE, f"the connection broke: {error}") from error
+            raise broken(error) from error
         if not data:
             raise Unusable(Said.UNREACHABLE, "the connection broke: closed by the node")
         return data

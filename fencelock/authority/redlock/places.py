@@ -24,6 +24,7 @@ import redis.asyncio
 import redis.asyncio.sentinel
 import redis.sentinel
 from redis.backoff import NoBackoff
+from redis.connection import HiredisRespSerializer
 from redis.exceptions import MovedError, RedisError, ResponseError
 from redis.retry import Retry
 
@@ -91,6 +92,14 @@ class Nowhere(Exception):  # noqa: N818 - it is an answer for `node.py`, and nev
         self.passing = passing
 
 
+class _TextPacker(HiredisRespSerializer):
+    """Packs what redis-py sends by itself, as `SELECT 0`; hiredis gets no numbers (see `_pack_words`)."""
+
+    def pack(self, *args: Any) -> Any:
+        words: Any = [arg if isinstance(arg, str | bytes) else str(arg) for arg in args]
+        return super().pack(*words)
+
+
 @dataclass(frozen=True, slots=True)
 class Server:
     """One address, and how to connect to it.
@@ -105,7 +114,7 @@ class Server:
 
     def new_connection(self) -> Any:
         """Return a connection that has not been opened."""
-        return self.connection_class(**self.settings)
+        return self.connection_class(**{"command_packer": _TextPacker(), **self.settings})
 
     def at(self, host: str, port: int) -> Server:
         """Return another address with the same settings."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import logging
 import math
 import os
 import random
@@ -19,6 +20,7 @@ from weakref import WeakSet
 
 from fencelock import token
 from fencelock._checks import check_seconds, check_ttl
+from fencelock._owners import running_loop
 from fencelock._weakly import WeakValues
 from fencelock.authority.base import Grant, Wish
 from fencelock.authority.redlock import membership, protocol, recovery, survey
@@ -42,6 +44,23 @@ _T = TypeVar("_T")
 _NAMESPACE = "fencelock"
 #: What is closed when the interpreter exits; before that, whoever holds leases gives them back.
 _in_use: WeakSet[Redlock] = WeakSet()
+
+logger = logging.getLogger(__name__)
+
+#: Event loops in which a blocking lock had to wait, and somebody was told so.
+_warned_of: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
+
+
+def _warn_of_blocked_loop(resources: tuple[str, ...]) -> None:
+    """Tell, once for each event loop, that a blocking acquisition keeps it from running."""
+    if (loop := running_loop()) is not None and loop not in _warned_of:
+        _warned_of.add(loop)
+        logger.warning(
+            "%s: a blocking lock waits for its holder inside an event loop, which runs nothing meanwhile: no "
+            "task of it, and not the holder's either. In coroutines write `async with`, or `await "
+            "lock.aio.acquire()`",
+            ", ".join(map(repr, resources)),
+        )
 
 
 class Redlock:
@@ -187,12 +206,13 @@ class Redlock:
         listener = self._listener
         waiter = Waiter(listener, time.monotonic, time.time, fair=fair, patient=timeout != 0)
         bids = self._new_bids(resources, ttl, waiter, above=above)
+
+        def wait(seconds: float) -> None:
+            _warn_of_blocked_loop(resources)
+            listener.wait(waiter.place, seconds)
+
         try:
-            return run(
-                self._acquiring(bids, timeout),
-                self._pool,
-                lambda seconds: listener.wait(waiter.place, seconds),
-            )
+            return run(self._acquiring(bids, timeout), self._pool, wait)
         except BaseException as error:
             for undo in bids.give_up(error):
                 self._run(undo)

@@ -1,0 +1,182 @@
+"""Signal handlers that raise at any moment: as Ctrl-C does, and the soft time limits of task queues.
+
+Python runs them between two instructions, wherever that is. What they interrupt runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import hiredis
+import pytest
+import redis
+
+from fencelock import Redlock
+from fencelock.authority.redlock.node import pack
+from fencelock.authority.redlock.protocol import SYNC, Command
+from fencelock.embedded import Nodes
+
+_INTERRUPTED = """
+import json, random, signal, sys, threading, time
+
+class Interrupted(Exception): pass
+
+armed = False
+
+def interrupt(*_):
+    global armed
+    if armed:
+        armed = False
+        raise Interrupted
+
+signal.signal(signal.SIGALRM, interrupt)
+"""
+
+#: Packs a command with numbers for two seconds, while a handler raises after each 50 microseconds.
+_PACKING = """
+from fencelock.authority.redlock.node import pack
+from fencelock.authority.redlock.protocol import Command
+
+command = Command("merged", "", ("{fencelock}:n", "a", "b"), tuple(range(10**9, 10**9 + 200)))
+count, until = 0, time.monotonic() + 2
+while time.monotonic() < until:
+    try:
+        armed = True
+        signal.setitimer(signal.ITIMER_REAL, 0.00005)
+        while True:
+            pack(command)
+    except Interrupted:
+        count += 1
+print(json.dumps({"interrupted": count}))
+"""
+
+#: Enters and leaves blocks, and tells which locks are still on the nodes, or held, after an interruption.
+_LOCKING = """
+from fencelock import Redlock, fenced_lock
+from fencelock._holds import everything_held
+import redis
+
+authority = Redlock(sys.argv[1:])
+nodes = [redis.Redis.from_url(url) for url in sys.argv[1:]]
+
+def left(name):
+    return [node.pttl("{fencelock}:l:" + name) for node in nodes if node.exists("{fencelock}:l:" + name)]
+
+random.seed(1)
+with fenced_lock("warm", authority=authority):
+    pass
+began = time.monotonic()
+with fenced_lock("warm", authority=authority):
+    pass
+longest = 1.5 * (time.monotonic() - began)
+count, found = 0, []
+for round in range(3000):
+    name = f"n{round}"
+    lock = fenced_lock(name, authority=authority, timeout=2)
+    signal.setitimer(signal.ITIMER_REAL, random.random() * longest + 1e-5)
+    try:
+        armed = True
+        with lock:
+            pass
+        armed = False
+    except Interrupted:
+        count += 1
+        interrupted = True
+    else:
+        interrupted = False
+    armed = False
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    if interrupted:
+        until = time.monotonic() + 2
+        while (there := left(name)) and time.monotonic() < until:
+            time.sleep(0.002)
+        if there or lock.leases or any(name in hold.grant.resources for hold in everything_held()):
+            found.append([name, there, bool(lock.leases)])
+time.sleep(0.3)
+# A thread that failed to start, for it was interrupted, stays among these.
+threads = sum(thread.name == "fencelock-renewal" and thread.is_alive() for thread in threading.enumerate())
+print(json.dumps({"interrupted": count, "left": found, "threads": threads}))
+"""
+
+
+def run(program: str, *arguments: str) -> dict[str, Any]:
+    """Run a program while it is interrupted; return what it printed last."""
+    child = subprocess.run(
+        [sys.executable, "-c", _INTERRUPTED + program, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr
+    said: dict[str, Any] = json.loads(child.stdout.splitlines()[-1])
+    return said
+
+
+def test_nothing_is_left_of_a_block_that_was_interrupted(nodes: Nodes) -> None:
+    """Neither on a node nor in the process, and one thread renews."""
+    urls = [node.url for node in nodes[:3]]
+    with Redlock(urls) as authority:
+        authority.init()
+    said = run(_LOCKING, *urls)
+    assert said["left"] == []
+    assert said["threads"] <= 1
+    assert said["interrupted"] > 300
+
+
+def test_an_interruption_while_numbers_are_packed_does_not_end_the_interpreter() -> None:
+    """Where hiredis turns an int into text, it crashes when a handler raises."""
+    assert run(_PACKING)["interrupted"] > 100
+
+
+def test_hiredis_is_handed_text_only(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By ourselves, and by redis-py where it opens a connection and selects a database."""
+    packed: Callable[[Any], bytes] = hiredis.pack_command
+    seen: list[object] = []
+
+    def note(words: Any) -> bytes:
+        seen.extend(words)
+        return packed(words)
+
+    monkeypatch.setattr(hiredis, "pack_command", note)
+    pack(Command("acquire", "nonce", ("{fencelock}:n", "a"), (1, "two", 3)))
+    pack(Command(SYNC.script, "", (), (1, 0, 100)))
+    url = nodes[0].url.replace("?", "/3?") if "?" in nodes[0].url else f"{nodes[0].url}/3"
+    with Redlock([url]) as authority:
+        authority.init()
+        with authority.lock("a"):
+            pass
+    assert len(seen) > 10
+    assert all(isinstance(word, str | bytes) for word in seen)
+    assert redis.Redis.from_url(url).dbsize()  # it was selected
+
+
+def test_a_timeout_error_of_a_handler_does_not_shift_the_answers(nodes: Nodes) -> None:
+    """It is an OSError, as those of a socket are. The answer that was read is lost, and so is the link."""
+    with Redlock([node.url for node in nodes[:3]]) as authority:
+        authority.init(base=0)
+        with authority.lock("a"):
+            pass
+        (channels,) = authority._pool._idle
+        for seat in channels._seats[:2]:
+            assert seat.link is not None
+            seat.link.recv = _interrupted_after(seat.link.recv)  # type: ignore[assignment]
+        tokens = []
+        for _ in range(5):
+            with authority.lock("a", timeout=5) as token:
+                tokens.append(token)
+            with authority.lock("b", timeout=5) as token:
+                assert token == len(tokens)
+        assert tokens == sorted(set(tokens))
+
+
+def _interrupted_after(receive: Callable[[int], bytes]) -> Callable[[int], bytes]:
+    def receive_and_raise(size: int) -> bytes:
+        receive(size)
+        raise TimeoutError
+
+    return receive_and_raise
