@@ -83,15 +83,15 @@ class _Ghost:
     Attributes:
         token: what it was written with.
         locked: the names of rows that it had locked. Where none is known (it has only inserted, or written
-            whatever matched), any row that is found has to do.
+            whatever matched), no claim can tell when it has ended.
     """
 
     token: int
     locked: frozenset[str]
 
-    def has_ended(self, token: int, claimed: AbstractSet[str], *, found: bool) -> bool:
-        """Tell whether a claim of these rows, some of which it may have found, had to wait for the end."""
-        return token > self.token and (not self.locked.isdisjoint(claimed) if self.locked else found)
+    def has_ended(self, token: int, claimed: AbstractSet[str]) -> bool:
+        """Tell whether a claim of these rows had to wait for the end."""
+        return token > self.token and not self.locked.isdisjoint(claimed)
 
 
 @final
@@ -277,11 +277,9 @@ class Lease:
         self._ghosts = (*self._ghosts, _Ghost(self._fencing_token, frozenset(locked)))
         self._earlier_tokens = ()  # which of them it was written with is not known here
 
-    def settle(self, token: int, claimed: AbstractSet[str], *, found: bool) -> None:
-        """Note that rows of these names were claimed with `token`, and whether one of them was there."""
-        self._ghosts = tuple(
-            ghost for ghost in self._ghosts if not ghost.has_ended(token, claimed, found=found)
-        )
+    def settle(self, token: int, claimed: AbstractSet[str]) -> None:
+        """Note that rows of these names were claimed with `token`."""
+        self._ghosts = tuple(ghost for ghost in self._ghosts if not ghost.has_ended(token, claimed))
 
     def check_certain(self, *, claiming: bool) -> None:
         """Refuse a lease in doubt, save to claim with a token that was minted since.
@@ -291,6 +289,15 @@ class Lease:
         """
         if not self._ghosts:
             return
+        for ghost in self._ghosts:
+            if not ghost.locked:
+                raise CommitInDoubtError(
+                    f"the connection was lost while a transaction was written under the lease of "
+                    f"{self._resource!r} with token {ghost.token}, and it may still be committed. It had "
+                    f"only inserted, or written whatever matched, so no claim can tell when it has ended. "
+                    f"Look in the database what became of it, and lock again; and claim a row, or pass the "
+                    f"gate, at the beginning of such a transaction: then it can be told"
+                )
         latest = self._ghosts[-1]
         reminted = self._fencing_token > latest.token
         if not (claiming and reminted):

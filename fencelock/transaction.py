@@ -20,18 +20,20 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, Unpack, overload
 
-from sqlalchemy import Engine, event
-from sqlalchemy.orm import Session, SessionTransaction, sessionmaker
+from sqlalchemy import Engine, event, update
+from sqlalchemy.exc import UnboundExecutionError
+from sqlalchemy.orm import Session, SessionTransaction, scoped_session, sessionmaker
 
-from fencelock._asyncio_engines import is_async_engine, is_async_maker
+from fencelock._asyncio_engines import is_async_engine, is_async_maker, is_async_scoped
 from fencelock._owners import current_owner
 from fencelock.errors import FenceError
 from fencelock.guard import gate as pass_gate
 from fencelock.guard import gate_async
+from fencelock.guard.fences import FENCES
 from fencelock.lock import AllLockSettings, FencedLock, fenced_lock
 
 if TYPE_CHECKING:
-    from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
+    from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_scoped_session, async_sessionmaker
 
 _R = TypeVar("_R")
 _S = TypeVar("_S", bound=Session)
@@ -48,7 +50,8 @@ class _Plan(Generic[_Made]):
     """What a fenced transaction is to do.
 
     Attributes:
-        make: makes a session.
+        make: makes a session; or returns the one that is shared.
+        shared: whether others use the session before and after: it is not closed then.
         resources: what to lock.
         retries: how often to run a body again.
         gate: whether to pass the resources' gates.
@@ -56,6 +59,7 @@ class _Plan(Generic[_Made]):
     """
 
     make: Callable[[], _Made]
+    shared: bool
     resources: tuple[str, ...]
     retries: int
     gate: bool
@@ -83,6 +87,67 @@ class _Plan(Generic[_Made]):
         if attempt > self.retries or not any(lease.in_doubt for lease in lock.leases):
             return None
         return 0.0 if attempt == 1 else min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0 ** (attempt - 2))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Open:
+    """A transaction that has passed its gates, and whose block is being run.
+
+    Attributes:
+        session: what the block has been given.
+        owner: the thread, task or greenlet that runs it.
+        resources: what it has locked.
+    """
+
+    session: Any
+    owner: object
+    resources: tuple[str, ...]
+
+
+_open: list[_Open] = []
+
+
+def _outer(plan: _Plan[_Made], session: _Made) -> _Made | None:
+    """Return the session whose transaction a block is to be part of: one that it would wait for, or none.
+
+    That is of a block that the same thread, task or greenlet is inside of, for one of the same resources, and
+    in the same database.
+    """
+    owner = current_owner()
+    for other in reversed(tuple(_open)):
+        if (
+            other.owner == owner
+            and isinstance(other.session, Session) == isinstance(session, Session)
+            and not set(other.resources).isdisjoint(plan.resources)
+            and _pool_of(other.session) is _pool_of(session)
+        ):
+            return other.session  # type: ignore[no-any-return]
+    return None
+
+
+def _pool_of(session: Any) -> object:
+    try:
+        return session.get_bind(clause=update(FENCES)).engine.pool
+    except UnboundExecutionError:
+        return session  # it has several databases, and is one's own transaction only
+
+
+@contextmanager
+def _noted(session: object, plan: _Plan[Any]) -> Iterator[None]:
+    noted = _Open(session, current_owner(), plan.resources)
+    _open.append(noted)
+    try:
+        yield
+    finally:
+        _open.remove(noted)
+
+
+def _refuse_open_transaction(session: Session | AsyncSession) -> None:
+    if session.in_transaction():
+        raise FenceError(
+            "this scoped session has a transaction open that began before the lock was acquired: commit it "
+            "or roll it back first, and read again inside the block"
+        )
 
 
 class _Blocks(Generic[_Block]):
@@ -200,15 +265,36 @@ class FencedTransaction(Generic[_S]):
 
     @contextmanager
     def _session(self) -> Iterator[_S]:
-        with self._plan.make() as session:
+        made = self._plan.make()
+        if (outer := _outer(self._plan, made)) is not None:
+            with outer.begin_nested():
+                self._pass_gates(outer)
+                yield outer
+            return
+        with self._ending(made) as session:
             if not session.in_transaction():
                 session.begin()
-            for resource in self._plan.gates:
-                pass_gate(session, resource)
-            with _only_this_transaction(session, self._plan.gates):
+            self._pass_gates(session)
+            with _only_this_transaction(session, self._plan.gates), _noted(session, self._plan):
                 yield session
                 if _has_work(session):
                     session.commit()
+
+    def _pass_gates(self, session: _S) -> None:
+        for resource in self._plan.gates:
+            pass_gate(session, resource)
+
+    @contextmanager
+    def _ending(self, session: _S) -> Iterator[_S]:
+        if not self._plan.shared:
+            with session:
+                yield session
+            return
+        _refuse_open_transaction(session)
+        try:
+            yield session
+        finally:
+            session.rollback()  # what was not committed
 
 
 class AsyncFencedTransaction(Generic[_A]):
@@ -259,20 +345,53 @@ class AsyncFencedTransaction(Generic[_A]):
 
     @asynccontextmanager
     async def _session(self) -> AsyncIterator[_A]:
-        async with self._plan.make() as session:
+        made = self._plan.make()
+        if (outer := _outer(self._plan, made)) is not None:
+            async with outer.begin_nested():
+                await self._pass_gates(outer)
+                yield outer
+            return
+        async with self._ending(made) as session:
             if not session.in_transaction():
                 await session.begin()
-            for resource in self._plan.gates:
-                await gate_async(session, resource)
-            with _only_this_transaction(session.sync_session, self._plan.gates):
+            await self._pass_gates(session)
+            with (
+                _only_this_transaction(session.sync_session, self._plan.gates),
+                _noted(session, self._plan),
+            ):
                 yield session
                 if _has_work(session.sync_session):
                     await session.commit()
+
+    async def _pass_gates(self, session: _A) -> None:
+        for resource in self._plan.gates:
+            await gate_async(session, resource)
+
+    @asynccontextmanager
+    async def _ending(self, session: _A) -> AsyncIterator[_A]:
+        if not self._plan.shared:
+            async with session:
+                yield session
+            return
+        _refuse_open_transaction(session)
+        try:
+            yield session
+        finally:
+            await session.rollback()  # what was not committed
 
 
 @overload
 def fenced_transaction(
     session: sessionmaker[_S],
+    /,
+    *resources: str,
+    retries: int = ...,
+    gate: bool = ...,
+    **settings: Unpack[AllLockSettings],
+) -> FencedTransaction[_S]: ...
+@overload
+def fenced_transaction(
+    session: scoped_session[_S],
     /,
     *resources: str,
     retries: int = ...,
@@ -291,6 +410,15 @@ def fenced_transaction(
 @overload
 def fenced_transaction(
     session: async_sessionmaker[_A],
+    /,
+    *resources: str,
+    retries: int = ...,
+    gate: bool = ...,
+    **settings: Unpack[AllLockSettings],
+) -> AsyncFencedTransaction[_A]: ...
+@overload
+def fenced_transaction(
+    session: async_scoped_session[_A],
     /,
     *resources: str,
     retries: int = ...,
@@ -318,8 +446,12 @@ def fenced_transaction(
     fenced since (`StaleReadError`), but for his second write, which leaves the fence as it was: claim what
     you read to write back, where not all pass the gate.
 
+    Inside another one of the same thread, task or greenlet, for one of the same resources and on the same
+    engine, it is a savepoint of that one and yields its session: what it has done is committed with it.
+
     Args:
-        session: a `sessionmaker` or an `Engine`; for coroutines an `async_sessionmaker` or an `AsyncEngine`.
+        session: a `sessionmaker`, a `scoped_session` or an `Engine`; for coroutines their asyncio twins. The
+            session of a scoped one must not have a transaction open; it is not closed afterwards.
         *resources: what to lock.
         retries: how often `run` calls its body again after a COMMIT in doubt. A `with` block has one body
             and one run, so it takes no retries.
@@ -328,7 +460,8 @@ def fenced_transaction(
         **settings: of the lock: see `fenced_lock`.
 
     Raises:
-        FenceError: where the body goes on after the transaction that has passed the gates has ended.
+        FenceError: where the body goes on after the transaction that has passed the gates has ended; and
+            where it would wait for another open transaction of the same thread, task or greenlet.
         TypeError: for arguments of the wrong kind, and for retries with a `with` block. Entering raises what
             `FencedLock.acquire` and `gate` raise.
         ValueError: for arguments out of range.
@@ -349,9 +482,14 @@ def fenced_transaction(
         from sqlalchemy.ext.asyncio import async_sessionmaker  # noqa: PLC0415 - needs greenlet
 
         session = async_sessionmaker(session)
-    if is_async_maker(session):
-        return AsyncFencedTransaction(_Plan(session, resources, retries, gate, settings))
-    if isinstance(session, Engine | sessionmaker):
-        blocking = sessionmaker(session) if isinstance(session, Engine) else session
-        return FencedTransaction(_Plan(blocking, resources, retries, gate, settings))
-    raise TypeError(f"fenced_transaction takes a sessionmaker or an engine, not {session!r}")
+    if is_async_maker(session) or is_async_scoped(session):
+        shared = is_async_scoped(session)
+        return AsyncFencedTransaction(_Plan(session, shared, resources, retries, gate, settings))
+    if isinstance(session, Engine):
+        session = sessionmaker(session)
+    if isinstance(session, sessionmaker | scoped_session):
+        shared = isinstance(session, scoped_session)
+        return FencedTransaction(_Plan(session, shared, resources, retries, gate, settings))
+    raise TypeError(
+        f"fenced_transaction takes a sessionmaker, a scoped_session or an engine, not {session!r}"
+    )

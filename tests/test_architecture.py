@@ -128,4 +128,4 @@ except TypeError as error:
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    assert "takes a sessionmaker or an engine, not 'no engine'" in result.stdout
+    assert "takes a sessionmaker, a scoped_session or an engine, not 'no engine'" in result.stdout

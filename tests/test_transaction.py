@@ -10,10 +10,10 @@ from contextlib import suppress
 from typing import Self
 
 import pytest
-from sqlalchemy import Engine, event, func, insert, select, text, update
+from sqlalchemy import Engine, create_engine, event, func, insert, select, text, update
 from sqlalchemy.exc import DBAPIError, PendingRollbackError
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_scoped_session, async_sessionmaker
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scoped_session, sessionmaker
 
 from fencelock import (
     CommitInDoubtError,
@@ -144,7 +144,7 @@ def test_the_lock_is_set_as_any_other(authority: Redlock, rival: Redlock, accoun
 
 def test_what_cannot_be_is_refused(accounts: Engine) -> None:
     """Wrong factories, resources, settings and retries are errors at once."""
-    with pytest.raises(TypeError, match="sessionmaker or an engine"):
+    with pytest.raises(TypeError, match="scoped_session or an engine"):
         fenced_transaction(Session(accounts), "account:1")  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="ttl"):
         fenced_transaction(accounts, "account:1", ttl=-1)
@@ -470,4 +470,164 @@ def test_coroutines_run_again_too(
 
     asyncio.run(main())
     assert read == [100, 90]
+    assert balance(accounts) == 90
+
+
+def spend(session: Session, amount: int) -> None:
+    """Take an amount off the account."""
+    session.get_one(Account, 1).balance -= amount
+
+
+@pytest.mark.parametrize("way", ["with", "run"])
+def test_within_itself_it_is_a_savepoint(authority: Redlock, accounts: Engine, way: str) -> None:
+    """A function that locks what its caller has locked works in the caller's transaction, and its session."""
+    factory = sessionmaker(accounts)
+    with fenced_transaction(factory, "account:1", authority=authority) as session:
+        spend(session, 10)
+        inner = fenced_transaction(factory, "account:2", "account:1", authority=authority)
+        if way == "with":
+            with inner as joined:
+                assert joined is session
+                spend(joined, 20)
+        else:
+            inner.run(lambda joined: spend(joined, 20))
+        assert session.in_transaction()
+        assert balance(accounts) == 100 or accounts.dialect.name == "sqlite"
+        spend(session, 30)
+    assert balance(accounts) == 40
+
+
+def test_what_fails_within_can_be_caught_outside(authority: Redlock, accounts: Engine) -> None:
+    """What it had done is undone, and nothing else."""
+    with fenced_transaction(accounts, "account:1", authority=authority) as session:
+        spend(session, 10)
+        with (
+            suppress(ZeroDivisionError),
+            fenced_transaction(accounts, "account:1", authority=authority) as joined,
+        ):
+            spend(joined, 20)
+            raise ZeroDivisionError
+        spend(session, 30)
+    assert balance(accounts) == 60
+
+
+def test_without_gates_it_is_a_savepoint_too(authority: Redlock, accounts: Engine) -> None:
+    """The rows would wait for each other just so."""
+    with fenced_transaction(accounts, "account:1", gate=False, authority=authority) as session:
+        claim(session, Account, 1).balance -= 10
+        session.flush()
+        with fenced_transaction(accounts, "account:1", gate=False, authority=authority) as joined:
+            claim(joined, Account, 1).balance -= 20
+    assert balance(accounts) == 70
+
+
+def test_another_resource_has_a_transaction_of_its_own(authority: Redlock, accounts: Engine) -> None:
+    """Nothing waits there."""
+    if accounts.dialect.name == "sqlite":
+        pytest.skip("SQLite has one writer at a time")
+    with fenced_transaction(accounts, "account:1", authority=authority) as session:
+        with fenced_transaction(accounts, "account:2", authority=authority) as other:
+            assert other is not session
+        spend(session, 10)
+    assert balance(accounts) == 90
+
+
+@pytest.mark.parametrize("way", ["transaction", "gate"])
+def test_it_does_not_wait_for_itself_on_another_engine(
+    authority: Redlock, accounts: Engine, way: str
+) -> None:
+    """The database would wait for ever, and so it is an error at once, which says what to do."""
+    other = create_engine(accounts.url)
+    with fenced_transaction(accounts, "account:1", authority=authority) as session:
+        spend(session, 10)
+        with pytest.raises(FenceError, match="would wait for it for ever"):  # noqa: PT012
+            if way == "gate":
+                with Session(other) as second:
+                    gate(second, "account:1")
+            else:
+                with fenced_transaction(other, "account:1", authority=authority):
+                    pass
+    other.dispose()
+    assert balance(accounts) == 90
+
+
+def test_another_thread_waits_for_the_lock(authority: Redlock, accounts: Engine) -> None:
+    """It does not join a transaction of this one."""
+    with (
+        ThreadPoolExecutor(1) as threads,
+        fenced_transaction(accounts, "account:1", authority=authority),
+        pytest.raises(LockTimeoutError),
+    ):
+        threads.submit(
+            fenced_transaction(accounts, "account:1", timeout=0, authority=authority).run,
+            lambda session: spend(session, 1),
+        ).result()
+
+
+def test_coroutines_join_as_well(
+    authority: Redlock, accounts: Engine, for_asyncio: Callable[[Engine], AsyncEngine]
+) -> None:
+    """In the same task; another one waits for the lock."""
+
+    async def main() -> None:
+        engine = for_asyncio(accounts)
+        async with fenced_transaction(engine, "account:1", authority=authority) as session:
+            (await session.get_one(Account, 1)).balance -= 10
+            async with fenced_transaction(engine, "account:1", authority=authority) as joined:
+                assert joined is session
+                (await joined.get_one(Account, 1)).balance -= 20
+
+            async def another() -> None:
+                async with fenced_transaction(engine, "account:1", timeout=0, authority=authority):
+                    pass
+
+            with pytest.raises(LockTimeoutError):
+                await asyncio.create_task(another())
+        await engine.dispose()
+        await authority.aio.close()
+
+    asyncio.run(main())
+    assert balance(accounts) == 70
+
+
+def test_a_scoped_session_is_used_and_left_open(authority: Redlock, accounts: Engine) -> None:
+    """As web frameworks have it: the session is the thread's own, before and after."""
+    scoped = scoped_session(sessionmaker(accounts))
+    with fenced_transaction(scoped, "account:1", authority=authority) as session:
+        assert session is scoped()
+        spend(session, 10)
+        with fenced_transaction(scoped, "account:1", authority=authority) as joined:
+            spend(joined, 20)
+    assert scoped.get_one(Account, 1).balance == 70
+    with (
+        pytest.raises(FenceError, match="commit it or roll it back first"),
+        fenced_transaction(scoped, "account:1", authority=authority),
+    ):
+        pass
+    scoped.rollback()
+    with suppress(ZeroDivisionError), fenced_transaction(scoped, "account:1", authority=authority) as session:
+        spend(session, 10)
+        raise ZeroDivisionError
+    assert not session.in_transaction()
+    scoped.remove()
+    assert balance(accounts) == 70
+
+
+def test_coroutines_have_scoped_sessions_too(
+    authority: Redlock, accounts: Engine, for_asyncio: Callable[[Engine], AsyncEngine]
+) -> None:
+    """One for each task."""
+
+    async def main() -> None:
+        engine = for_asyncio(accounts)
+        scoped = async_scoped_session(async_sessionmaker(engine), asyncio.current_task)
+        async with fenced_transaction(scoped, "account:1", authority=authority) as session:
+            assert session is scoped()
+            (await session.get_one(Account, 1)).balance -= 10
+        assert not session.in_transaction()
+        await scoped.remove()
+        await engine.dispose()
+        await authority.aio.close()
+
+    asyncio.run(main())
     assert balance(accounts) == 90

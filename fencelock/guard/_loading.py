@@ -10,7 +10,7 @@ of that moment. An event for each loaded object would cost a sixth of a large qu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from sqlalchemy.orm import ColumnProperty, Mapper
@@ -20,7 +20,7 @@ from fencelock.errors import StaleTokenError
 from fencelock.guard._bypass import is_bypassed
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table
 from fencelock.guard.events import report
-from fencelock.guard.session import leases_of, refuse
+from fencelock.guard.session import leases_of, note_merged, refuse
 from fencelock.lease import Lease
 from fencelock.token import MAX_TOKEN
 
@@ -58,10 +58,26 @@ class _FenceProperty(ColumnProperty[Any]):
         _recursive: Any,
         _resolve_conflict_map: Any,
     ) -> None:
-        """Have the fence of a merged object count if it was loaded; one made by hand has none to speak of."""
-        if source_state.key is not None and source_dict.get(self.key) is not None:
-            dest_state.committed_state.pop(self.key, None)
-            dest_dict[self.key] = source_dict[self.key]
+        """Have the fence of a merged object count if it was loaded; one made by hand has none to speak of.
+
+        What is written then may happen to be what the row has by now. It was computed from an older state all
+        the same, so it is written, and refused.
+        """
+        if source_state.key is None or source_dict.get(self.key) is None:
+            return
+        loaded = {**dest_dict, **dest_state.committed_state}
+        if loaded.get(self.key) != source_dict[self.key] and any(
+            key in loaded and loaded[key] != value
+            for key, value in source_dict.items()
+            if key in self._columns
+        ):
+            note_merged(dest_state)
+        dest_state.committed_state.pop(self.key, None)
+        dest_dict[self.key] = source_dict[self.key]
+
+    @property
+    def _columns(self) -> Collection[str]:
+        return self.parent.column_attrs.keys()
 
     def setup(self, context: Any, query_entity: Any, path: Any, adapter: Any, **kwargs: Any) -> None:
         """Have a query select the column, and ask for each execution how to load it."""

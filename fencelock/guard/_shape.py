@@ -19,10 +19,9 @@ _MYSQL: Final = frozenset({"mysql", "mariadb"})
 _NAME: Final = r'(?:[\w$]+|"(?:[^"]|"")*"|`(?:[^`]|``)*`)'
 _FENCE: Final = rf"(?:\w+\s*\.\s*)*{FENCE_COLUMN}"
 _PARENTHESES: Final = re.compile(r"\([^()]*\)")
-_EITHER: Final = re.compile(
-    rf"\s*{_FENCE}\s+in\s+\(\)\s+or\s+{_FENCE}\s*<=(?:(?!\b(?:or|and)\b).)*", re.IGNORECASE
-)
-"""The condition where some fences are unknown, which is in parentheses as a whole."""
+_ARM: Final = rf"{_FENCE}\s*<?=(?:(?!\b(?:or|and|{FENCE_COLUMN})\b).)*"
+_EITHER: Final = re.compile(rf"\s*{_ARM}(?:\bor\s+{_ARM})+", re.IGNORECASE)
+"""The condition that asks for what was loaded, which is in parentheses as a whole."""
 _BARE_CONDITION: Final = f" {FENCE_COLUMN} <= "
 _CONDITION: Final = re.compile(rf"\s*{_FENCE}\s*(?:<=|in\b)", re.IGNORECASE)
 _STAMP: Final = re.compile(rf"\b{FENCE_COLUMN}\s*=(?!=)", re.IGNORECASE)

@@ -192,13 +192,7 @@ def _conjuncts(clauses: Iterable[Any]) -> Iterator[Any]:
 
 def is_condition(clause: Any, fence: ColumnElement[int]) -> bool:
     """Tell whether this is the condition `fence <= token` and nothing else, as `fenced_update` builds it."""
-    return (
-        isinstance(clause, BinaryExpression)
-        and clause.operator is operators.le
-        and isinstance(clause.right, BindParameter)
-        and clause.right.key == TOKEN_BIND
-        and hash(clause.left) == hash(fence)  # annotated columns hash like the original
-    )
+    return _bind_of(clause, fence, operators.le) == TOKEN_BIND
 
 
 class Form(NamedTuple):
@@ -223,34 +217,33 @@ ALL_KNOWN: Final = Form()
 
 def as_loaded(fence: ColumnElement[int], loaded: ColumnElement[int], form: Form) -> ColumnElement[bool]:
     """Return the condition that a row's fence is the one that was loaded, or one of the holder's own."""
-    binds = [bindparam(name, type_=BigInteger) for name in (TOKEN_BIND, *form.earlier_binds)]
-    condition = fence.in_([loaded, *binds])
-    return (
-        or_(condition, fence <= bindparam(UNKNOWN_BIND, type_=BigInteger)) if form.some_unknown else condition
-    )
+    own = (bindparam(name, type_=BigInteger) for name in (TOKEN_BIND, *form.earlier_binds))
+    arms = [fence == each for each in (loaded, *own)]  # IN costs PostgreSQL some microseconds more
+    if form.some_unknown:
+        arms.append(fence <= bindparam(UNKNOWN_BIND, type_=BigInteger))
+    return or_(*arms)
 
 
 def accepted_by(clause: Any, fence: ColumnElement[int]) -> tuple[BindParameter[int], ...] | None:
     """Return what the fence may be, if this is the condition that `as_loaded` makes; else None."""
-    if isinstance(clause, BooleanClauseList) and clause.operator is operators.or_:
-        clause, *others = clause.clauses
-        if [_key_on_the_right(each) for each in others] != [UNKNOWN_BIND]:
-            return None
-    if (
-        isinstance(clause, BinaryExpression)
-        and clause.operator is operators.in_op
-        and hash(clause.left) == hash(fence)
-    ):
-        inside = clause.right.element if isinstance(clause.right, Grouping) else clause.right
-        clauses = inside.clauses if isinstance(inside, ClauseList) else ()
-        binds = tuple(each for each in clauses if isinstance(each, BindParameter))
-        if TOKEN_BIND in {bind.key for bind in binds}:
-            return binds
+    if not isinstance(clause, BooleanClauseList) or clause.operator is not operators.or_:
+        return None
+    arms = [arm for arm in clause.clauses if _bind_of(arm, fence, operators.le) != UNKNOWN_BIND]
+    if TOKEN_BIND in (keys := [_bind_of(arm, fence, operators.eq) for arm in arms]) and None not in keys:
+        return tuple([arm.right for arm in arms])
     return None
 
 
-def _key_on_the_right(clause: Any) -> object:
-    return getattr(getattr(clause, "right", None), "key", None)
+def _bind_of(clause: Any, fence: ColumnElement[int], compared: object) -> str | None:
+    """Return the name of the parameter that the fence is compared with, if it is so compared."""
+    if (
+        isinstance(clause, BinaryExpression)
+        and clause.operator is compared
+        and isinstance(clause.right, BindParameter)
+        and hash(clause.left) == hash(fence)  # annotated columns hash like the original
+    ):
+        return clause.right.key
+    return None
 
 
 def unchanged_by_raising(table: Table) -> dict[Column[Any], Column[Any]]:

@@ -491,13 +491,31 @@ def _copied(table: Table, original: FencedTable | None) -> FencedTable:
 
 
 def fenced_by_name(name: str, schema: str) -> FencedTable | None:
-    """Return the one fenced table of this name, in lower case; None where there is none, or more than one."""
-    tables = [
-        table
+    """Return the fenced table of this name, in lower case; None where there is none.
+
+    Of copies, as `Table.to_metadata` makes them, any will do: that of a model, if there is one. None, too,
+    where tables of one name are not guarded alike.
+    """
+    found = [
+        fenced_table(table)
         for table in list(_known_names().get(name, ()))
         if not schema or table.schema is None or table.schema.lower() == schema
     ]
-    return fenced_table(tables[0]) if len(tables) == 1 else None
+    tables = [each for each in found if each is not None]
+    if len(tables) < len(found) or len(set(map(_looks, tables))) != 1:
+        return None
+    return max(tables, key=lambda each: (_is_mapped(each), each.table.schema is None))
+
+
+def _is_mapped(fenced: FencedTable) -> bool:
+    mapper = fenced.mapper() if fenced.mapper else None
+    return mapper is not None and fenced.table in mapper.tables
+
+
+def _looks(fenced: FencedTable) -> tuple[object, ...]:
+    """Return what a statement has to know of a table."""
+    template = fenced.template and fenced.template.text
+    return template, fenced.strict, tuple((column.name, column.primary_key) for column in fenced.table.c)
 
 
 def sub_table_of(target: object) -> FencedTable | None:
@@ -519,6 +537,21 @@ def impersonates_fenced(target: object, options: Mapping[str, Any] = NO_OPTIONS)
         for name in _spelt(getattr(table, "name", ""))
         for known in list(_known_names().get(name, ()))
     )
+
+
+def inherits_fenced(target: object) -> str | None:
+    """Return the name of the fenced table that this one inherits from on PostgreSQL, as far as it says so.
+
+    An UPDATE of the child writes rows that the parent shows as its own.
+    """
+    table = underlying(target)
+    said = table.dialect_options["postgresql"].get("inherits") if isinstance(table, Table) else None
+    parents = said if isinstance(said, list | tuple) else [] if said is None else [said]
+    for parent in parents:
+        name = str(getattr(parent, "name", parent)).rpartition(".")[2]
+        if name.lower() in _known_names():
+            return name
+    return None
 
 
 def _schemas(table: object, options: Mapping[str, Any]) -> set[str | None]:

@@ -6,9 +6,10 @@ to compare with.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
+from operator import itemgetter
 from typing import Any, Final, NoReturn, TypeVar
 
 from sqlalchemy import BigInteger, Delete, Select, Update, and_, bindparam, literal, not_, or_, select, tuple_
@@ -56,6 +57,8 @@ _CRITERIA_PER_QUERY: Final = 100
 
 _T = TypeVar("_T")
 
+_TOKEN_OF: Final = itemgetter(TOKEN_BIND)
+_LOADED_OF: Final = itemgetter(LOADED_BIND)
 _LOOKED_UP: Final = "fencelock_of_"
 """How the parameters begin that carry what the session knows of a row."""
 
@@ -72,6 +75,7 @@ class GuardedWrite:
         where: the criteria without the condition.
         key: the parameters that the WHERE clause says the primary key equals; empty where one is missing, so
             that one execution may write many rows.
+        key_in: returns their values in one execution: one by itself, or a tuple.
         naming: the parameters that make the resource's name, one for each column of the template; None where
             the statement does not tell them.
         looked_up: the names of those among them that the guard has added, whose values the session knows.
@@ -87,6 +91,7 @@ class GuardedWrite:
     moved: frozenset[str]
     where: tuple[ColumnElement[bool], ...]
     key: tuple[BindParameter[Any], ...]
+    key_in: Callable[[Row], Any]
     naming: tuple[BindParameter[Any], ...] | None
     looked_up: Mapping[str, int]
     accepted: tuple[BindParameter[Any], ...] | None
@@ -110,21 +115,27 @@ class GuardedWrite:
         template = self.fenced.template
         if template is not None:
             self._refuse_moving(template, rows[0])
-        if tokens is None:
-            stamp = dict.fromkeys(self.stamped, options[TOKEN_OPTION])
-            return [{**row, **stamp} for row in rows], None
-        if template is not None:
-            stamped = list(self._stamp_each(connection, rows, tokens))
+        loaded = None if tokens is None else tokens.loaded
+        # The unit of work has made its parameters for this statement. Others are their caller's.
+        stamped: list[dict[str, Any]] = [dict(row) for row in rows] if loaded is None else rows  # type: ignore[assignment]
+        if tokens is None or template is None:
+            stamp = dict.fromkeys(
+                self.stamped, options[TOKEN_OPTION] if tokens is None else tokens.of_table()
+            )
+            for row in stamped:
+                row.update(stamp)
         else:
-            stamp = dict.fromkeys(self.stamped, tokens.of_table())
-            stamped = [{**row, **stamp} for row in rows]
-        loaded = tokens.loaded if self.key else None
-        return stamped, None if loaded is None else self._add_loaded(stamped, loaded, tokens)
+            self._stamp_each(connection, stamped, tokens)
+        if tokens is None or loaded is None or not self.key:
+            return stamped, None
+        return stamped, self._add_loaded(stamped, loaded, tokens)
 
     def _add_loaded(self, rows: list[dict[str, Any]], loaded: LoadedFences, tokens: Tokens) -> Form | None:
         """Add to stamped parameters what was loaded, and return the form of the condition that takes them."""
-        names = [bind.key for bind in self.key]
-        fences = [loaded[tuple([row[name] for name in names])] for row in rows]
+        if len(rows) == 1:
+            fences = [loaded[self.key_in(rows[0])]]
+        else:
+            fences = list(map(loaded.__getitem__, map(self.key_in, rows)))
         if None not in fences and not tokens.earlier:
             for row, fence in zip(rows, fences):  # noqa: B905  one for each, and this is for each row
                 row[LOADED_BIND] = fence
@@ -146,6 +157,13 @@ class GuardedWrite:
         if self.accepted is None:
             return None
         loaded = self.accepted[0]
+        first = rows[0]
+        if LOADED_BIND in first and (
+            first[LOADED_BIND] <= first[TOKEN_BIND]
+            if len(rows) == 1
+            else max(map(_LOADED_OF, rows)) <= min(map(_TOKEN_OF, rows))
+        ):
+            return None  # most often
         given = loaded.effective_value
         for row in rows:
             fence = row.get(loaded.key, given)
@@ -159,27 +177,23 @@ class GuardedWrite:
             return None
         return values_of(self.accepted, row)
 
-    def _stamp_each(
-        self, connection: Connection, rows: Sequence[Row], tokens: Tokens
-    ) -> Iterator[dict[str, Any]]:
+    def _stamp_each(self, connection: Connection, rows: list[dict[str, Any]], tokens: Tokens) -> None:
         """Add to each execution its own token, and what the session knows of its row where that is asked."""
         if self.naming is None:
             tokens.need_some()
             self._refuse_unnamed()
         known = rows_known_to(connection, self.fenced) if self.looked_up else None
         for row in rows:
-            stamped = dict(row)
             if known:
                 values = known(self._identity(row))
                 if values is None:
                     tokens.need_some()
                     self._refuse_unnamed()
                 for name, at in self.looked_up.items():
-                    stamped[name] = values[at]
-            token = tokens.of_row(values_of(self.naming, stamped))
+                    row[name] = values[at]
+            token = tokens.of_row(values_of(self.naming, row))
             for name in self.stamped:
-                stamped[name] = token
-            yield stamped
+                row[name] = token
 
     def _refuse_unnamed(self) -> NoReturn:
         template = self.fenced.template
@@ -414,6 +428,7 @@ def guard(
         moved=_moved(fenced, changed),
         where=where,
         key=key if keyed else (),
+        key_in=itemgetter(*[bind.key for bind in key]) if keyed else tuple,
         naming=naming,
         looked_up={bind.key: at for at, bind in enumerate(naming or ()) if bind.key.startswith(_LOOKED_UP)},
         accepted=accepted,

@@ -16,6 +16,7 @@ from itertools import groupby
 from typing import Any, Final, Literal, TypeVar, overload
 
 from sqlalchemy import (
+    Column,
     ColumnElement,
     Insert,
     Select,
@@ -38,15 +39,17 @@ from fencelock.guard._connecting import Target, target_of
 from fencelock.guard._install import install
 from fencelock.guard._statement import TOKEN_OPTION, unchanged_by_raising
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table, row_name
-from fencelock.guard._write import LOCKING_READS, is_one_of
+from fencelock.guard._write import KEYS_PER_QUERY, LOCKING_READS, batched, is_one_of
 from fencelock.guard.events import report_claim, telling
-from fencelock.guard.fences import FENCES
+from fencelock.guard.fences import FENCES, fences_of
 from fencelock.guard.session import (
     NOT_INHERITED,
     Tokens,
     note_gate,
+    note_locked,
     refuse,
     refuse_bypass,
+    refuse_to_wait_for_oneself,
     resource_of,
     session_of,
     take_doubted,
@@ -55,6 +58,9 @@ from fencelock.guard.session import (
 from fencelock.lease import check_resource
 
 T = TypeVar("T")
+
+_FEW: Final = 20
+"""Of so many rows, the fences are raised one by one: that takes no more round trips, and tells of each."""
 
 _ROUNDS: Final = 3
 """How often to claim again a row that was deleted and inserted between the UPDATE and the SELECT."""
@@ -220,7 +226,7 @@ def claim_all(
     claimed = {row[:width]: token for row, token in token_of.items()}
     for key, token in claimed.items():
         report_claim(fenced.name, key, resource_of(connection, token), token)
-    return _load_claimed(target, statement, fenced, claimed)
+    return _load_claimed(target, statement, fenced, claimed, [tuple(row[:width]) for row in found])
 
 
 @telling
@@ -245,6 +251,8 @@ def gate(
 
     Raises:
         StaleTokenError: if a newer holder has passed.
+        FenceError: if another open transaction of this thread, task or greenlet has passed it: this one would
+            wait for itself.
         UnfencedWriteError: if the resource's lease is not held.
         AmbiguousFenceError: if several leases are held and no resource is given.
         LockLostError: if the lease is known to be lost.
@@ -255,11 +263,15 @@ def gate(
     if session.autoflush:
         session.flush()
     connection = _guarded_target(session, FENCES, bind_arguments).connection
-    fenced = fenced_table(FENCES)
+    fences = fences_of(connection)
+    fenced = fenced_table(fences)
     assert fenced is not None  # noqa: S101  it is registered where it is defined
     name = _only_resource(connection) if resource is None else check_resource(resource)
+    refuse_to_wait_for_oneself(connection, name)
     token = _token_for(connection, fenced, (name,))
-    connection.execute(_raise_or_make(connection, name, token), execution_options={"fencelock": BYPASS})
+    connection.execute(
+        _raise_or_make(connection, fences, name, token), execution_options={"fencelock": BYPASS}
+    )
     _raise_fences(connection, fenced, [(name, name)], token)
     note_gate(connection, name)
     report_claim(fenced.name, (name,), name, token)
@@ -411,20 +423,65 @@ def _raise_fences(
     A row is given by its primary key and the values that name its resource.
     """
     table = fenced.table
-    naming = fenced.template.columns.values() if fenced.template else ()
+    naming = tuple(fenced.template.columns.values()) if fenced.template else ()
     columns = (*table.primary_key, *naming)
+    doubted = take_doubted(connection, token)
+    for some in batched(rows, KEYS_PER_QUERY):
+        if len(some) <= _FEW or not _raise_together(connection, fenced, naming, some, token):
+            _raise_each(connection, table, columns, some, token)
+    if doubted:
+        claimed = {row_name(table, row[: len(table.primary_key)]) for row in rows}
+        for lease in doubted:
+            lease.settle(token, claimed)
+
+
+def _raise_each(
+    connection: Connection,
+    table: Table,
+    columns: Sequence[Column[Any]],
+    rows: Sequence[tuple[Any, ...]],
+    token: int,
+) -> None:
+    """Raise the fences of rows, each by an execution of its own: so it is told which of them has refused."""
     names = [f"key_{number}" for number in range(len(columns))]
     matches = (column == bindparam(name) for column, name in zip(columns, names, strict=True))
-    doubted = take_doubted(connection, token)
-    result = connection.execute(
+    connection.execute(
         update(table).where(*matches).values(unchanged_by_raising(table)),
         [dict(zip(names, row, strict=True)) for row in rows],
         execution_options={TOKEN_OPTION: token},
     )
-    if doubted:
-        claimed = {row_name(table, row[: len(table.primary_key)]) for row in rows}
-        for lease in doubted:
-            lease.settle(token, claimed, found=bool(result.rowcount))
+
+
+def _raise_together(
+    connection: Connection,
+    fenced: FencedTable,
+    naming: Sequence[Column[Any]],
+    rows: Sequence[tuple[Any, ...]],
+    token: int,
+) -> bool:
+    """Raise the fences of rows by one statement; return whether it is certain that it has found all of them.
+
+    They are locked before, for the UPDATE would do so in any order, and could not name the row that refuses.
+    """
+    table = fenced.table
+    key = tuple(table.primary_key)
+    keys = [row[: len(key)] for row in rows]
+    values = {row[len(key) :] for row in rows}
+    if len(values) > 1:
+        return False
+    found = is_one_of(key, keys)
+    locking = select(fenced.fence).where(found).order_by(*key).with_for_update(key_share=True)
+    if any(fence > token for fence in connection.scalars(locking)):
+        return False
+    named = (column == value for column, value in zip(naming, values.pop(), strict=True))
+    raised = connection.execute(
+        update(table).where(found, *named).values(unchanged_by_raising(table)),
+        execution_options={TOKEN_OPTION: token},
+    )
+    if raised.rowcount != len(rows):
+        return False
+    note_locked(connection, lambda: (row_name(table, each) for each in keys), len(keys))
+    return True
 
 
 def _try_lock(
@@ -451,14 +508,25 @@ def _load(target: Target, model: type[T], key: tuple[Any, ...]) -> T | None:
 
 
 def _load_claimed(
-    target: Target, statement: Select[Any], fenced: FencedTable, token_of: Mapping[tuple[Any, ...], int]
+    target: Target,
+    statement: Select[Any],
+    fenced: FencedTable,
+    token_of: Mapping[tuple[Any, ...], int],
+    order: Sequence[tuple[Any, ...]],
 ) -> list[Any]:
+    """Load what was claimed and matches still, in the query's order; of many rows, as it was before."""
     key = tuple(fenced.table.primary_key)
-    fresh = statement.where(is_one_of(key, token_of)).execution_options(populate_existing=True)
+    fresh = statement.limit(None).offset(None).execution_options(populate_existing=True)
     if target.connection.dialect.name in LOCKING_READS:
         fresh = fresh.with_for_update(read=True)
-    with target.reading():
-        found = target.session.scalars(fresh, bind_arguments=target.bind_arguments).unique().all()
+    found: list[Any] = []
+    for some in batched(order, KEYS_PER_QUERY):
+        query = fresh.where(is_one_of(key, some))
+        with target.reading():
+            found += target.session.scalars(query, bind_arguments=target.bind_arguments).unique()
+    if len(order) > KEYS_PER_QUERY:
+        place = {each: number for number, each in enumerate(order)}
+        found.sort(key=lambda instance: place[tuple(inspect(instance).identity)])
     return [_surely_claimed(target, instance, token_of) for instance in found]
 
 
@@ -470,23 +538,23 @@ def _surely_claimed(target: Target, instance: T, token_of: Mapping[tuple[Any, ..
     return claim(target.session, type(instance), key, bind_arguments=target.bind_arguments)
 
 
-def _raise_or_make(connection: Connection, resource: str, token: int) -> Insert:
+def _raise_or_make(connection: Connection, fences: Table, resource: str, token: int) -> Insert:
     """Return the statement that makes the resource's fence, or raises it, and locks its row either way.
 
     One statement, because two deadlock: InnoDB's shared lock of a missed INSERT, or its gap lock of a missed
     UPDATE, is held by both contenders when each wants to write.
     """
     row = {"resource": resource, FENCE_COLUMN: token}
-    fence = FENCES.c[FENCE_COLUMN]
+    fence = fences.c[FENCE_COLUMN]
     if connection.dialect.name in {"mysql", "mariadb"}:
-        of_mysql = mysql.insert(FENCES).values(row)
+        of_mysql = mysql.insert(fences).values(row)
         return of_mysql.on_duplicate_key_update(
             {FENCE_COLUMN: func.greatest(fence, of_mysql.inserted[FENCE_COLUMN])}
         )
     if connection.dialect.name == "postgresql":
-        of_postgresql = postgresql.insert(FENCES).values(row)
+        of_postgresql = postgresql.insert(fences).values(row)
         higher = func.greatest(fence, of_postgresql.excluded[FENCE_COLUMN])
         return of_postgresql.on_conflict_do_update(index_elements=["resource"], set_={FENCE_COLUMN: higher})
-    of_sqlite = sqlite.insert(FENCES).values(row)
+    of_sqlite = sqlite.insert(fences).values(row)
     higher = func.max(fence, of_sqlite.excluded[FENCE_COLUMN])
     return of_sqlite.on_conflict_do_update(index_elements=["resource"], set_={FENCE_COLUMN: higher})

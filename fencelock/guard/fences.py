@@ -10,10 +10,12 @@ from typing import Final
 
 from sqlalchemy import Column, MetaData, String, Table
 from sqlalchemy.dialects import mysql
+from sqlalchemy.engine import Connection
 
 from fencelock.guard._install import install
 from fencelock.guard._tables import (
     FENCE_COLUMN,
+    TRANSLATED,
     TRIGGER_MARK,
     FencedTable,
     ResourceTemplate,
@@ -39,6 +41,9 @@ def fence_table(metadata: MetaData, *, schema: str | None = None, trigger: bool 
     `last_fencing_token BIGINT NOT NULL DEFAULT 0` and `sealed_by VARCHAR(32)`, which tells an acquisition
     that seals whether it has done so already. It is fenced itself: each row by its own resource.
 
+    Where all calls of a program name one schema (as `metadata` may do), `gate` and sealed locks look for the
+    table there; else in the default schema of the connection, or where its `schema_translate_map` has that.
+
     Args:
         metadata: of the models.
         schema: where the table is.
@@ -51,6 +56,24 @@ def fence_table(metadata: MetaData, *, schema: str | None = None, trigger: bool 
     """
     if trigger not in (False, True):
         raise ValueError(f"the trigger of the fence table is False or True, not {trigger!r}")
+    table = _define(metadata, schema)
+    _schemas.add(table.schema)
+    if trigger:
+        install()
+        table.c[FENCE_COLUMN].info[TRIGGER_MARK] = True
+    return table
+
+
+def fences_of(connection: Connection) -> Table:
+    """Return the fence table that a connection's gates and seals are in."""
+    translated = connection.get_execution_options().get(TRANSLATED) or {}
+    if len(_schemas) != 1 or None in translated:
+        return FENCES
+    (schema,) = _schemas
+    return FENCES if schema is None else _define(FENCES.metadata, schema)
+
+
+def _define(metadata: MetaData, schema: str | None) -> Table:
     table = Table(
         FENCE_TABLE,
         metadata,
@@ -62,11 +85,11 @@ def fence_table(metadata: MetaData, *, schema: str | None = None, trigger: bool 
     )
     if fenced_table(table) is None:
         register(FencedTable(table, ResourceTemplate("{resource}", {"resource": table.c.resource})))
-    if trigger:
-        install()
-        table.c[FENCE_COLUMN].info[TRIGGER_MARK] = True
     return table
 
 
-FENCES: Final = fence_table(MetaData())
-"""The fence table in the connection's default schema, as `gate` writes to it."""
+FENCES: Final = _define(MetaData(), None)
+"""The fence table in the connection's default schema."""
+
+_schemas: set[str | None] = set()
+"""Those that `fence_table` was asked for."""

@@ -84,7 +84,8 @@ class FencedModel:
         ValueError: when the class is mapped, if `__fence_resource__` names what is no column of its table,
             names one of a type whose equal values are written in several ways, or the table has no column
             `last_fencing_token` or the model calls it something else; or if there is no such trigger.
-        TypeError: beside `MappedAsDataclass`, which takes `FencedDataclassModel`.
+        TypeError: beside `MappedAsDataclass`, which takes `FencedDataclassModel`, and beside SQLModel, which
+            takes the column alone: see docs/migrating.md.
     """
 
     __fence_resource__: ClassVar[str | None] = None
@@ -93,6 +94,14 @@ class FencedModel:
     def __init_subclass__(cls, **options: Any) -> None:
         if issubclass(cls, MappedAsDataclass):
             raise TypeError(f"{cls.__name__} is a dataclass: use FencedDataclassModel instead of FencedModel")
+        if _is_of_pydantic(cls) and not any(
+            FENCE_COLUMN in vars(each) for each in cls.__mro__ if not issubclass(FencedModel, each)
+        ):
+            raise TypeError(
+                f"{cls.__name__} is a model of pydantic, which takes no columns of SQLAlchemy from a mixin: "
+                f"leave FencedModel away, and write last_fencing_token: int = Field(default=0, "
+                f"sa_column=fence_column())"
+            )
         super().__init_subclass__(**options)
 
     last_fencing_token: Mapped[int] = mapped_column(
@@ -125,6 +134,11 @@ class FencedDataclassModel(MappedAsDataclass):
         repr=False,
         compare=False,
     )
+
+
+def _is_of_pydantic(model: type[Any]) -> bool:
+    """Tell whether a model is one of SQLModel, without loading what it is made with."""
+    return any(each.__module__.partition(".")[0] == "pydantic" for each in model.__mro__)
 
 
 def _on_mapped(mapper: Mapper[Any], model: type[Any]) -> None:

@@ -47,6 +47,7 @@ from fencelock.guard._tables import (
     fenced_table,
     harmless,
     impersonates_fenced,
+    inherits_fenced,
     is_harmless,
     note_harmless,
     sub_table_of,
@@ -334,6 +335,11 @@ def _refuse_unguardable(
                 f"where the fence of its rows is; set the foreign key on the objects that have it, or do "
                 f"without post_update"
             )
+    elif parent := inherits_fenced(table):
+        raise UnfencedWriteError(
+            f"{underlying(table).name!r} inherits from the fenced table {parent!r}, and its rows are rows of "
+            f"that one: write them through {parent!r}, or fence {underlying(table).name!r} as well"
+        )
     elif impersonates_fenced(table, options):
         raise UnfencedWriteError(
             f"this Table object is named {underlying(table).name!r} like a fenced table, but is not the one "

@@ -33,7 +33,7 @@ from fencelock._asyncio_engines import is_async_engine
 from fencelock.errors import LockError
 from fencelock.guard._bypass import BYPASS
 from fencelock.guard._tables import FENCE_COLUMN
-from fencelock.guard.fences import FENCES, SEAL_COLUMN
+from fencelock.guard.fences import SEAL_COLUMN, fences_of
 from fencelock.guard.session import passes_gate_here
 
 if TYPE_CHECKING:
@@ -51,9 +51,6 @@ _GRACE: Final = 0.3
 _BUSY_STATES: Final = frozenset({"55P03", "40001", "40P01", "57014"})
 _BUSY_NUMBERS: Final = frozenset({1020, 1205, 1213, 1969})
 _SQLITE_BUSY: Final = frozenset({5, 6})
-
-_fence = FENCES.c[FENCE_COLUMN]
-_sealed_by = FENCES.c[SEAL_COLUMN]
 
 
 class Sealed(NamedTuple):
@@ -270,16 +267,18 @@ def _raise_fence(connection: Connection, name: str, resource: str, token: int, n
     """
     row = {"resource": resource, FENCE_COLUMN: token, SEAL_COLUMN: nonce}
     options = {"fencelock": BYPASS}
+    fences = fences_of(connection)
+    is_lower = fences.c[FENCE_COLUMN] < token
     if name in _MYSQL:
-        connection.execute(mysql.insert(FENCES).prefix_with("IGNORE").values(row), execution_options=options)
-        higher = update(FENCES).where(FENCES.c.resource == resource, _fence < token)
+        connection.execute(mysql.insert(fences).prefix_with("IGNORE").values(row), execution_options=options)
+        higher = update(fences).where(fences.c.resource == resource, is_lower)
         connection.execute(
             higher.values({FENCE_COLUMN: token, SEAL_COLUMN: nonce}), execution_options=options
         )
     else:
-        insert: Any = (postgresql if name == "postgresql" else sqlite).insert(FENCES).values(row)
+        insert: Any = (postgresql if name == "postgresql" else sqlite).insert(fences).values(row)
         upsert = insert.on_conflict_do_update(
-            index_elements=["resource"], set_={FENCE_COLUMN: token, SEAL_COLUMN: nonce}, where=_fence < token
+            index_elements=["resource"], set_={FENCE_COLUMN: token, SEAL_COLUMN: nonce}, where=is_lower
         )
         connection.execute(upsert, execution_options=options)
     return _read(connection, resource) == (token, nonce)
@@ -287,7 +286,8 @@ def _raise_fence(connection: Connection, name: str, resource: str, token: int, n
 
 def _read(connection: Connection, resource: str) -> tuple[int, str | None]:
     """Return the fence of a resource as it is now, and who sealed it last."""
-    query = select(_fence, _sealed_by).where(FENCES.c.resource == resource)
+    fences = fences_of(connection)
+    query = select(fences.c[FENCE_COLUMN], fences.c[SEAL_COLUMN]).where(fences.c.resource == resource)
     if connection.dialect.name in _MYSQL:  # a plain SELECT reads an old snapshot, where there is one
         query = query.with_for_update()
     found = connection.execute(query).first()

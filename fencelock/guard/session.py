@@ -28,7 +28,7 @@ from functools import cache, partial, wraps
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
-from sqlalchemy import Executable, Table, event, inspect
+from sqlalchemy import URL, Engine, Executable, Table, event, inspect
 from sqlalchemy.engine import (
     Connection,
     ExceptionContext,
@@ -83,6 +83,8 @@ _FLUSH: Final = "_fencelock_flush"
 
 _WRITER: Final = "_fencelock_writer"
 """Where a connection has what its transaction, or an earlier one, writes under."""
+
+_MERGED: Final = "fencelock.merged"
 
 _at_gates: WeakKeyDictionary[Writer, None] = WeakKeyDictionary()
 """Those that have passed a gate; in no `WeakSet`, where one thread cannot look while another adds to it."""
@@ -805,13 +807,42 @@ def note_gate(connection: Connection, resource: str) -> None:
 
 def passes_gate_here(resource: str) -> bool:
     """Tell whether an open transaction of this thread, task or greenlet has passed the gate of a resource."""
+    return any(True for _ in _at_gate_here(resource))
+
+
+def _at_gate_here(resource: str) -> Iterator[Transaction]:
+    """Yield the open transactions of this thread, task or greenlet that have passed a resource's gate."""
     gate = resource, current_owner()
     for reference in _at_gates.keyrefs():
         writer = reference()
         transaction = None if writer is None else writer.transaction()
         if writer is not None and transaction is not None and transaction.is_active and gate in writer.gates:
-            return True
-    return False
+            yield transaction
+
+
+def refuse_to_wait_for_oneself(connection: Connection, resource: str) -> None:
+    """Refuse a gate that another open transaction of this very thread, task or greenlet has passed.
+
+    Raises:
+        FenceError: the database would wait for that transaction, which cannot go on meanwhile.
+    """
+    for transaction in _at_gate_here(resource):
+        other = transaction.connection
+        if other is not connection and _is_same_database(other.engine, connection.engine):
+            raise FenceError(
+                f"another transaction of this thread, task or greenlet has passed the gate of {resource!r} "
+                "and is still open: this one would wait for it for ever. Work in that one's session, or end "
+                "it first"
+            )
+
+
+def _is_same_database(one: Engine, other: Engine) -> bool:
+    def place(url: URL) -> tuple[Any, ...]:
+        return url.get_backend_name(), url.host, url.port, url.database
+
+    # Each pool on a database in memory has one of its own.
+    in_memory = one.url.database in {None, "", ":memory:"}
+    return one.pool is other.pool or (place(one.url) == place(other.url) and not in_memory)
 
 
 def refuse_bypass(options: Mapping[str, Any]) -> None:
@@ -836,11 +867,13 @@ def begin_writing(connection: Connection, options: Mapping[str, Any], fenced: Fe
         UnfencedWriteError: if each statement would be committed by itself.
     """
     writer = writer_of(connection)
+    if writer.has_transaction:
+        return writer
     level = options.get("isolation_level") or getattr(connection.dialect, "_on_connect_isolation_level", None)
-    if level != "AUTOCOMMIT" and not writer.has_transaction:
+    if level != "AUTOCOMMIT":
         commits_by_itself = _COMMITS_BY_ITSELF.get(connection.dialect.name, lambda _: False)
         writer.has_transaction = not commits_by_itself(connection.connection.dbapi_connection)
-    if level == "AUTOCOMMIT" or not writer.has_transaction:
+    if not writer.has_transaction:
         raise UnfencedWriteError(
             f"a write to {fenced.name!r} needs a transaction: on an AUTOCOMMIT connection the rows before a "
             f"refused one would stay written"
@@ -1202,9 +1235,22 @@ def writes_fenced_rows(
         return False
     flush = _flushes.get(session.hash_key)
     names = _key_names(mapper, table)
-    return flush is not None and all(
-        flush.writes(session, mapper, tuple([row.get(name) for name in names])) for row in rows
-    )
+    for row in rows:
+        identity = tuple([row.get(name) for name in names])
+        if _is_plain(session, mapper, fenced, identity):
+            continue
+        if flush is None or not flush.writes(session, mapper, identity):
+            return False
+    return True
+
+
+def _is_plain(session: Session, mapper: Mapper[Any], fenced: FencedTable, identity: tuple[Any, ...]) -> bool:
+    """Tell whether a row is that of an object whose class has no part in the fenced table."""
+    instance = session.identity_map.get(mapper.identity_key_from_primary_key(identity))
+    if instance is None:
+        return False
+    its: Mapper[Any] = inspect(instance).mapper
+    return fenced.table not in its.tables
 
 
 def _key_names(base: Mapper[Any], table: Table) -> list[str]:
@@ -1219,11 +1265,12 @@ def _key_names(base: Mapper[Any], table: Table) -> list[str]:
     return [labels[key] for key in keys] if labels.keys() == set(keys) else list(labels.values())
 
 
-class LoadedFences(dict[tuple[Any, ...], int | None]):
+class LoadedFences(dict[Any, int | None]):
     """By primary key, the fences that objects were loaded with whose rows of a table one flush writes.
 
-    None where that is not known. Of an object that the flush has replaced by a new one with its key (a row
-    switch), or that only a relationship with `post_update` writes, nobody has told; the session has it.
+    A key is the value of its one column, or a tuple of several, as `itemgetter` gives them. None where it is
+    not known. Of an object that the flush has replaced by a new one with its key (a row switch), or that only
+    a relationship with `post_update` writes, nobody has told; the session has it.
     """
 
     __slots__ = ("_fenced", "_session", "_told")
@@ -1236,11 +1283,12 @@ class LoadedFences(dict[tuple[Any, ...], int | None]):
         self._told = told
         self._fenced = fenced
 
-    def __missing__(self, identity: tuple[Any, ...]) -> int | None:
+    def __missing__(self, key: Any) -> int | None:
         session = self._session()
         mapper = self._fenced.mapper() if self._fenced.mapper else None
         if session is None or mapper is None:
             return None
+        identity = key if len(mapper.primary_key) > 1 else (key,)
         instance = session.identity_map.get(mapper.identity_key_from_primary_key(identity))
         state = None if instance is None else inspect(instance)
         return None if state is None or state in self._told else loaded_fence(state, state.dict)
@@ -1409,7 +1457,7 @@ def watch_mapper(mapper: Mapper[Any], fenced: FencedTable) -> None:
 class _Watch:
     """Stamps the objects of one mapper, and notes which resource guards each of them."""
 
-    __slots__ = ("_comparing", "_fenced", "_in_row", "_key", "_looked_up", "_naming")
+    __slots__ = ("_comparing", "_fenced", "_in_row", "_key", "_key_in", "_looked_up", "_naming")
 
     def __init__(self, mapper: Mapper[Any], fenced: FencedTable) -> None:
         columns: Iterable[tuple[str, Any]] = mapper.columns.items()
@@ -1417,6 +1465,7 @@ class _Watch:
         template = fenced.template
         self._fenced = fenced
         self._key = tuple(mapper.get_property_by_column(column).key for column in mapper.primary_key)
+        self._key_in = operator.itemgetter(*self._key)
         self._in_row = frozenset(own.values()) - {FENCE_COLUMN}
         self._comparing: dict[str, Callable[[Any, Any], Any]] = {}
         self._naming = tuple(own[column] for column in template.columns.values()) if template else ()
@@ -1434,7 +1483,7 @@ class _Watch:
     def on_update(self, _mapper: object, connection: Connection, state: InstanceState[Any]) -> None:
         current = state.dict
         writes_row = self._writes_row(state, current)
-        if not writes_row and not _has_changed(state, current):
+        if not writes_row and not _has_changed(state, current) and not _was_merged(state):
             return
         flush = _flushes.get(state.session_id) or flush_of(state)  # type: ignore[arg-type]  # it has a session
         flush.stamped.add(state)
@@ -1477,9 +1526,12 @@ class _Watch:
             return
         assigned = state.committed_state
         fence = loaded_fence(state, current)
-        loaded[tuple([current.get(key) for key in self._key])] = fence
+        try:
+            loaded[self._key_in(current)] = fence
+        except KeyError:  # the key is yet to be loaded, by the unit of work: so the fence counts as unknown
+            return
         if not assigned.keys().isdisjoint(self._key):  # by the old key then, if no cascade has changed it
-            loaded[tuple([assigned.get(key, current.get(key)) for key in self._key])] = fence
+            loaded[self._key_in({**current, **assigned})] = fence
 
     def _resource_of(self, state: InstanceState[Any]) -> str | None:
         """Return which resource guards an object, by its key alone."""
@@ -1499,6 +1551,7 @@ class _Watch:
                 return tokens.whole or tokens.of_table()
             values = _loaded_values(self._naming, state, current)
             if values is None:
+                self._refuse_null(state, current)
                 return tokens.of_new_row()
             if self._looked_up and state.key is not None:
                 flush.known[fenced][state.key[1]] = values
@@ -1506,6 +1559,21 @@ class _Watch:
         except FenceError as error:
             report(error, table=fenced.name)
             raise
+
+    def _refuse_null(self, state: InstanceState[Any], current: Mapping[str, Any]) -> None:
+        """Refuse a row whose resource has no name, and will have none."""
+        template = self._fenced.template
+        assert template is not None  # noqa: S101  it is asked for tables with a template
+        for name, column in zip(self._naming, template.columns.values(), strict=True):
+            comes_later = state.key is None and (
+                column.primary_key or column.default is not None or column.server_default is not None
+            )
+            if current.get(name) is None and column.nullable and not comes_later:
+                raise UnfencedWriteError(
+                    f"{name} of this row of {self._fenced.name!r} is NULL, so that {template.text!r} names "
+                    f"no resource and no lease can guard the row: name the resource by columns that are "
+                    f"never NULL, such as the primary key, or give {name} a value that stands for none"
+                )
 
     def _writes_row(self, state: InstanceState[Any], current: Mapping[str, Any]) -> bool:
         """Tell whether the unit of work will write the fenced row of a dirty object by itself."""
@@ -1535,6 +1603,16 @@ def flush_of(state: InstanceState[Any]) -> _Flush:
     session = state.session
     assert session is not None  # noqa: S101  an object that is being flushed has one
     return _flushes.get(session.hash_key) or _Flush(session)
+
+
+def note_merged(state: InstanceState[Any]) -> None:
+    """Note that values were merged into an object that differ from those of its row, and that are older."""
+    state.info[_MERGED] = True
+
+
+def _was_merged(state: InstanceState[Any]) -> bool:
+    """Tell, once, whether such values were merged into it."""
+    return "info" in vars(state) and state.info.pop(_MERGED, False)
 
 
 def _has_changed(state: InstanceState[Any], current: dict[str, Any]) -> bool:

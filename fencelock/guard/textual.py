@@ -47,6 +47,12 @@ def stamp_text(
     found = guarded(statement.text, connection.dialect.name)
     fenced = found and fenced_by_name(found.table, found.schema)
     if not found or not fenced:
+        if found and found.table in fenced_names():
+            raise UnfencedWriteError(
+                f"several tables are named {found.table!r} and are not guarded alike, so that it cannot be "
+                f"told which one this text writes: write its schema before the name, or use fenced_update() "
+                f"or fenced_delete() with execute_fenced()"
+            )
         return None
     writer = begin_writing(connection, options, fenced)
     _refuse_moving(found, fenced)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 import threading
 import time
@@ -10,7 +11,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, ForeignKey, String, create_engine, delete, event, func, insert, select, update
+from sqlalchemy import (
+    Engine,
+    ForeignKey,
+    MetaData,
+    String,
+    create_engine,
+    delete,
+    event,
+    func,
+    insert,
+    select,
+    update,
+)
 from sqlalchemy.exc import DBAPIError, InvalidRequestError, NoResultFound, OperationalError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_scoped_session, async_sessionmaker
 from sqlalchemy.orm import (
@@ -23,6 +36,7 @@ from sqlalchemy.orm import (
     scoped_session,
     sessionmaker,
 )
+from sqlalchemy.schema import CreateSchema, DropSchema
 
 from fencelock.errors import AmbiguousFenceError, StaleTokenError, UnfencedWriteError
 from fencelock.guard import (
@@ -37,7 +51,8 @@ from fencelock.guard import (
     gate,
     gate_async,
 )
-from fencelock.guard.session import note_gate, passes_gate_here
+from fencelock.guard.seal import Sealer
+from fencelock.guard.session import note_gate, passes_gate_here, writer_of
 from fencelock.lease import Lease, note_ended, note_held
 
 OLD = Lease("account:1", 1)
@@ -563,6 +578,115 @@ def test_nothing_is_claimed_past_the_guard(engine: Engine, take: Callable[[Sessi
             take(session)
         session.commit()
     assert fence(engine) == 0
+
+
+def test_gate_in_the_schema_that_the_models_are_in(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the program names one schema for the fence table; or where the connection translates that."""
+    if engine.dialect.name != "postgresql":
+        pytest.skip("a schema is a database of its own here")
+    monkeypatch.setattr("fencelock.guard.fences._schemas", set())
+    table = fence_table(MetaData(schema="cl_app"))
+    elsewhere = engine.execution_options(schema_translate_map={None: "cl_other"})
+    with engine.begin() as connection:
+        for schema in ("cl_app", "cl_other"):
+            connection.execute(DropSchema(schema, cascade=True, if_exists=True))
+            connection.execute(CreateSchema(schema))
+            table.to_metadata(MetaData(), schema=schema).create(connection)
+
+    def found(schema: str) -> list[str]:
+        with engine.connect() as connection:
+            return list(connection.scalars(select(table.to_metadata(MetaData(), schema=schema).c.resource)))
+
+    with Session(engine) as session:
+        bind(session, NEW)
+        gate(session)
+        session.commit()
+    assert (found("cl_app"), found("cl_other")) == ([NEW.resource], [])
+    with Session(elsewhere) as session:
+        bind(session, NEW)
+        gate(session)
+        session.commit()
+    assert found("cl_other") == [NEW.resource]
+    sealer = Sealer(engine)
+    wish = sealer.wish(("sealed",), (5,), time.monotonic() + 5)
+    assert sealer.seal(wish).done
+    assert "sealed" in found("cl_app")
+
+
+@pytest.fixture
+def hall(engine: Engine) -> Engine:
+    """The engine, with a hall of 1,200 seats: more than one statement claims."""
+    with engine.execution_options(fencelock="bypass").begin() as connection:
+        connection.execute(delete(Seat))
+        connection.execute(
+            insert(Seat), [{"row": row, "letter": ch} for row in range(1, 61) for ch in LETTERS]
+        )
+    return engine
+
+
+LETTERS = "abcdefghijklmnopqrst"
+
+
+def test_claim_all_of_many_rows(hall: Engine, new: Session) -> None:
+    """They are claimed some at a time, and come in the query's order; the name's columns are compared too."""
+    bind(new, Lease("room", 5))
+    sent: list[str] = []
+    event.listen(hall, "before_cursor_execute", lambda *args: sent.append(args[2]))
+    seats = claim_all(new, select(Seat).order_by(Seat.letter.desc(), Seat.row))
+    assert [(seat.letter, seat.row) for seat in seats] == [
+        (letter, row) for letter in reversed(LETTERS) for row in range(1, 61)
+    ]
+    assert {seat.last_fencing_token for seat in seats} == {5}
+    assert sum(each.startswith("UPDATE") for each in sent) == 3
+    new.commit()
+    assert len(claim_all(new, select(Seat).order_by(Seat.row, Seat.letter).offset(700).limit(30))) == 30
+
+
+def test_claim_all_of_many_rows_is_refused_as_a_whole(hall: Engine, new: Session) -> None:
+    """One of the last has a larger fence; the error names it."""
+    bind(new, Lease("room", 5))
+    claim(new, Seat, (60, "c"))
+    new.commit()
+    with Session(hall) as stale:
+        bind(stale, Lease("room", 4))
+        with pytest.raises(StaleTokenError) as caught:
+            claim_all(stale, select(Seat))
+        assert caught.value.identity == (60, "c")
+        stale.rollback()
+        assert stale.scalar(select(func.count()).where(Seat.last_fencing_token == 4)) == 0
+
+
+@pytest.mark.usefixtures("hall")
+def test_claim_all_of_many_rows_in_doubt_knows_what_it_had_locked(new: Session) -> None:
+    """So a claim of one of them can tell the end of a transaction that was lost."""
+    lease = Lease("room", 5)
+    bind(new, lease)
+    claim_all(new, select(Seat))
+    writer_of(new.connection()).doubt()
+    lease.remint(6, math.inf)
+    new.rollback()
+    claim(new, Seat, (1, "a"))
+    assert not lease.in_doubt
+
+
+def test_two_who_claim_all_of_many_rows_wait_for_each_other(hall: Engine) -> None:
+    """In whatever order their rows lie in the table."""
+    if hall.dialect.name == "sqlite":
+        pytest.skip("SQLite has one writer at a time")
+    with hall.execution_options(fencelock="bypass").begin() as connection:
+        for row in range(60, 0, -1):  # PostgreSQL puts what is written behind the rest
+            connection.execute(update(Seat).where(Seat.row == row).values(guest=f"{row}"))
+
+    def claim_them() -> int:
+        with Session(hall) as session:
+            bind(session, Lease("room", 5))
+            for _ in range(5):
+                count = len(claim_all(session, select(Seat).where(Seat.row > 0)))
+                session.commit()
+            return count
+
+    waits = [in_thread(claim_them) for _ in range(3)]
+    assert [wait() for wait in waits] == [1200] * 3
 
 
 def test_claim_all_of_nothing_is_empty(new: Session) -> None:

@@ -320,6 +320,37 @@ def test_a_row_that_the_ghost_has_deleted_settles_the_doubt(engine: Engine, door
         session.rollback()
 
 
+@pytest.mark.parametrize("work", ["criteria", "insert", "text"])
+def test_no_claim_settles_the_doubt_of_who_locked_nothing_known(
+    engine: Engine, door: Door, lease: Lease, work: str
+) -> None:
+    """Any row would be free for the taking, and show what was before; a gate as well."""
+    with Session(door.engine) as session:
+        bind(session, lease)
+        if work == "insert":
+            session.add(Entry(id=3, account=1, amount=90))
+        elif work == "text":
+            sql = (
+                "UPDATE doubt_entries SET amount = 90, last_fencing_token = :fencing_token "
+                "WHERE account = 1 AND last_fencing_token <= :fencing_token"
+            )
+            session.execute(text(sql))
+        else:
+            session.execute(update(Entry).where(Entry.account == 1, Entry.amount == 100).values(amount=90))
+        with pytest.raises(DBAPIError):
+            session.commit()
+    lease.remint(6, lease.expires_at)
+    with Session(engine) as session:
+        bind(session, lease)
+        refuses(
+            session,
+            "no claim can tell when it has ended.*at the beginning",
+            lambda each: claim(each, Account, 1),
+            gate,
+        )
+    door.let_through()
+
+
 def lose_at(engine: Engine, lease: Lease, attempt: Callable[[Session], object]) -> None:
     """Write under the lease, have the connection ended, and notice that by an attempt."""
     with Session(engine) as session:

@@ -692,11 +692,11 @@ def test_each_statement_asks_anew_what_is_held(session: Session) -> None:
         session.rollback()
         bind(session)
         write()
-        lease.doubt()
+        lease.doubt({"any"})
         with pytest.raises(CommitInDoubtError):
             session.execute(update(Stock).values(count=7))
         lease.remint(7, math.inf)
-        lease.settle(7, {"any"}, found=True)
+        lease.settle(7, {"any"})
         write()
         assert fences() == {7}
         lease.lose("its time ran out")

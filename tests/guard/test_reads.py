@@ -316,6 +316,25 @@ def test_fence_of_a_detached_object_counts(engine: Engine, way: str) -> None:
     assert stored(engine) == 50
 
 
+def test_merged_object_that_happens_to_be_what_the_row_is(engine: Engine) -> None:
+    """Both took 50 off: the row would look right, and one of them had not happened."""
+    with plain(engine) as session:
+        kept = session.get_one(Account, 1)
+        session.expunge(kept)
+    write(engine, 7)
+    with plain(engine) as session:
+        bind(session, lease(9))
+        session.merge(kept).balance -= 50
+        with refused():
+            session.commit()
+    with plain(engine) as session:
+        session.merge(kept)
+        session.rollback()
+        session.merge(session.get_one(Account, 1))
+        session.commit()
+    assert stored(engine) == 50
+
+
 def test_merged_object_that_is_newer_than_the_session_s_own(engine: Engine) -> None:
     """What is written comes from the object that was given, so that one's fence counts."""
     with plain(engine, expire_on_commit=False) as session:
@@ -464,9 +483,9 @@ class TestTheSameHolder:
             account = session.get_one(Account, 1)
             session.commit()
             write(engine, 7)  # the COMMIT whose answer was lost
-            hold.doubt()
+            hold.doubt({"rd_accounts(1,)"})
             hold.remint(9, hold.expires_at)
-            hold.settle(9, {"rd_accounts(1,)"}, found=True)
+            hold.settle(9, {"rd_accounts(1,)"})
             bind(session, hold)
             account.balance -= 10
             with refused():

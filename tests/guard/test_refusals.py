@@ -790,3 +790,43 @@ def test_table_that_was_plain_is_known_as_soon_as_a_fenced_one_has_its_name(engi
         del fenced
     finally:
         late.drop_all(engine)
+
+
+@pytest.mark.parametrize("parent", ["re_orders", ("other", "public.re_orders"), orders])
+def test_a_child_of_a_fenced_table_is_no_table_of_its_own(engine: Engine, parent: Any) -> None:
+    """Its rows are rows of the parent, as PostgreSQL has it; it says so itself."""
+    child = Table(
+        "re_children", MetaData(), Column("id", Integer, primary_key=True), postgresql_inherits=parent
+    )
+    with engine.connect() as connection, pytest.raises(UnfencedWriteError, match="inherits from the fenced"):
+        connection.execute(update(child).values(id=2))
+
+
+class Ticket(FencedModel, LateBase):
+    """Guarded by who works on it, if anybody does."""
+
+    __tablename__ = "re_tickets"
+    __fence_resource__ = "agent:{agent_id}"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    agent_id: Mapped[int | None]
+    title: Mapped[str] = mapped_column(String(20), default="")
+
+
+def test_a_row_whose_resource_has_no_name_says_so(engine: Engine) -> None:
+    """New or not; the error says what to do about the model."""
+    Ticket.metadata.create_all(engine)
+    with engine.execution_options(fencelock="bypass").begin() as connection:
+        connection.execute(delete(Ticket))
+        connection.execute(insert(Ticket), {"id": 1, "agent_id": None})
+    with Session(engine) as session:
+        bind(session, Lease("agent:7", 3))
+        session.add(Ticket(id=2))
+        with pytest.raises(UnfencedWriteError, match="agent_id of this row of 're_tickets' is NULL"):
+            session.flush()
+        session.rollback()
+        session.get_one(Ticket, 1).title = "x"
+        with pytest.raises(UnfencedWriteError, match="name the resource by columns that are never NULL"):
+            session.flush()
+        session.rollback()
+        session.add(Ticket(id=3, agent_id=7))
+        session.commit()

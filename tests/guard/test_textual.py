@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, String, bindparam, delete, insert, select, text
+from sqlalchemy import Engine, Integer, MetaData, String, bindparam, delete, insert, select, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from fencelock import FencedModel, Lease, LockLostError, StaleTokenError, UnfencedWriteError, bind
@@ -272,3 +272,28 @@ def test_without_the_parser_text_is_refused_and_the_error_says_so(
     finally:
         _text.guarded.cache_clear()
         _text.only_reads.cache_clear()
+
+
+@pytest.mark.parametrize("schema", [None, "tenant"])
+def test_a_copy_of_the_table_is_guarded_alike(fresh: Session, schema: str | None) -> None:
+    """As tests make them, and programs with a schema for each tenant; also of a table with one resource."""
+    copies = [
+        model.__table__.to_metadata(MetaData(), schema=schema)  # type: ignore[attr-defined]
+        for model in (Order, Entry)
+    ]
+    assert fresh.execute(text(GUARDED), {"id": 1, "status": "paid"}).rowcount == 1  # type: ignore[attr-defined]
+    assert copies[0].name == "tx_orders"
+
+
+def test_tables_of_one_name_that_are_not_guarded_alike(fresh: Session) -> None:
+    """It cannot be told which one a text means; the error says what to write."""
+    models = []
+    for resource in ("this:{id}", "that:{id}"):
+        base = type("Other", (DeclarativeBase,), {})
+        named = {"__tablename__": "tx_twins", "__fence_resource__": resource}
+        models.append(
+            type("Twin", (FencedModel, base), {**named, "id": mapped_column(Integer, primary_key=True)})
+        )
+    with pytest.raises(UnfencedWriteError, match="write its schema before the name"):
+        fresh.execute(text(GUARDED.replace("tx_orders", "tx_twins")), {"id": 1, "status": "paid"})
+    del models

@@ -9,12 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import BigInteger, Column, Engine, ForeignKey, Integer, MetaData, String, Table, create_engine
+import sqlmodel
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Engine,
+    ForeignKey,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    create_engine,
+)
 from sqlalchemy.ext.automap import automap_base
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, registry, relationship
 
-from fencelock.errors import UnfencedWriteError
-from fencelock.guard import FencedModel, bind, fence_column
+from fencelock.errors import StaleTokenError, UnfencedWriteError
+from fencelock.guard import FencedModel, bind, claim, fence_column
 from fencelock.lease import Lease
 
 
@@ -221,3 +232,39 @@ def test_a_process_that_has_no_other_fenced_table(tmp_path: Path) -> None:
         [sys.executable, tmp_path / "program.py"], capture_output=True, text=True, check=True
     )
     assert "order:1" in done.stdout
+
+
+def test_a_model_of_sqlmodel_has_the_column_alone(tmp_path: Path) -> None:
+    """As the error says that the mixin raises there; its rows are guarded as any other's."""
+    with pytest.raises(TypeError, match=r"sa_column=fence_column\(\)"):
+
+        class Mixed(FencedModel, sqlmodel.SQLModel, table=True):
+            id: int | None = sqlmodel.Field(default=None, primary_key=True)
+
+    class Hero(sqlmodel.SQLModel, table=True):
+        __tablename__ = "wm_heroes"
+        __fence_resource__ = "hero:{id}"
+        id: int | None = sqlmodel.Field(default=None, primary_key=True)
+        name: str = ""
+        last_fencing_token: int = sqlmodel.Field(default=0, sa_column=fence_column())
+
+    engine = create_engine(f"sqlite:///{tmp_path / 'heroes.sqlite'}")
+    Hero.metadata.create_all(engine)
+    with sqlmodel.Session(engine) as session:
+        bind(session, Lease("hero:1", 5))
+        session.add(Hero(id=1, name="a"))
+        session.commit()
+        claim(session, Hero, 1).name = "b"
+        session.commit()
+    with sqlmodel.Session(engine) as session:
+        bind(session, Lease("hero:1", 4))
+        with pytest.raises(StaleTokenError):
+            session.get_one(Hero, 1)
+    with sqlmodel.Session(engine) as session:
+        bind(session, Lease("hero:2", 9))
+        session.get_one(Hero, 1).name = "other"
+        with pytest.raises(UnfencedWriteError, match="'hero:1'"):
+            session.commit()
+    with sqlmodel.Session(engine) as session:
+        hero = session.exec(sqlmodel.select(Hero)).one()
+        assert (hero.name, hero.last_fencing_token) == ("b", 5)
