@@ -36,6 +36,7 @@ from fencelock.torture.history import (
     Release,
     Row,
     Run,
+    Style,
     Write,
     read_records,
 )
@@ -47,8 +48,18 @@ _BEARABLE = frozenset(
     {"node-blank", "node-rolling", "node-rollback", "node-flush", "database-kill", WORKER_KILL}
 )
 _SECOND = 1_000_000_000
+#: Styles that may overwrite where nothing is promised: docs/correctness.md, "What was read without a claim".
+_UNCLAIMED = frozenset({Style.GET, Style.BEFORE, Style.GATE})
 _R = TypeVar("_R", Run, Acquisition, Failure, Release, Write, Fault, Row, Cut)
 _Named = TypeVar("_Named", Acquisition, Write)
+
+
+class Open(StrEnum):
+    """The schedules in which an update of an unclaimed row is lost, and nothing was promised."""
+
+    EARLY_READ = "read before the lock"  #: its holder wrote once more, and left the fence as it had been read
+    SECOND_WRITE = "older holder's second write"  #: the same, of one whose lease had ended
+    TWO_HANDS = "one lease, two hands"  #: the fence was the holder's own
 
 
 class Rule(StrEnum):
@@ -112,7 +123,10 @@ class Verdict:
         lost_leases: holders who heard at their release that the lease had ended before.
         failures: how many attempts ended without the lock, by the error.
         outcomes: how many writes had which outcome.
-        lost_updates: how many acknowledged additions are missing in the rows at the end.
+        styles: how many writes of each style had which outcome.
+        refusals: how many writes were refused, by the error.
+        open: how many acknowledged additions were overwritten in a schedule that stays open.
+        lost_updates: how many others are missing in the rows at the end.
         rows: how many rows were looked at at the end.
         faults: how many there were, by their kind.
         unavailable: the longest time in which somebody wanted a lock and nobody anywhere got one.
@@ -130,6 +144,9 @@ class Verdict:
     lost_leases: int
     failures: Mapping[str, int]
     outcomes: Mapping[Outcome, int]
+    styles: Mapping[Style, Mapping[Outcome, int]]
+    refusals: Mapping[str, int]
+    open: Mapping[Open, int]
     lost_updates: int
     rows: int
     faults: Mapping[str, int]
@@ -165,6 +182,10 @@ class _Facts:
             raise HistoryError(f"a history is of one run, and says which: here are {len(self.of(Run))}")
         self.acquired = _by_resource(self.of(Acquisition))
         self.written = _by_resource(self.of(Write))
+        #: Those whose additions were overwritten in a schedule that stays open, and in which.
+        self.open = {
+            name: _overwritten(written, self.acquired.get(name, ())) for name, written in self.written.items()
+        }
         self.rows = {row.resource: row for row in self.of(Row)}
         if len(self.rows) < len(self.of(Row)):
             raise HistoryError("a row is found twice at the end of the run")
@@ -193,7 +214,13 @@ def check(records: Iterable[Record]) -> Verdict:
         lost_leases=sum(release.error == "LockLostError" for release in facts.of(Release)),
         failures=Counter(failure.error for failure in facts.of(Failure)),
         outcomes=Counter(write.outcome for write in facts.of(Write)),
-        lost_updates=sum(_missing(row, facts.written.get(name, [])) for name, row in facts.rows.items()),
+        styles=_styles(facts.of(Write)),
+        refusals=Counter(write.error for write in facts.of(Write) if write.outcome is Outcome.REFUSED),
+        open=Counter(each for found in facts.open.values() for each in found.values()),
+        lost_updates=sum(
+            _missing(row, facts.written.get(name, []), facts.open.get(name, {}))
+            for name, row in facts.rows.items()
+        ),
         rows=len(facts.rows),
         faults=Counter(fault.fault for fault in facts.of(Fault)),
         unavailable=_unavailable(facts),
@@ -241,11 +268,11 @@ def _violations(facts: _Facts) -> Iterator[Violation]:
     for acquired in facts.acquired.values():
         yield from _duplicates(acquired)
         yield from _regressions(acquired)
-    for written in facts.written.values():
-        yield from _read_twice(written)
+    for name, written in facts.written.items():
+        yield from _read_twice(written, facts.open[name])
         yield from _stale_accepts(written)
     for name, row in facts.rows.items():
-        yield from _at_the_end(row, facts.written.get(name, []))
+        yield from _at_the_end(row, facts.written.get(name, []), facts.open.get(name, {}))
     yield from _lost_leases(facts)
     yield from _wrong_lists(facts)
 
@@ -331,10 +358,51 @@ def _acknowledged(written: Iterable[Write]) -> list[Write]:
     return [write for write in written if write.outcome is Outcome.ACKNOWLEDGED]
 
 
-def _read_twice(written: Sequence[Write]) -> Iterator[Violation]:
+def _styles(written: Iterable[Write]) -> dict[Style, Counter[Outcome]]:
+    found: defaultdict[Style, Counter[Outcome]] = defaultdict(Counter)
+    for write in written:
+        found[write.style][write.outcome] += 1
+    return dict(sorted(found.items()))
+
+
+def _overwritten(written: Sequence[Write], acquired: Iterable[Acquisition]) -> dict[Write, Open]:
+    """Return the acknowledged additions that an unclaimed writer has overwritten where nothing is promised.
+
+    He had loaded the row with the fence that their token left, or that is his own; they came after that, for
+    they had read what he had read, or what came of it; and they were there before his own write, which leaves
+    a larger fence. Who passes the gate is promised that nobody else who does comes between.
+    """
+    locked = {each.token: each.completed for each in acquired}
+    later: defaultdict[int, list[Write]] = defaultdict(list)
+    for write in _acknowledged(written):
+        later[write.token].append(write)
+    found: dict[Write, Open] = {}
+    for writer in written:
+        if writer.style not in _UNCLAIMED or writer.outcome not in {Outcome.ACKNOWLEDGED, Outcome.UNKNOWN}:
+            continue
+        if writer.fence is None or writer.read is None:
+            continue
+        early = writer.read_at < locked.get(writer.token, 0)
+        left = Open.EARLY_READ if early else Open.SECOND_WRITE
+        for token, schedule in ((writer.fence, left), (writer.token, Open.TWO_HANDS)):
+            for other in later[token]:
+                if (
+                    other is not writer
+                    and other.read is not None
+                    and other.read >= writer.read
+                    and writer.read_at < other.ended
+                    and other.began < writer.ended
+                    and not (writer.style is other.style is Style.GATE)
+                ):
+                    found.setdefault(other, schedule)
+    return found
+
+
+def _read_twice(written: Sequence[Write], overwritten: Mapping[Write, Open]) -> Iterator[Violation]:
     """Lost updates, told by what was read: who builds on the same value undoes the other's addition."""
     firsts: dict[int | None, Write] = {}
-    for second in sorted(_acknowledged(written), key=attrgetter("ended")):
+    lasting = (write for write in _acknowledged(written) if write not in overwritten)
+    for second in sorted(lasting, key=attrgetter("ended")):
         first = firsts.setdefault(second.read, second)
         if first is not second and second.read is not None:
             yield Violation(
@@ -353,7 +421,7 @@ def _stale_accepts(written: Sequence[Write]) -> Iterator[Violation]:
     """
     seen = deque(
         sorted(
-            (write for write in written if write.outcome in {Outcome.ACKNOWLEDGED, Outcome.REFUSED}),
+            (write for write in written if write.outcome is Outcome.ACKNOWLEDGED or _was_below(write)),
             key=attrgetter("ended"),
         )
     )
@@ -361,7 +429,7 @@ def _stale_accepts(written: Sequence[Write]) -> Iterator[Violation]:
     for write in sorted(_acknowledged(written), key=attrgetter("began")):
         while seen and seen[0].ended < write.began:
             earlier = seen.popleft()
-            fence = max(fence, earlier.token + (earlier.outcome is Outcome.REFUSED))
+            fence = max(fence, earlier.token + _was_below(earlier))
         if write.token < fence:
             yield Violation(
                 Rule.NO_STALE_ACCEPT,
@@ -372,11 +440,16 @@ def _stale_accepts(written: Sequence[Write]) -> Iterator[Violation]:
             )
 
 
-def _at_the_end(row: Row, written: Sequence[Write]) -> Iterator[Violation]:
+def _was_below(write: Write) -> bool:
+    """Whether a write was refused because the row's fence was above its token."""
+    return write.outcome is Outcome.REFUSED and write.error in {"", "StaleTokenError"}
+
+
+def _at_the_end(row: Row, written: Sequence[Write], overwritten: Mapping[Write, Open]) -> Iterator[Violation]:
     """Compare what is in the row with what was written."""
     acknowledged = _acknowledged(written)
     unknown = sum(write.outcome is Outcome.UNKNOWN for write in written)
-    if not len(acknowledged) <= row.value <= len(acknowledged) + unknown:
+    if not len(acknowledged) - len(overwritten) <= row.value <= len(acknowledged) + unknown:
         yield Violation(
             Rule.NO_LOST_UPDATE,
             row.resource,
@@ -384,7 +457,8 @@ def _at_the_end(row: Row, written: Sequence[Write]) -> Iterator[Violation]:
             f"the row holds {row.value} after {len(acknowledged)} acknowledged additions and {unknown} of "
             "which nobody knows",
         )
-    read = max((write.read for write in acknowledged if write.read is not None), default=-1)
+    lasting = (write.read for write in acknowledged if write not in overwritten)
+    read = max((value for value in lasting if value is not None), default=-1)
     if read >= row.value:
         yield Violation(
             Rule.NO_LOST_UPDATE,
@@ -402,9 +476,9 @@ def _at_the_end(row: Row, written: Sequence[Write]) -> Iterator[Violation]:
         )
 
 
-def _missing(row: Row, written: Iterable[Write]) -> int:
-    """Count acknowledged additions that are not in the row."""
-    return max(0, len(_acknowledged(written)) - row.value)
+def _missing(row: Row, written: Iterable[Write], overwritten: Mapping[Write, Open]) -> int:
+    """Count acknowledged additions that are not in the row, and should be."""
+    return max(0, len(_acknowledged(written)) - len(overwritten) - row.value)
 
 
 class _Holds:
@@ -502,6 +576,10 @@ def describe(verdict: Verdict) -> Iterator[str]:
     )
     yield f"failures        {_tally(verdict.failures)}"
     yield f"writes          {_tally(verdict.outcomes)}"
+    for style, outcomes in verdict.styles.items():
+        yield f"  {style:<14}{_tally(outcomes)}"
+    if verdict.refusals:
+        yield f"refusals        {_tally(verdict.refusals)}"
     yield f"faults          {_tally(verdict.faults)}"
     yield (
         f"leases          {verdict.overstayed:,} holders worked longer than their first lease, "
@@ -519,6 +597,8 @@ def describe(verdict: Verdict) -> Iterator[str]:
         )
     elif verdict.acknowledged:
         yield "lost updates    the run was cut short: nobody looked at the rows at its end"
+    if verdict.open:
+        yield f"left open       {_tally(verdict.open)}: overwritten by who had claimed nothing"
     if verdict.cut:
         yield f"cut lines       {verdict.cut:,}, of workers that were killed while writing them"
     for violation in verdict.violations[:SHOWN]:

@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -16,7 +17,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from sqlalchemy import NullPool, create_engine, make_url
 from sqlalchemy.exc import SQLAlchemyError
 
-from fencelock.torture.settings import FAULTS, Settings
+from fencelock.torture.history import Style
+from fencelock.torture.settings import FAULTS, PROMISED, Settings
 
 if TYPE_CHECKING:
     from fencelock.torture.run import Progress as HowFar
@@ -67,6 +69,13 @@ def torture(
     output: Annotated[
         Path | None, typer.Option(help="A new folder for history and report; named by the time by default.")
     ] = None,
+    style: Annotated[
+        list[Style] | None,
+        typer.Option(
+            help="How writers come by what they write back, may be given again; by default all for which "
+            "something is promised. core is a control, and must end WRONG."
+        ),
+    ] = None,
     without_guard: Annotated[
         bool, typer.Option("--without-guard", help="A control: the table has no fence. Must end WRONG.")
     ] = False,
@@ -101,6 +110,7 @@ def torture(
             writes=0.0 if naive_tokens else writes,
             think=think,
             seed=random.SystemRandom().randrange(1_000_000) if seed is None else seed,
+            styles=tuple(dict.fromkeys(style or PROMISED)),
             guard=not without_guard,
             quorum=not naive_tokens,
         )
@@ -139,8 +149,9 @@ def _confirm(console: Console, settings: Settings, *, yes: bool) -> None:
         )
     if not settings.embedded_database:
         console.print(
-            "  database: the tables fencelock_torture_counters and fencelock_torture_plain_counters are "
-            "dropped, made anew, written to as fast as it goes, and dropped at the end",
+            "  database: the tables fencelock_torture_counters, …_versioned_counters and …_plain_counters "
+            "are dropped, made anew, written to as fast as it goes, and dropped at the end; a fence table is "
+            "made for that time where there is none",
             markup=False,
         )
     if yes:
@@ -170,6 +181,7 @@ def _run(console: Console, settings: Settings) -> Result:
     console.print(f"writing to {settings.output}; Ctrl-C ends it, with a verdict", markup=False)
     if not settings.embedded_database:
         _check_database(console, settings.database)
+        settings = _without_gates_of_others(console, settings)
     try:
         settings.output.mkdir(parents=True)
         with _bar(console, settings) as tell:
@@ -198,6 +210,16 @@ def _check_database(console: Console, url: str) -> None:
             f"{shown} is no database that can be used: {str(error).splitlines()[0]}\n"
             "Name one of: postgresql, sqlite, or a SQLAlchemy URL such as postgresql+psycopg://user@host/name",
         )
+
+
+def _without_gates_of_others(console: Console, settings: Settings) -> Settings:
+    """Leave a fence table alone that is there already."""
+    from fencelock.torture.table import has_fence_table  # noqa: PLC0415 - the run has loaded it
+
+    if Style.GATE not in settings.styles or not has_fence_table(settings.database):
+        return settings
+    console.print("without the style gate: the database has a fence table, which is yours", style="yellow")
+    return replace(settings, styles=tuple(each for each in settings.styles if each is not Style.GATE))
 
 
 @contextmanager

@@ -113,11 +113,22 @@ class Release:
     error: str = ""
 
 
+class Style(StrEnum):
+    """How a writer has come by what it writes back."""
+
+    CLAIM = "claim"  #: claimed it, then read
+    GATE = "gate"  #: passed the resource's gate in the same transaction, then read
+    GET = "get"  #: read under the lock, and claimed nothing
+    BEFORE = "before"  #: read before it asked for the lock, and kept the object
+    VERSIONED = "versioned"  #: as GET, in a table that has a `version_id_col` beside the fence
+    CORE = "core"  #: the control: as GET, written back by a statement that knows no object
+
+
 class Outcome(StrEnum):
     """What came of a write."""
 
     ACKNOWLEDGED = "acknowledged"  #: the COMMIT returned
-    REFUSED = "refused"  #: the guard refused it: a larger token had been there
+    REFUSED = "refused"  #: the guard refused it, or `version_id_col`: the error says which
     UNKNOWN = "unknown"  #: the connection was lost during the COMMIT
     FAILED = "failed"  #: something else went wrong before the COMMIT, and nothing was written
 
@@ -135,6 +146,9 @@ class Write:
         outcome: what came of it.
         read: the value that the row had when it was read; None where nothing was read.
         error: name of the error's class; empty for none.
+        style: how it had come by what it wrote back.
+        fence: which the row had when it was read, where the writer knows it.
+        read_at: when it was about to be read; 0 where that is not known.
     """
 
     kind: ClassVar[str] = "write"
@@ -146,6 +160,9 @@ class Write:
     outcome: Outcome
     read: int | None = None
     error: str = ""
+    style: Style = Style.CLAIM
+    fence: int | None = None
+    read_at: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +267,7 @@ def _record(facts: dict[str, Any]) -> Record:
         facts["resource"] = sys.intern(resource)
     if kind == Write.kind:
         facts["outcome"] = Outcome(facts["outcome"])
+        facts["style"] = Style(facts.get("style", Style.CLAIM))
     record = _KINDS[kind](**facts)
     if isinstance(record, Run) and record.version != VERSION:
         raise ValueError(f"it is of version {record.version}, and this fencelock reads version {VERSION}")

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Final
 
 from fencelock.lock import LockSettings
+from fencelock.torture.history import Style
 from fencelock.torture.settings import Settings
 
 _TIMEOUT: Final = 5.0
@@ -25,6 +26,7 @@ class Plan:
         think: seconds between the read and the write.
         together: read and write in one transaction, which keeps the row locked meanwhile; or else claim in
             one and write in the next.
+        style: how to come by what is written back.
     """
 
     resources: tuple[str, ...]
@@ -33,6 +35,7 @@ class Plan:
     writes: bool = False
     think: float = 0.0
     together: bool = False
+    style: Style = Style.CLAIM
 
 
 def names(settings: Settings) -> list[str]:
@@ -62,6 +65,8 @@ _SHARES: Final = {
 #: What the naive control can do.
 _SIMPLE: Final = {manner: _SHARES[manner] for manner in (Manner.QUICK, Manner.OVERSTAYING, Manner.BRIEF)}
 _SHARE_TOGETHER: Final = 0.3
+#: How much more often than in any other style.
+_CLAIMS: Final = 4
 
 
 def choose_plan(rng: random.Random, settings: Settings) -> Plan:
@@ -69,13 +74,16 @@ def choose_plan(rng: random.Random, settings: Settings) -> Plan:
     shares = _SHARES if settings.quorum else _SIMPLE
     (manner,) = rng.choices(list(shares), list(shares.values()))
     resources, lock, work = _hold(manner, rng, settings)
+    weights = [_CLAIMS if style is Style.CLAIM else 1 for style in settings.styles]
+    (style,) = rng.choices(settings.styles, weights)
     return Plan(
         resources,
         lock,
         work,
         writes=rng.random() < settings.writes,
         think=rng.expovariate(1 / settings.think) if settings.think else 0.0,
-        together=rng.random() < _SHARE_TOGETHER,
+        together=rng.random() < _SHARE_TOGETHER or style is Style.GATE,
+        style=style,
     )
 
 

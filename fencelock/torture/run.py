@@ -25,7 +25,7 @@ from fencelock.torture.clocks import Clocks
 from fencelock.torture.crew import Crew, Places
 from fencelock.torture.doubt import Doubt
 from fencelock.torture.faults import start_lanes
-from fencelock.torture.history import VERSION, Row, Run, line_of
+from fencelock.torture.history import VERSION, Row, Run, Style, line_of
 from fencelock.torture.journal import Journal, history_lines
 from fencelock.torture.plan import names
 from fencelock.torture.proxy import Proxies
@@ -197,15 +197,16 @@ def _servers(settings: Settings, faults: Sequence[str]) -> Iterator[_Servers]:
         database = stack.enter_context(_database(settings, folder))
         engine = table.engine_on(database)
         stack.callback(engine.dispose)
-        table.create_tables(engine, names(settings))
-        stack.callback(table.drop_tables, engine)
+        fences = Style.GATE in settings.styles
+        table.create_tables(engine, names(settings), fences=fences)
+        stack.callback(table.drop_tables, engine, fences=fences)
         proxies = None
         if "partition" in faults:
             rng = random.Random(f"{settings.seed}/weather")  # noqa: S311 - to be repeated
             proxies = stack.enter_context(Proxies(urls, rng))
         doubt = Doubt(database) if "database-kill" in faults else None
         if doubt is not None:
-            doubt.prepare(table.Base.metadata.tables)
+            doubt.prepare(each.name for each in table.tables(fences=fences))
         places = Places(urls, proxies.urls if proxies else (), namespace, database, settings.output)
         yield _Servers(places, authority, engine, Equipment(nodes, proxies, step, doubt))
 

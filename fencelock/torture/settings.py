@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from fencelock.torture.history import Style
+
 #: Every kind of fault, and what it does.
 FAULTS: Final = {
     "worker-pause": "SIGSTOP a worker for longer than its leases last",
@@ -25,6 +27,8 @@ FAULTS: Final = {
 _OF_NODES: Final = frozenset(
     {"node-pause", "node-blank", "node-rolling", "node-rollback", "node-replica", "node-flush"}
 )
+#: Styles of writing for which something is promised.
+PROMISED: Final = tuple(style for style in Style if style is not Style.CORE)
 #: The servers that are started unless others are named.
 EMBEDDED: Final = ("postgresql", "sqlite")
 
@@ -50,6 +54,7 @@ class Settings:
         writes: which share of the holders writes to the database.
         think: seconds between the read and the write, on average.
         seed: decides what is chosen at random; when it happens is up to the machine.
+        styles: how the writers come by what they write back.
         guard: whether the table is fenced.
         quorum: whether tokens are minted by fencelock; or else in the obvious, naive way.
     """
@@ -70,6 +75,7 @@ class Settings:
     writes: float = 0.5
     think: float = 0.01
     seed: int = 0
+    styles: tuple[Style, ...] = PROMISED
     guard: bool = True
     quorum: bool = True
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,14 @@ from fencelock.authority.base import Authority
 from fencelock.authority.redlock.redlock import Redlock
 from fencelock.errors import FencelockError, LockError
 from fencelock.lock import FencedLock, fenced_lock
-from fencelock.torture.history import Acquisition, Failure, Release
+from fencelock.torture.history import Acquisition, Failure, Release, Style
 from fencelock.torture.journal import Journal
 from fencelock.torture.keeper import Keeper
 from fencelock.torture.naive import NaiveRedlock
 from fencelock.torture.plan import Plan, choose_plan
 from fencelock.torture.settings import Settings
 from fencelock.torture.storage import Storage
-from fencelock.torture.table import engine_on
+from fencelock.torture.table import async_engine_on, engine_on
 
 #: Redlock for workers that do not wait for paused nodes for long, which then answer late.
 IMPATIENT: dict[str, Any] = {"node_timeout": 0.2, "connect_timeout": 0.5, "outage_grace": 0.5}
@@ -138,6 +138,7 @@ class Worker:
         self._journal = Journal(assignment.journal)
         self._storage = Storage(
             engine_on(assignment.database),
+            async_engine_on(assignment.database) if assignment.tasks else None,
             self._journal,
             assignment.number,
             guard=assignment.settings.guard,
@@ -152,7 +153,7 @@ class Worker:
             threading.Thread(target=keeper.run, daemon=True).start()
         while not self._over():
             plan = choose_plan(self._rng, self._settings)
-            lock = self._lock(plan)
+            lock, before = self._lock(plan), self._storage.read_before(plan)
             began = time.monotonic_ns()
             try:
                 lock.acquire()
@@ -162,7 +163,7 @@ class Worker:
                 continue
             self._note_acquisition(lock, began)
             time.sleep(plan.work)
-            if plan.writes and not self._storage.add(_tokens(lock), plan):
+            if plan.writes and not self._storage.add(_tokens(lock), plan, before):
                 self._settle(lock, plan)
             self._release(lock)
 
@@ -172,7 +173,7 @@ class Worker:
         with suppress(LockError):
             lock.remint()
             self._note_remint(lock, old, stopped)
-            self._storage.add(_tokens(lock), plan)
+            self._storage.add(_tokens(lock), _settling(plan), {})
 
     def _release(self, lock: FencedLock[Any]) -> None:
         tokens, worked_until = _tokens(lock), time.monotonic_ns()
@@ -196,6 +197,7 @@ class Worker:
         while not self._over():
             plan = choose_plan(self._rng, self._settings)
             lock = self._lock(plan)
+            before = await asyncio.to_thread(self._storage.read_before, plan)
             began = time.monotonic_ns()
             try:
                 await lock.aio.acquire()
@@ -206,7 +208,7 @@ class Worker:
             self._note_acquisition(lock, began)
             if plan.work:
                 await asyncio.sleep(plan.work)
-            if plan.writes and not await asyncio.to_thread(self._storage.add, _tokens(lock), plan):
+            if plan.writes and not await self._storage.add_soon(_tokens(lock), plan, before):
                 await self._settle_soon(lock, plan)
             await self._release_soon(lock)
 
@@ -215,7 +217,7 @@ class Worker:
         with suppress(LockError):
             await lock.aio.remint()
             self._note_remint(lock, old, stopped)
-            await asyncio.to_thread(self._storage.add, _tokens(lock), plan)
+            await self._storage.add_soon(_tokens(lock), _settling(plan), {})
 
     async def _release_soon(self, lock: FencedLock[Any]) -> None:
         tokens, worked_until = _tokens(lock), time.monotonic_ns()
@@ -304,6 +306,11 @@ def _keepers(assignment: Assignment, journal: Journal, over: Callable[[], bool])
         return Keeper(ours, kept, settings.ttl, authority, journal, over)
 
     return [keeper(kept) for kept in sorted({ours, (ours + 1) % settings.workers})]
+
+
+def _settling(plan: Plan) -> Plan:
+    """Return how to add again after a COMMIT in doubt: what the lost transaction had written is claimed."""
+    return plan if plan.style is Style.GATE else replace(plan, style=Style.CLAIM)
 
 
 def _tokens(lock: FencedLock[Any]) -> dict[str, int]:

@@ -14,6 +14,7 @@ from fencelock.torture.history import (
     Release,
     Row,
     Run,
+    Style,
     Write,
     write_record,
 )
@@ -47,9 +48,13 @@ def write(
     outcome: Outcome = Outcome.ACKNOWLEDGED,
     *,
     resource: str = "r",
+    error: str = "",
+    style: Style = Style.CLAIM,
+    fence: int | None = None,
+    read_at: int = 0,
 ) -> Write:
     """Make one."""
-    return Write(0, resource, token, began, ended, outcome, read)
+    return Write(0, resource, token, began, ended, outcome, read, error, style, fence, read_at)
 
 
 def row(value: int, fence: int | None, *, resource: str = "r") -> Row:
