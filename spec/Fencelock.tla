@@ -73,14 +73,14 @@ Init ==
     /\ snap = disk
     /\ out = [n \in Node |-> [now |-> FALSE, ever |-> IF disk[n].adm THEN 1 ELSE 0, again |-> FALSE, twin |-> FALSE]]
     /\ acq = [a \in 1..Acqs |-> [begun |-> FALSE, done |-> FALSE, cfg |-> None, floor |-> NoToken,
-                                 votes |-> {}, acks |-> {}, tok |-> NoToken, at |-> 0, v |-> 0]]
+                                 votes |-> {}, acks |-> {}, tok |-> NoToken, at |-> 0, v |-> 0, f |-> NoToken, old |-> FALSE]]
     /\ rec = [k \in 1..Recs |-> [ph |-> "idle", kind |-> "recover", all |-> FALSE, cfg |-> None, tk |-> NoTickets,
                                  tr |-> NoTickets, rd |-> {}, mx |-> 0, mc |-> 0, e |-> 0,
                                  ack |-> NoTickets, ok |-> {}, up |-> {}]]
     /\ op = [o \in 1..Ops |-> [ph |-> "idle", old |-> None, f |-> None, tk |-> NoTickets, tr |-> NoTickets, q1 |-> {}, q2 |-> {}, mx |-> 0,
                                e |-> 0, ack |-> NoTickets, ok |-> {}]]
     /\ raises = {}
-    /\ db = [fence |-> NoToken, by |-> 0, v |-> 0, writes |-> 0, stale |-> FALSE]
+    /\ db = [fence |-> NoToken, by |-> 0, writes |-> 0, stale |-> FALSE, lost |-> FALSE, over |-> FALSE]
     /\ left = [lose |-> Losses, roll |-> Rollbacks, restart |-> Restarts]
 
 -------------------------------------------------------------------------------
@@ -184,25 +184,51 @@ Restore(a, n) ==
 -------------------------------------------------------------------------------
 (* The storage: claim, read, write. A write that is under way may still land      *)
 (* after its sender has given up (COMMIT in doubt), as any action may come late.  *)
+(* What the row holds is how often it was written: who writes when it is not what *)
+(* he has read overwrites something.                                              *)
+(* acq[a].at: 0 nothing yet, 1 claimed, 2 claimed and read, 3 has an object that   *)
+(* he did not claim. Of that, .f is the fence that was loaded with it, and .old    *)
+(* whether somebody else has changed the fence since.                              *)
+
+\* db is about to hold this fence, by a's doing.
+Fenced(a, fence) == [b \in 1..Acqs |-> IF b /= a /\ acq[b].at = 3 /\ fence /= db.fence
+                                       THEN [acq[b] EXCEPT !.old = TRUE] ELSE acq[b]]
 
 Claim(a) ==
-    /\ With("guard") /\ acq[a].done /\ acq[a].at = 0 /\ ~Broken("no_claim")
+    /\ With("guard") /\ acq[a].done /\ acq[a].at \in {0, 3} /\ ~Broken("no_claim")
     /\ ~Below(acq[a].tok, db.fence)
     /\ db' = [db EXCEPT !.fence = acq[a].tok]
-    /\ acq' = [acq EXCEPT ![a].at = 1]
+    /\ acq' = [Fenced(a, acq[a].tok) EXCEPT ![a].at = 1, ![a].f = NoToken, ![a].old = FALSE]
     /\ UNCHANGED <<run, disk, snap, out, rec, op, raises, left>>
 
 Read(a) ==
     /\ With("guard") /\ acq[a].done /\ acq[a].at = (IF Broken("no_claim") THEN 0 ELSE 1)
-    /\ acq' = [acq EXCEPT ![a].at = 2, ![a].v = db.v]
+    /\ acq' = [acq EXCEPT ![a].at = 2, ![a].v = db.writes]
     /\ UNCHANGED <<run, disk, snap, out, rec, op, raises, db, left>>
 
 Write(a) ==
     /\ With("guard") /\ acq[a].at = 2 /\ db.writes < 4
     /\ ~Below(acq[a].tok, db.fence) \/ Broken("no_guard")
-    /\ db' = [db EXCEPT !.fence = IF Below(@, acq[a].tok) THEN acq[a].tok ELSE @, !.v = acq[a].v + 1,
-                        !.writes = @ + 1, !.stale = @ \/ Below(acq[a].tok, db.fence)]
-    /\ acq' = [acq EXCEPT ![a].at = IF Broken("no_claim") THEN 0 ELSE 1]
+    /\ LET fence == IF Below(db.fence, acq[a].tok) THEN acq[a].tok ELSE db.fence IN
+        /\ db' = [db EXCEPT !.fence = fence, !.writes = @ + 1, !.stale = @ \/ Below(acq[a].tok, db.fence),
+                            !.lost = @ \/ acq[a].v /= db.writes]
+        /\ acq' = [Fenced(a, fence) EXCEPT ![a].at = IF Broken("no_claim") THEN 0 ELSE 1]
+    /\ UNCHANGED <<run, disk, snap, out, rec, op, raises, left>>
+
+\* Without a claim: an object may be loaded at any time, also before the lock, and is kept after it was written.
+Load(a) ==
+    /\ With("unclaimed") /\ acq[a].at \in {0, 3}
+    /\ acq' = [acq EXCEPT ![a].at = 3, ![a].v = db.writes, ![a].f = db.fence, ![a].old = FALSE]
+    /\ UNCHANGED <<run, disk, snap, out, rec, op, raises, db, left>>
+
+\* What the unit of work writes of it; that the loaded fence is not above the token is checked before anything is sent.
+Save(a) ==
+    /\ With("unclaimed") /\ acq[a].done /\ acq[a].at = 3 /\ db.writes < 4
+    /\ IF Broken("no_loaded") THEN ~Below(acq[a].tok, db.fence)
+       ELSE ~Below(acq[a].tok, acq[a].f) /\ db.fence \in {acq[a].f, acq[a].tok}
+    /\ db' = [db EXCEPT !.fence = acq[a].tok, !.writes = @ + 1, !.over = @ \/ acq[a].old,
+                        !.lost = @ \/ (Broken("none_open") /\ acq[a].v /= db.writes)]
+    /\ acq' = [Fenced(a, acq[a].tok) EXCEPT ![a].v = db.writes + 1, ![a].f = acq[a].tok]
     /\ UNCHANGED <<run, disk, snap, out, rec, op, raises, left>>
 
 -------------------------------------------------------------------------------
@@ -548,7 +574,7 @@ Careless(n) ==
 -------------------------------------------------------------------------------
 Next ==
     \/ \E a \in 1..Acqs :
-        \/ Complete(a) \/ Claim(a) \/ Read(a) \/ Write(a)
+        \/ Complete(a) \/ Claim(a) \/ Read(a) \/ Write(a) \/ Load(a) \/ Save(a)
         \/ \E n \in Node : \/ Grant(a, n) \/ Confirm(a, n) \/ Release(a, n) \/ Restore(a, n)
                            \/ \E f \in Fingerprints : Begin(a, n, f)
                            \/ \E b \in 1..Acqs : Remint(a, b, n)
@@ -569,7 +595,9 @@ Spec == Init /\ [][Next]_vars
 P1 == \A a, b \in 1..Acqs : a /= b /\ acq[a].done /\ acq[b].done => acq[a].tok /= acq[b].tok
 P2 == \A a \in 1..Acqs : acq[a].done => Below(acq[a].floor, acq[a].tok)
 NoStaleWrite == ~db.stale
-NoLostUpdate == db.v = db.writes
+\* Of those who claim; a mutant, which must fail, asks it of all.
+NoLostUpdate == ~db.lost
+NoStaleRead == ~db.over
 \* Why recovery is right: whoever has forgotten what he did in an epoch never votes in it again. Within an epoch
 \* then nobody forgets, and the lock core is right; and the epoch is the upper half of the token.
 NeverAgain == \A n \in Node : ~out[n].again

@@ -85,6 +85,8 @@ RUNS = (
     Run("REMINT, 1 loss", recs=1, maxe=1, lose=1, feature="remint"),
     Run("guard with claim", acqs=3, maxg=3, feature="guard", long=True),
     Run("guard with claim, 2", feature="guard", tlc=True),
+    Run("guard without claims", feature="guard,unclaimed", tlc=True),
+    Run("guard without claims, 3 holders", acqs=3, maxg=3, feature="guard,unclaimed", long=True),
     Run("sealed, every node forgets", lose=3, long=True, feature="sealed"),
     Run("sealed, a majority forgets", lose=2, feature="sealed"),
     Run("init, 2 losses", ops=1, lose=2, feature="init"),
@@ -346,4 +348,6 @@ RUNS = (
     Run("M seal with <=", lose=2, mutant="seal_le", feature="sealed", tlc=True),
     Run("M no claim", mutant="no_claim", feature="guard", tlc=True),
     Run("M no guard", mutant="no_guard", feature="guard", tlc=True),
+    Run("M not what was loaded", mutant="no_loaded", feature="guard,unclaimed", tlc=True),
+    Run("M nothing stays open", mutant="none_open", feature="guard,unclaimed", tlc=True),
 )

@@ -42,7 +42,7 @@ struct Column {  // all that concerns one server: sorting columns is exact symme
     u8 op_tk[MAX_OPS], op_same[MAX_OPS], op_q1[MAX_OPS], op_q2[MAX_OPS], op_ack[MAX_OPS], op_ok[MAX_OPS];
     u32 votes[MAX_ACQS], acks[MAX_ACQS];  // bit 8e + g - 1
 };
-struct Acq { u8 begun, done, cfg, fe, fg, te, tg, at, v; };
+struct Acq { u8 begun, done, cfg, fe, fg, te, tg, at, v, le, lg, old; };  // le, lg: the fence that was loaded
 struct Rec { u8 ph, all, cfg, mx, mc, e, kind; };
 struct Op { u8 ph, l, old, f, mx, e; };
 struct State {
@@ -51,13 +51,13 @@ struct State {
     Rec rec[MAX_RECS];
     Op op[MAX_OPS];
     u16 raises;  // bit 4 * fingerprint + epoch
-    u8 fe, fg, by, v, writes, stale, lose, roll, restart;
+    u8 fe, fg, by, writes, stale, lost, over, lose, roll, restart;
 };
 
 static int N, A, K, O, MAXG, MAXE, SPARE = -1;  // SPARE: a server in no list, until it is somebody's double
 static int lists[4], n_lists;
-static bool hint, remint, sealed, restore_, guard, all_restarted, init_, only_outcome, unpromised, stray, once, descending, double_, finish, rise, reload;
-static bool mixed_epochs, no_ownership, no_own_limit, no_write_back, seal_le, restore_early, no_claim, no_guard, client_ticket,
+static bool hint, remint, sealed, restore_, guard, all_restarted, init_, only_outcome, unpromised, stray, once, descending, double_, finish, rise, reload, unclaimed;
+static bool mixed_epochs, no_ownership, no_own_limit, no_write_back, seal_le, restore_early, no_claim, no_guard, no_loaded, none_open, client_ticket,
     ticket_unbound, closed_read, read_begin, no_promise_field, no_epoch, raise_first, admit_first, admit_lowers_p, no_ticket, no_next,
     one_pass, open_unpromised, ticket_apart, fixed_ids, no_past, any_incarnation, any_memory, init_unordered, init_one_look, admit_unraised, all_unraised, raise_double, finish_unpromised, one_look;
 
@@ -221,6 +221,52 @@ template <class Emit> static void remints(const State& s, int a, Emit emit) {
     }
 }
 
+// The row is about to have this fence, by a's doing.
+static void fenced(State& t, int a, int e, int g) {
+    for (int b = 0; b < A; b++)
+        if (b != a && t.acq[b].at == 3 && (t.fe != e || t.fg != g)) t.acq[b].old = 1;
+    t.fe = e, t.fg = g;
+}
+
+template <class Emit> static void storage(const State& s, Emit emit) {
+    for (int a = 0; a < A; a++) {
+        const Acq& q = s.acq[a];
+        bool not_below = !below(q.te, q.tg, s.fe, s.fg);
+        if (guard && q.done && (q.at == 0 || q.at == 3) && !no_claim && not_below) {
+            State t = s;
+            fenced(t, a, q.te, q.tg);
+            t.acq[a].at = 1, t.acq[a].le = t.acq[a].lg = t.acq[a].old = 0;
+            emit(t, "Claim", a + 1, 0);
+        }
+        if (guard && q.done && q.at == (no_claim ? 0 : 1)) {
+            State t = s;
+            t.acq[a].at = 2, t.acq[a].v = s.writes;
+            emit(t, "Read", a + 1, 0);
+        }
+        if (guard && q.at == 2 && s.writes < 4 && (not_below || no_guard)) {
+            State t = s;
+            if (not_below) fenced(t, a, q.te, q.tg);
+            t.writes++, t.stale |= !not_below, t.lost |= q.v != s.writes, t.acq[a].at = no_claim ? 0 : 1;
+            emit(t, "Write", a + 1, 0);
+        }
+        if (unclaimed && (q.at == 0 || q.at == 3)) {
+            State t = s;
+            Acq& u = t.acq[a];
+            u.at = 3, u.v = s.writes, u.le = s.fe, u.lg = s.fg, u.old = 0;
+            emit(t, "Load", a + 1, 0);
+        }
+        bool as_loaded = (s.fe == q.le && s.fg == q.lg) || (s.fe == q.te && s.fg == q.tg);
+        if (unclaimed && q.done && q.at == 3 && s.writes < 4 && (no_loaded ? not_below : as_loaded && !below(q.te, q.tg, q.le, q.lg))) {
+            State t = s;
+            Acq& u = t.acq[a];
+            fenced(t, a, q.te, q.tg);
+            t.writes++, t.over |= q.old, t.lost |= none_open && q.v != s.writes;
+            u.v = t.writes, u.le = q.te, u.lg = q.tg;
+            emit(t, "Save", a + 1, 0);
+        }
+    }
+}
+
 template <class Emit> static void acquisitions(const State& s, const std::vector<int>& known, Emit emit) {
     for (int a = 0; a < A; a++) {
         const Acq& q = s.acq[a];
@@ -278,24 +324,6 @@ template <class Emit> static void acquisitions(const State& s, const std::vector
                 u.lka = a + 1, u.lke = b / 8, u.lkg = b % 8 + 1, u.lkm = 0;
                 emit(t, "Restore", a + 1, n);
             }
-        }
-        if (!guard || !q.done) continue;
-        bool not_below = !below(q.te, q.tg, s.fe, s.fg);
-        if (q.at == 0 && !no_claim && not_below) {
-            State t = s;
-            t.fe = q.te, t.fg = q.tg, t.acq[a].at = 1;
-            emit(t, "Claim", a + 1, 0);
-        }
-        if (q.at == (no_claim ? 0 : 1)) {
-            State t = s;
-            t.acq[a].at = 2, t.acq[a].v = s.v;
-            emit(t, "Read", a + 1, 0);
-        }
-        if (q.at == 2 && s.writes < 4 && (not_below || no_guard)) {
-            State t = s;
-            if (below(s.fe, s.fg, q.te, q.tg)) t.fe = q.te, t.fg = q.tg;
-            t.v = q.v + 1, t.writes++, t.stale |= !not_below, t.acq[a].at = no_claim ? 0 : 1;
-            emit(t, "Write", a + 1, 0);
         }
     }
 }
@@ -641,6 +669,7 @@ template <class Emit> void Explorer::successors(const State& s, Emit emit) {
     for (int f = 0; f <= O; f++)
         if (seen >> f & 1 && (f == 0 ? !init_ : true)) known.push_back(f);
     acquisitions(s, known, emit);
+    storage(s, emit);
     recovery(s, known, emit);
     operators(s, init_ ? std::vector<int>{0} : known, emit);
     faults(s, emit);
@@ -655,7 +684,8 @@ static const char* violated(const State& s) {
         if (!below(q.fe, q.fg, q.te, q.tg)) return "P2";
     }
     if (s.stale) return "NoStaleWrite";
-    if (s.v != s.writes) return "NoLostUpdate";
+    if (s.lost) return "NoLostUpdate";
+    if (s.over) return "NoStaleRead";
     if (sealed || only_outcome) return nullptr;
     for (int n = 0; n < N; n++)
         if (s.node[n].again) return "NeverAgain";
@@ -912,11 +942,11 @@ int main(int argc, char** argv) {
     std::map<std::string, bool*> flags = {
         {"hint", &hint}, {"remint", &remint}, {"sealed", &sealed}, {"restore", &restore_}, {"guard", &guard},
         {"all_restarted", &all_restarted}, {"init", &init_}, {"only_outcome", &only_outcome}, {"unpromised", &unpromised}, {"stray", &stray}, {"once", &once}, {"descending", &descending},
-        {"double", &double_}, {"finish", &finish}, {"rise", &rise}, {"reload", &reload}};
+        {"double", &double_}, {"finish", &finish}, {"rise", &rise}, {"reload", &reload}, {"unclaimed", &unclaimed}};
     std::map<std::string, bool*> rules = {
         {"mixed_epochs", &mixed_epochs}, {"no_ownership", &no_ownership}, {"no_own_limit", &no_own_limit},
         {"no_write_back", &no_write_back}, {"seal_le", &seal_le}, {"restore_early", &restore_early}, {"no_claim", &no_claim},
-        {"no_guard", &no_guard}, {"client_ticket", &client_ticket}, {"ticket_unbound", &ticket_unbound},
+        {"no_guard", &no_guard}, {"no_loaded", &no_loaded}, {"none_open", &none_open}, {"client_ticket", &client_ticket}, {"ticket_unbound", &ticket_unbound},
         {"closed_read", &closed_read}, {"read_begin", &read_begin}, {"no_promise_field", &no_promise_field},
         {"no_epoch", &no_epoch}, {"raise_first", &raise_first}, {"admit_first", &admit_first}, {"admit_lowers_p", &admit_lowers_p}, {"no_ticket", &no_ticket},
         {"no_next", &no_next}, {"one_pass", &one_pass}, {"open_unpromised", &open_unpromised}, {"ticket_apart", &ticket_apart},

@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import subprocess
 import tomllib
 from collections.abc import Callable, Iterator
@@ -34,6 +35,10 @@ from fencelock.embedded import Node, Nodes, Postgres
 
 ROOT = Path(__file__).parent.parent
 DEFAULT_MARIADB_URL = "mysql+pymysql://root@127.0.0.1:3306/"
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell has its background jobs ignore Ctrl-C, and the programs that tests interrupt would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
