@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import Self
 
 import pytest
@@ -23,6 +24,7 @@ from fencelock import (
     Redlock,
     StaleTokenError,
     claim,
+    fenced_lock,
     fenced_transaction,
     gate,
 )
@@ -530,6 +532,45 @@ def test_another_resource_has_a_transaction_of_its_own(authority: Redlock, accou
             assert other is not session
         spend(session, 10)
     assert balance(accounts) == 90
+
+
+def test_another_session_does_not_write_beside_it(authority: Redlock, accounts: Engine) -> None:
+    """What the gated transaction has read it would write over that, and the fence is the lease's own."""
+    with fenced_transaction(accounts, "account:1", authority=authority) as session:
+        account = session.get_one(Account, 1)
+        read = account.balance
+        with Session(accounts) as other, pytest.raises(FenceError, match="Work in that one's session"):
+            claim(other, Account, 1)
+        account.balance = read - 10
+    assert balance(accounts) == 90
+
+
+def test_others_write_beside_it(authority: Redlock, accounts: Engine, tmp_path: Path) -> None:
+    """Another thread that the lease was handed to, a holder of an older token, and another database."""
+
+    def hand_on() -> None:
+        with Session(accounts) as other:
+            bind(other, lease)
+            claim(other, Account, 1)
+            other.commit()
+
+    with fenced_lock("account:1", authority=authority) as older:
+        pass
+    elsewhere = create_engine(f"sqlite:///{tmp_path / 'elsewhere.db'}")
+    Base.metadata.create_all(elsewhere)
+    with fenced_transaction(accounts, "account:1", authority=authority):
+        (lease,) = held_leases()
+        with Session(elsewhere) as other:
+            other.add(Account(id=1, balance=5))
+            other.commit()
+        if accounts.dialect.name != "sqlite":  # which has one writer at a time
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(hand_on).result()
+            with Session(accounts) as other:
+                bind(other, Lease("account:1", older))
+                with pytest.raises(StaleTokenError):
+                    claim(other, Account, 1)
+    elsewhere.dispose()
 
 
 @pytest.mark.parametrize("way", ["transaction", "gate"])

@@ -282,11 +282,14 @@ class Writer:
         """Note that the transaction is written under a lease, which is that of this resource; or claims.
 
         Raises:
+            FenceError: if another transaction of this thread, task or greenlet has passed the gate with it.
             UnfencedWriteError: if it has been given back, and waits for transactions of before at most.
         """
         if claiming and lease.in_doubt:
             self.claiming.add(lease)
         if self.remembered.get(resource) is not lease:
+            if _at_gates:
+                _refuse_beside_gate(connection, resource, lease)
             self.need(lease, connection)
             if not lease.usable:  # it was when the flush began
                 raise UnfencedWriteError(
@@ -810,14 +813,36 @@ def passes_gate_here(resource: str) -> bool:
     return any(True for _ in _at_gate_here(resource))
 
 
-def _at_gate_here(resource: str) -> Iterator[Transaction]:
+def _at_gate_here(resource: str) -> Iterator[tuple[Writer, Transaction]]:
     """Yield the open transactions of this thread, task or greenlet that have passed a resource's gate."""
     gate = resource, current_owner()
     for reference in _at_gates.keyrefs():
         writer = reference()
         transaction = None if writer is None else writer.transaction()
         if writer is not None and transaction is not None and transaction.is_active and gate in writer.gates:
-            yield transaction
+            yield writer, transaction
+
+
+def _refuse_beside_gate(connection: Connection, resource: str, lease: Lease) -> None:
+    """Refuse to write under a lease with whose gate another transaction of this very owner is open.
+
+    That one would write what it has read over this, and the fence, which is the lease's own, would not tell.
+
+    Raises:
+        FenceError: if there is one, in the same database.
+    """
+    for writer, transaction in _at_gate_here(resource):
+        other = transaction.connection
+        if (
+            other is not connection
+            and writer.remembered.get(resource) is lease
+            and _is_same_database(other.engine, connection.engine)
+        ):
+            raise FenceError(
+                f"another transaction of this thread, task or greenlet has passed the gate of {resource!r} "
+                "and is still open: what it has read, it may write over this. Work in that one's session, or "
+                "end it first"
+            )
 
 
 def refuse_to_wait_for_oneself(connection: Connection, resource: str) -> None:
@@ -826,7 +851,7 @@ def refuse_to_wait_for_oneself(connection: Connection, resource: str) -> None:
     Raises:
         FenceError: the database would wait for that transaction, which cannot go on meanwhile.
     """
-    for transaction in _at_gate_here(resource):
+    for _, transaction in _at_gate_here(resource):
         other = transaction.connection
         if other is not connection and _is_same_database(other.engine, connection.engine):
             raise FenceError(
