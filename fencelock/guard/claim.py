@@ -240,8 +240,9 @@ def gate(
 
     It guards what rows cannot guard themselves: INSERTs, a DELETE followed by an INSERT, and whole
     aggregates of rows that are not fenced one by one. Until the transaction ends, no other holder passes
-    the gate of this resource; afterwards, older ones never do. Pass it before reading, as with `claim`. The
-    fence table is part of your metadata once `fence_table(Base.metadata)` was called; migrate then.
+    the gate of this resource; afterwards, older ones never do; and this thread, task or greenlet writes under
+    the lease in this session only. Pass it before reading, as with `claim`. The fence table is part of your
+    metadata once `fence_table(Base.metadata)` was called; migrate then.
 
     Args:
         session: whose transaction passes the gate.
