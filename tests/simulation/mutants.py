@@ -329,6 +329,13 @@ MUTANTS = (
     _guard("no guard", "a write is refused below the row's fence", compares=False, control=_GUARD),
     _guard("no stamp", "a write raises the row's fence", stamps=False),
     _guard("no claim", "the fence is raised before anything is read", claims=False),
+    Mutant(
+        "not what was loaded",
+        "without a claim, an object is written only over the fence that it was loaded with",
+        control="tests/guard/test_unclaimed_histories.py::"
+        "test_without_what_was_loaded_others_are_overwritten",
+        seeds=0,
+    ),
     _guard("check, then write", "fence and row are looked at and written at once", at_once=False),
     _guard(
         "a holder writes once", "a write with the token that the fence is at is accepted", allows_again=False
