@@ -539,7 +539,7 @@ def test_another_session_does_not_write_beside_it(authority: Redlock, accounts: 
     with fenced_transaction(accounts, "account:1", authority=authority) as session:
         account = session.get_one(Account, 1)
         read = account.balance
-        with Session(accounts) as other, pytest.raises(FenceError, match="Work in that one's session"):
+        with Session(accounts) as other, pytest.raises(FenceError, match="Work in its session"):
             claim(other, Account, 1)
         account.balance = read - 10
     assert balance(accounts) == 90

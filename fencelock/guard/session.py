@@ -823,6 +823,14 @@ def _at_gate_here(resource: str) -> Iterator[tuple[Writer, Transaction]]:
             yield writer, transaction
 
 
+def _at_gate_elsewhere(connection: Connection, resource: str) -> Iterator[Writer]:
+    """Yield what those of them write under that are in the same database, on other connections."""
+    for writer, transaction in _at_gate_here(resource):
+        other = transaction.connection
+        if other is not connection and _is_same_database(other.engine, connection.engine):
+            yield writer
+
+
 def _refuse_beside_gate(connection: Connection, resource: str, lease: Lease) -> None:
     """Refuse to write under a lease with whose gate another transaction of this very owner is open.
 
@@ -831,18 +839,11 @@ def _refuse_beside_gate(connection: Connection, resource: str, lease: Lease) -> 
     Raises:
         FenceError: if there is one, in the same database.
     """
-    for writer, transaction in _at_gate_here(resource):
-        other = transaction.connection
-        if (
-            other is not connection
-            and writer.remembered.get(resource) is lease
-            and _is_same_database(other.engine, connection.engine)
-        ):
-            raise FenceError(
-                f"another transaction of this thread, task or greenlet has passed the gate of {resource!r} "
-                "and is still open: what it has read, it may write over this. Work in that one's session, or "
-                "end it first"
-            )
+    if any(writer.remembered.get(resource) is lease for writer in _at_gate_elsewhere(connection, resource)):
+        raise FenceError(
+            f"another transaction of this thread, task or greenlet has passed the gate of {resource!r} and "
+            f"is still open: what it has read, it may write over this. Work in its session, or end it first"
+        )
 
 
 def refuse_to_wait_for_oneself(connection: Connection, resource: str) -> None:
@@ -851,14 +852,11 @@ def refuse_to_wait_for_oneself(connection: Connection, resource: str) -> None:
     Raises:
         FenceError: the database would wait for that transaction, which cannot go on meanwhile.
     """
-    for _, transaction in _at_gate_here(resource):
-        other = transaction.connection
-        if other is not connection and _is_same_database(other.engine, connection.engine):
-            raise FenceError(
-                f"another transaction of this thread, task or greenlet has passed the gate of {resource!r} "
-                "and is still open: this one would wait for it for ever. Work in that one's session, or end "
-                "it first"
-            )
+    if any(True for _ in _at_gate_elsewhere(connection, resource)):
+        raise FenceError(
+            f"another transaction of this thread, task or greenlet has passed the gate of {resource!r} and "
+            f"is still open: this one would wait for it for ever. Work in its session, or end it first"
+        )
 
 
 def _is_same_database(one: Engine, other: Engine) -> bool:
