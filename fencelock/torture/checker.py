@@ -505,8 +505,12 @@ class _Holds:
         return max(end, hold.completed)
 
     def promised_end(self, hold: Acquisition) -> int:
-        """Return until when the holder worked and had been promised to be alone."""
-        return max(hold.completed, min(self.end(hold), hold.valid_until))
+        """Return until when the holder is known to have worked while it had been promised to be alone.
+
+        One who was killed may have released, and not have come to write it down.
+        """
+        released = self._releases.get((hold.worker, hold.resource, hold.token), hold.completed)
+        return max(hold.completed, min(released, hold.valid_until))
 
     def overstayed(self) -> int:
         """Count the holds that lasted longer than had been promised at first."""

@@ -53,7 +53,7 @@ def kill_worker(stage: Stage, rng: random.Random) -> None:
 
 
 def _choose_worker(stage: Stage, rng: random.Random) -> int:
-    """Return one in the worst moment, which is between a read and its write; if there is none, anyone."""
+    """Return one in the worst moment, which is before a write or its COMMIT; if there is none, anyone."""
     return rng.choice(stage.crew.thinking or range(len(stage.crew)))
 
 

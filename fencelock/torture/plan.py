@@ -24,6 +24,7 @@ class Plan:
         work: seconds to hold it before anything is written.
         writes: whether to write.
         think: seconds between the read and the write.
+        late: think between the write and its COMMIT instead.
         together: read and write in one transaction, which keeps the row locked meanwhile; or else claim in
             one and write in the next.
         style: how to come by what is written back.
@@ -34,6 +35,7 @@ class Plan:
     work: float = 0.0
     writes: bool = False
     think: float = 0.0
+    late: bool = False
     together: bool = False
     style: Style = Style.CLAIM
 
@@ -65,6 +67,7 @@ _SHARES: Final = {
 #: What the naive control can do.
 _SIMPLE: Final = {manner: _SHARES[manner] for manner in (Manner.QUICK, Manner.OVERSTAYING, Manner.BRIEF)}
 _SHARE_TOGETHER: Final = 0.3
+_SHARE_LATE: Final = 0.3
 #: How much more often than in any other style.
 _CLAIMS: Final = 4
 
@@ -82,6 +85,7 @@ def choose_plan(rng: random.Random, settings: Settings) -> Plan:
         work,
         writes=rng.random() < settings.writes,
         think=rng.expovariate(1 / settings.think) if settings.think else 0.0,
+        late=rng.random() < _SHARE_LATE,
         together=rng.random() < _SHARE_TOGETHER or style is Style.GATE,
         style=style,
     )

@@ -1,7 +1,8 @@
 """One addition, as an application would do it: read, think, write, COMMIT; noted before and after.
 
-How the reader comes by what it writes back is its style (`history.Style`). Blocking code and coroutines take
-the same steps, each with a session of its own kind.
+Some think between the write and its COMMIT instead. How the reader comes by what it
+writes back is its style (`history.Style`). Blocking code and coroutines take the same steps, each with a
+session of its own kind.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Storage:
         journal: where each addition is noted.
         worker: whose it is.
         guard: whether to use the fenced tables.
-        thinking: what surrounds the time between a read and its write.
+        thinking: what surrounds the time between a read and its write, or between that and its COMMIT.
     """
 
     def __init__(
@@ -119,9 +120,12 @@ class Storage:
                 counters = self._read(session, additions, plan, before)
                 if not plan.together:
                     session.commit()  # a claim stays: by the fence, no longer by the row's lock
+                if plan.late:
+                    self._write(session, counters, additions)
                 with self._thinking():
                     time.sleep(plan.think)
-                self._write(session, counters, additions)
+                if not plan.late:
+                    self._write(session, counters, additions)
             except (FencelockError, StaleDataError, DBAPIError) as error:
                 return self._note_failure(additions, error)
             try:
@@ -140,9 +144,12 @@ class Storage:
                 counters = await session.run_sync(self._read, additions, plan, before)
                 if not plan.together:
                     await session.commit()
+                if plan.late:
+                    await session.run_sync(self._write, counters, additions)
                 with self._thinking():
                     await asyncio.sleep(plan.think)
-                await session.run_sync(self._write, counters, additions)
+                if not plan.late:
+                    await session.run_sync(self._write, counters, additions)
             except (FencelockError, StaleDataError, DBAPIError) as error:
                 return self._note_failure(additions, error)
             try:
