@@ -203,7 +203,7 @@ def remove(hold: Hold) -> None:
     for resource in hold.grant.resources:
         key = (hold.authority, hold.owner, resource)
         if _holds.has(key, hold):
-            del _holds[key]
+            _holds.pop(key, None)  # a signal handler may have been here
 
 
 def owners_of(authority: Authority, resources: Iterable[str]) -> list[object]:

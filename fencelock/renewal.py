@@ -54,7 +54,8 @@ Extended = Grant | FencelockError
 class Agenda:
     """When each hold is to be looked at: in steps of a sixteenth of its interval, so that batches form.
 
-    Not for two threads at once, save `strike`. Holds are referred to weakly.
+    Not for two threads at once, save `strike`; but a signal handler may plan in the midst of planning. Holds
+    are referred to weakly.
 
     Attributes:
         next_at: when something is to be done; infinite if nothing is.
@@ -84,13 +85,10 @@ class Agenda:
         self.strike(hold)
         width = interval / _PARTS
         hold.planned = step = (math.ceil(at / width - self._phase) + self._phase) * width
-        holds = self._steps.get(step)
-        if holds is None:
-            self._steps[step] = {hold.itself}
-            heapq.heappush(self._times, step)
-            self.next_at = min(self.next_at, step)
-        else:
-            holds.add(hold.itself)
+        if step not in self._steps:
+            heapq.heappush(self._times, step)  # twice, if a handler does the same here
+        self._steps.setdefault(step, set()).add(hold.itself)
+        self.next_at = min(self.next_at, step)
 
     def strike(self, hold: Hold) -> None:
         """Take a hold off the agenda."""
@@ -106,8 +104,8 @@ class Agenda:
                 if (hold := reference()) is not None and not hold.over:
                     self.plan(hold, *first_look(hold, now))
         due: list[Hold] = []
-        while self._times and (self._times[0] <= now or not self._steps[self._times[0]]):
-            references = self._steps.pop(heapq.heappop(self._times))
+        while self._times and (self._times[0] <= now or not self._steps.get(self._times[0])):
+            references = self._steps.pop(heapq.heappop(self._times), ())
             # A copy, made in one step: another thread may strike one.
             due += [hold for reference in list(references) if (hold := reference()) is not None]
         self.next_at = min(self._admits_at, self._times[0] if self._times else math.inf)
@@ -235,7 +233,7 @@ class ThreadRenewer:
 
     def __init__(self) -> None:
         self._agenda = Agenda()
-        self._mutex = threading.Lock()
+        self._mutex = threading.RLock()  # for signal handlers that lock, and strike in the midst of it
         self._changed = threading.Condition(self._mutex)
         self._wakes_at = -math.inf
         self._thread: threading.Thread | None = None
@@ -280,12 +278,12 @@ class ThreadRenewer:
 
     def _start(self) -> None:
         # An empty context: the thread must not keep the leases of whoever happened to start it.
-        self._thread = threading.Thread(
+        self._thread = thread = threading.Thread(
             target=contextvars.Context().run, args=(self._work,), name="fencelock-renewal", daemon=True
         )
         self._changed.notify_all()  # one that is too many ends
         try:
-            self._thread.start()
+            thread.start()
         except RuntimeError as error:  # too many threads, or the interpreter is on its way out
             self._thread = None
             logger.warning("leases are not extended, for no thread can be started: %s", error)

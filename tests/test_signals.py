@@ -102,6 +102,34 @@ threads = sum(thread.name == "fencelock-renewal" and thread.is_alive() for threa
 print(json.dumps({"interrupted": count, "left": found, "threads": threads}))
 """
 
+#: Locks in a handler, while a lock is taken, minted anew and given back; some handlers strike within others.
+_LOCKING_IN_HANDLERS = """
+from fencelock import Redlock, fenced_lock
+from fencelock._holds import everything_held
+
+authority = Redlock(sys.argv[1:])
+count = 0
+
+def lock_too(*_):
+    global count
+    count += 1
+    with fenced_lock(f"handler{count}", authority=authority, ttl=5):
+        pass
+
+signal.signal(signal.SIGALRM, lock_too)
+signal.setitimer(signal.ITIMER_REAL, 0.001, 0.003)
+until = time.monotonic() + 4
+rounds = 0
+while time.monotonic() < until:
+    rounds += 1
+    lock = fenced_lock(f"body{rounds}", authority=authority, ttl=5)
+    with lock:
+        lock.remint()
+signal.setitimer(signal.ITIMER_REAL, 0)
+threads = sum(thread.name == "fencelock-renewal" and thread.is_alive() for thread in threading.enumerate())
+print(json.dumps({"handlers": count, "rounds": rounds, "held": len(everything_held()), "threads": threads}))
+"""
+
 
 def run(program: str, *arguments: str) -> dict[str, Any]:
     """Run a program while it is interrupted; return what it printed last."""
@@ -126,6 +154,17 @@ def test_nothing_is_left_of_a_block_that_was_interrupted(nodes: Nodes) -> None:
     assert said["left"] == []
     assert said["threads"] <= 1
     assert said["interrupted"] > 300
+
+
+def test_a_handler_may_lock_too(nodes: Nodes) -> None:
+    """It may strike where renewal is planned, and waits for nothing that it has interrupted."""
+    urls = [node.url for node in nodes[:3]]
+    with Redlock(urls) as authority:
+        authority.init()
+    said = run(_LOCKING_IN_HANDLERS, *urls)
+    assert said["handlers"] > 100
+    assert said["rounds"] > 10
+    assert (said["held"], said["threads"]) == (0, 1)
 
 
 def test_an_interruption_while_numbers_are_packed_does_not_end_the_interpreter() -> None:

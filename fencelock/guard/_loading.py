@@ -20,7 +20,7 @@ from fencelock.errors import StaleTokenError
 from fencelock.guard._bypass import is_bypassed
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table
 from fencelock.guard.events import report
-from fencelock.guard.session import leases_of, note_merged, refuse
+from fencelock.guard.session import leases_of, loaded_fence, note_merged, refuse
 from fencelock.lease import Lease
 from fencelock.token import MAX_TOKEN
 
@@ -63,17 +63,33 @@ class _FenceProperty(ColumnProperty[Any]):
         What is written then may happen to be what the row has by now. It was computed from an older state all
         the same, so it is written, and refused.
         """
-        if source_state.key is None or source_dict.get(self.key) is None:
+        fence = source_dict.get(self.key)
+        if source_state.key is None or fence is None:
             return
         loaded = {**dest_dict, **dest_state.committed_state}
-        if loaded.get(self.key) != source_dict[self.key] and any(
+        if loaded.get(self.key) != fence and any(
             key in loaded and loaded[key] != value
             for key, value in source_dict.items()
             if key in self._columns
         ):
             note_merged(dest_state)
-        dest_state.committed_state.pop(self.key, None)
-        dest_dict[self.key] = source_dict[self.key]
+        known = loaded_fence(dest_state, dest_dict)
+        if known is None or fence <= known or self._leave_none_behind(source_dict, dest_state, dest_dict):
+            dest_state.committed_state.pop(self.key, None)
+            dest_dict[self.key] = fence
+
+    def _leave_none_behind(
+        self, source_dict: Mapping[str, Any], dest_state: Any, dest_dict: dict[str, Any]
+    ) -> bool:
+        """Have what is not merged be loaded again, for it is older than the fence; tell whether it can be.
+
+        What was changed cannot. Then the object keeps the older fence.
+        """
+        older = [key for key in self._columns if key in dest_dict and key not in source_dict]
+        if not dest_state.committed_state.keys().isdisjoint(older):
+            return False
+        dest_state._expire_attributes(dest_dict, older)  # noqa: SLF001  as SQLAlchemy does where it merges
+        return True
 
     @property
     def _columns(self) -> Collection[str]:

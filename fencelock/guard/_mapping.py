@@ -6,7 +6,7 @@ shall have collections, links and joined sub-tables guarded like everybody else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -50,6 +50,7 @@ def on_mapped(mapper: Mapper[Any], model: type[Any]) -> None:
     _mapped.add(mapper)
     base = _base_table(mapper, model)
     _refuse_another_name(mapper, model)
+    _refuse_another_key(mapper, model, base)
     if trigger := check_trigger(getattr(model, "__fence_trigger__", False)):
         base.c[FENCE_COLUMN].info[TRIGGER_MARK] = trigger
     fenced = fenced_table(base)
@@ -85,6 +86,21 @@ def _refuse_another_name(mapper: Mapper[Any], model: type[Any]) -> None:
         raise ValueError(
             f"{model.__name__} maps the column {FENCE_COLUMN!r} under another name, or not at all; the guard "
             f"stamps objects through the attribute of this very name"
+        )
+
+
+def _refuse_another_key(mapper: Mapper[Any], model: type[Any], base: Table) -> None:
+    """Refuse a model that names its rows by another key than its table."""
+    known: Mapping[Any, Any] = mapper._columntoproperty  # noqa: SLF001  `get_property_by_column` raises instead
+    of_table, of_model = (
+        [known.get(column) for column in key] for key in (base.primary_key, mapper.primary_key)
+    )
+    if of_table != of_model:
+        raise ValueError(
+            f"{model.__name__} says primary_key={[column.key for column in mapper.primary_key]!r} in "
+            f"__mapper_args__, and the primary key of its fenced table {base.name!r} is "
+            f"{[column.key for column in base.primary_key]!r}: leave it away, or give the table that key, in "
+            f"this order; by it the guard knows what was loaded of a row"
         )
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import _thread
 import operator
 import re
+import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache, partial, wraps
@@ -1294,9 +1295,13 @@ class LoadedFences(dict[Any, int | None]):
     A key is the value of its one column, or a tuple of several, as `itemgetter` gives them. None where it is
     not known. Of an object that the flush has replaced by a new one with its key (a row switch), or that only
     a relationship with `post_update` writes, nobody has told; the session has it.
+
+    Attributes:
+        moved: those of objects whose key has changed, by the new one. Their rows have it already where a
+            cascade of the database has been there before; else it may be another row's still.
     """
 
-    __slots__ = ("_fenced", "_session", "_told")
+    __slots__ = ("_fenced", "_session", "_told", "moved")
 
     def __init__(
         self, session: ReferenceType[Session], told: Container[InstanceState[Any]], fenced: FencedTable
@@ -1305,6 +1310,12 @@ class LoadedFences(dict[Any, int | None]):
         self._session = session
         self._told = told
         self._fenced = fenced
+        self.moved: dict[Any, int | None] = {}
+
+    def note(self, key: Any, fence: int | None) -> None:
+        """Note the fence of an object; the lower one, should there be two of one row."""
+        other = self.get(key)
+        self[key] = fence if other is None else other if fence is None else min(fence, other)
 
     def __missing__(self, key: Any) -> int | None:
         session = self._session()
@@ -1313,8 +1324,10 @@ class LoadedFences(dict[Any, int | None]):
             return None
         identity = key if len(mapper.primary_key) > 1 else (key,)
         instance = session.identity_map.get(mapper.identity_key_from_primary_key(identity))
-        state = None if instance is None else inspect(instance)
-        return None if state is None or state in self._told else loaded_fence(state, state.dict)
+        if instance is None:
+            return self.moved.get(key)
+        state = inspect(instance)
+        return None if state in self._told else loaded_fence(state, state.dict)
 
 
 class _Flush:
@@ -1377,6 +1390,9 @@ class _Flush:
         return identity in map(tuple, keys)  # a new object, or one with a new key
 
 
+_order: Final = threading.Lock()
+"""Held while the order of listeners is changed."""
+
 _flushes: dict[int, _Flush] = {}
 """Those that write fenced rows, by the number that a session has and its objects know.
 
@@ -1392,20 +1408,37 @@ def _forget_flush(number: int, gone: object) -> None:
 
 
 class _NotePlans:
-    """Notes the plan of a flush when the first object of a mapper goes in, as one of its processors.
+    """Notes the plan of a flush when the first object of a hierarchy goes in, as a processor of its mappers.
 
     The mapper's events do not tell the plan, and a session's `before_flush` has every flush of the process
     look through its objects once more.
+
+    Attributes:
+        watches: of the fenced mappers of the hierarchy. None of them is to be heard before anybody else.
     """
+
+    __slots__ = ("watches",)
+
+    def __init__(self) -> None:
+        self.watches: list[_Watch] = []
 
     def per_property_preprocessors(self, plan: UOWTransaction) -> None:
         number = plan.session.hash_key
         flush = _flushes.get(number)
         if flush is None or flush.plan() is not plan:  # an earlier one's, whose plan somebody has kept
             _flushes[number] = _Flush(plan.session, plan)
+            for watch in self.watches:
+                watch.come_last()
 
 
-_note_plans: Final = _NotePlans()
+def _processors_of(mapper: Mapper[Any]) -> list[list[Any]]:
+    """Return the processors of each mapper of a hierarchy, to be added to."""
+    hierarchy = mapper.base_mapper.self_and_descendants
+    return [each._dependency_processors for each in hierarchy]  # noqa: SLF001  no public way
+
+
+def _plans_noted_in(processors: Iterable[Iterable[Any]]) -> _NotePlans | None:
+    return next((one for some in processors for one in some if type(one) is _NotePlans), None)
 
 
 def watch_plans(mapper: Mapper[Any], _model: object) -> None:
@@ -1414,12 +1447,12 @@ def watch_plans(mapper: Mapper[Any], _model: object) -> None:
     SQLAlchemy may look for objects of a whole hierarchy when one of any of its mappers goes in, and has then
     no use for the processors of the others any more.
     """
-    hierarchy = mapper.base_mapper.self_and_descendants
-    processors: list[list[Any]] = [each._dependency_processors for each in hierarchy]  # noqa: SLF001  see `watch_mapper`
-    if any(_note_plans in each for each in processors):
+    processors = _processors_of(mapper)
+    notes = _plans_noted_in(processors)
+    if notes is not None:
         for each in processors:
-            if _note_plans not in each:
-                each.append(_note_plans)
+            if notes not in each:
+                each.append(notes)
 
 
 def _on_begin(session: Session, transaction: Any, connection: Connection) -> None:
@@ -1474,25 +1507,38 @@ def watch_mapper(mapper: Mapper[Any], fenced: FencedTable) -> None:
     event.listen(mapper, "before_insert", watch.on_insert, raw=True, retval=True)
     event.listen(mapper, "before_update", watch.on_update, raw=True, retval=True)
     event.listen(mapper, "before_delete", watch.on_delete, raw=True, retval=True)
-    mapper._dependency_processors.append(_note_plans)  # type: ignore[arg-type]  # noqa: SLF001  no public way
+    notes = _plans_noted_in(_processors_of(mapper)) or _NotePlans()
+    notes.watches.append(watch)
+    mapper._dependency_processors.append(notes)  # type: ignore[arg-type]  # noqa: SLF001  no public way
 
 
 class _Watch:
     """Stamps the objects of one mapper, and notes which resource guards each of them."""
 
-    __slots__ = ("_comparing", "_fenced", "_in_row", "_key", "_key_in", "_looked_up", "_naming")
+    __slots__ = ("_comparing", "_fenced", "_in_row", "_key", "_key_in", "_looked_up", "_mapper", "_naming")
 
     def __init__(self, mapper: Mapper[Any], fenced: FencedTable) -> None:
         columns: Iterable[tuple[str, Any]] = mapper.columns.items()
         own = {column: key for key, column in columns if getattr(column, "table", None) is fenced.table}
         template = fenced.template
         self._fenced = fenced
+        self._mapper = mapper
         self._key = tuple(mapper.get_property_by_column(column).key for column in mapper.primary_key)
         self._key_in = operator.itemgetter(*self._key)
         self._in_row = frozenset(own.values()) - {FENCE_COLUMN}
         self._comparing: dict[str, Callable[[Any, Any], Any]] = {}
         self._naming = tuple(own[column] for column in template.columns.values()) if template else ()
         self._looked_up = template is not None and not template.in_key
+
+    def come_last(self) -> None:
+        """Have UPDATEs be looked at after all other listeners, which may change what is written."""
+        *_, last = self._mapper.dispatch.before_update
+        if last != self.on_update:
+            with _order:
+                *_, last = self._mapper.dispatch.before_update
+                if last != self.on_update:
+                    event.remove(self._mapper, "before_update", self.on_update)
+                    event.listen(self._mapper, "before_update", self.on_update, raw=True, retval=True)
 
     def on_insert(self, _mapper: object, connection: Connection, state: InstanceState[Any]) -> None:
         flush = flush_of(state)
@@ -1506,9 +1552,10 @@ class _Watch:
     def on_update(self, _mapper: object, connection: Connection, state: InstanceState[Any]) -> None:
         current = state.dict
         writes_row = self._writes_row(state, current)
-        if not writes_row and not _has_changed(state, current) and not _was_merged(state):
-            return
         flush = _flushes.get(state.session_id) or flush_of(state)  # type: ignore[arg-type]  # it has a session
+        if not writes_row and not _has_changed(state, current) and not _was_merged(state):
+            flush.tokens(self._fenced, connection)  # for what another object's listener may change yet
+            return
         flush.stamped.add(state)
         if FENCE_COLUMN not in current:
             self._load_with_key(state, current)
@@ -1550,11 +1597,13 @@ class _Watch:
         assigned = state.committed_state
         fence = loaded_fence(state, current)
         try:
-            loaded[self._key_in(current)] = fence
+            if assigned.keys().isdisjoint(self._key):
+                loaded.note(self._key_in(current), fence)
+            else:
+                loaded.note(self._key_in({**current, **assigned}), fence)
+                loaded.moved[self._key_in(current)] = fence
         except KeyError:  # the key is yet to be loaded, by the unit of work: so the fence counts as unknown
             return
-        if not assigned.keys().isdisjoint(self._key):  # by the old key then, if no cascade has changed it
-            loaded[self._key_in({**current, **assigned})] = fence
 
     def _resource_of(self, state: InstanceState[Any]) -> str | None:
         """Return which resource guards an object, by its key alone."""

@@ -1,0 +1,259 @@
+"""How the fence that an object was loaded with could be mistaken: for another object's, or for a newer one.
+
+In each test rows are loaded at fence 5 and written under token 9; another holder comes in between with 7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, String, event, insert, inspect, select
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, load_only, mapped_column
+
+from fencelock.errors import StaleReadError
+from fencelock.guard import FencedModel, bind, claim
+from fencelock.lease import Lease
+
+
+class Base(DeclarativeBase):
+    """The models of this file."""
+
+    type_annotation_map = {str: String(20)}  # noqa: RUF012  SQLAlchemy's declaration
+
+
+class Account(FencedModel, Base):
+    """One row, one resource."""
+
+    __tablename__ = "mi_accounts"
+    __fence_resource__ = "account:{id}"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    balance: Mapped[int] = mapped_column(default=100)
+    name: Mapped[str] = mapped_column(default="new")
+
+
+class Line(FencedModel, Base):
+    """The rows of a list, which are named by their places."""
+
+    __tablename__ = "mi_lines"
+    __fence_resource__ = "list:{listed}"
+    listed: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    place: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    text: Mapped[str] = mapped_column(default="text")
+
+
+@pytest.fixture
+def database(engine: Engine) -> Engine:
+    """An engine on a database with an account and a list of three, all at fence 5."""
+    Base.metadata.create_all(engine)
+    with engine.execution_options(fencelock="bypass").begin() as connection:
+        connection.execute(insert(Account), {"id": 1, "last_fencing_token": 5})
+        lines = [{"listed": 1, "place": place, "last_fencing_token": 5} for place in (1, 2, 3)]
+        connection.execute(insert(Line), lines)
+    return engine
+
+
+def write(database: Engine, token: int, model: type[Any], key: Any, **values: Any) -> None:
+    """Write a row as its holder does."""
+    with Session(database) as session:
+        bind(session, Lease("account:1" if model is Account else "list:1", token))
+        found = claim(session, model, key)
+        for name, value in values.items():
+            setattr(found, name, value)
+        session.commit()
+
+
+def newer_without(database: Engine, *loaded: Any) -> Account:
+    """Return a detached object of the account as it is now, with these attributes alone."""
+    with Session(database) as session:
+        newer = session.scalars(select(Account).options(load_only(*loaded))).one()
+        session.expunge(newer)
+    return newer
+
+
+@pytest.mark.parametrize("load", [True, False])
+def test_what_a_merge_does_not_bring_is_not_older_than_the_fence(database: Engine, *, load: bool) -> None:
+    """The newer object has another fence, and lacks what the session's own has from before: read anew."""
+    with Session(database, expire_on_commit=False) as session:
+        account = session.get_one(Account, 1)
+        session.commit()
+        write(database, 7, Account, 1, balance=50)
+        bind(session, Lease("account:1", 9))
+        assert session.merge(newer_without(database, Account.name), load=load) is account
+        account.balance -= 30
+        session.commit()
+        assert account.balance == 20
+
+
+def test_what_was_changed_keeps_its_fence_in_a_merge(database: Engine) -> None:
+    """It was computed from the older state, and cannot be read anew."""
+    with Session(database, expire_on_commit=False, autoflush=False) as session:
+        account = session.get_one(Account, 1)
+        session.commit()
+        account.balance -= 30
+        write(database, 7, Account, 1, balance=50)
+        bind(session, Lease("account:1", 9))
+        session.merge(newer_without(database, Account.name))
+        with pytest.raises(StaleReadError):
+            session.commit()
+
+
+def test_rows_that_move_up_keep_their_own_fences(database: Engine) -> None:
+    """The new key of one is the old key of the next, which is the one that is stale."""
+    with Session(database, expire_on_commit=False) as session:
+        first = session.get_one(Line, (1, 1))
+        session.commit()
+        write(database, 7, Line, (1, 1), text="other")
+        write(database, 7, Line, (1, 2))
+        second = session.get_one(Line, (1, 2))
+        bind(session, Lease("list:1", 9))
+        first.text, first.place, second.place = "mine", 0, 1
+        with pytest.raises(StaleReadError):
+            session.commit()
+
+
+def test_rows_of_different_fences_move_up(database: Engine) -> None:
+    """Nobody else has come, so nothing is refused."""
+    for place in (1, 2, 3):
+        write(database, 5 + place, Line, (1, place))
+    with Session(database) as session:
+        bind(session, Lease("list:1", 9))
+        for line in session.scalars(select(Line).order_by(Line.place)).all():
+            line.place -= 1
+        session.commit()
+        places = session.execute(select(Line.place, Line.last_fencing_token)).all()
+    assert sorted(map(tuple, places)) == [(0, 9), (1, 9), (2, 9)]
+
+
+def test_two_objects_of_one_row_in_one_flush(database: Engine) -> None:
+    """As sharded sessions may have by mistake; whichever is written first, the older one is refused."""
+    with Session(database, expire_on_commit=False, autoflush=False) as session:
+        older = session.get_one(Account, 1)
+        session.commit()
+        write(database, 7, Account, 1, balance=50)
+        newer = session.get_one(Account, 1, identity_token="another")
+        assert newer is not older
+        bind(session, Lease("account:1", 9))
+        older.balance -= 30
+        newer.name = "newer"
+        with pytest.raises(StaleReadError):
+            session.commit()
+
+
+@pytest.fixture
+def listening() -> Iterator[Callable[[Callable[[Account], None]], None]]:
+    """Return what has a listener called before each UPDATE of an account; it hears of no later test."""
+    listeners: list[Any] = []
+
+    def listen(change: Callable[[Account], None]) -> None:
+        def listener(_mapper: Any, _connection: Any, account: Account) -> None:
+            change(account)
+
+        listeners.append(listener)
+        event.listen(Account, "before_update", listener)
+
+    yield listen
+    for listener in listeners:
+        event.remove(Account, "before_update", listener)
+
+
+Listening = Callable[[Callable[[Account], None]], None]
+
+
+def count(account: Account) -> None:
+    """Change what nobody has asked for, as listeners do that keep a counter or a time."""
+    account.balance += 1
+
+
+def lower(account: Account) -> None:
+    """Undo what may be the only change."""
+    account.name = account.name.lower()
+
+
+def test_what_a_listener_alone_has_changed_is_compared(database: Engine, listening: Listening) -> None:
+    """The object looks changed and is not, until the listener has been there."""
+    listening(count)
+    with Session(database, expire_on_commit=False) as session:
+        account = session.get_one(Account, 1)
+        session.commit()
+        write(database, 7, Account, 1, balance=50)
+        bind(session, Lease("account:1", 9))
+        account.name = "else"
+        account.name = "new"
+        with pytest.raises(StaleReadError):
+            session.commit()
+
+
+def test_what_a_listener_alone_has_changed_is_stamped(database: Engine, listening: Listening) -> None:
+    """So that the same holder goes on under the next lease."""
+    listening(count)
+    with Session(database, expire_on_commit=False) as session:
+        bind(session, Lease("account:1", 7))
+        account = session.get_one(Account, 1)
+        account.name = "else"
+        account.name = "new"
+        session.commit()
+        assert (account.balance, account.last_fencing_token) == (101, 7)
+        bind(session, Lease("account:1", 9))
+        account.name = "newer"
+        session.commit()
+
+
+def test_what_a_listener_has_undone_is_not_stamped(database: Engine, listening: Listening) -> None:
+    """Nothing is written then, and the fence stays as it was."""
+    listening(lower)
+    with Session(database, expire_on_commit=False) as session:
+        bind(session, Lease("account:1", 7))
+        account = session.get_one(Account, 1)
+        account.name = "NEW"
+        session.commit()
+        assert account.last_fencing_token == 5
+        bind(session, Lease("account:1", 9))
+        account.name = "newer"
+        session.commit()
+
+
+def test_what_another_object_s_listener_changes_is_compared(database: Engine, listening: Listening) -> None:
+    """SQLAlchemy advises against it; the object's own turn may have been before."""
+    with database.execution_options(fencelock="bypass").begin() as connection:
+        connection.execute(insert(Account), {"id": 2, "last_fencing_token": 5})
+    with Session(database, expire_on_commit=False) as session:
+        first, second = session.get_one(Account, 1), session.get_one(Account, 2)
+        session.commit()
+
+        def change(account: Account) -> None:
+            if account is second:
+                first.balance -= 30
+
+        listening(change)
+        write(database, 7, Account, 1, balance=50)
+        bind(session, Lease("account:1", 9), Lease("account:2", 9))
+        first.name = "else"
+        first.name = "new"
+        second.name = "else"
+        second.name = "new"
+        with pytest.raises(StaleReadError):
+            session.commit()
+
+
+@pytest.mark.parametrize("key", [["place", "listed"], ["text"]], ids=["in another order", "of its own"])
+def test_key_of_the_model_is_that_of_the_table(key: list[str]) -> None:
+    """By which the unit of work names a row: so it is looked up what was loaded of it."""
+
+    class Model(DeclarativeBase):
+        pass
+
+    with pytest.raises(ValueError, match="primary key"):
+
+        class Another(FencedModel, Model):
+            __tablename__ = "mi_another"
+            listed: Mapped[int] = mapped_column(primary_key=True)
+            place: Mapped[int] = mapped_column(primary_key=True)
+            text: Mapped[str]
+            __mapper_args__ = {"primary_key": key}  # noqa: RUF012  SQLAlchemy's declaration
+
+
+def test_listeners_stay_in_order() -> None:
+    """The guard's is the last one, and is there once."""
+    assert [type(each).__name__ for each in inspect(Account).dispatch.before_update].count("method") == 1
