@@ -102,7 +102,7 @@ threads = sum(thread.name == "fencelock-renewal" and thread.is_alive() for threa
 print(json.dumps({"interrupted": count, "left": found, "threads": threads}))
 """
 
-#: Locks in a handler, while a lock is taken, minted anew and given back; some handlers strike within others.
+#: Locks in a handler, while a lock is taken, minted anew and given back.
 _LOCKING_IN_HANDLERS = """
 from fencelock import Redlock, fenced_lock
 from fencelock._holds import everything_held
@@ -115,9 +115,10 @@ def lock_too(*_):
     count += 1
     with fenced_lock(f"handler{count}", authority=authority, ttl=5):
         pass
+    signal.setitimer(signal.ITIMER_REAL, random.random() * 0.003 + 1e-5)
 
 signal.signal(signal.SIGALRM, lock_too)
-signal.setitimer(signal.ITIMER_REAL, 0.001, 0.003)
+signal.setitimer(signal.ITIMER_REAL, 0.001)
 until = time.monotonic() + 4
 rounds = 0
 while time.monotonic() < until:
@@ -162,8 +163,8 @@ def test_a_handler_may_lock_too(nodes: Nodes) -> None:
     with Redlock(urls) as authority:
         authority.init()
     said = run(_LOCKING_IN_HANDLERS, *urls)
-    assert said["handlers"] > 100
-    assert said["rounds"] > 10
+    assert said["handlers"] > 50
+    assert said["rounds"] > 5
     assert (said["held"], said["threads"]) == (0, 1)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, String, event, insert, inspect, select
+from sqlalchemy import Engine, String, event, insert, select
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, load_only, mapped_column
 
 from fencelock.errors import StaleReadError
@@ -252,8 +252,3 @@ def test_key_of_the_model_is_that_of_the_table(key: list[str]) -> None:
             place: Mapped[int] = mapped_column(primary_key=True)
             text: Mapped[str]
             __mapper_args__ = {"primary_key": key}  # noqa: RUF012  SQLAlchemy's declaration
-
-
-def test_listeners_stay_in_order() -> None:
-    """The guard's is the last one, and is there once."""
-    assert [type(each).__name__ for each in inspect(Account).dispatch.before_update].count("method") == 1
