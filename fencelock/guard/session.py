@@ -23,7 +23,7 @@ import _thread
 import operator
 import re
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial, wraps
 from typing import TYPE_CHECKING, Any, Final
@@ -1505,7 +1505,7 @@ def watch_mapper(mapper: Mapper[Any], fenced: FencedTable) -> None:
     watch = _Watch(mapper, fenced)
     # With retval SQLAlchemy calls them as they are; what they return is of no interest to it here.
     event.listen(mapper, "before_insert", watch.on_insert, raw=True, retval=True)
-    event.listen(mapper, "before_update", watch.on_update, raw=True, retval=True)
+    watch.listen()
     event.listen(mapper, "before_delete", watch.on_delete, raw=True, retval=True)
     notes = _plans_noted_in(_processors_of(mapper)) or _NotePlans()
     notes.watches.append(watch)
@@ -1515,7 +1515,18 @@ def watch_mapper(mapper: Mapper[Any], fenced: FencedTable) -> None:
 class _Watch:
     """Stamps the objects of one mapper, and notes which resource guards each of them."""
 
-    __slots__ = ("_comparing", "_fenced", "_in_row", "_key", "_key_in", "_looked_up", "_mapper", "_naming")
+    __slots__ = (
+        "_comparing",
+        "_fenced",
+        "_heard",
+        "_in_row",
+        "_key",
+        "_key_in",
+        "_looked_up",
+        "_mapper",
+        "_naming",
+        "_updates",
+    )
 
     def __init__(self, mapper: Mapper[Any], fenced: FencedTable) -> None:
         columns: Iterable[tuple[str, Any]] = mapper.columns.items()
@@ -1523,6 +1534,8 @@ class _Watch:
         template = fenced.template
         self._fenced = fenced
         self._mapper = mapper
+        self._heard = self.on_update
+        self._updates: Sequence[Any] = ()
         self._key = tuple(mapper.get_property_by_column(column).key for column in mapper.primary_key)
         self._key_in = operator.itemgetter(*self._key)
         self._in_row = frozenset(own.values()) - {FENCE_COLUMN}
@@ -1530,15 +1543,17 @@ class _Watch:
         self._naming = tuple(own[column] for column in template.columns.values()) if template else ()
         self._looked_up = template is not None and not template.in_key
 
+    def listen(self) -> None:
+        """Have UPDATEs be looked at."""
+        event.listen(self._mapper, "before_update", self._heard, raw=True, retval=True)
+        self._updates = self._mapper.dispatch.before_update.listeners
+
     def come_last(self) -> None:
         """Have UPDATEs be looked at after all other listeners, which may change what is written."""
-        *_, last = self._mapper.dispatch.before_update
-        if last != self.on_update:
+        if self._updates[-1] is not self._heard:
             with _order:
-                *_, last = self._mapper.dispatch.before_update
-                if last != self.on_update:
-                    event.remove(self._mapper, "before_update", self.on_update)
-                    event.listen(self._mapper, "before_update", self.on_update, raw=True, retval=True)
+                event.remove(self._mapper, "before_update", self._heard)
+                event.listen(self._mapper, "before_update", self._heard, raw=True, retval=True)
 
     def on_insert(self, _mapper: object, connection: Connection, state: InstanceState[Any]) -> None:
         flush = flush_of(state)
