@@ -23,7 +23,7 @@ _ARM: Final = rf"{_FENCE}\s*<?=(?:(?!\b(?:or|and|{FENCE_COLUMN})\b).)*"
 _EITHER: Final = re.compile(rf"\s*{_ARM}(?:\bor\s+{_ARM})+", re.IGNORECASE)
 """The condition that asks for what was loaded, which is in parentheses as a whole."""
 _BARE_CONDITION: Final = f" {FENCE_COLUMN} <= "
-_CONDITION: Final = re.compile(rf"\s*{_FENCE}\s*(?:<=|in\b)", re.IGNORECASE)
+_CONDITION: Final = re.compile(rf"\s*{_FENCE}\s*(?:<=|=(?!=)|in\b)", re.IGNORECASE)
 _STAMP: Final = re.compile(rf"\b{FENCE_COLUMN}\s*=(?!=)", re.IGNORECASE)
 _INSERT: Final = re.compile(r"\s*insert\s+into\b", re.IGNORECASE)
 _OVERWRITES: Final = re.compile(r"\bon\s+(?:conflict|duplicate)\b", re.IGNORECASE)

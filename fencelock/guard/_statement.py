@@ -201,10 +201,12 @@ class Form(NamedTuple):
     Attributes:
         earlier: how many tokens the holders had before they reminted, at the most.
         some_unknown: whether the fence of some row was not loaded.
+        all_own: whether all rows were loaded with the holder's own token, as what was claimed is.
     """
 
     earlier: int = 0
     some_unknown: bool = False
+    all_own: bool = False
 
     @property
     def earlier_binds(self) -> list[str]:
@@ -213,11 +215,14 @@ class Form(NamedTuple):
 
 
 ALL_KNOWN: Final = Form()
+ALL_OWN: Final = Form(all_own=True)
 
 
 def as_loaded(fence: ColumnElement[int], loaded: ColumnElement[int], form: Form) -> ColumnElement[bool]:
     """Return the condition that a row's fence is the one that was loaded, or one of the holder's own."""
-    own = (bindparam(name, type_=BigInteger) for name in (TOKEN_BIND, *form.earlier_binds))
+    own = [bindparam(name, type_=BigInteger) for name in (TOKEN_BIND, *form.earlier_binds)]
+    if form.all_own:
+        return fence == own[0]
     arms = [fence == each for each in (loaded, *own)]  # IN costs PostgreSQL some microseconds more
     if form.some_unknown:
         arms.append(fence <= bindparam(UNKNOWN_BIND, type_=BigInteger))
@@ -226,6 +231,8 @@ def as_loaded(fence: ColumnElement[int], loaded: ColumnElement[int], form: Form)
 
 def accepted_by(clause: Any, fence: ColumnElement[int]) -> tuple[BindParameter[int], ...] | None:
     """Return what the fence may be, if this is the condition that `as_loaded` makes; else None."""
+    if _bind_of(clause, fence, operators.eq) == TOKEN_BIND:
+        return (clause.right,)
     if not isinstance(clause, BooleanClauseList) or clause.operator is not operators.or_:
         return None
     arms = [arm for arm in clause.clauses if _bind_of(arm, fence, operators.le) != UNKNOWN_BIND]

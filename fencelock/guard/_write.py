@@ -23,6 +23,7 @@ from fencelock.guard._carried import CarriedToken
 from fencelock.guard._exact import SameText, is_text
 from fencelock.guard._statement import (
     ALL_KNOWN,
+    ALL_OWN,
     LOADED_BIND,
     TOKEN_BIND,
     TOKEN_OPTION,
@@ -136,6 +137,8 @@ class GuardedWrite:
             fences = [loaded[self.key_in(rows[0])]]
         else:
             fences = list(map(loaded.__getitem__, map(self.key_in, rows)))
+        if fences == list(map(_TOKEN_OF, rows)):
+            return ALL_OWN
         if None not in fences and not tokens.earlier:
             for row, fence in zip(rows, fences):  # noqa: B905  one for each, and this is for each row
                 row[LOADED_BIND] = fence
@@ -157,6 +160,8 @@ class GuardedWrite:
         if self.accepted is None:
             return None
         loaded = self.accepted[0]
+        if loaded.key == TOKEN_BIND:
+            return None  # it is the token
         first = rows[0]
         if LOADED_BIND in first and (
             first[LOADED_BIND] <= first[TOKEN_BIND]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, String, event, insert, select
+from sqlalchemy import Engine, String, delete, event, insert, select
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, load_only, mapped_column
 
 from fencelock.errors import StaleReadError
@@ -252,3 +252,20 @@ def test_key_of_the_model_is_that_of_the_table(key: list[str]) -> None:
             place: Mapped[int] = mapped_column(primary_key=True)
             text: Mapped[str]
             __mapper_args__ = {"primary_key": key}  # noqa: RUF012  SQLAlchemy's declaration
+
+
+def test_what_was_claimed_is_compared_with_the_token_alone(database: Engine) -> None:
+    """No lower fence than the holder's own is right either: it is that of another row with this key."""
+    with Session(database) as session:
+        bind(session, Lease("account:1", 9))
+        account = claim(session, Account, 1)
+        session.commit()
+        assert account.last_fencing_token == 9
+        with database.execution_options(fencelock="bypass").begin() as connection:
+            connection.execute(delete(Account))
+            connection.execute(insert(Account), {"id": 1, "balance": 7, "last_fencing_token": 3})
+        account.balance -= 30
+        with pytest.raises(StaleReadError):
+            session.commit()
+    with Session(database) as session:
+        assert session.get_one(Account, 1).balance == 7
