@@ -61,13 +61,13 @@ class _FenceProperty(ColumnProperty[Any]):
         """Have the fence of a merged object count if it was loaded; one made by hand has none to speak of.
 
         What is written then may happen to be what the row has by now. It was computed from an older state all
-        the same, so it is written, and refused.
+        the same, so it is written, and refused where the fence tells that.
         """
         fence = source_dict.get(self.key)
         if source_state.key is None or fence is None:
             return
         loaded = {**dest_dict, **dest_state.committed_state}
-        if loaded.get(self.key) != fence and any(
+        if any(
             key in loaded and loaded[key] != value
             for key, value in source_dict.items()
             if key in self._columns

@@ -6,7 +6,7 @@ shall have collections, links and joined sub-tables guarded like everybody else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -91,16 +91,15 @@ def _refuse_another_name(mapper: Mapper[Any], model: type[Any]) -> None:
 
 def _refuse_another_key(mapper: Mapper[Any], model: type[Any], base: Table) -> None:
     """Refuse a model that names its rows by another key than its table."""
-    known: Mapping[Any, Any] = mapper._columntoproperty  # noqa: SLF001  `get_property_by_column` raises instead
-    of_table, of_model = (
-        [known.get(column) for column in key] for key in (base.primary_key, mapper.primary_key)
-    )
+    of_table, of_model = tuple(base.primary_key), tuple(mapper.primary_key)
+    if any(column.table is not base for column in of_model):  # a joined parent's, which are equal to these
+        of_table, of_model = of_table[:0], of_model[len(of_table) :]
     if of_table != of_model:
         raise ValueError(
-            f"{model.__name__} says primary_key={[column.key for column in mapper.primary_key]!r} in "
-            f"__mapper_args__, and the primary key of its fenced table {base.name!r} is "
-            f"{[column.key for column in base.primary_key]!r}: leave it away, or give the table that key, in "
-            f"this order; by it the guard knows what was loaded of a row"
+            f"{model.__name__} names its rows by {[column.key for column in mapper.primary_key]!r}, and the "
+            f"primary key of its fenced table {base.name!r} is {[each.key for each in base.primary_key]!r}; "
+            f"by it the guard knows what was loaded of a row, so have both be the same, in the same order "
+            f"(see primary_key in __mapper_args__)"
         )
 
 

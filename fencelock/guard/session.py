@@ -22,12 +22,11 @@ from __future__ import annotations
 import _thread
 import operator
 import re
-import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache, partial, wraps
 from typing import TYPE_CHECKING, Any, Final
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 from sqlalchemy import URL, Engine, Executable, Table, event, inspect
 from sqlalchemy.engine import (
@@ -1289,6 +1288,10 @@ def _key_names(base: Mapper[Any], table: Table) -> list[str]:
     return [labels[key] for key in keys] if labels.keys() == set(keys) else list(labels.values())
 
 
+_mappers: WeakKeyDictionary[Table, WeakSet[Mapper[Any]]] = WeakKeyDictionary()
+"""Of each fenced table, the mappers of all classes whose objects have rows there."""
+
+
 class LoadedFences(dict[Any, int | None]):
     """By primary key, the fences that objects were loaded with whose rows of a table one flush writes.
 
@@ -1319,15 +1322,15 @@ class LoadedFences(dict[Any, int | None]):
 
     def __missing__(self, key: Any) -> int | None:
         session = self._session()
-        mapper = self._fenced.mapper() if self._fenced.mapper else None
-        if session is None or mapper is None:
+        if session is None:
             return None
-        identity = key if len(mapper.primary_key) > 1 else (key,)
-        instance = session.identity_map.get(mapper.identity_key_from_primary_key(identity))
-        if instance is None:
-            return self.moved.get(key)
-        state = inspect(instance)
-        return None if state in self._told else loaded_fence(state, state.dict)
+        for mapper in _mappers.get(self._fenced.table, ()):
+            identity = key if len(mapper.primary_key) > 1 else (key,)
+            instance = session.identity_map.get(mapper.identity_key_from_primary_key(identity))
+            state = None if instance is None else inspect(instance)
+            if state is not None and self._fenced.table in state.mapper.tables:
+                return None if state in self._told else loaded_fence(state, state.dict)
+        return self.moved.get(key)
 
 
 class _Flush:
@@ -1390,9 +1393,6 @@ class _Flush:
         return identity in map(tuple, keys)  # a new object, or one with a new key
 
 
-_order: Final = threading.Lock()
-"""Held while the order of listeners is changed."""
-
 _flushes: dict[int, _Flush] = {}
 """Those that write fenced rows, by the number that a session has and its objects know.
 
@@ -1414,7 +1414,7 @@ class _NotePlans:
     look through its objects once more.
 
     Attributes:
-        watches: of the fenced mappers of the hierarchy. None of them is to be heard before anybody else.
+        watches: of the fenced mappers of the hierarchy.
     """
 
     __slots__ = ("watches",)
@@ -1427,8 +1427,6 @@ class _NotePlans:
         flush = _flushes.get(number)
         if flush is None or flush.plan() is not plan:  # an earlier one's, whose plan somebody has kept
             _flushes[number] = _Flush(plan.session, plan)
-            for watch in self.watches:
-                watch.come_last()
 
 
 def _processors_of(mapper: Mapper[Any]) -> list[list[Any]]:
@@ -1446,6 +1444,8 @@ def watch_plans(mapper: Mapper[Any], _model: object) -> None:
 
     SQLAlchemy may look for objects of a whole hierarchy when one of any of its mappers goes in, and has then
     no use for the processors of the others any more.
+
+    Also have the guard be heard after all listeners that are there by now. No flush knows the mapper yet.
     """
     processors = _processors_of(mapper)
     notes = _plans_noted_in(processors)
@@ -1453,6 +1453,9 @@ def watch_plans(mapper: Mapper[Any], _model: object) -> None:
         for each in processors:
             if notes not in each:
                 each.append(notes)
+        for watch in notes.watches:
+            if watch.mapper is mapper:
+                watch.come_last()
 
 
 def _on_begin(session: Session, transaction: Any, connection: Connection) -> None:
@@ -1502,6 +1505,7 @@ def watch_mapper(mapper: Mapper[Any], fenced: FencedTable) -> None:
     The mapper's events are used, not the session's `before_flush`: they see also what other listeners and
     cascades have added to the flush, for each object, just before its columns are looked at.
     """
+    _mappers.setdefault(fenced.table, WeakSet()).add(mapper)
     watch = _Watch(mapper, fenced)
     # With retval SQLAlchemy calls them as they are; what they return is of no interest to it here.
     event.listen(mapper, "before_insert", watch.on_insert, raw=True, retval=True)
@@ -1523,9 +1527,8 @@ class _Watch:
         "_key",
         "_key_in",
         "_looked_up",
-        "_mapper",
         "_naming",
-        "_updates",
+        "mapper",
     )
 
     def __init__(self, mapper: Mapper[Any], fenced: FencedTable) -> None:
@@ -1533,9 +1536,8 @@ class _Watch:
         own = {column: key for key, column in columns if getattr(column, "table", None) is fenced.table}
         template = fenced.template
         self._fenced = fenced
-        self._mapper = mapper
+        self.mapper = mapper
         self._heard = self.on_update
-        self._updates: Sequence[Any] = ()
         self._key = tuple(mapper.get_property_by_column(column).key for column in mapper.primary_key)
         self._key_in = operator.itemgetter(*self._key)
         self._in_row = frozenset(own.values()) - {FENCE_COLUMN}
@@ -1545,15 +1547,12 @@ class _Watch:
 
     def listen(self) -> None:
         """Have UPDATEs be looked at."""
-        event.listen(self._mapper, "before_update", self._heard, raw=True, retval=True)
-        self._updates = self._mapper.dispatch.before_update.listeners
+        event.listen(self.mapper, "before_update", self._heard, raw=True, retval=True)
 
     def come_last(self) -> None:
         """Have UPDATEs be looked at after all other listeners, which may change what is written."""
-        if self._updates[-1] is not self._heard:
-            with _order:
-                event.remove(self._mapper, "before_update", self._heard)
-                event.listen(self._mapper, "before_update", self._heard, raw=True, retval=True)
+        event.remove(self.mapper, "before_update", self._heard)
+        self.listen()
 
     def on_insert(self, _mapper: object, connection: Connection, state: InstanceState[Any]) -> None:
         flush = flush_of(state)
@@ -1693,7 +1692,7 @@ def flush_of(state: InstanceState[Any]) -> _Flush:
 
 
 def note_merged(state: InstanceState[Any]) -> None:
-    """Note that values were merged into an object that differ from those of its row, and that are older."""
+    """Note that values were merged into an object that differ from those of its row, and may be older."""
     state.info[_MERGED] = True
 
 

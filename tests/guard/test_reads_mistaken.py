@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, String, delete, event, insert, select
+from sqlalchemy import BigInteger, Engine, ForeignKey, String, delete, event, insert, select
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, load_only, mapped_column
 
 from fencelock.errors import StaleReadError
@@ -43,6 +43,51 @@ class Line(FencedModel, Base):
     text: Mapped[str] = mapped_column(default="text")
 
 
+class Counted(FencedModel, Base):
+    """With a listener of its own, who counts what is written, and writes names in small letters."""
+
+    __tablename__ = "mi_counted"
+    __fence_resource__ = "counted:{id}"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    name: Mapped[str] = mapped_column(default="new")
+    count: Mapped[int] = mapped_column(default=0)
+    step: Mapped[int] = mapped_column(default=0)
+
+
+@event.listens_for(Counted, "before_update")
+def on_update(_mapper: Any, _connection: Any, counted: Counted) -> None:
+    """Change what nobody has asked for."""
+    counted.name = counted.name.lower()
+    counted.count += counted.step
+
+
+class Animal(FencedModel, Base):
+    """A hierarchy whose classes have tables of their own."""
+
+    __tablename__ = "mi_animals"
+    __fence_resource__ = "animal:{id}"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    legs: Mapped[int] = mapped_column(default=4)
+
+
+class Dog(Animal):
+    """Another table."""
+
+    __tablename__ = "mi_dogs"
+    __fence_resource__ = "dog:{id}"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    legs: Mapped[int] = mapped_column(default=4)
+    last_fencing_token: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    __mapper_args__ = {"concrete": True}  # noqa: RUF012  SQLAlchemy's declaration
+
+
+class SameAccount(FencedModel, Base):
+    """A second class for the accounts."""
+
+    __table__ = Account.__table__
+    __fence_resource__ = "account:{id}"
+
+
 @pytest.fixture
 def database(engine: Engine) -> Engine:
     """An engine on a database with an account and a list of three, all at fence 5."""
@@ -51,6 +96,10 @@ def database(engine: Engine) -> Engine:
         connection.execute(insert(Account), {"id": 1, "last_fencing_token": 5})
         lines = [{"listed": 1, "place": place, "last_fencing_token": 5} for place in (1, 2, 3)]
         connection.execute(insert(Line), lines)
+        for step in (0, 1):
+            connection.execute(insert(Counted), {"id": step, "step": step, "last_fencing_token": 5})
+        for table in ("mi_animals", "mi_dogs"):
+            connection.execute(insert(Base.metadata.tables[table]), {"id": 1, "last_fencing_token": 5})
     return engine
 
 
@@ -166,11 +215,6 @@ def count(account: Account) -> None:
     account.balance += 1
 
 
-def lower(account: Account) -> None:
-    """Undo what may be the only change."""
-    account.name = account.name.lower()
-
-
 def test_what_a_listener_alone_has_changed_is_compared(database: Engine, listening: Listening) -> None:
     """The object looks changed and is not, until the listener has been there."""
     listening(count)
@@ -185,33 +229,61 @@ def test_what_a_listener_alone_has_changed_is_compared(database: Engine, listeni
             session.commit()
 
 
-def test_what_a_listener_alone_has_changed_is_stamped(database: Engine, listening: Listening) -> None:
+def test_what_a_listener_alone_has_changed_is_stamped(database: Engine) -> None:
     """So that the same holder goes on under the next lease."""
-    listening(count)
     with Session(database, expire_on_commit=False) as session:
-        bind(session, Lease("account:1", 7))
-        account = session.get_one(Account, 1)
-        account.name = "else"
-        account.name = "new"
+        bind(session, Lease("counted:1", 7))
+        counted = session.get_one(Counted, 1)
+        counted.name = "else"
+        counted.name = "new"
         session.commit()
-        assert (account.balance, account.last_fencing_token) == (101, 7)
-        bind(session, Lease("account:1", 9))
-        account.name = "newer"
+        assert (counted.count, counted.last_fencing_token) == (1, 7)
+        bind(session, Lease("counted:1", 9))
+        counted.name = "newer"
         session.commit()
 
 
-def test_what_a_listener_has_undone_is_not_stamped(database: Engine, listening: Listening) -> None:
+def test_what_a_listener_has_undone_is_not_stamped(database: Engine) -> None:
     """Nothing is written then, and the fence stays as it was."""
-    listening(lower)
     with Session(database, expire_on_commit=False) as session:
-        bind(session, Lease("account:1", 7))
-        account = session.get_one(Account, 1)
-        account.name = "NEW"
+        bind(session, Lease("counted:0", 7))
+        counted = session.get_one(Counted, 0)
+        counted.name = "NEW"
         session.commit()
-        assert account.last_fencing_token == 5
-        bind(session, Lease("account:1", 9))
-        account.name = "newer"
+        assert counted.last_fencing_token == 5
+        bind(session, Lease("counted:0", 9))
+        counted.name = "newer"
         session.commit()
+
+
+@pytest.mark.parametrize(
+    ("model", "resource", "values"),
+    [(Dog, "dog:1", {"legs": 3}), (SameAccount, "account:1", {"balance": 3})],
+    ids=["concrete", "second class"],
+)
+@pytest.mark.parametrize("stale", [True, False])
+def test_row_switch_of_a_class_beside_another(
+    database: Engine, model: type[Any], resource: str, values: dict[str, int], *, stale: bool
+) -> None:
+    """The object that was deleted is looked for among those of its own class."""
+    with Session(database, expire_on_commit=False) as session:
+        beside = session.get_one(Animal, 1)
+        old = session.get_one(model, 1)
+        session.commit()
+        if stale:
+            with Session(database) as other:
+                bind(other, Lease(resource, 7))
+                claim(other, model, 1)
+                other.commit()
+        bind(session, Lease(resource, 9))
+        session.delete(old)
+        session.add(model(id=1, **values))
+        if stale:
+            with pytest.raises(StaleReadError):
+                session.commit()
+        else:
+            session.commit()
+        assert beside is not old
 
 
 def test_what_another_object_s_listener_changes_is_compared(database: Engine, listening: Listening) -> None:
@@ -252,6 +324,38 @@ def test_key_of_the_model_is_that_of_the_table(key: list[str]) -> None:
             place: Mapped[int] = mapped_column(primary_key=True)
             text: Mapped[str]
             __mapper_args__ = {"primary_key": key}  # noqa: RUF012  SQLAlchemy's declaration
+
+
+def test_key_of_a_joined_child_may_have_another_name(database: Engine) -> None:
+    """It is equal to its parent's, which is not fenced here."""
+
+    class Model(DeclarativeBase):
+        pass
+
+    class Parent(Model):
+        __tablename__ = "mi_parents"
+        id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+
+    class Child(FencedModel, Parent):
+        __tablename__ = "mi_children"
+        __fence_resource__ = "child:{parent_id}"
+        parent_id: Mapped[int] = mapped_column(ForeignKey("mi_parents.id"), primary_key=True)
+        value: Mapped[int] = mapped_column(default=0)
+
+    Model.metadata.create_all(database)
+    with Session(database, expire_on_commit=False) as session:
+        bind(session, Lease("child:1", 5))
+        child = Child(id=1)
+        session.add(child)
+        session.commit()
+        with Session(database) as other:
+            bind(other, Lease("child:1", 7))
+            other.get_one(Child, 1).value = 1
+            other.commit()
+        bind(session, Lease("child:1", 9))
+        child.value += 2
+        with pytest.raises(StaleReadError):
+            session.commit()
 
 
 def test_what_was_claimed_is_compared_with_the_token_alone(database: Engine) -> None:
