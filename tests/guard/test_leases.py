@@ -762,7 +762,7 @@ def test_a_lease_released_in_the_midst_of_a_flush_guards_nothing_from_there_on(s
     bind(session, first, second)
 
     def release(_mapper: object, _connection: object, ticket: Ticket) -> None:
-        if ticket.id == 2:
+        if ticket.id == 1:
             second.release()
 
     for ticket in session.scalars(select(Ticket).order_by(Ticket.id)):
