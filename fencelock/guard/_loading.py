@@ -10,7 +10,7 @@ of that moment. An event for each loaded object would cost a sixth of a large qu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from sqlalchemy.orm import ColumnProperty, Mapper
@@ -66,34 +66,15 @@ class _FenceProperty(ColumnProperty[Any]):
         fence = source_dict.get(self.key)
         if source_state.key is None or fence is None:
             return
+        columns = self.parent.column_attrs.keys()
         loaded = {**dest_dict, **dest_state.committed_state}
-        if any(
-            key in loaded and loaded[key] != value
-            for key, value in source_dict.items()
-            if key in self._columns
-        ):
+        if any(loaded[key] != source_dict[key] for key in columns if key in loaded and key in source_dict):
             note_merged(dest_state)
         known = loaded_fence(dest_state, dest_dict)
-        if known is None or fence <= known or self._leave_none_behind(source_dict, dest_state, dest_dict):
+        older = [key for key in columns if key in dest_dict and key not in source_dict]
+        if known is None or fence <= known or _load_again(dest_state, dest_dict, older):
             dest_state.committed_state.pop(self.key, None)
             dest_dict[self.key] = fence
-
-    def _leave_none_behind(
-        self, source_dict: Mapping[str, Any], dest_state: Any, dest_dict: dict[str, Any]
-    ) -> bool:
-        """Have what is not merged be loaded again, for it is older than the fence; tell whether it can be.
-
-        What was changed cannot. Then the object keeps the older fence.
-        """
-        older = [key for key in self._columns if key in dest_dict and key not in source_dict]
-        if not dest_state.committed_state.keys().isdisjoint(older):
-            return False
-        dest_state._expire_attributes(dest_dict, older)  # noqa: SLF001  as SQLAlchemy does where it merges
-        return True
-
-    @property
-    def _columns(self) -> Collection[str]:
-        return self.parent.column_attrs.keys()
 
     def setup(self, context: Any, query_entity: Any, path: Any, adapter: Any, **kwargs: Any) -> None:
         """Have a query select the column, and ask for each execution how to load it."""
@@ -164,6 +145,17 @@ class _FenceProperty(ColumnProperty[Any]):
             return fence
 
         return read
+
+
+def _load_again(state: Any, attributes: dict[str, Any], older: list[str]) -> bool:
+    """Have what a merge does not bring be loaded again, for it is older; tell whether it can be.
+
+    What was changed cannot. Then the object keeps the older fence.
+    """
+    if not state.committed_state.keys().isdisjoint(older):
+        return False
+    state._expire_attributes(attributes, older)  # noqa: SLF001  as SQLAlchemy does where it merges
+    return True
 
 
 class _Look:

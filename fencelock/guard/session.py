@@ -1408,19 +1408,11 @@ def _forget_flush(number: int, gone: object) -> None:
 
 
 class _NotePlans:
-    """Notes the plan of a flush when the first object of a hierarchy goes in, as a processor of its mappers.
+    """Notes the plan of a flush when the first object of a mapper goes in, as one of its processors.
 
     The mapper's events do not tell the plan, and a session's `before_flush` has every flush of the process
     look through its objects once more.
-
-    Attributes:
-        watches: of the fenced mappers of the hierarchy.
     """
-
-    __slots__ = ("watches",)
-
-    def __init__(self) -> None:
-        self.watches: list[_Watch] = []
 
     def per_property_preprocessors(self, plan: UOWTransaction) -> None:
         number = plan.session.hash_key
@@ -1429,14 +1421,7 @@ class _NotePlans:
             _flushes[number] = _Flush(plan.session, plan)
 
 
-def _processors_of(mapper: Mapper[Any]) -> list[list[Any]]:
-    """Return the processors of each mapper of a hierarchy, to be added to."""
-    hierarchy = mapper.base_mapper.self_and_descendants
-    return [each._dependency_processors for each in hierarchy]  # noqa: SLF001  no public way
-
-
-def _plans_noted_in(processors: Iterable[Iterable[Any]]) -> _NotePlans | None:
-    return next((one for some in processors for one in some if type(one) is _NotePlans), None)
+_note_plans: Final = _NotePlans()
 
 
 def watch_plans(mapper: Mapper[Any], _model: object) -> None:
@@ -1444,18 +1429,13 @@ def watch_plans(mapper: Mapper[Any], _model: object) -> None:
 
     SQLAlchemy may look for objects of a whole hierarchy when one of any of its mappers goes in, and has then
     no use for the processors of the others any more.
-
-    Also have the guard be heard after all listeners that are there by now. No flush knows the mapper yet.
     """
-    processors = _processors_of(mapper)
-    notes = _plans_noted_in(processors)
-    if notes is not None:
+    hierarchy = mapper.base_mapper.self_and_descendants
+    processors: list[list[Any]] = [each._dependency_processors for each in hierarchy]  # noqa: SLF001  see `watch_mapper`
+    if any(_note_plans in each for each in processors):
         for each in processors:
-            if notes not in each:
-                each.append(notes)
-        for watch in notes.watches:
-            if watch.mapper is mapper:
-                watch.come_last()
+            if _note_plans not in each:
+                each.append(_note_plans)
 
 
 def _on_begin(session: Session, transaction: Any, connection: Connection) -> None:
@@ -1509,11 +1489,10 @@ def watch_mapper(mapper: Mapper[Any], fenced: FencedTable) -> None:
     watch = _Watch(mapper, fenced)
     # With retval SQLAlchemy calls them as they are; what they return is of no interest to it here.
     event.listen(mapper, "before_insert", watch.on_insert, raw=True, retval=True)
-    watch.listen()
+    watch.listen_to(mapper)
     event.listen(mapper, "before_delete", watch.on_delete, raw=True, retval=True)
-    notes = _plans_noted_in(_processors_of(mapper)) or _NotePlans()
-    notes.watches.append(watch)
-    mapper._dependency_processors.append(notes)  # type: ignore[arg-type]  # noqa: SLF001  no public way
+    event.listen(mapper, "mapper_configured", watch.on_configured)
+    mapper._dependency_processors.append(_note_plans)  # type: ignore[arg-type]  # noqa: SLF001  no public way
 
 
 class _Watch:
@@ -1522,13 +1501,11 @@ class _Watch:
     __slots__ = (
         "_comparing",
         "_fenced",
-        "_heard",
         "_in_row",
         "_key",
         "_key_in",
         "_looked_up",
         "_naming",
-        "mapper",
     )
 
     def __init__(self, mapper: Mapper[Any], fenced: FencedTable) -> None:
@@ -1536,8 +1513,6 @@ class _Watch:
         own = {column: key for key, column in columns if getattr(column, "table", None) is fenced.table}
         template = fenced.template
         self._fenced = fenced
-        self.mapper = mapper
-        self._heard = self.on_update
         self._key = tuple(mapper.get_property_by_column(column).key for column in mapper.primary_key)
         self._key_in = operator.itemgetter(*self._key)
         self._in_row = frozenset(own.values()) - {FENCE_COLUMN}
@@ -1545,14 +1520,17 @@ class _Watch:
         self._naming = tuple(own[column] for column in template.columns.values()) if template else ()
         self._looked_up = template is not None and not template.in_key
 
-    def listen(self) -> None:
+    def listen_to(self, mapper: Mapper[Any]) -> None:
         """Have UPDATEs be looked at."""
-        event.listen(self.mapper, "before_update", self._heard, raw=True, retval=True)
+        event.listen(mapper, "before_update", self.on_update, raw=True, retval=True)
 
-    def come_last(self) -> None:
-        """Have UPDATEs be looked at after all other listeners, which may change what is written."""
-        event.remove(self.mapper, "before_update", self._heard)
-        self.listen()
+    def on_configured(self, mapper: Mapper[Any], _model: object) -> None:
+        """Have UPDATEs be looked at after all listeners that are there by now: they may change more.
+
+        No flush knows the mapper yet, so nobody is going through its listeners.
+        """
+        event.remove(mapper, "before_update", self.on_update)
+        self.listen_to(mapper)
 
     def on_insert(self, _mapper: object, connection: Connection, state: InstanceState[Any]) -> None:
         flush = flush_of(state)
