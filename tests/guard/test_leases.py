@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import math
 import os
@@ -64,6 +63,7 @@ from fencelock.guard import (
 )
 from fencelock.lease import Lease, note_ended, note_held
 from fencelock.token import MAX_TOKEN
+from tests.guard.listening import listening
 
 
 class Base(DeclarativeBase):
@@ -155,16 +155,6 @@ def held() -> Iterator[list[Lease]]:
     note_held(*leases)
     yield leases
     note_ended(*leases)
-
-
-@contextlib.contextmanager
-def listening(model: type[Base], name: str, listener: Callable[..., None]) -> Iterator[None]:
-    """Have a listener called for an event of a model's flushes, inside the block."""
-    event.listen(model, name, listener)
-    try:
-        yield
-    finally:
-        event.remove(model, name, listener)
 
 
 @pytest.mark.usefixtures("held")

@@ -5,7 +5,6 @@ In each test rows are loaded at fence 5 and written under token 9; another holde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, load_only, mapped_c
 from fencelock.errors import StaleReadError
 from fencelock.guard import FencedModel, bind, claim
 from fencelock.lease import Lease
+from tests.guard.listening import listening
 
 
 class Base(DeclarativeBase):
@@ -190,34 +190,13 @@ def test_two_objects_of_one_row_in_one_flush(database: Engine) -> None:
             session.commit()
 
 
-@pytest.fixture
-def listening() -> Iterator[Callable[[Callable[[Account], None]], None]]:
-    """Return what has a listener called before each UPDATE of an account; it hears of no later test."""
-    listeners: list[Any] = []
-
-    def listen(change: Callable[[Account], None]) -> None:
-        def listener(_mapper: Any, _connection: Any, account: Account) -> None:
-            change(account)
-
-        listeners.append(listener)
-        event.listen(Account, "before_update", listener)
-
-    yield listen
-    for listener in listeners:
-        event.remove(Account, "before_update", listener)
-
-
-Listening = Callable[[Callable[[Account], None]], None]
-
-
-def count(account: Account) -> None:
+def count(_mapper: object, _connection: object, account: Account) -> None:
     """Change what nobody has asked for, as listeners do that keep a counter or a time."""
     account.balance += 1
 
 
-def test_what_a_listener_alone_has_changed_is_compared(database: Engine, listening: Listening) -> None:
+def test_what_a_listener_alone_has_changed_is_compared(database: Engine) -> None:
     """The object looks changed and is not, until the listener has been there."""
-    listening(count)
     with Session(database, expire_on_commit=False) as session:
         account = session.get_one(Account, 1)
         session.commit()
@@ -225,7 +204,7 @@ def test_what_a_listener_alone_has_changed_is_compared(database: Engine, listeni
         bind(session, Lease("account:1", 9))
         account.name = "else"
         account.name = "new"
-        with pytest.raises(StaleReadError):
+        with listening(Account, "before_update", count), pytest.raises(StaleReadError):
             session.commit()
 
 
@@ -286,7 +265,7 @@ def test_row_switch_of_a_class_beside_another(
         assert beside is not old
 
 
-def test_what_another_object_s_listener_changes_is_compared(database: Engine, listening: Listening) -> None:
+def test_what_another_object_s_listener_changes_is_compared(database: Engine) -> None:
     """SQLAlchemy advises against it; the object's own turn may have been before."""
     with database.execution_options(fencelock="bypass").begin() as connection:
         connection.execute(insert(Account), {"id": 2, "last_fencing_token": 5})
@@ -294,18 +273,17 @@ def test_what_another_object_s_listener_changes_is_compared(database: Engine, li
         first, second = session.get_one(Account, 1), session.get_one(Account, 2)
         session.commit()
 
-        def change(account: Account) -> None:
+        def change(_mapper: object, _connection: object, account: Account) -> None:
             if account is second:
                 first.balance -= 30
 
-        listening(change)
         write(database, 7, Account, 1, balance=50)
         bind(session, Lease("account:1", 9), Lease("account:2", 9))
         first.name = "else"
         first.name = "new"
         second.name = "else"
         second.name = "new"
-        with pytest.raises(StaleReadError):
+        with listening(Account, "before_update", change), pytest.raises(StaleReadError):
             session.commit()
 
 
