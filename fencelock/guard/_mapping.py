@@ -92,9 +92,8 @@ def _refuse_another_name(mapper: Mapper[Any], model: type[Any]) -> None:
 def _refuse_another_key(mapper: Mapper[Any], model: type[Any], base: Table) -> None:
     """Refuse a model that names its rows by another key than its table."""
     of_table, of_model = tuple(base.primary_key), tuple(mapper.primary_key)
-    if any(column.table is not base for column in of_model):  # a joined parent's, which are equal to these
-        of_table, of_model = of_table[:0], of_model[len(of_table) :]
-    if of_table != of_model:
+    is_parents = any(column.table is not base for column in of_model)  # a joined one's, equal to the table's
+    if len(of_model) > len(of_table) if is_parents else of_model != of_table:
         raise ValueError(
             f"{model.__name__} names its rows by {[column.key for column in mapper.primary_key]!r}, and the "
             f"primary key of its fenced table {base.name!r} is {[each.key for each in base.primary_key]!r}; "
