@@ -458,8 +458,7 @@ def fenced_names() -> list[str]:
 def fenced_table(target: object) -> FencedTable | None:
     """Return what is known of a table (or an alias of one), or None if it is not fenced."""
     table = target if type(target) is Table else underlying(target)
-    info: dict[Any, Any] = getattr(table, "info", {})
-    fenced: FencedTable | None = info.get(_FENCED)
+    fenced: FencedTable | None = getattr(table, "info", NO_OPTIONS).get(_FENCED)
     if fenced is not None and (
         fenced.table is table or hash(fenced.table) == hash(table)  # annotated tables hash like the original
     ):

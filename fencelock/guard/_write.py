@@ -278,15 +278,14 @@ class GuardedWrite:
 
     def wrote_all(self, rows: Sequence[Row], result: CursorResult[Any]) -> bool:
         """Tell whether it is known that each execution has written the one row that it named."""
-        if not self.key:
+        if not self.key or result.rowcount != len(rows):
             return False
         dialect: Any = result.dialect
-        is_told = (  # drivers whose number is not to be trusted apart
+        return (  # drivers whose number is not to be trusted apart
             dialect.supports_sane_rowcount
             and (len(rows) == 1 or dialect.supports_sane_multi_rowcount)
             and (dialect.supports_sane_rowcount_returning or not result.returns_rows)
         )
-        return bool(is_told) and result.rowcount == len(rows)
 
     def names(self, rows: Sequence[Row]) -> Iterator[str]:
         """Return the names of the rows that these executions have named."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NoReturn, TypeAlias
 from weakref import WeakKeyDictionary
 
 from sqlalchemy import Delete, Insert, Table, TextClause, Update
@@ -78,9 +78,10 @@ _Written: TypeAlias = tuple[GuardedWrite, Sequence[Row]]
 _DML: Final = (Update, Delete, Insert)
 _LAMBDAS: Final = (LambdaElement, NullLambdaStatement)
 
-_guarded: WeakKeyDictionary[ClauseElement, dict[tuple[bool, Form | None], tuple[Any, GuardedWrite]]] = (
-    WeakKeyDictionary()
-)
+_Known: TypeAlias = dict[tuple[bool, Form | None], tuple[Any, GuardedWrite]]
+"""The guarded forms of a statement: with and without an explicit token, and by what its condition allows."""
+
+_guarded: WeakKeyDictionary[ClauseElement, _Known] = WeakKeyDictionary()
 """By statement, its guarded forms: with and without an explicit token, and by what its condition allows for.
 
 SQLAlchemy's own statements are the same objects at each flush.
@@ -174,15 +175,20 @@ def _guarded_write(
     """
     explicit = tokens is None
     likely = None if tokens is None or tokens.loaded is None else ALL_KNOWN
-    guarded, write = _guard_once(statement, fenced, explicit=explicit, form=likely)
+    known = _guarded.get(statement)
+    if known is None:
+        known = _guarded[statement] = {}
+    guarded, write = _guard_once(known, statement, fenced, explicit=explicit, form=likely)
     stamped, form = write.stamp(connection, rows, options, tokens)
-    if form != likely:
-        guarded, write = _guard_once(statement, fenced, explicit=explicit, form=form)
-    _raise(connection, write.read_above_token(stamped))
+    if form is not likely:
+        guarded, write = _guard_once(known, statement, fenced, explicit=explicit, form=form)
+    refusal = write.read_above_token(stamped)
     if write.carries:
         ready(connection)
-    if write.reads_more:
-        _raise(connection, write.foreseen(connection, stamped, options))
+    if write.reads_more and refusal is None:
+        refusal = write.foreseen(connection, stamped, options)
+    if refusal is not None:
+        _raise(connection, refusal)
     return guarded, (write, stamped)
 
 
@@ -287,28 +293,23 @@ def _check(
     if write.wrote_all(rows, result):
         note_locked(connection, partial(write.names, rows), len(rows))
     elif write.key or not told:
-        _raise(connection, write.refused(connection, rows, options), result)
-
-
-def _raise(
-    connection: Connection, refusal: FenceError | None, result: CursorResult[Any] | None = None
-) -> None:
-    """Raise the error if there is one, once nothing can come of what the statement belongs to."""
-    if refusal is not None:
-        if result is not None:
+        refusal = write.refused(connection, rows, options)
+        if refusal is not None:
             result.close()
-        report_refusal(connection, refusal)
-        refuse(connection, refusal)
-        raise refusal
+            _raise(connection, refusal)
+
+
+def _raise(connection: Connection, refusal: FenceError) -> NoReturn:
+    """Raise an error once nothing can come of what the statement belongs to."""
+    report_refusal(connection, refusal)
+    refuse(connection, refusal)
+    raise refusal
 
 
 def _guard_once(
-    statement: Update | Delete, fenced: FencedTable, *, explicit: bool, form: Form | None = None
+    known: _Known, statement: Update | Delete, fenced: FencedTable, *, explicit: bool, form: Form | None
 ) -> tuple[Update | Delete, GuardedWrite]:
     """Return the statement with the condition, as it was made the last time where there was one."""
-    known = _guarded.get(statement)
-    if known is None:
-        known = _guarded[statement] = {}
     found = known.get((explicit, form))
     if found is None:
         found = known[explicit, form] = guard(statement, fenced, explicit=explicit, form=form)

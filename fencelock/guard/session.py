@@ -95,13 +95,14 @@ _ENTRIES: Final = "_fencelock_entries"
 
 
 class _Process:
-    """Whether anybody has bound anything, or entered a block without the guard: few do.
+    """Whether anybody has bound anything, entered a block without the guard, or passed a gate: few do.
 
     For the others nobody has to be asked for it.
     """
 
     binds = False
     bypasses = False
+    gates = False
 
 
 def bind(
@@ -288,7 +289,7 @@ class Writer:
         if claiming and lease.in_doubt:
             self.claiming.add(lease)
         if self.remembered.get(resource) is not lease:
-            if _at_gates:
+            if _Process.gates:
                 _refuse_beside_gate(connection, resource, lease)
             self.need(lease, connection)
             if not lease.usable:  # it was when the flush began
@@ -337,7 +338,8 @@ class Writer:
             savepoint: the innermost that is open.
         """
         if self._locked_count < _REMEMBERED_ROWS:
-            self._note_savepoints(savepoint)
+            if savepoint is not None:
+                self._note_savepoints(savepoint)
             self._locked.append(names)
             self._locked_count += count
 
@@ -392,7 +394,7 @@ class Writer:
     @property
     def bound_instead(self) -> str:
         """What to say where leases that are held do not count, because others were bound; else nothing."""
-        if self._bound_before is None or not (held := _usable(held_leases())):
+        if self._bound_before is None or not (held := _usable(None)):
             return ""
         bound = ", ".join(repr(lease.resource) for lease in self._bound_before)
         return (
@@ -411,19 +413,16 @@ class Writer:
         if bound != self._bound_before:
             self.remembered.clear()
             self._bound_before = bound
-        found = _usable(held_leases() if bound is None else bound)
+        found = _usable(bound)
         if self.remembered:
             found.update(self.remembered)
         return found
 
 
-def _usable(leases: Iterable[Lease]) -> dict[str, Lease]:
-    """Return those under which work may begin, by resource."""
-    usable = {}
-    for lease in leases:
-        if lease.usable:
-            usable[lease.resource] = lease
-    return usable
+def _usable(bound: Iterable[Lease] | None) -> dict[str, Lease]:
+    """Return the leases under which work may begin, by resource: those bound, or else those held."""
+    found = held_leases() if bound is None else [lease for lease in bound if lease.usable]
+    return {lease.resource: lease for lease in found}
 
 
 def _bound_to(connection: Connection, session: Session | None) -> tuple[Lease, ...] | None:
@@ -682,6 +681,7 @@ _WATCHED: Final[Mapping[type[Any], type[Transaction]]] = {
     NestedTransaction: _WatchedSavepoint,
     RootTransaction: _WatchedRoot,
     TwoPhaseTransaction: _WatchedTwoPhase,
+    **{watched: watched for watched in (_WatchedSavepoint, _WatchedRoot, _WatchedTwoPhase)},
 }
 
 
@@ -692,9 +692,10 @@ def watch_end(transaction: Transaction | None) -> bool:
     transactions of others that they have joined. One of an unknown class lets go when it is thrown away.
     """
     watched = _WATCHED.get(type(transaction))
-    if transaction is not None and watched is not None:
-        transaction.__class__ = watched
-    return isinstance(transaction, _Watched)
+    if transaction is None or watched is None:
+        return False
+    transaction.__class__ = watched
+    return True
 
 
 def writer_of(connection: Connection) -> Writer:
@@ -735,7 +736,7 @@ def leases_of(connection: Connection | None, session: Session) -> Mapping[str, L
     if writer is not None:
         return writer.candidates(connection, session)
     bound = _bound_to(connection, session) if _Process.binds else None
-    return _usable(held_leases() if bound is None else bound)
+    return _usable(bound)
 
 
 def note_token(target: Connection | Session, statement: Executable, token: int) -> None:
@@ -767,8 +768,7 @@ def note_born(connection: Connection, resources: Callable[[], Iterable[str]] | N
 def _open_writer(connection: Connection) -> Writer | None:
     writer: Writer | None = getattr(connection, _WRITER, None)
     transaction = None if writer is None else writer.transaction()
-    is_open = transaction is not None and transaction is connection.get_transaction()
-    return writer if is_open else None
+    return writer if transaction is not None and transaction is connection.get_transaction() else None
 
 
 def take_doubted(connection: Connection, token: int) -> list[Lease]:
@@ -806,6 +806,7 @@ def note_gate(connection: Connection, resource: str) -> None:
     writer = writer_of(connection)
     writer.gates.add((resource, current_owner()))
     _at_gates[writer] = None
+    _Process.gates = True
 
 
 def passes_gate_here(resource: str) -> bool:
@@ -894,8 +895,10 @@ def begin_writing(connection: Connection, options: Mapping[str, Any], fenced: Fe
         return writer
     level = options.get("isolation_level") or getattr(connection.dialect, "_on_connect_isolation_level", None)
     if level != "AUTOCOMMIT":
-        commits_by_itself = _COMMITS_BY_ITSELF.get(connection.dialect.name, lambda _: False)
-        writer.has_transaction = not commits_by_itself(connection.connection.dbapi_connection)
+        commits_by_itself = _COMMITS_BY_ITSELF.get(connection.dialect.name)
+        writer.has_transaction = commits_by_itself is None or not commits_by_itself(
+            connection.connection.dbapi_connection
+        )
     if not writer.has_transaction:
         raise UnfencedWriteError(
             f"a write to {fenced.name!r} needs a transaction: on an AUTOCOMMIT connection the rows before a "
@@ -1139,12 +1142,12 @@ def tokens_for(
     Raises:
         LockLostError: if a lease has ended since.
     """
-    flush = None
+    found = None
     if "compiled_cache" in options:  # the unit of work has one of its own for each mapper
         flush = _flushes.get(getattr(connection, _FLUSH, 0))
-    found = None if flush is None or not flush.executes else flush.found.get((fenced, connection))
-    if found is not None and found.serves(writer):
-        return found
+        found = None if flush is None else flush.tokens_to_execute(fenced, connection)
+        if found is not None and found.serves(writer):
+            return found
     made = Tokens(connection, fenced, options, writer=writer)
     made.loaded = None if found is None else found.loaded
     return made
@@ -1309,7 +1312,6 @@ class LoadedFences(dict[Any, int | None]):
     def __init__(
         self, session: ReferenceType[Session], told: Container[InstanceState[Any]], fenced: FencedTable
     ) -> None:
-        super().__init__()
         self._session = session
         self._told = told
         self._fenced = fenced
@@ -1359,7 +1361,8 @@ class _Flush:
     def tokens(self, fenced: FencedTable, connection: Connection) -> Tokens | None:
         """Return the tokens for rows of a table, or None where the connection bypasses the guard."""
         key = fenced, connection
-        if key not in self.found:
+        tokens = self.found.get(key)
+        if tokens is None and key not in self.found:
             session = self._session()
             if session is not None:
                 join(connection, session)  # another one may have joined the transaction since
@@ -1369,14 +1372,14 @@ class _Flush:
                 tokens.loaded = LoadedFences(self._session, self.stamped, fenced)
                 setattr(connection, _FLUSH, session.hash_key)
             self.found[key] = tokens
-            self.known.setdefault(fenced, {})
-        return self.found[key]
+        return tokens
 
-    @property
-    def executes(self) -> bool:
-        """Whether it is executing its statements, and no bulk operation does."""
+    def tokens_to_execute(self, fenced: FencedTable, connection: Connection) -> Tokens | None:
+        """Return what `tokens` has found, if the statements of the flush are executed now, and no others."""
         session = self._session()
-        return session is not None and session._warn_on_events  # noqa: SLF001  SQLAlchemy has no public way to ask
+        if session is None or not session._warn_on_events:  # noqa: SLF001  SQLAlchemy has no public way to ask
+            return None
+        return self.found.get((fenced, connection))
 
     def writes(self, session: Session, mapper: Mapper[Any], identity: tuple[Any, ...]) -> bool:
         """Tell whether the fenced row with this primary key is written or deleted."""
@@ -1618,7 +1621,7 @@ class _Watch:
                 self._refuse_null(state, current)
                 return tokens.of_new_row()
             if self._looked_up and state.key is not None:
-                flush.known[fenced][state.key[1]] = values
+                flush.known.setdefault(fenced, {})[state.key[1]] = values
             return tokens.of_row(values)
         except FenceError as error:
             report(error, table=fenced.name)
