@@ -159,10 +159,7 @@ class GuardedWrite:
         """Return the error to raise, before anything is sent, if what was loaded is above the token."""
         if self.accepted is None:
             return None
-        loaded = self.accepted[0]
-        if loaded.key == TOKEN_BIND:
-            return None  # it is the token
-        first = rows[0]
+        loaded, first = self.accepted[0], rows[0]
         if LOADED_BIND in first and (
             first[LOADED_BIND] <= first[TOKEN_BIND]
             if len(rows) == 1

@@ -35,6 +35,7 @@ from fencelock.guard._carried import ready, take_back
 from fencelock.guard._insert import NewRows, stamp_insert
 from fencelock.guard._statement import (
     ALL_KNOWN,
+    ALL_OWN,
     TOKEN_OPTION,
     Form,
     Row,
@@ -178,11 +179,11 @@ def _guarded_write(
     known = _guarded.get(statement)
     if known is None:
         known = _guarded[statement] = {}
-    guarded, write = _guard_once(known, statement, fenced, explicit=explicit, form=likely)
+    guarded, write = known.get((explicit, likely)) or _guard(known, statement, fenced, explicit, likely)
     stamped, form = write.stamp(connection, rows, options, tokens)
     if form is not likely:
-        guarded, write = _guard_once(known, statement, fenced, explicit=explicit, form=form)
-    refusal = write.read_above_token(stamped)
+        guarded, write = known.get((explicit, form)) or _guard(known, statement, fenced, explicit, form)
+    refusal = None if form is ALL_OWN else write.read_above_token(stamped)
     if write.carries:
         ready(connection)
     if write.reads_more and refusal is None:
@@ -306,13 +307,15 @@ def _raise(connection: Connection, refusal: FenceError) -> NoReturn:
     raise refusal
 
 
-def _guard_once(
-    known: _Known, statement: Update | Delete, fenced: FencedTable, *, explicit: bool, form: Form | None
+def _guard(
+    known: _Known,
+    statement: Update | Delete,
+    fenced: FencedTable,
+    explicit: bool,
+    form: Form | None,
 ) -> tuple[Update | Delete, GuardedWrite]:
-    """Return the statement with the condition, as it was made the last time where there was one."""
-    found = known.get((explicit, form))
-    if found is None:
-        found = known[explicit, form] = guard(statement, fenced, explicit=explicit, form=form)
+    """Return the statement with the condition, for the first time in this form, and make it known."""
+    found = known[explicit, form] = guard(statement, fenced, explicit=explicit, form=form)
     return found
 
 
