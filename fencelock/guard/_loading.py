@@ -13,14 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from sqlalchemy.orm import ColumnProperty, Mapper
+from sqlalchemy.orm import ColumnProperty, MappedSQLExpression, Mapper
+from sqlalchemy.orm.base import NO_VALUE
 from sqlalchemy.sql import ColumnElement
 
 from fencelock.errors import StaleTokenError
 from fencelock.guard._bypass import is_bypassed
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table
 from fencelock.guard.events import report
-from fencelock.guard.session import leases_of, loaded_fence, note_merged, refuse
+from fencelock.guard.session import leases_of, loaded_fence, refuse
 from fencelock.lease import Lease
 from fencelock.token import MAX_TOKEN
 
@@ -60,18 +61,20 @@ class _FenceProperty(ColumnProperty[Any]):
     ) -> None:
         """Have the fence of a merged object count if it was loaded; one made by hand has none to speak of.
 
-        What is written then may happen to be what the row has by now. It was computed from an older state all
-        the same, so it is written, and refused where the fence tells that.
+        What differs is written in any case, whatever it comes to in the end. It may happen to be what the row
+        has by now, and was computed from an older state all the same. And of two objects with one fence, or
+        where the newer one is merged, what the other was loaded with is not what the row has.
         """
         fence = source_dict.get(self.key)
         if source_state.key is None or fence is None:
             return
-        columns = self.parent.column_attrs.keys()
+        columns, relationships = self.parent.column_attrs.keys(), self.parent.relationships.keys()
         loaded = {**dest_dict, **dest_state.committed_state}
-        if any(loaded[key] != source_dict[key] for key in columns if key in loaded and key in source_dict):
-            note_merged(dest_state)
+        for key in columns:
+            if key in loaded and key in source_dict and loaded[key] != source_dict[key] and key != self.key:
+                dest_state.committed_state[key] = NO_VALUE
         known = loaded_fence(dest_state, dest_dict)
-        older = [key for key in columns if key in dest_dict and key not in source_dict]
+        older = [key for key in (*columns, *relationships) if key in dest_dict and key not in source_dict]
         if known is None or fence <= known or _load_again(dest_state, dest_dict, older):
             dest_state.committed_state.pop(self.key, None)
             dest_dict[self.key] = fence
@@ -107,7 +110,7 @@ class _FenceProperty(ColumnProperty[Any]):
         leases = leases_of(getattr(result, "connection", None), context.session)
         if leases and not is_bypassed(result.context.execution_options):
             getter = self._looking(getter, leases, result, adapter)
-        if context.populate_existing:
+        if context.populate_existing or mapper.always_refresh:
             populators["new"].append((self.key, self._replacing(getter, mapper, populators)))
         else:
             populators["quick"].append((self.key, getter))
@@ -115,7 +118,7 @@ class _FenceProperty(ColumnProperty[Any]):
     def _replacing(
         self, getter: _Getter, mapper: Any, populators: Mapping[str, Iterable[tuple[str, Any]]]
     ) -> Callable[[Any, dict[str, Any], Any], None]:
-        """Return what loads the fence into an object that the session may have had (`populate_existing`).
+        """Return what loads the fence into an object that the session may have had, and is to load anew.
 
         Where the query leaves out a column (`load_only`) that the object has from before, the fence stays.
         """
@@ -145,6 +148,13 @@ class _FenceProperty(ColumnProperty[Any]):
             return fence
 
         return read
+
+
+class _FenceExpression(MappedSQLExpression[Any], _FenceProperty):
+    """The same where the column is mapped by `deferred()` or `column_property()`."""
+
+    __slots__ = ()
+    inherit_cache = True
 
 
 def _load_again(state: Any, attributes: dict[str, Any], older: list[str]) -> bool:
@@ -214,7 +224,7 @@ class _Look:
 def watch_loads(mapper: Mapper[Any]) -> None:
     """Look at what is loaded of a fenced model."""
     fence = mapper.get_property(FENCE_COLUMN)
-    if type(fence) is ColumnProperty:
-        fence.__class__ = _FenceProperty
+    if isinstance(fence, ColumnProperty) and not isinstance(fence, _FenceProperty):
+        fence.__class__ = _FenceExpression if isinstance(fence, MappedSQLExpression) else _FenceProperty
         fence.deferred = False
         fence.strategy_key = (("deferred", False), ("instrument", True))

@@ -91,9 +91,11 @@ def _refuse_another_name(mapper: Mapper[Any], model: type[Any]) -> None:
 
 def _refuse_another_key(mapper: Mapper[Any], model: type[Any], base: Table) -> None:
     """Refuse a model that names its rows by another key than its table."""
-    of_table, of_model = tuple(base.primary_key), tuple(mapper.primary_key)
-    is_parents = any(column.table is not base for column in of_model)  # a joined one's, equal to the table's
-    if len(of_model) > len(of_table) if is_parents else of_model != of_table:
+    of_table, of_model = list(base.primary_key), list(mapper.primary_key)
+    for each in reversed(list(mapper.iterate_to_root())):  # a joined one's are its parent's, equal to its own
+        equal = dict(each._inherits_equated_pairs or ()) if each.inherits else {}  # noqa: SLF001  no public way
+        of_model = [column if column.table is base else equal.get(column, column) for column in of_model]
+    if of_model != of_table:
         raise ValueError(
             f"{model.__name__} names its rows by {[column.key for column in mapper.primary_key]!r}, and the "
             f"primary key of its fenced table {base.name!r} is {[each.key for each in base.primary_key]!r}; "

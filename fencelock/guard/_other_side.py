@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 from sqlalchemy import BigInteger, Update, bindparam, event, inspect, update
 from sqlalchemy.engine import Connection
 from sqlalchemy.ext.orderinglist import OrderingList
-from sqlalchemy.orm import InstanceState, Mapper, RelationshipProperty, Session
+from sqlalchemy.orm import InstanceState, Mapper, RelationshipProperty
 from sqlalchemy.orm.base import PASSIVE_OFF
 
 from fencelock.guard._bypass import is_bypassed
@@ -128,7 +128,10 @@ def _raise_fence(
     if (fenced, key) in flush.raised or flush.writes(session, mapper, key):
         return
     flush.raised.add((fenced, key))
-    known = _object_of(session, mapper, key)
+    instance = session.identity_map.get(
+        mapper.identity_key_from_primary_key(key, identity_token=state.identity_token)
+    )
+    known = None if instance is None else inspect(instance)
     loaded = None if known is None else loaded_fence(known, known.dict)
     values = {f"{_KEY}{at}": value for at, value in enumerate(key)}
     if loaded is not None:
@@ -136,11 +139,6 @@ def _raise_fence(
     result = connection.execute(_raising(fenced, known=loaded is not None), values)
     if known is not None and FENCE_COLUMN in known.dict:
         known.dict[FENCE_COLUMN] = result.context.compiled_parameters[0][fenced.fence.key]
-
-
-def _object_of(session: Session, mapper: Mapper[Any], key: tuple[Any, ...]) -> InstanceState[Any] | None:
-    instance = session.identity_map.get(mapper.identity_key_from_primary_key(key))
-    return None if instance is None else inspect(instance)
 
 
 def _raising(fenced: FencedTable, *, known: bool) -> Update:

@@ -25,6 +25,7 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache, partial, wraps
+from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
@@ -78,13 +79,8 @@ _CHANGES_ONLY = PASSIVE_NO_INITIALIZE | INCLUDE_PENDING_MUTATIONS
 _BOUND: Final = "_fencelock_bound"
 """Where a session or connection has the leases that it was bound to."""
 
-_FLUSH: Final = "_fencelock_flush"
-"""Where a connection has the number of the session that has flushed on it, the last time."""
-
 _WRITER: Final = "_fencelock_writer"
 """Where a connection has what its transaction, or an earlier one, writes under."""
-
-_MERGED: Final = "fencelock.merged"
 
 _at_gates: WeakKeyDictionary[Writer, None] = WeakKeyDictionary()
 """Those that have passed a gate; in no `WeakSet`, where one thread cannot look while another adds to it."""
@@ -1144,8 +1140,8 @@ def tokens_for(
     """
     found = None
     if "compiled_cache" in options:  # the unit of work has one of its own for each mapper
-        flush = _flushes.get(getattr(connection, _FLUSH, 0))
-        found = None if flush is None else flush.tokens_to_execute(fenced, connection)
+        flush = _executing(connection)
+        found = None if flush is None else flush.tokens(fenced, connection)
         if found is not None and found.serves(writer):
             return found
     made = Tokens(connection, fenced, options, writer=writer)
@@ -1307,13 +1303,10 @@ class LoadedFences(dict[Any, int | None]):
             cascade of the database has been there before; else it may be another row's still.
     """
 
-    __slots__ = ("_fenced", "_session", "_told", "moved")
+    __slots__ = ("_fenced", "_flush", "moved")
 
-    def __init__(
-        self, session: ReferenceType[Session], told: Container[InstanceState[Any]], fenced: FencedTable
-    ) -> None:
-        self._session = session
-        self._told = told
+    def __init__(self, flush: _Flush, fenced: FencedTable) -> None:
+        self._flush = flush
         self._fenced = fenced
         self.moved: dict[Any, int | None] = {}
 
@@ -1323,15 +1316,11 @@ class LoadedFences(dict[Any, int | None]):
         self[key] = fence if other is None else other if fence is None else min(fence, other)
 
     def __missing__(self, key: Any) -> int | None:
-        session = self._session()
-        if session is None:
-            return None
         for mapper in _mappers.get(self._fenced.table, ()):
             identity = key if len(mapper.primary_key) > 1 else (key,)
-            instance = session.identity_map.get(mapper.identity_key_from_primary_key(identity))
-            state = None if instance is None else inspect(instance)
-            if state is not None and self._fenced.table in state.mapper.tables:
-                return None if state in self._told else loaded_fence(state, state.dict)
+            for state in self._flush.objects_of(mapper, identity):
+                if self._fenced.table in state.mapper.tables:
+                    return None if state in self._flush.stamped else loaded_fence(state, state.dict)
         return self.moved.get(key)
 
 
@@ -1339,6 +1328,7 @@ class _Flush:
     """What one flush has found out so far.
 
     Attributes:
+        number: a larger one than those of all that have begun before.
         plan: returns the plan of the unit of work; None once that is thrown away, or where none was noted.
         stamped: the objects whose fenced rows it writes, save those that it deletes.
         found: what `tokens` has returned so far, by table and connection.
@@ -1347,10 +1337,11 @@ class _Flush:
         unsaved: new objects, for tables whose resources cannot be told from the key alone.
     """
 
-    __slots__ = ("_session", "found", "known", "plan", "raised", "stamped", "unsaved")
+    __slots__ = ("_session", "found", "known", "number", "plan", "raised", "stamped", "unsaved")
 
     def __init__(self, session: Session, plan: UOWTransaction | None = None) -> None:
         self._session = ref(session)
+        self.number = next(_numbers)
         self.plan = (lambda: None) if plan is None else ref(plan, partial(_forget_flush, session.hash_key))
         self.stamped: set[InstanceState[Any]] = set()
         self.found: dict[tuple[FencedTable, Connection], Tokens | None] = {}
@@ -1369,17 +1360,19 @@ class _Flush:
             options = connection.get_execution_options()
             tokens = None if is_bypassed(options) else Tokens(connection, fenced, options, session)
             if tokens is not None and session is not None:
-                tokens.loaded = LoadedFences(self._session, self.stamped, fenced)
-                setattr(connection, _FLUSH, session.hash_key)
+                tokens.loaded = LoadedFences(self, fenced)
             self.found[key] = tokens
         return tokens
 
-    def tokens_to_execute(self, fenced: FencedTable, connection: Connection) -> Tokens | None:
-        """Return what `tokens` has found, if the statements of the flush are executed now, and no others."""
-        session = self._session()
-        if session is None or not session._warn_on_events:  # noqa: SLF001  SQLAlchemy has no public way to ask
-            return None
-        return self.found.get((fenced, connection))
+    def objects_of(self, mapper: Mapper[Any], identity: tuple[Any, ...]) -> Iterator[InstanceState[Any]]:
+        """Yield the objects that the session has of a row, of whichever shards the flush writes to."""
+        session, plan = self._session(), self.plan()
+        states: Iterable[InstanceState[Any]] = () if plan is None else plan.states
+        for shard in {None, *(state.identity_token for state in states)}:
+            key = mapper.identity_key_from_primary_key(identity, identity_token=shard)
+            instance = None if session is None else session.identity_map.get(key)
+            if instance is not None:
+                yield inspect(instance)
 
     def writes(self, session: Session, mapper: Mapper[Any], identity: tuple[Any, ...]) -> bool:
         """Tell whether the fenced row with this primary key is written or deleted."""
@@ -1396,12 +1389,31 @@ class _Flush:
         return identity in map(tuple, keys)  # a new object, or one with a new key
 
 
+_numbers: Final = count()
+
 _flushes: dict[int, _Flush] = {}
 """Those that write fenced rows, by the number that a session has and its objects know.
 
 This is asked for each object of a flush. SQLAlchemy has no event for every end of a flush, which may come to
 nothing, or fail in another listener; but its plan is thrown away then, and what is here goes with it.
 """
+
+
+def _executing(connection: Connection) -> _Flush | None:
+    """Return the flush that is executing its statements on a connection.
+
+    Of several it is the one that began last: in a listener of the other, in another session.
+    """
+    executing = [
+        flush
+        for reference in getattr(connection, _SESSIONS, ())
+        if (session := reference()) is not None
+        and session._warn_on_events  # noqa: SLF001  no public way to ask; a bulk operation does not set it
+        and (flush := _flushes.get(session.hash_key)) is not None
+    ]
+    if len(executing) > 1:
+        return max(executing, key=operator.attrgetter("number"))
+    return executing[0] if executing else None
 
 
 def _forget_flush(number: int, gone: object) -> None:
@@ -1548,7 +1560,7 @@ class _Watch:
         current = state.dict
         writes_row = self._writes_row(state, current)
         flush = _flushes.get(state.session_id) or flush_of(state)  # type: ignore[arg-type]  # it has a session
-        if not writes_row and not _has_changed(state, current) and not _was_merged(state):
+        if not writes_row and not _has_changed(state, current):
             flush.tokens(self._fenced, connection)  # for what another object's listener may change yet
             return
         flush.stamped.add(state)
@@ -1670,16 +1682,6 @@ def flush_of(state: InstanceState[Any]) -> _Flush:
     session = state.session
     assert session is not None  # noqa: S101  an object that is being flushed has one
     return _flushes.get(session.hash_key) or _Flush(session)
-
-
-def note_merged(state: InstanceState[Any]) -> None:
-    """Note that values were merged into an object that differ from those of its row, and may be older."""
-    state.info[_MERGED] = True
-
-
-def _was_merged(state: InstanceState[Any]) -> bool:
-    """Tell, once, whether such values were merged into it."""
-    return "info" in vars(state) and state.info.pop(_MERGED, False)
 
 
 def _has_changed(state: InstanceState[Any], current: dict[str, Any]) -> bool:
