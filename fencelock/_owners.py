@@ -57,11 +57,9 @@ def current_owner() -> object:
 def _is_run_here(task: asyncio.Task[Any], library: Any) -> bool:
     """Whether the loop's current task is what runs in this greenlet.
 
-    Where a task has waited by means of gevent, another greenlet runs meanwhile, and the loop does not know.
+    Where a task has switched to another greenlet, as gevent does to wait, the loop does not know.
     """
     greenlet = library.getcurrent()
-    if greenlet.parent is None and not switches_greenlets():
-        return True
     coroutine = task.get_coro()
     frame_of_task = getattr(coroutine, "cr_frame", None)
     if frame_of_task is None:
@@ -80,7 +78,7 @@ def _is_run_here(task: asyncio.Task[Any], library: Any) -> bool:
 
 def switches_greenlets() -> bool:
     """Whether a library is there that switches from greenlet to greenlet wherever one waits."""
-    return any(name in sys.modules for name in _SWITCHING)
+    return any(sys.modules.get(name) is not None for name in _SWITCHING)
 
 
 def blocks_greenlets(function: Callable[..., object]) -> bool:

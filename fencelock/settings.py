@@ -14,7 +14,7 @@ from fencelock.errors import AuthorityError
 
 _Authority = TypeVar("_Authority", bound=Authority)
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # for signal handlers that lock, and strike in the midst of it
 _default: Authority | None = None
 
 

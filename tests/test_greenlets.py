@@ -173,11 +173,11 @@ def test_greenlet_that_runs_while_a_task_waits_is_not_that_task() -> None:
     assert other.switch() == of_other
 
 
-def test_thread_that_goes_on_while_a_greenlets_task_waits_is_not_that_task(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As a Celery task may run a loop in its greenlet, in which something waits by means of gevent."""
-    monkeypatch.setitem(sys.modules, "gevent", sys.modules[__name__])
+def test_thread_that_goes_on_while_a_greenlets_task_waits_is_not_that_task() -> None:
+    """As a Celery task may run a loop in its greenlet, in which something waits by means of gevent.
+
+    Libraries that make an asynchronous interface a blocking one do so by greenlet alone.
+    """
     here, main = current_owner(), greenlet.getcurrent()
 
     async def ask() -> None:

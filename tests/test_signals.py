@@ -132,6 +132,68 @@ print(json.dumps({"handlers": count, "rounds": rounds, "held": len(everything_he
 """
 
 
+#: Strikes once, where something is begun; the handler takes a lock, or raises if it is told to.
+_STRUCK = """
+import faulthandler, os, redis
+from fencelock import Redlock, fenced_lock
+from fencelock.authority.redlock import redlock
+from fencelock.settings import default_authority
+
+faulthandler.dump_traceback_later(30, exit=True)
+raises, where, urls = sys.argv[1] == "raises", sys.argv[2], sys.argv[3:]
+os.environ["FENCELOCK_URL"] = ",".join(urls)
+got, struck = [], []
+
+def handle(*_):
+    if raises:
+        raise Interrupted
+    with fenced_lock("handler", ttl=1, timeout=5) as token:
+        got.append(token)
+
+def strike():
+    if not struck:
+        struck.append(where)
+        signal.raise_signal(signal.SIGUSR1)
+
+def before(owner, name, applies=lambda *_: True):
+    real = getattr(owner, name)
+    def struck_first(*arguments, **named):
+        if applies(*arguments):
+            strike()
+        return real(*arguments, **named)
+    setattr(owner, name, struck_first)
+
+signal.signal(signal.SIGUSR1, handle)
+if where == "configure":
+    before(Redlock, "_start_over")
+elif where == "look":
+    before(Redlock, "_check_distinct")
+elif where == "meet":
+    before(redlock.Recollection, "note")
+else:
+    with fenced_lock("warm", ttl=1):
+        pass
+    redis.Redis.from_url(urls[0]).flushall()
+    before(threading.Thread, "start", lambda thread: thread.name == "fencelock-recovery")
+while not struck:
+    try:
+        with fenced_lock("body", ttl=1, timeout=5) as token:
+            got.append(token)
+    except Interrupted:
+        pass
+
+def admitted():
+    return all(node.state.name == "ADMITTED" for node in default_authority().status())
+
+until = time.monotonic() + 20
+while not admitted() and time.monotonic() < until:
+    with fenced_lock("body", ttl=1, timeout=5) as token:
+        got.append(token)
+    time.sleep(0.1)
+print(json.dumps({"struck": struck, "got": len(got), "admitted": admitted()}))
+"""
+
+
 def run(program: str, *arguments: str) -> dict[str, Any]:
     """Run a program while it is interrupted; return what it printed last."""
     child = subprocess.run(
@@ -166,6 +228,28 @@ def test_a_handler_may_lock_too(nodes: Nodes) -> None:
     assert said["handlers"] > 50
     assert said["rounds"] > 5
     assert (said["held"], said["threads"]) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("does", "where"),
+    [
+        ("locks", "configure"),
+        ("locks", "look"),
+        ("locks", "meet"),
+        ("locks", "recover"),
+        ("raises", "look"),
+        ("raises", "recover"),
+    ],
+)
+def test_a_handler_that_strikes_where_something_is_begun(nodes: Nodes, does: str, where: str) -> None:
+    """It does not wait for what it has interrupted; and what it has broken off is begun again."""
+    urls = [node.url for node in nodes[:3]]
+    with Redlock(urls) as authority:
+        authority.init(max_ttl=1)
+    said = run(_STRUCK, does, where, *urls)
+    assert said["struck"] == [where]
+    assert said["got"] >= (2 if does == "locks" else 0)
+    assert said["admitted"]
 
 
 def test_an_interruption_while_numbers_are_packed_does_not_end_the_interpreter() -> None:

@@ -42,7 +42,7 @@ class Recollection:
         Raises:
             MembershipError: half of the nodes or more were initialised as another number.
         """
-        lists = Counter(membership for _, membership in self._said.values())
+        lists = Counter(membership for _, membership in list(self._said.values()))
         known: Membership | None = None
         for candidate, members in lists.most_common():
             if len(candidate.seats) == len(self._names):

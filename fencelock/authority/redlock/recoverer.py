@@ -36,7 +36,8 @@ class Recoverer:
     ) -> None:
         self._make_channels = make_channels
         self._work = work
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # for signal handlers that lock, and strike in the midst of it
+        self._is_beginning = False
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._channels: Channels | None = None
@@ -45,26 +46,30 @@ class Recoverer:
 
     def hear(self) -> None:
         """Note that a node has shown itself to be in trouble. Costs next to nothing, in any thread."""
-        if self._thread is not None or time.monotonic() < self._not_before:
+        if self._is_at_work() or time.monotonic() < self._not_before:
             return
         with self._lock:
-            if self._has_begun() or self._stop.is_set():
+            if self._is_at_work() or self._is_beginning or self._stop.is_set():
                 return
-            self._thread = threading.Thread(target=self._run, name="fencelock-recovery", daemon=True)
             try:
+                self._is_beginning = True
+                self._thread = threading.Thread(target=self._run, name="fencelock-recovery", daemon=True)
                 self._thread.start()
             except RuntimeError:  # too many threads, or the interpreter is on its way out
                 self._thread = None
                 self._pause(succeeded=False)
+            finally:
+                self._is_beginning = False
 
-    def _has_begun(self) -> bool:
-        return self._thread is not None
+    def _is_at_work(self) -> bool:
+        thread = self._thread
+        return thread is not None and thread.is_alive()  # its start may have been interrupted
 
     def close(self) -> None:
         """End the recovery, if one is at work; begin no other."""
         self._stop.set()
         thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
+        if thread is not None and thread.is_alive() and thread is not threading.current_thread():
             thread.join(_FAREWELL)
 
     def leave_to_parent(self) -> None:
@@ -73,6 +78,8 @@ class Recoverer:
             self._channels.leave_to_parent()
 
     def _run(self) -> None:
+        if self._thread is not threading.current_thread():  # one that is too many
+            return
         succeeded = False
         try:
             self._channels = self._make_channels()

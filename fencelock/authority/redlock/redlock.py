@@ -9,7 +9,6 @@ import math
 import os
 import random
 import secrets
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -122,10 +121,10 @@ class Redlock:
     def _start_over(self) -> None:
         """Begin without connections: at first, and in a forked child."""
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._news = object()
         self._identities: dict[int, Identity] = {}
         self._recollection = Recollection(self._names)
-        self._fleet: protocol.Fleet | None = None
+        self._seen: tuple[object, protocol.Fleet] | None = None
         self._sightings: recovery.Sightings = {}
         # Of acquisitions under way and grants in use. Grants that are let expire leave by themselves.
         self._wanted: WeakValues[str, protocol.Bid] = WeakValues()
@@ -427,12 +426,15 @@ class Redlock:
         )
 
     def _meet(self, node: int, identity: Identity) -> None:
-        """Note who answers for a node; the view of the fleet is made anew."""
-        with self._lock:
-            if self._identities.get(node) != identity:
-                self._identities[node] = identity
-                self._recollection.note(node, identity.node_id, identity.membership)
-                self._fleet = None
+        """Note who answers for a node; the view of the fleet is made anew.
+
+        There is no lock here: a signal handler that locks may have struck whoever would hold it, and wait for
+        the nodes that are met in other threads.
+        """
+        if self._identities.get(node) != identity:
+            self._identities[node] = identity
+            self._recollection.note(node, identity.node_id, identity.membership)
+            self._news = object()
 
     def _see(self) -> protocol.Fleet:
         """Return the fleet as it is known now.
@@ -440,11 +442,10 @@ class Redlock:
         Raises:
             MembershipError: two of the nodes are one, or the nodes were initialised as another number.
         """
-        if (fleet := self._fleet) is not None:
-            return fleet
-        with self._lock:
-            self._fleet = fleet = self._look()
-            return fleet
+        seen, news = self._seen, self._news
+        if seen is None or seen[0] is not news:
+            seen = self._seen = news, self._look()
+        return seen[1]
 
     def _look(self) -> protocol.Fleet:
         self._check_distinct()
@@ -467,7 +468,7 @@ class Redlock:
     def _check_distinct(self) -> None:
         """Refuse two addresses of one server: it would have two votes."""
         seen: dict[str, int] = {}
-        for node, identity in self._identities.items():
+        for node, identity in list(self._identities.items()):
             for trait in filter(None, (identity.run_id, identity.node_id)):
                 if seen.setdefault(trait, node) != node:
                     raise MembershipError(
