@@ -1337,7 +1337,7 @@ class _Flush:
         unsaved: new objects, for tables whose resources cannot be told from the key alone.
     """
 
-    __slots__ = ("_session", "found", "known", "number", "plan", "raised", "stamped", "unsaved")
+    __slots__ = ("_session", "_shards", "found", "known", "number", "plan", "raised", "stamped", "unsaved")
 
     def __init__(self, session: Session, plan: UOWTransaction | None = None) -> None:
         self._session = ref(session)
@@ -1348,6 +1348,7 @@ class _Flush:
         self.raised: set[tuple[FencedTable, tuple[Any, ...]]] = set()
         self.known: dict[FencedTable, dict[tuple[Any, ...], tuple[Any, ...]]] = {}
         self.unsaved: list[InstanceState[Any]] = []
+        self._shards: set[Any] | None = None
 
     def tokens(self, fenced: FencedTable, connection: Connection) -> Tokens | None:
         """Return the tokens for rows of a table, or None where the connection bypasses the guard."""
@@ -1367,8 +1368,10 @@ class _Flush:
     def objects_of(self, mapper: Mapper[Any], identity: tuple[Any, ...]) -> Iterator[InstanceState[Any]]:
         """Yield the objects that the session has of a row, of whichever shards the flush writes to."""
         session, plan = self._session(), self.plan()
-        states: Iterable[InstanceState[Any]] = () if plan is None else plan.states
-        for shard in {None, *(state.identity_token for state in states)}:
+        if self._shards is None:
+            states: Iterable[InstanceState[Any]] = () if plan is None else plan.states
+            self._shards = {None, *(state.identity_token for state in states)}
+        for shard in self._shards:
             key = mapper.identity_key_from_primary_key(identity, identity_token=shard)
             instance = None if session is None else session.identity_map.get(key)
             if instance is not None:
