@@ -17,7 +17,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Sequence
 from types import EllipsisType, TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypedDict, TypeVar, Unpack, overload
 from weakref import ref
@@ -328,16 +328,16 @@ class _Leave:
         exc_value: BaseException | None,
         traceback: TracebackType | None,  # noqa: ARG002 - the same
     ) -> None:
-        lock, entry = self.lock, None
+        lock, net, entry = self.lock, self.net, None
         try:
-            if self.net is not None:
-                lock._nets.discard(self.net)
-                self.net = None  # so that it catches nothing, and nothing runs when this is dropped
-            entry = lock._block_to_leave()
+            if net is not None:
+                lock._nets.discard(net)  # so that it catches nothing
+                self.net = None
+            entry = lock._block_to_leave(net)
             lost = _block(lock._exit(entry))
         except BaseException:
             # A signal handler's, at any line. Until `entry` is known nothing is left, and it is found again.
-            if (entry := entry or lock._block_to_leave()) is not None:
+            if (entry := entry or lock._block_to_leave(net)) is not None:
                 _block(lock._take_back(entry))
             raise
         lock._complain(lost, exc_value)
@@ -359,15 +359,21 @@ class _Net(ref[_Leave]):
         self.owner = current_owner()
         self.others = tuple(leave.lock._blocks)
 
+    def blocks(self) -> Iterator[_Entry]:
+        """Yield the block that it is for, and those that were entered in it and not left yet."""
+        blocks = tuple(self.lock._blocks)
+        return (entry for entry in blocks if entry.owner == self.owner and entry not in self.others)
+
 
 def _catch(net: _Net) -> None:
+    if net not in net.lock._nets:  # it was left
+        return
     net.lock._nets.discard(net)
-    for entry in tuple(net.lock._blocks):
-        if entry.owner == net.owner and entry not in net.others:
-            net.lock._forget(entry)
-            for hold in entry.let_go():
-                remove(hold)  # before another thread runs: nobody is to enter it again
-                _give_back_apart(_release(hold))
+    for entry in net.blocks():
+        net.lock._forget(entry)
+        for hold in entry.let_go():
+            remove(hold)  # before another thread runs: nobody is to enter it again
+            _give_back_apart(_release(hold))
 
 
 class _LeaveOfEach:
@@ -680,10 +686,11 @@ class FencedLock(Generic[_Token]):
         self._blocks.append(entry)
         return entry.tokens  # type: ignore[no-any-return]
 
-    def _block_to_leave(self) -> _Entry | None:
-        """Return what this thread, task or greenlet leaves next."""
-        # The second: it was acquired, and handed over to an ExitStack.
-        return _last_of_ours(self._blocks) or _last_of_ours(self._entries)
+    def _block_to_leave(self, net: _Net | None = None) -> _Entry | None:
+        """Return what this thread, task or greenlet leaves next: the block of a `with`, where it is known."""
+        own = None if net is None else next(net.blocks(), None)
+        # The third: it was acquired, and handed over to an ExitStack.
+        return own or _last_of_ours(self._blocks) or _last_of_ours(self._entries)
 
     def _exit(self, entry: _Entry | None) -> _Steps[str]:
         """Leave a block, unless its body has released it; return in what way a lease had been lost before."""

@@ -104,12 +104,22 @@ class _FenceProperty(ColumnProperty[Any]):
             super().create_row_processor(context, query_entity, path, mapper, result, adapter, populators)
             if len(populators["quick"]) == before:  # the query does not load it
                 populators["expire"].remove((self.key, True))
-                populators["quick"].append((self.key, _unknown))
+                self._populate(_unknown, context, mapper, populators)
                 return
             getter = known["fencelock", path.natural_path] = populators["quick"].pop()[1]
         leases = leases_of(getattr(result, "connection", None), context.session)
         if leases and not is_bypassed(result.context.execution_options):
             getter = self._looking(getter, leases, result, adapter)
+        self._populate(getter, context, mapper, populators)
+
+    def _populate(
+        self,
+        getter: _Getter,
+        context: Any,
+        mapper: Any,
+        populators: Mapping[str, list[tuple[str, Any]]],
+    ) -> None:
+        """Have the fence be read from each row by this."""
         if context.populate_existing or mapper.always_refresh:
             populators["new"].append((self.key, self._replacing(getter, mapper, populators)))
         else:
@@ -121,15 +131,22 @@ class _FenceProperty(ColumnProperty[Any]):
         """Return what loads the fence into an object that the session may have had, and is to load anew.
 
         Where the query leaves out a column (`load_only`) that the object has from before, the fence stays.
+        What it leaves out of relationships is loaded again later.
         """
         left_out: set[str] | None = None
+        unrelated: list[str] = []
 
-        def populate(_state: Any, attributes: dict[str, Any], row: Any) -> None:
-            nonlocal left_out
-            fence = getter(row)
+        def populate(state: Any, attributes: dict[str, Any], row: Any) -> None:
+            nonlocal left_out, unrelated
+            fence, known = getter(row), attributes.get(self.key)
             if left_out is None:  # the first row: by now it is known how each of the others is loaded
                 left_out = set(mapper.columns.keys()) - {self.key, *dict(populators["quick"])}
-            if attributes.get(self.key) is None or left_out.isdisjoint(attributes):
+                related = {key for kind in ("new", "existing", "eager") for key, _ in populators[kind]}
+                unrelated = [key for key in mapper.relationships.keys() if key not in related]  # noqa: SIM118
+            if known is not None and not left_out.isdisjoint(attributes):
+                return
+            older = [key for key in unrelated if key in attributes]
+            if known is None or fence == known or not older or _load_again(state, attributes, older):
                 attributes[self.key] = fence
 
         return populate
@@ -158,7 +175,7 @@ class _FenceExpression(MappedSQLExpression[Any], _FenceProperty):
 
 
 def _load_again(state: Any, attributes: dict[str, Any], older: list[str]) -> bool:
-    """Have what a merge does not bring be loaded again, for it is older; tell whether it can be.
+    """Have what a merge or query does not bring be loaded again, for it is older; tell whether it can be.
 
     What was changed cannot. Then the object keeps the older fence.
     """

@@ -27,10 +27,14 @@ from sqlalchemy.orm import (
     Session,
     column_property,
     deferred,
+    immediateload,
+    joinedload,
+    lazyload,
     load_only,
     mapped_column,
     registry,
     relationship,
+    selectinload,
 )
 
 from fencelock.errors import StaleReadError
@@ -248,6 +252,52 @@ def test_a_class_that_is_always_loaded_anew(database: Engine) -> None:
         write(database, 7, Refreshed, balance=50)
         bind(session, Lease("rows", 9))
         session.scalars(select(Refreshed).options(load_only(Refreshed.name))).all()
+        row.balance -= 30
+        with pytest.raises(StaleReadError):
+            session.flush()
+
+
+@pytest.mark.parametrize("how", ["immediate", "not at all", "later", "at once", "with it"])
+def test_collections_are_loaded_anew_with_the_fence(database: Engine, how: str) -> None:
+    """Whichever way SQLAlchemy loads them where it loads an object anew; it keeps some that it has."""
+    option = {
+        "immediate": immediateload(Account.others),
+        "not at all": lazyload(Account.others),
+        "later": lazyload(Account.others),
+        "at once": selectinload(Account.others),
+        "with it": joinedload(Account.others),
+    }[how]
+    with Session(database, expire_on_commit=False) as session:
+        account = session.get_one(Account, 1)
+        assert [other.id for other in account.others] == [1]
+        session.commit()
+        with Session(database) as other:
+            bind(other, Lease("rows", 7))
+            newer = claim(other, Account, 1)
+            newer.others.append(other.get_one(Other, 2))
+            other.commit()
+        bind(session, Lease("rows", 9))
+        query = session.query(Account).where(Account.id == 1).options(option).populate_existing()
+        if how == "not at all":
+            query = query.enable_eagerloads(value=False)
+        assert query.one() is account
+        assert account.last_fencing_token == 7
+        account.balance = len(account.others)
+        session.commit()
+        assert account.balance == 2
+
+
+def test_a_query_without_the_fence_leaves_it_to_what_it_does_not_load(database: Engine) -> None:
+    """The balance is from before, so the fence is."""
+    without = select(Refreshed.id, Refreshed.name).where(Refreshed.id == 1)
+    query = select(Refreshed).from_statement(without).options(load_only(Refreshed.name))
+    with Session(database, expire_on_commit=False) as session:
+        row = session.get_one(Refreshed, 1)
+        session.commit()
+        write(database, 7, Refreshed, balance=50, name="other")
+        bind(session, Lease("rows", 9))
+        assert session.scalars(query, execution_options={"populate_existing": True}).one() is row
+        assert (row.name, row.balance, row.last_fencing_token) == ("other", 100, 5)
         row.balance -= 30
         with pytest.raises(StaleReadError):
             session.flush()

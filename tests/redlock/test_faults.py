@@ -19,7 +19,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from types import FrameType
 from typing import Any
@@ -671,6 +671,50 @@ def test_interruption_at_any_line_of_what_a_holder_does_leaves_no_lock(nodes: No
             assert take(rival, timeout=5), f"at line {line}"
     assert line > 150
     gc.collect()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_interruption_at_any_line_of_blocks_within_each_other_leaves_no_lock(nodes: Nodes) -> None:
+    """The outer block is left for itself, and not for the inner one that nobody leaves."""
+    with Redlock(nodes.urls[:1]) as authority, Redlock(nodes.urls[:1]) as rival:
+        authority.init(base=0)
+        line, interrupted = 0, True
+        while interrupted:
+            line += 1
+            lock = authority.lock("r", ttl=60)
+
+            def enter_twice(lock: FencedLock[int] = lock) -> None:
+                with lock, lock:
+                    pass
+
+            interrupted = interrupt_at(line, enter_twice)
+            assert take(rival, timeout=5), f"at line {line}"
+            assert lock.leases == ()
+    assert line > 150
+    gc.collect()
+
+
+def test_blocks_that_are_left_in_another_order(authority: Redlock, rival: Redlock) -> None:
+    """A generator's block is left when it is closed: each leaves its own, and the last one gives back."""
+    lock = authority.lock("r")
+
+    def inside() -> Generator[None]:
+        with lock:
+            yield
+
+    first, second = inside(), inside()
+    next(first)
+    next(second)
+    first.close()
+    with pytest.raises(LockTimeoutError):
+        take(rival, timeout=0)
+    next(third := inside())
+    second.close()
+    with pytest.raises(LockTimeoutError):
+        take(rival, timeout=0)
+    third.close()
+    assert take(rival, timeout=0)
 
 
 def test_keyboard_interrupt_while_waiting_leaves_no_lock(blocking: Redlock, nodes: Nodes) -> None:
