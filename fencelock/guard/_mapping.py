@@ -49,7 +49,7 @@ def on_mapped(mapper: Mapper[Any], model: type[Any]) -> None:
         return
     _mapped.add(mapper)
     base = _base_table(mapper, model)
-    _refuse_another_name(mapper, model)
+    _refuse_another_name(mapper, base)
     _refuse_another_key(mapper, model, base)
     if trigger := check_trigger(getattr(model, "__fence_trigger__", False)):
         base.c[FENCE_COLUMN].info[TRIGGER_MARK] = trigger
@@ -81,10 +81,20 @@ def _base_table(mapper: Mapper[Any], model: type[Any]) -> Table:
     )
 
 
-def _refuse_another_name(mapper: Mapper[Any], model: type[Any]) -> None:
-    if FENCE_COLUMN not in mapper.columns:
+def _refuse_another_name(mapper: Mapper[Any], base: Table) -> None:
+    """Refuse a model, or a parent in the same table, whose objects would be loaded without their fence."""
+    for each in mapper.iterate_to_root():
+        if base not in each.tables or FENCE_COLUMN in each.columns:
+            continue
+        name = each.class_.__name__
+        if each is not mapper:
+            raise ValueError(
+                f"{mapper.class_.__name__} is to be fenced, and shares the table {base.name!r} with {name}, "
+                f"which it inherits from and which has no {FENCE_COLUMN}: have {name} inherit FencedModel, "
+                f"or give it the column by fence_column(), for what guards a table guards all its rows"
+            )
         raise ValueError(
-            f"{model.__name__} maps the column {FENCE_COLUMN!r} under another name, or not at all; the guard "
+            f"{name} maps the column {FENCE_COLUMN!r} under another name, or not at all; the guard "
             f"stamps objects through the attribute of this very name"
         )
 

@@ -652,3 +652,18 @@ def test_the_fence_keeps_its_name() -> None:
 
     with pytest.raises(ValueError, match="under another name"):
         registry().map_imperatively(Renamed, table, properties={"fence": table.c.last_fencing_token})
+
+
+def test_a_parent_in_the_same_table_has_the_fence_too() -> None:
+    """Objects that a query of the parent loads would not have theirs, and nothing would be compared."""
+
+    class Employee(new_base()):  # type: ignore[misc]
+        __tablename__ = "mo_staff"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        kind: Mapped[str]
+        __mapper_args__ = {"polymorphic_on": "kind", "polymorphic_identity": "employee"}  # noqa: RUF012
+
+    with pytest.raises(ValueError, match=r"shares the table 'mo_staff' with Employee.* inherit FencedModel"):
+
+        class Engineer(FencedModel, Employee):
+            __mapper_args__ = {"polymorphic_identity": "engineer"}  # noqa: RUF012
