@@ -162,7 +162,7 @@ class StaleReadError(StaleTokenError):
         identity: primary key of the row, as a tuple; None where the statement named many rows.
         token: the fencing token of the write.
         current: the row's fence, which is neither `loaded` nor one of the holder's own.
-        loaded: the row's fence when the object was loaded.
+        loaded: the row's fence when the object was loaded; -1 where that was undone with the transaction.
     """
 
     def __init__(
@@ -174,8 +174,11 @@ class StaleReadError(StaleTokenError):
 
     def __str__(self) -> str:
         row = self.table if self.identity is None else f"{self.table}{self.identity!r}"
+        was_loaded = (
+            f"at fence {self.loaded}" if self.loaded >= 0 else "in a transaction that was rolled back"
+        )
         return (
-            f"{row} was loaded at fence {self.loaded} and has been fenced with {self.current} since, by "
+            f"{row} was loaded {was_loaded} and has been fenced with {self.current} since, by "
             f"another holder: roll back, load it again, best with claim() (the token of this write was "
             f"{self.token})"
         )

@@ -10,7 +10,7 @@ of that moment. An event for each loaded object would cost a sixth of a large qu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 from sqlalchemy.orm import ColumnProperty, MappedSQLExpression, Mapper
@@ -61,20 +61,24 @@ class _FenceProperty(ColumnProperty[Any]):
     ) -> None:
         """Have the fence of a merged object count if it was loaded; one made by hand has none to speak of.
 
-        What differs is written in any case, whatever it comes to in the end. It may happen to be what the row
-        has by now, and was computed from an older state all the same. And of two objects with one fence, or
-        where the newer one is merged, what the other was loaded with is not what the row has.
+        What differs, or was changed since it was loaded, is written in any case, whatever it comes to in the
+        end. It may happen to be what the row has by now, and was computed from an older state all the same.
+        And of two objects with one fence, or where the newer one is merged, what the other was loaded with is
+        not what the row has.
         """
         fence = source_dict.get(self.key)
         if source_state.key is None or fence is None:
             return
-        columns, relationships = self.parent.column_attrs.keys(), self.parent.relationships.keys()
+        mapper = dest_state.mapper  # of a subclass, maybe
         loaded = {**dest_dict, **dest_state.committed_state}
-        for key in columns:
-            if key in loaded and key in source_dict and loaded[key] != source_dict[key] and key != self.key:
+        changed = source_state.committed_state
+        for key in source_dict.keys() & {each.key for each in mapper.column_attrs} - {self.key}:
+            if key in changed or (key in loaded and loaded[key] != source_dict[key]):
                 dest_state.committed_state[key] = NO_VALUE
+        for made in mapper.composites:  # anew, from the columns
+            dest_dict.pop(made.key, None)
         known = loaded_fence(dest_state, dest_dict)
-        older = [key for key in (*columns, *relationships) if key in dest_dict and key not in source_dict]
+        older = [key for key in _not_merged(mapper, source_dict) if key in dest_dict]
         if known is None or fence <= known or _load_again(dest_state, dest_dict, older):
             dest_state.committed_state.pop(self.key, None)
             dest_dict[self.key] = fence
@@ -98,7 +102,7 @@ class _FenceProperty(ColumnProperty[Any]):
     ) -> None:
         """Say how the column gets from a row into an object; look at it where a lease is in scope."""
         known = context.compile_state.attributes
-        getter: _Getter | None = known.get(("fencelock", path.natural_path))
+        getter: _Getter | None = known.get((self, path.natural_path))
         if getter is None:
             before = len(populators["quick"])
             super().create_row_processor(context, query_entity, path, mapper, result, adapter, populators)
@@ -106,7 +110,7 @@ class _FenceProperty(ColumnProperty[Any]):
                 populators["expire"].remove((self.key, True))
                 self._populate(_unknown, context, mapper, populators)
                 return
-            getter = known["fencelock", path.natural_path] = populators["quick"].pop()[1]
+            getter = known[self, path.natural_path] = populators["quick"].pop()[1]
         leases = leases_of(getattr(result, "connection", None), context.session)
         if leases and not is_bypassed(result.context.execution_options):
             getter = self._looking(getter, leases, result, adapter)
@@ -172,6 +176,12 @@ class _FenceExpression(MappedSQLExpression[Any], _FenceProperty):
 
     __slots__ = ()
     inherit_cache = True
+
+
+def _not_merged(mapper: Mapper[Any], source: Container[str]) -> Iterator[str]:
+    """Yield the attributes that a merge leaves as they were."""
+    yield from (each.key for each in mapper.column_attrs if each.key not in source)
+    yield from (each.key for each in mapper.relationships if each.key not in source or not each.cascade.merge)
 
 
 def _load_again(state: Any, attributes: dict[str, Any], older: list[str]) -> bool:

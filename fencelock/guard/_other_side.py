@@ -13,11 +13,11 @@ from functools import partial
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import BigInteger, Update, bindparam, event, inspect, update
+from sqlalchemy import BigInteger, Update, bindparam, event, inspect, select, update
 from sqlalchemy.engine import Connection
 from sqlalchemy.ext.orderinglist import OrderingList
 from sqlalchemy.orm import InstanceState, Mapper, RelationshipProperty
-from sqlalchemy.orm.base import PASSIVE_OFF
+from sqlalchemy.orm.base import INCLUDE_PENDING_MUTATIONS, NO_VALUE, PASSIVE_NO_INITIALIZE, PASSIVE_OFF
 
 from fencelock.guard._bypass import is_bypassed
 from fencelock.guard._statement import ALL_KNOWN, LOADED_BIND, as_loaded, unchanged_by_raising
@@ -45,12 +45,24 @@ def on_configured() -> None:
             if relationship.viewonly or relationship in _listening:
                 continue
             if relationship.secondary is not None:
-                for reverse in relationship._reverse_property:  # noqa: SLF001  no public way to ask
-                    _listen(reverse.parent, "before_delete", partial(_on_unlinked, fenced, reverse))
+                _listen_to_links(relationship, fenced)
             elif attribute := _ordering_attribute(relationship):
                 listener = partial(_on_moved, fenced, relationship, attribute)
                 _listen(relationship.mapper, "before_update", listener)
             _listening[relationship] = None
+
+
+def _listen_to_links(relationship: RelationshipProperty[Any], fenced: FencedTable) -> None:
+    """Listen to whoever else writes the links: a reverse relationship, or one that knows nothing of this."""
+    reverses = relationship._reverse_property  # noqa: SLF001  no public way to ask
+    for reverse in reverses:
+        _listen(reverse.parent, "before_delete", partial(_on_unlinked, fenced, reverse))
+    for other in relationship.mapper.relationships:
+        is_same_table = other.secondary is relationship.secondary and not other.viewonly
+        if is_same_table and other is not relationship and other not in reverses:
+            _listen(other.parent, "before_delete", partial(_on_unlinked, fenced, other))
+            for name in ("before_insert", "before_update"):
+                _listen(other.parent, name, partial(_on_linked, fenced, other))
 
 
 def _listen(mapper: Mapper[Any], name: str, listener: Any) -> None:
@@ -72,14 +84,32 @@ def _on_unlinked(
     state: InstanceState[Any],
 ) -> None:
     """Guard the fenced rows that an object is linked to when it is deleted, and its links with it."""
-    if relationship.passive_deletes:  # the database deletes them
-        return
-    for linked in state.get_history(relationship.key, PASSIVE_OFF).non_added():
-        if linked is not None:
-            other = inspect(linked)
-            _raise_fence(
-                fenced, connection, state, other.mapper, other.mapper.primary_key_from_instance(linked)
-            )
+    # Those that are not loaded are deleted by the database.
+    passive = PASSIVE_NO_INITIALIZE if relationship.passive_deletes else PASSIVE_OFF
+    for linked in state.get_history(relationship.key, passive).non_added():
+        _raise_linked(fenced, connection, state, linked)
+
+
+def _on_linked(
+    fenced: FencedTable,
+    relationship: RelationshipProperty[Any],
+    _mapper: object,
+    connection: Connection,
+    state: InstanceState[Any],
+) -> None:
+    """Guard the fenced rows that an object is linked to, or not any more."""
+    changes = state.get_history(relationship.key, PASSIVE_NO_INITIALIZE | INCLUDE_PENDING_MUTATIONS)
+    for linked in (*changes.added, *changes.deleted):
+        _raise_linked(fenced, connection, state, linked)
+
+
+def _raise_linked(
+    fenced: FencedTable, connection: Connection, state: InstanceState[Any], linked: object
+) -> None:
+    other = None if linked is None else inspect(linked)
+    if other is not None and other.key is not None:
+        identity = other.mapper.primary_key_from_instance(linked)
+        _raise_fence(fenced, connection, state, other.mapper, identity)
 
 
 def _on_moved(
@@ -97,11 +127,23 @@ def _on_moved(
     keys = {
         parent: child.get_property_by_column(column).key for parent, column in relationship.synchronize_pairs
     }
-    named: Iterable[Mapping[str, Any]] = (state.dict, {**state.dict, **state.committed_state})
-    for values in named:
+    before = {**state.dict, **state.committed_state}
+    if any(before.get(key, NO_VALUE) is NO_VALUE for key in keys.values()):  # deferred, or expired
+        before |= _read(connection, state, keys.values())
+    for values in (state.dict, before):
         identity = [values.get(keys.get(column, "")) for column in relationship.parent.primary_key]
         if None not in identity:
             _raise_fence(fenced, connection, state, relationship.parent, identity)
+
+
+def _read(connection: Connection, state: InstanceState[Any], names: Iterable[str]) -> Mapping[str, Any]:
+    """Read attributes of an object from its row: no option of a query forbids that."""
+    columns = {name: state.mapper.columns[name] for name in names}
+    assert state.key is not None  # noqa: S101  it is about to be updated
+    of_row = zip(state.mapper.primary_key, state.key[1], strict=True)
+    query = select(*columns.values()).where(*(column == value for column, value in of_row))
+    row = connection.execute(query).first()
+    return dict(zip(columns, row or (), strict=False))
 
 
 def _raise_fence(
@@ -138,6 +180,7 @@ def _raise_fence(
         values[LOADED_BIND] = loaded
     result = connection.execute(_raising(fenced, known=loaded is not None), values)
     if known is not None and FENCE_COLUMN in known.dict:
+        flush.stamped.setdefault(known, loaded)
         known.dict[FENCE_COLUMN] = result.context.compiled_parameters[0][fenced.fence.key]
 
 

@@ -61,6 +61,9 @@ NOT_INHERITED: Final = (
 )
 """What to say to one who holds no lease, and may believe that he does."""
 
+_OF_NO_ROW: Final = -1
+"""The fence of an object whose row is not there, or was not loaded as it is, for that was undone."""
+
 _REMEMBERED_ROWS: Final = 10_000
 """Of how many locked rows a transaction keeps the names; some are enough to wait for it by."""
 
@@ -240,6 +243,7 @@ class Writer:
         "_mark",
         "_needs",
         "_savepoints",
+        "_stamped",
         "claiming",
         "committing",
         "gates",
@@ -266,6 +270,7 @@ class Writer:
         self._locked_count = 0
         self._savepoints: dict[str, int] = {}
         self._born: list[tuple[int, Callable[[], Iterable[str]]]] = []
+        self._stamped: list[tuple[int, dict[InstanceState[Any], int | None]]] = []
         # Stands for it in the leases: if they referred to it, it would never be thrown away.
         self._mark = object()
 
@@ -350,6 +355,33 @@ class Writer:
         self._born.append((len(self._locked), cache(lambda: frozenset(resources()))))
         self._locked.append(tuple)  # what comes next is known to come later
 
+    def stamp(
+        self, before: dict[InstanceState[Any], int | None], savepoint: NestedTransaction | None
+    ) -> None:
+        """Note whose fences a flush or a claim raises, so that they are as before once it is undone.
+
+        A session forgets what it has by itself then. Objects that have left it would go on to say that they
+        were loaded at a fence that no row has had, or has for another write of the same holder.
+
+        Args:
+            before: the fence of each object; more may come later.
+            savepoint: the innermost that is open.
+        """
+        if savepoint is not None:
+            self._note_savepoints(savepoint)
+        for _, earlier in self._stamped[-2:] if self._stamped else ():
+            for state in [each for each in earlier if each.obj() is None]:
+                del earlier[state]
+        self._stamped.append((len(self._locked), before))
+        self._locked.append(tuple)  # what comes next is known to come later
+
+    def _unstamp(self, since: int) -> None:
+        for at, before in reversed(self._stamped):
+            for state, fence in before.items() if at >= since else ():
+                if FENCE_COLUMN in state.dict:
+                    state.dict[FENCE_COLUMN] = fence
+        self._stamped = [each for each in self._stamped if each[0] < since]
+
     def has_born(self, resource: str) -> bool:
         """Tell whether the transaction has inserted the row that this resource is named after."""
         return any(resource in resources() for _, resources in reversed(self._born))
@@ -369,6 +401,7 @@ class Writer:
         since = self._savepoints.get(_name(savepoint), len(self._locked))
         undone = {name for names in self._locked[since:] for name in names()}
         del self._locked[since:]
+        self._unstamp(since)
         self._born = [each for each in self._born if each[0] < since]
         return undone
 
@@ -382,6 +415,9 @@ class Writer:
             fixed.end(self._mark, lasts=self.lasting)
         self._needs.clear()
         self._fixed.clear()
+        if not self.lasting:
+            self._unstamp(0)
+        self._stamped.clear()
         self._locked.clear()
         self._savepoints.clear()
         self._born.clear()
@@ -754,6 +790,14 @@ def note_locked(connection: Connection, names: Callable[[], Iterable[str]], coun
         writer.lock(names, count, connection.get_nested_transaction())
 
 
+def note_claimed(connection: Connection, objects: Iterable[object]) -> None:
+    """Note that these objects were loaded as the connection's transaction has claimed them."""
+    writer = _open_writer(connection)
+    if writer is not None:
+        before: dict[InstanceState[Any], int | None] = {inspect(each): _OF_NO_ROW for each in objects}
+        writer.stamp(before, connection.get_nested_transaction())
+
+
 def note_born(connection: Connection, resources: Callable[[], Iterable[str]] | None) -> None:
     """Note that the connection's transaction has inserted rows whose resources nobody can have locked."""
     writer = _open_writer(connection)
@@ -937,6 +981,7 @@ class Tokens:
     Attributes:
         loaded: for a flush, the fences that the objects were loaded with.
         whole: what `of_table` has returned, if it was asked.
+        writer: what the connection's transaction writes under.
         earlier: what the holders had before they reminted, if they did: by the template's values of a row, or
             by `()` where one resource guards the whole table.
     """
@@ -948,11 +993,11 @@ class Tokens:
         "_found",
         "_options",
         "_used",
-        "_writer",
         "earlier",
         "fenced",
         "loaded",
         "whole",
+        "writer",
     )
 
     def __init__(
@@ -969,8 +1014,8 @@ class Tokens:
         self._connection = connection
         self._options = options
         self._claiming = claiming
-        self._writer = writer or writer_of(connection)
-        self._candidates = self._writer.candidates(connection, session)
+        self.writer = writer or writer_of(connection)
+        self._candidates = self.writer.candidates(connection, session)
         self._found: dict[tuple[Any, ...], int] = {}
         self._used: list[Lease] = []
         self.earlier: dict[tuple[Any, ...], tuple[int, ...]] = {}
@@ -983,7 +1028,7 @@ class Tokens:
         Raises:
             LockLostError: if one of them has ended since.
         """
-        if not self._used or self._writer is not writer:
+        if not self._used or self.writer is not writer:
             return False
         for lease in self._used:
             lease.token_to_write(claiming=self._claiming)
@@ -1007,7 +1052,7 @@ class Tokens:
         raise UnfencedWriteError(
             f"no lease is held for this write to {self.fenced.name!r}; acquire "
             f"{f'fenced_lock({name!r})' if name else 'the fenced_lock of its resource'} around it. "
-            f"{self._writer.bound_instead or NOT_INHERITED}"
+            f"{self.writer.bound_instead or NOT_INHERITED}"
         )
 
     def of_new_row(self) -> int:
@@ -1023,7 +1068,7 @@ class Tokens:
         """
         self.need_some()
         for lease in self._candidates.values():
-            self._writer.need(lease, self._connection)
+            self.writer.need(lease, self._connection)
         return 0
 
     def of_table(self) -> int:
@@ -1044,8 +1089,8 @@ class Tokens:
             )
         ((resource, lease),) = self._candidates.items()
         token = lease.token_to_write(claiming=self._claiming)
-        self._writer.fix(self.fenced, self._connection, self._options, resource)
-        self._writer.remember(resource, lease, self._connection, claiming=self._claiming)
+        self.writer.fix(self.fenced, self._connection, self._options, resource)
+        self.writer.remember(resource, lease, self._connection, claiming=self._claiming)
         self._used.append(lease)
         if lease.earlier_tokens:
             self.earlier[()] = lease.earlier_tokens
@@ -1070,16 +1115,16 @@ class Tokens:
         resource = template.render(values)
         lease = self._candidates.get(resource)
         if lease is None:
-            if not self._claiming and self._writer.has_born(resource):
+            if not self._claiming and self.writer.has_born(resource):
                 return self.of_new_row()
             self.need_some(resource)
             raise UnfencedWriteError(
                 f"this write to {self.fenced.name!r} needs the lease of {resource!r}, and held are "
                 f"{', '.join(map(repr, self._candidates))}; acquire fenced_lock({resource!r}) around it"
-                f"{self._writer.bound_instead and '. '}{self._writer.bound_instead}"
+                f"{self.writer.bound_instead and '. '}{self.writer.bound_instead}"
             )
         token = lease.token_to_write(claiming=self._claiming)
-        self._writer.remember(resource, lease, self._connection, claiming=self._claiming)
+        self.writer.remember(resource, lease, self._connection, claiming=self._claiming)
         self._used.append(lease)
         if lease.earlier_tokens:
             self.earlier[values] = lease.earlier_tokens
@@ -1330,7 +1375,7 @@ class _Flush:
     Attributes:
         number: a larger one than those of all that have begun before.
         plan: returns the plan of the unit of work; None once that is thrown away, or where none was noted.
-        stamped: the objects whose fenced rows it writes, save those that it deletes.
+        stamped: the objects whose fenced rows it writes, save those it deletes, with their fences before.
         found: what `tokens` has returned so far, by table and connection.
         raised: by table and primary key, rows whose fence it has raised by a statement of its own.
         known: by table and primary key, the template's values of rows about to be written.
@@ -1343,7 +1388,7 @@ class _Flush:
         self._session = ref(session)
         self.number = next(_numbers)
         self.plan = (lambda: None) if plan is None else ref(plan, partial(_forget_flush, session.hash_key))
-        self.stamped: set[InstanceState[Any]] = set()
+        self.stamped: dict[InstanceState[Any], int | None] = {}
         self.found: dict[tuple[FencedTable, Connection], Tokens | None] = {}
         self.raised: set[tuple[FencedTable, tuple[Any, ...]]] = set()
         self.known: dict[FencedTable, dict[tuple[Any, ...], tuple[Any, ...]]] = {}
@@ -1362,6 +1407,7 @@ class _Flush:
             tokens = None if is_bypassed(options) else Tokens(connection, fenced, options, session)
             if tokens is not None and session is not None:
                 tokens.loaded = LoadedFences(self, fenced)
+                tokens.writer.stamp(self.stamped, connection.get_nested_transaction())
             self.found[key] = tokens
         return tokens
 
@@ -1554,7 +1600,7 @@ class _Watch:
         flush = flush_of(state)
         if self._looked_up:
             flush.unsaved.append(state)
-        flush.stamped.add(state)
+        flush.stamped[state] = _OF_NO_ROW
         tokens = flush.tokens(self._fenced, connection)
         if tokens is not None:
             state.dict[FENCE_COLUMN] = self._token_for(flush, tokens, state, state.dict)
@@ -1566,13 +1612,14 @@ class _Watch:
         if not writes_row and not _has_changed(state, current):
             flush.tokens(self._fenced, connection)  # for what another object's listener may change yet
             return
-        flush.stamped.add(state)
         if FENCE_COLUMN not in current:
             self._load_with_key(state, current)
+        loaded = loaded_fence(state, current)
+        flush.stamped.setdefault(state, loaded)
         tokens = flush.found.get((self._fenced, connection)) or flush.tokens(self._fenced, connection)
         if tokens is not None:
             token = self._token_for(flush, tokens, state, current)
-            self._note_loaded(tokens, state, current)
+            self._note_loaded(tokens, state, current, loaded)
             current[FENCE_COLUMN] = token
             if not writes_row:
                 state.committed_state[FENCE_COLUMN] = NO_VALUE  # it looks changed, so the row is written
@@ -1587,7 +1634,7 @@ class _Watch:
             self._token_for(flush, tokens, state, state.dict)
         elif tokens.none_held:  # the statement has the key, which the object need not be loaded for
             tokens.need_some(self._resource_of(state))
-        self._note_loaded(tokens, state, state.dict)
+        self._note_loaded(tokens, state, state.dict, loaded_fence(state, state.dict))
 
     def _load_with_key(self, state: InstanceState[Any], current: dict[str, Any]) -> None:
         """Load an expired object now, as the unit of work is about to, which needs its key.
@@ -1599,21 +1646,23 @@ class _Watch:
                 manager: Mapping[str, Any] = state.manager
                 manager[key].impl.get(state, current)
 
-    def _note_loaded(self, tokens: Tokens, state: InstanceState[Any], current: Mapping[str, Any]) -> None:
+    def _note_loaded(
+        self, tokens: Tokens, state: InstanceState[Any], current: dict[str, Any], fence: int | None
+    ) -> None:
         """Note the fence that an object was loaded with, by the key with which its row will be named."""
         loaded = tokens.loaded
         if loaded is None:  # this object is flushed without a plan that could be noted
             return
         assigned = state.committed_state
-        fence = loaded_fence(state, current)
         try:
             if assigned.keys().isdisjoint(self._key):
                 loaded.note(self._key_in(current), fence)
             else:
                 loaded.note(self._key_in({**current, **assigned}), fence)
                 loaded.moved[self._key_in(current)] = fence
-        except KeyError:  # the key is yet to be loaded, by the unit of work: so the fence counts as unknown
-            return
+        except KeyError:  # it was expired by its name
+            self._load_with_key(state, current)
+            self._note_loaded(tokens, state, current, fence)
 
     def _resource_of(self, state: InstanceState[Any]) -> str | None:
         """Return which resource guards an object, by its key alone."""

@@ -1,0 +1,533 @@
+"""Objects of which only a part was loaded anew, and objects that outlive a transaction which was undone.
+
+In each test rows are loaded at fence 5 and written under token 9; another holder comes in between with 7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from sqlalchemy import Column, Engine, ForeignKey, Table, func, select
+from sqlalchemy.ext.orderinglist import ordering_list
+from sqlalchemy.orm import (
+    DeclarativeBase,
+    Mapped,
+    Session,
+    composite,
+    joinedload,
+    load_only,
+    mapped_column,
+    object_session,
+    relationship,
+    selectinload,
+    subqueryload,
+    with_polymorphic,
+)
+
+from fencelock.errors import StaleReadError
+from fencelock.guard import FencedModel, bind, claim
+from fencelock.lease import Lease
+
+
+class Base(DeclarativeBase):
+    """The models of this file."""
+
+
+links = Table(
+    "rn_links",
+    Base.metadata,
+    Column("account", ForeignKey("rn_accounts.id"), primary_key=True),
+    Column("tag", ForeignKey("rn_tags.id"), primary_key=True),
+)
+marks = Table(
+    "rn_marks",
+    Base.metadata,
+    Column("account", ForeignKey("rn_accounts.id"), primary_key=True),
+    Column("tag", ForeignKey("rn_tags.id", ondelete="CASCADE"), primary_key=True),
+)
+
+
+class Tag(Base):
+    """Not fenced; one of its relationships knows nothing of the account's."""
+
+    __tablename__ = "rn_tags"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    accounts: Mapped[list[Account]] = relationship(secondary=links, overlaps="tags")
+    marking: Mapped[list[Account]] = relationship(
+        secondary=marks, back_populates="marked", passive_deletes=True
+    )
+
+
+class Pair:
+    """Two columns as one value."""
+
+    def __init__(self, x: int, y: int) -> None:
+        self.x, self.y = x, y
+
+    def __composite_values__(self) -> tuple[int, int]:
+        return self.x, self.y
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Pair) and (self.x, self.y) == (other.x, other.y)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Account(FencedModel, Base):
+    """With relationships of several kinds, and subclasses."""
+
+    __tablename__ = "rn_accounts"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    kind: Mapped[int] = mapped_column(default=0)
+    balance: Mapped[int] = mapped_column(default=100)
+    x: Mapped[int] = mapped_column(default=1)
+    y: Mapped[int] = mapped_column(default=1)
+    pair: Mapped[Pair] = composite("x", "y")
+    tags: Mapped[list[Tag]] = relationship(secondary=links, cascade="save-update", overlaps="accounts")
+    marked: Mapped[list[Tag]] = relationship(secondary=marks, back_populates="marking")
+    items: Mapped[list[Item]] = relationship(order_by="Item.place", collection_class=ordering_list("place"))
+    __mapper_args__ = {"polymorphic_on": "kind", "polymorphic_identity": 0}  # noqa: RUF012
+
+
+class Item(Base):
+    """Has its place in its account's list."""
+
+    __tablename__ = "rn_items"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    account_id: Mapped[int | None] = mapped_column(ForeignKey(Account.id))
+    place: Mapped[int]
+
+
+class Joined(Account):
+    """Has another table, and a collection."""
+
+    __tablename__ = "rn_joined"
+    id: Mapped[int] = mapped_column(ForeignKey(Account.id), primary_key=True)
+    extra: Mapped[int] = mapped_column(default=100)
+    notes: Mapped[list[Note]] = relationship()
+    __mapper_args__ = {"polymorphic_identity": 1}  # noqa: RUF012
+
+
+class Single(Account):
+    """Has another column of the same table."""
+
+    extra: Mapped[int | None] = mapped_column("extra_of_single", default=100)
+    __mapper_args__ = {"polymorphic_identity": 2}  # noqa: RUF012
+
+
+class Note(Base):
+    """Not fenced."""
+
+    __tablename__ = "rn_notes"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    joined_id: Mapped[int | None] = mapped_column(ForeignKey(Joined.id))
+
+
+class Staff(Base):
+    """Not fenced; its subclasses are, in tables of their own."""
+
+    __tablename__ = "rn_staff"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    kind: Mapped[int]
+    __mapper_args__ = {"polymorphic_on": "kind", "polymorphic_identity": 0}  # noqa: RUF012
+
+
+class Engineer(FencedModel, Staff):
+    """The first that is fenced."""
+
+    __tablename__ = "rn_engineers"
+    id: Mapped[int] = mapped_column(ForeignKey(Staff.id), primary_key=True)
+    balance: Mapped[int] = mapped_column(default=100)
+    __mapper_args__ = {"polymorphic_identity": 1, "polymorphic_load": "inline"}  # noqa: RUF012
+
+
+class Manager(FencedModel, Staff):
+    """The second."""
+
+    __tablename__ = "rn_managers"
+    id: Mapped[int] = mapped_column(ForeignKey(Staff.id), primary_key=True)
+    balance: Mapped[int] = mapped_column(default=100)
+    __mapper_args__ = {"polymorphic_identity": 2, "polymorphic_load": "inline"}  # noqa: RUF012
+
+
+@pytest.fixture
+def database(engine: Engine) -> Engine:
+    """An engine on a database with rows of each kind at fence 5."""
+    Base.metadata.create_all(engine)
+    with Session(engine.execution_options(fencelock="bypass")) as session:
+        tags = [Tag(id=key) for key in (1, 2)]
+        account = Account(id=1, last_fencing_token=5, items=[Item(id=key, place=0) for key in (1, 2, 3)])
+        account.tags, account.marked = tags[:1], tags[:1]
+        joined = Joined(id=2, last_fencing_token=5, notes=[Note(id=1)])
+        session.add_all([*tags, account, joined, Single(id=3, last_fencing_token=5)])
+        session.add_all([Engineer(id=1, last_fencing_token=5), Manager(id=2, last_fencing_token=5)])
+        session.commit()
+    return engine
+
+
+def change(database: Engine, model: type[Any], key: int, do: Callable[[Any], object], token: int = 7) -> None:
+    """Write a row as its holder does."""
+    with Session(database) as session:
+        bind(session, Lease("rows", token))
+        do(claim(session, model, key))
+        session.commit()
+
+
+def set_extra(row: Any) -> None:
+    """Take away half of what the subclass adds."""
+    row.extra = 50
+
+
+def set_pair(row: Any) -> None:
+    """Assign a value of two columns."""
+    row.pair = Pair(50, 50)
+
+
+def append_note(row: Any) -> None:
+    """Add to the subclass's collection."""
+    row.notes.append(Note(id=2))
+
+
+def append_tag(row: Any) -> None:
+    """Add to a collection that a merge leaves alone."""
+    row.tags.append(Tag(id=7))
+
+
+def take_from_extra(row: Any) -> int:
+    """Compute from the subclass's column."""
+    row.extra -= 30
+    return int(row.extra)
+
+
+def take_from_pair(row: Any) -> int:
+    """Compute from a value of two columns."""
+    row.pair = Pair(row.pair.x - 30, row.pair.y - 30)
+    return int(row.x)
+
+
+def count_notes(row: Any) -> int:
+    """Compute from the subclass's collection."""
+    row.balance = len(row.notes)
+    return int(row.balance)
+
+
+def count_tags(row: Any) -> int:
+    """Compute from a collection that a merge leaves alone."""
+    row.balance = len(row.tags)
+    return int(row.balance)
+
+
+@pytest.mark.parametrize("load", [True, False])
+@pytest.mark.parametrize(
+    ("model", "key", "source", "options", "other", "write", "expected"),
+    [
+        pytest.param(Joined, 2, Joined, [Account.balance], set_extra, take_from_extra, 20, id="joined"),
+        pytest.param(Single, 3, Single, [Account.balance], set_extra, take_from_extra, 20, id="single"),
+        pytest.param(Joined, 2, Account, [], set_extra, take_from_extra, 20, id="by the base"),
+        pytest.param(Joined, 2, Joined, [], append_note, count_notes, 2, id="collection of a subclass"),
+        pytest.param(Account, 1, Account, [], append_tag, count_tags, 2, id="no cascade"),
+        pytest.param(Account, 1, Account, [], set_pair, take_from_pair, 20, id="composite"),
+    ],
+)
+def test_what_a_merge_leaves_out_is_loaded_anew(  # noqa: PLR0917  each case in one line
+    database: Engine,
+    model: type[Any],
+    key: int,
+    source: type[Any],
+    options: list[Any],
+    other: Callable[[Any], object],
+    write: Callable[[Any], int],
+    expected: int,
+    *,
+    load: bool,
+) -> None:
+    """A newer object brings its fence, so nothing of the older one may stay."""
+    with Session(database, expire_on_commit=False) as session:
+        row = session.get_one(model, key)
+        for name in ("notes", "tags", "pair", "extra"):
+            getattr(row, name, None)
+        session.commit()
+        change(database, model, key, other)
+        with Session(database) as reading:
+            query = select(source).where(source.id == key)
+            newer = reading.scalars(query.options(load_only(*options)) if options else query).one()
+            if write is count_tags:
+                assert newer.tags
+        bind(session, Lease("rows", 9))
+        assert session.merge(newer, load=load) is row
+        assert write(row) == expected
+        session.commit()
+
+
+@pytest.mark.parametrize("model", [Account, Joined])
+def test_a_merged_change_counts_although_the_row_has_that_value_by_now(
+    database: Engine, model: type[Any]
+) -> None:
+    """Two withdrawals of 30 from 100 do not come to 70."""
+    with Session(database) as session:
+        older = session.get_one(model, 2)
+        session.expunge(older)
+    older.balance -= 30
+
+    def withdraw(row: Any) -> None:
+        row.balance -= 30
+
+    change(database, model, 2, withdraw)
+    with Session(database) as session:
+        bind(session, Lease("rows", 9))
+        session.merge(older)
+        with pytest.raises(StaleReadError):
+            session.commit()
+
+
+@pytest.mark.parametrize(("model", "key"), [(Engineer, 1), (Manager, 2)])
+@pytest.mark.parametrize(
+    "entity",
+    [
+        lambda: Staff,
+        lambda: with_polymorphic(Staff, [Engineer, Manager]),
+        lambda: with_polymorphic(Staff, [Engineer, Manager], flat=True, aliased=True),
+    ],
+    ids=["inline", "with_polymorphic", "aliased"],
+)
+def test_each_subclass_has_the_fence_of_its_own_table(
+    database: Engine, model: type[Any], key: int, entity: Callable[[], Any]
+) -> None:
+    """One query loads objects of several fenced tables."""
+    with Session(database, expire_on_commit=False) as session:
+        row = next(each for each in session.scalars(select(entity())) if each.id == key)
+        assert row.last_fencing_token == 5
+        session.commit()
+        change(database, model, key, lambda row: setattr(row, "balance", 50))
+        bind(session, Lease("rows", 9))
+        row.balance -= 30
+        with pytest.raises(StaleReadError):
+            session.commit()
+
+
+def undo_by_close(session: Session, _row: Any) -> None:
+    """As a `with` block does that an exception leaves."""
+    session.close()
+
+
+def undo_expunged(session: Session, row: Any) -> None:
+    """Keep the object, and give up the rest."""
+    session.expunge(row)
+    session.rollback()
+
+
+def undo_by_reset(session: Session, _row: Any) -> None:
+    """As a pool of sessions might."""
+    session.reset()
+
+
+UNDOING = [undo_by_close, undo_expunged, undo_by_reset]
+
+
+def assert_refused(database: Engine, row: Any) -> None:
+    """Have a third holder write an object whose row the second has written meanwhile, in the end."""
+    with Session(database) as session:
+        bind(session, Lease("rows", 9))
+        session.add(row)
+        row.balance -= 10
+        with pytest.raises(StaleReadError):
+            session.commit()
+
+
+@pytest.mark.parametrize("claimed", [False, True])
+@pytest.mark.parametrize("undo", UNDOING)
+def test_what_was_undone_is_not_what_was_loaded(
+    database: Engine, undo: Callable[[Session, Any], None], *, claimed: bool
+) -> None:
+    """The holder of 7 fails, begins again and commits; what he has kept of the first time is older."""
+    session = Session(database)
+    bind(session, Lease("rows", 7))
+    row = claim(session, Account, 1) if claimed else session.get_one(Account, 1)
+    row.balance -= 30
+    session.flush()
+    undo(session, row)
+    session.close()
+    change(database, Account, 1, lambda row: setattr(row, "balance", 50))
+    assert_refused(database, row)
+
+
+def test_what_was_undone_may_be_written_where_nobody_came_in_between(database: Engine) -> None:
+    """The row is as it was loaded."""
+    with Session(database) as session:
+        bind(session, Lease("rows", 7))
+        row = session.get_one(Account, 1)
+        row.balance -= 30
+        session.flush()
+        session.flush()
+        row.balance -= 30
+        session.flush()
+    assert row.last_fencing_token == 5
+    with Session(database) as session:
+        bind(session, Lease("rows", 9))
+        session.add(row)
+        row.balance -= 10
+        session.commit()
+        assert session.scalars(select(Account.balance).where(Account.id == 1)).one() == 30
+
+
+def test_a_savepoint_that_was_undone(database: Engine) -> None:
+    """What was flushed before it stays, and what has left the session in it is as before."""
+    with Session(database) as session:
+        bind(session, Lease("rows", 7))
+        first, row = session.get_one(Joined, 2), session.get_one(Account, 1)
+        first.balance -= 1
+        session.flush()
+        session.expunge(first)
+        savepoint = session.begin_nested()
+        row.balance -= 30
+        session.flush()
+        session.expunge(row)
+        savepoint.rollback()
+        session.commit()
+    assert (first.last_fencing_token, row.last_fencing_token) == (7, 5)
+    change(database, Account, 1, lambda row: setattr(row, "balance", 50))
+    assert_refused(database, row)
+
+
+def test_an_outer_transaction_that_was_undone(database: Engine) -> None:
+    """A session that has joined it keeps its objects, and has not heard of it."""
+    if database.dialect.name == "sqlite":
+        pytest.skip("its driver begins no transaction before a savepoint")
+    with database.connect() as connection:
+        outer = connection.begin()
+        session = Session(connection, expire_on_commit=False, join_transaction_mode="create_savepoint")
+        bind(session, Lease("rows", 7))
+        row = session.get_one(Account, 1)
+        row.balance -= 30
+        session.commit()
+        outer.rollback()
+        session.close()
+    assert row.last_fencing_token == 5
+    change(database, Account, 1, lambda row: setattr(row, "balance", 50))
+    assert_refused(database, row)
+
+
+def test_an_insert_that_was_undone(database: Engine) -> None:
+    """Whoever inserts the row again makes another."""
+    session = Session(database)
+    bind(session, Lease("rows", 7))
+    row = Account(id=9, balance=10)
+    session.add(row)
+    session.flush()
+    session.close()
+    with Session(database) as again:
+        bind(again, Lease("rows", 7))
+        again.add(Account(id=9, balance=77))
+        again.commit()
+    with Session(database) as session:
+        bind(session, Lease("rows", 9))
+        session.add(row)
+        row.balance += 1
+        with pytest.raises(StaleReadError, match="in a transaction that was rolled back"):
+            session.commit()
+
+
+def test_long_transactions_keep_no_objects(database: Engine) -> None:
+    """Only those that are still there can be seen again."""
+    with Session(database) as session:
+        bind(session, Lease("rows", 7))
+        for _ in range(5):
+            session.get_one(Account, 1).balance += 1
+            session.flush()
+            session.expunge_all()
+        writer: Any = session.connection()._fencelock_writer  # type: ignore[attr-defined]
+        assert sum(len(before) for _, before in writer._stamped) <= 2
+
+
+@pytest.mark.parametrize(
+    "loading",
+    [
+        lambda: selectinload(Account.items).load_only(Item.place),
+        lambda: selectinload(Account.items).load_only(Item.place, raiseload=True),
+        lambda: subqueryload(Account.items).load_only(Item.place),
+        lambda: joinedload(Account.items).load_only(Item.place),
+    ],
+    ids=["selectin", "raise", "subquery", "joined"],
+)
+def test_places_count_although_the_children_do_not_know_their_parent(
+    database: Engine, loading: Callable[[], Any]
+) -> None:
+    """The foreign key was not loaded."""
+    with Session(database, expire_on_commit=False) as session:
+        query = select(Account).where(Account.id == 1).options(loading())
+        row = session.scalars(query).unique().one()
+        session.commit()
+        change(database, Account, 1, lambda row: (row.items.reverse(), row.items.reorder()))
+        bind(session, Lease("rows", 9))
+        for place, item in enumerate(sorted(row.items, key=lambda item: item.id != 2)):
+            item.place = place
+        with pytest.raises(StaleReadError):
+            session.commit()
+
+
+def test_a_key_that_was_expired_by_its_name(database: Engine) -> None:
+    """Loaded again it makes nothing else newer."""
+    with Session(database, expire_on_commit=False) as session:
+        row = session.get_one(Account, 1)
+        session.commit()
+        change(database, Account, 1, lambda row: setattr(row, "balance", 50))
+        bind(session, Lease("rows", 9))
+        session.expire(row, ["id"])
+        row.balance -= 30
+        with pytest.raises(StaleReadError):
+            session.commit()
+
+
+def delete_marking(tag: Tag) -> None:
+    """Delete an object that the database unlinks, and SQLAlchemy too where it knows of the links."""
+    session: Any = object_session(tag)
+    tag.accounts = []
+    assert tag.marking
+    session.delete(tag)
+
+
+def delete_linked(tag: Tag) -> None:
+    """Delete an object that is linked by a relationship of its own."""
+    session: Any = object_session(tag)
+    session.delete(tag)
+
+
+def clear_links(tag: Tag) -> None:
+    """Remove links by a relationship that nobody else knows of."""
+    tag.accounts.clear()
+
+
+def add_link(tag: Tag) -> None:
+    """Add one by it."""
+    session: Any = object_session(tag)
+    tag.accounts.append(session.get_one(Account, 2))
+
+
+@pytest.mark.parametrize("way", [delete_marking, delete_linked, clear_links, add_link])
+def test_links_that_the_other_side_writes(database: Engine, way: Callable[[Tag], None]) -> None:
+    """They belong to the fenced row, whichever relationship writes them."""
+    with Session(database, expire_on_commit=False) as session:
+        rows = session.scalars(select(Account)).all()
+        tag = session.get_one(Tag, 1)
+        assert tag.accounts == tag.marking == [rows[0]]
+        session.commit()
+        for key in (1, 2):
+            change(database, Account, key, lambda row: setattr(row, "balance", 50))
+        bind(session, Lease("rows", 9))
+        way(tag)
+        with pytest.raises(StaleReadError):
+            session.commit()
+    with database.connect() as connection:
+        assert connection.scalar(select(func.count()).select_from(links)) == 1
+
+
+def test_links_of_new_rows_beside_each_other(database: Engine) -> None:
+    """Nobody has to be compared with what is inserted."""
+    with Session(database) as session:
+        bind(session, Lease("rows", 7))
+        session.add(Tag(id=5, accounts=[Account(id=8), session.get_one(Account, 1)]))
+        session.commit()
+        assert session.get_one(Account, 1).last_fencing_token == 7
+        assert session.scalar(select(func.count()).select_from(links)) == 3
