@@ -62,7 +62,7 @@ NOT_INHERITED: Final = (
 """What to say to one who holds no lease, and may believe that he does."""
 
 _OF_NO_ROW: Final = -1
-"""The fence of an object whose row is not there, or was not loaded as it is, for that was undone."""
+"""The fence of an object that was inserted, or loaded as it was claimed, by what was undone: no row has it."""
 
 _REMEMBERED_ROWS: Final = 10_000
 """Of how many locked rows a transaction keeps the names; some are enough to wait for it by."""
