@@ -174,12 +174,14 @@ class StaleReadError(StaleTokenError):
 
     def __str__(self) -> str:
         row = self.table if self.identity is None else f"{self.table}{self.identity!r}"
-        was_loaded = (
-            f"at fence {self.loaded}" if self.loaded >= 0 else "in a transaction that was rolled back"
+        what = (
+            f"was loaded at fence {self.loaded} and has been fenced with {self.current} since, by another "
+            f"holder"
         )
+        if self.loaded < 0:
+            what = f"was written in a transaction that was rolled back, and its fence is {self.current} now"
         return (
-            f"{row} was loaded {was_loaded} and has been fenced with {self.current} since, by "
-            f"another holder: roll back, load it again, best with claim() (the token of this write was "
+            f"{row} {what}: roll back, load it again, best with claim() (the token of this write was "
             f"{self.token})"
         )
 

@@ -21,11 +21,12 @@ from fencelock.errors import StaleTokenError
 from fencelock.guard._bypass import is_bypassed
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table
 from fencelock.guard.events import report
-from fencelock.guard.session import leases_of, loaded_fence, refuse
+from fencelock.guard.session import lasting_fence, leases_of, loaded_fence, reads_to_note, refuse
 from fencelock.lease import Lease
 from fencelock.token import MAX_TOKEN
 
 _Getter = Callable[[Any], Any]
+_Note = Callable[[Any, int | None], None]
 
 
 def _unknown(_row: Any) -> None:
@@ -69,17 +70,19 @@ class _FenceProperty(ColumnProperty[Any]):
         fence = source_dict.get(self.key)
         if source_state.key is None or fence is None:
             return
+        fence = lasting_fence(source_state, fence)
         mapper = dest_state.mapper  # of a subclass, maybe
         loaded = {**dest_dict, **dest_state.committed_state}
         changed = source_state.committed_state
         for key in source_dict.keys() & {each.key for each in mapper.column_attrs} - {self.key}:
-            if key in changed or (key in loaded and loaded[key] != source_dict[key]):
+            is_equal = dest_state.manager[key].impl.is_equal
+            if key in changed or (key in loaded and is_equal(loaded[key], source_dict[key]) is not True):
                 dest_state.committed_state[key] = NO_VALUE
         for made in mapper.composites:  # anew, from the columns
             dest_dict.pop(made.key, None)
         known = loaded_fence(dest_state, dest_dict)
         older = [key for key in _not_merged(mapper, source_dict) if key in dest_dict]
-        if known is None or fence <= known or _load_again(dest_state, dest_dict, older):
+        if known is None or fence is None or fence <= known or _load_again(dest_state, dest_dict, older):
             dest_state.committed_state.pop(self.key, None)
             dest_dict[self.key] = fence
 
@@ -111,10 +114,12 @@ class _FenceProperty(ColumnProperty[Any]):
                 self._populate(_unknown, context, mapper, populators)
                 return
             getter = known[self, path.natural_path] = populators["quick"].pop()[1]
-        leases = leases_of(getattr(result, "connection", None), context.session)
+        connection = getattr(result, "connection", None)
+        leases = leases_of(connection, context.session)
         if leases and not is_bypassed(result.context.execution_options):
             getter = self._looking(getter, leases, result, adapter)
-        self._populate(getter, context, mapper, populators)
+        note = None if connection is None else reads_to_note(connection)
+        self._populate(getter, context, mapper, populators, note)
 
     def _populate(
         self,
@@ -122,15 +127,31 @@ class _FenceProperty(ColumnProperty[Any]):
         context: Any,
         mapper: Any,
         populators: Mapping[str, list[tuple[str, Any]]],
+        note: _Note | None = None,
     ) -> None:
-        """Have the fence be read from each row by this."""
+        """Have the fence be read from each row by this, and noted."""
         if context.populate_existing or mapper.always_refresh:
-            populators["new"].append((self.key, self._replacing(getter, mapper, populators)))
+            populators["new"].append((self.key, self._replacing(getter, mapper, populators, note)))
+        elif note is not None:
+            populators["new"].append((self.key, self._noting(getter, note)))
         else:
             populators["quick"].append((self.key, getter))
 
+    def _noting(self, getter: _Getter, note: _Note) -> Callable[[Any, dict[str, Any], Any], None]:
+        """Return what loads the fence into an object, and notes it."""
+
+        def populate(state: Any, attributes: dict[str, Any], row: Any) -> None:
+            fence = attributes[self.key] = getter(row)
+            note(state, fence)
+
+        return populate
+
     def _replacing(
-        self, getter: _Getter, mapper: Any, populators: Mapping[str, Iterable[tuple[str, Any]]]
+        self,
+        getter: _Getter,
+        mapper: Any,
+        populators: Mapping[str, Iterable[tuple[str, Any]]],
+        note: _Note | None,
     ) -> Callable[[Any, dict[str, Any], Any], None]:
         """Return what loads the fence into an object that the session may have had, and is to load anew.
 
@@ -143,6 +164,8 @@ class _FenceProperty(ColumnProperty[Any]):
         def populate(state: Any, attributes: dict[str, Any], row: Any) -> None:
             nonlocal left_out, unrelated
             fence, known = getter(row), attributes.get(self.key)
+            if note is not None:
+                note(state, fence)
             if left_out is None:  # the first row: by now it is known how each of the others is loaded
                 left_out = set(mapper.columns.keys()) - {self.key, *dict(populators["quick"])}
                 related = {key for kind in ("new", "existing", "eager") for key, _ in populators[kind]}

@@ -22,7 +22,7 @@ from sqlalchemy.orm.base import INCLUDE_PENDING_MUTATIONS, NO_VALUE, PASSIVE_NO_
 from fencelock.guard._bypass import is_bypassed
 from fencelock.guard._statement import ALL_KNOWN, LOADED_BIND, as_loaded, unchanged_by_raising
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable
-from fencelock.guard.session import flush_of, loaded_fence
+from fencelock.guard.session import flush_of, loaded_fence, note_plans_of
 
 _KEY: Final = "fencelock_key_"
 
@@ -55,12 +55,12 @@ def on_configured() -> None:
 def _listen_to_links(relationship: RelationshipProperty[Any], fenced: FencedTable) -> None:
     """Listen to whoever else writes the links: a reverse relationship, or one that knows nothing of this."""
     reverses = relationship._reverse_property  # noqa: SLF001  no public way to ask
-    for reverse in reverses:
-        _listen(reverse.parent, "before_delete", partial(_on_unlinked, fenced, reverse))
-    for other in relationship.mapper.relationships:
-        is_same_table = other.secondary is relationship.secondary and not other.viewonly
-        if is_same_table and other is not relationship and other not in reverses:
-            _listen(other.parent, "before_delete", partial(_on_unlinked, fenced, other))
+    for other in {*reverses, *relationship.mapper.relationships}:
+        if other.secondary is not relationship.secondary or other.viewonly or other is relationship:
+            continue
+        _listen(other.parent, "before_delete", partial(_on_unlinked, fenced, other))
+        note_plans_of(other.parent)
+        if other not in reverses:
             for name in ("before_insert", "before_update"):
                 _listen(other.parent, name, partial(_on_linked, fenced, other))
 
@@ -86,7 +86,12 @@ def _on_unlinked(
     """Guard the fenced rows that an object is linked to when it is deleted, and its links with it."""
     # Those that are not loaded are deleted by the database.
     passive = PASSIVE_NO_INITIALIZE if relationship.passive_deletes else PASSIVE_OFF
-    for linked in state.get_history(relationship.key, passive).non_added():
+    plan: Any = flush_of(state).plan()
+    if plan is None:
+        history = state.get_history(relationship.key, passive).as_state()
+    else:  # it has been asked before the links were deleted; some relationships read them anew
+        history = plan.get_attribute_history(state, relationship.key, passive)
+    for linked in history.non_added():
         _raise_linked(fenced, connection, state, linked)
 
 
@@ -100,16 +105,17 @@ def _on_linked(
     """Guard the fenced rows that an object is linked to, or not any more."""
     changes = state.get_history(relationship.key, PASSIVE_NO_INITIALIZE | INCLUDE_PENDING_MUTATIONS)
     for linked in (*changes.added, *changes.deleted):
-        _raise_linked(fenced, connection, state, linked)
+        _raise_linked(fenced, connection, state, linked and inspect(linked))
 
 
 def _raise_linked(
-    fenced: FencedTable, connection: Connection, state: InstanceState[Any], linked: object
+    fenced: FencedTable,
+    connection: Connection,
+    state: InstanceState[Any],
+    linked: InstanceState[Any] | None,
 ) -> None:
-    other = None if linked is None else inspect(linked)
-    if other is not None and other.key is not None:
-        identity = other.mapper.primary_key_from_instance(linked)
-        _raise_fence(fenced, connection, state, other.mapper, identity)
+    if linked is not None and linked.key is not None:
+        _raise_fence(fenced, connection, state, linked.mapper, linked.key[1])
 
 
 def _on_moved(

@@ -45,7 +45,6 @@ from fencelock.guard.fences import FENCES, fences_of
 from fencelock.guard.session import (
     NOT_INHERITED,
     Tokens,
-    note_claimed,
     note_gate,
     note_locked,
     refuse,
@@ -160,7 +159,6 @@ def claim(
         if found is None:
             break
         if getattr(found, FENCE_COLUMN) == token:
-            note_claimed(connection, [found])
             _refuse_another_row(connection, fenced, naming, tuple(mapper.primary_key_from_instance(found)))
             report_claim(fenced.name, key, resource_of(connection, token), token)
             return found
@@ -530,7 +528,6 @@ def _load_claimed(
     if len(order) > KEYS_PER_QUERY:
         place = {each: number for number, each in enumerate(order)}
         found.sort(key=lambda instance: place[tuple(inspect(instance).identity)])
-    note_claimed(target.connection, found)
     return [_surely_claimed(target, instance, token_of) for instance in found]
 
 

@@ -62,7 +62,10 @@ NOT_INHERITED: Final = (
 """What to say to one who holds no lease, and may believe that he does."""
 
 _OF_NO_ROW: Final = -1
-"""The fence of an object that was inserted, or loaded as it was claimed, by what was undone: no row has it."""
+"""The fence of an object that was inserted, or loaded after its row was written, by what was undone."""
+
+_READ: Final = -2
+"""What is noted of an object that is loaded at a fence which the transaction may have raised itself."""
 
 _REMEMBERED_ROWS: Final = 10_000
 """Of how many locked rows a transaction keeps the names; some are enough to wait for it by."""
@@ -358,7 +361,7 @@ class Writer:
     def stamp(
         self, before: dict[InstanceState[Any], int | None], savepoint: NestedTransaction | None
     ) -> None:
-        """Note whose fences a flush or a claim raises, so that they are as before once it is undone.
+        """Note whose fences a flush raises, or who was loaded with raised ones, to be undone with them.
 
         A session forgets what it has by itself then. Objects that have left it would go on to say that they
         were loaded at a fence that no row has had, or has for another write of the same holder.
@@ -375,12 +378,27 @@ class Writer:
         self._stamped.append((len(self._locked), before))
         self._locked.append(tuple)  # what comes next is known to come later
 
-    def _unstamp(self, since: int) -> None:
+    @property
+    def tokens(self) -> set[int]:
+        """What it may have raised fences to."""
+        return {token for lease in self._needs for token in (lease.fencing_token, *lease.earlier_tokens)}
+
+    def fence_before(self, state: InstanceState[Any], fence: int) -> int | None:
+        """Return what an object's fence was before the transaction raised it; else the one given."""
+        found = next((before[state] for _, before in self._stamped if state in before), fence)
+        return _OF_NO_ROW if found == _READ else found
+
+    def _unstamp(self, since: int) -> set[str]:
+        """Take back what was written since then; return the names of the rows, as far as they are known."""
+        undone = {name for names in self._locked[since:] for name in names()}
+        knows_all = self._locked_count < _REMEMBERED_ROWS
         for at, before in reversed(self._stamped):
             for state, fence in before.items() if at >= since else ():
-                if FENCE_COLUMN in state.dict:
-                    state.dict[FENCE_COLUMN] = fence
+                was_written = fence != _READ or not knows_all or _row_of(state) in undone
+                if was_written and FENCE_COLUMN in state.dict:
+                    state.dict[FENCE_COLUMN] = _OF_NO_ROW if fence == _READ else fence
         self._stamped = [each for each in self._stamped if each[0] < since]
+        return undone
 
     def has_born(self, resource: str) -> bool:
         """Tell whether the transaction has inserted the row that this resource is named after."""
@@ -399,9 +417,8 @@ class Writer:
             The names of the rows that were locked since, as far as they are known.
         """
         since = self._savepoints.get(_name(savepoint), len(self._locked))
-        undone = {name for names in self._locked[since:] for name in names()}
+        undone = self._unstamp(since)
         del self._locked[since:]
-        self._unstamp(since)
         self._born = [each for each in self._born if each[0] < since]
         return undone
 
@@ -415,7 +432,7 @@ class Writer:
             fixed.end(self._mark, lasts=self.lasting)
         self._needs.clear()
         self._fixed.clear()
-        if not self.lasting:
+        if self._stamped and not self.lasting:
             self._unstamp(0)
         self._stamped.clear()
         self._locked.clear()
@@ -699,9 +716,14 @@ def _expire_rows(connection: Connection, names: Container[str]) -> None:
     """
     for session in users_of(connection):
         for state in session.identity_map.all_states():
-            fenced = _fenced_table_of(state) if FENCE_COLUMN in state.dict else None
-            if fenced is not None and state.key is not None and row_name(fenced, state.key[1]) in names:
+            if FENCE_COLUMN in state.dict and _row_of(state) in names:
                 session.expire(state.obj())
+
+
+def _row_of(state: InstanceState[Any]) -> str | None:
+    """Return the name of an object's fenced row, if it has one."""
+    fenced = _fenced_table_of(state)
+    return None if fenced is None or state.key is None else row_name(fenced, state.key[1])
 
 
 def _fenced_table_of(state: InstanceState[Any]) -> Table | None:
@@ -790,12 +812,35 @@ def note_locked(connection: Connection, names: Callable[[], Iterable[str]], coun
         writer.lock(names, count, connection.get_nested_transaction())
 
 
-def note_claimed(connection: Connection, objects: Iterable[object]) -> None:
-    """Note that these objects were loaded as the connection's transaction has claimed them."""
+def reads_to_note(connection: Connection) -> Callable[[InstanceState[Any], int | None], None] | None:
+    """Return what is to be told of each object that is loaded now, and its fence; None for nothing.
+
+    Whoever loads what his own transaction has written, or claimed, sees a fence that may be undone with it.
+    """
     writer = _open_writer(connection)
-    if writer is not None:
-        before: dict[InstanceState[Any], int | None] = {inspect(each): _OF_NO_ROW for each in objects}
-        writer.stamp(before, connection.get_nested_transaction())
+    own = None if writer is None else writer.tokens
+    if writer is None or not own:
+        return None
+    savepoint = connection.get_nested_transaction()
+    before: dict[InstanceState[Any], int | None] = {}
+
+    def note(state: InstanceState[Any], fence: int | None) -> None:
+        if fence in own:
+            if not before:
+                writer.stamp(before, savepoint)
+            before[state] = _READ
+
+    return note
+
+
+def lasting_fence(state: InstanceState[Any], fence: int) -> int | None:
+    """Return an object's fence as it was before the open transaction of its session has raised it."""
+    session = state.session
+    for connection in () if session is None else _connections_of(session):
+        writer = _open_writer(connection)
+        if writer is not None:
+            return writer.fence_before(state, fence)
+    return fence
 
 
 def note_born(connection: Connection, resources: Callable[[], Iterable[str]] | None) -> None:
@@ -1488,6 +1533,12 @@ class _NotePlans:
 _note_plans: Final = _NotePlans()
 
 
+def note_plans_of(mapper: Mapper[Any]) -> None:
+    """Note the plans of flushes that write objects of a mapper, though it may not be fenced."""
+    mapper._dependency_processors.append(_note_plans)  # type: ignore[arg-type]  # noqa: SLF001  no public way
+    watch_plans(mapper, None)
+
+
 def watch_plans(mapper: Mapper[Any], _model: object) -> None:
     """Note the plan whichever mapper of a fenced one's hierarchy comes first: a listener for all mappers.
 
@@ -1556,7 +1607,7 @@ def watch_mapper(mapper: Mapper[Any], fenced: FencedTable) -> None:
     watch.listen_to(mapper)
     event.listen(mapper, "before_delete", watch.on_delete, raw=True, retval=True)
     event.listen(mapper, "mapper_configured", watch.on_configured)
-    mapper._dependency_processors.append(_note_plans)  # type: ignore[arg-type]  # noqa: SLF001  no public way
+    note_plans_of(mapper)
 
 
 class _Watch:

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from sqlalchemy import Column, Engine, ForeignKey, Table, func, select
+from sqlalchemy import Column, Engine, ForeignKey, Integer, Table, TypeDecorator, func, select
 from sqlalchemy.ext.orderinglist import ordering_list
 from sqlalchemy.orm import (
     DeclarativeBase,
+    DynamicMapped,
     Mapped,
     Session,
     composite,
@@ -49,6 +50,14 @@ marks = Table(
 )
 
 
+picks = Table(
+    "rn_picks",
+    Base.metadata,
+    Column("account", ForeignKey("rn_accounts.id"), primary_key=True),
+    Column("tag", ForeignKey("rn_tags.id"), primary_key=True),
+)
+
+
 class Tag(Base):
     """Not fenced; one of its relationships knows nothing of the account's."""
 
@@ -58,6 +67,7 @@ class Tag(Base):
     marking: Mapped[list[Account]] = relationship(
         secondary=marks, back_populates="marked", passive_deletes=True
     )
+    picking: DynamicMapped[Account] = relationship(secondary=picks, back_populates="picked")
 
 
 class Pair:
@@ -87,8 +97,55 @@ class Account(FencedModel, Base):
     pair: Mapped[Pair] = composite("x", "y")
     tags: Mapped[list[Tag]] = relationship(secondary=links, cascade="save-update", overlaps="accounts")
     marked: Mapped[list[Tag]] = relationship(secondary=marks, back_populates="marking")
+    picked: Mapped[list[Tag]] = relationship(secondary=picks, back_populates="picking")
     items: Mapped[list[Item]] = relationship(order_by="Item.place", collection_class=ordering_list("place"))
     __mapper_args__ = {"polymorphic_on": "kind", "polymorphic_identity": 0}  # noqa: RUF012
+
+
+class Vector:
+    """A value that cannot be compared to one truth value, as those of numpy."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __eq__(self, other: object) -> Any:
+        return Ambiguous() if isinstance(other, Vector) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Ambiguous:
+    """What comparing gives."""
+
+    def __bool__(self) -> bool:
+        raise ValueError("truth value ambiguous")
+
+
+class VectorType(TypeDecorator[Vector]):
+    """Keeps it as a number."""
+
+    impl = Integer
+    cache_ok = True
+
+    def process_bind_param(self, value: Vector | None, dialect: object) -> int | None:  # noqa: ARG002
+        """Make it a number."""
+        return None if value is None else value.number
+
+    def process_result_value(self, value: int | None, dialect: object) -> Vector | None:  # noqa: ARG002
+        """Make it of a number."""
+        return None if value is None else Vector(value)
+
+    def compare_values(self, x: object, y: object) -> bool:
+        """Compare what it holds."""
+        return getattr(x, "number", None) == getattr(y, "number", None)
+
+
+class Measured(FencedModel, Base):
+    """Has such a value."""
+
+    __tablename__ = "rn_measured"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    vector: Mapped[Any] = mapped_column(VectorType)
 
 
 class Item(Base):
@@ -159,7 +216,8 @@ def database(engine: Engine) -> Engine:
     with Session(engine.execution_options(fencelock="bypass")) as session:
         tags = [Tag(id=key) for key in (1, 2)]
         account = Account(id=1, last_fencing_token=5, items=[Item(id=key, place=0) for key in (1, 2, 3)])
-        account.tags, account.marked = tags[:1], tags[:1]
+        account.tags, account.marked, account.picked = tags[:1], tags[:1], [Tag(id=3)]
+        session.add(Measured(id=1, vector=Vector(1), last_fencing_token=5))
         joined = Joined(id=2, last_fencing_token=5, notes=[Note(id=1)])
         session.add_all([*tags, account, joined, Single(id=3, last_fencing_token=5)])
         session.add_all([Engineer(id=1, last_fencing_token=5), Manager(id=2, last_fencing_token=5)])
@@ -353,6 +411,79 @@ def test_what_was_undone_is_not_what_was_loaded(
     assert_refused(database, row)
 
 
+def read_again(session: Session, _row: Any) -> Any:
+    """Have the session make a new object of the row."""
+    session.expunge_all()
+    return session.get_one(Account, 1)
+
+
+def read_by_another(session: Session, _row: Any) -> Any:
+    """Have another session in the same transaction read it."""
+    with Session(session.connection()) as other:
+        return other.get_one(Account, 1)
+
+
+def merge_elsewhere(session: Session, row: Any) -> Any:
+    """Have a session of another transaction take the object over."""
+    with Session(session.bind) as other:
+        return other.merge(row, load=False)
+
+
+@pytest.mark.parametrize("claimed", [False, True])
+@pytest.mark.parametrize("copy", [read_again, read_by_another, merge_elsewhere])
+def test_nor_is_what_was_seen_of_it(
+    database: Engine, copy: Callable[[Session, Any], Any], *, claimed: bool
+) -> None:
+    """Another object of the row has seen the fence that was undone."""
+    with Session(database) as session:
+        bind(session, Lease("rows", 7))
+        row = claim(session, Account, 1) if claimed else session.get_one(Account, 1)
+        if not claimed:
+            row.balance -= 30
+            session.flush()
+        seen = copy(session, row)
+        if seen in session:
+            session.expunge(seen)
+        session.rollback()
+    change(database, Account, 1, lambda row: setattr(row, "balance", 50))
+    assert_refused(database, seen)
+
+
+def test_what_a_savepoint_only_reads_stays_as_it_was_read(database: Engine) -> None:
+    """It was not written since the savepoint, so that the rollback to it says nothing of it."""
+    change(database, Account, 1, lambda row: setattr(row, "balance", 50))
+    with Session(database, expire_on_commit=False) as session:
+        bind(session, Lease("rows", 7))
+        session.get_one(Joined, 2).balance += 1
+        session.flush()
+        savepoint = session.begin_nested()
+        session.get_one(Single, 3).balance += 1
+        row = session.get_one(Account, 1)
+        savepoint.rollback()
+        session.commit()
+        assert row.last_fencing_token == 7
+        bind(session, Lease("rows", 9))
+        row.balance += 1
+        session.commit()
+        assert row.balance == 51
+
+
+@pytest.mark.parametrize("present", [False, True])
+def test_merged_values_are_compared_by_their_type(database: Engine, *, present: bool) -> None:
+    """Some have no one truth value."""
+    with Session(database) as reading:
+        row = reading.get_one(Measured, 1)
+    row.vector = Vector(2)
+    with Session(database) as session:
+        bind(session, Lease("rows", 9))
+        kept = session.get(Measured, 1) if present else None
+        merged = session.merge(row)
+        assert not present or merged is kept
+        session.commit()
+        assert merged.vector.number == 2
+        assert merged.last_fencing_token == 9
+
+
 def test_what_was_undone_may_be_written_where_nobody_came_in_between(database: Engine) -> None:
     """The row is as it was loaded."""
     with Session(database) as session:
@@ -488,6 +619,12 @@ def delete_marking(tag: Tag) -> None:
     session.delete(tag)
 
 
+def delete_picking(tag: Tag) -> None:
+    """Delete an object whose links are read anew whenever somebody asks for them."""
+    session: Any = object_session(tag)
+    session.delete(session.get_one(Tag, 3))
+
+
 def delete_linked(tag: Tag) -> None:
     """Delete an object that is linked by a relationship of its own."""
     session: Any = object_session(tag)
@@ -505,7 +642,7 @@ def add_link(tag: Tag) -> None:
     tag.accounts.append(session.get_one(Account, 2))
 
 
-@pytest.mark.parametrize("way", [delete_marking, delete_linked, clear_links, add_link])
+@pytest.mark.parametrize("way", [delete_marking, delete_picking, delete_linked, clear_links, add_link])
 def test_links_that_the_other_side_writes(database: Engine, way: Callable[[Tag], None]) -> None:
     """They belong to the fenced row, whichever relationship writes them."""
     with Session(database, expire_on_commit=False) as session:
@@ -520,7 +657,8 @@ def test_links_that_the_other_side_writes(database: Engine, way: Callable[[Tag],
         with pytest.raises(StaleReadError):
             session.commit()
     with database.connect() as connection:
-        assert connection.scalar(select(func.count()).select_from(links)) == 1
+        counts = [connection.scalar(select(func.count()).select_from(each)) for each in (links, marks, picks)]
+        assert counts == [1, 1, 1]
 
 
 def test_links_of_new_rows_beside_each_other(database: Engine) -> None:
