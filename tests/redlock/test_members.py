@@ -105,15 +105,17 @@ class Storm:
             self.actors.remove(actor)
 
     def fault(self) -> None:
-        """Restart a node as it was, or let it forget: everything, or what is newer than its file."""
+        """Restart a node as it was, or let it forget: all, what is new, or for a fellow's data."""
         number = self.random.randrange(len(self.nodes))
         node = self.nodes[number]
-        kind = self.random.choice(("restart", "lose", "roll back"))
+        kind = self.random.choice(("restart", "lose", "roll back", "follow"))
         out = sum(other.out for other in self.nodes if other is not node) + 1
         if kind != "restart" and out > (self.size - 1) // 2:
             return
         if kind == "lose":
             node.flush()
+        elif kind == "follow":
+            node.reload(self.random.choice(self.nodes).remember())
         else:
             node.restart(self.snapshots[number] if kind == "roll back" else None)
         node.out = node.out or kind != "restart"

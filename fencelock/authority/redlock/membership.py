@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,11 @@ class Membership:
     def ids(self) -> tuple[str, ...]:
         """The nodes' ids, in the fixed order."""
         return tuple(node_id for node_id, _ in self.seats)
+
+    def seats_of(self, names: Sequence[str]) -> dict[int, str]:
+        """Return the ids that the list has for these addresses, by their places; it may not have some."""
+        ids = {address: node_id for node_id, address in self.seats}
+        return {node: ids[name] for node, name in enumerate(names) if name in ids}
 
     @property
     def fingerprint(self) -> str:

@@ -57,10 +57,11 @@ class Recollection:
         return known
 
     def order(self) -> tuple[int, ...]:
-        """Return the nodes in the order of their ids, which is the same for all clients; then the others."""
-        return tuple(
-            sorted(
-                range(len(self._names)),
-                key=lambda node: (self._said[node][0] if node in self._said else "~", node),
-            )
-        )
+        """Return the nodes in the order of their ids, which is the same for all clients; then the others.
+
+        The list has them for the addresses: a node that holds a fellow's data says the fellow's.
+        """
+        known = self.membership()
+        said = {node: node_id for node, (node_id, _) in list(self._said.items())}
+        ids = said | (known.seats_of(self._names) if known is not None else {})
+        return tuple(sorted(range(len(self._names)), key=lambda node: (ids.get(node, "~"), node)))

@@ -32,6 +32,10 @@ are read, after each of those that do not vote has its ticket: one that forgets 
 ticket, and the reading is void ("read and BEGIN node by node"). Some node still holds `p` as high as
 anybody ever voted ("no p"). Whoever votes is raised before anybody is admitted ("all restarted, no RAISE").
 With a blank node among them nobody knows what it has promised, and an operator is needed.
+
+A node may hold the data of a fellow node, which it has followed, or whose file it was started with, and then
+names itself as that one. It has lost its own memory, as a blank one has: where all are read, each memory
+counts once. And it gets the seat of its address: what it names itself is a word about its data.
 """
 
 from __future__ import annotations
@@ -98,7 +102,7 @@ class Roll:
         standings: what every node that answered said about itself.
         voters: members that vote.
         waiting: members that do not and can be admitted, with the id of the seat that each gets back.
-        complete: whether every node of the client answered, holds data of this list and is open.
+        complete: whether every node of the client answered, holds its own data of this list and is open.
     """
 
     membership: Membership
@@ -111,9 +115,9 @@ class Roll:
     def call(cls, names: tuple[str, ...], standings: Standings) -> Roll | None:
         """Return the roll of the list that most nodes name; None where no node names one.
 
-        A blank node gets the seat back that the others' list has for its address. Only by the same address: a
-        stranger in its place, admitted by the mistake of one client, would be one voter more than the others
-        know of.
+        A node gets the seat back that the list has for its address; at an address that the list does not
+        have, the one that it names itself. A blank node names none: a stranger in its place, admitted by the
+        mistake of one client, would be one voter more than the others know of.
         """
         marked = [standing for standing in standings.values() if not standing.blank]
         lists = Counter(s.fingerprint for s in marked if not s.closed) or Counter(
@@ -124,15 +128,17 @@ class Roll:
         fingerprint = lists.most_common(1)[0][0]
         texts = Counter(standing.members for standing in marked if standing.fingerprint == fingerprint)
         membership = Membership.from_json(texts.most_common(1)[0][0])
-        taken = {standing.node_id for standing in marked}
-        free = {address: node_id for node_id, address in membership.seats if node_id not in taken}
+        own = membership.seats_of(names)
+        seats = {node: own.get(node, standing.node_id) for node, standing in standings.items()}
+        taken = {seats[node] for node, standing in standings.items() if standing.admitted or standing.closed}
         waiting = {}
-        for node, standing in standings.items():
-            if standing.admitted or standing.closed:
+        for node in sorted(seats, key=lambda node: node not in own):  # whose address the list has come first
+            standing, seat = standings[node], seats[node]
+            if standing.admitted or standing.closed or seat in taken:
                 continue
-            seat = free.get(names[node]) if standing.blank else standing.node_id
-            if seat is not None and seat in membership.ids:
+            if (standing.node_id or seat) in membership.ids:
                 waiting[node] = seat
+                taken.add(seat)
         known = [
             standing for standing in marked if standing.fingerprint == fingerprint and not standing.closed
         ]
@@ -141,7 +147,7 @@ class Roll:
             standings,
             frozenset(node for node, standing in standings.items() if standing.votes_in(fingerprint)),
             waiting,
-            complete=len(known) == len(names) == len(membership.seats),
+            complete=len({standing.node_id for standing in known}) == len(names) == len(membership.seats),
         )
 
     @property
@@ -257,8 +263,8 @@ def _begin(
     tickets: dict[int, str] = {}
     now = 0.0
     for node, seat in roll.waiting.items():
-        word = around.new_word()
-        command = around.command("begin", roll.membership.fingerprint, word, max_ttl_ms, seat)
+        word, held = around.new_word(), roll.standings[node].node_id or seat
+        command = around.command("begin", roll.membership.fingerprint, word, max_ttl_ms, held)
         answers, now = yield from ask(command, [node], around.patience)
         if answers[node].said is Said.TICKET:
             tickets[node] = answers[node].facts[0]
@@ -381,14 +387,16 @@ def _status(node: int, name: str, standing: Standing | None, answer: Answer, rol
     if roll is not None and node in roll.voters:
         return NodeStatus(name, NodeState.ADMITTED, standing.epoch)
     if roll is not None and node in roll.waiting:
-        return _status_of_waiting(name, standing, roll)
+        return _status_of_waiting(name, standing, roll, roll.waiting[node])
     state = NodeState.BLANK if standing.blank else NodeState.OTHER_MEMBERSHIP
-    return NodeStatus(name, state, standing.epoch, detail=_why_not(standing, roll))
+    if roll is not None and standing.fingerprint == roll.membership.fingerprint:
+        state = NodeState.RESTARTED
+    return NodeStatus(name, state, standing.epoch, detail=_why_not(name, standing, roll))
 
 
-def _status_of_waiting(name: str, standing: Standing, roll: Roll) -> NodeStatus:
+def _status_of_waiting(name: str, standing: Standing, roll: Roll, seat: str) -> NodeStatus:
     hopeful = roll.has_quorum or roll.complete
-    detail = "waits for a client that uses it" if hopeful else _TOO_FEW
+    detail = _whose_data(standing, roll, seat) + ("waits for a client that uses it" if hopeful else _TOO_FEW)
     if standing.ticket and hopeful:
         left = max(0.0, roll.membership.max_ttl - standing.ticket_age)
         return NodeStatus(name, NodeState.RECOVERING, standing.epoch, left, "" if left else detail)
@@ -403,14 +411,22 @@ def _addresses(members: str) -> str:
     return ", ".join(address for _, address in Membership.from_json(members).seats)
 
 
+def _whose_data(standing: Standing, roll: Roll, seat: str) -> str:
+    if standing.blank or standing.node_id == seat:
+        return ""
+    return f"has the data of {dict(roll.membership.seats)[standing.node_id]}; "
+
+
 def _why_closed(standing: Standing) -> str:
     return f"its list gives way to {_addresses(standing.next_members)}"
 
 
-def _why_not(standing: Standing, roll: Roll | None) -> str:
+def _why_not(name: str, standing: Standing, roll: Roll | None) -> str:
     if roll is None:
         return "never initialised" if standing.blank else "its list cannot be read by this version"
-    members = ", ".join(address for _, address in roll.membership.seats)
-    if standing.blank:
-        return f"its address is none of the list's: {members}"
+    addresses = [address for _, address in roll.membership.seats]
+    members = ", ".join(addresses)
+    if standing.blank or standing.fingerprint == roll.membership.fingerprint:
+        why = "another has its seat" if name in addresses else f"its address is none of the list's: {members}"
+        return _whose_data(standing, roll, "") + why
     return f"belongs to {_addresses(standing.members)}, and not to {members}"

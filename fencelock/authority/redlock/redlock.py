@@ -466,15 +466,18 @@ class Redlock:
         return f"fencelock init{namespace} {' '.join(node.url_to_type for node in self._nodes)}"
 
     def _check_distinct(self) -> None:
-        """Refuse two addresses of one server: it would have two votes."""
+        """Refuse two addresses of one server: it would have two votes.
+
+        By the process only. Two servers may say the same id: one of them holds the other's data.
+        """
         seen: dict[str, int] = {}
         for node, identity in list(self._identities.items()):
-            for trait in filter(None, (identity.run_id, identity.node_id)):
-                if seen.setdefault(trait, node) != node:
-                    raise MembershipError(
-                        f"{self._names[seen[trait]]} and {self._names[node]} are the same server, which "
-                        "would have two votes: name each node once (databases of one server are one node)"
-                    )
+            other = seen.setdefault(identity.run_id, node)
+            if other != node:
+                raise MembershipError(
+                    f"{self._names[other]} and {self._names[node]} are the same server, which "
+                    "would have two votes: name each node once (databases of one server are one node)"
+                )
 
 
 class _Bids:

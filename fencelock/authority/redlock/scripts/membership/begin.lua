@@ -3,8 +3,8 @@
 -- include membership
 -- BEGIN: put a ticket on a node that is not admitted; only who knows it may admit the node later. One that is
 -- there already is returned unchanged, so that all who initialise or recover share it.
--- ARGV[2] a random word of the sender, ARGV[3] longest ttl in ms, ARGV[4] id of the seat that the node is to
--- get back, or '' for a seat in a new list.
+-- ARGV[2] a random word of the sender, ARGV[3] longest ttl in ms, ARGV[4] the id that the node said it has, or
+-- for a blank one that of the seat which it is to get back; '' for a seat in a new list.
 -- Returns TICKET, ticket, longest ttl | ADMITTED, id, members, and whether it votes or has restarted | CLOSED |
 -- CONFIG.
 if is_admitted() then return {'ADMITTED', is.id, is.members, 'votes'} end
