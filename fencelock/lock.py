@@ -22,7 +22,7 @@ from types import EllipsisType, TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypedDict, TypeVar, Unpack, overload
 from weakref import ref
 
-from fencelock import renewal
+from fencelock import _threads, renewal
 from fencelock._checks import check_choice, check_max_hold, check_timeout, check_ttl
 from fencelock._holds import Hold, add, find, owners_of, remove
 from fencelock._owners import current_owner, running_loop, switches_greenlets, waits_in_vain_for
@@ -865,7 +865,7 @@ def _give_back_soon(hold: Hold, loop: asyncio.AbstractEventLoop) -> None:
 def _give_back_apart(steps: _Steps[str]) -> None:
     """Give back in a thread of its own, which the interpreter waits for when it ends."""
     with contextlib.suppress(RuntimeError):  # it has, and gives everything back
-        threading.Thread(target=_give_back_quietly, args=(steps,), name="fencelock-release").start()
+        _threads.start(threading.Thread(target=_give_back_quietly, args=(steps,), name="fencelock-release"))
 
 
 def _give_back_quietly(steps: _Steps[str]) -> None:

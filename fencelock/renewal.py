@@ -30,6 +30,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Protocol
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
+from fencelock import _threads
 from fencelock._holds import Hold
 from fencelock._owners import running_loop
 from fencelock.authority.base import Authority, Grant, Wish
@@ -207,7 +208,7 @@ def _tell_apart(calls: list[Callable[[], object]]) -> None:
         target=contextvars.Context().run, args=(tell, calls), name="fencelock-lost", daemon=True
     )
     try:
-        thread.start()
+        _threads.start(thread)
     except RuntimeError:  # too many threads, or the interpreter is on its way out
         tell(calls)
 
@@ -283,7 +284,7 @@ class ThreadRenewer:
         )
         self._changed.notify_all()  # one that is too many ends
         try:
-            thread.start()
+            _threads.start(thread)
         except RuntimeError as error:  # too many threads, or the interpreter is on its way out
             self._thread = None
             logger.warning("leases are not extended, for no thread can be started: %s", error)

@@ -132,6 +132,65 @@ print(json.dumps({"handlers": count, "rounds": rounds, "held": len(everything_he
 """
 
 
+#: Strikes when a thread of ours has begun, while whoever starts it is still in the midst of that.
+_STRUCK_AT_THE_START = """
+import os, faulthandler, redis
+from fencelock import Redlock, fenced_lock
+from fencelock.settings import default_authority
+
+faulthandler.dump_traceback_later(30, exit=True)
+name, urls = sys.argv[1], sys.argv[2:]
+os.environ["FENCELOCK_URL"] = ",".join(urls)
+said, started = [], []
+begin, start = threading._start_new_thread, threading.Thread.start
+
+def note(thread):
+    started.append(thread)
+    start(thread)
+
+def begin_and_strike(*arguments, **named):
+    thread = begin(*arguments, **named)
+    if started[-1].name.startswith(name) and not said:
+        started[-1]._started.wait()
+        said.append("struck")
+        signal.raise_signal(signal.SIGUSR1)
+    return thread
+
+def handle(*_):
+    raise Interrupted("soft time limit")
+
+def use():
+    with fenced_lock("r", ttl=0.9, timeout=5):
+        if name == "fencelock-lost":
+            tell_apart([])
+        if name == "fencelock-release":
+            _give_back_apart(iter(()))
+        if name == "fencelock-paying":
+            default_authority()._pool._begin_to_pay()
+
+from fencelock.lock import _give_back_apart
+from fencelock.renewal import _tell_apart as tell_apart
+
+signal.signal(signal.SIGUSR1, handle)
+if name == "fencelock-recovery":
+    redis.Redis.from_url(urls[0]).flushall()
+threading.Thread.start = note
+threading._start_new_thread = begin_and_strike
+for _ in range(100):
+    try:
+        use()
+    except Interrupted as error:
+        said += [str(error), error.__cause__, error.__context__, error.__suppress_context__]
+    except BaseException as error:
+        said.append(repr(error))
+    if said:
+        break
+    time.sleep(0.01)
+threading._start_new_thread = begin
+use()
+print(json.dumps({"said": said}))
+"""
+
 #: Strikes once, where something is begun; the handler takes a lock, or raises if it is told to.
 _STRUCK = """
 import faulthandler, os, redis
@@ -250,6 +309,16 @@ def test_a_handler_that_strikes_where_something_is_begun(nodes: Nodes, does: str
     assert said["struck"] == [where]
     assert said["got"] >= (2 if does == "locks" else 0)
     assert said["admitted"]
+
+
+@pytest.mark.parametrize("name", ["renewal", "recovery", "connect", "lost", "release", "paying"])
+def test_what_a_handler_raises_where_a_thread_has_begun_comes_out(nodes: Nodes, name: str) -> None:
+    """Python's own `Thread.start` has a KeyError of its own instead."""
+    urls = [node.url for node in nodes[:3]]
+    with Redlock(urls) as authority:
+        authority.init(max_ttl=1)
+    said = run(_STRUCK_AT_THE_START, f"fencelock-{name}", *urls)
+    assert said["said"] == ["struck", "soft time limit", None, None, False]
 
 
 def test_an_interruption_while_numbers_are_packed_does_not_end_the_interpreter() -> None:

@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
+from fencelock import _threads
 from fencelock.authority.redlock.node import Link, Unusable, broken, pack, read_whole
 from fencelock.authority.redlock.polling import new_poll
 from fencelock.authority.redlock.protocol import Answer, Broadcast, Command, Request, Round, Said, undoing
@@ -373,7 +374,7 @@ class Pool:
         )
         try:
             self._is_paying = True
-            thread.start()
+            _threads.start(thread)
         except BaseException as error:
             self._is_paying = False
             if not isinstance(error, RuntimeError):  # too many threads, or the interpreter is on its way out

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from fencelock import _threads
 from fencelock.authority.redlock.node import Link, Node, Unusable
 from fencelock.authority.redlock.protocol import Answer, Said
 
@@ -69,7 +70,7 @@ class Dialler:
             daemon=True,
         )
         try:
-            self._thread.start()
+            _threads.start(self._thread)
         except RuntimeError as error:  # too many threads, or the interpreter is on its way out
             self.fail(Answer(Said.UNREACHABLE, detail=f"no thread to connect with: {error}"))
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Generator
 from typing import Any
 
+from fencelock import _threads
 from fencelock.authority.redlock.blocking import Channels
 from fencelock.authority.redlock.protocol import Broadcast, Request
 from fencelock.errors import FencelockError
@@ -54,7 +55,7 @@ class Recoverer:
             try:
                 self._is_beginning = True
                 self._thread = threading.Thread(target=self._run, name="fencelock-recovery", daemon=True)
-                self._thread.start()
+                _threads.start(self._thread)
             except RuntimeError:  # too many threads, or the interpreter is on its way out
                 self._thread = None
                 self._pause(succeeded=False)
