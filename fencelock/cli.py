@@ -120,10 +120,12 @@ def init(
         with Redlock(",".join(urls), namespace=namespace) as quorum:
             done = quorum.init(base=base, max_ttl=max_ttl, above=above)
             count = len(quorum.nodes)
-    said = "initialised" if done else "had been initialised before; nothing was changed"
+    said = "initialised" if done else "had been initialised before"
+    said += "" if done or above is not None else "; nothing was changed"
     console.print(f"{count} {'node' if count == 1 else 'nodes'} {said}")
-    if done and above is not None:
-        console.print(f"Tokens start in epoch {epoch_above(above)}, above all that was granted up to {above}")
+    if above is not None:
+        epoch = epoch_above(above)
+        console.print(f"Tokens are of epoch {epoch} or later now, above all that was granted up to {above}")
     console.print(f"Tell your programs: export FENCELOCK_URL={','.join(urls)}")
 
 

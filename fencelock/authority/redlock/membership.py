@@ -15,12 +15,14 @@ from typing import Any
 
 from fencelock import token
 from fencelock.authority.redlock.protocol import STRIPES, Answer, Command, Request, Said
-from fencelock.authority.redlock.survey import ask, synced
+from fencelock.authority.redlock.survey import Standing, ask, read, synced
 from fencelock.errors import MembershipError, QuorumError
 
 PROTOCOL_VERSION = 1
 STRIPE_HASH = "crc32"
 DEFAULT_MAX_TTL = 300.0
+
+_MOST_LOOKS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,8 @@ def initialise(
     from one that has voted and forgotten.
 
     In epoch 0 no PROMISE is needed: there is none below that somebody could have promised. After a loss, the
-    epoch is above those that the database has seen, and a majority promises it before anybody votes.
+    epoch is above those that the database has seen, and a majority promises it before anybody votes. Whoever
+    finds nodes that know of an epoch goes on in it, so that he may finish what another began after a loss.
 
     Raises:
         QuorumError: not every node answered; all of them are needed, this once.
@@ -167,12 +170,8 @@ def initialise(
             raise _interrupted(names[node])
     _check_agreement(names, again, membership)
     blank = [node for node, answer in again.items() if answer.said is Said.TICKET]
-    for node in blank if epoch else ():
-        promise = ("promise", "", (node_key,), (membership.fingerprint, epoch, ids[node], "change"))
-        yield from _need(names, node, Command(*promise), patience)
-    if epoch:
-        yield from synced(blank, patience)
     if blank:
+        epoch = yield from _promise(names, node_key, ids, membership, epoch=epoch, patience=patience)
         yield from _open(names, node_key, ids, membership, start=(epoch, base), patience=patience)
     yield from synced(blank, patience)
     return membership, bool(blank)
@@ -186,6 +185,45 @@ def _begin(
         begin = Command("begin", "", (node_key,), ("", new_word(), round(max_ttl * 1000), ""))
         standing[node] = yield from _need(names, node, begin, patience)
     return standing
+
+
+def _promise(
+    names: tuple[str, ...],
+    node_key: str,
+    ids: dict[int, str],
+    membership: Membership,
+    *,
+    epoch: int,
+    patience: float,
+) -> Generator[Request, Any, int]:
+    """Return the epoch to open nodes in: this one or the highest that any knows of; promised by a majority.
+
+    By those, too, that somebody else has opened meanwhile: the blank ones may be few by now. And all at one
+    time, as in a recovery; where another has been at work in between, they are asked again.
+    """
+    for _ in range(_MOST_LOOKS):
+        before = yield from _read(names, node_key, patience)
+        epoch = max(epoch, *(standing.highest for standing in before.values()))
+        if not epoch:
+            return epoch
+        for node, node_id in ids.items():
+            arguments = (membership.fingerprint, epoch, node_id, "change")
+            yield from _need(names, node, Command("promise", "", (node_key,), arguments), patience)
+        yield from synced(ids, patience)
+        told = yield from _read(names, node_key, patience)
+        if 2 * sum(told[node].still_promises(epoch, before[node]) for node in ids) > len(ids):
+            return epoch
+    raise QuorumError("others are at work on these nodes, or they restart: run the same command again")
+
+
+def _read(
+    names: tuple[str, ...], node_key: str, patience: float
+) -> Generator[Request, Any, dict[int, Standing]]:
+    standings, answers = yield from read(node_key, range(len(names)), patience)
+    for node, name in enumerate(names):
+        if node not in standings:
+            raise _unfit(names, name, answers[node])
+    return standings
 
 
 def _open(
@@ -227,11 +265,15 @@ def _need(
     answers, _ = yield from ask(command, [node], patience)
     answer = answers[node]
     if answer.said not in {Said.TICKET, Said.ADMITTED, Said.OPENED, Said.PROMISED, Said.NO_TICKET}:
-        raise QuorumError(
-            f"to be initialised, all {len(names)} nodes must answer, and {names[node]} is not fit: {answer}",
-            nodes={names[node]: str(answer)},
-        )
+        raise _unfit(names, names[node], answer)
     return answer
+
+
+def _unfit(names: tuple[str, ...], name: str, answer: Answer) -> QuorumError:
+    return QuorumError(
+        f"to be initialised, all {len(names)} nodes must answer, and {name} is not fit: {answer}",
+        nodes={name: str(answer)},
+    )
 
 
 def _check_agreement(names: tuple[str, ...], standing: dict[int, Answer], membership: Membership) -> None:

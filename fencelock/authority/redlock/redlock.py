@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 _NAMESPACE = "fencelock"
+_MOST_RISES = 3
 #: What is closed when the interpreter exits; before that, whoever holds leases gives them back.
 _in_use: WeakSet[Redlock] = WeakSet()
 
@@ -250,7 +251,8 @@ class Redlock:
         Args:
             base: where counters start; Unix milliseconds by default. 0 makes the first tokens 1, 2, 3.
             above: the highest fencing token that the storage has seen, after nodes have lost what they
-                granted: all new tokens are larger, for they are of a larger epoch.
+                granted: all new tokens are larger, for they are of a larger epoch. When this returns,
+                that is so whoever has initialised the nodes, and however long ago.
             max_ttl: the longest lease in seconds that these nodes will grant. A node that lost its
                 memory must stay out for so long.
 
@@ -258,7 +260,7 @@ class Redlock:
             True, or False if these nodes had been initialised already.
 
         Raises:
-            QuorumError: a node did not answer.
+            QuorumError: a node did not answer, or too few vote to bring them above the token.
             MembershipError: a node is in use in another list, or has lost its memory.
             ValueError: for a base, ttl or token out of range.
         """
@@ -379,6 +381,15 @@ class Redlock:
         except QuorumError:
             self._see()  # two names of one server have a better error
             raise
+        for _ in range(_MOST_RISES if epoch else 0):  # another may be at work on the same nodes
+            last = token.compose(epoch - 1, token.MAX_COUNTER)
+            if (yield from recovery.rise(self._around(), last)) is not None:
+                return done
+        if epoch:
+            raise QuorumError(
+                f"too few of these nodes vote or answer to bring them to epoch {epoch}, above what the "
+                "storage has seen: run the same command again; `fencelock nodes` tells how they stand"
+            )
         return done
 
     def _run(
