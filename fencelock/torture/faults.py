@@ -130,9 +130,17 @@ def roll_nodes_back(stage: Stage, rng: random.Random) -> None:
 
 
 def follow_copies(stage: Stage, rng: random.Random) -> None:
-    """Have nodes follow servers with older copies of their data, and promote them; they keep running."""
+    """Have nodes follow servers with older copies of their data, or a fellow; promote them while they run.
+
+    The fellow is one of the victims: with its first replica it looks as if it had restarted.
+    """
 
     def go_back(victims: Sequence[int]) -> None:
+        if len(victims) > 1 and rng.random() < 1 / 2:
+            fellow, *others = victims
+            for other in others:
+                copy_of(stage.nodes[fellow], stage.nodes[other])
+            return
         with Nodes(len(victims)) as copies:
             for victim, copy in zip(victims, copies, strict=True):
                 copy_of(stage.nodes[victim], copy)
