@@ -62,6 +62,6 @@ class Recollection:
         The list has them for the addresses: a node that holds a fellow's data says the fellow's.
         """
         known = self.membership()
-        said = {node: node_id for node, (node_id, _) in list(self._said.items())}
-        ids = said | (known.seats_of(self._names) if known is not None else {})
+        own = known.seats_of(self._names) if known is not None else {}
+        ids = {node: own.get(node, said) for node, (said, _) in list(self._said.items())}
         return tuple(sorted(range(len(self._names)), key=lambda node: (ids.get(node, "~"), node)))

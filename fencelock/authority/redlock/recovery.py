@@ -136,7 +136,7 @@ class Roll:
             standing, seat = standings[node], seats[node]
             if standing.admitted or standing.closed or seat in taken:
                 continue
-            if (standing.node_id or seat) in membership.ids:
+            if standing.held_for(seat) in membership.ids:
                 waiting[node] = seat
                 taken.add(seat)
         known = [
@@ -263,7 +263,7 @@ def _begin(
     tickets: dict[int, str] = {}
     now = 0.0
     for node, seat in roll.waiting.items():
-        word, held = around.new_word(), roll.standings[node].node_id or seat
+        word, held = around.new_word(), roll.standings[node].held_for(seat)
         command = around.command("begin", roll.membership.fingerprint, word, max_ttl_ms, held)
         answers, now = yield from ask(command, [node], around.patience)
         if answers[node].said is Said.TICKET:

@@ -117,6 +117,10 @@ class Standing:
         """The highest epoch that it knows of."""
         return max(self.epoch or 0, self.promised)
 
+    def held_for(self, seat: str) -> str:
+        """Return the id that it holds; for a blank node, that of the seat which it is to get back."""
+        return seat if self.blank else self.node_id
+
     def votes_in(self, fingerprint: str) -> bool:
         """Whether it votes in the list of that fingerprint."""
         return self.admitted and not self.closed and self.fingerprint == fingerprint
