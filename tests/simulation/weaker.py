@@ -120,7 +120,7 @@ class MarkerOnDemand(ModelNode):
 
     def execute(self, command: Command) -> Answer:
         """Execute a script, unless it would tell of the seat and the list, which are not known."""
-        if command.script in {"begin", "open"} and "e" in self.hash and "id" not in self.hash:
+        if command.script in {"admit", "begin", "open"} and "e" in self.hash and "id" not in self.hash:
             return Answer(Said.ERROR)
         return super().execute(command)
 

@@ -170,7 +170,7 @@ def _next_list(plan: Plan, old: Membership, standings: Standings) -> Membership 
 def _make_list(
     plan: Plan, old: Membership, standings: Standings, answers: Answers
 ) -> Generator[Request, Any, Membership]:
-    """Make the new list: nodes that stay keep their seats, new ones get a ticket for theirs."""
+    """Make the new list: nodes that stay keep their ids, new ones get a ticket for theirs."""
     missing = [plan.names[node] for node in plan.wanted if node not in standings]
     if missing:
         raise QuorumError(
@@ -182,16 +182,18 @@ def _make_list(
     for node in plan.wanted:
         name, standing = plan.names[node], standings[node]
         if standing.votes_in(old.fingerprint):
-            ids[node] = seats.get(name, standing.node_id)  # two may say the same: see recovery.py
+            ids[node] = standing.node_id
         elif name in seats or not standing.blank:
             _refuse_node(name, standing, old)
         else:
             ids[node] = yield from _new_id(plan, node, old)
-    doubled, times = Counter(ids.values()).most_common(1)[0]
-    if times > 1:
+    doubled = {said for said, times in Counter(ids.values()).items() if times > 1}  # see recovery.py
+    for node in [node for node in ids if ids[node] in doubled]:
+        ids[node] = seats.get(plan.names[node], ids[node])
+    if len(set(ids.values())) < len(ids):
         raise MembershipError(
-            f"{' and '.join(plan.names[node] for node in ids if ids[node] == doubled)} say the same id: name "
-            f"each as in the present list ({', '.join(seats)}), or leave one of them out"
+            "two of the nodes that are to stay say the same id: name each as in the present list "
+            f"({', '.join(seats)}), or leave one of them out"
         )
     seats_now = tuple(sorted((ids[node], plan.names[node]) for node in plan.wanted))
     return Membership(seats_now, old.max_ttl, after=old.fingerprint)
