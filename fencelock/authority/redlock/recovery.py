@@ -414,7 +414,7 @@ def _addresses(members: str) -> str:
 def _whose_data(standing: Standing, roll: Roll, seat: str) -> str:
     if standing.blank or standing.node_id == seat:
         return ""
-    return f"has the data of {dict(roll.membership.seats)[standing.node_id]}; "
+    return f"has the data of {dict(roll.membership.seats).get(standing.node_id, 'another node')}; "
 
 
 def _why_closed(standing: Standing) -> str:
