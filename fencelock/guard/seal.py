@@ -29,6 +29,7 @@ from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.pool import SingletonThreadPool
 
+from fencelock import _threads
 from fencelock._asyncio_engines import is_async_engine
 from fencelock.errors import LockError
 from fencelock.guard._bypass import BYPASS
@@ -367,12 +368,13 @@ class _PostgresPatience(_Patience):
 
         timer = threading.Timer(max(0.0, self._wish.left), give_up)
         timer.daemon = True
-        timer.start()
         try:
+            _threads.start(timer)
             self._connection.commit()
         finally:
             timer.cancel()
-            timer.join()
+            if timer.is_alive():
+                timer.join()
             if given_up.is_set():  # it may come to what is executed next
                 self._connection.invalidate()
 
