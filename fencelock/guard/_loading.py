@@ -56,8 +56,8 @@ class _FenceProperty(ColumnProperty[Any]):
         source_dict: Any,
         dest_state: Any,
         dest_dict: Any,
-        _load: bool,
-        _recursive: Any,
+        load: bool,
+        _recursive: Container[Any],
         _resolve_conflict_map: Any,
     ) -> None:
         """Have the fence of a merged object count if it was loaded; one made by hand has none to speak of.
@@ -81,7 +81,8 @@ class _FenceProperty(ColumnProperty[Any]):
         for made in mapper.composites:  # anew, from the columns
             dest_dict.pop(made.key, None)
         known = loaded_fence(dest_state, dest_dict)
-        older = [key for key in _not_merged(mapper, source_dict) if key in dest_dict]
+        under_way = _recursive if load else ()
+        older = [key for key in _not_merged(mapper, source_state, under_way) if key in dest_dict]
         if known is None or fence is None or fence <= known or _load_again(dest_state, dest_dict, older):
             dest_state.committed_state.pop(self.key, None)
             dest_dict[self.key] = fence
@@ -130,7 +131,7 @@ class _FenceProperty(ColumnProperty[Any]):
         note: _Note | None = None,
     ) -> None:
         """Have the fence be read from each row by this, and noted."""
-        if context.populate_existing or mapper.always_refresh:
+        if context.populate_existing or context.refresh_state is not None or mapper.always_refresh:
             populators["new"].append((self.key, self._replacing(getter, mapper, populators, note)))
         elif note is not None:
             populators["new"].append((self.key, self._noting(getter, note)))
@@ -156,7 +157,7 @@ class _FenceProperty(ColumnProperty[Any]):
         """Return what loads the fence into an object that the session may have had, and is to load anew.
 
         Where the query leaves out a column (`load_only`) that the object has from before, the fence stays.
-        What it leaves out of relationships is loaded again later.
+        What it leaves out of relationships is loaded again later; so are columns where the fence was expired.
         """
         left_out: set[str] | None = None
         unrelated: list[str] = []
@@ -170,10 +171,12 @@ class _FenceProperty(ColumnProperty[Any]):
                 left_out = set(mapper.columns.keys()) - {self.key, *dict(populators["quick"])}
                 related = {key for kind in ("new", "existing", "eager") for key, _ in populators[kind]}
                 unrelated = [key for key in mapper.relationships.keys() if key not in related]  # noqa: SIM118
+            for made in state.mapper.composites:  # anew, from the columns
+                attributes.pop(made.key, None)
             if known is not None and not left_out.isdisjoint(attributes):
                 return
-            older = [key for key in unrelated if key in attributes]
-            if known is None or fence == known or not older or _load_again(state, attributes, older):
+            older = [key for key in (*unrelated, *left_out) if key in attributes]
+            if fence == known or not older or _load_again(state, attributes, older):
                 attributes[self.key] = fence
 
         return populate
@@ -201,10 +204,17 @@ class _FenceExpression(MappedSQLExpression[Any], _FenceProperty):
     inherit_cache = True
 
 
-def _not_merged(mapper: Mapper[Any], source: Container[str]) -> Iterator[str]:
-    """Yield the attributes that a merge leaves as they were."""
-    yield from (each.key for each in mapper.column_attrs if each.key not in source)
-    yield from (each.key for each in mapper.relationships if each.key not in source or not each.cascade.merge)
+def _not_merged(mapper: Mapper[Any], source: Any, under_way: Container[Any]) -> Iterator[str]:
+    """Yield the attributes that a merge leaves as they were.
+
+    Among them are relationships whose other side is being merged, from where it has come to this object.
+    """
+    yield from (each.key for each in mapper.column_attrs if each.key not in source.dict)
+    for each in mapper.relationships:
+        reverses = each._reverse_property  # noqa: SLF001  no public way to ask
+        is_skipped = any((source, reverse) in under_way for reverse in reverses)
+        if is_skipped or each.key not in source.dict or not each.cascade.merge:
+            yield each.key
 
 
 def _load_again(state: Any, attributes: dict[str, Any], older: list[str]) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, Final
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from sqlalchemy import BigInteger, Update, bindparam, event, inspect, select, update
 from sqlalchemy.engine import Connection
@@ -29,8 +29,9 @@ _KEY: Final = "fencelock_key_"
 _watched: WeakKeyDictionary[Mapper[Any], FencedTable] = WeakKeyDictionary()
 """The mappers of fenced models."""
 
-_listening: WeakKeyDictionary[RelationshipProperty[Any], None] = WeakKeyDictionary()
-"""The relationships whose other side is listened to."""
+_listening: WeakKeyDictionary[RelationshipProperty[Any], WeakSet[RelationshipProperty[Any]]]
+_listening = WeakKeyDictionary()
+"""By relationship, those at the other side that are listened to; it is itself among them for its places."""
 
 
 def watch_relationships(mapper: Mapper[Any], fenced: FencedTable) -> None:
@@ -42,27 +43,40 @@ def on_configured() -> None:
     """Listen to the models at the other side: a listener for the end of SQLAlchemy's configuration."""
     for mapper, fenced in tuple(_watched.items()):
         for relationship in mapper.relationships:
-            if relationship.viewonly or relationship in _listening:
-                continue
-            if relationship.secondary is not None:
-                _listen_to_links(relationship, fenced)
-            elif attribute := _ordering_attribute(relationship):
-                listener = partial(_on_moved, fenced, relationship, attribute)
-                _listen(relationship.mapper, "before_update", listener)
-            _listening[relationship] = None
+            known = _listening.setdefault(relationship, WeakSet())
+            if relationship.secondary is not None and not relationship.viewonly:
+                _listen_to_links(relationship, fenced, known)
+            elif relationship not in known:
+                known.add(relationship)
+                _listen_to_places(relationship, fenced)
 
 
-def _listen_to_links(relationship: RelationshipProperty[Any], fenced: FencedTable) -> None:
+def _listen_to_links(
+    relationship: RelationshipProperty[Any], fenced: FencedTable, known: WeakSet[RelationshipProperty[Any]]
+) -> None:
     """Listen to whoever else writes the links: a reverse relationship, or one that knows nothing of this."""
     reverses = relationship._reverse_property  # noqa: SLF001  no public way to ask
-    for other in {*reverses, *relationship.mapper.relationships}:
-        if other.secondary is not relationship.secondary or other.viewonly or other is relationship:
+    hierarchy = relationship.mapper.base_mapper.self_and_descendants
+    for other in {*reverses, *(other for mapper in hierarchy for other in mapper.relationships)}:
+        is_of_table = other.secondary is relationship.secondary and not other.viewonly
+        if not is_of_table or other is relationship or other in known:
             continue
+        known.add(other)
         _listen(other.parent, "before_delete", partial(_on_unlinked, fenced, other))
         note_plans_of(other.parent)
-        if other not in reverses:
+        if other not in reverses or other.sync_backref is False:
             for name in ("before_insert", "before_update"):
                 _listen(other.parent, name, partial(_on_linked, fenced, other))
+
+
+def _listen_to_places(relationship: RelationshipProperty[Any], fenced: FencedTable) -> None:
+    """Listen to the children of a collection that keeps its order in them."""
+    attribute = None if relationship.viewonly else _ordering_attribute(relationship)
+    if attribute is not None:
+        child = relationship.mapper
+        named = child.synonyms[attribute].name if attribute in child.synonyms else attribute
+        listener = partial(_on_moved, fenced, relationship, named)
+        _listen(child, "before_update", listener)
 
 
 def _listen(mapper: Mapper[Any], name: str, listener: Any) -> None:
@@ -127,19 +141,33 @@ def _on_moved(
     state: InstanceState[Any],
 ) -> None:
     """Guard the fenced row whose collection a child is in when its place changes."""
-    if attribute not in state.committed_state:
-        return
-    child = state.mapper
-    keys = {
-        parent: child.get_property_by_column(column).key for parent, column in relationship.synchronize_pairs
+    child, parent, changed = state.mapper, relationship.parent, state.committed_state
+    if attribute not in changed and (attribute in child.columns or not changed):
+        return  # of what is no column, as a hybrid attribute, any column may be a part
+    pairs = {
+        referred: child.get_property_by_column(own).key for referred, own in relationship.synchronize_pairs
     }
-    before = {**state.dict, **state.committed_state}
-    if any(before.get(key, NO_VALUE) is NO_VALUE for key in keys.values()):  # deferred, or expired
-        before |= _read(connection, state, keys.values())
+    before = {**state.dict, **changed}
+    if any(before.get(key, NO_VALUE) is NO_VALUE for key in pairs.values()):  # deferred, or expired
+        before |= _read(connection, state, pairs.values())
     for values in (state.dict, before):
-        identity = [values.get(keys.get(column, "")) for column in relationship.parent.primary_key]
-        if None not in identity:
-            _raise_fence(fenced, connection, state, relationship.parent, identity)
+        referred = {column: values.get(key) for column, key in pairs.items()}
+        if None not in referred.values():
+            for identity in _referred(connection, parent, referred):
+                _raise_fence(fenced, connection, state, parent, identity)
+
+
+def _referred(
+    connection: Connection, parent: Mapper[Any], values: Mapping[Any, Any]
+) -> Iterable[Iterable[Any]]:
+    """Return the primary keys of rows that are referred to: by these very columns, or by unique ones."""
+    named = {parent.get_property_by_column(column).key: value for column, value in values.items()}
+    key = [parent.get_property_by_column(column).key for column in parent.primary_key]
+    if named.keys() >= set(key):
+        return [[named[each] for each in key]]
+    of_row = (column == value for column, value in values.items())
+    query = select(*parent.primary_key).select_from(parent.persist_selectable).where(*of_row)
+    return connection.execute(query).all()
 
 
 def _read(connection: Connection, state: InstanceState[Any], names: Iterable[str]) -> Mapping[str, Any]:

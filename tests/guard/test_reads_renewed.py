@@ -24,6 +24,7 @@ from sqlalchemy.orm import (
     relationship,
     selectinload,
     subqueryload,
+    synonym,
     with_polymorphic,
 )
 
@@ -58,6 +59,14 @@ picks = Table(
 )
 
 
+unsynced = Table(
+    "rn_unsynced",
+    Base.metadata,
+    Column("account", ForeignKey("rn_accounts.id"), primary_key=True),
+    Column("tag", ForeignKey("rn_tags.id"), primary_key=True),
+)
+
+
 class Tag(Base):
     """Not fenced; one of its relationships knows nothing of the account's."""
 
@@ -68,6 +77,11 @@ class Tag(Base):
         secondary=marks, back_populates="marked", passive_deletes=True
     )
     picking: DynamicMapped[Account] = relationship(secondary=picks, back_populates="picked")
+    unsynced: Mapped[list[Account]] = relationship(
+        secondary=unsynced, back_populates="unsynced", sync_backref=False
+    )
+    kind: Mapped[int] = mapped_column(default=0)
+    __mapper_args__ = {"polymorphic_on": "kind", "polymorphic_identity": 0}  # noqa: RUF012
 
 
 class Pair:
@@ -95,8 +109,18 @@ class Account(FencedModel, Base):
     x: Mapped[int] = mapped_column(default=1)
     y: Mapped[int] = mapped_column(default=1)
     pair: Mapped[Pair] = composite("x", "y")
+    z: Mapped[int] = mapped_column(default=1, deferred=True)
+    deep: Mapped[Pair] = composite("x", "z")
+    code: Mapped[int] = mapped_column(
+        unique=True, default=lambda context: -context.get_current_parameters()["id"]
+    )
+    steps: Mapped[list[Step]] = relationship(back_populates="account")
+    coded: Mapped[list[Coded]] = relationship(order_by="Coded.place", collection_class=ordering_list("spot"))
     tags: Mapped[list[Tag]] = relationship(secondary=links, cascade="save-update", overlaps="accounts")
     marked: Mapped[list[Tag]] = relationship(secondary=marks, back_populates="marking")
+    unsynced: Mapped[list[Tag]] = relationship(
+        secondary=unsynced, back_populates="unsynced", sync_backref=False
+    )
     picked: Mapped[list[Tag]] = relationship(secondary=picks, back_populates="picking")
     items: Mapped[list[Item]] = relationship(order_by="Item.place", collection_class=ordering_list("place"))
     __mapper_args__ = {"polymorphic_on": "kind", "polymorphic_identity": 0}  # noqa: RUF012
@@ -157,6 +181,33 @@ class Item(Base):
     place: Mapped[int]
 
 
+class Step(Base):
+    """Knows its account."""
+
+    __tablename__ = "rn_steps"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    account_id: Mapped[int | None] = mapped_column(ForeignKey(Account.id))
+    account: Mapped[Account | None] = relationship(back_populates="steps")
+
+
+class Coded(Base):
+    """Refers to a unique column; and its place has another name."""
+
+    __tablename__ = "rn_coded"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    code: Mapped[int | None] = mapped_column(ForeignKey(Account.code))
+    place: Mapped[int]
+    spot: Mapped[int] = synonym("place")
+
+
+class Special(Tag):
+    """Has a relationship that only objects of this class have."""
+
+    __mapper_args__ = {"polymorphic_identity": 1}  # noqa: RUF012
+
+    especially: Mapped[list[Account]] = relationship(secondary=links, overlaps="tags,accounts")
+
+
 class Joined(Account):
     """Has another table, and a collection."""
 
@@ -164,6 +215,7 @@ class Joined(Account):
     id: Mapped[int] = mapped_column(ForeignKey(Account.id), primary_key=True)
     extra: Mapped[int] = mapped_column(default=100)
     notes: Mapped[list[Note]] = relationship()
+    parts: Mapped[list[Part]] = relationship(order_by="Part.place", collection_class=ordering_list("place"))
     __mapper_args__ = {"polymorphic_identity": 1}  # noqa: RUF012
 
 
@@ -172,6 +224,15 @@ class Single(Account):
 
     extra: Mapped[int | None] = mapped_column("extra_of_single", default=100)
     __mapper_args__ = {"polymorphic_identity": 2}  # noqa: RUF012
+
+
+class Part(Base):
+    """Refers to the table of the subclass."""
+
+    __tablename__ = "rn_parts"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    joined_id: Mapped[int | None] = mapped_column(ForeignKey(Joined.id))
+    place: Mapped[int]
 
 
 class Note(Base):
@@ -217,8 +278,12 @@ def database(engine: Engine) -> Engine:
         tags = [Tag(id=key) for key in (1, 2)]
         account = Account(id=1, last_fencing_token=5, items=[Item(id=key, place=0) for key in (1, 2, 3)])
         account.tags, account.marked, account.picked = tags[:1], tags[:1], [Tag(id=3)]
+        account.unsynced = tags[:1]
         session.add(Measured(id=1, vector=Vector(1), last_fencing_token=5))
+        account.steps = [Step(id=1)]
+        account.coded = [Coded(id=key, place=0) for key in (1, 2)]
         joined = Joined(id=2, last_fencing_token=5, notes=[Note(id=1)])
+        joined.parts = [Part(id=key, place=0) for key in (1, 2)]
         session.add_all([*tags, account, joined, Single(id=3, last_fencing_token=5)])
         session.add_all([Engineer(id=1, last_fencing_token=5), Manager(id=2, last_fencing_token=5)])
         session.commit()
@@ -248,6 +313,11 @@ def append_note(row: Any) -> None:
     row.notes.append(Note(id=2))
 
 
+def append_step(row: Any) -> None:
+    """Add to a collection whose other side is being merged."""
+    row.steps.append(Step(id=2))
+
+
 def append_tag(row: Any) -> None:
     """Add to a collection that a merge leaves alone."""
     row.tags.append(Tag(id=7))
@@ -275,6 +345,56 @@ def count_tags(row: Any) -> int:
     """Compute from a collection that a merge leaves alone."""
     row.balance = len(row.tags)
     return int(row.balance)
+
+
+def test_what_a_merge_comes_from_is_loaded_anew(database: Engine) -> None:
+    """SQLAlchemy leaves out the other side of the relationship over which it has come."""
+    with Session(database, expire_on_commit=False) as session:
+        row = session.get_one(Account, 1)
+        assert len(row.steps) == 1
+        session.commit()
+        change(database, Account, 1, append_step)
+        with Session(database) as reading:
+            loading = joinedload(Step.account).selectinload(Account.steps)
+            newer = reading.get_one(Step, 1, options=[loading])
+        bind(session, Lease("rows", 9))
+        session.merge(newer)
+        row.balance = len(row.steps)
+        session.commit()
+        assert row.balance == 2
+
+
+@pytest.mark.parametrize("renew", ["refresh", "expire", "claim", "populate", "by the base"])
+@pytest.mark.parametrize("model", [Account, Joined])
+def test_composites_and_collections_are_as_new_as_the_fence(
+    database: Engine, model: type[Any], renew: str
+) -> None:
+    """Columns are loaded anew, by a query, by a claim, or by their names."""
+    key = 1 if model is Account else 2
+
+    def widen(row: Any) -> None:
+        row.z = 50
+        row.items.append(Item(id=9, place=9))
+
+    with Session(database, expire_on_commit=False) as session:
+        row = session.get_one(model, key)
+        before = len(row.items)
+        assert (row.z, row.deep.y) == (1, 1)
+        session.commit()
+        change(database, model, key, widen)
+        bind(session, Lease("rows", 9))
+        names = [each.key for each in model.__mapper__.column_attrs]
+        if renew == "claim":
+            claim(session, model, key)
+        elif renew == "by the base":
+            claim(session, Account, key)
+        elif renew == "populate":
+            session.get_one(model, key, populate_existing=True)
+        else:
+            getattr(session, renew)(row, names)
+        row.balance = row.deep.y + len(row.items)
+        session.commit()
+        assert row.balance == 50 + before + 1
 
 
 @pytest.mark.parametrize("load", [True, False])
@@ -598,6 +718,22 @@ def test_places_count_although_the_children_do_not_know_their_parent(
             session.commit()
 
 
+@pytest.mark.parametrize(("model", "name"), [(Account, "coded"), (Joined, "parts")])
+def test_places_count_whatever_the_children_refer_to(database: Engine, model: type[Any], name: str) -> None:
+    """A unique column, or the key of a subclass's table."""
+    key = 1 if model is Account else 2
+    with Session(database, expire_on_commit=False) as session:
+        row = session.get_one(model, key)
+        children = list(getattr(row, name))
+        session.commit()
+        change(database, model, key, lambda row: setattr(row, "balance", 50))
+        bind(session, Lease("rows", 9))
+        for child in children:
+            child.place += 5
+        with pytest.raises(StaleReadError):
+            session.commit()
+
+
 def test_a_key_that_was_expired_by_its_name(database: Engine) -> None:
     """Loaded again it makes nothing else newer."""
     with Session(database, expire_on_commit=False) as session:
@@ -636,13 +772,21 @@ def clear_links(tag: Tag) -> None:
     tag.accounts.clear()
 
 
+def clear_unsynced(tag: Tag) -> None:
+    """Remove one by a relationship that tells its reverse nothing."""
+    assert tag.unsynced
+    tag.unsynced.clear()
+
+
 def add_link(tag: Tag) -> None:
     """Add one by it."""
     session: Any = object_session(tag)
     tag.accounts.append(session.get_one(Account, 2))
 
 
-@pytest.mark.parametrize("way", [delete_marking, delete_picking, delete_linked, clear_links, add_link])
+@pytest.mark.parametrize(
+    "way", [delete_marking, delete_picking, delete_linked, clear_links, clear_unsynced, add_link]
+)
 def test_links_that_the_other_side_writes(database: Engine, way: Callable[[Tag], None]) -> None:
     """They belong to the fenced row, whichever relationship writes them."""
     with Session(database, expire_on_commit=False) as session:
@@ -657,8 +801,11 @@ def test_links_that_the_other_side_writes(database: Engine, way: Callable[[Tag],
         with pytest.raises(StaleReadError):
             session.commit()
     with database.connect() as connection:
-        counts = [connection.scalar(select(func.count()).select_from(each)) for each in (links, marks, picks)]
-        assert counts == [1, 1, 1]
+        counts = [
+            connection.scalar(select(func.count()).select_from(each))
+            for each in (links, marks, picks, unsynced)
+        ]
+        assert counts == [1, 1, 1, 1]
 
 
 def test_links_of_new_rows_beside_each_other(database: Engine) -> None:
@@ -669,3 +816,20 @@ def test_links_of_new_rows_beside_each_other(database: Engine) -> None:
         session.commit()
         assert session.get_one(Account, 1).last_fencing_token == 7
         assert session.scalar(select(func.count()).select_from(links)) == 3
+
+
+def test_links_that_a_subclass_of_the_other_side_writes(database: Engine) -> None:
+    """By a relationship of its own."""
+    with Session(database) as session:
+        bind(session, Lease("rows", 5))
+        session.add(Special(id=4, especially=[session.get_one(Account, 1)]))
+        session.commit()
+    with Session(database, expire_on_commit=False) as session:
+        special, row = session.get_one(Special, 4), session.get_one(Account, 1)
+        assert special.especially == [row]
+        session.commit()
+        change(database, Account, 1, lambda row: setattr(row, "balance", 50))
+        bind(session, Lease("rows", 9))
+        special.especially = []
+        with pytest.raises(StaleReadError):
+            session.commit()

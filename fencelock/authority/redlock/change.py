@@ -305,7 +305,8 @@ def _promise(plan: Plan, target: Membership, epoch: int) -> Generator[Request, A
         silent = [plan.names[node] for node in plan.wanted if node not in promised]
         raise QuorumError(
             f"too few of the new nodes are ready: bring back {', '.join(silent)} as they were, and run the "
-            "same command again; until then nobody gets a lock",
+            "same command again; until then nobody gets a lock. What has restarted meanwhile cannot come "
+            "back as it was: then flush all of these nodes, and fencelock init --after-loss",
             nodes=dict.fromkeys(silent, "not ready"),
         )
 
