@@ -176,7 +176,7 @@ class StaleReadError(StaleTokenError):
         row = self.table if self.identity is None else f"{self.table}{self.identity!r}"
         what = (
             f"was loaded at fence {self.loaded} and has been fenced with {self.current} since, by another "
-            f"holder"
+            f"holder or by a statement"
         )
         if self.loaded < 0:
             what = f"was written in a transaction that was rolled back, and its fence is {self.current} now"
