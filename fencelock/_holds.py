@@ -49,6 +49,7 @@ class Hold:
     __slots__ = (
         "__weakref__",
         "_listeners",
+        "_waiting",
         "authority",
         "blocks",
         "deadline",
@@ -101,6 +102,22 @@ class Hold:
         self.sealers: tuple[Sealer, ...] = ()
         self.seal_nonce = ""
         self._listeners: tuple[Callable[[Lease], object], ...] = ()
+        self._waiting: list[bool] = []
+
+    def wait_for_transactions(self) -> None:
+        """Note that no block is inside any more, and that the end of open transactions gives it back."""
+        self._waiting[:] = [True]
+
+    def stop_waiting(self) -> bool:
+        """Tell whether the caller is the one to go on with a hold that waits for transactions.
+
+        Its owner may enter it again while another thread ends the transaction and gives it back: the pop is
+        atomic, so only one of them gets True.
+        """
+        try:
+            return self._waiting.pop()
+        except IndexError:
+            return False
 
     @property
     def inherited(self) -> bool:
@@ -178,10 +195,10 @@ _holds: WeakValues[_Key, Hold] = WeakValues()
 
 
 def find(authority: Authority, owner: object, resource: str) -> Hold | None:
-    """Return the hold of a resource that the owner may enter again.
+    """Return the hold that the owner has of a resource, if it may be entered again.
 
-    One that is lost is not entered again: work inside it would believe in a token that somebody else may
-    have exceeded. It is acquired anew, with a token of its own.
+    A lost hold is not entered again: work inside it would believe in a token that another holder may have
+    exceeded. It is acquired anew, with a token of its own.
     """
     reference = _holds.get((authority, owner, resource))
     hold = reference() if reference is not None else None

@@ -175,6 +175,22 @@ class _Stop(_Step):
         await self.renewer.stop_soon(self.hold)
 
 
+class _EndReleases(_Step):
+    """Wait for an owner's releases behind its COMMIT: its next acquisition comes after them."""
+
+    __slots__ = ("owner",)
+
+    def __init__(self, owner: object) -> None:
+        self.owner = owner
+
+    def block(self) -> None:
+        """Do nothing: a thread that ends a transaction gives back before it goes on."""
+
+    async def wait(self) -> None:
+        if tasks := [task for task, hold in _releases.items() if hold.owner == self.owner]:
+            await asyncio.wait(tasks)
+
+
 class _Check(_Step):
     """Refuse to seal from coroutines with an engine that blocks, and the other way round."""
 
@@ -218,7 +234,7 @@ class _Seal(_Step):
         self.fences = fences
 
 
-_Steps = Generator[_Call | _Stop | _Check | _Seal, None, _T]
+_Steps = Generator[_Call | _Stop | _EndReleases | _Check | _Seal, None, _T]
 _Renewers = Callable[[Authority], renewal.Renewer]
 
 
@@ -276,9 +292,20 @@ class _Entry:
         self.holds: tuple[Hold, ...] = ()
         self.leases: tuple[Lease, ...] = ()
 
+    def enter_again(self, hold: Hold) -> bool:
+        """Be inside a hold that the owner has already; return False where that is being given back."""
+        if hold not in self.holds:
+            self.holds = (*self.holds, hold)  # first, so that an interruption leaves it again
+            if not (hold.blocks or hold.stop_waiting()):
+                self.holds = self.holds[:-1]
+                return False
+            hold.blocks.add(self.mark)
+        return True
+
     def enter(self, holds: Sequence[Hold], resources: Iterable[str]) -> None:
         """Be inside holds, which have all of the resources between them."""
         self.holds = tuple(holds)
+        self.asked = None
         self.leases = self.holds[0].leases
         if len(self.holds) > 1 or len(self.leases) > 1:
             self.holds = tuple(dict.fromkeys(holds))
@@ -531,14 +558,9 @@ class FencedLock(Generic[_Token]):
     ) -> _Steps[_Entry]:
         waiting = self._timeout if timeout is ... else check_timeout(timeout)
         authority = self._authority or default_authority()
-        holds = [hold for name in self._resources if (hold := find(authority, entry.owner, name))]
-        missing = self._resources
-        if holds:
-            known = {name for hold in holds for name in hold.grant.resources}
-            missing = tuple(name for name in self._resources if name not in known)
-            if self._sealer is not None:
-                for hold in dict.fromkeys(holds):
-                    yield from _seal_held(self._sealer, hold)
+        holds = yield from self._enter_again(entry, authority)
+        known = {name for hold in holds for name in hold.grant.resources}
+        missing = tuple(name for name in self._resources if name not in known)
         if missing:
             nonce = ""
             if self._sealer is None:
@@ -559,6 +581,17 @@ class FencedLock(Generic[_Token]):
         for hold in entry.holds:
             hold.tell_when_lost(self._listeners)
         return entry
+
+    def _enter_again(self, entry: _Entry, authority: Authority) -> _Steps[list[Hold]]:
+        """Be inside what the owner holds already; return that."""
+        found = [hold for name in self._resources if (hold := find(authority, entry.owner, name))]
+        holds = [hold for hold in found if entry.enter_again(hold)]
+        if len(holds) < len(found):
+            yield _EndReleases(entry.owner)
+        if self._sealer is not None:
+            for hold in entry.holds:
+                yield from _seal_held(self._sealer, hold)
+        return holds
 
     def _acquire_sealed(
         self,
@@ -595,11 +628,12 @@ class FencedLock(Generic[_Token]):
     def _take_back(self, entry: _Entry) -> _Steps[str]:
         """Leave a block whose entering or leaving was interrupted; return as `_leave` does."""
         self._forget(entry)
-        if entry.holds:
-            return (yield from self._leave(entry))
-        if entry.asked is not None and entry.asked.answer is not None:
-            yield _ask_to_release(entry.asked.authority, entry.asked.answer)
-        return ""
+        try:
+            if entry.asked is not None and entry.asked.answer is not None:  # it became no hold
+                yield _ask_to_release(entry.asked.authority, entry.asked.answer)
+        finally:
+            lost = (yield from self._leave(entry)) if entry.holds else ""
+        return lost
 
     def _forget(self, entry: _Entry) -> None:
         for entries in (self._blocks, self._entries):
@@ -802,25 +836,28 @@ def _waits(hold: Hold) -> bool:
     change. Until then the hold is renewed as before, and its owner may enter it again. New transactions do
     not begin under it.
     """
-    for lease in hold.leases:
-        if not lease.needed:
-            continue
-        if hold.inherited or hold.lost or hold.released:
-            return False
-        if lease.when_let_go(functools.partial(_go_on, hold)):
-            for each in hold.leases:
-                each.leave()
-            note_ended(*hold.leases)
-            logger.debug(
-                "%s: released when the transaction that has written to %r ends", _name(hold), lease.resource
-            )
-            return True
-    return False
+    if not any(lease.needed for lease in hold.leases) or hold.inherited or hold.lost or hold.released:
+        return False
+    hold.wait_for_transactions()
+    lease = _go_on_when_let_go(hold)
+    if lease is None:
+        return not hold.stop_waiting()  # it has ended meanwhile, and may have given the hold back
+    for each in hold.leases:
+        each.leave()
+    note_ended(*hold.leases)
+    logger.debug("%s: released when the transaction that has written to %r ends", _name(hold), lease.resource)
+    return True
+
+
+def _go_on_when_let_go(hold: Hold) -> Lease | None:
+    """Have `_go_on` called when open transactions let a lease go; return that lease, or None if none does."""
+    go_on = functools.partial(_go_on, hold)
+    return next((lease for lease in hold.leases if lease.needed and lease.when_let_go(go_on)), None)
 
 
 def _go_on(hold: Hold) -> None:
-    """Give a hold back that has waited for a transaction, unless somebody has entered it again."""
-    if hold.blocks or hold.released or _waits(hold):
+    """Give a hold back that has waited for transactions, unless its owner has entered it again."""
+    if hold.released or _go_on_when_let_go(hold) is not None or not hold.stop_waiting():
         return
     loop = hold.loop()
     here = running_loop()
@@ -840,8 +877,8 @@ def _go_on(hold: Hold) -> None:
         _give_back_apart(_release(hold))
 
 
-#: Loops refer to their tasks weakly.
-_releases: set[asyncio.Task[None]] = set()
+#: The tasks that give back, each with its hold. Loops refer to their tasks weakly.
+_releases: dict[asyncio.Task[None], Hold] = {}
 
 
 def _give_back_soon(hold: Hold, loop: asyncio.AbstractEventLoop) -> None:
@@ -851,14 +888,14 @@ def _give_back_soon(hold: Hold, loop: asyncio.AbstractEventLoop) -> None:
         _note_late(await _wait(_release(hold)))
 
     def end(done: asyncio.Task[None]) -> None:
-        _releases.discard(done)
+        _releases.pop(done, None)
         if done.cancelled() and not hold.released:  # by a loop that ends, before it began
             _give_back_apart(_release(hold))
         elif not done.cancelled() and (error := done.exception()) is not None:
             logger.error("%s could not be released", _name(hold), exc_info=error)
 
     task = loop.create_task(release(), name="fencelock-release", context=contextvars.Context())
-    _releases.add(task)
+    _releases[task] = hold
     task.add_done_callback(end)
 
 

@@ -26,6 +26,7 @@ from fencelock import (
     fenced_update,
     gate,
 )
+from fencelock._holds import Hold
 from fencelock.ending import _give_back_everything
 from fencelock.guard import FencedModel, begin_immediate, fence_table
 from fencelock.lease import held_leases
@@ -413,3 +414,107 @@ def test_a_blocking_lock_in_a_loop_does_not_stop_it(
             assert await asyncio.to_thread(eventually, lambda: is_free(rival))
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.02])
+def test_a_task_locks_again_right_after_its_commit(
+    authority: Redlock,
+    rival: Redlock,
+    accounts: Engine,
+    for_asyncio: Callable[[Engine], AsyncEngine],
+    pause: float,
+) -> None:
+    """The release behind the COMMIT never takes the lock from under the next block of the same task."""
+
+    async def main() -> None:
+        engine = for_asyncio(accounts)
+        async with AsyncSession(engine) as session:
+            for _ in range(10):
+                async with authority.lock("account:1", timeout=5):
+                    (await claim_async(session, Account, 1)).balance -= 10
+                    await session.flush()
+                    assert not await asyncio.to_thread(is_free, rival)
+                await session.commit()
+                if pause:  # else nothing lets the loop take another turn before the next block
+                    await asyncio.sleep(pause)
+            # One try is enough: the task's own release goes first.
+            assert await authority.lock("account:1").aio.try_acquire() is not None
+        await engine.dispose()
+        await authority.aio.close()
+
+    asyncio.run(main())
+
+
+def test_a_task_that_locks_again_does_not_keep_others_out(
+    authority: Redlock, rival: Redlock, accounts: Engine, for_asyncio: Callable[[Engine], AsyncEngine]
+) -> None:
+    """Each COMMIT really releases: a loop of blocks takes a larger token each time."""
+    tokens: list[int] = []
+
+    async def main() -> None:
+        engine = for_asyncio(accounts)
+        async with AsyncSession(engine) as session:
+            for _ in range(5):
+                async with authority.lock("account:1", timeout=5) as token:
+                    tokens.append(token)
+                    await claim_async(session, Account, 1)
+                await session.commit()
+        await engine.dispose()
+        await authority.aio.close()
+
+    asyncio.run(main())
+    assert tokens == sorted(set(tokens))
+    assert eventually(lambda: is_free(rival))
+
+
+def test_a_thread_locks_again_while_another_one_commits(
+    authority: Redlock, rival: Redlock, accounts: Engine
+) -> None:
+    """Entering again and the release behind a COMMIT exclude each other, whichever thread commits."""
+    if accounts.dialect.name == "sqlite":
+        pytest.skip("SQLite's connections stay in their threads")
+    for _ in range(40):
+        session = Session(accounts)
+        with authority.lock("account:1", timeout=5):
+            withdraw(session)
+        committing = threading.Thread(target=session.commit, daemon=True)
+        committing.start()
+        with authority.lock("account:1", timeout=5) as token:
+            assert not is_free(rival)
+            with Session(accounts) as other:
+                assert claim(other, Account, 1).last_fencing_token == token
+                other.commit()
+        committing.join()
+        session.close()
+    assert is_free(rival)
+
+
+def test_who_enters_first_keeps_what_a_transaction_lets_go(
+    authority: Redlock, rival: Redlock, accounts: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The schedule by itself: the holder enters between the look at the blocks and the release."""
+    if accounts.dialect.name == "sqlite":
+        pytest.skip("SQLite's connections stay in their threads")
+    from fencelock import lock as module  # noqa: PLC0415 - the place where the schedule is made
+
+    reached, entered = threading.Event(), threading.Event()
+    release = module._release
+
+    def late(hold: Hold) -> object:
+        if threading.current_thread() is committing:
+            reached.set()
+            entered.wait(5)
+        return release(hold)
+
+    with Session(accounts) as session:
+        with authority.lock("account:1"):
+            withdraw(session)
+        monkeypatch.setattr(module, "_release", late)
+        committing = threading.Thread(target=session.commit, daemon=True)
+        committing.start()
+        assert reached.wait(5)
+        threading.Timer(0.3, entered.set).start()
+        with authority.lock("account:1", timeout=5):
+            committing.join()
+            assert not is_free(rival)
+    assert is_free(rival)
