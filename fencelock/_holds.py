@@ -175,9 +175,13 @@ class Hold:
         """
         if self.released:
             return ()
-        listeners, self._listeners = self._listeners, ()
         for lease in self.leases:
             lease.lose(reason)
+        return self.calls_when_lost()
+
+    def calls_when_lost(self) -> tuple[Callable[[], object], ...]:
+        """Return what is to be called for a lost hold, which is only told once."""
+        listeners, self._listeners = self._listeners, ()
         return tuple(_calling(listener, lease) for listener in listeners for lease in self.leases)
 
 

@@ -12,7 +12,7 @@ FencelockError
 │   └── MembershipError                        nodes disagree on who the N nodes are
 └── FenceError                                 never wrapped in SQLAlchemy's StatementError
     ├── StaleTokenError                        a newer holder has been here; .table .identity .token .current
-    │   └── StaleReadError                     another has fenced the row since it was loaded; .loaded
+    │   └── StaleReadError                     the row was written or deleted since it was loaded; .loaded
     ├── CommitInDoubtError                     nobody knows yet what became of the last COMMIT
     ├── UnfencedWriteError                     no lease guards this write
     └── AmbiguousFenceError                    several leases could guard this write
@@ -20,6 +20,9 @@ FencelockError
 
 "Held by another", "too few nodes answered" and "the nodes refuse" are three different errors, because
 a caller does three different things about them: wait, page somebody, fix the configuration.
+
+Every error has `written`: False where nothing of the transaction is written once it is rolled back, None
+where that cannot be known. docs/errors.md says of each what to do.
 
 Bad arguments (a negative ttl, a malformed URL, an empty resource name) are plain `ValueError` or
 `TypeError`. Every error survives `pickle`, so that it can cross a process boundary whole.
@@ -52,7 +55,14 @@ __all__ = [
 
 
 class FencelockError(Exception):
-    """Base of everything that fencelock raises on purpose, except for bad arguments."""
+    """Base of everything that fencelock raises on purpose, except for bad arguments.
+
+    Attributes:
+        written: whether anything of the transaction is written. False: nothing is, once it is rolled back, so
+            begin again where the table in docs/errors.md says so. None: that cannot be known, so look first.
+    """
+
+    written: bool | None = False
 
 
 class LockError(FencelockError):
@@ -73,7 +83,19 @@ class LockTimeoutError(LockError, TimeoutError):
 
 
 class LockLostError(LockError):
-    """The lease ended before the work did: somebody else may have taken the resource meanwhile."""
+    """The lease ended before the work did: another holder may have taken the resource meanwhile.
+
+    A statement that the guard refuses for it sends nothing. Leaving a block raises it only where the guard
+    has seen no COMMIT under the lease, or cannot know the outcome of a transaction.
+
+    Attributes:
+        written: False where the guard has refused a statement, or has seen every transaction of the lease
+            rolled back. None where nothing went through the guard, or a transaction is open or in doubt.
+    """
+
+    def __init__(self, message: str, *, written: bool | None = None) -> None:
+        super().__init__(message)
+        self.written = written
 
 
 class NotHeldError(LockError):
@@ -161,12 +183,18 @@ class StaleReadError(StaleTokenError):
         table: name of the table.
         identity: primary key of the row, as a tuple; None where the statement named many rows.
         token: the fencing token of the write.
-        current: the row's fence, which is neither `loaded` nor one of the holder's own.
-        loaded: the row's fence when the object was loaded; -1 where that was undone with the transaction.
+        current: the row's fence now; None where the row is gone.
+        loaded: the row's fence when the object was loaded; -1 where that was undone with the transaction;
+            None where it is not known.
     """
 
     def __init__(
-        self, table: str, identity: tuple[Any, ...] | None, token: int, current: int | None, loaded: int
+        self,
+        table: str,
+        identity: tuple[Any, ...] | None,
+        token: int,
+        current: int | None,
+        loaded: int | None,
     ) -> None:
         super().__init__(table, identity, token, current)
         self.args = (table, identity, token, current, loaded)
@@ -174,11 +202,18 @@ class StaleReadError(StaleTokenError):
 
     def __str__(self) -> str:
         row = self.table if self.identity is None else f"{self.table}{self.identity!r}"
+        if self.current is None:
+            return (
+                f"{row} is gone: the row was deleted since this object was loaded, so roll back, and look "
+                f"for it again (the token of this write was {self.token})"
+            )
         what = (
             f"was loaded at fence {self.loaded} and has been fenced with {self.current} since, by another "
             f"holder or by a statement"
         )
-        if self.loaded < 0:
+        if self.current == self.token:
+            what = f"was written since it was loaded, under the same token {self.token}"
+        elif self.loaded is not None and self.loaded < 0:
             what = f"was written in a transaction that was rolled back, and its fence is {self.current} now"
         return (
             f"{row} {what}: roll back, load it again, best with claim() (the token of this write was "
@@ -191,7 +226,10 @@ class CommitInDoubtError(FenceError):
 
     Until that is decided nothing can be read or written under the lease. In this order: roll back; mint a new
     token, `lock.remint()`; claim, or pass the gate of, what that transaction has written; only then read.
+    Where the lock is over by then, lock again and look: `fenced_transaction` raises it after its release.
     """
+
+    written = None
 
 
 class UnfencedWriteError(FenceError):

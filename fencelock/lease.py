@@ -111,11 +111,13 @@ class Lease:
 
     __slots__ = (
         "__weakref__",
+        "_committed",
         "_earlier_tokens",
         "_expires_at",
         "_fencing_token",
         "_generation",
         "_ghosts",
+        "_guarded",
         "_left",
         "_lost",
         "_needed_by",
@@ -135,6 +137,8 @@ class Lease:
         self._left = False
         self._ghosts: tuple[_Ghost, ...] = ()
         self._needed_by: set[object] = set()
+        self._guarded = False
+        self._committed = False
         self._waiting: list[Callable[[], object]] = []
 
     def __repr__(self) -> str:
@@ -207,7 +211,9 @@ class Lease:
         inherited = self._generation != _Process.generation
         if inherited or self._lost:
             reason = "it belongs to the process that this one was forked from" if inherited else self._lost
-            raise LockLostError(f"the lease of {self._resource!r} is lost: {reason}; acquire the lock again")
+            raise LockLostError(
+                f"the lease of {self._resource!r} is lost: {reason}; acquire the lock again", written=False
+            )
 
     def token_to_write(self, *, claiming: bool = False) -> int:
         """Return the token, where it may be written under, or claimed.
@@ -226,7 +232,8 @@ class Lease:
             if ended:
                 raise LockLostError(
                     f"the lease of {self._resource!r} ended before this statement: nothing was sent, so roll "
-                    f"back, and lock again"
+                    f"back, and lock again",
+                    written=False,
                 )
             self.check_certain(claiming=claiming)
         return self._fencing_token
@@ -316,12 +323,24 @@ class Lease:
         """Whether an open transaction has written under it."""
         return bool(self._needed_by)
 
+    @property
+    def committed(self) -> bool:
+        """Whether the guard has seen the COMMIT of a transaction that was written under it."""
+        return self._committed
+
+    @property
+    def guarded(self) -> bool:
+        """Whether the guard has seen a transaction that was written under it, whatever became of that."""
+        return self._guarded
+
     def need(self, user: object) -> None:
         """Note that `user` has begun to write under it."""
+        self._guarded = True
         self._needed_by.add(user)
 
-    def let_go(self, user: object) -> list[Callable[[], object]]:
-        """Note that `user` has ended; return what is to be called, where nobody needs the lease now."""
+    def let_go(self, user: object, *, committed: bool = False) -> list[Callable[[], object]]:
+        """Note that `user` has ended; return what is to be called, where nothing needs the lease now."""
+        self._committed = self._committed or committed
         self._needed_by.discard(user)
         calls: list[Callable[[], object]] = []
         with contextlib.suppress(IndexError):

@@ -333,8 +333,8 @@ class _Entry:
                 over.append(hold)
         return over
 
-    def leave(self) -> _Steps[str]:
-        """Give back what no block is inside any more; return how a lease had been lost, or nothing."""
+    def leave(self) -> _Steps[LockLostError | None]:
+        """Give back what no block is inside any more; return what a lost lease is to be reported by."""
         over = self.let_go()
         return _release(over[0]) if len(over) == 1 else _release_each(over)
 
@@ -625,14 +625,14 @@ class FencedLock(Generic[_Token]):
                 raise LockTimeoutError(seal.wish.complaint(seal.fences))
             above = seal.fences
 
-    def _take_back(self, entry: _Entry) -> _Steps[str]:
+    def _take_back(self, entry: _Entry) -> _Steps[LockLostError | None]:
         """Leave a block whose entering or leaving was interrupted; return as `_leave` does."""
         self._forget(entry)
         try:
             if entry.asked is not None and entry.asked.answer is not None:  # it became no hold
                 yield _ask_to_release(entry.asked.authority, entry.asked.answer)
         finally:
-            lost = (yield from self._leave(entry)) if entry.holds else ""
+            lost = (yield from self._leave(entry)) if entry.holds else None
         return lost
 
     def _forget(self, entry: _Entry) -> None:
@@ -697,10 +697,10 @@ class FencedLock(Generic[_Token]):
 
     def _release(self) -> _Steps[None]:
         if lost := (yield from self._leave(self._innermost())):
-            raise LockLostError(lost)
+            raise lost
 
-    def _leave(self, entry: _Entry) -> _Steps[str]:
-        """Leave one block; return in what way a lease had been lost before, or nothing."""
+    def _leave(self, entry: _Entry) -> _Steps[LockLostError | None]:
+        """Leave one block; return the error to raise where a lease had been lost before, or None."""
         try:
             if entry in self._entries:
                 self._entries.remove(entry)
@@ -726,19 +726,19 @@ class FencedLock(Generic[_Token]):
         # The third: it was acquired, and handed over to an ExitStack.
         return own or _last_of_ours(self._blocks) or _last_of_ours(self._entries)
 
-    def _exit(self, entry: _Entry | None) -> _Steps[str]:
-        """Leave a block, unless its body has released it; return in what way a lease had been lost before."""
+    def _exit(self, entry: _Entry | None) -> _Steps[LockLostError | None]:
+        """Leave a block, unless its body has released it; return the error to raise, as `_leave` does."""
         if entry in self._blocks:
             self._blocks.remove(entry)
-        return (yield from self._leave(entry)) if entry in self._entries else ""
+        return (yield from self._leave(entry)) if entry in self._entries else None
 
-    def _complain(self, lost: str, exc_value: BaseException | None) -> None:
+    def _complain(self, lost: LockLostError | None, exc_value: BaseException | None) -> None:
         if lost and exc_value is not None:
-            exc_value.add_note(lost)
+            exc_value.add_note(str(lost))
         elif lost and self._if_lost == "warn":
             logger.warning("%s", lost)
         elif lost:
-            raise LockLostError(lost)
+            raise lost
 
     def __enter__(self) -> _Token:
         entry = _Entry()
@@ -899,13 +899,13 @@ def _give_back_soon(hold: Hold, loop: asyncio.AbstractEventLoop) -> None:
     task.add_done_callback(end)
 
 
-def _give_back_apart(steps: _Steps[str]) -> None:
+def _give_back_apart(steps: _Steps[LockLostError | None]) -> None:
     """Give back in a thread of its own, which the interpreter waits for when it ends."""
     with contextlib.suppress(RuntimeError):  # it has, and gives everything back
         _threads.start(threading.Thread(target=_give_back_quietly, args=(steps,), name="fencelock-release"))
 
 
-def _give_back_quietly(steps: _Steps[str]) -> None:
+def _give_back_quietly(steps: _Steps[LockLostError | None]) -> None:
     """Give back; whoever ends a transaction is not to hear that it could not be done."""
     try:
         _note_late(_block(steps))
@@ -913,7 +913,7 @@ def _give_back_quietly(steps: _Steps[str]) -> None:
         logger.exception("a lock could not be released")
 
 
-def _note_late(lost: str) -> None:
+def _note_late(lost: LockLostError | None) -> None:
     if lost:
         logger.warning("%s", lost)
 
@@ -971,9 +971,9 @@ def _go_on_holding(hold: Hold) -> _Steps[None]:
         _keep(hold)
 
 
-def _release_each(holds: list[Hold]) -> _Steps[str]:
+def _release_each(holds: list[Hold]) -> _Steps[LockLostError | None]:
     """Give holds back, each also where it was interrupted at the one before; return as `_release` does."""
-    lost = ""
+    lost = None
     if holds:
         try:
             lost = yield from _release(holds[0])
@@ -1025,12 +1025,14 @@ def _seal_anew(sealers: Iterable[Sealer], grant: Grant) -> _Steps[str]:
     return nonce
 
 
-def _release(hold: Hold) -> _Steps[str]:
-    """Give a hold back; return in what way it had been lost before, or nothing."""
+def _release(hold: Hold) -> _Steps[LockLostError | None]:
+    """Give a hold back; return what it is to be reported by, where it had been lost before."""
     lost = hold.lost
     remove(hold)
     if hold.inherited:
-        return f"the lease of {_name(hold)} belongs to the process that this one was forked from"
+        return LockLostError(
+            f"the lease of {_name(hold)} belongs to the process that this one was forked from"
+        )
     released = _ask_to_release(hold.authority, hold.grant)
     try:
         try:
@@ -1047,13 +1049,40 @@ def _release(hold: Hold) -> _Steps[str]:
             logger.warning("%s: too few nodes answered to release it; it ends by itself", _name(hold))
     except AuthorityError as error:
         logger.warning("%s could not be released and ends by itself: %s", _name(hold), error)
-    if lost or released.answer is False:
-        return (
-            f"the lease of {_name(hold)} (token {hold.grant.tokens[0]}) ended before the work did: somebody "
-            "else may have worked on it meanwhile. What was committed stays committed, and fenced tables are "
-            "safe; make the ttl longer or the work shorter"
+    return _report_lost(hold) if lost or released.answer is False else None
+
+
+def _report_lost(hold: Hold) -> LockLostError | None:
+    """Return the error for a lease that ended before it was given back; only log it where work is committed.
+
+    An error invites a retry, and what is committed must not be done twice.
+    """
+    renewal.tell(hold.calls_when_lost())
+    ended = f"the lease of {_name(hold)} (token {hold.grant.tokens[0]}) ended before the work did"
+    if time.monotonic() >= hold.deadline:
+        ended += ", because max_hold was over"
+    leases = hold.leases
+    if any(lease.needed or lease.in_doubt for lease in leases):
+        return LockLostError(
+            f"{ended}; a transaction that was written under it is open, or its COMMIT is in doubt: roll "
+            "back, lock again, and look what is written"
         )
-    return ""
+    if any(lease.committed for lease in leases):
+        logger.warning(
+            "%s. What the guard let be committed stays committed, and overwrites nothing of a newer holder; "
+            "make the ttl longer, or the work shorter",
+            ended,
+        )
+        return None
+    if any(lease.guarded for lease in leases):
+        return LockLostError(
+            f"{ended}; all that was written under it was rolled back: lock again, and begin again",
+            written=False,
+        )
+    return LockLostError(
+        f"{ended}; nothing went through the guard, so another holder may have done the same work meanwhile: "
+        "look before you do it again, and make the ttl longer, or the work shorter"
+    )
 
 
 @overload

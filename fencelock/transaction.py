@@ -21,12 +21,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, Unpack, overload
 
 from sqlalchemy import Engine, event, update
-from sqlalchemy.exc import UnboundExecutionError
+from sqlalchemy.exc import DBAPIError, UnboundExecutionError
 from sqlalchemy.orm import Session, SessionTransaction, scoped_session, sessionmaker
 
 from fencelock._asyncio_engines import is_async_engine, is_async_maker, is_async_scoped
 from fencelock._owners import current_owner
-from fencelock.errors import FenceError
+from fencelock.errors import CommitInDoubtError, FenceError
 from fencelock.guard import gate as pass_gate
 from fencelock.guard import gate_async
 from fencelock.guard.fences import FENCES
@@ -202,6 +202,23 @@ def _only_this_transaction(session: Session, gates: tuple[str, ...]) -> Iterator
         event.remove(session, "after_transaction_create", refuse)
 
 
+@contextmanager
+def _telling_doubt(resources: tuple[str, ...]) -> Iterator[None]:
+    """Turn the driver's error of a COMMIT whose answer was lost into the error that says what to do."""
+    try:
+        yield
+    except DBAPIError as error:
+        if not error.connection_invalidated or error.statement is not None:  # a flush has its statement
+            raise
+        names = ", ".join(map(repr, resources))
+        raise CommitInDoubtError(
+            f"the answer to the COMMIT was lost, so it may have taken place. The lock of {names} is being "
+            f"released: lock again, and look what is written before you write it again. Where an outer block "
+            f"still holds the lock, call its remint() first. fenced_transaction(…, retries=2).run(body) does "
+            f"all of it"
+        ) from error
+
+
 def _has_work(session: Session) -> bool:
     """Tell whether there is something to commit: not if the body has, and has done nothing since."""
     return session.in_transaction() or any((session.new, session.dirty, session.deleted))
@@ -238,7 +255,7 @@ class FencedTransaction(Generic[_S]):
         Without gates (`gate=False`), it has to claim before it reads.
 
         Raises:
-            sqlalchemy.exc.DBAPIError: the connection was lost, and no retries are left.
+            CommitInDoubtError: the answer to the COMMIT was lost, and no retries are left.
             LockLostError: no new token could be had.
         """
         lock = self._plan.lock()
@@ -278,7 +295,8 @@ class FencedTransaction(Generic[_S]):
             with _only_this_transaction(session, self._plan.gates), _noted(session, self._plan):
                 yield session
                 if _has_work(session):
-                    session.commit()
+                    with _telling_doubt(self._plan.resources):
+                        session.commit()
 
     def _pass_gates(self, session: _S) -> None:
         for resource in self._plan.gates:
@@ -361,7 +379,8 @@ class AsyncFencedTransaction(Generic[_A]):
             ):
                 yield session
                 if _has_work(session.sync_session):
-                    await session.commit()
+                    with _telling_doubt(self._plan.resources):
+                        await session.commit()
 
     async def _pass_gates(self, session: _A) -> None:
         for resource in self._plan.gates:
@@ -461,6 +480,7 @@ def fenced_transaction(
         **settings: of the lock: see `fenced_lock`.
 
     Raises:
+        CommitInDoubtError: leaving the block, where the answer to its COMMIT was lost.
         FenceError: where the body goes on after the transaction that has passed the gates has ended; and
             where it would wait for another open transaction of the same thread, task or greenlet.
         TypeError: for arguments of the wrong kind, and for retries with a `with` block. Entering raises what

@@ -256,7 +256,7 @@ def errors() -> dict[str, list[type[FencelockError]]]:
     except QuorumError as error:
         print(dict(error.nodes))
     except StaleReadError as error:
-        assert_type(error.loaded, int)
+        assert_type(error.loaded, int | None)
     except StaleTokenError as error:
         assert_type(error.token, int)
         assert_type(error.current, int | None)

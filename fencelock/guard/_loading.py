@@ -11,13 +11,13 @@ of that moment. An event for each loaded object would cost a sixth of a large qu
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from sqlalchemy.orm import ColumnProperty, MappedSQLExpression, Mapper
 from sqlalchemy.orm.base import NO_VALUE
 from sqlalchemy.sql import ColumnElement
 
-from fencelock.errors import StaleTokenError
+from fencelock.errors import CommitInDoubtError, FenceError, StaleTokenError
 from fencelock.guard._bypass import is_bypassed
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table
 from fencelock.guard.events import report
@@ -254,17 +254,23 @@ class _Look:
         resource = None if fenced is None else self._resource_of(row, fenced)
         lease = None if resource is None else self.leases.get(resource)
         if lease is not None and lease.in_doubt:
-            lease.check_certain(claiming=False)
+            try:
+                lease.check_certain(claiming=False)
+            except CommitInDoubtError as doubt:
+                self._refuse(doubt)
         if fenced is not None and lease is not None and fence > lease.fencing_token:
             identity = tuple(self._values(row, fenced.table.primary_key))
             error = StaleTokenError(
                 fenced.name, identity, lease.fencing_token, fence, detail="it was read, and not written"
             )
             report(error, resource=lease.resource)
-            connection = self._result.connection
-            self._result.close()
-            refuse(connection, error)
-            raise error
+            self._refuse(error)
+
+    def _refuse(self, error: FenceError) -> NoReturn:
+        connection = self._result.connection
+        self._result.close()
+        refuse(connection, error)
+        raise error
 
     def _resource_of(self, row: Any, fenced: FencedTable) -> str | None:
         """Return the resource that guards a row; None where that cannot be told from here."""

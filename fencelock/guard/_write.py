@@ -84,6 +84,7 @@ class GuardedWrite:
             the token.
         reads_more: whether what it writes may change which rows its WHERE clause is about.
         carries: whether it leaves its token behind for a strict trigger.
+        assigns: whether it is an UPDATE; else it is a DELETE.
     """
 
     fenced: FencedTable
@@ -98,6 +99,7 @@ class GuardedWrite:
     accepted: tuple[BindParameter[Any], ...] | None
     reads_more: bool
     carries: bool
+    assigns: bool
 
     def stamp(
         self, connection: Connection, rows: Sequence[Row], options: Mapping[str, Any], tokens: Tokens | None
@@ -275,13 +277,77 @@ class GuardedWrite:
 
     def wrote_all(self, rows: Sequence[Row], result: CursorResult[Any]) -> bool:
         """Tell whether it is known that each execution has written the one row that it named."""
-        if not self.key or result.rowcount != len(rows):
-            return False
+        return bool(self.key) and result.rowcount == len(rows) and self._is_trusted(rows, result)
+
+    def is_counted(self, rows: Sequence[Row], dialect: Any) -> bool:
+        """Tell whether the driver will say how many rows these executions have written."""
+        return dialect.supports_sane_rowcount and (len(rows) == 1 or dialect.supports_sane_multi_rowcount)
+
+    def _is_trusted(self, rows: Sequence[Row], result: CursorResult[Any]) -> bool:
         dialect: Any = result.dialect
-        return (  # drivers whose number is not to be trusted apart
-            dialect.supports_sane_rowcount
-            and (len(rows) == 1 or dialect.supports_sane_multi_rowcount)
-            and (dialect.supports_sane_rowcount_returning or not result.returns_rows)
+        return self.is_counted(rows, dialect) and (
+            dialect.supports_sane_rowcount_returning or not result.returns_rows
+        )
+
+    def missed(
+        self,
+        connection: Connection,
+        rows: Sequence[Row],
+        objects: LoadedFences,
+        options: Mapping[str, Any],
+        result: CursorResult[Any],
+    ) -> StaleReadError | None:
+        """Return the error for an object whose row was not written, though no fence has turned it away.
+
+        Mostly the row is gone. A row that is there was changed between the statement and the question why, by
+        another session under the same token.
+        """
+        is_counted = self._is_trusted(rows, result)
+        if not self.key or (is_counted and result.rowcount >= len(rows)):
+            return None
+        if not is_counted and any(column.key in rows[0] for column in self.fenced.table.primary_key):
+            return None  # the rows that were written have other keys now
+        if self.assigns and (error := self._gone_now(connection, rows, objects, options)):
+            return error
+        return self._missing(rows, objects, there=self.assigns) if is_counted else None
+
+    def gone_before(
+        self, connection: Connection, rows: Sequence[Row], objects: LoadedFences, options: Mapping[str, Any]
+    ) -> StaleReadError | None:
+        """Return the error for an object that a DELETE will not find, where the driver will not tell.
+
+        The rows that are there stay locked. After the DELETE nothing could tell which of them were there.
+        """
+        if self.assigns or not self.key or self.is_counted(rows, connection.dialect):
+            return None
+        return self._gone_now(connection, rows, objects, options)
+
+    def _gone_now(
+        self, connection: Connection, rows: Sequence[Row], objects: LoadedFences, options: Mapping[str, Any]
+    ) -> StaleReadError | None:
+        passed_on = {TRANSLATED: options.get(TRANSLATED)}
+        there = 0
+        for some in batched(rows, KEYS_PER_QUERY):
+            query = select(*self._key()).where(is_one_of(self._key(), map(self._identity, some)))
+            found = connection.execute(query.with_for_update(), execution_options=passed_on)
+            there += len(found.all())
+        return self._missing(rows, objects) if there < len(rows) else None
+
+    def _missing(
+        self, rows: Sequence[Row], objects: LoadedFences, *, there: bool = False
+    ) -> StaleReadError | None:
+        mapper = self.fenced.mapper() if self.fenced.mapper else None
+        if not self.assigns and mapper is not None and not mapper.base_mapper.confirm_deleted_rows:
+            return None
+        row = rows[0]
+        token = row[TOKEN_BIND]
+        known = len(rows) == 1
+        return StaleReadError(
+            self.fenced.name,
+            self._identity(row) if known else None,
+            token,
+            token if there else None,
+            objects[self.key_in(row)] if known else None,
         )
 
     def names(self, rows: Sequence[Row]) -> Iterator[str]:
@@ -435,6 +501,7 @@ def guard(
         accepted=accepted,
         reads_more=not keyed and reads_more(where, source),
         carries=fenced.strict,
+        assigns=isinstance(statement, Update),
     )
     if not is_told:
         statement = statement.where(fence <= bindparam(TOKEN_BIND, type_=BigInteger))

@@ -40,16 +40,16 @@ from fencelock.guard._install import install
 from fencelock.guard._statement import TOKEN_OPTION, unchanged_by_raising
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table, row_name
 from fencelock.guard._write import KEYS_PER_QUERY, LOCKING_READS, batched, is_one_of
-from fencelock.guard.events import report_claim, telling
+from fencelock.guard.events import report_claim
 from fencelock.guard.fences import FENCES, fences_of
 from fencelock.guard.session import (
     NOT_INHERITED,
     Tokens,
     note_gate,
     note_locked,
-    refuse,
     refuse_bypass,
     refuse_to_wait_for_oneself,
+    refusing,
     resource_of,
     session_of,
     take_doubted,
@@ -86,7 +86,7 @@ def claim(
     skip_locked: bool,
     bind_arguments: Mapping[str, Any] | None = ...,
 ) -> T | None: ...
-@telling
+@refusing
 def claim(
     session: Session | scoped_session[Any],
     model: type[T],
@@ -159,13 +159,13 @@ def claim(
         if found is None:
             break
         if getattr(found, FENCE_COLUMN) == token:
-            _refuse_another_row(connection, fenced, naming, tuple(mapper.primary_key_from_instance(found)))
+            _refuse_another_row(fenced, naming, tuple(mapper.primary_key_from_instance(found)))
             report_claim(fenced.name, key, resource_of(connection, token), token)
             return found
     raise NoResultFound(f"there is no {mapper.class_.__name__} with the primary key {key!r} to claim")
 
 
-@telling
+@refusing
 def claim_all(
     session: Session | scoped_session[Any],
     statement: Select[Any],
@@ -229,7 +229,7 @@ def claim_all(
     return _load_claimed(target, statement, fenced, claimed, [tuple(row[:width]) for row in found])
 
 
-@telling
+@refusing
 def gate(
     session: Session | scoped_session[Any],
     resource: str | None = None,
@@ -397,9 +397,7 @@ def _equals(table: Table, key: Sequence[Any]) -> ColumnElement[bool]:
     return and_(*(column == value for column, value in zip(table.primary_key, key, strict=True)))
 
 
-def _refuse_another_row(
-    connection: Connection, fenced: FencedTable, naming: tuple[Any, ...], found: tuple[Any, ...]
-) -> None:
+def _refuse_another_row(fenced: FencedTable, naming: tuple[Any, ...], found: tuple[Any, ...]) -> None:
     """Refuse a row whose key is another one than was asked for, because its type changes what it is given.
 
     A `TypeDecorator` that lowers case finds "main" where "MAIN" was asked for; their resources are two.
@@ -408,12 +406,10 @@ def _refuse_another_row(
     if template is not None and template.in_key:
         asked, loaded = (template.render(each) for each in (naming, _naming_in(fenced, found)))
         if asked != loaded:
-            refusal = UnfencedWriteError(
+            raise UnfencedWriteError(
                 f"{asked!r} was asked for and led to the row of {fenced.name!r} that {loaded!r} guards; lock "
                 f"it by the name that the row itself has"
             )
-            refuse(connection, refusal)
-            raise refusal
 
 
 def _raise_fences(

@@ -12,8 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final, TypeVar
 
 from fencelock.errors import AmbiguousFenceError, FenceError, StaleTokenError, UnfencedWriteError
 
@@ -44,8 +43,6 @@ class GuardEvent:
 
 Callback = Callable[[GuardEvent], object]
 _C = TypeVar("_C", bound=Callback)
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 _callbacks: Final[dict[str, tuple[Callback, ...]]] = {"stale": (), "unfenced": (), "claim": ()}
 _REPORTED: Final = "_fencelock_reported"
@@ -100,20 +97,6 @@ def report_claim(table: str, identity: tuple[Any, ...], resource: str | None, to
     if _callbacks["claim"] or logger.isEnabledFor(logging.DEBUG):
         event = GuardEvent(table, identity, resource, token)
         _tell("claim", event, logging.DEBUG, f"claimed {table}{identity!r} with token {token}")
-
-
-def telling(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Have a function tell of the refusals that it raises."""
-
-    @wraps(function)
-    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        try:
-            return function(*args, **kwargs)
-        except FenceError as error:
-            report(error)
-            raise
-
-    return wrapped
 
 
 def _add(kind: str, callback: _C) -> _C:

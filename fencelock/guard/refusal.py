@@ -43,6 +43,7 @@ from fencelock.guard._tables import (
 )
 from fencelock.guard._text import HAS_PARSER, TOKEN, only_reads
 from fencelock.guard.events import report
+from fencelock.guard.session import refuse
 from fencelock.guard.textual import is_guarded
 
 _WRITES: Final = re.compile(
@@ -101,6 +102,7 @@ def do_execute(_cursor: object, statement: str, _parameters: object, context: An
         _refuse(statement, context)
     except FenceError as error:
         report(error)
+        refuse(context.root_connection, error)
         raise
 
 
@@ -241,9 +243,12 @@ def explain_missing_column(context: ExceptionContext) -> None:
     # Only the first line: those that follow quote the statement, which names the column anyway.
     message = str(context.original_exception).partition("\n")[0]
     if FENCE_COLUMN in message and _MISSING_COLUMN.search(message):
-        raise FenceError(
+        refusal = FenceError(
             f"the database lacks the column {FENCE_COLUMN!r} of a fenced model ({message}); add it with a "
             f'migration: op.add_fence("<table>"), which fencelock[alembic] brings, or '
             f'op.add_column("<table>", sa.Column("{FENCE_COLUMN}", sa.BigInteger(), nullable=False, '
             f'server_default=sa.text("0")))'
-        ) from context.original_exception
+        )
+        if context.connection is not None:
+            refuse(context.connection, refusal)
+        raise refusal from context.original_exception

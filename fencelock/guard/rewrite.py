@@ -57,6 +57,7 @@ from fencelock.guard._tables import (
 from fencelock.guard._write import GuardedWrite, guard
 from fencelock.guard.events import report
 from fencelock.guard.session import (
+    LoadedFences,
     Tokens,
     begin_writing,
     in_unit_of_work,
@@ -73,8 +74,8 @@ from fencelock.guard.textual import stamp_text, written_by_text
 _Execute: TypeAlias = Callable[[Any, Connection, Sequence[Row], Mapping[str, Any]], CursorResult[Any]]
 """How a statement executes itself on a connection, once for each of the parameters, with these options."""
 
-_Written: TypeAlias = tuple[GuardedWrite, Sequence[Row]]
-"""What is known of a guarded statement, and the parameters of each execution."""
+_Written: TypeAlias = tuple[GuardedWrite, Sequence[Row], LoadedFences | None]
+"""What is known of a guarded statement, the parameters of each execution, and of objects what was loaded."""
 
 _DML: Final = (Update, Delete, Insert)
 _LAMBDAS: Final = (LambdaElement, NullLambdaStatement)
@@ -105,6 +106,7 @@ def guarding(execute: _Execute) -> _Execute:
             form = _guarded_form(connection, statement, rows, merged)
         except FenceError as error:
             report(error, table=getattr(underlying(getattr(statement, "table", None)), "name", None))
+            refuse(connection, error)
             raise
         if form is None:
             return execute(statement, connection, rows, options)
@@ -117,7 +119,7 @@ def guarding(execute: _Execute) -> _Execute:
         if connection._has_events or connection.engine._has_events:  # noqa: SLF001  the same
             written = _written_by(executed, statement, written, result, merged)
         if written is not None:
-            _check(connection, *written, merged, result, told=isinstance(executed, TextClause))
+            _check(connection, written, merged, result, told=isinstance(executed, TextClause))
         return result
 
     return guarded
@@ -135,7 +137,8 @@ def _guarded_form(
     """
     rows = rows or [{}]
     if isinstance(statement, TextClause):
-        return None if is_bypassed(options) else stamp_text(connection, statement, rows, options)
+        stamped = None if is_bypassed(options) else stamp_text(connection, statement, rows, options)
+        return stamped and (*stamped[:2], (*stamped[2], None))
     is_plain = isinstance(statement, _DML)
     if not is_plain and not _is_dml(statement):
         return None
@@ -188,9 +191,12 @@ def _guarded_write(
         ready(connection)
     if write.reads_more and refusal is None:
         refusal = write.foreseen(connection, stamped, options)
+    objects = None if tokens is None else tokens.loaded
+    if objects is not None and refusal is None:
+        refusal = write.gone_before(connection, stamped, objects, options)
     if refusal is not None:
         _raise(connection, refusal)
-    return guarded, (write, stamped)
+    return guarded, (write, stamped, objects)
 
 
 def _holds_fenced_rows(table: Table) -> bool:
@@ -253,15 +259,16 @@ def _written_by(
     They may have exchanged the statement, the parameters, or both.
     """
     if isinstance(executed, TextClause):
-        return written_by_text(executed)
+        by_text = written_by_text(executed)
+        return by_text and (*by_text, None)
     if executed is guarded:
-        return written and (written[0], _sent(result.context))
+        return written and (written[0], _sent(result.context), written[2])
     dml = _innermost(executed)
     fenced = fenced_table(dml.table) if isinstance(dml, Update | Delete) else None
     if fenced is None:
         return None
     _, write = guard(dml, fenced, explicit=TOKEN_OPTION in options)
-    return write, _sent(result.context)
+    return write, _sent(result.context), None
 
 
 def _sent(context: Any) -> list[dict[str, Any]]:
@@ -272,29 +279,30 @@ def _sent(context: Any) -> list[dict[str, Any]]:
 
 def _check(
     connection: Connection,
-    write: GuardedWrite,
-    rows: Sequence[Row],
+    written: _Written,
     options: Mapping[str, Any],
     result: CursorResult[Any],
     *,
     told: bool,
 ) -> None:
-    """Raise where the fence has turned a guarded statement away.
+    """Raise where the fence has turned a guarded statement away, or an object's row is gone.
 
     Args:
         connection: what has executed it.
-        write: what is known of it.
-        rows: the parameters of each execution.
+        written: what is known of it.
         options: its execution options.
         result: what came of it.
         told: whether who names no whole key is told by the rowcount alone, as with text.
     """
+    write, rows, objects = written
     if write.carries:
         take_back(connection)
     if write.wrote_all(rows, result):
         note_locked(connection, partial(write.names, rows), len(rows))
     elif write.key or not told:
         refusal = write.refused(connection, rows, options)
+        if refusal is None and objects is not None:
+            refusal = write.missed(connection, rows, objects, options, result)
         if refusal is not None:
             result.close()
             _raise(connection, refusal)

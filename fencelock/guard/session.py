@@ -26,7 +26,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache, partial, wraps
 from itertools import count
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 from sqlalchemy import URL, Engine, Executable, Table, event, inspect
@@ -94,6 +94,13 @@ _at_gates: WeakKeyDictionary[Writer, None] = WeakKeyDictionary()
 
 _ENTRIES: Final = "_fencelock_entries"
 """Where a session has the blocks in which it goes around the guard, the innermost one last."""
+
+
+_REFUSED: Final = "_fencelock_refused"
+"""Where an error notes that its savepoint or transaction is refused: the one around it is not, by the same."""
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 class _Process:
@@ -227,6 +234,7 @@ class Writer:
 
     Attributes:
         claiming: leases in doubt that are about to be claimed under.
+        committed: whether its COMMIT was answered.
         committing: whether its COMMIT, or the first phase of one, may have been sent.
         has_transaction: whether the driver was seen to hold a transaction open.
         lasting: whether it was committed, or may have been.
@@ -248,6 +256,7 @@ class Writer:
         "_savepoints",
         "_stamped",
         "claiming",
+        "committed",
         "committing",
         "gates",
         "has_transaction",
@@ -263,6 +272,7 @@ class Writer:
         self.remembered: dict[str, Lease] = {}
         self.gates: set[tuple[str, object]] = set()
         self.undoing = False
+        self.committed = False
         self.committing = False
         self.lasting = False
         self.claiming: set[Lease] = set()
@@ -427,7 +437,7 @@ class Writer:
         _call_each(self._let_go())
 
     def _let_go(self) -> list[Callable[[], object]]:
-        calls = [call for lease in self._needs for call in lease.let_go(self._mark)]
+        calls = [call for lease in self._needs for call in lease.let_go(self._mark, committed=self.committed)]
         for fixed in self._fixed:
             fixed.end(self._mark, lasts=self.lasting)
         self._needs.clear()
@@ -651,7 +661,7 @@ class _Watched(_Refusable):
     def _note_committed(self) -> None:
         writer = _known_writer(self)
         if writer is not None:
-            writer.lasting = True
+            writer.committed = writer.lasting = True
 
     def _note_undoing(self) -> None:
         writer = _known_writer(self)
@@ -1265,11 +1275,12 @@ def refuse(connection: Connection, refusal: FenceError) -> None:
     """Have nothing come of what a refused statement or load belongs to, but a rollback.
 
     That is the innermost savepoint, or else the whole transaction; and the sessions whose transaction, or
-    savepoint, it is, as after a flush that has failed.
+    savepoint, it is, as after a flush that has failed. Again, by the same error, has no effect.
     """
     transaction = connection.get_nested_transaction() or connection.get_transaction()
-    if transaction is None or not transaction.is_active:
+    if transaction is None or not transaction.is_active or getattr(refusal, _REFUSED, False):
         return
+    setattr(refusal, _REFUSED, True)
     sessions = [session for session in users_of(connection) if _boundary(session, transaction)]
     watch_end(connection.get_transaction())
     watch_end(transaction)
@@ -1281,6 +1292,25 @@ def refuse(connection: Connection, refusal: FenceError) -> None:
         boundary = _boundary(session, transaction)
         if boundary is not None:
             _deactivate(session, boundary, refused, refusal)
+
+
+def refusing(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Have nothing come of a session's transaction, but a rollback, once this function has refused something.
+
+    The function's first argument is the session.
+    """
+
+    @wraps(function)
+    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return function(*args, **kwargs)
+        except FenceError as error:
+            report(error)
+            for connection in _connections_of(session_of(args[0] if args else kwargs["session"])):  # type: ignore[arg-type]
+                refuse(connection, error)
+            raise
+
+    return wrapped
 
 
 def _boundary(session: Session, transaction: Transaction) -> SessionTransaction | None:
@@ -1573,7 +1603,9 @@ def guarding_options(choose: Callable[..., Connection]) -> Callable[..., Connect
     @wraps(choose)
     def guarded(connection: Connection, **options: Any) -> Connection:
         if options.get("fencelock") == BYPASS and users_of(connection):
-            raise UnfencedWriteError(f"{HOW}; said of a session's connection, it would last")
+            refusal = UnfencedWriteError(f"{HOW}; said of a session's connection, it would last")
+            refuse(connection, refusal)
+            raise refusal
         return choose(connection, **options)
 
     return guarded

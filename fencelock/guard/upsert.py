@@ -25,11 +25,10 @@ from fencelock.guard._install import install
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, spelling
 from fencelock.guard._write import KEYS_PER_QUERY, holds, is_one_of, newest, without_fence
 from fencelock.guard.claim import fenced_model
-from fencelock.guard.events import telling
 from fencelock.guard.session import (
     Tokens,
     begin_writing,
-    refuse,
+    refusing,
     report_refusal,
     session_of,
 )
@@ -38,7 +37,7 @@ _MYSQL: Final = frozenset({"mysql", "mariadb"})
 _Key = tuple[Any, ...]
 
 
-@telling
+@refusing
 def upsert(
     session: Session | scoped_session[Any],
     model: type[Any],
@@ -122,7 +121,6 @@ def upsert(
         ]
     except FenceError as error:
         report_refusal(connection, error)
-        refuse(connection, error)
         raise
     for identity in written:
         key_in_session = mapper.identity_key_from_primary_key(identity, identity_token=target.shard)
