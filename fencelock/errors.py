@@ -211,8 +211,8 @@ class StaleReadError(StaleTokenError):
             f"was loaded at fence {self.loaded} and has been fenced with {self.current} since, by another "
             f"holder or by a statement"
         )
-        if self.current == self.token:
-            what = f"was written since it was loaded, under the same token {self.token}"
+        if self.current in {self.token, self.loaded}:
+            what = f"was written since it was loaded, under the same token as its fence, {self.current}"
         elif self.loaded is not None and self.loaded < 0:
             what = f"was written in a transaction that was rolled back, and its fence is {self.current} now"
         return (

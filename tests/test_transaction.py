@@ -364,8 +364,8 @@ def test_a_body_runs_again_after_a_commit_in_doubt(
 def test_without_retries_the_error_comes_out(
     authority: Redlock, rival: Redlock, accounts: Engine, door: Door
 ) -> None:
-    """It is the database's own; the lock is free."""
-    with pytest.raises(DBAPIError):
+    """It says that the outcome is unknown; the lock is free."""
+    with pytest.raises(CommitInDoubtError, match="lock again, and look"):
         fenced_transaction(door.engine, "account:1", authority=authority).run(
             lambda session: claim(session, Account, 1)
         )

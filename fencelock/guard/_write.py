@@ -307,9 +307,12 @@ class GuardedWrite:
             return None
         if not is_counted and any(column.key in rows[0] for column in self.fenced.table.primary_key):
             return None  # the rows that were written have other keys now
-        if self.assigns and (error := self._gone_now(connection, rows, objects, options)):
-            return error
-        return self._missing(rows, objects, there=self.assigns) if is_counted else None
+        if not self.assigns:
+            return self._missed(rows, objects) if is_counted else None
+        fences = self._fences_of(connection, rows, options)
+        if is_counted or len(fences) < len(rows):
+            return self._missed(rows, objects, fences)
+        return None
 
     def gone_before(
         self, connection: Connection, rows: Sequence[Row], objects: LoadedFences, options: Mapping[str, Any]
@@ -320,35 +323,33 @@ class GuardedWrite:
         """
         if self.assigns or not self.key or self.is_counted(rows, connection.dialect):
             return None
-        return self._gone_now(connection, rows, objects, options)
+        there = self._fences_of(connection, rows, options)
+        return self._missed(rows, objects) if len(there) < len(rows) else None
 
-    def _gone_now(
-        self, connection: Connection, rows: Sequence[Row], objects: LoadedFences, options: Mapping[str, Any]
-    ) -> StaleReadError | None:
+    def _fences_of(
+        self, connection: Connection, rows: Sequence[Row], options: Mapping[str, Any]
+    ) -> list[int]:
+        """Return the fences of those rows that are there, and lock them."""
         passed_on = {TRANSLATED: options.get(TRANSLATED)}
-        there = 0
+        fences: list[int] = []
         for some in batched(rows, KEYS_PER_QUERY):
-            query = select(*self._key()).where(is_one_of(self._key(), map(self._identity, some)))
-            found = connection.execute(query.with_for_update(), execution_options=passed_on)
-            there += len(found.all())
-        return self._missing(rows, objects) if there < len(rows) else None
+            query = select(self.source.c[self.fenced.fence.key])
+            query = query.where(is_one_of(self._key(), map(self._identity, some))).with_for_update()
+            fences += connection.scalars(query, execution_options=passed_on)
+        return fences
 
-    def _missing(
-        self, rows: Sequence[Row], objects: LoadedFences, *, there: bool = False
+    def _missed(
+        self, rows: Sequence[Row], objects: LoadedFences, there: Sequence[int] = ()
     ) -> StaleReadError | None:
         mapper = self.fenced.mapper() if self.fenced.mapper else None
         if not self.assigns and mapper is not None and not mapper.base_mapper.confirm_deleted_rows:
             return None
         row = rows[0]
-        token = row[TOKEN_BIND]
-        known = len(rows) == 1
-        return StaleReadError(
-            self.fenced.name,
-            self._identity(row) if known else None,
-            token,
-            token if there else None,
-            objects[self.key_in(row)] if known else None,
-        )
+        name, token = self.fenced.name, row[TOKEN_BIND]
+        if len(rows) > 1:
+            return StaleReadError(name, None, token, token if len(there) == len(rows) else None, None)
+        current = there[0] if there else None
+        return StaleReadError(name, self._identity(row), token, current, objects[self.key_in(row)])
 
     def names(self, rows: Sequence[Row]) -> Iterator[str]:
         """Return the names of the rows that these executions have named."""

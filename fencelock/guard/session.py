@@ -97,7 +97,7 @@ _ENTRIES: Final = "_fencelock_entries"
 
 
 _REFUSED: Final = "_fencelock_refused"
-"""Where an error notes that its savepoint or transaction is refused: the one around it is not, by the same."""
+"""Where an error notes that it has refused a savepoint: it does not refuse the transaction around it, too."""
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -1288,7 +1288,7 @@ def refuse(connection: Connection, refusal: FenceError) -> None:
         transaction.rollback()
         return
     refused = transaction.refuse(refusal)
-    for session in sessions:
+    for session in reversed(sessions):  # the one that began it, and will end it, comes last
         boundary = _boundary(session, transaction)
         if boundary is not None:
             _deactivate(session, boundary, refused, refusal)

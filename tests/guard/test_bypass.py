@@ -74,6 +74,7 @@ def test_bypass_of_a_sessions_connection_is_refused(
     """It would last for the transaction, unseen; and who goes on after the error is guarded."""
     with pytest.raises(UnfencedWriteError, match=r"with fencelock\.bypass\(session\)"):
         say(session)
+    session.rollback()
     with pytest.raises((StaleTokenError, UnfencedWriteError)):
         session.execute(update(Order).where(Order.id == 1).values(status="stale"))
     session.rollback()
@@ -144,6 +145,7 @@ def test_block_on_a_connection_leaves_its_options(engine: Engine) -> None:
         assert "stream_results" in connection.get_execution_options()
         with pytest.raises(UnfencedWriteError):
             connection.execute(text(REPAIR))
+        connection.rollback()
     with engine.execution_options(fencelock="bypass").connect() as connection:
         with fencelock.bypass(connection):
             connection.execute(text(REPAIR))
@@ -174,6 +176,7 @@ def test_block_is_of_its_thread(engine: Engine) -> None:
             other = threading.Thread(target=work, args=(target,))
             other.start()
             other.join()
+        connection.rollback()
         connection.execute(text(REPAIR))
     scoped.remove()
     assert len(said) == 2
@@ -200,6 +203,7 @@ def test_block_for_asyncio(engine: Engine, for_asyncio: Callable[[Engine], Async
             with fencelock.bypass(connection):
                 await connection.execute(text(REPAIR))
                 await asyncio.create_task(refused(connection))
+                await connection.rollback()
                 await connection.execute(text(REPAIR))
             await refused(connection)
         await made.dispose()

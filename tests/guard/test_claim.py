@@ -525,9 +525,10 @@ def test_a_claim_loads_related_rows_freshly(engine: Engine, new: Session) -> Non
 def test_a_resource_that_the_key_does_not_tell(new: Session) -> None:
     """Where __fence_resource__ names other columns, the claim reads them to find the lease."""
     bind(new, Lease("queue:a", 3))
-    claim(new, Task, 1).done = True
     with pytest.raises(UnfencedWriteError, match="'queue:b'"):
         claim(new, Task, 2)
+    new.rollback()
+    claim(new, Task, 1).done = True
     new.commit()
     assert new.scalars(select(Task.last_fencing_token).order_by(Task.id)).all() == [3, 0, 0]
 
@@ -576,7 +577,7 @@ def test_nothing_is_claimed_past_the_guard(engine: Engine, take: Callable[[Sessi
         bind(session, NEW)
         with pytest.raises(UnfencedWriteError, match="bypass"):
             take(session)
-        session.commit()
+        session.rollback()
     assert fence(engine) == 0
 
 
@@ -746,11 +747,14 @@ def test_a_gate_wants_one_lease(new: Session) -> None:
     bind(new)
     with pytest.raises(UnfencedWriteError):
         gate(new)
+    new.rollback()
     with pytest.raises(UnfencedWriteError):
         gate(new, "account:1")
+    new.rollback()
     bind(new, OLD, Lease("room", 1))
     with pytest.raises(AmbiguousFenceError):
         gate(new)
+    new.rollback()
     gate(new, "room")
     new.commit()
     assert new.scalars(select(fences.c.resource)).all() == ["room"]

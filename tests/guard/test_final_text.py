@@ -189,7 +189,7 @@ def test_ddl_elements_of_a_program_are_judged_by_what_they_say(engine: Engine) -
         for sql in ("UPDATE fi_orders SET status = 'x'", "  /* ... */ DELETE FROM fi_orders"):
             with pytest.raises(UnfencedWriteError, match="fi_orders"):
                 connection.execute(Backfill(sql))
-        connection.rollback()
+            connection.rollback()
     assert standing(engine) == UNTOUCHED
     with engine.begin() as connection:
         connection.execute(Backfill("CREATE VIEW fi_view AS SELECT id, 'delete' AS word FROM fi_orders"))

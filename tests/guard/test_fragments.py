@@ -215,6 +215,7 @@ def test_prefix_that_does_something_else_is_refused(session: Session, engine: En
     for prefix in ("OR REPLACE", "OR IGNORE", "IGNORE", "/*+ x */ OR REPLACE"):
         with pytest.raises(UnfencedWriteError, match="prefix_with"):
             session.execute(update(orders).prefix_with(prefix).where(orders.c.id == 1).values(status="stale"))
+        session.rollback()
     assert standing(engine) == UNTOUCHED
 
 

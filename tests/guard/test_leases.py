@@ -279,6 +279,7 @@ def test_statements_must_pin_the_resource(session: Session) -> None:
     for criterion in (Order.status == "new", Order.id == 2, (Order.customer_id == 1) | (Order.id == 2)):
         with pytest.raises(UnfencedWriteError, match="customer_id"):
             session.execute(update(Order).where(criterion).values(status="paid"))
+        session.rollback()
     pinned = update(Order).where(Order.customer_id == 1, Order.status == "new").values(status="paid")
     assert session.execute(pinned).rowcount == 1  # type: ignore[attr-defined]
     with pytest.raises(UnfencedWriteError, match="'customer:2'"):
@@ -308,6 +309,7 @@ def test_a_column_of_the_resource_must_not_change(session: Session) -> None:
     for assigned in ({"customer_id": 2}, {Order.customer_id: 2}):
         with pytest.raises(UnfencedWriteError, match="must not change"):
             session.execute(update(Order).where(Order.customer_id == 1).values(assigned))
+        session.rollback()
 
 
 def test_a_generated_key_begins_open(session: Session) -> None:
@@ -685,6 +687,7 @@ def test_each_statement_asks_anew_what_is_held(session: Session) -> None:
         lease.doubt({"any"})
         with pytest.raises(CommitInDoubtError):
             session.execute(update(Stock).values(count=7))
+        session.rollback()
         lease.remint(7, math.inf)
         lease.settle(7, {"any"})
         write()
@@ -769,6 +772,7 @@ def test_what_is_refused_for_doubt_settles_no_table(session: Session) -> None:
     bind(session, doubted)
     with pytest.raises(CommitInDoubtError):
         session.execute(update(Stock).values(count=5))
+    session.rollback()
     bind(session, Lease("stock", 5))
     session.execute(update(Stock).values(count=5))
 
@@ -902,7 +906,9 @@ def test_statements_of_sessions_that_share_a_connection_are_not_mixed_up(
             session.connection()
         with pytest.raises(AmbiguousFenceError, match="share"):
             (stale if through == "session" else connection).execute(statement)
-        other.close()
+        connection.rollback()
+        for session in (other, stale):
+            session.close()
         with pytest.raises(StaleTokenError):
             stale.execute(statement)
         stale.rollback()
@@ -936,6 +942,7 @@ def test_each_translated_schema_may_have_its_own_resource(engine: Engine) -> Non
         bind(there, Lease("a", 4))
         with pytest.raises(AmbiguousFenceError, match=r"'b'.*'a'"):
             there.execute(update(Stock).values(count=2))
+        there.rollback()
 
 
 @pytest.mark.usefixtures("held")

@@ -90,6 +90,7 @@ def test_text_that_writes_to_a_fenced_table_is_refused(shared_engine: Engine) ->
         for sql in WRITING + executed:
             with pytest.raises(UnfencedWriteError, match="events"):
                 connection.exec_driver_sql(sql)
+            connection.rollback()
 
 
 @pytest.mark.usefixtures("_tables")

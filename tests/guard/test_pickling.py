@@ -68,6 +68,7 @@ def test_tables_stay_fenced() -> None:
     with Session(engine) as session:
         with pytest.raises(UnfencedWriteError, match="order:1"):
             session.execute(insert(orders).values(id=1, kind="order", value=0))
+        session.rollback()
         bind(session, Lease("order:1", 5), Lease("order:2", 5))
         session.execute(insert(orders).values(id=1, kind="order", value=0))
         session.commit()
@@ -77,6 +78,7 @@ def test_tables_stay_fenced() -> None:
         session.rollback()
         with pytest.raises(UnfencedWriteError, match="resource"):
             session.execute(delete(orders))
+        session.rollback()
         with pytest.raises(UnfencedWriteError, match="pk_gifts"):
             session.execute(insert(gifts).values(id=1, ribbon=0))
         session.rollback()

@@ -879,7 +879,9 @@ def test_asyncio(engine: Engine, for_asyncio: Callable[[Engine], AsyncEngine]) -
                 person.name = "x"
             with statements(made.sync_engine) as sent:
                 await session.commit()
-            assert len(sent) <= 2
+            assert (
+                len(sent) <= 3
+            )  # the UPDATE; with asyncpg, which rows have turned it away, and which are there
         await made.dispose()
 
     asyncio.run(play())

@@ -36,10 +36,9 @@ from sqlalchemy import table as sql_table
 from sqlalchemy.dialects import mysql, sqlite
 from sqlalchemy.exc import DBAPIError, PendingRollbackError, StatementError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
-from sqlalchemy.orm.exc import StaleDataError
 from sqlalchemy.sql import quoted_name
 
-from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
+from fencelock.errors import FenceError, StaleReadError, StaleTokenError, UnfencedWriteError
 from fencelock.guard import FencedModel, bind, bypass, claim, execute_fenced, fence_column, fenced_update
 from fencelock.lease import Lease
 from fencelock.token import MAX_TOKEN
@@ -336,7 +335,7 @@ def test_a_schema_is_known_by_what_it_is_translated_into(
     Table("re_shop", metadata, Column("id", Integer, primary_key=True), fence_column(), schema="Shop")
     other = Table("re_shop", MetaData(), Column("id", Integer), schema=schema)
     known = engine.execution_options(schema_translate_map={"tenant": "Shop"})
-    with known.begin() as connection, pytest.raises(UnfencedWriteError if is_known else DBAPIError):
+    with known.connect() as connection, pytest.raises(UnfencedWriteError if is_known else DBAPIError):
         connection.execute(update(other).values(id=2))
 
 
@@ -622,8 +621,8 @@ def test_a_refused_executemany_rolls_back_its_transaction(session: Session, engi
     assert set(session.scalars(select(Order.status))) == {"new"}
 
 
-def test_a_missing_row_is_sqlalchemys_own_error(session: Session, engine: Engine) -> None:
-    """A row that is simply gone stays StaleDataError in a flush, and rowcount 0 elsewhere."""
+def test_an_object_whose_row_is_gone(session: Session, engine: Engine) -> None:
+    """It is a StaleReadError in a flush, and rowcount 0 elsewhere."""
     order = session.get_one(Order, 1)
     session.expunge(order)
     session.rollback()
@@ -631,8 +630,9 @@ def test_a_missing_row_is_sqlalchemys_own_error(session: Session, engine: Engine
         connection.execute(delete(orders).where(orders.c.id == 1))
     session.add(order)
     order.status = "x"
-    with pytest.raises(StaleDataError):
+    with pytest.raises(StaleReadError, match="is gone") as caught:
         session.flush()
+    assert caught.value.current is None
     session.rollback()
     gone = session.connection().execute(update(orders).where(orders.c.id == 1).values(status="x"))
     assert gone.rowcount == 0
@@ -782,8 +782,8 @@ def test_table_that_was_plain_is_known_as_soon_as_a_fenced_one_has_its_name(engi
             for number in (1, 2):
                 connection.execute(insert(plain), {"id": number})
             connection.execute(update(plain).where(plain.c.id == 1), {"note": "x"})
-            with pytest.raises(UnfencedWriteError):
-                connection.execute(update(plain).where(plain.c.id == 1).values({orders.c.status: "stale"}))
+        with engine.connect() as connection, pytest.raises(UnfencedWriteError):
+            connection.execute(update(plain).where(plain.c.id == 1).values({orders.c.status: "stale"}))
         fenced = Table("re_becomes", MetaData(), Column("id", Integer, primary_key=True), fence_column())
         with engine.connect() as connection, pytest.raises(UnfencedWriteError, match="named 're_becomes'"):
             connection.execute(update(plain).where(plain.c.id == 1), {"note": "y"})

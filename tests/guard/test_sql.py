@@ -135,6 +135,7 @@ def test_the_held_lease_is_used_without_a_token(engine: Engine) -> None:
     with Session(engine) as session:
         with pytest.raises(UnfencedWriteError):
             execute_fenced(session, PAID)
+        session.rollback()
         bind(session, Lease("order:1", 7))
         execute_fenced(session, PAID)
         session.execute(fenced_update(Order).where(Order.id == 1).values(status="sent"))
@@ -166,7 +167,7 @@ def test_a_core_table_with_the_column_becomes_fenced(engine: Engine) -> None:
     """A Table without the mark is guarded from the first fenced statement on."""
     with engine.begin() as connection:
         execute_fenced(connection, fenced_update(plain).where(plain.c.id == 1).values(note="x"), token=3)
-    with engine.begin() as connection, pytest.raises(UnfencedWriteError):
+    with engine.connect() as connection, pytest.raises(UnfencedWriteError):
         connection.execute(update(plain).values(note="y"))
 
 

@@ -166,7 +166,8 @@ def test_lease_of_another_row_does_not_do(fresh: Session, engine: Engine) -> Non
     """Nor does none; nothing is sent."""
     with pytest.raises(UnfencedWriteError, match="order:2"):
         fresh.execute(text(GUARDED), {"id": 2, "status": "paid"})
-    with engine.begin() as connection, pytest.raises(UnfencedWriteError, match="no lease"):
+    fresh.rollback()
+    with engine.connect() as connection, pytest.raises(UnfencedWriteError, match="no lease"):
         connection.execute(text(GUARDED), {"id": 1, "status": "paid"})
     assert order(engine, 2) == ("new", 5)
 
@@ -198,6 +199,7 @@ def test_resource_named_by_text_wants_the_token(engine: Engine) -> None:
     for session in holding(engine, Lease("stock:pens", 6)):
         with pytest.raises(UnfencedWriteError, match="parameter fencing_token"):
             session.execute(sql, {"name": "pens"})
+        session.rollback()
         assert session.execute(sql, {"name": "pens", "fencing_token": 6}).rowcount == 1  # type: ignore[attr-defined]
 
 
@@ -269,6 +271,7 @@ def test_without_the_parser_text_is_refused_and_the_error_says_so(
             row: dict[str, Any] = {"id": 1, "status": "x", "fencing_token": 9} if sql == GUARDED else {}
             with pytest.raises(UnfencedWriteError, match=r"fencelock\[sql\]"):
                 fresh.execute(text(sql), row)
+            fresh.rollback()
     finally:
         _text.guarded.cache_clear()
         _text.only_reads.cache_clear()

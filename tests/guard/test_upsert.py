@@ -300,9 +300,11 @@ def test_lease_is_needed(session: Session) -> None:
     """None, the wrong one, and too many are three errors."""
     with pytest.raises(UnfencedWriteError, match="no lease"):
         upsert(session, Price, [{"sku": "pen", "cents": 1}])
+    session.rollback()
     bind(session, Lease("order:2", 6))
     with pytest.raises(UnfencedWriteError, match="order:1"):
         upsert(session, Order, [{"id": 1}])
+    session.rollback()
     bind(session, Lease("a", 6), Lease("b", 6))
     with pytest.raises(AmbiguousFenceError):
         upsert(session, Price, [{"sku": "pen", "cents": 1}])
