@@ -1,0 +1,173 @@
+"""The documentation does what it says: its blocks run as printed, its links lead somewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from fencelock import Redlock
+from fencelock.embedded import Nodes, Postgres
+from tests.pages.blocks import PAGES, ROOT, RUN, SHOWN, Block, blocks, prose, read
+
+#: Blocks that must not run, as (page, a line of the block): the reason.
+NOT_RUN: Final[dict[tuple[str, str], str]] = {}
+#: Pages that are about a project that exists: their blocks run in a copy of it.
+PROJECTS: Final = {"docs/migrating.md": "examples/existing_app"}
+#: Pages that another branch brings.
+AWAITED: Final = {"docs/errors.md", "docs/redis.md"}
+LONGEST_SENTENCE: Final = 30
+LONGEST_README: Final = 900
+
+_LINK: Final = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)$", re.MULTILINE)
+
+
+def urls_for(text: str, nodes: Nodes, postgres: Postgres) -> Iterator[tuple[str, str]]:
+    """Yield what stands in a page for a server, and what the tests have in its place: here and only here."""
+    for number, node in enumerate(nodes, start=1):
+        yield f"redis://r{number}:6379", node.url
+    yield "redis://localhost:6379", nodes[0].url
+    if "@host/shop" in text:
+        url = postgres.create_database()
+        yield "postgresql+psycopg://user@host/shop", url
+        yield "postgresql+asyncpg://user@host/shop", url.replace("+psycopg", "+asyncpg")
+        yield "postgresql://user@host/shop", url.replace("+psycopg", "")
+    for port in ("8000", "5000"):
+        if port in text:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                yield port, str(free.getsockname()[1])
+
+
+def to_run(page: str) -> list[Block]:
+    """Return the blocks of a page, without those that must not run."""
+    left_out = {line for of, line in NOT_RUN if of == page}
+    return [block for block in blocks(read(page)) if not left_out.intersection(block.text.splitlines())]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_blocks_run_as_printed(page: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """In order, in one folder; on pages that do not initialise the nodes, they have been."""
+    found = to_run(page)
+    if not any(block.language in RUN for block in found):
+        return
+    text = "".join(block.text for block in found)
+    folder = tmp_path / "folder"
+    if page in PROJECTS:
+        shutil.copytree(ROOT / PROJECTS[page], folder, ignore=shutil.ignore_patterns("__pycache__"))
+    folder.mkdir(exist_ok=True)
+    environment = {name: value for name, value in os.environ.items() if name != "FENCELOCK_URL"}
+    environment |= {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}.",
+        "FENCELOCK_ROOT": str(ROOT),
+        "FENCELOCK_EXPORTED": str(tmp_path / "exported"),
+        "COLUMNS": "160",
+        "TERM": "dumb",
+    }
+    with Nodes(max([1, *map(int, re.findall(r"redis://r(\d)", text))])) as nodes:
+        if "fencelock init" not in text:
+            environment["FENCELOCK_URL"] = nodes[0].url
+            with Redlock(nodes[0].url) as authority:
+                authority.init()
+        servers = tuple(urls_for(text, nodes, request.getfixturevalue("postgres")))
+        job = {"page": page, "blocks": [[b.language, b.line, _on(servers, b.text)] for b in found]}
+        (tmp_path / "job").write_text(json.dumps(job))
+        ended = subprocess.run(
+            [sys.executable, "-W", "error", "-m", "tests.pages.play", str(tmp_path / "job")],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def _on(servers: tuple[tuple[str, str], ...], text: str) -> str:
+    for printed, real in servers:
+        text = text.replace(printed, real)
+    return text
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_blocks_name_their_language(page: str) -> None:
+    """What no reader could run is tagged as what it is: text, sql, ini."""
+    assert [
+        (block.line, block.language) for block in blocks(read(page)) if block.language not in RUN + SHOWN
+    ] == []
+
+
+def test_what_does_not_run_is_there() -> None:
+    """The list of what must not run names blocks that exist."""
+    for page, line in NOT_RUN:
+        assert any(line in block.text.splitlines() for block in blocks(read(page))), (page, line)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    found: list[str] = []
+    seen: Counter[str] = Counter()
+    for heading in re.findall(r"^#+ +(.+?) *$", prose(page.read_text()), re.MULTILINE):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        slug = re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-")
+        found.append(f"{slug}-{seen[slug]}" if seen[slug] else slug)
+        seen[slug] += 1
+    return set(found)
+
+
+@pytest.mark.parametrize("page", [*PAGES, "spec/README.md", "CHANGELOG.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    """To a file of the repository, and to a heading in it."""
+    broken = []
+    text = re.sub(r"`[^`\n]*`", "", prose(read(page)))
+    for first, second in _LINK.findall(text):
+        link = first or second
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        path = (ROOT / page).parent / name if name else ROOT / page
+        if str(path.resolve().relative_to(ROOT)) in AWAITED and not path.exists():
+            continue
+        if not path.exists() or (anchor and anchor not in anchors(path)):
+            broken.append(link)
+    assert broken == []
+
+
+def test_index_names_every_page() -> None:
+    """Each page of docs/ is in its index, once."""
+    linked = Counter(link.partition("#")[0] for link, _ in _LINK.findall(prose(read("docs/README.md"))))
+    pages = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")} - {"README.md"}
+    assert {page: linked[page] for page in pages if linked[page] != 1} == {}
+
+
+def sentences(text: str) -> Iterator[str]:
+    """Yield the sentences of a page; a heading, an item of a list and a cell of a table end one, too."""
+    for paragraph in re.split(r"\n\s*\n|\n(?=[#|>]|\s*[-*] |\s*\d+\. )", prose(text)):
+        for cell in paragraph.split("|") if paragraph.lstrip().startswith("|") else [paragraph]:
+            plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", cell)
+            yield from re.split(r"(?<=[.!?])[*)”]*\s+", " ".join(plain.split()))
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/errors.md"])
+def test_sentences_are_short(page: str) -> None:
+    """What is read first, and what is read in a hurry, has no sentence of more than thirty words."""
+    if page in AWAITED and not (ROOT / page).exists():
+        pytest.skip(f"{page} comes with another branch")
+    assert [line for line in sentences(read(page)) if len(line.split()) > LONGEST_SENTENCE] == []
+
+
+def test_readme_is_short() -> None:
+    """All of it, code included."""
+    assert len(read("README.md").split()) <= LONGEST_README
