@@ -60,7 +60,7 @@ def blocks(text: str) -> Iterator[Block]:
             opened = None
         else:
             lines.append(line)
-    assert opened is None, f"the block that begins in line {opened and opened[2]} has no end"
+    assert opened is None, f"a block has no end: {opened}"
 
 
 def prose(text: str) -> str:

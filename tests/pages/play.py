@@ -116,7 +116,9 @@ class Page:
         )
         if ended.returncode:
             raise SystemExit(f"{self._name}:{block.line} ended with {ended.returncode}:\n{ended.stdout}")
-        os.environ.update(entry.split("=", 1) for entry in exported.read_text().split("\0") if "=" in entry)
+        for entry in filter(None, exported.read_text().split("\0")):
+            name, _, value = entry.partition("=")
+            os.environ[name] = value
         return ended.stdout
 
     def _serve(self, command: str) -> None:
