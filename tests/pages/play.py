@@ -141,8 +141,8 @@ class Page:
 
     def _compare(self, block: Block) -> None:
         """Check an output that the page shows: `…` stands for anything."""
-        wanted = "".join(f"{re.escape(line.rstrip())}\\s*\n" for line in block.text.splitlines())
-        if not re.search(wanted.replace("…", ".*"), self._printed):
+        wanted = r"\s*\n".join(re.escape(line.rstrip()) for line in block.text.splitlines())
+        if not re.search(wanted.replace("…", ".*") + r"\s*\Z", self._printed):
             raise SystemExit(
                 f"{self._name}:{block.line} shows another output than this one:\n{self._printed}"
             )
