@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -10,18 +11,26 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
+import typer
 
-from fencelock import Redlock
+import fencelock
+from fencelock import Redlock, cli
 from fencelock.embedded import Nodes, Postgres
+from tests.pages import names
 from tests.pages.blocks import PAGES, ROOT, RUN, SHOWN, Block, blocks, prose, read
 
 #: Blocks that must not run, as (page, a line of the block): the reason.
-NOT_RUN: Final[dict[tuple[str, str], str]] = {}
+NOT_RUN: Final[dict[tuple[str, str], str]] = {
+    (
+        "docs/recover.md",
+        "    --after-loss --database postgresql+psycopg://user@host/shop",
+    ): "it is for nodes that lost their data, and asks: tests/test_cli.py runs it on such nodes",
+}
 #: Pages that are about a project that exists: their blocks run in a copy of it.
 PROJECTS: Final = {"docs/migrating.md": "examples/existing_app"}
 #: Pages that another branch brings.
@@ -171,3 +180,49 @@ def test_sentences_are_short(page: str) -> None:
 def test_readme_is_short() -> None:
     """All of it, code included."""
     assert len(read("README.md").split()) <= LONGEST_README
+
+
+def test_names_are_those_of_the_docstrings() -> None:
+    """`python -m tests.pages.names` writes the page anew."""
+    assert names.render() == names.PAGE.read_text()
+
+
+def test_every_public_name_is_on_the_page() -> None:
+    """In one of its tables, once."""
+    grouped = (*names.LOCKS, *names.MODELS, *names.WRITING, *names.WATCHING, *names.OBJECTS, *names.errors())
+    assert sorted(grouped) == sorted(fencelock.__all__)
+
+
+@pytest.mark.parametrize("function", [fencelock.fenced_lock, fencelock.fenced_transaction, Redlock.__init__])
+def test_every_setting_is_on_the_page(function: Callable[..., object]) -> None:
+    """With its default, as the signature has it."""
+    page = read("docs/settings.md")
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            default = parameter.default
+            shown = f'"{default}"' if isinstance(default, str) else f"{default}".removesuffix(".0")
+            assert f"| `{name}` | `{shown}` |" in page, f"| `{name}` | `{shown}` |"
+
+
+def test_every_variable_of_the_environment_is_on_the_page() -> None:
+    """As the library asks for them."""
+    sources = "".join(path.read_text() for path in (ROOT / "fencelock").rglob("*.py"))
+    asked = set(re.findall(r'environ\.get\("(\w+)"', sources))
+    assert asked == set(re.findall(r"^\| `(FENCELOCK_\w+)` ", read("docs/settings.md"), re.MULTILINE))
+
+
+def test_every_option_of_the_command_line_is_on_the_page() -> None:
+    """Under the heading of its command; `torture` has a page of its own."""
+    sections = read("docs/command-line.md").split("\n## ")
+    for name, command in commands(typer.main.get_command(cli.app), "fencelock"):
+        (section,) = (text for text in sections if text.startswith(f"`{name}`"))
+        options = {option for parameter in command.params for option in parameter.opts if option[:2] == "--"}
+        missing = {option for option in options if f"`{option}" not in section}
+        assert name == "fencelock torture" or missing == set(), name
+
+
+def commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield the commands of the command line, by their full names."""
+    for word, inner in getattr(command, "commands", {}).items():
+        yield f"{name} {word}", inner
+        yield from commands(inner, f"{name} {word}")
