@@ -35,8 +35,8 @@ MEMBERS: Final = {
 HEAD: Final = """\
 # Public names
 
-Written by `python -m tests.pages.names` from the docstrings. `help(fencelock.claim)` shows all of one: arguments, errors,
-examples. What is not here may change in any release.
+Written by `python -m tests.pages.names` from the docstrings. `help(fencelock.claim)` shows all of one:
+arguments, errors, examples. A name that is not here may change in any release.
 """
 
 
