@@ -52,10 +52,12 @@ def urls_for(text: str, nodes: Nodes, postgres: Postgres) -> Iterator[tuple[str,
         yield "postgresql+asyncpg://user@host/shop", url.replace("+psycopg", "+asyncpg")
         yield "postgresql://user@host/shop", url.replace("+psycopg", "")
     for port in ("8000", "5000"):
-        if port in text:
+        if f"--port {port}" in text:
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
-                yield port, str(free.getsockname()[1])
+                real = free.getsockname()[1]
+            yield f"--port {port}", f"--port {real}"
+            yield f"localhost:{port}", f"localhost:{real}"
 
 
 def to_run(page: str) -> list[Block]:
@@ -74,34 +76,68 @@ def test_blocks_run_as_printed(page: str, tmp_path: Path, request: pytest.Fixtur
     folder = tmp_path / "folder"
     if page in PROJECTS:
         shutil.copytree(ROOT / PROJECTS[page], folder, ignore=shutil.ignore_patterns("__pycache__"))
-    folder.mkdir(exist_ok=True)
-    environment = {name: value for name, value in os.environ.items() if name != "FENCELOCK_URL"}
-    environment |= {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": f"{ROOT}{os.pathsep}.",
-        "FENCELOCK_ROOT": str(ROOT),
-        "FENCELOCK_EXPORTED": str(tmp_path / "exported"),
-        "COLUMNS": "160",
-        "TERM": "dumb",
-    }
+    environment: dict[str, str] = {}
     with Nodes(max([1, *map(int, re.findall(r"redis://r(\d)", text))])) as nodes:
         if "fencelock init" not in text:
             environment["FENCELOCK_URL"] = nodes[0].url
             with Redlock(nodes[0].url) as authority:
                 authority.init()
         servers = tuple(urls_for(text, nodes, request.getfixturevalue("postgres")))
-        job = {"page": page, "blocks": [[b.language, b.line, _on(servers, b.text)] for b in found]}
-        (tmp_path / "job").write_text(json.dumps(job))
-        ended = subprocess.run(
-            [sys.executable, "-W", "error", "-m", "tests.pages.play", str(tmp_path / "job")],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
+        ended = play(page, found, tmp_path, environment, servers)
     assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def play(
+    page: str,
+    found: list[Block],
+    folder: Path,
+    variables: dict[str, str],
+    servers: tuple[tuple[str, str], ...] = (),
+) -> subprocess.CompletedProcess[str]:
+    """Run blocks in `folder/folder`, warnings as errors, and return how it ended."""
+    (folder / "folder").mkdir(exist_ok=True)
+    job = {"page": page, "blocks": [[b.language, b.line, _on(servers, b.text)] for b in found]}
+    (folder / "job").write_text(json.dumps(job))
+    environment = {name: value for name, value in os.environ.items() if name != "FENCELOCK_URL"}
+    environment |= {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}.",
+        "FENCELOCK_ROOT": str(ROOT),
+        "FENCELOCK_EXPORTED": str(folder / "exported"),
+        "COLUMNS": "160",
+        "TERM": "dumb",
+    }
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-m", "tests.pages.play", str(folder / "job")],
+        cwd=folder / "folder",
+        env=environment | variables,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("language", "text", "said"),
+    [
+        ("python", "answer = 42\nanswer.missing\n", 'File "a page", line 8'),
+        ("python", "import warnings\nwarnings.warn('old')\n", "UserWarning: old"),
+        ("sh", "true\nfalse\ntrue\n", "a page:7 ended with 1"),
+        ("sh", "pip install 'fencelock[nothing]'\n", "no extra nothing"),
+        ("sh", "make nothing\n", "No rule to make target"),
+        ("sh", "fencelock torture --nothing\n", "No such option"),
+        ("sh", "uvicorn nothing:app\n", "did not start"),
+        ("text", "another output\n", "shows another output"),
+    ],
+)
+def test_block_that_does_not_do_as_it_says_is_noticed(
+    tmp_path: Path, language: str, text: str, said: str
+) -> None:
+    """With its page and line."""
+    ended = play("a page", [Block("sh", 3, "echo an output\n"), Block(language, 7, text)], tmp_path, {})
+    assert ended.returncode == 1
+    assert said in ended.stdout + ended.stderr
 
 
 def _on(servers: tuple[tuple[str, str], ...], text: str) -> str:
