@@ -27,6 +27,7 @@ WORKER = """
 import os, signal, sys
 import payments
 from fencelock import FencelockError
+from sqlalchemy.exc import DBAPIError
 
 payments.TTL = 1
 way, cents, paused = sys.argv[1:]
@@ -36,6 +37,9 @@ try:
     print("paid")
 except FencelockError as error:
     print(type(error).__name__)
+except DBAPIError as error:
+    print(type(error.orig).__name__)
+payments.engine.dispose()
 """
 BEGINNING = """
 import payments
@@ -46,6 +50,7 @@ payments.Base.metadata.create_all(payments.engine)
 with fenced_lock("order:1"), Session(payments.engine) as session:
     session.add(payments.Order(id=1, paid_cents=0))
     session.commit()
+payments.engine.dispose()
 """
 IN_A_TRANSACTION = """
 def pay_in_a_transaction(number, cents, think):
@@ -76,6 +81,11 @@ class Shop:
         beginning = self.begin(BEGINNING)
         beginning.communicate(timeout=30)
         assert beginning.returncode == 0
+
+    def use(self, *settings: str) -> None:
+        """Have the processes that begin from now on use settings of PostgreSQL."""
+        options = "".join(f"&options=-c%20{setting.replace('=', '%3D')}" for setting in settings)
+        self._environment["DATABASE_URL"] = self._url + options
 
     def begin(self, program: str, *arguments: str) -> subprocess.Popen[str]:
         """Start a process."""
@@ -143,3 +153,21 @@ def test_worker_that_is_paused_inside_a_transaction_holds_up_the_next(shop: Shop
     first.send_signal(signal.SIGCONT)
     assert first.communicate(timeout=30)[0] == "LockLostError\n"
     assert shop.paid() == 70
+
+
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+def test_database_ends_what_is_forgotten(shop: Shop) -> None:
+    """`lock_timeout` ends the wait of the next holder, the idle timeout the transaction that it waits for."""
+    first = shop.begin_paused("pay_in_a_transaction")
+    shop.use("lock_timeout=1s")
+    second = shop.begin(WORKER, "pay_by_claiming", "50", "at once")
+    assert second.communicate(timeout=30)[0] == "LockNotAvailable\n"
+    first.send_signal(signal.SIGCONT)
+    assert first.communicate(timeout=30)[0] == "LockLostError\n"
+
+    shop.use("idle_in_transaction_session_timeout=1s")
+    first = shop.begin_paused("pay_in_a_transaction")
+    assert shop.begin(WORKER, "pay_by_claiming", "20", "at once").communicate(timeout=30)[0] == "paid\n"
+    first.send_signal(signal.SIGCONT)
+    assert first.communicate(timeout=30)[0] == "IdleInTransactionSessionTimeout\n"
+    assert shop.paid() == 20
