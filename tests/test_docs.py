@@ -27,8 +27,8 @@ from tests.pages.blocks import PAGES, ROOT, RUN, SHOWN, Block, blocks, prose, re
 #: Blocks that must not run, as (page, a line of the block): the reason.
 NOT_RUN: Final[dict[tuple[str, str], str]] = {
     (
-        "docs/recover.md",
-        "    --after-loss --database postgresql+psycopg://user@host/shop",
+        "docs/redis.md",
+        "fencelock init redis://r1:6379 --after-loss --database postgresql+psycopg://user@host/shop",
     ): "it is for nodes that lost their data, and asks: tests/test_cli.py runs it on such nodes",
 }
 #: Pages that are about a project that exists: their blocks run in a copy of it.
@@ -157,6 +157,8 @@ def test_blocks_name_their_language(page: str) -> None:
 def test_what_does_not_run_is_there() -> None:
     """The list of what must not run names blocks that exist."""
     for page, line in NOT_RUN:
+        if page in AWAITED and not (ROOT / page).exists():
+            continue
         assert any(line in block.text.splitlines() for block in blocks(read(page))), (page, line)
 
 
