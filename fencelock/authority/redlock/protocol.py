@@ -1026,7 +1026,7 @@ def _raise_no_quorum(fleet: Fleet, answers: Answers) -> NoReturn:
     if said[Said.AMNESIA] or said[Said.RESTARTED]:
         advice = (
             "nodes that restarted vote again when a client has admitted them, which takes as long as the "
-            "longest lease; `fencelock nodes` tells more (docs/recover.md)"
+            "longest lease; `fencelock nodes` tells more (README: When nodes restart)"
         )
     raise QuorumError(
         f"{voters} of {len(fleet.names)} nodes can vote, and a majority is {fleet.quorum}: {report}; "
