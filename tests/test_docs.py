@@ -33,6 +33,8 @@ NOT_RUN: Final[dict[tuple[str, str], str]] = {
 }
 #: Pages that are about a project that exists: their blocks run in a copy of it.
 PROJECTS: Final = {"docs/migrating.md": "examples/existing_app"}
+#: Pages that tell to install what they need, for those who begin with them.
+INSTALLING: Final = ("docs/celery.md", "docs/fastapi.md", "docs/flask-sqlalchemy.md", "docs/sqlmodel.md")
 #: Pages that another branch brings.
 AWAITED: Final = {"docs/errors.md", "docs/redis.md"}
 LONGEST_SENTENCE: Final = 30
@@ -83,7 +85,25 @@ def test_blocks_run_as_printed(page: str, tmp_path: Path, request: pytest.Fixtur
             with Redlock(nodes[0].url) as authority:
                 authority.init()
         servers = tuple(urls_for(text, nodes, request.getfixturevalue("postgres")))
-        ended = play(page, found, tmp_path, environment, servers)
+        ended = play(page, found, tmp_path, environment, servers=servers)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(
+    os.environ.get("FENCELOCK_TEST_INSTALLS") != "1",
+    reason="FENCELOCK_TEST_INSTALLS=1 makes an environment for each of some pages, in two minutes",
+)
+@pytest.mark.parametrize("page", INSTALLING)
+def test_page_needs_nothing_but_what_it_installs(page: str, tmp_path: Path, postgres: Postgres) -> None:
+    """Its first block makes an empty environment into one in which the others run."""
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "empty"], check=True)
+    found = to_run(page)
+    text = "".join(block.text for block in found)
+    with Nodes(1) as nodes:
+        servers = tuple(urls_for(text, nodes, postgres))
+        python = str(tmp_path / "empty" / "bin" / "python")
+        ended = play(page, found, tmp_path, {"FENCELOCK_INSTALLS": "1"}, servers=servers, python=python)
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
@@ -92,7 +112,9 @@ def play(
     found: list[Block],
     folder: Path,
     variables: dict[str, str],
+    *,
     servers: tuple[tuple[str, str], ...] = (),
+    python: str = sys.executable,
 ) -> subprocess.CompletedProcess[str]:
     """Run blocks in `folder/folder`, warnings as errors, and return how it ended."""
     (folder / "folder").mkdir(exist_ok=True)
@@ -100,7 +122,7 @@ def play(
     (folder / "job").write_text(json.dumps(job))
     environment = {name: value for name, value in os.environ.items() if name != "FENCELOCK_URL"}
     environment |= {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PATH": f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": f"{ROOT}{os.pathsep}.",
         "FENCELOCK_ROOT": str(ROOT),
         "FENCELOCK_EXPORTED": str(folder / "exported"),
@@ -108,12 +130,12 @@ def play(
         "TERM": "dumb",
     }
     return subprocess.run(
-        [sys.executable, "-W", "error", "-m", "tests.pages.play", str(folder / "job")],
+        [python, "-W", "error", "-m", "tests.pages.play", str(folder / "job")],
         cwd=folder / "folder",
         env=environment | variables,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=100 if python == sys.executable else 500,
         check=False,
     )
 
