@@ -28,8 +28,8 @@ from typing import Any, Final
 from tests.pages.blocks import Block
 
 #: Commands that a page tells to type and that the tests only check: what to install is installed here, and
-#: the long ones have tests of their own. With FENCELOCK_INSTALLS it is installed. `make -n` knows the targets,
-#: `--help` the options.
+#: the long ones have tests of their own. With FENCELOCK_INSTALLS it is installed. `make -n` knows targets,
+#: and `--help` options.
 PRELUDE: Final = """
 set -euo pipefail
 pip() {
