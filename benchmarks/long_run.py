@@ -98,7 +98,7 @@ def section(trial: Trial, verdict: Verdict) -> str:
             "",
             f"{verdict.run.started[:10]}, fencelock {verdict.run.fencelock}, {servers}.",
             "",
-            "```",
+            "```text",
             *describe(verdict),
             "```",
             "",

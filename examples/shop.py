@@ -8,8 +8,7 @@ from __future__ import annotations
 from sqlalchemy import MetaData, String
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from fencelock import FencedModel
-from fencelock.guard import fence_table
+from fencelock import FencedModel, fence_table
 
 
 class Base(DeclarativeBase):

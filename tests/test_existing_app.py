@@ -19,7 +19,8 @@ from fencelock.guard import triggers
 ROOT = Path(__file__).parent.parent
 PROJECT = ROOT / "examples" / "existing_app"
 
-#: What docs/migrating.md tells to do: in which file, what stands there, and what comes in its place.
+#: What docs/migrating.md tells to do: in which file, what stands there, and what comes in its place. The page
+#: itself runs in tests/test_docs.py; here it is done on every database, by a program that pays twice at once.
 EDITS = [
     ("models.py", "from sqlalchemy import", "from fencelock import FencedModel\nfrom sqlalchemy import"),
     ("models.py", "class Invoice(Base):", "class Invoice(FencedModel, Base):"),

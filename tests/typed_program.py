@@ -40,6 +40,7 @@ from fencelock import (
     StaleReadError,
     StaleTokenError,
     UnfencedWriteError,
+    begin_immediate,
     bind,
     bypass,
     claim,
@@ -51,6 +52,7 @@ from fencelock import (
     configure,
     execute_fenced,
     exit_on_signals,
+    fence_table,
     fenced,
     fenced_delete,
     fenced_lock,
@@ -78,6 +80,9 @@ class Order(FencedModel, Base):
     __fence_trigger__ = "strict"
     id: Mapped[int] = mapped_column(primary_key=True)
     status: Mapped[str]
+
+
+fence_table(Base.metadata)
 
 
 class DataclassBase(MappedAsDataclass, DeclarativeBase):
@@ -271,6 +276,7 @@ def errors() -> dict[str, list[type[FencelockError]]]:
 def main() -> None:
     """Configure, and go."""
     exit_on_signals()
+    begin_immediate(create_engine("sqlite:///shop.db"))
     quorum = configure("redis://r1:6379,redis://r2:6379,redis://r3:6379")
     assert_type(quorum, Redlock)
     by_hand(quorum)

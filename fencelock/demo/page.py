@@ -97,5 +97,5 @@ class Page:
                 Panel(f"[bold red]{len(failed)} of {len(self.claims)} claims do not hold.[/]")
             )
         else:
-            self._console.print("To fence a project of your own: README.md, “Add it to a project”.\n")
+            self._console.print("To fence a project of your own: README.md, and docs/migrating.md.\n")
         return not failed

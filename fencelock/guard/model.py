@@ -85,7 +85,7 @@ class FencedModel:
             names one of a type whose equal values are written in several ways, or the table has no column
             `last_fencing_token` or the model calls it something else; or if there is no such trigger.
         TypeError: beside `MappedAsDataclass`, which takes `FencedDataclassModel`, and beside SQLModel, which
-            takes the column alone: see docs/migrating.md.
+            takes the column alone: see docs/sqlmodel.md.
     """
 
     __fence_resource__: ClassVar[str | None] = None

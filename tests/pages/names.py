@@ -1,0 +1,99 @@
+"""The page of public names, docs/names.md: each with the first sentence of its docstring.
+
+`python -m tests.pages.names` writes it. A test compares.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any, Final
+
+import fencelock
+import fencelock.embedded
+import fencelock.guard
+from fencelock.guard import triggers
+from tests.pages.blocks import ROOT
+
+PAGE: Final = ROOT / "docs" / "names.md"
+
+LOCKS: Final = ("fenced_lock", "fenced_transaction", "fenced", "configure", "exit_on_signals", "Redlock")
+MODELS: Final = ("FencedModel", "FencedDataclassModel", "fence_table", "begin_immediate")
+WRITING: Final = (
+    *("claim", "claim_all", "gate", "bind", "bypass", "upsert", "execute_fenced"),
+    *("fenced_update", "fenced_delete", "conditional_update", "conditional_delete"),
+    *("claim_async", "claim_all_async", "gate_async"),
+)
+WATCHING: Final = ("on_stale", "on_unfenced", "on_claim", "GuardEvent")
+OBJECTS: Final = ("FencedLock", "AsyncLock", "FencedTransaction", "AsyncFencedTransaction", "Lease")
+MEMBERS: Final = {
+    "Lease": ("resource", "fencing_token", "expires_at", "remaining", "lost", "in_doubt"),
+    "Redlock": ("nodes", "lock", "init", "status", "recover", "close"),
+}
+"""Of other classes all public members are shown; these have some that are for the library alone."""
+
+HEAD: Final = """\
+# Public names
+
+Written by `python -m tests.pages.names` from the docstrings. `help(fencelock.claim)` shows all of one:
+arguments, errors, examples. A name that is not here may change in any release.
+"""
+
+
+def first_line(thing: Any) -> str:
+    """Return the first sentence of a docstring."""
+    (line, *_) = (inspect.getdoc(thing) or "").splitlines()
+    return line.replace("|", "\\|")
+
+
+def errors() -> Iterator[str]:
+    """Yield the names of the errors, each below its parents."""
+    ours = [name for name in fencelock.__all__ if name.endswith("Error")]
+    yield from sorted(ours, key=lambda name: [one.__name__ for one in getattr(fencelock, name).__mro__[::-1]])
+
+
+def members(kind: type) -> Iterator[tuple[str, str]]:
+    """Yield the public members of a class that have something to say, and their first sentences."""
+    for name, member in vars(kind).items():
+        if name not in MEMBERS.get(kind.__name__, (name,)) or name.startswith("_"):
+            continue
+        if inspect.isfunction(member) or isinstance(member, property):
+            call = "()" if inspect.isfunction(member) else ""
+            yield f"{kind.__name__}.{name}{call}", first_line(member)
+
+
+def table(module: Any, names: Iterator[str] | tuple[str, ...], prefix: str = "") -> Iterator[str]:
+    """Yield the lines of a table of names, with the members of classes below them."""
+    yield from ("", "| name | |", "|---|---|")
+    for name in names:
+        thing = getattr(module, name)
+        yield f"| `{prefix}{name}` | {first_line(thing)} |"
+        if inspect.isclass(thing) and not issubclass(thing, Exception):
+            yield from (f"| `{prefix}{member}` | {line} |" for member, line in members(thing))
+
+
+def render() -> str:
+    """Return the page."""
+    lines = [HEAD.rstrip()]
+    for title, names in (
+        ("Locks", LOCKS),
+        ("Models", MODELS),
+        ("Writing", WRITING),
+        ("Watching", WATCHING),
+        ("What the functions return", OBJECTS),
+        ("Errors", tuple(errors())),
+    ):
+        lines += ["", f"## {title}", *table(fencelock, names)]
+        if title == "Errors":
+            lines += ["", "What each means, and what to do: [errors](errors.md)."]
+    lines += ["", "## In `fencelock.guard`", *table(fencelock.guard, ("fence_column", "forget"))]
+    lines += ["", "## In `fencelock.guard.triggers`"]
+    lines += table(triggers, ("create", "drop", "installed", "prepare"), "triggers.")
+    lines += ["", "## In `fencelock.embedded`"]
+    lines += table(fencelock.embedded, ("Nodes", "Node", "Postgres", "EmbeddedServerError"))
+    lines += ["", "Alembic's operations: [migrate](migrating.md#3-migrate)."]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render())

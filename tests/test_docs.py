@@ -1,0 +1,288 @@
+"""The documentation does what it says: its blocks run as printed, its links lead somewhere."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import typer
+
+import fencelock
+from fencelock import Redlock, cli
+from fencelock.embedded import Nodes, Postgres
+from tests.pages import names
+from tests.pages.blocks import PAGES, ROOT, RUN, SHOWN, Block, blocks, prose, read
+
+#: Blocks that must not run, as (page, a line of the block): the reason.
+NOT_RUN: Final[dict[tuple[str, str], str]] = {
+    (
+        "docs/redis.md",
+        "fencelock init redis://r1:6379 --after-loss --database postgresql+psycopg://user@host/shop",
+    ): "it is for nodes that lost their data, and asks: tests/test_cli.py runs it on such nodes",
+}
+#: Pages that are about a project that exists: their blocks run in a copy of it.
+PROJECTS: Final = {"docs/migrating.md": "examples/existing_app"}
+#: Pages that tell to install what they need, for those who begin with them.
+INSTALLING: Final = ("docs/celery.md", "docs/fastapi.md", "docs/flask-sqlalchemy.md", "docs/sqlmodel.md")
+#: Pages that another branch brings.
+AWAITED: Final = {"docs/errors.md", "docs/redis.md"}
+LONGEST_SENTENCE: Final = 30
+LONGEST_README: Final = 900
+
+_LINK: Final = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)$", re.MULTILINE)
+
+
+def urls_for(text: str, nodes: Nodes, postgres: Postgres) -> Iterator[tuple[str, str]]:
+    """Yield what stands in a page for a server, and what the tests have in its place: here and only here."""
+    for number, node in enumerate(nodes, start=1):
+        yield f"redis://r{number}:6379", node.url
+    yield "redis://localhost:6379", nodes[0].url
+    if "@host/shop" in text:
+        url = postgres.create_database()
+        yield "postgresql+psycopg://user@host/shop", url
+        yield "postgresql+asyncpg://user@host/shop", url.replace("+psycopg", "+asyncpg")
+        yield "postgresql://user@host/shop", url.replace("+psycopg", "")
+    for port in ("8000", "5000"):
+        if f"--port {port}" in text:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                real = free.getsockname()[1]
+            yield f"--port {port}", f"--port {real}"
+            yield f"localhost:{port}", f"localhost:{real}"
+
+
+def to_run(page: str) -> list[Block]:
+    """Return the blocks of a page, without those that must not run."""
+    left_out = {line for of, line in NOT_RUN if of == page}
+    return [block for block in blocks(read(page)) if not left_out.intersection(block.text.splitlines())]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_blocks_run_as_printed(page: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """In order, in one folder; on pages that do not initialise the nodes, they have been."""
+    found = to_run(page)
+    if not any(block.language in RUN for block in found):
+        return
+    text = "".join(block.text for block in found)
+    folder = tmp_path / "folder"
+    if page in PROJECTS:
+        shutil.copytree(ROOT / PROJECTS[page], folder, ignore=shutil.ignore_patterns("__pycache__"))
+    environment: dict[str, str] = {}
+    with Nodes(max([1, *map(int, re.findall(r"redis://r(\d)", text))])) as nodes:
+        if "fencelock init" not in text:
+            environment["FENCELOCK_URL"] = nodes[0].url
+            with Redlock(nodes[0].url) as authority:
+                authority.init()
+        servers = tuple(urls_for(text, nodes, request.getfixturevalue("postgres")))
+        ended = play(page, found, tmp_path, environment, servers=servers)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(
+    os.environ.get("FENCELOCK_TEST_INSTALLS") != "1",
+    reason="FENCELOCK_TEST_INSTALLS=1 makes an environment for each of some pages, in two minutes",
+)
+@pytest.mark.parametrize("page", INSTALLING)
+def test_page_needs_nothing_but_what_it_installs(page: str, tmp_path: Path, postgres: Postgres) -> None:
+    """Its first block makes an empty environment into one in which the others run."""
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "empty"], check=True)
+    found = to_run(page)
+    text = "".join(block.text for block in found)
+    with Nodes(1) as nodes:
+        servers = tuple(urls_for(text, nodes, postgres))
+        python = str(tmp_path / "empty" / "bin" / "python")
+        ended = play(page, found, tmp_path, {"FENCELOCK_INSTALLS": "1"}, servers=servers, python=python)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def play(
+    page: str,
+    found: list[Block],
+    folder: Path,
+    variables: dict[str, str],
+    *,
+    servers: tuple[tuple[str, str], ...] = (),
+    python: str = sys.executable,
+) -> subprocess.CompletedProcess[str]:
+    """Run blocks in `folder/folder`, warnings as errors, and return how it ended."""
+    (folder / "folder").mkdir(exist_ok=True)
+    job = {"page": page, "blocks": [[b.language, b.line, _on(servers, b.text)] for b in found]}
+    (folder / "job").write_text(json.dumps(job))
+    environment = {name: value for name, value in os.environ.items() if name != "FENCELOCK_URL"}
+    environment |= {
+        "PATH": f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}.",
+        "FENCELOCK_ROOT": str(ROOT),
+        "FENCELOCK_EXPORTED": str(folder / "exported"),
+        "COLUMNS": "160",
+        "TERM": "dumb",
+    }
+    return subprocess.run(
+        [python, "-W", "error", "-m", "tests.pages.play", str(folder / "job")],
+        cwd=folder / "folder",
+        env=environment | variables,
+        capture_output=True,
+        text=True,
+        timeout=100 if python == sys.executable else 500,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("language", "text", "said"),
+    [
+        ("python", "answer = 42\nanswer.missing\n", 'File "a page", line 8'),
+        ("python", "import warnings\nwarnings.warn('old')\n", "UserWarning: old"),
+        ("sh", "true\nfalse\ntrue\n", "a page:7 ended with 1"),
+        ("sh", "pip install 'fencelock[nothing]'\n", "no extra nothing"),
+        ("sh", "make nothing\n", "No rule to make target"),
+        ("sh", "fencelock torture --nothing\n", "No such option"),
+        ("sh", "uvicorn nothing:app\n", "did not start"),
+        ("text", "another output\n", "shows another output"),
+    ],
+)
+def test_block_that_does_not_do_as_it_says_is_noticed(
+    tmp_path: Path, language: str, text: str, said: str
+) -> None:
+    """With its page and line."""
+    ended = play("a page", [Block("sh", 3, "echo an output\n"), Block(language, 7, text)], tmp_path, {})
+    assert ended.returncode == 1
+    assert said in ended.stdout + ended.stderr
+
+
+def _on(servers: tuple[tuple[str, str], ...], text: str) -> str:
+    for printed, real in servers:
+        text = text.replace(printed, real)
+    return text
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_blocks_name_their_language(page: str) -> None:
+    """What no reader could run is tagged as what it is: text, sql, ini."""
+    assert [
+        (block.line, block.language) for block in blocks(read(page)) if block.language not in RUN + SHOWN
+    ] == []
+
+
+def test_what_does_not_run_is_there() -> None:
+    """The list of what must not run names blocks that exist."""
+    for page, line in NOT_RUN:
+        if page in AWAITED and not (ROOT / page).exists():
+            continue
+        assert any(line in block.text.splitlines() for block in blocks(read(page))), (page, line)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    found: list[str] = []
+    seen: Counter[str] = Counter()
+    for heading in re.findall(r"^#+ +(.+?) *$", prose(page.read_text()), re.MULTILINE):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        slug = re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-")
+        found.append(f"{slug}-{seen[slug]}" if seen[slug] else slug)
+        seen[slug] += 1
+    return set(found)
+
+
+@pytest.mark.parametrize("page", [*PAGES, "spec/README.md", "CHANGELOG.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    """To a file of the repository, and to a heading in it."""
+    broken = []
+    text = re.sub(r"`[^`\n]*`", "", prose(read(page)))
+    for first, second in _LINK.findall(text):
+        link = first or second
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        path = (ROOT / page).parent / name if name else ROOT / page
+        if str(path.resolve().relative_to(ROOT)) in AWAITED and not path.exists():
+            continue
+        if not path.exists() or (anchor and anchor not in anchors(path)):
+            broken.append(link)
+    assert broken == []
+
+
+def test_index_names_every_page() -> None:
+    """Each page of docs/ is in its index, once."""
+    linked = Counter(link.partition("#")[0] for link, _ in _LINK.findall(prose(read("docs/README.md"))))
+    pages = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")} - {"README.md"}
+    assert {page: linked[page] for page in pages if linked[page] != 1} == {}
+
+
+def sentences(text: str) -> Iterator[str]:
+    """Yield the sentences of a page; a heading, an item of a list and a cell of a table end one, too."""
+    for paragraph in re.split(r"\n\s*\n|\n(?=[#|>]|\s*[-*] |\s*\d+\. )", prose(text)):
+        for cell in paragraph.split("|") if paragraph.lstrip().startswith("|") else [paragraph]:
+            plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", cell)
+            yield from re.split(r"(?<=[.!?])[*)”]*\s+", " ".join(plain.split()))
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/errors.md"])
+def test_sentences_are_short(page: str) -> None:
+    """What is read first, and what is read in a hurry, has no sentence of more than thirty words."""
+    if page in AWAITED and not (ROOT / page).exists():
+        pytest.skip(f"{page} comes with another branch")
+    assert [line for line in sentences(read(page)) if len(line.split()) > LONGEST_SENTENCE] == []
+
+
+def test_readme_is_short() -> None:
+    """All of it, code included."""
+    assert len(read("README.md").split()) <= LONGEST_README
+
+
+def test_names_are_those_of_the_docstrings() -> None:
+    """`python -m tests.pages.names` writes the page anew."""
+    assert names.render() == names.PAGE.read_text()
+
+
+def test_every_public_name_is_on_the_page() -> None:
+    """In one of its tables, once."""
+    grouped = (*names.LOCKS, *names.MODELS, *names.WRITING, *names.WATCHING, *names.OBJECTS, *names.errors())
+    assert sorted(grouped) == sorted(fencelock.__all__)
+
+
+@pytest.mark.parametrize("function", [fencelock.fenced_lock, fencelock.fenced_transaction, Redlock.__init__])
+def test_every_setting_is_on_the_page(function: Callable[..., object]) -> None:
+    """With its default, as the signature has it."""
+    page = read("docs/settings.md")
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            default = parameter.default
+            shown = f'"{default}"' if isinstance(default, str) else f"{default}".removesuffix(".0")
+            assert f"| `{name}` | `{shown}` |" in page, f"| `{name}` | `{shown}` |"
+
+
+def test_every_variable_of_the_environment_is_on_the_page() -> None:
+    """As the library asks for them."""
+    sources = "".join(path.read_text() for path in (ROOT / "fencelock").rglob("*.py"))
+    asked = set(re.findall(r'environ\.get\("(\w+)"', sources))
+    assert asked == set(re.findall(r"^\| `(FENCELOCK_\w+)` ", read("docs/settings.md"), re.MULTILINE))
+
+
+def test_every_option_of_the_command_line_is_on_the_page() -> None:
+    """Under the heading of its command; `torture` has a page of its own."""
+    sections = read("docs/command-line.md").split("\n## ")
+    for name, command in commands(typer.main.get_command(cli.app), "fencelock"):
+        (section,) = (text for text in sections if text.startswith(f"`{name}`"))
+        options = {option for parameter in command.params for option in parameter.opts if option[:2] == "--"}
+        missing = {option for option in options if f"`{option}" not in section}
+        assert name == "fencelock torture" or missing == set(), name
+
+
+def commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield the commands of the command line, by their full names."""
+    for word, inner in getattr(command, "commands", {}).items():
+        yield f"{name} {word}", inner
+        yield from commands(inner, f"{name} {word}")
