@@ -22,7 +22,7 @@ from sqlalchemy import NullPool, create_engine, make_url
 from sqlalchemy.exc import SQLAlchemyError
 
 from fencelock.authority.redlock.change import Change
-from fencelock.authority.redlock.membership import DEFAULT_MAX_TTL, epoch_above
+from fencelock.authority.redlock.membership import epoch_above
 from fencelock.authority.redlock.operator import change_nodes
 from fencelock.authority.redlock.places import split_urls
 from fencelock.authority.redlock.redlock import Redlock
@@ -93,9 +93,11 @@ def init(
         typer.Option(help="Where counters start: Unix milliseconds by default; 0 makes tokens 1, 2, 3 …"),
     ] = None,
     max_ttl: Annotated[
-        float,
-        typer.Option(help="Longest lease in seconds; a node that lost its memory stays out for so long."),
-    ] = DEFAULT_MAX_TTL,
+        float | None,
+        typer.Option(
+            help="Longest lease in seconds, 60 by default; a node that restarted stays out for so long."
+        ),
+    ] = None,
     after_loss: Annotated[
         bool,
         typer.Option(

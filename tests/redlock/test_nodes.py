@@ -515,6 +515,19 @@ def test_init_out_of_range_is_refused(settings: dict[str, Any]) -> None:
         authority.init(**settings)
 
 
+@pytest.mark.parametrize("max_ttl", [None, 300])
+def test_nodes_keep_the_longest_ttl_that_they_have(nodes: Nodes, max_ttl: float | None) -> None:
+    """New ones get 60 s; whoever initialises again without saying how long changes nothing."""
+    with Redlock(nodes.urls[:3]) as authority:
+        assert authority.init(max_ttl=max_ttl)
+        assert not authority.init()
+        authority.lock("r", ttl=max_ttl or 60).acquire()
+        with pytest.raises(ValueError, match="longer than the"):
+            authority.lock("s", ttl=(max_ttl or 60) + 1).acquire()
+        with pytest.raises(MembershipError, match="and not 61 s"):
+            authority.init(max_ttl=61)
+
+
 def test_longest_ttl_binds_acquisitions_and_extensions(nodes: Nodes) -> None:
     """A node that lost its memory stays out for no longer than that."""
     with Redlock(nodes.urls[:3]) as authority:

@@ -201,7 +201,7 @@ def _make_list(
 
 def _new_id(plan: Plan, node: int, old: Membership) -> Generator[Request, Any, str]:
     command = plan.command("begin", "", plan.new_word(), round(old.max_ttl * 1000), "")
-    answers, _ = yield from ask(command, [node], plan.patience)
+    answers = yield from ask(command, [node], plan.patience)
     if answers[node].said is not Said.TICKET:
         raise QuorumError(
             f"{plan.names[node]} cannot be made a member: {answers[node]}",
@@ -257,7 +257,7 @@ def _close(plan: Plan, old: Membership, target: Membership) -> Generator[Request
     quorum = _majority(len(old.seats))
     command = plan.command("close", old.fingerprint, target.fingerprint, target.to_json())
     for _ in range(_MOST_PASSES):
-        answers, _ended = yield from ask(command, plan.everybody, plan.patience)
+        answers = yield from ask(command, plan.everybody, plan.patience)
         shut = yield from synced(_who(answers, Said.SHUT), plan.patience)
         standings = yield from _closed_still(plan, shut, old, target)
         if len(standings) >= quorum:
@@ -296,7 +296,7 @@ def _promise(plan: Plan, target: Membership, epoch: int) -> Generator[Request, A
     before, _ = yield from read(plan.node_key, plan.wanted, plan.patience)
     for node in before:
         command = plan.command("promise", target.fingerprint, epoch, ids[plan.names[node]], "change")
-        answers, _ = yield from ask(command, [node], plan.patience)
+        answers = yield from ask(command, [node], plan.patience)
         promised |= _who(answers, Said.PROMISED)
     promised = yield from synced(promised, plan.patience)
     told, _ = yield from read(plan.node_key, promised, plan.patience)
@@ -325,7 +325,7 @@ def _outwait_leases(plan: Plan, standings: Standings) -> Generator[Request, Any,
 def _longest_lease(plan: Plan, node: int) -> Generator[Request, Any, float]:
     cursor, longest = "0", 0.0
     while True:
-        answers, _ = yield from ask(plan.command("leases", "", cursor), [node], plan.patience)
+        answers = yield from ask(plan.command("leases", "", cursor), [node], plan.patience)
         if answers[node].said is not Said.LEASES:
             return longest
         cursor, part = answers[node].facts
@@ -341,7 +341,7 @@ def _open(plan: Plan, target: Membership, epoch: int) -> Generator[Request, Any,
     opened: set[int] = set()
     for node in sorted(standings, key=lambda node: not standings[node].blank):
         arguments = (target.fingerprint, epoch, ids[plan.names[node]], 0, target.to_json())
-        answers, _ = yield from ask(plan.command("open", *arguments), [node], plan.patience)
+        answers = yield from ask(plan.command("open", *arguments), [node], plan.patience)
         opened |= _who(answers, Said.OPENED)
     yield from synced(opened, plan.patience)
 
@@ -366,7 +366,7 @@ def _open_stragglers(plan: Plan, present: Membership, standings: Standings) -> G
         return False
     epoch = max(standing.highest for standing in (voters | waiting).values()) + 1
     yield from _promise(plan, present, epoch)
-    answers, _ = yield from ask(plan.command("raise", present.fingerprint, epoch), voters, plan.patience)
+    answers = yield from ask(plan.command("raise", present.fingerprint, epoch), voters, plan.patience)
     if len(_who(answers, Said.RAISED)) >= _majority(len(present.seats)):
         yield from _open(plan, present, epoch)
     return True

@@ -20,7 +20,8 @@ from fencelock.errors import MembershipError, QuorumError
 
 PROTOCOL_VERSION = 1
 STRIPE_HASH = "crc32"
-DEFAULT_MAX_TTL = 300.0
+#: Of nodes that are initialised for the first time.
+DEFAULT_MAX_TTL = 60.0
 
 _MOST_LOOKS = 3
 
@@ -140,11 +141,13 @@ def initialise(
     *,
     new_word: Callable[[], str],
     base: int,
-    max_ttl: float,
+    max_ttl: float | None,
     patience: float,
     epoch: int = 0,
 ) -> Generator[Request, Any, tuple[Membership, bool]]:
     """Open N blank nodes, and tell whether that was still to be done.
+
+    Without a `max_ttl`, nodes that have one keep it.
 
     Every node is first given a ticket, which becomes its id; whoever comes second finds the same tickets, so
     that several clients may initialise at once, and an interrupted initialisation is finished by the next
@@ -159,7 +162,10 @@ def initialise(
         QuorumError: not every node answered; all of them are needed, this once.
         MembershipError: some nodes are in use already, or belong to another list.
     """
-    standing = yield from _begin(names, node_key, new_word, max_ttl, patience)
+    asked = DEFAULT_MAX_TTL if max_ttl is None else max_ttl
+    standing = yield from _begin(names, node_key, new_word, asked, patience)
+    if max_ttl is None:
+        max_ttl = max(_max_ttl_of(answer) for answer in standing.values())
     ids = {node: answer.facts[0] for node, answer in standing.items()}
     membership = Membership(tuple(sorted((ids[node], names[node]) for node in ids)), max_ttl)
     _check_agreement(names, standing, membership)
@@ -185,6 +191,13 @@ def _begin(
         begin = Command("begin", "", (node_key,), ("", new_word(), round(max_ttl * 1000), ""))
         standing[node] = yield from _need(names, node, begin, patience)
     return standing
+
+
+def _max_ttl_of(answer: Answer) -> float:
+    """Return the longest ttl of a node's list, or of its ticket."""
+    if answer.said is Said.ADMITTED:
+        return Membership.from_json(answer.facts[1]).max_ttl
+    return float(answer.facts[1]) / 1000
 
 
 def _promise(
@@ -262,7 +275,7 @@ def _interrupted(name: str) -> MembershipError:
 def _need(
     names: tuple[str, ...], node: int, command: Command, patience: float
 ) -> Generator[Request, Any, Answer]:
-    answers, _ = yield from ask(command, [node], patience)
+    answers = yield from ask(command, [node], patience)
     answer = answers[node]
     if answer.said not in {Said.TICKET, Said.ADMITTED, Said.OPENED, Said.PROMISED, Said.NO_TICKET}:
         raise _unfit(names, names[node], answer)
@@ -299,8 +312,8 @@ def _check_agreement(names: tuple[str, ...], standing: dict[int, Answer], member
                     f"{name} was initialised with a longest ttl of {theirs.max_ttl:g} s, and not "
                     f"{membership.max_ttl:g} s: use the same"
                 )
-        elif float(answer.facts[1]) != round(membership.max_ttl * 1000):
+        elif round((its := _max_ttl_of(answer)) * 1000) != round(membership.max_ttl * 1000):
             raise MembershipError(
-                f"{name} is being initialised with a longest ttl of {float(answer.facts[1]) / 1000:g} s, and "
+                f"{name} is being initialised with a longest ttl of {its:g} s, and "
                 f"not {membership.max_ttl:g} s: use the same"
             )

@@ -76,7 +76,8 @@ _OWN_ARGUMENTS: Final = 2
 _KEYS_OF_ONE: Final = 2
 _LEADING: Final = frozenset({Said.UNREACHABLE, Said.ERROR})
 _WITH_FACTS: Final = frozenset({Said.TICKET, Said.ADMITTED, Said.OPENED, Said.STANDING, Said.LEASES})
-_TELLING = _WITH_FACTS | {Said.EXTENDED, Said.GRANTED, Said.HIGHER, Said.HELD, Said.MERGED}
+_WITH_TTL: Final = frozenset({Said.HELD, Said.RESTARTED, Said.EARLY})
+_TELLING = _WITH_FACTS | _WITH_TTL | {Said.EXTENDED, Said.GRANTED, Said.HIGHER, Said.MERGED}
 #: Answers that are complete with their first word. That of WAITAOF is how many disks it is on.
 _BARE: Final[dict[bytes | int, Answer]] = {
     **{name: Answer(said) for name, said in _SAID.items() if said not in _TELLING},
@@ -389,7 +390,7 @@ def read_answer(reply: Any) -> Answer:
         return Answer(Said.UNREACHABLE if reason.startswith(_PASSING_ERRORS) else Said.ERROR, detail=reason)
     word = reply[0]
     said = _SAID[word]
-    if said is Said.HELD:
+    if said in _WITH_TTL:
         # A lock without an end was put there by somebody else than a client of ours.
         return Answer(said, ttl=reply[1] / 1000 if reply[1] >= 0 else math.inf)
     if said in _WITH_FACTS:

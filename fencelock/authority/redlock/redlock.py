@@ -126,7 +126,6 @@ class Redlock:
         self._identities: dict[int, Identity] = {}
         self._recollection = Recollection(self._names)
         self._seen: tuple[object, protocol.Fleet] | None = None
-        self._sightings: recovery.Sightings = {}
         # Of acquisitions under way and grants in use. Grants that are let expire leave by themselves.
         self._wanted: WeakValues[str, protocol.Bid] = WeakValues()
         self._pool = Pool(self._make_channels)
@@ -241,7 +240,7 @@ class Redlock:
         self,
         *,
         base: int | None = None,
-        max_ttl: float = membership.DEFAULT_MAX_TTL,
+        max_ttl: float | None = None,
         above: int | None = None,
     ) -> bool:
         """Initialise N blank nodes, once in their life; all of them must answer.
@@ -254,7 +253,7 @@ class Redlock:
                 granted: all new tokens are larger, for they are of a larger epoch. When this returns,
                 that is so whoever has initialised the nodes, and however long ago.
             max_ttl: the longest lease in seconds that these nodes will grant. A node that lost its
-                memory must stay out for so long.
+                memory must stay out for so long. By default 60, or what the nodes have already.
 
         Returns:
             True, or False if these nodes had been initialised already.
@@ -282,7 +281,7 @@ class Redlock:
         Returns:
             True when nothing is left to do; False where nothing can be done, as `status` tells.
         """
-        return self._run(recovery.recover(self._around(), {}))
+        return self._run(recovery.recover(self._around()))
 
     def _asking(self) -> Generator[protocol.Request, Any, tuple[NodeStatus, ...]]:
         nodes = range(len(self._names))
@@ -327,7 +326,7 @@ class Redlock:
                 if initialised or os.environ.get("FENCELOCK_AUTO_INIT") != "1":
                     raise
             initialised = True
-            yield from self._initialising(None, membership.DEFAULT_MAX_TTL)
+            yield from self._initialising(None, None)
 
     def _rising(self, bids: _Bids) -> Generator[protocol.Request, Any, None]:
         """Bring the nodes where they can grant tokens above those that the bids must exceed."""
@@ -365,7 +364,7 @@ class Redlock:
         return protocol.released(fleet, (yield request))
 
     def _initialising(
-        self, base: int | None, max_ttl: float, epoch: int = 0
+        self, base: int | None, max_ttl: float | None, epoch: int = 0
     ) -> Generator[protocol.Request, Any, bool]:
         base = membership.default_base() if base is None else membership.check_base(base)
         try:
@@ -374,7 +373,7 @@ class Redlock:
                 self._node_key,
                 new_word=lambda: secrets.token_hex(16),
                 base=base,
-                max_ttl=check_ttl(max_ttl),
+                max_ttl=None if max_ttl is None else check_ttl(max_ttl),
                 patience=self._connect_timeout,
                 epoch=epoch,
             )
@@ -429,7 +428,7 @@ class Redlock:
             self._recoverer.hear()
 
     def _recovering(self) -> Generator[protocol.Request, Any, bool]:
-        return recovery.recover(self._around(), self._sightings)
+        return recovery.recover(self._around())
 
     def _around(self) -> recovery.Surroundings:
         return recovery.Surroundings(
