@@ -108,6 +108,10 @@ def init(
         list[str] | None,
         typer.Option(help="SQLAlchemy URL of a database with fenced tables, for --after-loss; each once."),
     ] = None,
+    allow_eviction: Annotated[
+        bool,
+        typer.Option("--allow-eviction", help="Also nodes that drop keys when their memory is full."),
+    ] = False,
     namespace: Annotated[str, typer.Option(help="Prefix of every key on the nodes.")] = "fencelock",
 ) -> None:
     """Initialise N blank nodes, once in their life. All of them must be reachable."""
@@ -120,7 +124,7 @@ def init(
     with _errors_as_sentences():
         above = _highest_fence(database or [], console) if after_loss else None
         with Redlock(",".join(urls), namespace=namespace) as quorum:
-            done = quorum.init(base=base, max_ttl=max_ttl, above=above)
+            done = quorum.init(base=base, max_ttl=max_ttl, above=above, allow_eviction=allow_eviction)
             count = len(quorum.nodes)
     said = "initialised" if done else "had been initialised before"
     said += "" if done or above is not None else "; nothing was changed"

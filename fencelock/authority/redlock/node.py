@@ -21,7 +21,7 @@ import re
 import socket
 import ssl
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -138,12 +138,15 @@ class Identity:
         replid: its replication id, where every vote must prove it again; otherwise empty.
         node_id: the node's own id, given when it was initialised; empty while it is blank.
         membership: the list that it belongs to; None while it is blank.
+        eviction: the policy by which it drops keys when its memory is full; empty if it drops none; None
+            where it does not tell.
     """
 
     run_id: str
     replid: str
     node_id: str
     membership: Membership | None
+    eviction: str | None = ""
 
     def admitted(self, node_id: str, members: str) -> Identity:
         """Return the same server process, as a member of a list.
@@ -309,8 +312,16 @@ def _identify(connection: Any, info: dict[str, str], node_key: str, *, verify_vo
     replid = info.get("master_replid", "") if verify else ""
     if verify and not replid:
         raise Unusable(Said.ERROR, "its INFO has no master_replid, so a failover could not be noticed")
-    blank = Identity(info["run_id"], replid, "", None)
+    blank = Identity(info["run_id"], replid, "", None, eviction_of(info))
     return blank.admitted(node_id.decode(), members.decode()) if members else blank
+
+
+def eviction_of(info: Mapping[str, str]) -> str | None:
+    """Return what a server's INFO tells of eviction, as `Identity` has it."""
+    limit, policy = info.get("maxmemory", ""), info.get("maxmemory_policy", "")
+    if limit == "0" or policy == "noeviction":
+        return ""
+    return policy if limit and policy else None
 
 
 def _others(connection: Any, info: dict[str, str], server: Server) -> list[tuple[str, int]]:
