@@ -108,6 +108,9 @@ def init(
         list[str] | None,
         typer.Option(help="SQLAlchemy URL of a database with fenced tables, for --after-loss; each once."),
     ] = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Do not ask before --after-loss deletes what is left on the nodes.")
+    ] = False,
     allow_eviction: Annotated[
         bool,
         typer.Option("--allow-eviction", help="Also nodes that drop keys when their memory is full."),
@@ -123,7 +126,9 @@ def init(
         )
     with _errors_as_sentences():
         above = _highest_fence(database or [], console) if after_loss else None
-        with Redlock(",".join(urls), namespace=namespace) as quorum:
+        with Redlock(",".join(urls), namespace=namespace, recover=False) as quorum:
+            if after_loss:
+                _clear(quorum, console, yes=yes)
             done = quorum.init(base=base, max_ttl=max_ttl, above=above, allow_eviction=allow_eviction)
             count = len(quorum.nodes)
     said = "initialised" if done else "had been initialised before"
@@ -133,6 +138,23 @@ def init(
         epoch = epoch_above(above)
         console.print(f"Tokens are of epoch {epoch} or later now, above all that was granted up to {above}")
     console.print(f"Tell your programs: export FENCELOCK_URL={','.join(urls)}")
+
+
+def _clear(quorum: Redlock, console: Console, *, yes: bool) -> None:
+    """Delete what is left on nodes of which too few vote, if the operator agrees."""
+    left = quorum.remains()
+    if not left:
+        return
+    console.print(
+        f"{', '.join(left)} still {'holds' if len(left) == 1 else 'hold'} what is left", markup=False
+    )
+    others = sorted({address for addresses in left.values() for address in addresses} - set(quorum.nodes))
+    if others:
+        console.print(f"{', '.join(others)} must be gone for good", style="yellow", markup=False)
+    if not yes:
+        question = "Delete it, and no other key? No program may use these nodes now (--yes does not ask)"
+        typer.confirm(question, abort=True, err=True)
+    console.print(f"{quorum.clear()} keys deleted")
 
 
 def _highest_fence(databases: list[str], console: Console) -> int:

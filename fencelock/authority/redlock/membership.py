@@ -24,6 +24,7 @@ STRIPE_HASH = "crc32"
 DEFAULT_MAX_TTL = 60.0
 
 _MOST_LOOKS = 3
+_FIT = frozenset({Said.TICKET, Said.ADMITTED, Said.OPENED, Said.PROMISED, Said.NO_TICKET, Said.CLEARED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +174,7 @@ def initialise(
     again = yield from _begin(names, node_key, new_word, max_ttl, patience)
     for node, answer in again.items():
         if answer.facts[0] != ids[node]:
-            raise _interrupted(names[node])
+            raise _interrupted(names[node], node_key)
     _check_agreement(names, again, membership)
     blank = [node for node, answer in again.items() if answer.said is Said.TICKET]
     if blank:
@@ -257,7 +258,7 @@ def _open(
         arguments = (membership.fingerprint, start[0], ids[node], start[1], membership.to_json())
         opened = yield from _need(names, node, Command("open", "", (node_key,), arguments), patience)
         if opened.said is Said.NO_TICKET:
-            raise _interrupted(names[node])
+            raise _interrupted(names[node], node_key)
         if Membership.from_json(opened.facts[1]).fingerprint != membership.fingerprint:
             raise MembershipError(
                 f"{names[node]} has just been initialised by somebody else, in another list: run the same "
@@ -265,11 +266,48 @@ def _open(
             )
 
 
-def _interrupted(name: str) -> MembershipError:
+def _interrupted(name: str, node_key: str) -> MembershipError:
     return MembershipError(
-        f"{name} restarted while it was being initialised, and is blank again: "
-        "flush all of these nodes, if none of them has been used, and initialise again"
+        f"{name} restarted while it was being initialised, and is blank again. If none of these nodes has "
+        f"been used, delete the key {node_key} on each, and initialise again; else add --after-loss "
+        "--database URL"
     )
+
+
+def remains(
+    names: tuple[str, ...], node_key: str, patience: float
+) -> Generator[Request, Any, dict[str, tuple[str, ...]]]:
+    """Return the nodes that remember a list which has lost its majority, each with the addresses of the list.
+
+    Empty where a majority of a list votes: nothing is lost there.
+
+    Raises:
+        QuorumError: not every node answered.
+    """
+    standings = yield from _read(names, node_key, patience)
+    marked = {node: standing for node, standing in standings.items() if not standing.blank}
+    lists = {node: Membership.from_json(standing.members) for node, standing in marked.items()}
+    for known in lists.values():
+        if 2 * sum(each.votes_in(known.fingerprint) for each in marked.values()) > len(known.seats):
+            return {}
+    return {names[node]: tuple(address for _, address in known.seats) for node, known in lists.items()}
+
+
+def clear(names: tuple[str, ...], node_key: str, patience: float) -> Generator[Request, Any, int]:
+    """Delete what a namespace has left on the nodes; return how many keys that were.
+
+    Raises:
+        QuorumError: not every node answered.
+    """
+    yield from _read(names, node_key, patience)
+    count = 0
+    for node in range(len(names)):
+        following = ""
+        while following != "0":
+            command = Command("clear", "", (node_key,), ("", following or "0"))
+            following, deleted = (yield from _need(names, node, command, patience)).facts
+            count += int(deleted)
+    return count
 
 
 def _need(
@@ -277,7 +315,7 @@ def _need(
 ) -> Generator[Request, Any, Answer]:
     answers = yield from ask(command, [node], patience)
     answer = answers[node]
-    if answer.said not in {Said.TICKET, Said.ADMITTED, Said.OPENED, Said.PROMISED, Said.NO_TICKET}:
+    if answer.said not in _FIT:
         raise _unfit(names, names[node], answer)
     return answer
 

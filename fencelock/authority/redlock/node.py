@@ -75,7 +75,9 @@ _OWN_ARGUMENTS: Final = 2
 #: The node's, and that of a lock.
 _KEYS_OF_ONE: Final = 2
 _LEADING: Final = frozenset({Said.UNREACHABLE, Said.ERROR})
-_WITH_FACTS: Final = frozenset({Said.TICKET, Said.ADMITTED, Said.OPENED, Said.STANDING, Said.LEASES})
+_WITH_FACTS: Final = frozenset(
+    {Said.TICKET, Said.ADMITTED, Said.OPENED, Said.STANDING, Said.LEASES, Said.CLEARED}
+)
 _WITH_TTL: Final = frozenset({Said.HELD, Said.RESTARTED, Said.EARLY})
 _TELLING = _WITH_FACTS | _WITH_TTL | {Said.EXTENDED, Said.GRANTED, Said.HIGHER, Said.MERGED}
 #: Answers that are complete with their first word. That of WAITAOF is how many disks it is on.

@@ -71,6 +71,7 @@ class Said(enum.Enum):
     PROMISED = "promised the epoch"
     RAISED = "raised to the epoch"
     LEASES = "told how long its locks live"
+    CLEARED = "deleted what was left"
     SHUT = "closed in favour of the next list"
     ON_DISK = "has written it to its disk"
     NOT_ON_DISK = "has not written it to its disk in time"

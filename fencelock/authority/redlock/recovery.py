@@ -386,7 +386,7 @@ def _status_of_waiting(name: str, standing: Standing, roll: Roll, seat: str) -> 
     return NodeStatus(name, state, standing.epoch, detail=detail)
 
 
-_TOO_FEW = "too few nodes remember what was promised: fencelock init --after-loss, once all are flushed"
+_TOO_FEW = "too few nodes remember what was promised: fencelock init --after-loss"
 
 
 def _addresses(members: str) -> str:

@@ -294,6 +294,27 @@ class Redlock:
         epoch = 0 if above is None else membership.epoch_above(above)
         return self._run(self._initialising(base, max_ttl, epoch, allow_eviction=allow_eviction))
 
+    def remains(self) -> dict[str, tuple[str, ...]]:
+        """Return the nodes that remember a list which has lost its majority, with the addresses of that list.
+
+        Raises:
+            QuorumError: a node did not answer.
+        """
+        return self._run(membership.remains(self._names, self._node_key, self._node_timeout))
+
+    def clear(self) -> int:
+        """Delete what the namespace has left on the nodes: what they remember, locks, queues. No other key.
+
+        For a list that has lost its majority, before `init(above=…)`; no client may use it any more.
+
+        Returns:
+            How many keys it has deleted.
+
+        Raises:
+            QuorumError: a node did not answer.
+        """
+        return self._run(membership.clear(self._names, self._node_key, self._node_timeout))
+
     def status(self) -> tuple[NodeStatus, ...]:
         """Ask every node how it stands, and return that in the order of `nodes`.
 
