@@ -24,7 +24,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from fencelock.authority.redlock.change import Change
 from fencelock.authority.redlock.membership import epoch_above
 from fencelock.authority.redlock.operator import change_nodes
-from fencelock.authority.redlock.places import split_urls
+from fencelock.authority.redlock.places import split_urls, without_password
 from fencelock.authority.redlock.redlock import Redlock
 from fencelock.authority.redlock.survey import NodeState, NodeStatus
 from fencelock.errors import FencelockError
@@ -137,7 +137,12 @@ def init(
     if above is not None:
         epoch = epoch_above(above)
         console.print(f"Tokens are of epoch {epoch} or later now, above all that was granted up to {above}")
-    console.print(f"Tell your programs: export FENCELOCK_URL={','.join(urls)}")
+    console.print(f"Tell your programs: export FENCELOCK_URL={_shown(urls)}", markup=False)
+
+
+def _shown(urls: list[str]) -> str:
+    """Return URLs as they can be shown; passwords are left for whoever types them."""
+    return ",".join(map(without_password, urls))
 
 
 def _clear(quorum: Redlock, console: Console, *, yes: bool) -> None:
@@ -161,7 +166,7 @@ def _highest_fence(databases: list[str], console: Console) -> int:
     """Return the largest token that any of the databases has seen."""
     highest = 0
     for url in databases:
-        shown = url
+        shown = without_password(url)
         try:
             shown = make_url(url).render_as_string(hide_password=True)
             with create_engine(url, poolclass=NullPool).connect() as connection:
@@ -277,7 +282,7 @@ def _change(present: list[str], wanted: list[str], namespace: str) -> None:
     )
     for address, what in done.left_out.items():
         console.print(f"{address} does not vote yet: {what}", style="yellow", markup=False)
-    console.print(f"Tell your programs: export FENCELOCK_URL={','.join(wanted)}")
+    console.print(f"Tell your programs: export FENCELOCK_URL={_shown(wanted)}", markup=False)
 
 
 @app.command()
@@ -306,7 +311,7 @@ def demo(
         raise typer.Exit(1) from None
     except SQLAlchemyError as error:
         console.print(
-            f"{database!r} is no database that can be used: {str(error).splitlines()[0]}\n"
+            f"{without_password(database)!r} is no database that can be used: {str(error).splitlines()[0]}\n"
             "Name one of: postgresql, sqlite, or a SQLAlchemy URL such as postgresql+psycopg://user@host/name"
         )
         raise typer.Exit(1) from None

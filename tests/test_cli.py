@@ -181,6 +181,28 @@ def test_nodes_may_have_several_hosts_each(nodes: Nodes) -> None:
         assert "3 nodes are in use now" in replaced.stderr
 
 
+def test_no_password_is_shown(make_nodes: Callable[..., Nodes]) -> None:
+    """Neither in what is to be exported, nor where a database or a URL is wrong."""
+    secret = "s3cr3t"
+    nodes = make_nodes(2, password=secret)
+    assert secret in nodes.url
+    first, second = nodes.urls
+    database = f"nonsense://u:{secret}@h/x"
+    for arguments in (
+        ("init", first),
+        ("nodes", "--current", first),
+        ("nodes", "--current", first, "replace", first, second),
+        ("init", second, "--after-loss", "--database", database),
+        ("demo", "--database", database),
+        ("init", f"http://:{secret}@h"),
+    ):
+        result = fencelock(*arguments)
+        assert secret not in result.stdout + result.stderr, arguments
+    assert (
+        f"export FENCELOCK_URL={nodes[0].url.replace(secret, 'PASSWORD')}" in fencelock("init", first).stderr
+    )
+
+
 def test_nodes_wants_to_know_which(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither an option nor the environment names any."""
     monkeypatch.delenv("FENCELOCK_URL", raising=False)
