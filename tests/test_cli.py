@@ -291,8 +291,8 @@ def lost(nodes: Nodes, tmp_path: Path) -> tuple[list[str], str]:
     urls = list(nodes.urls[:3])
     with Redlock(urls, namespace="sh*p") as quorum:
         quorum.init(base=0)
-        quorum.lock("r", ttl=30, renew=False).acquire()
-        quorum.lock("s", ttl=30, renew=False).acquire()
+        for name in ("r", "s"):
+            quorum.acquire((name,), ttl=30, timeout=0)
     for url in urls:
         with redis.Redis.from_url(url) as client:
             for name in STRANGERS:

@@ -1034,18 +1034,20 @@ def _raise_no_quorum(fleet: Fleet, answers: Answers) -> NoReturn:
 
 
 def _why_blank(fleet: Fleet, blank: int, report: str) -> str:
-    """Return what to say where too many nodes are blank: new, or robbed of their memory."""
-    nodes = len(fleet.names)
-    why = f"{blank} of {nodes} nodes are blank, and may have forgotten tokens that they gave out ({report})"
-    if blank == nodes:
-        why = "no node is initialised"
-        if fleet.fingerprint:
-            why += " any more: they were when this client connected, and have lost their memory since"
-    return (
-        f"{why}. Nodes that are used for the first time: `{fleet.init_command}`. Nodes that were used "
-        f"before: `{fleet.init_command} --after-loss --database URL`, which starts above the tokens that the "
-        "database has seen"
+    """Return what to say where too many nodes are blank: what is likelier comes first."""
+    new = f"Nodes that are used for the first time: `{fleet.init_command}`"
+    used = (
+        f"Nodes that were used before: `{fleet.init_command} --after-loss --database URL`, which starts "
+        "above the tokens that the database has seen"
     )
+    if blank < len(fleet.names):
+        return (
+            f"{blank} of {len(fleet.names)} nodes are blank, and may have forgotten tokens that they gave "
+            f"out ({report}). {used}. {new}"
+        )
+    if fleet.fingerprint:
+        return f"no node is initialised any more: they have lost their memory in use. {used}. {new}"
+    return f"no node is initialised. {new}. {used}"
 
 
 def _when_back(fleet: Fleet, answers: Answers) -> str:
