@@ -22,9 +22,9 @@ from sqlalchemy import NullPool, create_engine, make_url
 from sqlalchemy.exc import SQLAlchemyError
 
 from fencelock.authority.redlock.change import Change
-from fencelock.authority.redlock.membership import DEFAULT_MAX_TTL, epoch_above
+from fencelock.authority.redlock.membership import epoch_above
 from fencelock.authority.redlock.operator import change_nodes
-from fencelock.authority.redlock.places import split_urls
+from fencelock.authority.redlock.places import split_urls, without_password
 from fencelock.authority.redlock.redlock import Redlock
 from fencelock.authority.redlock.survey import NodeState, NodeStatus
 from fencelock.errors import FencelockError
@@ -93,9 +93,11 @@ def init(
         typer.Option(help="Where counters start: Unix milliseconds by default; 0 makes tokens 1, 2, 3 …"),
     ] = None,
     max_ttl: Annotated[
-        float,
-        typer.Option(help="Longest lease in seconds; a node that lost its memory stays out for so long."),
-    ] = DEFAULT_MAX_TTL,
+        float | None,
+        typer.Option(
+            help="Longest lease in seconds, 60 by default; a node that restarted stays out for so long."
+        ),
+    ] = None,
     after_loss: Annotated[
         bool,
         typer.Option(
@@ -106,6 +108,13 @@ def init(
         list[str] | None,
         typer.Option(help="SQLAlchemy URL of a database with fenced tables, for --after-loss; each once."),
     ] = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Do not ask before --after-loss deletes what is left on the nodes.")
+    ] = False,
+    allow_eviction: Annotated[
+        bool,
+        typer.Option("--allow-eviction", help="Also nodes that drop keys when their memory is full."),
+    ] = False,
     namespace: Annotated[str, typer.Option(help="Prefix of every key on the nodes.")] = "fencelock",
 ) -> None:
     """Initialise N blank nodes, once in their life. All of them must be reachable."""
@@ -117,8 +126,10 @@ def init(
         )
     with _errors_as_sentences():
         above = _highest_fence(database or [], console) if after_loss else None
-        with Redlock(",".join(urls), namespace=namespace) as quorum:
-            done = quorum.init(base=base, max_ttl=max_ttl, above=above)
+        with Redlock(",".join(urls), namespace=namespace, recover=False) as quorum:
+            if after_loss:
+                _clear(quorum, console, yes=yes)
+            done = quorum.init(base=base, max_ttl=max_ttl, above=above, allow_eviction=allow_eviction)
             count = len(quorum.nodes)
     said = "initialised" if done else "had been initialised before"
     said += "" if done or above is not None else "; nothing was changed"
@@ -126,14 +137,36 @@ def init(
     if above is not None:
         epoch = epoch_above(above)
         console.print(f"Tokens are of epoch {epoch} or later now, above all that was granted up to {above}")
-    console.print(f"Tell your programs: export FENCELOCK_URL={','.join(urls)}")
+    console.print(f"Tell your programs: export FENCELOCK_URL={_shown(urls)}", markup=False)
+
+
+def _shown(urls: list[str]) -> str:
+    """Return URLs as they can be shown; passwords are left for whoever types them."""
+    return ",".join(map(without_password, urls))
+
+
+def _clear(quorum: Redlock, console: Console, *, yes: bool) -> None:
+    """Delete what is left on nodes of which too few vote, if the operator agrees."""
+    left = quorum.remains()
+    if not left:
+        return
+    console.print(
+        f"{', '.join(left)} still {'holds' if len(left) == 1 else 'hold'} what is left", markup=False
+    )
+    others = sorted({address for addresses in left.values() for address in addresses} - set(quorum.nodes))
+    if others:
+        console.print(f"{', '.join(others)} must be gone for good", style="yellow", markup=False)
+    if not yes:
+        question = "Delete it, and no other key? No program may use these nodes now (--yes does not ask)"
+        typer.confirm(question, abort=True, err=True)
+    console.print(f"{quorum.clear()} keys deleted")
 
 
 def _highest_fence(databases: list[str], console: Console) -> int:
     """Return the largest token that any of the databases has seen."""
     highest = 0
     for url in databases:
-        shown = url
+        shown = without_password(url)
         try:
             shown = make_url(url).render_as_string(hide_password=True)
             with create_engine(url, poolclass=NullPool).connect() as connection:
@@ -249,7 +282,7 @@ def _change(present: list[str], wanted: list[str], namespace: str) -> None:
     )
     for address, what in done.left_out.items():
         console.print(f"{address} does not vote yet: {what}", style="yellow", markup=False)
-    console.print(f"Tell your programs: export FENCELOCK_URL={','.join(wanted)}")
+    console.print(f"Tell your programs: export FENCELOCK_URL={_shown(wanted)}", markup=False)
 
 
 @app.command()
@@ -278,7 +311,7 @@ def demo(
         raise typer.Exit(1) from None
     except SQLAlchemyError as error:
         console.print(
-            f"{database!r} is no database that can be used: {str(error).splitlines()[0]}\n"
+            f"{without_password(database)!r} is no database that can be used: {str(error).splitlines()[0]}\n"
             "Name one of: postgresql, sqlite, or a SQLAlchemy URL such as postgresql+psycopg://user@host/name"
         )
         raise typer.Exit(1) from None

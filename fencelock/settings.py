@@ -40,7 +40,9 @@ def configure(authority: Source | Sequence[Source] | Authority, **options: Any) 
     if is_source(authority) or isinstance(authority, Sequence):
         made: Authority = Redlock(cast("Source | Sequence[Source]", authority), **options)
     elif not callable(getattr(authority, "acquire", None)):
-        raise TypeError(f"an authority is made of URLs or redis.Redis clients, and not of {authority!r}")
+        raise TypeError(
+            f"an authority is made of URLs or redis.Redis clients, and not of {type(authority).__name__}"
+        )
     elif options:
         raise TypeError(f"{authority!r} has its settings already; these belong to it: {', '.join(options)}")
     else:

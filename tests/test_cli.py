@@ -20,10 +20,11 @@ from tests.polling import eventually
 from tests.redlock.groups import Cluster
 
 
-def fencelock(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+def fencelock(*arguments: str, timeout: float = 60, typed: str = "") -> subprocess.CompletedProcess[str]:
     """Run the program as a user would, on a wide terminal."""
     return subprocess.run(
         [sys.executable, "-m", "fencelock", *arguments],
+        input=typed,
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -180,6 +181,28 @@ def test_nodes_may_have_several_hosts_each(nodes: Nodes) -> None:
         assert "3 nodes are in use now" in replaced.stderr
 
 
+def test_no_password_is_shown(make_nodes: Callable[..., Nodes]) -> None:
+    """Neither in what is to be exported, nor where a database or a URL is wrong."""
+    secret = "s3cr3t"
+    nodes = make_nodes(2, password=secret)
+    assert secret in nodes.url
+    first, second = nodes.urls
+    database = f"nonsense://u:{secret}@h/x"
+    for arguments in (
+        ("init", first),
+        ("nodes", "--current", first),
+        ("nodes", "--current", first, "replace", first, second),
+        ("init", second, "--after-loss", "--database", database),
+        ("demo", "--database", database),
+        ("init", f"http://:{secret}@h"),
+    ):
+        result = fencelock(*arguments)
+        assert secret not in result.stdout + result.stderr, arguments
+    assert (
+        f"export FENCELOCK_URL={nodes[0].url.replace(secret, 'PASSWORD')}" in fencelock("init", first).stderr
+    )
+
+
 def test_nodes_wants_to_know_which(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither an option nor the environment names any."""
     monkeypatch.delenv("FENCELOCK_URL", raising=False)
@@ -257,6 +280,100 @@ def test_init_after_loss_starts_above_the_database(three: list[str], database_ur
         assert ("3 nodes had been initialised before\n" in result.stderr) is plain_first
         assert words in result.stderr
         assert token_of(three) >> 44 == 6
+
+
+STRANGERS = ("cache:1", "{fencelock}", "{fencelock}x", "{fencelock}:x:r", "{sh*p}x", "{shop}", "{shop}:l:r")
+
+
+@pytest.fixture
+def lost(nodes: Nodes, tmp_path: Path) -> tuple[list[str], str]:
+    """Three nodes, most of them blank, with keys of others; and a database that knows a fence."""
+    urls = list(nodes.urls[:3])
+    with Redlock(urls, namespace="sh*p") as quorum:
+        quorum.init(base=0)
+        for name in ("r", "s"):
+            quorum.acquire((name,), ttl=30, timeout=0)
+    for url in urls:
+        with redis.Redis.from_url(url) as client:
+            for name in STRANGERS:
+                client.set(name, "mine")
+            client.zadd("{sh*p}:q:r", {"a.1": 1})
+            client.set("{sh*p}:p:a.1", "1|")
+            if url != urls[0]:
+                client.delete("{sh*p}")
+    database = f"sqlite:///{tmp_path}/shop.db"
+    engine = create_engine(database, execution_options={"fencelock": "bypass"})
+    with engine.begin() as connection:
+        connection.exec_driver_sql("CREATE TABLE orders (id INTEGER, last_fencing_token BIGINT)")
+        connection.exec_driver_sql("INSERT INTO orders VALUES (1, 12)")
+    engine.dispose()
+    return urls, database
+
+
+def after_loss(lost: tuple[list[str], str], *more: str, typed: str = "") -> subprocess.CompletedProcess[str]:
+    """Initialise again, above the database."""
+    urls, database = lost
+    options = ("--namespace", "sh*p", "--after-loss", "--database", database)
+    return fencelock("init", *urls, *options, *more, typed=typed)
+
+
+def keys(url: str) -> set[str]:
+    """Return all keys of a node."""
+    with redis.Redis.from_url(url, decode_responses=True) as client:
+        return set(map(str, client.keys("*")))
+
+
+@pytest.mark.parametrize(("typed", "option"), [("y\n", []), ("", ["--yes"])])
+def test_init_after_loss_clears_what_is_left(
+    lost: tuple[list[str], str], typed: str, option: list[str]
+) -> None:
+    """Locks, queues and the old record go; keys of others stay, and there is no need to flush anything."""
+    result = after_loss(lost, *option, typed=typed)
+    assert result.returncode == 0, result.stderr
+    assert "keys deleted" in result.stderr
+    for url in lost[0]:
+        assert keys(url) == {*STRANGERS, "{sh*p}", "{sh*p}:m"}
+    with Redlock(lost[0], namespace="sh*p") as quorum, quorum.lock("r", ttl=1, timeout=0) as token:
+        assert token >> 44 == 1
+
+
+@pytest.mark.parametrize("typed", ["n\n", ""])
+def test_init_after_loss_asks_first(lost: tuple[list[str], str], typed: str) -> None:
+    """Whoever says no, or nothing, has lost nothing."""
+    before = [keys(url) for url in lost[0]]
+    result = after_loss(lost, typed=typed)
+    assert (result.returncode, f"{lost[0][0]} still" in result.stderr) == (1, True)
+    assert [keys(url) for url in lost[0]] == before
+
+
+def test_init_after_loss_clears_nothing_where_a_node_is_down(
+    nodes: Nodes, lost: tuple[list[str], str]
+) -> None:
+    """All of them are needed, before anything is deleted."""
+    before = keys(lost[0][0])
+    nodes[2].kill()
+    result = after_loss(lost, "--yes")
+    assert (result.returncode, "is not fit" in result.stderr) == (1, True)
+    assert keys(lost[0][0]) == before
+
+
+def test_init_after_loss_names_nodes_that_must_be_gone(nodes: Nodes, lost: tuple[list[str], str]) -> None:
+    """One that is left out may live on with the rest of its list."""
+    urls, database = lost
+    result = after_loss(([urls[0], urls[1], nodes.urls[3]], database), typed="n\n")
+    assert f"{urls[2]} must be gone for good" in result.stderr
+
+
+def test_init_after_loss_clears_nothing_where_a_majority_votes(three: list[str], tmp_path: Path) -> None:
+    """Nothing is lost there, and leases go on."""
+    database = f"sqlite:///{tmp_path}/shop.db"
+    engine = create_engine(database, execution_options={"fencelock": "bypass"})
+    with engine.begin() as connection:
+        connection.exec_driver_sql("CREATE TABLE orders (id INTEGER, last_fencing_token BIGINT)")
+    engine.dispose()
+    with Redlock(three) as quorum, quorum.lock("held", ttl=10):
+        assert fencelock("init", *three, "--after-loss", "--database", database).returncode == 0
+        assert all("{fencelock}:l:held" in keys(url) for url in three)
 
 
 def test_init_after_loss_needs_a_database_that_knows(tmp_path: Path) -> None:

@@ -35,8 +35,6 @@ NOT_RUN: Final[dict[tuple[str, str], str]] = {
 PROJECTS: Final = {"docs/migrating.md": "examples/existing_app"}
 #: Pages that tell to install what they need, for those who begin with them.
 INSTALLING: Final = ("docs/celery.md", "docs/fastapi.md", "docs/flask-sqlalchemy.md", "docs/sqlmodel.md")
-#: Pages that another branch brings.
-AWAITED: Final = {"docs/errors.md", "docs/redis.md"}
 LONGEST_SENTENCE: Final = 30
 LONGEST_README: Final = 900
 
@@ -179,8 +177,6 @@ def test_blocks_name_their_language(page: str) -> None:
 def test_what_does_not_run_is_there() -> None:
     """The list of what must not run names blocks that exist."""
     for page, line in NOT_RUN:
-        if page in AWAITED and not (ROOT / page).exists():
-            continue
         assert any(line in block.text.splitlines() for block in blocks(read(page))), (page, line)
 
 
@@ -207,8 +203,6 @@ def test_links_lead_somewhere(page: str) -> None:
             continue
         name, _, anchor = link.partition("#")
         path = (ROOT / page).parent / name if name else ROOT / page
-        if str(path.resolve().relative_to(ROOT)) in AWAITED and not path.exists():
-            continue
         if not path.exists() or (anchor and anchor not in anchors(path)):
             broken.append(link)
     assert broken == []
@@ -232,8 +226,6 @@ def sentences(text: str) -> Iterator[str]:
 @pytest.mark.parametrize("page", ["README.md", "docs/errors.md"])
 def test_sentences_are_short(page: str) -> None:
     """What is read first, and what is read in a hurry, has no sentence of more than thirty words."""
-    if page in AWAITED and not (ROOT / page).exists():
-        pytest.skip(f"{page} comes with another branch")
     assert [line for line in sentences(read(page)) if len(line.split()) > LONGEST_SENTENCE] == []
 
 

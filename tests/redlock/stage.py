@@ -54,6 +54,9 @@ class Station(Protocol):
     def execute(self, command: Command) -> Answer:
         """Return the node's answer."""
 
+    def pass_time(self, seconds: float) -> None:
+        """Let its clock go on."""
+
 
 class RealNode:
     """A link to a real server, which executes the shipped scripts or those of a test."""
@@ -98,6 +101,11 @@ class RealNode:
         if remembered:
             self.client.hset(NODE_KEY, items=[word for field in remembered.items() for word in field])
         self.reconnect()
+
+    def pass_time(self, seconds: float) -> None:
+        """Let the node's ticket, if it has one, be older by so many seconds."""
+        if self.client.hexists(NODE_KEY, "ticket_at"):
+            self.client.hincrby(NODE_KEY, "ticket_at", -round(seconds * 1000))
 
     def stand_at(self, resource: str, counter: int) -> None:
         """Let the counter of a resource's stripe stand where a schedule wants it."""
@@ -266,6 +274,8 @@ class Actor:
             said: Round | float = Round(began, self.now, answers)
         else:
             self.now += self.request.seconds
+            for station in self.stations:
+                station.pass_time(self.request.seconds)
             said = self.now
         self._answers = {}
         try:
@@ -298,7 +308,7 @@ class Actor:
 
 def recoverer(stations: Sequence[RealNode]) -> Actor:
     """Return a recoverer of the nodes, in a hurry only as far as time goes."""
-    return Actor(stations, recover(_surroundings(stations), {}))
+    return Actor(stations, recover(_surroundings(stations)))
 
 
 def riser(stations: Sequence[RealNode], seen: int) -> Actor:

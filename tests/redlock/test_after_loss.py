@@ -69,7 +69,7 @@ def test_plain_init_finishes_what_one_after_a_loss_began(
     assert are_above(authority)
 
 
-@pytest.mark.parametrize("steps", range(22))
+@pytest.mark.parametrize("steps", range(23))
 def test_init_after_a_loss_that_dies_anywhere_is_finished_by_another(
     authority: Redlock, stations: list[RealNode], steps: int
 ) -> None:
@@ -82,7 +82,7 @@ def test_init_after_a_loss_that_dies_anywhere_is_finished_by_another(
     assert are_above(authority)
 
 
-@pytest.mark.parametrize("steps", range(22))
+@pytest.mark.parametrize("steps", range(23))
 def test_plain_init_beside_one_after_a_loss(authority: Redlock, stations: list[RealNode], steps: int) -> None:
     """Wherever the one that names the fence is when the other comes from the beginning to its end."""
     slow = initialiser(authority, stations, HIGH)
@@ -93,7 +93,7 @@ def test_plain_init_beside_one_after_a_loss(authority: Redlock, stations: list[R
     assert_promised(stations)
 
 
-@pytest.mark.parametrize("steps", range(13))
+@pytest.mark.parametrize("steps", range(14))
 def test_init_after_a_loss_beside_a_plain_one(
     authority: Redlock, stations: list[RealNode], steps: int
 ) -> None:

@@ -26,7 +26,7 @@ REPLIES = [
     *[b"*1\r\n$8\r\nRELEASED\r\n"] * 4,
     b"*2\r\n$4\r\nHELD\r\n:1500\r\n",
     b"*1\r\n$4\r\nLOST\r\n",
-    b"*1\r\n$9\r\nRESTARTED\r\n",
+    b"*2\r\n$9\r\nRESTARTED\r\n:-1\r\n",
     b"*3\r\n$8\r\nEXTENDED\r\n:0\r\n:1\r\n",
     b"*2\r\n$8\r\nSTANDING\r\n$500\r\n" + b"x" * 500 + b"\r\n",
     b"-ERR it does not want to\r\n",

@@ -79,7 +79,7 @@ class Storm:
         if self.random.random() < 0.7:
             names = tuple(self.names[node] for node in members)
             around = Surroundings(names, NODE_KEY, 1.0, str, self.random.random)
-            return Actor([self.nodes[node] for node in members], recover(around, {}))
+            return Actor([self.nodes[node] for node in members], recover(around))
         plan = Plan(self.names, tuple(members), NODE_KEY, 1.0, str, lambda _: None)
         return Actor(self.nodes, change(plan))
 

@@ -515,6 +515,53 @@ def test_init_out_of_range_is_refused(settings: dict[str, Any]) -> None:
         authority.init(**settings)
 
 
+def test_error_about_blank_nodes_names_both_commands(nodes: Nodes) -> None:
+    """What is likelier comes first: after a loss, where the client or another node knows of former use."""
+    urls = nodes.urls[:3]
+
+    def complaint(authority: Redlock) -> tuple[bool, str]:
+        with pytest.raises(NodesNotInitialisedError) as refused:
+            authority.lock("r", timeout=0).acquire()
+        words = str(refused.value)
+        first, used = (
+            words.find("first time: `fencelock init redis://"),
+            words.find("before: `fencelock init"),
+        )
+        assert min(first, used) > 0
+        assert "--after-loss --database URL`" in words
+        return used < first, words
+
+    with Redlock(urls) as authority, Redlock(urls) as newcomer:
+        assert not complaint(authority)[0]
+        authority.init()
+        with authority.lock("r", ttl=1):
+            pass
+        for count, url in enumerate(urls):
+            with redis.Redis.from_url(url) as client:
+                client.flushall()
+            if count == 1:
+                likely, words = complaint(newcomer)
+                assert (likely, "2 of 3 nodes are blank" in words) == (True, True)
+        likely, words = complaint(authority)
+        assert (likely, "lost their memory in use" in words) == (True, True)
+        with Redlock(urls) as stranger:
+            assert not complaint(stranger)[0]
+
+
+@pytest.mark.parametrize("max_ttl", [None, 300])
+def test_nodes_keep_the_longest_ttl_that_they_have(nodes: Nodes, max_ttl: float | None) -> None:
+    """New ones get 60 s; whoever initialises again without saying how long changes nothing."""
+    with Redlock(nodes.urls[:3]) as authority:
+        assert authority.init(max_ttl=max_ttl)
+        assert not authority.init()
+        with authority.lock("r", ttl=max_ttl or 60):
+            pass
+        with pytest.raises(ValueError, match="longer than the"):
+            authority.lock("s", ttl=(max_ttl or 60) + 1).acquire()
+        with pytest.raises(MembershipError, match="and not 61 s"):
+            authority.init(max_ttl=61)
+
+
 def test_longest_ttl_binds_acquisitions_and_extensions(nodes: Nodes) -> None:
     """A node that lost its memory stays out for no longer than that."""
     with Redlock(nodes.urls[:3]) as authority:

@@ -11,7 +11,7 @@ import redis.asyncio.sentinel
 import redis.sentinel
 
 from fencelock import Redlock
-from fencelock.authority.redlock.places import Nowhere, place_of, split_urls
+from fencelock.authority.redlock.places import Nowhere, place_of, split_urls, without_password
 
 
 @pytest.mark.parametrize(
@@ -151,3 +151,52 @@ def test_server_that_does_not_know_its_own_address_means_the_one_that_was_used(h
     there = place.elsewhere(server, host, 7)
     assert there.address == "me:7"
     assert there.settings["password"] == "pw"
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        ("valkey://host:6379", "redis://host:6379"),
+        ("valkeys://user:secret@host:6380/1", "rediss://host:6380/1"),
+        ("valkey+sentinel://a:1,b:2/service", "redis+sentinel://a:1,b:2/service"),
+        ("valkeys+cluster://a:1", "rediss+cluster://a:1"),
+    ],
+)
+def test_valkey_is_another_word_for_redis(url: str, name: str) -> None:
+    """One server has one name, however its URL is written."""
+    assert Redlock(url).nodes == (name,)
+    with pytest.raises(ValueError, match="named 2 times"):
+        Redlock([url, url.replace("valkey", "redis")])
+
+
+SECRET = "s3cr3t"
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        (f"redis://:{SECRET}@h:1", "redis://:PASSWORD@h:1"),
+        (f"rediss://u:{SECRET}@h:1/2?ssl_ca_certs=/x", "rediss://u:PASSWORD@h:1/2?ssl_ca_certs=/x"),
+        (f"redis://h?password={SECRET}&db=1", "redis://h?password=PASSWORD&db=1"),
+        (
+            f"redis+sentinel://u:{SECRET}@a:1,b:2/s?sentinel_password={SECRET}",
+            "redis+sentinel://u:PASSWORD@a:1,b:2/s?sentinel_password=PASSWORD",
+        ),
+        ("redis://user@h:1", "redis://user@h:1"),
+        ("unix:///tmp/a.sock?db=1", "unix:///tmp/a.sock?db=1"),
+    ],
+)
+def test_url_is_shown_without_its_password(url: str, shown: str) -> None:
+    """All else stays, so that it can be typed again."""
+    assert without_password(url) == shown
+
+
+@pytest.mark.parametrize(
+    "url",
+    [f"redis://:{SECRET}?x@h:1", f"redis://:a#{SECRET}@h:1", f"http://:{SECRET}@h", f"redis://:{SECRET}@h:p"],
+)
+def test_error_about_a_url_does_not_show_its_password(url: str) -> None:
+    """Also where the password should have been escaped."""
+    with pytest.raises(ValueError, match="write redis://") as refused:
+        Redlock(url)
+    assert SECRET not in str(refused.value)

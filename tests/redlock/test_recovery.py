@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import redis
 
-from fencelock import Redlock
+from fencelock import Redlock, fenced_lock
 from fencelock.authority.redlock.survey import NodeState, NodeStatus
 from fencelock.embedded import Node, Nodes
 from fencelock.errors import AuthorityError, NodesNotInitialisedError, QuorumError
@@ -132,6 +132,89 @@ def test_nodes_that_all_restarted_with_their_data_vote_again(
     assert votes_again(authority)
     assert split(take(authority))[0] == 1
     assert take(authority) > first
+
+
+PROGRAM = """
+import sys, time
+from fencelock import Redlock
+from fencelock.errors import FencelockError
+
+end = time.monotonic() + 1
+with Redlock(sys.argv[1:]) as authority:
+    try:
+        with authority.lock("r", ttl=0.5, timeout=0.5) as token:
+            print(token)
+    except FencelockError as error:
+        print(error, file=sys.stderr)
+    time.sleep(max(0.0, end - time.monotonic()))
+"""
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("side_by_side", [1, 4])
+def test_node_comes_back_for_programs_that_live_for_a_second(
+    make_nodes: Callable[..., Nodes], connect: MakeRedlock, count: int, side_by_side: int
+) -> None:
+    """No program lives as long as the longest lease; whichever comes after that admits the node.
+
+    Also where one has died between PROMISE and RAISE, and seems to be at work still.
+    """
+    longest = 3.0
+    nodes = make_nodes(count, appendfsync="everysec")
+    authority = connect(nodes, recover=False)
+    authority.init(base=0, max_ttl=longest)
+    first = take(authority)
+    nodes[0].restart(keep_data=True)
+    for node in nodes[1:]:
+        with redis.Redis.from_url(node.url) as client:
+            client.hset(NODE_KEY, "p", "1")
+    began = time.monotonic()
+    came_back: list[float] = []
+
+    def live(_: int) -> None:
+        """Begin one program after the other, until the node votes."""
+        while not came_back and time.monotonic() < began + 25:
+            subprocess.run([sys.executable, "-c", PROGRAM, *nodes.urls], check=True, timeout=30)
+            if states(authority)[0] is NodeState.ADMITTED:
+                came_back.append(time.monotonic() - began)
+
+    with ThreadPoolExecutor(side_by_side) as pool:
+        list(pool.map(live, range(side_by_side)))
+    assert longest <= min(came_back, default=0.0) < longest + 9
+    assert take(authority) > first
+
+
+def test_error_says_how_long_the_only_node_stays_out(
+    make_nodes: Callable[..., Nodes], connect: MakeRedlock
+) -> None:
+    """First how long it will take, then how long it still takes; it is right, and the lock is there then."""
+    nodes = make_nodes(1, appendfsync="always")
+    connect(nodes).init(base=0, max_ttl=2)
+    nodes[0].restart(keep_data=True)
+    with pytest.raises(QuorumError, match=r"longest lease, 2 s"):
+        fenced_lock("r", authority=connect(nodes, recover=False), ttl=1, timeout=1).acquire()
+    with pytest.raises(QuorumError):
+        take(connect(nodes))
+    assert eventually(lambda: field(nodes, 0, "ticket") is not None)
+    began = time.monotonic()
+    newcomer = connect(nodes)
+    with pytest.raises(QuorumError, match=r"votes again in [12] s"):
+        take(newcomer)
+    newcomer.close()
+    time.sleep(max(0.0, began + 2.1 - time.monotonic()))
+    assert take(connect(nodes, outage_grace=2.0)) > 0
+
+
+def test_program_that_ends_at_once_leaves_its_ticket(
+    make_nodes: Callable[..., Nodes], connect: MakeRedlock
+) -> None:
+    """One try, an error, the end: the wait has begun all the same."""
+    nodes = make_nodes(1, appendfsync="always")
+    connect(nodes).init(base=0, max_ttl=2)
+    nodes[0].restart(keep_data=True)
+    with Redlock(nodes.urls) as brief, pytest.raises(QuorumError):
+        brief.lock("r", ttl=1, timeout=0).acquire()
+    assert field(nodes, 0, "ticket") is not None
 
 
 def test_restart_of_more_than_a_minority_waits_for_every_node(

@@ -16,7 +16,7 @@ import pytest
 from fencelock import token
 from fencelock.authority.redlock import change as changing
 from fencelock.authority.redlock import recovery
-from fencelock.authority.redlock.membership import Membership, initialise
+from fencelock.authority.redlock.membership import DEFAULT_MAX_TTL, Membership, initialise
 from fencelock.authority.redlock.protocol import Command, Said
 from fencelock.authority.redlock.survey import Standing, ask, read
 from fencelock.embedded import Nodes
@@ -107,6 +107,7 @@ def play_admit_that_comes_again(stage: Stage, *scripts: str) -> Tokens:
     forget(stage, 2)
     for script in scripts:
         stage.nodes[2].execute(actor.last(script, 2))
+        stage.nodes[2].pass_time(DEFAULT_MAX_TTL)
     return halves(a), halves(bid(stage, 0, 2))
 
 
@@ -117,7 +118,9 @@ def test_no_ticket(make_stage: MakeStage) -> None:
 
 def test_no_ticket_control(make_stage: MakeStage) -> None:
     """Control: an ADMIT that needs no ticket admits the node again in the epoch that it has forgotten."""
-    mutant = without("admit", "if not holds(ARGV[3]) then return {'NO_TICKET'} end", "mark()")
+    rule = "if not holds(ARGV[3]) then return {'NO_TICKET'} end\n"
+    wait = "local left = ms_out(is.ticket_at, is.ticket_ttl)"
+    mutant = without("admit", rule + wait, "mark()\nlocal left = 0")
     assert play_admit_that_comes_again(make_stage(mutant), "admit") == ((1, 1), (1, 1))
 
 
@@ -132,6 +135,45 @@ def test_clients_ticket_control(make_stage: MakeStage) -> None:
     assert play_admit_that_comes_again(make_stage(mutant), "begin", "admit") == ((1, 1), (1, 1))
 
 
+def test_node_measures_how_long_it_stays_out(make_stage: MakeStage) -> None:
+    """ADMIT is refused until the ticket is as old as the longest lease, and says how long that takes."""
+    stage = make_stage()
+    forget(stage, 2)
+    actor = recoverer(stage.nodes)
+    actor.until("begin")
+    actor.step()
+    begin = actor.last("begin", 2)
+    ticket, ttl_ms, left_ms = stage.nodes[2].execute(begin).facts
+    assert 0 <= int(ttl_ms) - int(left_ms) < 5000
+    membership = stage.nodes[0].link.identity.membership
+    assert membership is not None
+    seat = str(begin.arguments[3])
+    admit = Command("admit", "", (NODE_KEY,), (membership.fingerprint, 1, ticket, seat, membership.to_json()))
+    early = stage.nodes[2].execute(admit)
+    assert early.said is Said.EARLY
+    assert 0 <= int(ttl_ms) / 1000 - early.ttl < 5
+    stage.nodes[2].pass_time(int(ttl_ms) / 1000)
+    assert stage.nodes[2].execute(begin).facts == (ticket, ttl_ms, "0")
+    assert stage.nodes[2].execute(admit).said is Said.ADMITTED
+
+
+def test_wait_begins_anew_where_the_clock_was_set_back(make_stage: MakeStage) -> None:
+    """A ticket of the future would keep the node out for as long as the clock was wrong."""
+    stage = make_stage()
+    forget(stage, 2)
+    actor = recoverer(stage.nodes)
+    actor.until("begin")
+    actor.step()
+    begin = actor.last("begin", 2)
+    ticket, ttl_ms, _ = stage.nodes[2].execute(begin).facts
+    stage.nodes[2].pass_time(-7200)
+    again = stage.nodes[2].execute(begin).facts
+    assert (again[0], int(again[2]) <= int(ttl_ms)) == (ticket, True)
+    assert int(again[2]) > int(ttl_ms) - 5000
+    stage.nodes[2].pass_time(int(ttl_ms) / 1000)
+    assert stage.nodes[2].execute(begin).facts[2] == "0"
+
+
 def test_ticket_is_never_made_twice(make_stage: MakeStage) -> None:
     """A hundred BEGINs with the same word, each after a flush: a hundred tickets, also on different nodes."""
     stage = make_stage()
@@ -142,7 +184,7 @@ def test_ticket_is_never_made_twice(make_stage: MakeStage) -> None:
             forget(stage, node)
             tickets.add(stage.nodes[node].execute(begin).facts[0])
     assert len(tickets) == 100
-    assert stage.nodes[0].execute(begin).facts == stage.nodes[0].execute(begin).facts
+    assert stage.nodes[0].execute(begin).facts[0] == stage.nodes[0].execute(begin).facts[0]
 
 
 def play_init_that_comes_again(stage: Stage) -> Tokens:
@@ -282,7 +324,10 @@ def play_raise_that_reached_one_node(stage: Stage) -> Tokens:
     a.deliver(stage.nodes, 0)
     forget(stage, 0)
     second = recoverer(stage.nodes)
-    assert second.finish() is True
+    second.until("begin")
+    second.step()
+    stage.nodes[0].pass_time(DEFAULT_MAX_TTL)  # n4 has waited for as long already
+    assert recoverer(stage.nodes).finish() is True
     a.deliver(stage.nodes, 1, 2)
     a.resume()
     return halves(a), halves(bid(stage, 0, 3, 4))
@@ -389,6 +434,8 @@ def play_one_rolls_back_between_two_readings(
     assert recoverer(stage.nodes).finish() is True
     a = bid(stage, 0, 1)
     stage.nodes[0].come_back(nodes[0], on_disk)
+    slow.until("admit")
+    stage.nodes[0].pass_time(DEFAULT_MAX_TTL)
     slow.finish()
     free(stage, 0, 1, 2)
     return halves(a), halves(bid(stage, 0, 2))
@@ -413,7 +460,7 @@ def test_read_and_begin_node_by_node_control(
         found: dict[int, Standing] = {}
         for node in (1, 2, 0):
             begin = around.command("begin", roll.membership.fingerprint, "word", 1000, roll.waiting[node])
-            answers, _ = yield from ask(begin, [node], 1.0)
+            answers = yield from ask(begin, [node], 1.0)
             tickets[node] = answers[node].facts[0] if answers[node].said is Said.TICKET else tickets[node]
             standings, _ = yield from read(NODE_KEY, [node], 1.0)
             found |= standings
@@ -555,8 +602,11 @@ def test_init_after_a_loss_promises_before_it_opens(make_nodes: Callable[..., No
 
 def ticket_in_a_key_of_its_own() -> dict[str, str]:
     """Return mutants of the scripts that keep the ticket beside the hash."""
-    apart = "local apart = redis.call('HMGET', NODE .. ':t', 'ticket', 'ticket_of')\n"
+    apart = (
+        "local apart = redis.call('HMGET', NODE .. ':t', 'ticket', 'ticket_of', 'ticket_at', 'ticket_ttl')\n"
+    )
     apart += "is.ticket, is.ticket_of = apart[1] or nil, apart[2] or nil\n"
+    apart += "is.ticket_at, is.ticket_ttl = apart[3] or nil, apart[4] or nil\n"
     mutants = {}
     for script in ("begin", "promise", "admit", "open"):
         place = "local function is_admitted()"

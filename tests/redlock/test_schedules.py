@@ -309,7 +309,7 @@ def test_node_that_restarted_with_its_data_does_not_vote(make_nodes: Callable[..
 def test_marker_without_the_run_id_gives_a_token_twice(make_nodes: Callable[..., Nodes]) -> None:
     """Control: a node that is known by its marker alone grants what it had granted before."""
     mutant = without(
-        "acquire", "if admitted_run_id ~= run_id or not is_unbroken() then return {'RESTARTED'} end"
+        "acquire", "if admitted_run_id ~= run_id or not is_unbroken() then return restarted(run_id) end"
     )
     assert play_a_node_that_comes_back_with_older_data(make_nodes, mutant) == (1, 1, Said.GRANTED)
 

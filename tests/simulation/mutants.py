@@ -172,10 +172,10 @@ MUTANTS = (
         weaker.AnyMemory,
         control=_SCHEDULES + "process_alone_gives_a_token_twice_after_older_data_were_loaded",
     ),
-    Mutant(
+    _node(
         "no quarantine",
         "a node stays out until the locks that it has forgotten have ended",
-        patches=(Patch(recovery, "_seconds_left", weaker.no_wait), Patch(recovery, "_due", weaker.all_due)),
+        weaker.AdmitsAtOnce,
     ),
     _node(
         "no ticket",

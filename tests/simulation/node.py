@@ -9,6 +9,7 @@ Each rule of the scripts is a method or a class attribute, so that a mutant can 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -26,7 +27,6 @@ SHORTEST_PARKED = 1000
 OVER = 9007199254740991
 
 _AMNESIA = Answer(Said.AMNESIA)
-_RESTARTED = Answer(Said.RESTARTED)
 _CONFIG = Answer(Said.CONFIG)
 _CLOSED = Answer(Said.CLOSED)
 _LOST = Answer(Said.LOST)
@@ -165,6 +165,10 @@ class ModelNode:
         """Answer a command as the script of its name does."""
         return self._scripts[command.script](command)
 
+    def pass_time(self, seconds: float) -> None:
+        """Let its clock go on."""
+        self.now += seconds * 1000
+
     # What happens to a server.
 
     def remember(self) -> Disk:
@@ -229,7 +233,7 @@ class ModelNode:
         if "e" not in fields:
             return self.when_blank(fingerprint)
         if self.asks_for_run and not self.is_the_same:
-            return _RESTARTED
+            return Answer(Said.RESTARTED, ttl=self.ms_out() / 1000 if self.has_ticket else math.inf)
         if fields["cfg"] != fingerprint:
             return _CONFIG
         return _CLOSED if "next" in fields else None
@@ -594,7 +598,15 @@ class ModelNode:
                 "ticket_at": int(self.now),
                 "ticket_ttl": max_ttl,
             }
-        return Answer(Said.TICKET, facts=(fields["ticket"], str(fields["ticket_ttl"])))
+        elif int(self.now) < fields["ticket_at"]:
+            fields["ticket_at"] = int(self.now)
+        return Answer(Said.TICKET, facts=(fields["ticket"], str(fields["ticket_ttl"]), str(self.ms_out())))
+
+    def ms_out(self) -> int:
+        """Return for how many ms it still stays out, by its ticket."""
+        at: int = self.hash["ticket_at"]
+        ttl: int = self.hash["ticket_ttl"]
+        return max(0, min(ttl, at + ttl - int(self.now)))
 
     def read(self) -> Answer:
         """READ."""
@@ -602,7 +614,7 @@ class ModelNode:
         told = (fields.get(name, "") for name in ("e", "p", "cfg", "id", "members", "next", "next_members"))
         ticket = ("", "")
         if self.has_ticket:
-            ticket = (fields["ticket"], str(max(0, int(self.now) - fields["ticket_at"])))
+            ticket = (fields["ticket"], str(self.ms_out()))
         return Answer(Said.STANDING, facts=("1" if self.admitted else "", *map(str, told), *ticket))
 
     def promise(self, cfg: str, epoch: int, ticket: str, mode: str) -> Answer:
@@ -639,6 +651,8 @@ class ModelNode:
             return _CLOSED
         if not self.holds(ticket):
             return Answer(Said.NO_TICKET)
+        if left := self.ms_out():
+            return Answer(Said.EARLY, ttl=left / 1000)
         self._let_vote(cfg, epoch, seat, 0, members)
         return Answer(Said.ADMITTED, facts=self._facts())
 

@@ -308,7 +308,7 @@ class Run:
                 node.flush()
         process = Process(world, f"m{world.events}", self._members, world.new_clock())
         world.add(process)
-        task = Task(process, "recovery", recover(process.around(), {}))
+        task = Task(process, "recovery", recover(process.around()))
         world.at(world.now + 0.05, world.start, task)
         world.run(world.now + 10.0, lambda: task.result is not None)
         world.kill(process)

@@ -65,11 +65,16 @@ def test_search_comes_to_the_same_row(mutant: Mutant) -> None:
 
 def test_what_was_left_out_is_there_again() -> None:
     """A mutant is gone when its search has ended."""
-    shipped = (protocol._decide, recovery._due, Standing.still_promises, Standing.__dict__["closed"])
+    shipped = (protocol._decide, recovery._promise, Standing.still_promises, Standing.__dict__["closed"])
     for mutant in MUTANTS:
         with left_out(mutant):
             pass
-    assert shipped == (protocol._decide, recovery._due, Standing.still_promises, Standing.__dict__["closed"])
+    assert shipped == (
+        protocol._decide,
+        recovery._promise,
+        Standing.still_promises,
+        Standing.__dict__["closed"],
+    )
 
 
 def test_command_shows_one_mutant(capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,9 +139,17 @@ class AdmitsWithoutTicket(ModelNode):
     def admit(self, cfg: str, epoch: int, ticket: str, seat: str, members: str) -> Answer:
         """Admit with whatever ticket is there, or none."""
         if not self.admitted:
-            self.hash |= {"ticket": ticket, "ticket_of": self.run}
+            self.hash |= {"ticket": ticket, "ticket_of": self.run, "ticket_at": 0, "ticket_ttl": 0}
             self.unbroken = True
         return super().admit(cfg, epoch, ticket, seat, members)
+
+
+class AdmitsAtOnce(ModelNode):
+    """ADMIT does not wait until the locks have ended that the node has forgotten."""
+
+    def ms_out(self) -> int:
+        """Find that its time has come."""
+        return 0
 
 
 class TicketOfAnyProcess(ModelNode):
@@ -187,18 +195,6 @@ def mixed_epochs(answers: Answers) -> tuple[int, dict[int, tuple[int, ...]]]:
     granted = {node: answer for node, answer in answers.items() if answer.said is Said.GRANTED}
     epoch = min((answer.epoch for answer in granted.values()), default=0)
     return epoch, {node: answer.counters for node, answer in granted.items()}
-
-
-def no_wait(*_: Any) -> float:
-    """Admit at once: instead of `recovery._seconds_left`."""
-    return 0.0
-
-
-def all_due(
-    _roll: recovery.Roll, tickets: dict[int, str], _seen: recovery.Sightings, _now: float
-) -> list[int]:
-    """Find that everybody's time has come: instead of `recovery._due`."""
-    return list(tickets)
 
 
 _shipped_choice = recovery._choose_epoch

@@ -30,7 +30,7 @@ from fencelock.authority.redlock.protocol import (
     undoing,
 )
 from fencelock.authority.redlock.recollection import Recollection
-from fencelock.authority.redlock.recovery import Sightings, Surroundings, recover
+from fencelock.authority.redlock.recovery import Surroundings, recover
 from fencelock.authority.redlock.seats import MAKES_LOCKS, Ballot
 from fencelock.authority.redlock.waiting import Line
 from fencelock.errors import FencelockError
@@ -178,7 +178,6 @@ class Process:
         self._recovering = False
         self._failures = 0
         self._not_before = 0.0
-        self._sightings: Sightings = {}
         self._epoch: int | None = None
         self.configure(seats)
 
@@ -193,7 +192,6 @@ class Process:
         self._recollection = Recollection(self.names)
         self._fleet: Fleet | None = None
         self.line = Line(self.name, len(seats), self.world.random.random)
-        self._sightings = {}
         for index in range(len(seats)):
             self.world.dial(self, index)
 
@@ -225,7 +223,7 @@ class Process:
         """Start a recovery, unless one is at work or the last was in vain a moment ago."""
         if self.recovers and not self._recovering and self.now >= self._not_before:
             self._recovering = True
-            program = recover(self.around(), self._sightings)
+            program = recover(self.around())
             self.world.start(Task(self, "recovery", program, self._recovered))
 
     def around(self) -> Surroundings:

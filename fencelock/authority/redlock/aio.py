@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from weakref import WeakKeyDictionary
 
 from fencelock.authority.base import Grant, Wish
-from fencelock.authority.redlock import membership, protocol
+from fencelock.authority.redlock import protocol
 from fencelock.authority.redlock.multiplex import Lines, run, tell
 from fencelock.authority.redlock.survey import NodeStatus
 from fencelock.authority.redlock.waiting import Waiter
@@ -123,9 +123,11 @@ class AsyncRedlock:
             tell(self._redlock._releasing(grant), lines)
             raise
 
-    async def init(self, *, base: int | None = None, max_ttl: float = membership.DEFAULT_MAX_TTL) -> bool:
+    async def init(
+        self, *, base: int | None = None, max_ttl: float | None = None, allow_eviction: bool = False
+    ) -> bool:
         """Initialise N blank nodes, once in their life: see `Redlock.init`, also for the errors."""
-        return await self._run(self._redlock._initialising(base, max_ttl))
+        return await self._run(self._redlock._initialising(base, max_ttl, allow_eviction=allow_eviction))
 
     async def status(self) -> tuple[NodeStatus, ...]:
         """Ask every node how it stands: see `Redlock.status`."""

@@ -88,7 +88,7 @@ class Plan:
     def describe(self, standings: Standings, answers: Answers) -> dict[str, str]:
         """Return what each node said, by its address, for an error."""
         return {
-            name: _describe(standings[node]) if node in standings else str(answers[node])
+            name: _describe(standings[node], self.node_key) if node in standings else str(answers[node])
             for node, name in enumerate(self.names)
         }
 
@@ -184,7 +184,7 @@ def _make_list(
         if standing.votes_in(old.fingerprint):
             ids[node] = standing.node_id
         elif name in seats or not standing.blank:
-            _refuse_node(name, standing, old)
+            _refuse_node(name, standing, old, plan.node_key)
         else:
             ids[node] = yield from _new_id(plan, node, old)
     doubled = {said for said, times in Counter(ids.values()).items() if times > 1}  # see recovery.py
@@ -201,7 +201,7 @@ def _make_list(
 
 def _new_id(plan: Plan, node: int, old: Membership) -> Generator[Request, Any, str]:
     command = plan.command("begin", "", plan.new_word(), round(old.max_ttl * 1000), "")
-    answers, _ = yield from ask(command, [node], plan.patience)
+    answers = yield from ask(command, [node], plan.patience)
     if answers[node].said is not Said.TICKET:
         raise QuorumError(
             f"{plan.names[node]} cannot be made a member: {answers[node]}",
@@ -210,7 +210,7 @@ def _new_id(plan: Plan, node: int, old: Membership) -> Generator[Request, Any, s
     return answers[node].facts[0]
 
 
-def _refuse_node(name: str, standing: Standing, old: Membership) -> NoReturn:
+def _refuse_node(name: str, standing: Standing, old: Membership, node_key: str) -> NoReturn:
     if standing.node_id in old.ids or name in _addresses_of(old):
         raise MembershipError(
             f"{name} does not vote at the moment, and a node that stays must: wait until clients have "
@@ -218,7 +218,7 @@ def _refuse_node(name: str, standing: Standing, old: Membership) -> NoReturn:
         )
     raise MembershipError(
         f"{name} is in use in another list: {', '.join(sorted(_addresses_of_text(standing.members)))}. "
-        "Flush it, if nobody needs that any more, or name another"
+        f"If nothing needs that any more, delete the key {node_key} there; or name another"
     )
 
 
@@ -257,7 +257,7 @@ def _close(plan: Plan, old: Membership, target: Membership) -> Generator[Request
     quorum = _majority(len(old.seats))
     command = plan.command("close", old.fingerprint, target.fingerprint, target.to_json())
     for _ in range(_MOST_PASSES):
-        answers, _ended = yield from ask(command, plan.everybody, plan.patience)
+        answers = yield from ask(command, plan.everybody, plan.patience)
         shut = yield from synced(_who(answers, Said.SHUT), plan.patience)
         standings = yield from _closed_still(plan, shut, old, target)
         if len(standings) >= quorum:
@@ -296,7 +296,7 @@ def _promise(plan: Plan, target: Membership, epoch: int) -> Generator[Request, A
     before, _ = yield from read(plan.node_key, plan.wanted, plan.patience)
     for node in before:
         command = plan.command("promise", target.fingerprint, epoch, ids[plan.names[node]], "change")
-        answers, _ = yield from ask(command, [node], plan.patience)
+        answers = yield from ask(command, [node], plan.patience)
         promised |= _who(answers, Said.PROMISED)
     promised = yield from synced(promised, plan.patience)
     told, _ = yield from read(plan.node_key, promised, plan.patience)
@@ -306,7 +306,7 @@ def _promise(plan: Plan, target: Membership, epoch: int) -> Generator[Request, A
         raise QuorumError(
             f"too few of the new nodes are ready: bring back {', '.join(silent)} as they were, and run the "
             "same command again; until then nobody gets a lock. What has restarted meanwhile cannot come "
-            "back as it was: then flush all of these nodes, and fencelock init --after-loss",
+            "back as it was: then fencelock init --after-loss",
             nodes=dict.fromkeys(silent, "not ready"),
         )
 
@@ -325,7 +325,7 @@ def _outwait_leases(plan: Plan, standings: Standings) -> Generator[Request, Any,
 def _longest_lease(plan: Plan, node: int) -> Generator[Request, Any, float]:
     cursor, longest = "0", 0.0
     while True:
-        answers, _ = yield from ask(plan.command("leases", "", cursor), [node], plan.patience)
+        answers = yield from ask(plan.command("leases", "", cursor), [node], plan.patience)
         if answers[node].said is not Said.LEASES:
             return longest
         cursor, part = answers[node].facts
@@ -341,7 +341,7 @@ def _open(plan: Plan, target: Membership, epoch: int) -> Generator[Request, Any,
     opened: set[int] = set()
     for node in sorted(standings, key=lambda node: not standings[node].blank):
         arguments = (target.fingerprint, epoch, ids[plan.names[node]], 0, target.to_json())
-        answers, _ = yield from ask(plan.command("open", *arguments), [node], plan.patience)
+        answers = yield from ask(plan.command("open", *arguments), [node], plan.patience)
         opened |= _who(answers, Said.OPENED)
     yield from synced(opened, plan.patience)
 
@@ -366,7 +366,7 @@ def _open_stragglers(plan: Plan, present: Membership, standings: Standings) -> G
         return False
     epoch = max(standing.highest for standing in (voters | waiting).values()) + 1
     yield from _promise(plan, present, epoch)
-    answers, _ = yield from ask(plan.command("raise", present.fingerprint, epoch), voters, plan.patience)
+    answers = yield from ask(plan.command("raise", present.fingerprint, epoch), voters, plan.patience)
     if len(_who(answers, Said.RAISED)) >= _majority(len(present.seats)):
         yield from _open(plan, present, epoch)
     return True
@@ -387,16 +387,16 @@ def _left_out(plan: Plan, target: Membership, standings: Standings, answers: Ans
         if standing is None:
             found[plan.names[node]] = str(answers[node])
         elif not standing.votes_in(target.fingerprint):
-            found[plan.names[node]] = _describe(standing)
+            found[plan.names[node]] = _describe(standing, plan.node_key)
     return found
 
 
-def _describe(standing: Standing) -> str:
+def _describe(standing: Standing, node_key: str) -> str:
     if standing.blank:
         return "blank: clients admit it when the longest lease has passed"
     if not standing.admitted and not standing.closed:
         return "restarted: clients admit it when the longest lease has passed"
     if standing.closed:
-        return "closed with its former list: flush it, and clients admit it"
+        return f"closed with its former list: delete its key {node_key}, and clients admit it"
     members = ", ".join(sorted(_addresses_of_text(standing.members)))
     return f"votes in epoch {standing.epoch} of the list {members}"

@@ -20,9 +20,11 @@ from fencelock.errors import MembershipError, QuorumError
 
 PROTOCOL_VERSION = 1
 STRIPE_HASH = "crc32"
-DEFAULT_MAX_TTL = 300.0
+#: Of nodes that are initialised for the first time.
+DEFAULT_MAX_TTL = 60.0
 
 _MOST_LOOKS = 3
+_FIT = frozenset({Said.TICKET, Said.ADMITTED, Said.OPENED, Said.PROMISED, Said.NO_TICKET, Said.CLEARED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +142,13 @@ def initialise(
     *,
     new_word: Callable[[], str],
     base: int,
-    max_ttl: float,
+    max_ttl: float | None,
     patience: float,
     epoch: int = 0,
 ) -> Generator[Request, Any, tuple[Membership, bool]]:
     """Open N blank nodes, and tell whether that was still to be done.
+
+    Without a `max_ttl`, nodes that have one keep it.
 
     Every node is first given a ticket, which becomes its id; whoever comes second finds the same tickets, so
     that several clients may initialise at once, and an interrupted initialisation is finished by the next
@@ -159,7 +163,10 @@ def initialise(
         QuorumError: not every node answered; all of them are needed, this once.
         MembershipError: some nodes are in use already, or belong to another list.
     """
-    standing = yield from _begin(names, node_key, new_word, max_ttl, patience)
+    asked = DEFAULT_MAX_TTL if max_ttl is None else max_ttl
+    standing = yield from _begin(names, node_key, new_word, asked, patience)
+    if max_ttl is None:
+        max_ttl = max(_max_ttl_of(answer) for answer in standing.values())
     ids = {node: answer.facts[0] for node, answer in standing.items()}
     membership = Membership(tuple(sorted((ids[node], names[node]) for node in ids)), max_ttl)
     _check_agreement(names, standing, membership)
@@ -167,7 +174,7 @@ def initialise(
     again = yield from _begin(names, node_key, new_word, max_ttl, patience)
     for node, answer in again.items():
         if answer.facts[0] != ids[node]:
-            raise _interrupted(names[node])
+            raise _interrupted(names[node], node_key)
     _check_agreement(names, again, membership)
     blank = [node for node, answer in again.items() if answer.said is Said.TICKET]
     if blank:
@@ -185,6 +192,13 @@ def _begin(
         begin = Command("begin", "", (node_key,), ("", new_word(), round(max_ttl * 1000), ""))
         standing[node] = yield from _need(names, node, begin, patience)
     return standing
+
+
+def _max_ttl_of(answer: Answer) -> float:
+    """Return the longest ttl of a node's list, or of its ticket."""
+    if answer.said is Said.ADMITTED:
+        return Membership.from_json(answer.facts[1]).max_ttl
+    return float(answer.facts[1]) / 1000
 
 
 def _promise(
@@ -244,7 +258,7 @@ def _open(
         arguments = (membership.fingerprint, start[0], ids[node], start[1], membership.to_json())
         opened = yield from _need(names, node, Command("open", "", (node_key,), arguments), patience)
         if opened.said is Said.NO_TICKET:
-            raise _interrupted(names[node])
+            raise _interrupted(names[node], node_key)
         if Membership.from_json(opened.facts[1]).fingerprint != membership.fingerprint:
             raise MembershipError(
                 f"{names[node]} has just been initialised by somebody else, in another list: run the same "
@@ -252,19 +266,56 @@ def _open(
             )
 
 
-def _interrupted(name: str) -> MembershipError:
+def _interrupted(name: str, node_key: str) -> MembershipError:
     return MembershipError(
-        f"{name} restarted while it was being initialised, and is blank again: "
-        "flush all of these nodes, if none of them has been used, and initialise again"
+        f"{name} restarted while it was being initialised, and is blank again. If none of these nodes has "
+        f"been used, delete the key {node_key} on each, and initialise again; else add --after-loss "
+        "--database URL"
     )
+
+
+def remains(
+    names: tuple[str, ...], node_key: str, patience: float
+) -> Generator[Request, Any, dict[str, tuple[str, ...]]]:
+    """Return the nodes that remember a list which has lost its majority, each with the addresses of the list.
+
+    Empty where a majority of a list votes: nothing is lost there.
+
+    Raises:
+        QuorumError: not every node answered.
+    """
+    standings = yield from _read(names, node_key, patience)
+    marked = {node: standing for node, standing in standings.items() if not standing.blank}
+    lists = {node: Membership.from_json(standing.members) for node, standing in marked.items()}
+    for known in lists.values():
+        if 2 * sum(each.votes_in(known.fingerprint) for each in marked.values()) > len(known.seats):
+            return {}
+    return {names[node]: tuple(address for _, address in known.seats) for node, known in lists.items()}
+
+
+def clear(names: tuple[str, ...], node_key: str, patience: float) -> Generator[Request, Any, int]:
+    """Delete what a namespace has left on the nodes; return how many keys that were.
+
+    Raises:
+        QuorumError: not every node answered.
+    """
+    yield from _read(names, node_key, patience)
+    count = 0
+    for node in range(len(names)):
+        following = ""
+        while following != "0":
+            command = Command("clear", "", (node_key,), ("", following or "0"))
+            following, deleted = (yield from _need(names, node, command, patience)).facts
+            count += int(deleted)
+    return count
 
 
 def _need(
     names: tuple[str, ...], node: int, command: Command, patience: float
 ) -> Generator[Request, Any, Answer]:
-    answers, _ = yield from ask(command, [node], patience)
+    answers = yield from ask(command, [node], patience)
     answer = answers[node]
-    if answer.said not in {Said.TICKET, Said.ADMITTED, Said.OPENED, Said.PROMISED, Said.NO_TICKET}:
+    if answer.said not in _FIT:
         raise _unfit(names, names[node], answer)
     return answer
 
@@ -299,8 +350,8 @@ def _check_agreement(names: tuple[str, ...], standing: dict[int, Answer], member
                     f"{name} was initialised with a longest ttl of {theirs.max_ttl:g} s, and not "
                     f"{membership.max_ttl:g} s: use the same"
                 )
-        elif float(answer.facts[1]) != round(membership.max_ttl * 1000):
+        elif round((its := _max_ttl_of(answer)) * 1000) != round(membership.max_ttl * 1000):
             raise MembershipError(
-                f"{name} is being initialised with a longest ttl of {float(answer.facts[1]) / 1000:g} s, and "
+                f"{name} is being initialised with a longest ttl of {its:g} s, and "
                 f"not {membership.max_ttl:g} s: use the same"
             )

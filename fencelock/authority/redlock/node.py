@@ -21,7 +21,7 @@ import re
 import socket
 import ssl
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -75,8 +75,11 @@ _OWN_ARGUMENTS: Final = 2
 #: The node's, and that of a lock.
 _KEYS_OF_ONE: Final = 2
 _LEADING: Final = frozenset({Said.UNREACHABLE, Said.ERROR})
-_WITH_FACTS: Final = frozenset({Said.TICKET, Said.ADMITTED, Said.OPENED, Said.STANDING, Said.LEASES})
-_TELLING = _WITH_FACTS | {Said.EXTENDED, Said.GRANTED, Said.HIGHER, Said.HELD, Said.MERGED}
+_WITH_FACTS: Final = frozenset(
+    {Said.TICKET, Said.ADMITTED, Said.OPENED, Said.STANDING, Said.LEASES, Said.CLEARED}
+)
+_WITH_TTL: Final = frozenset({Said.HELD, Said.RESTARTED, Said.EARLY})
+_TELLING = _WITH_FACTS | _WITH_TTL | {Said.EXTENDED, Said.GRANTED, Said.HIGHER, Said.MERGED}
 #: Answers that are complete with their first word. That of WAITAOF is how many disks it is on.
 _BARE: Final[dict[bytes | int, Answer]] = {
     **{name: Answer(said) for name, said in _SAID.items() if said not in _TELLING},
@@ -137,12 +140,15 @@ class Identity:
         replid: its replication id, where every vote must prove it again; otherwise empty.
         node_id: the node's own id, given when it was initialised; empty while it is blank.
         membership: the list that it belongs to; None while it is blank.
+        eviction: the policy by which it drops keys when its memory is full; empty if it drops none; None
+            where it does not tell.
     """
 
     run_id: str
     replid: str
     node_id: str
     membership: Membership | None
+    eviction: str | None = ""
 
     def admitted(self, node_id: str, members: str) -> Identity:
         """Return the same server process, as a member of a list.
@@ -308,8 +314,16 @@ def _identify(connection: Any, info: dict[str, str], node_key: str, *, verify_vo
     replid = info.get("master_replid", "") if verify else ""
     if verify and not replid:
         raise Unusable(Said.ERROR, "its INFO has no master_replid, so a failover could not be noticed")
-    blank = Identity(info["run_id"], replid, "", None)
+    blank = Identity(info["run_id"], replid, "", None, eviction_of(info))
     return blank.admitted(node_id.decode(), members.decode()) if members else blank
+
+
+def eviction_of(info: Mapping[str, str]) -> str | None:
+    """Return what a server's INFO tells of eviction, as `Identity` has it."""
+    limit, policy = info.get("maxmemory", ""), info.get("maxmemory_policy", "")
+    if limit == "0" or policy == "noeviction":
+        return ""
+    return policy if limit and policy else None
 
 
 def _others(connection: Any, info: dict[str, str], server: Server) -> list[tuple[str, int]]:
@@ -389,7 +403,7 @@ def read_answer(reply: Any) -> Answer:
         return Answer(Said.UNREACHABLE if reason.startswith(_PASSING_ERRORS) else Said.ERROR, detail=reason)
     word = reply[0]
     said = _SAID[word]
-    if said is Said.HELD:
+    if said in _WITH_TTL:
         # A lock without an end was put there by somebody else than a client of ours.
         return Answer(said, ttl=reply[1] / 1000 if reply[1] >= 0 else math.inf)
     if said in _WITH_FACTS:

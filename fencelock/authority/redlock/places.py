@@ -76,7 +76,8 @@ _PORT: Final = 6379
 _MOST_LEARNED: Final = 16
 _FORMS: Final = (
     "redis://host:6379, rediss://user:password@host:6380, unix:///path/to/socket, "
-    "redis+sentinel://host1:26379,host2:26379,host3:26379/SERVICE or redis+cluster://host1:6379,host2:6379"
+    "redis+sentinel://host1:26379,host2:26379,host3:26379/SERVICE or redis+cluster://host1:6379,host2:6379 "
+    "(or valkey, valkeys)"
 )
 
 
@@ -392,6 +393,7 @@ def place_of(source: Source, timeout: float) -> Place:
         TypeError: for what is neither a URL nor a client, or a client that connects in a way of its own.
     """
     if isinstance(source, str):
+        source = re.sub(r"^valkey(s?)(?=\+|:)", r"redis\1", source)
         group = _GROUP_URL.fullmatch(source)
         if group is None:
             return Servers([_server_of(source, timeout)], is_cluster=False)
@@ -447,15 +449,28 @@ def _server_of(url: str, timeout: float, whole: str = "") -> Server:
         pool = redis.ConnectionPool.from_url(url)
         named = url.startswith("unix://") or urlsplit(url).hostname
     except ValueError as error:
-        raise ValueError(f"{shown!r} is no URL of a Redis node ({error}); write {_FORMS}") from None
+        why = "" if "@" in url else f" ({error})"  # which may quote a part of the password
+        raise ValueError(f"{shown!r} is no URL of a Redis node{why}; write {_FORMS}") from None
     if not named:
         raise ValueError(f"{shown!r} names no host; write {_FORMS}")
     return _new_server(pool.connection_class, pool.connection_kwargs, timeout, shown)
 
 
 def _masked(url: str) -> str:
-    head, at, tail = url.partition("?")[0].rpartition("@")
+    """Return what an error may show of a URL that is wrong somewhere: nothing before its last @."""
+    head, at, tail = url.rpartition("@")
+    tail = tail.partition("?")[0]
     return f"{head.partition(':')[0]}://***@{tail}" if at else tail
+
+
+def without_password(url: str) -> str:
+    """Return a URL that has been understood, with the word PASSWORD wherever one is to be typed."""
+    before, mark, query = url.partition("?")
+    head, at, tail = before.rpartition("@")
+    scheme, _, login = head.partition("://")
+    user, colon, _ = login.partition(":")
+    shown = f"{scheme}://{user}{colon and ':PASSWORD'}@{tail}" if at else tail
+    return shown + mark + re.sub(r"(password=)[^&]*", r"\1PASSWORD", query)
 
 
 @dataclass(frozen=True, slots=True)

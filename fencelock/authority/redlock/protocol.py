@@ -71,9 +71,11 @@ class Said(enum.Enum):
     PROMISED = "promised the epoch"
     RAISED = "raised to the epoch"
     LEASES = "told how long its locks live"
+    CLEARED = "deleted what was left"
     SHUT = "closed in favour of the next list"
     ON_DISK = "has written it to its disk"
     NOT_ON_DISK = "has not written it to its disk in time"
+    EARLY = "stays out until the locks that it has forgotten have ended"
     NO_TICKET = "lost its ticket: it restarted or was flushed in between"
     AMNESIA = "blank: it holds no marker, and must not vote"
     RESTARTED = "restarted since it was admitted, or loaded older data; must not vote until admitted again"
@@ -108,7 +110,8 @@ class Answer(NamedTuple):
         said: the kind of answer.
         epoch: the node's epoch, where the answer names one.
         counters: what it granted, a number for each resource.
-        ttl: seconds that the other holder's lock still lives, for HELD.
+        ttl: seconds that the other holder's lock still lives, for HELD; that the node still stays out, for
+            RESTARTED and EARLY. Infinite where that is unknown.
         detail: what a person should read, for the kinds that are failures.
         facts: what the kinds about membership carry, as text.
     """
@@ -455,7 +458,7 @@ def acquire(
             continue
         if outcome.contended:
             last_quorum = outcome.ended
-        elif not _may_recover(fleet, outcome.answers) or outcome.ended - last_quorum >= grace:
+        elif not _may_recover(fleet, outcome.answers, grace) or outcome.ended - last_quorum >= grace:
             yield from leave(fleet, bid)
             _raise_no_quorum(fleet, outcome.answers)
         left = math.inf if timeout is None else began + timeout - outcome.ended
@@ -966,9 +969,14 @@ def _can_vote(fleet: Fleet, answers: Answers) -> bool:
     return sum(answer.said in _VOTING for answer in answers.values()) >= fleet.quorum
 
 
-def _may_recover(fleet: Fleet, answers: Answers) -> bool:
-    """Whether a quorum could come back without an operator."""
-    hopeful = sum(answer.said in _VOTING or answer.said in PASSING for answer in answers.values())
+def _may_recover(fleet: Fleet, answers: Answers, grace: float) -> bool:
+    """Whether a quorum could come back without an operator, and within so many seconds."""
+    hopeful = sum(
+        answer.said in _VOTING
+        or answer.said in PASSING
+        or (answer.said is Said.RESTARTED and answer.ttl < grace)
+        for answer in answers.values()
+    )
     return hopeful >= fleet.quorum
 
 
@@ -1007,15 +1015,8 @@ def _raise_no_quorum(fleet: Fleet, answers: Answers) -> NoReturn:
     said = Counter(answer.said for answer in answers.values())
     spare = len(fleet.names) - fleet.quorum
     report = _report(fleet, answers)
-    if said[Said.AMNESIA] == len(fleet.names):
-        raise NodesNotInitialisedError(f"no node is initialised: do it once, with `{fleet.init_command}`")
     if said[Said.AMNESIA] > spare:
-        raise NodesNotInitialisedError(
-            f"{said[Said.AMNESIA]} of {len(fleet.names)} nodes are blank: tokens that they gave out may be "
-            "forgotten. Flush all nodes while nobody uses them and run "
-            f"`{fleet.init_command} --after-loss --database URL`, which starts above the tokens that the "
-            f"database has seen ({report})"
-        )
+        raise NodesNotInitialisedError(_why_blank(fleet, said[Said.AMNESIA], report))
     if said[Said.CONFIG] + said[Said.CLOSED] > spare:
         raise MembershipError(
             f"the nodes do not agree with this list of {len(fleet.names)} nodes: configure every client with "
@@ -1024,15 +1025,40 @@ def _raise_no_quorum(fleet: Fleet, answers: Answers) -> NoReturn:
     voters = sum(answer.said in _VOTING for answer in answers.values())
     advice = "bring the others back, or mend their URLs"
     if said[Said.AMNESIA] or said[Said.RESTARTED]:
-        advice = (
-            "nodes that restarted vote again when a client has admitted them, which takes as long as the "
-            "longest lease; `fencelock nodes` tells more (README: When nodes restart)"
-        )
+        advice = f"{_when_back(fleet, answers)}; `fencelock nodes` tells more (docs/redis.md)"
     raise QuorumError(
         f"{voters} of {len(fleet.names)} nodes can vote, and a majority is {fleet.quorum}: {report}; "
         f"{advice}",
         nodes=_by_name(fleet.names, answers),
     )
+
+
+def _why_blank(fleet: Fleet, blank: int, report: str) -> str:
+    """Return what to say where too many nodes are blank: what is likelier comes first."""
+    new = f"Nodes that are used for the first time: `{fleet.init_command}`"
+    used = (
+        f"Nodes that were used before: `{fleet.init_command} --after-loss --database URL`, which starts "
+        "above the tokens that the database has seen"
+    )
+    if blank < len(fleet.names):
+        return (
+            f"{blank} of {len(fleet.names)} nodes are blank, and may have forgotten tokens that they gave "
+            f"out ({report}). {used}. {new}"
+        )
+    if fleet.fingerprint:
+        return f"no node is initialised any more: they have lost their memory in use. {used}. {new}"
+    return f"no node is initialised. {new}. {used}"
+
+
+def _when_back(fleet: Fleet, answers: Answers) -> str:
+    """Return when nodes that restarted vote again, as far as they have said it."""
+    waits = [answer.ttl for answer in answers.values() if answer.said is Said.RESTARTED]
+    if waits and not max(waits):
+        return "what restarted votes again as soon as a client has admitted it, which begins now: try again"
+    if waits and max(waits) < math.inf:
+        return f"what restarted votes again in {math.ceil(max(waits))} s, when the next client admits it"
+    longest = f", {fleet.max_ttl:g} s," if fleet.max_ttl < math.inf else ""
+    return f"what restarted votes again when the longest lease{longest} has passed since a client met it"
 
 
 def _by_name(names: Sequence[str], answers: Answers) -> dict[str, str]:

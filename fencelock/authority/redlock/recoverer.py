@@ -67,7 +67,11 @@ class Recoverer:
         return thread is not None and thread.is_alive()  # its start may have been interrupted
 
     def close(self) -> None:
-        """End the recovery, if one is at work; begin no other."""
+        """End the recovery where it would wait, if one is at work; begin no other.
+
+        What can be done at once is done: of programs that end at once, the first leaves its ticket, and the
+        first after the longest lease admits the node.
+        """
         self._stop.set()
         thread = self._thread
         if thread is not None and thread.is_alive() and thread is not threading.current_thread():
@@ -97,15 +101,15 @@ class Recoverer:
     def _drive(self, generator: Generator[Request, Any, bool], channels: Channels) -> bool:
         try:
             request = next(generator)
-            while not self._stop.is_set():
+            while True:
                 if isinstance(request, Broadcast):
                     request = generator.send(channels.broadcast(request))
+                elif self._stop.wait(request.seconds):
+                    return False
                 else:
-                    self._stop.wait(request.seconds)
                     request = generator.send(time.monotonic())
         except StopIteration as stop:
             return bool(stop.value)
-        return False
 
     def _pause(self, *, succeeded: bool) -> None:
         self._failures = 0 if succeeded else self._failures + 1

@@ -20,7 +20,8 @@ half of the token. `spec/` has the whole as a model, with the schedules that eac
    the others before they promised ("one look at promises").
 4. RAISE before ADMIT, on a majority. A server that has taken over the address of another which still lives,
    cut off, must not leave that one with a majority in the old epoch ("ADMIT before RAISE").
-5. ADMIT, with the ticket, and not before the longest lease has passed since this recoverer first saw it.
+5. ADMIT, with the ticket, and not before that is as old as the longest lease. The node itself measures that,
+   and refuses before: so whoever comes afterwards admits it at once, also a program that lives for a second.
    The wait serves mutual exclusion only: the locks that the node has forgotten end meanwhile. Those of leases
    that go on are made again by EXTEND, as on every node that is to be admitted: so the next node may forget
    at once, and nobody who waits has taken such a lock here.
@@ -41,7 +42,7 @@ counts once. And it gets the seat of its address: what it names itself is a word
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,13 +62,12 @@ from fencelock.token import MAX_COUNTER, MAX_EPOCH, split
 
 #: Recoverers that have waited for one node spread their work over so many seconds, or a tenth of the wait.
 _SPREAD = 5.0
-#: Seconds that somebody else is given who has promised an epoch and seems to be at work, and how often.
-_COURTESY = 1.0
-_MOST_COURTESIES = 2
+#: Seconds that another recoverer is given, once, that has promised an epoch and seems to be at work. It may
+#: have died, and this one may live for a second only.
+_COURTESY = 0.5
+#: Seconds after a first failure; longer after the next.
+_PAUSE = 1.0
 _MOST_FAILURES = 3
-
-#: When this recoverer first saw a ticket: (node, ticket) to the driver's time.
-Sightings = dict[tuple[int, str], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class Roll:
         return not self.has_quorum and held and ours and standing.fingerprint == self.membership.fingerprint
 
 
-def recover(around: Surroundings, seen: Sightings) -> Generator[Request, Any, bool]:
+def recover(around: Surroundings) -> Generator[Request, Any, bool]:
     """Admit again whoever can be, and raise whoever lags behind; wait as long as that takes.
 
     Returns True when nothing is left to do, False when nothing can be done for now: too few nodes answer, or
@@ -177,9 +177,8 @@ def recover(around: Surroundings, seen: Sightings) -> Generator[Request, Any, bo
 
     Args:
         around: where to look.
-        seen: when which ticket was first seen; kept from call to call.
     """
-    courtesies = failures = 0
+    is_courteous, failures = True, 0
     while failures < _MOST_FAILURES:
         standings, _ = yield from read(around.node_key, range(len(around.names)), around.patience)
         roll = Roll.call(around.names, standings)
@@ -190,18 +189,18 @@ def recover(around: Surroundings, seen: Sightings) -> Generator[Request, Any, bo
             return True
         if not roll.has_quorum and not roll.complete:
             return False
-        tickets, now = yield from _begin(around, roll, seen)
-        left = _seconds_left(roll, tickets, seen, now)
+        tickets, waits = yield from _begin(around, roll)
+        left = (min if roll.has_quorum else max)(waits.values(), default=0.0)
         if left > 0:
             # Whoever else has waited for this node wakes up at the same time: one of us is enough.
             spread = min(_SPREAD, roll.membership.max_ttl / 10)
             yield Sleep(left + spread * around.jitter())
-        elif _is_busy(roll) and courtesies < _MOST_COURTESIES:
-            courtesies += 1
+        elif is_courteous and _is_busy(roll):
+            is_courteous = False
             yield Sleep(_COURTESY * (0.5 + around.jitter()))
-        elif not (yield from _admit(around, roll, tickets, seen, now)):
+        elif not (yield from _admit(around, roll, tickets, [n for n, wait in waits.items() if wait <= 0])):
             failures += 1
-            yield Sleep(_COURTESY * failures * (0.5 + around.jitter()))
+            yield Sleep(_PAUSE * failures * (0.5 + around.jitter()))
     return False
 
 
@@ -251,39 +250,25 @@ def _raise(
 ) -> Generator[Request, Any, set[int]]:
     """Have voters vote in an epoch that a majority has promised; return those that have it on their disks."""
     command = around.command("raise", roll.membership.fingerprint, epoch)
-    answers, _ = yield from ask(command, nodes, around.patience)
+    answers = yield from ask(command, nodes, around.patience)
     return (yield from synced(_who(answers, Said.RAISED), around.patience))
 
 
 def _begin(
-    around: Surroundings, roll: Roll, seen: Sightings
-) -> Generator[Request, Any, tuple[dict[int, str], float]]:
-    """Get a ticket on every node that waits; return the tickets, and the time."""
+    around: Surroundings, roll: Roll
+) -> Generator[Request, Any, tuple[dict[int, str], dict[int, float]]]:
+    """Get a ticket on every node that waits; return them, and for how many seconds each still stays out."""
     max_ttl_ms = round(roll.membership.max_ttl * 1000)
     tickets: dict[int, str] = {}
-    now = 0.0
+    waits: dict[int, float] = {}
     for node, seat in roll.waiting.items():
         word, held = around.new_word(), roll.standings[node].held_for(seat)
         command = around.command("begin", roll.membership.fingerprint, word, max_ttl_ms, held)
-        answers, now = yield from ask(command, [node], around.patience)
+        answers = yield from ask(command, [node], around.patience)
         if answers[node].said is Said.TICKET:
-            tickets[node] = answers[node].facts[0]
-    for node, ticket in tickets.items():
-        seen.setdefault((node, ticket), now)
-    for node, ticket in [each for each in seen if tickets.get(each[0], each[1]) != each[1]]:
-        del seen[node, ticket]  # it has another one by now
-    return tickets, now
-
-
-def _due(roll: Roll, tickets: Mapping[int, str], seen: Sightings, now: float) -> list[int]:
-    """Return the nodes whose locks have all ended by now."""
-    return [node for node, ticket in tickets.items() if now >= seen[node, ticket] + roll.membership.max_ttl]
-
-
-def _seconds_left(roll: Roll, tickets: Mapping[int, str], seen: Sightings, now: float) -> float:
-    """Return how long to wait: for the first node; for all of them where all are needed."""
-    ends = [seen[node, ticket] + roll.membership.max_ttl - now for node, ticket in tickets.items()]
-    return (min if roll.has_quorum else max)(ends, default=0.0)
+            tickets[node], _, left_ms = answers[node].facts
+            waits[node] = int(left_ms) / 1000
+    return tickets, waits
 
 
 def _is_busy(roll: Roll) -> bool:
@@ -292,10 +277,9 @@ def _is_busy(roll: Roll) -> bool:
 
 
 def _admit(
-    around: Surroundings, roll: Roll, tickets: Mapping[int, str], seen: Sightings, now: float
+    around: Surroundings, roll: Roll, tickets: Mapping[int, str], due: Sequence[int]
 ) -> Generator[Request, Any, bool]:
-    """Choose an epoch, have it promised, raise the voters, admit whose time has come; tell if all is done."""
-    due = _due(roll, tickets, seen, now)
+    """Choose an epoch, have it promised, raise the voters, admit who is due; tell if all is done."""
     chosen = yield from _choose_epoch(around, roll, tickets)
     if chosen is None or not due:
         return False
@@ -329,13 +313,11 @@ def _promise(
     """Have nodes promise the epoch; return those that have it on their disks, and all at the same time."""
     fingerprint = roll.membership.fingerprint
     voters = [node for node, standing in standings.items() if standing.admitted]
-    answers, _ = yield from ask(
-        around.command("promise", fingerprint, epoch, "", ""), voters, around.patience
-    )
+    answers = yield from ask(around.command("promise", fingerprint, epoch, "", ""), voters, around.patience)
     promised = _who(answers, Said.PROMISED)
     for node in standings.keys() - set(voters):
         command = around.command("promise", fingerprint, epoch, tickets[node], "")
-        answers, _ = yield from ask(command, [node], around.patience)
+        answers = yield from ask(command, [node], around.patience)
         promised |= _who(answers, Said.PROMISED)
     promised = yield from synced(promised, around.patience)
     told, _ = yield from read(around.node_key, promised, around.patience)
@@ -356,7 +338,7 @@ def _let_in(
         command = around.command(
             "admit", roll.membership.fingerprint, epoch, ticket, roll.waiting[node], text
         )
-        answers, _ = yield from ask(command, [node], around.patience)
+        answers = yield from ask(command, [node], around.patience)
         admitted |= _who(answers, Said.ADMITTED)
     yield from synced(admitted, around.patience)
     return len(admitted) == len(tickets)
@@ -398,13 +380,13 @@ def _status_of_waiting(name: str, standing: Standing, roll: Roll, seat: str) -> 
     hopeful = roll.has_quorum or roll.complete
     detail = _whose_data(standing, roll, seat) + ("waits for a client that uses it" if hopeful else _TOO_FEW)
     if standing.ticket and hopeful:
-        left = max(0.0, roll.membership.max_ttl - standing.ticket_age)
+        left = standing.ticket_left
         return NodeStatus(name, NodeState.RECOVERING, standing.epoch, left, "" if left else detail)
     state = NodeState.BLANK if standing.blank else NodeState.RESTARTED
     return NodeStatus(name, state, standing.epoch, detail=detail)
 
 
-_TOO_FEW = "too few nodes remember what was promised: fencelock init --after-loss, once all are flushed"
+_TOO_FEW = "too few nodes remember what was promised: fencelock init --after-loss"
 
 
 def _addresses(members: str) -> str:

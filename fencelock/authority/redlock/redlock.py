@@ -33,7 +33,13 @@ from fencelock.authority.redlock.recollection import Recollection
 from fencelock.authority.redlock.recoverer import Recoverer
 from fencelock.authority.redlock.survey import NodeStatus
 from fencelock.authority.redlock.waiting import Waiter
-from fencelock.errors import FencelockError, MembershipError, NodesNotInitialisedError, QuorumError
+from fencelock.errors import (
+    AuthorityError,
+    FencelockError,
+    MembershipError,
+    NodesNotInitialisedError,
+    QuorumError,
+)
 
 if TYPE_CHECKING:
     from fencelock.lock import FencedLock, LockSettings
@@ -60,6 +66,24 @@ def _warn_of_blocked_loop(resources: tuple[str, ...]) -> None:
             "task of it, and not the holder's either. In coroutines write `async with`, or `await "
             "lock.aio.acquire()`",
             ", ".join(map(repr, resources)),
+        )
+
+
+#: Nodes that evict keys, of which this process has warned.
+_warned_of_eviction: set[str] = set()
+
+
+def _what_eviction_does(policy: str) -> str:
+    gone = "held locks" if policy.startswith("volatile") else "held locks and the record of its tokens"
+    return f"drops keys when its memory is full (maxmemory-policy {policy}): {gone} may be gone at any moment"
+
+
+def _warn_of_eviction(name: str, policy: str) -> None:
+    """Tell, once for each node."""
+    if name not in _warned_of_eviction:
+        _warned_of_eviction.add(name)
+        logger.warning(
+            "%s %s. Type there: CONFIG SET maxmemory-policy noeviction", name, _what_eviction_does(policy)
         )
 
 
@@ -126,7 +150,6 @@ class Redlock:
         self._identities: dict[int, Identity] = {}
         self._recollection = Recollection(self._names)
         self._seen: tuple[object, protocol.Fleet] | None = None
-        self._sightings: recovery.Sightings = {}
         # Of acquisitions under way and grants in use. Grants that are let expire leave by themselves.
         self._wanted: WeakValues[str, protocol.Bid] = WeakValues()
         self._pool = Pool(self._make_channels)
@@ -241,8 +264,9 @@ class Redlock:
         self,
         *,
         base: int | None = None,
-        max_ttl: float = membership.DEFAULT_MAX_TTL,
+        max_ttl: float | None = None,
         above: int | None = None,
+        allow_eviction: bool = False,
     ) -> bool:
         """Initialise N blank nodes, once in their life; all of them must answer.
 
@@ -254,18 +278,42 @@ class Redlock:
                 granted: all new tokens are larger, for they are of a larger epoch. When this returns,
                 that is so whoever has initialised the nodes, and however long ago.
             max_ttl: the longest lease in seconds that these nodes will grant. A node that lost its
-                memory must stay out for so long.
+                memory must stay out for so long. By default 60, or what the nodes have already.
+            allow_eviction: initialise also nodes that drop keys when their memory is full. A lock may be
+                gone then while it is held, and with `allkeys-` policies the record of all tokens.
 
         Returns:
             True, or False if these nodes had been initialised already.
 
         Raises:
             QuorumError: a node did not answer, or too few vote to bring them above the token.
+            AuthorityError: a blank node drops keys when its memory is full.
             MembershipError: a node is in use in another list, or has lost its memory.
             ValueError: for a base, ttl or token out of range.
         """
         epoch = 0 if above is None else membership.epoch_above(above)
-        return self._run(self._initialising(base, max_ttl, epoch))
+        return self._run(self._initialising(base, max_ttl, epoch, allow_eviction=allow_eviction))
+
+    def remains(self) -> dict[str, tuple[str, ...]]:
+        """Return the nodes that remember a list which has lost its majority, with the addresses of that list.
+
+        Raises:
+            QuorumError: a node did not answer.
+        """
+        return self._run(membership.remains(self._names, self._node_key, self._node_timeout))
+
+    def clear(self) -> int:
+        """Delete what the namespace has left on the nodes: what they remember, locks, queues. No other key.
+
+        For a list that has lost its majority, before `init(above=…)`; no client may use it any more.
+
+        Returns:
+            How many keys it has deleted.
+
+        Raises:
+            QuorumError: a node did not answer.
+        """
+        return self._run(membership.clear(self._names, self._node_key, self._node_timeout))
 
     def status(self) -> tuple[NodeStatus, ...]:
         """Ask every node how it stands, and return that in the order of `nodes`.
@@ -282,12 +330,21 @@ class Redlock:
         Returns:
             True when nothing is left to do; False where nothing can be done, as `status` tells.
         """
-        return self._run(recovery.recover(self._around(), {}))
+        return self._run(recovery.recover(self._around()))
 
     def _asking(self) -> Generator[protocol.Request, Any, tuple[NodeStatus, ...]]:
         nodes = range(len(self._names))
         standings, answers = yield from survey.read(self._node_key, nodes, self._node_timeout)
-        return recovery.statuses(self._names, standings, answers)
+        found = recovery.statuses(self._names, standings, answers)
+        return tuple(self._with_eviction(node, status) for node, status in enumerate(found))
+
+    def _with_eviction(self, node: int, status: NodeStatus) -> NodeStatus:
+        """Return how a node stands, and how it evicts keys if it does."""
+        identity = self._identities.get(node)
+        if identity is None or not identity.eviction:
+            return status
+        evicts = f"evicts keys ({identity.eviction})"
+        return replace(status, detail=f"{status.detail}; {evicts}" if status.detail else evicts)
 
     def _new_bids(
         self,
@@ -327,7 +384,7 @@ class Redlock:
                 if initialised or os.environ.get("FENCELOCK_AUTO_INIT") != "1":
                     raise
             initialised = True
-            yield from self._initialising(None, membership.DEFAULT_MAX_TTL)
+            yield from self._initialising(None, None)
 
     def _rising(self, bids: _Bids) -> Generator[protocol.Request, Any, None]:
         """Bring the nodes where they can grant tokens above those that the bids must exceed."""
@@ -365,16 +422,20 @@ class Redlock:
         return protocol.released(fleet, (yield request))
 
     def _initialising(
-        self, base: int | None, max_ttl: float, epoch: int = 0
+        self, base: int | None, max_ttl: float | None, epoch: int = 0, *, allow_eviction: bool = False
     ) -> Generator[protocol.Request, Any, bool]:
         base = membership.default_base() if base is None else membership.check_base(base)
+        if max_ttl is not None:
+            check_ttl(max_ttl)
+        if not allow_eviction:
+            yield from self._checking_eviction()
         try:
             _, done = yield from membership.initialise(
                 self._names,
                 self._node_key,
                 new_word=lambda: secrets.token_hex(16),
                 base=base,
-                max_ttl=check_ttl(max_ttl),
+                max_ttl=max_ttl,
                 patience=self._connect_timeout,
                 epoch=epoch,
             )
@@ -391,6 +452,28 @@ class Redlock:
                 "storage has seen: run the same command again; `fencelock nodes` tells how they stand"
             )
         return done
+
+    def _checking_eviction(self) -> Generator[protocol.Request, Any, None]:
+        """Refuse blank nodes that drop keys when their memory is full."""
+        nodes = range(len(self._names))
+        standings, _ = yield from survey.read(self._node_key, nodes, self._node_timeout)
+        for node, standing in standings.items():
+            identity = self._identities.get(node)
+            if identity is None or not standing.blank or identity.eviction == "":
+                continue
+            eviction = identity.eviction
+            if eviction is None:
+                logger.warning(
+                    "%s: its INFO does not tell whether it evicts keys: see to it that its maxmemory-policy "
+                    "is noeviction",
+                    self._names[node],
+                )
+                continue
+            raise AuthorityError(
+                f"{self._names[node]} {_what_eviction_does(eviction)}. Type there: CONFIG SET "
+                "maxmemory-policy noeviction (and keep that in its configuration), or take a Redis that "
+                "nothing else uses. --allow-eviction (allow_eviction=True) initialises it as it is"
+            )
 
     def _run(
         self,
@@ -429,7 +512,7 @@ class Redlock:
             self._recoverer.hear()
 
     def _recovering(self) -> Generator[protocol.Request, Any, bool]:
-        return recovery.recover(self._around(), self._sightings)
+        return recovery.recover(self._around())
 
     def _around(self) -> recovery.Surroundings:
         return recovery.Surroundings(
@@ -445,6 +528,8 @@ class Redlock:
         if self._identities.get(node) != identity:
             self._identities[node] = identity
             self._recollection.note(node, identity.node_id, identity.membership)
+            if identity.eviction and identity.membership is not None:
+                _warn_of_eviction(self._names[node], identity.eviction)
             self._news = object()
 
     def _see(self) -> protocol.Fleet:

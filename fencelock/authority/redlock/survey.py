@@ -71,7 +71,7 @@ class Standing:
         next_fingerprint: of the list that it is closed for; empty where it is open.
         next_members: that list, as text.
         ticket: under which it can be admitted; empty where it has none.
-        ticket_age: seconds since the ticket was put there, by the node's clock.
+        ticket_left: seconds for which it still stays out, by its own clock, where it has a ticket.
     """
 
     admitted: bool
@@ -83,12 +83,12 @@ class Standing:
     next_fingerprint: str
     next_members: str
     ticket: str
-    ticket_age: float
+    ticket_left: float
 
     @classmethod
     def of(cls, answer: Answer) -> Standing:
         """Read the answer to READ."""
-        admitted, epoch, promised, cfg, node_id, members, following, next_members, ticket, age = answer.facts
+        admitted, epoch, promised, cfg, node_id, members, following, next_members, ticket, left = answer.facts
         return cls(
             admitted=bool(admitted),
             epoch=int(epoch) if epoch else None,
@@ -99,7 +99,7 @@ class Standing:
             next_fingerprint=following,
             next_members=next_members,
             ticket=ticket,
-            ticket_age=int(age or 0) / 1000,
+            ticket_left=int(left or 0) / 1000,
         )
 
     @property
@@ -136,27 +136,25 @@ class Standing:
 Standings = dict[int, Standing]
 
 
-def ask(
-    command: Command, nodes: Iterable[int], patience: float
-) -> Generator[Request, Any, tuple[Answers, float]]:
+def ask(command: Command, nodes: Iterable[int], patience: float) -> Generator[Request, Any, Answers]:
     """Send a command to nodes, and again to those that cannot be reached, until patience is over.
 
     The drivers wait only for the connections of a majority; here every node counts. The command must do
     no harm when it arrives twice.
-
-    Returns the answers, and when the last of them had come.
     """
     answers: dict[int, Answer] = {}
     missing = list(nodes)
     deadline: float | None = None
-    while True:
+    while missing:
         done: Round = yield Broadcast(command, missing, _all(missing), patience)
         answers.update(done.answers)
         deadline = done.began + patience if deadline is None else deadline
         missing = [node for node in missing if answers[node].said in PASSING]
-        if not missing or done.ended >= deadline:
-            return answers, done.ended
-        yield Sleep(_PAUSE)
+        if done.ended >= deadline:
+            break
+        if missing:
+            yield Sleep(_PAUSE)
+    return answers
 
 
 def _all(nodes: Sequence[int]) -> Any:
@@ -167,7 +165,7 @@ def read(
     node_key: str, nodes: Iterable[int], patience: float
 ) -> Generator[Request, Any, tuple[Standings, Answers]]:
     """Ask nodes where they stand; return that of those that answer, and everybody's answers."""
-    answers, _ = yield from ask(Command("read", "", (node_key,), ("",)), nodes, patience)
+    answers = yield from ask(Command("read", "", (node_key,), ("",)), nodes, patience)
     told = {node: Standing.of(answer) for node, answer in answers.items() if answer.said is Said.STANDING}
     return told, answers
 

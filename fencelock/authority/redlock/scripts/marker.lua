@@ -1,3 +1,21 @@
+local function now_ms()
+  local time = redis.call('TIME')
+  return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+
+-- Ms for which a node still stays out that got its ticket at that time: so long may locks live that it has
+-- forgotten. By a clock that was set back since, no longer than from now.
+local function ms_out(ticket_at, ticket_ttl)
+  return math.max(0, math.min(ticket_ttl, ticket_at + ticket_ttl - now_ms()))
+end
+
+-- RESTARTED, and for how many ms the node still stays out; -1 where it has no ticket yet.
+local function restarted(run_id)
+  local ticket = redis.call('HMGET', NODE, 'ticket_of', 'ticket_at', 'ticket_ttl')
+  local is_valid = ticket[1] and string.find(ticket[1], run_id .. '/', 1, true) == 1 and is_unbroken()
+  return {'RESTARTED', is_valid and ms_out(ticket[2], ticket[3]) or -1}
+end
+
 -- Why this node must not vote, or nil. `r` was written at admission: a server that was restarted, or
 -- that came back with an older file, has another run_id than the one it was admitted with. One that has loaded
 -- older data while it ran has the same.
@@ -8,9 +26,9 @@ local function refusal(epoch, admitted_run_id, membership, closed)
     -- A socket proves nothing where a proxy or a failover may stand behind it: ask the server itself.
     run_id = string.match(redis.call('INFO', 'server'), 'run_id:(%x+)')
     local now = string.match(redis.call('INFO', 'replication'), 'master_replid:(%x+)')
-    if now ~= redis.call('HGET', NODE, 'm') then return {'RESTARTED'} end
+    if now ~= redis.call('HGET', NODE, 'm') then return restarted(run_id) end
   end
-  if admitted_run_id ~= run_id or not is_unbroken() then return {'RESTARTED'} end
+  if admitted_run_id ~= run_id or not is_unbroken() then return restarted(run_id) end
   if membership ~= ARGV[1] then return {'CONFIG'} end
   if closed then return {'CLOSED'} end
 end
@@ -32,9 +50,4 @@ end
 local function catch_up(stripe, decided, base)
   local last = redis.call('HGET', NODE, 'c' .. stripe) or base
   if tonumber(decided) > tonumber(last) then redis.call('HSET', NODE, 'c' .. stripe, decided) end
-end
-
-local function now_ms()
-  local time = redis.call('TIME')
-  return time[1] * 1000 + math.floor(time[2] / 1000)
 end

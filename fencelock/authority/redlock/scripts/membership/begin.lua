@@ -5,7 +5,7 @@
 -- there already is returned unchanged, so that all who initialise or recover share it.
 -- ARGV[2] a random word of the sender, ARGV[3] longest ttl in ms, ARGV[4] the id that the node said it has, or
 -- for a blank one that of the seat which it is to get back; '' for a seat in a new list.
--- Returns TICKET, ticket, longest ttl | ADMITTED, id, members, and whether it votes or has restarted | CLOSED |
+-- Returns TICKET, ticket, longest ttl, ms for which the node still stays out | ADMITTED, id, members, and whether it votes or has restarted | CLOSED |
 -- CONFIG.
 if is_admitted() then return {'ADMITTED', is.id, is.members, 'votes'} end
 if is.next then return {'CLOSED'} end
@@ -25,8 +25,11 @@ if not has_ticket() then
   local now = redis.call('TIME')
   local seed = {RUN_ID, now[1], now[2], redis.call('INFO'), ARGV[2]}
   is.ticket = string.sub(redis.sha1hex(table.concat(seed, '|')), 1, 32)
-  is.ticket_ttl = ARGV[3]
-  redis.call('HSET', NODE, 'ticket', is.ticket, 'ticket_of', INCARNATION, 'ticket_at', digits(now_ms()),
+  is.ticket_at, is.ticket_ttl = digits(now_ms()), ARGV[3]
+  redis.call('HSET', NODE, 'ticket', is.ticket, 'ticket_of', INCARNATION, 'ticket_at', is.ticket_at,
     'ticket_ttl', is.ticket_ttl)
+elseif now_ms() < tonumber(is.ticket_at) then
+  is.ticket_at = digits(now_ms())  -- the clock was set back: the wait begins anew
+  redis.call('HSET', NODE, 'ticket_at', is.ticket_at)
 end
-return {'TICKET', is.ticket, is.ticket_ttl}
+return {'TICKET', is.ticket, is.ticket_ttl, digits(ms_out(is.ticket_at, is.ticket_ttl))}

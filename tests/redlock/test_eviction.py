@@ -1,0 +1,122 @@
+"""Nodes that drop keys when their memory is full: held locks may be gone, and the record of their tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import pytest
+import redis
+
+from fencelock import Redlock
+from fencelock.authority.redlock import redlock
+from fencelock.authority.redlock.node import eviction_of
+from fencelock.embedded import Nodes
+from fencelock.errors import AuthorityError
+from tests.test_cli import fencelock
+
+POLICIES = ["allkeys-lru", "allkeys-lfu", "allkeys-random", "volatile-lru", "volatile-ttl", "volatile-random"]
+
+
+@pytest.fixture
+def node(make_nodes: Callable[..., Nodes]) -> Nodes:
+    """One node that evicts keys of any kind."""
+    return make_nodes(1, settings={"maxmemory": "50mb", "maxmemory-policy": "allkeys-lru"})
+
+
+@pytest.fixture(autouse=True)
+def first_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing has been warned of yet."""
+    monkeypatch.setattr(redlock, "_warned_of_eviction", set())
+
+
+def configure(nodes: Nodes, **settings: str) -> None:
+    """Set what a running server is configured with."""
+    with redis.Redis.from_url(nodes.url) as client:
+        for name, value in settings.items():
+            client.config_set(name.replace("_", "-"), value)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_init_refuses_a_node_that_evicts(node: Nodes, policy: str) -> None:
+    """With the line to type; once it is typed, the node is fit. Nothing was written before."""
+    configure(node, maxmemory_policy=policy)
+    with Redlock(node.urls) as authority:
+        with pytest.raises(AuthorityError, match="CONFIG SET maxmemory-policy noeviction") as refused:
+            authority.init()
+        assert (node.url in str(refused.value), policy in str(refused.value)) == (True, True)
+        with redis.Redis.from_url(node.url) as client:
+            assert client.dbsize() == 0
+    configure(node, maxmemory_policy="noeviction")
+    with Redlock(node.urls) as authority:
+        assert authority.init()
+
+
+def test_init_does_not_mind_a_policy_that_never_applies(node: Nodes) -> None:
+    """Without a maxmemory nothing is evicted."""
+    configure(node, maxmemory="0")
+    with Redlock(node.urls) as authority:
+        assert authority.init()
+
+
+def test_init_of_asyncio_refuses_as_well(node: Nodes) -> None:
+    """By the same words; and may be told to go on."""
+
+    async def main() -> None:
+        with Redlock(node.urls) as authority:
+            with pytest.raises(AuthorityError, match="noeviction"):
+                await authority.aio.init()
+            assert await authority.aio.init(allow_eviction=True)
+
+    asyncio.run(main())
+
+
+def test_command_refuses_unless_it_is_told_to_go_on(node: Nodes) -> None:
+    """`--allow-eviction` initialises; a later init without it changes nothing; `nodes` shows it."""
+    refused = fencelock("init", *node.urls)
+    assert (refused.returncode, "--allow-eviction" in refused.stderr) == (1, True)
+    assert fencelock("init", *node.urls, "--allow-eviction").returncode == 0
+    again = fencelock("init", *node.urls)
+    assert (again.returncode, "nothing was changed" in again.stderr) == (0, True)
+    shown = fencelock("nodes", "--current", node.url)
+    assert (shown.returncode, "evicts keys (allkeys-lru)" in shown.stdout) == (0, True)
+
+
+def test_clients_warn_once_in_a_process(node: Nodes, caplog: pytest.LogCaptureFixture) -> None:
+    """Not for each connection, and not for each `Redlock`."""
+    for allow in (True, False):
+        with Redlock(node.urls) as authority:
+            authority.init(allow_eviction=allow)
+            with authority.lock("r", ttl=1):
+                pass
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert node.url in warnings[0].getMessage()
+
+
+@pytest.mark.parametrize(
+    ("info", "eviction"),
+    [
+        ({"maxmemory": "0", "maxmemory_policy": "allkeys-lru"}, ""),
+        ({"maxmemory": "9", "maxmemory_policy": "noeviction"}, ""),
+        ({"maxmemory": "9", "maxmemory_policy": "volatile-ttl"}, "volatile-ttl"),
+        ({"maxmemory_policy": "noeviction"}, ""),
+        ({"maxmemory": "9"}, None),
+        ({"maxmemory_policy": "allkeys-lru"}, None),
+        ({}, None),
+    ],
+)
+def test_what_info_tells_of_eviction(info: dict[str, str], eviction: str | None) -> None:
+    """A service may hide either line."""
+    assert eviction_of(info) == eviction
+
+
+def test_init_says_where_it_cannot_tell(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A service that hides its configuration is initialised all the same."""
+    monkeypatch.setattr("fencelock.authority.redlock.node.eviction_of", lambda _: None)
+    with Redlock(nodes.urls[0]) as authority:
+        assert authority.init()
+    assert f"{nodes.urls[0]}: its INFO does not tell" in caplog.text
