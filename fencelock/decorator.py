@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import string
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, Unpack, cast
 
 from fencelock.lock import AllLockSettings, FencedLock, fenced_lock
@@ -36,7 +36,7 @@ def fenced(
     Raises:
         TypeError: at once, for a field that is no parameter of the function, for a setting that `fenced_lock`
             does not have, and for a generator function, whose body would run after the release. Calling
-            raises the errors of `FencedLock.acquire`.
+            raises the errors of `FencedLock.acquire`, and a ValueError where a field is None.
         ValueError: at once, for a template that cannot be formatted, or settings out of range.
     """
     if not templates or not all(isinstance(template, str) for template in templates):
@@ -53,7 +53,7 @@ def fenced(
         def lock_for(*args: _P.args, **kwargs: _P.kwargs) -> FencedLock[Any]:
             call = signature.bind(*args, **kwargs)
             call.apply_defaults()
-            resources = (template.format_map(call.arguments) for template in templates)
+            resources = (_filled.vformat(template, (), call.arguments) for template in templates)
             return make(tuple(dict.fromkeys(resources)))
 
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(_what_runs(function)):
@@ -73,6 +73,19 @@ def fenced(
         return fenced_function
 
     return decorate
+
+
+class _Filled(string.Formatter):
+    """Fills a template as str.format does, but takes no None: all calls with none would share one lock."""
+
+    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        found, key = super().get_field(field_name, args, kwargs)
+        if found is None:
+            raise ValueError(f"{field_name} is None in this call, and names nothing to lock: give it a value")
+        return found, key
+
+
+_filled = _Filled()
 
 
 def _check(function: Any, templates: tuple[str, ...]) -> inspect.Signature:

@@ -193,6 +193,11 @@ class Lease:
         return not self._released and (self.over or self._expires_at <= time.monotonic())
 
     @property
+    def why_lost(self) -> str:
+        """Why it ended before it was given back, where that was noted; else empty."""
+        return self._lost
+
+    @property
     def over(self) -> bool:
         """Whether it has been given back, or somebody has noted that it is lost."""
         return self._released or bool(self._lost) or self.inherited
@@ -386,8 +391,17 @@ def note_held(*leases: Lease) -> None:
     _held.set((*earlier, *(lease for lease in leases if lease not in held)))
 
 
+_left: ContextVar[tuple[Lease, ...]] = ContextVar("fencelock_left", default=())
+
+
+def was_left(resource: str) -> bool:
+    """Tell whether this context has just left the block that held a resource, for an error's sentence."""
+    return any(lease.resource == resource for lease in _left.get())
+
+
 def note_ended(*leases: Lease) -> None:
     """Take leases out of the current context; those it never held are passed over."""
+    _left.set(leases)
     if _held.get() == leases:  # nothing else is held
         _held.set(())
         return

@@ -15,6 +15,7 @@ import functools
 import inspect
 import logging
 import math
+import re
 import threading
 import time
 from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Sequence
@@ -28,7 +29,7 @@ from fencelock._holds import Hold, add, find, owners_of, remove
 from fencelock._owners import current_owner, running_loop, switches_greenlets, waits_in_vain_for
 from fencelock.authority.base import Authority, Grant
 from fencelock.errors import AuthorityError, LockError, LockLostError, LockTimeoutError, NotHeldError
-from fencelock.lease import Lease, check_resource, note_ended
+from fencelock.lease import Lease, check_resource, held_leases, note_ended
 from fencelock.settings import default_authority
 
 if TYPE_CHECKING:
@@ -61,12 +62,22 @@ class AllLockSettings(LockSettings, total=False):
     authority: Authority | None
 
 
+_DEFAULT_TTL = 30.0
+
 #: How often an acquisition is tried whose time is over, because the storage was ahead of the nodes.
 _HINTED_TRIES = 3
+
+#: Braces that an f-string would have filled, and objects where a value was meant.
+_UNFILLED = re.compile(r"\{[A-Za-z_][\w.]*\}|<built-in | object at 0x")
 
 _IN_VAIN = (
     "another greenlet of this thread holds it, and cannot go on while this one waits, for what waits is not "
     "patched: call gevent.monkey.patch_all() or eventlet.monkey_patch() before anything else is imported"
+)
+
+_PARENT = (
+    "the task or thread that started this one holds it, and waits in vain if it waits for this one: take the "
+    "lock in one of the two only. What the holder starts may write under its lease"
 )
 
 logger = logging.getLogger(__name__)
@@ -134,17 +145,34 @@ class _Ask(_Call):
         self.timeout = timeout
 
     def block(self) -> None:
-        if self.timeout is None and self._is_in_vain():
-            logger.warning("%s: %s", ", ".join(map(repr, self.resources)), _IN_VAIN)
-        try:
+        with self._telling():
             self.answer = self.ask(self.authority)
+
+    async def wait(self) -> Any:
+        with self._telling():
+            return await super().wait()
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Say at once, and in the error, where it waits for code that may be waiting for it."""
+        parent = self._waits_for_parent() and self.timeout != 0
+        if parent or (self.timeout is None and self._is_in_vain()):
+            logger.warning("%s: %s", ", ".join(map(repr, self.resources)), _PARENT if parent else _IN_VAIN)
+        try:
+            yield
         except LockTimeoutError as error:
-            if self.timeout != 0 and self._is_in_vain():
-                raise LockTimeoutError(f"{error}; {_IN_VAIN}", holder_ttl=error.holder_ttl) from None
+            if parent or (self.timeout != 0 and self._is_in_vain()):
+                sentence = f"{error}; {_PARENT if parent else _IN_VAIN}"
+                raise LockTimeoutError(sentence, holder_ttl=error.holder_ttl) from None
             raise
 
     def _is_in_vain(self) -> bool:
         return switches_greenlets() and waits_in_vain_for(owners_of(self.authority, self.resources))
+
+    def _waits_for_parent(self) -> bool:
+        """Tell whether the lease stands in this context, which was copied from that of its holder."""
+        held = [lease.resource for lease in held_leases() if lease.resource in self.resources]
+        return bool(held and owners_of(self.authority, held))
 
 
 def _ask_to_extend(authority: Authority, grant: Grant, seconds: float) -> _Call:
@@ -588,6 +616,14 @@ class FencedLock(Generic[_Token]):
         holds = [hold for hold in found if entry.enter_again(hold)]
         if len(holds) < len(found):
             yield _EndReleases(entry.owner)
+        for hold in entry.holds:
+            if self._ttl not in {hold.ttl, _DEFAULT_TTL}:
+                logger.warning(
+                    "%s: entered again with ttl=%g, and the ttl=%g of the outer block counts",
+                    _name(hold),
+                    self._ttl,
+                    hold.ttl,
+                )
         if self._sealer is not None:
             for hold in entry.holds:
                 yield from _seal_held(self._sealer, hold)
@@ -1059,9 +1095,9 @@ def _report_lost(hold: Hold) -> LockLostError | None:
     """
     renewal.tell(hold.calls_when_lost())
     ended = f"the lease of {_name(hold)} (token {hold.grant.tokens[0]}) ended before the work did"
-    if time.monotonic() >= hold.deadline:
-        ended += ", because max_hold was over"
     leases = hold.leases
+    if reason := leases[0].why_lost:
+        ended += f" ({reason})"
     if any(lease.needed or lease.in_doubt for lease in leases):
         return LockLostError(
             f"{ended}; a transaction that was written under it is open, or its COMMIT is in doubt: roll "
@@ -1091,7 +1127,7 @@ def fenced_lock(resource: str, /, **settings: Unpack[AllLockSettings]) -> Fenced
 def fenced_lock(*resources: str, **settings: Unpack[AllLockSettings]) -> FencedLock[tuple[int, ...]]: ...
 def fenced_lock(
     *resources: str,
-    ttl: float = 30.0,
+    ttl: float = _DEFAULT_TTL,
     timeout: float | None = 10.0,
     renew: bool = True,
     max_hold: float | None = 3600.0,
@@ -1153,6 +1189,12 @@ def _check_resources(resources: tuple[str, ...]) -> tuple[str, ...]:
     if not resources:
         raise ValueError("name what to lock, such as fenced_lock('order:1')")
     names = tuple(map(check_resource, resources))
+    for name in names:
+        if _UNFILLED.search(name):
+            raise ValueError(
+                f"{name!r} names no one thing to lock: fill its braces with a value, as "
+                "fenced_lock(f'order:{order.id}') does"
+            )
     if len(set(names)) != len(names):
         raise ValueError(f"a resource is named twice: {', '.join(map(repr, names))}")
     return names

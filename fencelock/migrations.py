@@ -36,12 +36,13 @@ from fencelock.guard import triggers
 from fencelock.guard._tables import (
     FENCE_COLUMN,
     FENCE_MARK,
+    FENCE_TABLE,
     GUARDS_OWN,
     FenceTrigger,
     new_fence_column,
     trigger_of,
 )
-from fencelock.guard.fences import FENCE_TABLE, fence_table
+from fencelock.guard.fences import fence_table
 
 if TYPE_CHECKING:
     from alembic.autogenerate.api import AutogenContext

@@ -511,6 +511,9 @@ def fenced_transaction(
     if isinstance(session, sessionmaker | scoped_session):
         shared = isinstance(session, scoped_session)
         return FencedTransaction(_Plan(session, shared, resources, retries, gate, settings))
+    hint = ""
+    if isinstance(session, type) or hasattr(session, "get_bind"):
+        hint = ": it makes a session of its own, so give it the engine, or what sessionmaker(engine) returns"
     raise TypeError(
-        f"fenced_transaction takes a sessionmaker, a scoped_session or an engine, not {session!r}"
+        f"fenced_transaction takes a sessionmaker, a scoped_session or an engine, not {session!r}{hint}"
     )

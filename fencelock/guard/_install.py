@@ -60,7 +60,7 @@ def listen() -> None:
     event.listen(Engine, "do_executemany", refusal.do_execute, insert=True)
     event.listen(Engine, "do_execute_no_params", refusal.do_execute_no_params, insert=True)
     event.listen(Engine, "handle_error", session.doubt_lost_transaction)
-    event.listen(Engine, "handle_error", refusal.explain_missing_column)
+    event.listen(Engine, "handle_error", refusal.explain_what_is_missing)
     event.listen(Engine, "handle_error", triggers.explain)
     event.listen(Column, "after_parent_attach", note_column)
     event.listen(Mapper, "mapper_configured", session.watch_plans)

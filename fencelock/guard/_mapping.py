@@ -117,6 +117,10 @@ def _refuse_another_key(mapper: Mapper[Any], model: type[Any], base: Table) -> N
 def _template(
     mapper: Mapper[Any], model: type[Any], base: Table, known: FencedTable | None
 ) -> ResourceTemplate | None:
+    if hasattr(model, "__fence_resources__"):
+        raise ValueError(
+            f"{model.__name__}.__fence_resources__ has no meaning: the name is __fence_resource__"
+        )
     if not hasattr(model, "__fence_resource__"):
         return known.template if known else None
     template = model.__fence_resource__

@@ -47,7 +47,9 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Mapper
 
 FENCE_COLUMN: Final = "last_fencing_token"
+FENCE_TABLE: Final = "fencelock_fences"
 TRANSLATED: Final = "schema_translate_map"
+_FILLED_TOO_EARLY: Final = re.compile(r"<built-in | object at 0x")
 """The execution option that says which schema tables are in."""
 FENCE_MARK: Final[dict[Any, Any]] = {"fencelock": "fence"}
 TRIGGER_MARK: Final = "fencelock.trigger"
@@ -115,6 +117,11 @@ class ResourceTemplate:
             )
         if not names:
             check_resource(template)
+            if _FILLED_TOO_EARLY.search(template):
+                raise ValueError(
+                    f"{owner}.__fence_resource__ = {template!r} was filled when the class was made: write it "
+                    f"without the f before its quotes, such as 'order:{{id}}'"
+                )
         for name in names:
             if _has_many_spellings(attributes[name].type):
                 raise ValueError(

@@ -15,6 +15,7 @@ from sqlalchemy.engine import Connection
 from fencelock.guard._install import install
 from fencelock.guard._tables import (
     FENCE_COLUMN,
+    FENCE_TABLE,
     TRANSLATED,
     TRIGGER_MARK,
     FencedTable,
@@ -25,7 +26,6 @@ from fencelock.guard._tables import (
 )
 from fencelock.lease import MAX_RESOURCE_LENGTH
 
-FENCE_TABLE: Final = "fencelock_fences"
 SEAL_COLUMN: Final = "sealed_by"
 
 _COMPARED_EXACTLY: Final = String(MAX_RESOURCE_LENGTH).with_variant(

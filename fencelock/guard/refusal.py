@@ -32,6 +32,7 @@ from fencelock.guard._shape import (
 from fencelock.guard._statement import TOKEN_BIND
 from fencelock.guard._tables import (
     FENCE_COLUMN,
+    FENCE_TABLE,
     Known,
     fenced_names,
     fenced_table,
@@ -65,6 +66,7 @@ _RESHAPED: Final = (
 )
 _JUDGED_TEXTS: Final = 1000
 _JUDGED_LENGTH: Final = 10_000
+_MISSING_TABLE: Final = re.compile(r"no such table|^relation .* does not exist|doesn't exist", re.IGNORECASE)
 _MISSING_COLUMN: Final = re.compile(
     r"no such column|no column named|unknown column|column .* does not exist|undefined column", re.IGNORECASE
 )
@@ -238,17 +240,26 @@ def _refuse_writing_ctes(compiled: Any) -> None:
             )
 
 
-def explain_missing_column(context: ExceptionContext) -> None:
-    """Say what to do when the database lacks the column that the model has."""
+def explain_what_is_missing(context: ExceptionContext) -> None:
+    """Say what to do when the database lacks the column that the model has, or the fence table."""
     # Only the first line: those that follow quote the statement, which names the column anyway.
     message = str(context.original_exception).partition("\n")[0]
-    if FENCE_COLUMN in message and _MISSING_COLUMN.search(message):
+    refusal = None
+    if FENCE_TABLE in message and _MISSING_TABLE.search(message):
+        refusal = FenceError(
+            f"the database lacks the table {FENCE_TABLE!r}, where gates and sealed locks keep their fences "
+            f"({message}): call fence_table(Base.metadata) beside your models, then "
+            f"Base.metadata.create_all(engine), or op.create_fence_table() in a migration; or pass no gate "
+            f"(gate=False), and claim before you read"
+        )
+    elif FENCE_COLUMN in message and _MISSING_COLUMN.search(message):
         refusal = FenceError(
             f"the database lacks the column {FENCE_COLUMN!r} of a fenced model ({message}); add it with a "
             f'migration: op.add_fence("<table>"), which fencelock[alembic] brings, or '
             f'op.add_column("<table>", sa.Column("{FENCE_COLUMN}", sa.BigInteger(), nullable=False, '
             f'server_default=sa.text("0")))'
         )
+    if refusal is not None:
         if context.connection is not None:
             refuse(context.connection, refusal)
         raise refusal from context.original_exception

@@ -49,15 +49,15 @@ from fencelock.guard._bypass import BYPASS, HOW, Entry, is_bypassed, lasts, set_
 from fencelock.guard._refused import Refused, forget_refused, mark_refused, refused_in
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, Fixed, fenced_table, row_name
 from fencelock.guard.events import report
-from fencelock.lease import Lease, held_leases
+from fencelock.lease import Lease, held_leases, was_left
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
     from sqlalchemy.orm import InstanceState, SessionTransaction, UOWTransaction, scoped_session
 
 NOT_INHERITED: Final = (
-    "Leases do not follow into other threads or executors: there, hand one over with "
-    "bind(session, lock.lease)"
+    "Leases follow into tasks and asyncio.to_thread, but not into other threads or executors: there, hand "
+    "one over with bind(session, lock.lease)"
 )
 """What to say to one who holds no lease, and may believe that he does."""
 
@@ -1102,11 +1102,17 @@ class Tokens:
         """
         if not self.none_held:
             return
+        if resource is not None and was_left(resource):
+            raise UnfencedWriteError(
+                f"the block of fenced_lock({resource!r}) was left before this write to {self.fenced.name!r} "
+                f"was sent: call flush() or commit() inside the block"
+            )
         template = self.fenced.template
-        name = resource or (template and template.text)
+        lock = f"fenced_lock({resource!r})" if resource else "the fenced_lock of its resource"
+        if resource is None and template is not None:
+            lock = f"fenced_lock(…) of its resource, {template.text!r} with the row's values,"
         raise UnfencedWriteError(
-            f"no lease is held for this write to {self.fenced.name!r}; acquire "
-            f"{f'fenced_lock({name!r})' if name else 'the fenced_lock of its resource'} around it. "
+            f"no lease is held for this write to {self.fenced.name!r}; acquire {lock} around it. "
             f"{self.writer.bound_instead or NOT_INHERITED}"
         )
 
