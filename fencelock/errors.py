@@ -212,7 +212,7 @@ class StaleReadError(StaleTokenError):
             f"holder or by a statement"
         )
         if self.current in {self.token, self.loaded}:
-            what = f"was written since it was loaded, under the same token as its fence, {self.current}"
+            what = f"was written since it was loaded, and its fence is {self.current}"
         elif self.loaded is not None and self.loaded < 0:
             what = f"was written in a transaction that was rolled back, and its fence is {self.current} now"
         return (

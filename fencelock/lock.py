@@ -1098,6 +1098,8 @@ def _report_lost(hold: Hold) -> LockLostError | None:
     leases = hold.leases
     if reason := leases[0].why_lost:
         ended += f" ({reason})"
+    for lease in leases:
+        lease.lose("it had ended before it was released")
     if any(lease.needed or lease.in_doubt for lease in leases):
         return LockLostError(
             f"{ended}; a transaction that was written under it is open, or its COMMIT is in doubt: roll "

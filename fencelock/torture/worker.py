@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -25,7 +25,8 @@ from typing import Any
 
 from fencelock.authority.base import Authority
 from fencelock.authority.redlock.redlock import Redlock
-from fencelock.errors import FencelockError, LockError
+from fencelock.errors import FencelockError, LockError, LockLostError
+from fencelock.lease import Lease
 from fencelock.lock import FencedLock, fenced_lock
 from fencelock.torture.history import Acquisition, Failure, Release, Style
 from fencelock.torture.journal import Journal
@@ -176,13 +177,13 @@ class Worker:
             self._storage.add(_tokens(lock), _settling(plan), {})
 
     def _release(self, lock: FencedLock[Any]) -> None:
-        tokens, worked_until = _tokens(lock), time.monotonic_ns()
+        tokens, worked_until, leases = _tokens(lock), time.monotonic_ns(), lock.leases
         try:
             lock.release()
         except FencelockError as error:
-            self._note_release(tokens, worked_until, error)
+            self._note_release(tokens, worked_until, type(error))
         else:
-            self._note_release(tokens, worked_until)
+            self._note_release(tokens, worked_until, _loss(leases))
 
     async def run_tasks(self) -> None:
         """The same, in several tasks at once."""
@@ -220,13 +221,13 @@ class Worker:
             await self._storage.add_soon(_tokens(lock), _settling(plan), {})
 
     async def _release_soon(self, lock: FencedLock[Any]) -> None:
-        tokens, worked_until = _tokens(lock), time.monotonic_ns()
+        tokens, worked_until, leases = _tokens(lock), time.monotonic_ns(), lock.leases
         try:
             await lock.aio.release()
         except FencelockError as error:
-            self._note_release(tokens, worked_until, error)
+            self._note_release(tokens, worked_until, type(error))
         else:
-            self._note_release(tokens, worked_until)
+            self._note_release(tokens, worked_until, _loss(leases))
 
     @contextmanager
     def _thinking(self) -> Iterator[None]:
@@ -271,7 +272,7 @@ class Worker:
             )
 
     def _note_release(
-        self, tokens: dict[str, int], worked_until: int, error: FencelockError | None = None
+        self, tokens: dict[str, int], worked_until: int, error: type[FencelockError] | None = None
     ) -> None:
         ended = time.monotonic_ns()
         for resource, token in tokens.items():
@@ -282,9 +283,14 @@ class Worker:
                     token,
                     worked_until,
                     ended,
-                    "" if error is None else type(error).__name__,
+                    "" if error is None else error.__name__,
                 )
             )
+
+
+def _loss(leases: Iterable[Lease]) -> type[FencelockError] | None:
+    """Return the error of a lease that was lost, also where a COMMIT under it had it only logged."""
+    return LockLostError if any(lease.why_lost for lease in leases) else None
 
 
 def _authority(assignment: Assignment) -> Authority:
