@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Sequence
 from types import EllipsisType, TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypedDict, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypedDict, TypeVar, Unpack, overload
 from weakref import ref
 
 from fencelock import _threads, renewal
@@ -299,6 +299,19 @@ async def _wait(steps: _Steps[_T]) -> _T:
             error = caught
 
 
+class _Loss(NamedTuple):
+    """A lease that ended before it was given back.
+
+    Attributes:
+        error: what to raise.
+        is_committed: whether work was committed under it, and nothing is open. Then the loss is only logged,
+            because an error invites a retry, and what is committed must not be done twice.
+    """
+
+    error: LockLostError
+    is_committed: bool = False
+
+
 class _Entry:
     """One time that a lock was entered.
 
@@ -361,8 +374,8 @@ class _Entry:
                 over.append(hold)
         return over
 
-    def leave(self) -> _Steps[LockLostError | None]:
-        """Give back what no block is inside any more; return what a lost lease is to be reported by."""
+    def leave(self) -> _Steps[_Loss | None]:
+        """Give back what no block is inside any more; return what had been lost before, or None."""
         over = self.let_go()
         return _release(over[0]) if len(over) == 1 else _release_each(over)
 
@@ -661,7 +674,7 @@ class FencedLock(Generic[_Token]):
                 raise LockTimeoutError(seal.wish.complaint(seal.fences))
             above = seal.fences
 
-    def _take_back(self, entry: _Entry) -> _Steps[LockLostError | None]:
+    def _take_back(self, entry: _Entry) -> _Steps[_Loss | None]:
         """Leave a block whose entering or leaving was interrupted; return as `_leave` does."""
         self._forget(entry)
         try:
@@ -732,11 +745,10 @@ class FencedLock(Generic[_Token]):
         return entry.tokens
 
     def _release(self) -> _Steps[None]:
-        if lost := (yield from self._leave(self._innermost())):
-            raise lost
+        self._complain((yield from self._leave(self._innermost())), None)
 
-    def _leave(self, entry: _Entry) -> _Steps[LockLostError | None]:
-        """Leave one block; return the error to raise where a lease had been lost before, or None."""
+    def _leave(self, entry: _Entry) -> _Steps[_Loss | None]:
+        """Leave one block; return what had been lost before, or None."""
         try:
             if entry in self._entries:
                 self._entries.remove(entry)
@@ -762,19 +774,21 @@ class FencedLock(Generic[_Token]):
         # The third: it was acquired, and handed over to an ExitStack.
         return own or _last_of_ours(self._blocks) or _last_of_ours(self._entries)
 
-    def _exit(self, entry: _Entry | None) -> _Steps[LockLostError | None]:
-        """Leave a block, unless its body has released it; return the error to raise, as `_leave` does."""
+    def _exit(self, entry: _Entry | None) -> _Steps[_Loss | None]:
+        """Leave a block, unless its body has released it; return as `_leave` does."""
         if entry in self._blocks:
             self._blocks.remove(entry)
         return (yield from self._leave(entry)) if entry in self._entries else None
 
-    def _complain(self, lost: LockLostError | None, exc_value: BaseException | None) -> None:
-        if lost and exc_value is not None:
-            exc_value.add_note(str(lost))
-        elif lost and self._if_lost == "warn":
-            logger.warning("%s", lost)
-        elif lost:
-            raise lost
+    def _complain(self, lost: _Loss | None, exc_value: BaseException | None) -> None:
+        if lost is None:
+            return
+        if exc_value is not None:
+            exc_value.add_note(str(lost.error))
+        elif lost.is_committed or self._if_lost == "warn":
+            logger.warning("%s", lost.error)
+        else:
+            raise lost.error
 
     def __enter__(self) -> _Token:
         entry = _Entry()
@@ -935,13 +949,13 @@ def _give_back_soon(hold: Hold, loop: asyncio.AbstractEventLoop) -> None:
     task.add_done_callback(end)
 
 
-def _give_back_apart(steps: _Steps[LockLostError | None]) -> None:
+def _give_back_apart(steps: _Steps[_Loss | None]) -> None:
     """Give back in a thread of its own, which the interpreter waits for when it ends."""
     with contextlib.suppress(RuntimeError):  # it has, and gives everything back
         _threads.start(threading.Thread(target=_give_back_quietly, args=(steps,), name="fencelock-release"))
 
 
-def _give_back_quietly(steps: _Steps[LockLostError | None]) -> None:
+def _give_back_quietly(steps: _Steps[_Loss | None]) -> None:
     """Give back; whoever ends a transaction is not to hear that it could not be done."""
     try:
         _note_late(_block(steps))
@@ -949,9 +963,9 @@ def _give_back_quietly(steps: _Steps[LockLostError | None]) -> None:
         logger.exception("a lock could not be released")
 
 
-def _note_late(lost: LockLostError | None) -> None:
+def _note_late(lost: _Loss | None) -> None:
     if lost:
-        logger.warning("%s", lost)
+        logger.warning("%s", lost.error)
 
 
 def _check_listener(callback: object) -> None:
@@ -1007,7 +1021,7 @@ def _go_on_holding(hold: Hold) -> _Steps[None]:
         _keep(hold)
 
 
-def _release_each(holds: list[Hold]) -> _Steps[LockLostError | None]:
+def _release_each(holds: list[Hold]) -> _Steps[_Loss | None]:
     """Give holds back, each also where it was interrupted at the one before; return as `_release` does."""
     lost = None
     if holds:
@@ -1061,13 +1075,13 @@ def _seal_anew(sealers: Iterable[Sealer], grant: Grant) -> _Steps[str]:
     return nonce
 
 
-def _release(hold: Hold) -> _Steps[LockLostError | None]:
-    """Give a hold back; return what it is to be reported by, where it had been lost before."""
+def _release(hold: Hold) -> _Steps[_Loss | None]:
+    """Give a hold back; return how to report it where it had been lost before."""
     lost = hold.lost
     remove(hold)
     if hold.inherited:
-        return LockLostError(
-            f"the lease of {_name(hold)} belongs to the process that this one was forked from"
+        return _Loss(
+            LockLostError(f"the lease of {_name(hold)} belongs to the parent of this forked process")
         )
     released = _ask_to_release(hold.authority, hold.grant)
     try:
@@ -1085,41 +1099,41 @@ def _release(hold: Hold) -> _Steps[LockLostError | None]:
             logger.warning("%s: too few nodes answered to release it; it ends by itself", _name(hold))
     except AuthorityError as error:
         logger.warning("%s could not be released and ends by itself: %s", _name(hold), error)
-    return _report_lost(hold) if lost or released.answer is False else None
+    return _loss_of(hold) if lost or released.answer is False else None
 
 
-def _report_lost(hold: Hold) -> LockLostError | None:
-    """Return the error for a lease that ended before it was given back; only log it where work is committed.
-
-    An error invites a retry, and what is committed must not be done twice.
-    """
+def _loss_of(hold: Hold) -> _Loss:
+    """Return how a lease is to be reported that ended before it was given back, and tell its listeners."""
     renewal.tell(hold.calls_when_lost())
-    ended = f"the lease of {_name(hold)} (token {hold.grant.tokens[0]}) ended before the work did"
     leases = hold.leases
+    ended = f"the lease of {_name(hold)} (token {hold.grant.tokens[0]}) ended before the work did"
     if reason := leases[0].why_lost:
         ended += f" ({reason})"
     for lease in leases:
         lease.lose("it had ended before it was released")
     if any(lease.needed or lease.in_doubt for lease in leases):
-        return LockLostError(
-            f"{ended}; a transaction that was written under it is open, or its COMMIT is in doubt: roll "
-            "back, lock again, and look what is written"
+        return _Loss(
+            LockLostError(
+                f"{ended}; a transaction that was written under it is open, or its COMMIT is in doubt: roll "
+                "back, lock again, and look what is written"
+            )
         )
     if any(lease.committed for lease in leases):
-        logger.warning(
-            "%s. What the guard let be committed stays committed, and overwrites nothing of a newer holder; "
-            "make the ttl longer, or the work shorter",
-            ended,
+        return _Loss(
+            LockLostError(
+                f"{ended}. What was committed stays, and overwrites nothing of a newer holder: the guard has "
+                "checked it. Make the ttl longer, or the work shorter"
+            ),
+            is_committed=True,
         )
-        return None
     if any(lease.guarded for lease in leases):
-        return LockLostError(
-            f"{ended}; all that was written under it was rolled back: lock again, and begin again",
-            written=False,
+        sentence = f"{ended}; all that was written under it was rolled back: lock again, and begin again"
+        return _Loss(LockLostError(sentence, written=False))
+    return _Loss(
+        LockLostError(
+            f"{ended}; nothing went through the guard, so another holder may have done the same work "
+            "meanwhile: look before you do it again, and make the ttl longer, or the work shorter"
         )
-    return LockLostError(
-        f"{ended}; nothing went through the guard, so another holder may have done the same work meanwhile: "
-        "look before you do it again, and make the ttl longer, or the work shorter"
     )
 
 

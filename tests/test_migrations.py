@@ -176,7 +176,7 @@ def test_data_migration_says_that_it_goes_around_the_fence(engine: Engine, datab
     """`op.execute` on a fenced table is refused, and passes with the option that migrations/env.py names."""
     alembic(database_url, "upgrade", "head")
     execute(engine, "INSERT INTO shop_orders (id, status, total_cents) VALUES (1, 'open', 500)")
-    with engine.begin() as connection:
+    with engine.connect() as connection:
         operations = Operations(MigrationContext.configure(connection))
         with pytest.raises(UnfencedWriteError):
             operations.execute("UPDATE shop_orders SET status = 'old'")

@@ -67,6 +67,8 @@ _RESHAPED: Final = (
 _JUDGED_TEXTS: Final = 1000
 _JUDGED_LENGTH: Final = 10_000
 _MISSING_TABLE: Final = re.compile(r"no such table|^relation .* does not exist|doesn't exist", re.IGNORECASE)
+_USES_ROWS: Final = re.compile(r"\s*(?:insert|update|delete|select)\b", re.IGNORECASE)
+"""SQLAlchemy finds out by DESCRIBE, and the error of that, whether MariaDB has a table."""
 _MISSING_COLUMN: Final = re.compile(
     r"no such column|no column named|unknown column|column .* does not exist|undefined column", re.IGNORECASE
 )
@@ -245,7 +247,11 @@ def explain_what_is_missing(context: ExceptionContext) -> None:
     # Only the first line: those that follow quote the statement, which names the column anyway.
     message = str(context.original_exception).partition("\n")[0]
     refusal = None
-    if FENCE_TABLE in message and _MISSING_TABLE.search(message):
+    if (
+        FENCE_TABLE in message
+        and _MISSING_TABLE.search(message)
+        and _USES_ROWS.match(context.statement or "")
+    ):
         refusal = FenceError(
             f"the database lacks the table {FENCE_TABLE!r}, where gates and sealed locks keep their fences "
             f"({message}): call fence_table(Base.metadata) beside your models, then "

@@ -1102,18 +1102,18 @@ class Tokens:
         """
         if not self.none_held:
             return
+        hint = self.writer.bound_instead or NOT_INHERITED
         if resource is not None and was_left(resource):
-            raise UnfencedWriteError(
-                f"the block of fenced_lock({resource!r}) was left before this write to {self.fenced.name!r} "
-                f"was sent: call flush() or commit() inside the block"
+            hint = (
+                "The block that held it was left before this write was sent: call flush() or commit() inside "
+                "the block"
             )
         template = self.fenced.template
         lock = f"fenced_lock({resource!r})" if resource else "the fenced_lock of its resource"
         if resource is None and template is not None:
             lock = f"fenced_lock(…) of its resource, {template.text!r} with the row's values,"
         raise UnfencedWriteError(
-            f"no lease is held for this write to {self.fenced.name!r}; acquire {lock} around it. "
-            f"{self.writer.bound_instead or NOT_INHERITED}"
+            f"no lease is held for this write to {self.fenced.name!r}; acquire {lock} around it. {hint}"
         )
 
     def of_new_row(self) -> int:
