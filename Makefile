@@ -8,10 +8,11 @@ JOBS ?= 2
 VENV := .venv$(if $(filter-out 2.1,$(SQLALCHEMY)),-sqlalchemy-$(SQLALCHEMY))
 RUN := $(VENV)/bin/
 
-.PHONY: help demo test test-sqlalchemy lint bench bench-guard simulate torture spec spec-long clean
+.PHONY: help demo check test test-sqlalchemy lint bench bench-guard simulate torture spec spec-long clean
 
 help:
 	@echo "make demo       watch a stale writer being turned away by a real database (under a minute)"
+	@echo "make check      lint, and the lock and the guard on SQLite: the inner loop (under three minutes)"
 	@echo "make test       the whole test suite, on real servers"
 	@echo "make test-sqlalchemy  SQLAlchemy's own tests, with the guard in place (a quarter of an hour)"
 	@echo "make lint       ruff and mypy --strict"
@@ -37,6 +38,13 @@ demo: $(VENV)/installed
 
 test: $(VENV)/installed
 	$(RUN)python -m pytest -n $(JOBS) --dist loadfile $(PYTEST)
+
+CHECKED := tests/guard tests/redlock/test_scripts.py $(addprefix tests/test_,$(addsuffix .py, \
+	architecture async_lock decorator lock release sentences transaction))
+
+check: lint
+	$(RUN)python -m pytest -n $(JOBS) --dist loadfile -q $(CHECKED) \
+		-k 'not postgresql and not mariadb and not histories' $(PYTEST)
 
 test-sqlalchemy: $(VENV)/installed
 	$(RUN)python -m tests.sqlalchemy_suite --jobs $(JOBS)
