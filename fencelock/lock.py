@@ -574,7 +574,7 @@ class FencedLock(Generic[_Token]):
 
         Raises:
             NotHeldError: the lock is not held.
-            LockLostError: the lease had ended before: somebody else may have held the lock meanwhile.
+            LockLostError: the lease had ended before, and nothing was committed under it.
         """
         _block(self._release())
 
@@ -583,8 +583,9 @@ class FencedLock(Generic[_Token]):
 
         It is called when the lease could not be renewed: for blocking code in a thread of its own, for
         coroutines by the event loop (where `task.cancel` is a callback that makes sense). The work under the
-        lease is not interrupted; the guard will refuse its writes. Without `renew` nobody watches the lease,
-        and nobody calls. Where the lease is lost already it is called at once.
+        lease is not interrupted; the guard will refuse its writes. Without `renew`, and after a pause, the
+        loss may be found only when the block is left; it is called there. Where the lease is lost already it
+        is called at once.
 
         Raises:
             TypeError: for what cannot be called, and for coroutine functions, which nobody would await.
@@ -1174,8 +1175,8 @@ def fenced_lock(
         max_hold: seconds after which a lease is no longer renewed, for a worker that hangs must not hold for
             ever; it is lost then. None for no limit.
         fair: wait in line: first come, first served, as far as a quorum can tell.
-        if_lost: what leaving the block does if the lease was lost before and the body raised nothing:
-            "raise" LockLostError, or "warn" in the log.
+        if_lost: what leaving the block does if the lease was lost before, nothing was committed under it and
+            the body raised nothing: "raise" LockLostError, or "warn" in the log.
         authority: who grants it; by default what `configure()` or FENCELOCK_URL say.
         seal: an engine (an `AsyncEngine` for `async with`) on the database that has the fence table: the
             resource's fence is raised there, in a transaction of its own, before the lock is held. Tokens are
