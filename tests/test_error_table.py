@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import re
 import threading
@@ -15,11 +16,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import pytest
+from fastapi.responses import JSONResponse
 from sqlalchemy import Connection, Engine, NullPool, create_engine, delete, insert, select, text, update
 from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
+import fencelock
 from fencelock import (
     CommitInDoubtError,
     FencedModel,
@@ -205,6 +208,40 @@ def test_readme_says_the_same() -> None:
             if row[0].startswith("other"):
                 cells = ROWS["`NodesNotInitialisedError`"]
             assert (cells[2], cells[4]) == (row[1], row[3]), row[0]
+
+
+def printed(page: str, file: str, *names: str) -> dict[str, Any]:
+    """Return functions and values of a page's file, without running the rest of it."""
+    (block,) = (block for block in blocks(read(page)) if block.file == file)
+    kept: list[ast.stmt] = [ast.parse("from __future__ import annotations").body[0]]
+    for node in ast.parse(block.text).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name in names:
+            node.decorator_list = []
+            kept.append(node)
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in names:
+            kept.append(node)
+    found = dict(vars(fencelock)) | {"JSONResponse": JSONResponse}
+    exec(compile(ast.Module(kept, []), file, "exec"), found)  # noqa: S102 - this is what the page has
+    return found
+
+
+RAISED: Final = [row for row in CLASSES if row[0] != "`FencelockError`"]
+
+
+@pytest.mark.parametrize("row", RAISED, ids=lambda row: row[0].replace("`", ""))
+def test_pages_on_frameworks_do_as_the_table_says(row: list[str]) -> None:
+    """The status of FastAPI's and Flask's handlers, and Celery's lists."""
+    ((name, said),) = classes_in(row[0])
+    error = made(getattr(errors, name), said)
+    answer = asyncio.run(printed("docs/fastapi.md", "app.py", "refuse")["refuse"](None, error))
+    assert answer.status_code == int(row[4].split(",")[0])
+    assert ("retry-after" in answer.headers) == ("Retry-After" in row[4])
+    flask = printed("docs/flask-sqlalchemy.md", "shop.py", "status_of")
+    assert flask["status_of"](error) == answer.status_code
+    celery = printed("docs/celery.md", "tasks.py", "AGAIN", "LOOK_FIRST")
+    tried_again = isinstance(error, celery["AGAIN"] + celery["LOOK_FIRST"])
+    assert tried_again == (row[5] != "never")
+    assert not isinstance(error, celery["AGAIN"]) or row[5] == "retry"
 
 
 DRIVER: Final = {row[0]: row for row in table("docs/errors.md", "error")}
