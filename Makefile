@@ -5,10 +5,11 @@
 PYTHON ?= python3
 SQLALCHEMY ?= 2.1
 JOBS ?= 2
+RETRIES ?= --seconds 600
 VENV := .venv$(if $(filter-out 2.1,$(SQLALCHEMY)),-sqlalchemy-$(SQLALCHEMY))
 RUN := $(VENV)/bin/
 
-.PHONY: help demo check test test-sqlalchemy lint bench bench-guard simulate torture spec spec-long clean
+.PHONY: help demo check test test-sqlalchemy lint bench bench-guard simulate torture retries spec spec-long clean
 
 help:
 	@echo "make demo       watch a stale writer being turned away by a real database (under a minute)"
@@ -20,6 +21,7 @@ help:
 	@echo "make bench-guard  the guard beside its alternatives, on four databases; writes docs/guard-benchmarks.md (ten minutes on a quiet machine)"
 	@echo "make simulate   the shipped algorithm with everything going wrong, seed by seed until Ctrl-C (SIMULATE='--seeds 1000', '--replay 62 --nodes 3')"
 	@echo "make torture    a million acquisitions while everything breaks, and controls that must fail; writes docs/long-run.md (half an hour)"
+	@echo "make retries    orders are paid by the retry policy of docs/errors.md while everything breaks, and a control that must fail (ten minutes; RETRIES='--seconds 60')"
 	@echo "make spec       check the model of the protocol: every schedule of its bounds, every rule left out (five minutes; g++; CHECK=--write puts the results into spec/README.md)"
 	@echo "make spec-long  the same with larger bounds (hours, 12 GB)"
 	@echo "make clean      remove the virtual environments"
@@ -69,6 +71,9 @@ simulate: $(VENV)/installed
 
 torture: $(VENV)/bench-installed
 	$(RUN)python -m benchmarks.long_run --folder runs --docs docs
+
+retries: $(VENV)/installed
+	@$(RUN)python -m tests.retries $(RETRIES)
 
 # Only for the jar of TLC, the checker of TLA+; check.py itself needs nothing but Python and g++.
 .venv-spec/installed:

@@ -85,8 +85,9 @@ class LockTimeoutError(LockError, TimeoutError):
 class LockLostError(LockError):
     """The lease ended before the work did: another holder may have taken the resource meanwhile.
 
-    A statement that the guard refuses for it sends nothing. Leaving a block raises it only where the guard
-    has seen no COMMIT under the lease, or cannot know the outcome of a transaction.
+    A statement that the guard refuses for it sends nothing, and its transaction can only be rolled back.
+    Leaving a block raises it only where the guard has seen no COMMIT under the lease, or cannot know the
+    outcome of a transaction.
 
     Attributes:
         written: False where the guard has refused a statement, or has seen every transaction of the lease

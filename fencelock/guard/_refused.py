@@ -14,7 +14,7 @@ from sqlalchemy.engine import Transaction
 from sqlalchemy.exc import PendingRollbackError
 from sqlalchemy.orm import Session
 
-from fencelock.errors import FenceError
+from fencelock.errors import FenceError, LockLostError
 
 _ASKED_BY_SQLALCHEMY = "_invalid_transaction"
 """What a connection calls to say that its transaction is not active."""
@@ -30,7 +30,7 @@ class Refused:
 
     __slots__ = ("_message", "leaving", "transaction")
 
-    def __init__(self, transaction: Transaction, refusal: FenceError) -> None:
+    def __init__(self, transaction: Transaction, refusal: FenceError | LockLostError) -> None:
         what = "savepoint" if transaction.connection.in_nested_transaction() else "transaction"
         self._message = (
             f"nothing of this {what} can be committed, because the guard has refused some of it: call "
@@ -48,7 +48,7 @@ class Refused:
         raise PendingRollbackError(self._message)
 
 
-def mark_refused(transaction: Transaction, refusal: FenceError) -> Refused:
+def mark_refused(transaction: Transaction, refusal: FenceError | LockLostError) -> Refused:
     """Have a transaction be inactive, and its connection say why."""
     refused = Refused(transaction, refusal)
     transaction.is_active = False  # type: ignore[misc]  # each kind of them has it

@@ -14,7 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from fencelock.errors import AmbiguousFenceError, FenceError, StaleTokenError, UnfencedWriteError
+from fencelock.errors import (
+    AmbiguousFenceError,
+    FenceError,
+    LockLostError,
+    StaleTokenError,
+    UnfencedWriteError,
+)
 
 logger = logging.getLogger("fencelock.guard")
 logger.addHandler(logging.NullHandler())  # what is refused is an error as well: nobody has to read it twice
@@ -80,7 +86,9 @@ def forget(callback: Callback) -> None:
         _callbacks[kind] = tuple(each for each in callbacks if each != callback)
 
 
-def report(error: FenceError, *, table: str | None = None, resource: str | None = None) -> None:
+def report(
+    error: FenceError | LockLostError, *, table: str | None = None, resource: str | None = None
+) -> None:
     """Tell of a refusal, once."""
     if getattr(error, _REPORTED, False):
         return

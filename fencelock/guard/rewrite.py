@@ -29,7 +29,7 @@ from sqlalchemy.orm import FromStatement
 from sqlalchemy.sql import ClauseElement
 from sqlalchemy.sql.lambdas import LambdaElement, NullLambdaStatement
 
-from fencelock.errors import FenceError, UnfencedWriteError
+from fencelock.errors import FenceError, LockLostError, UnfencedWriteError
 from fencelock.guard._bypass import is_bypassed
 from fencelock.guard._carried import ready, take_back
 from fencelock.guard._insert import NewRows, stamp_insert
@@ -104,7 +104,7 @@ def guarding(execute: _Execute) -> _Execute:
         merged = own.merge_with(common, options)
         try:
             form = _guarded_form(connection, statement, rows, merged)
-        except FenceError as error:
+        except (FenceError, LockLostError) as error:
             report(error, table=getattr(underlying(getattr(statement, "table", None)), "name", None))
             refuse(connection, error)
             raise

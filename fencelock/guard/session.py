@@ -44,7 +44,7 @@ from sqlalchemy.orm.base import INCLUDE_PENDING_MUTATIONS, NO_VALUE, PASSIVE_NO_
 from sqlalchemy.types import TypeEngine
 
 from fencelock._owners import current_owner
-from fencelock.errors import AmbiguousFenceError, FenceError, UnfencedWriteError
+from fencelock.errors import AmbiguousFenceError, FenceError, LockLostError, UnfencedWriteError
 from fencelock.guard._bypass import BYPASS, HOW, Entry, is_bypassed, lasts, set_choice
 from fencelock.guard._refused import Refused, forget_refused, mark_refused, refused_in
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, Fixed, fenced_table, row_name
@@ -562,7 +562,7 @@ class _Refusable(Transaction):
 
     __slots__ = ()
 
-    def refuse(self, refusal: FenceError) -> Refused:
+    def refuse(self, refusal: FenceError | LockLostError) -> Refused:
         """Roll it back in the database, and have everybody who goes on with it hear why."""
         try:
             self._undo()
@@ -1277,7 +1277,7 @@ def _loaded_values(
     return tuple(values)
 
 
-def refuse(connection: Connection, refusal: FenceError) -> None:
+def refuse(connection: Connection, refusal: FenceError | LockLostError) -> None:
     """Have nothing come of what a refused statement or load belongs to, but a rollback.
 
     That is the innermost savepoint, or else the whole transaction; and the sessions whose transaction, or
@@ -1310,7 +1310,7 @@ def refusing(function: Callable[_P, _R]) -> Callable[_P, _R]:
     def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
             return function(*args, **kwargs)
-        except FenceError as error:
+        except (FenceError, LockLostError) as error:
             report(error)
             for connection in _connections_of(session_of(args[0] if args else kwargs["session"])):  # type: ignore[arg-type]
                 refuse(connection, error)
@@ -1329,7 +1329,7 @@ def _boundary(session: Session, transaction: Transaction) -> SessionTransaction 
 
 
 def _deactivate(
-    session: Session, boundary: SessionTransaction, refused: Refused, refusal: FenceError
+    session: Session, boundary: SessionTransaction, refused: Refused, refusal: FenceError | LockLostError
 ) -> None:
     """Have a session need a rollback, as a flush that fails does by itself."""
     # Else a `with` block of SQLAlchemy's would end without a word about what was not committed.

@@ -1,0 +1,931 @@
+"""docs/errors.md: its tables have the classes that there are, and what they say is so on real databases."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import re
+import threading
+import time
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+import pytest
+from fastapi.responses import JSONResponse
+from sqlalchemy import Connection, Engine, NullPool, create_engine, delete, insert, select, text, update
+from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, create_async_engine
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+
+import fencelock
+from fencelock import (
+    CommitInDoubtError,
+    FencedModel,
+    FencelockError,
+    Lease,
+    LockLostError,
+    Redlock,
+    StaleTokenError,
+    begin_immediate,
+    bind,
+    claim,
+    errors,
+    fence_table,
+    fenced,
+    fenced_lock,
+    fenced_transaction,
+    gate,
+)
+from fencelock.embedded import Nodes
+from tests.door import Door
+from tests.pages.blocks import blocks, read
+from tests.polling import IMPATIENT, eventually
+
+WRITTEN: Final = {"no": False, "unknown": None}
+CELERY: Final = {"retry", "look first, then retry", "never"}
+#: As the first column of the table has them: the name, and what `written` is where the class has no one.
+_NAMED: Final = re.compile(r"`(\w+)`(?:, `written` (\w+))?")
+
+
+class Base(DeclarativeBase):
+    """The models of this file."""
+
+
+class Account(FencedModel, Base):
+    """The row that everybody wants."""
+
+    __tablename__ = "table_accounts"
+    __fence_resource__ = "account:{id}"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    balance: Mapped[int]
+
+
+class Total(FencedModel, Base):
+    """Guarded as a whole table."""
+
+    __tablename__ = "table_totals"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    cents: Mapped[int] = mapped_column(default=0)
+
+
+class Note(Base):
+    """What a transaction has written besides: not fenced."""
+
+    __tablename__ = "table_notes"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    value: Mapped[int] = mapped_column(default=0)
+
+
+fence_table(Base.metadata)
+
+
+@pytest.fixture
+def patience() -> dict[str, Any]:
+    """Nodes that hang are not waited for."""
+    return IMPATIENT
+
+
+@dataclass
+class Stage:
+    """A database with an account of 100, and two clients of the nodes."""
+
+    engine: Engine
+    authority: Redlock
+    rival: Redlock
+    nodes: Nodes
+    make_nodes: Callable[..., Nodes]
+
+    def notes(self) -> list[int]:
+        """Return what has been committed."""
+        with Session(self.engine) as session:
+            return list(session.scalars(select(Note.id).order_by(Note.id)))
+
+    @contextmanager
+    def working(self, **settings: Any) -> Iterator[Session]:
+        """Be in a session under the lock, which is committed at the end."""
+        with (
+            fenced_lock("account:1", authority=self.authority, **settings),
+            Session(self.engine, expire_on_commit=False) as session,
+        ):
+            yield session
+            session.commit()
+
+
+def prepare(engine: Engine) -> None:
+    """Make the tables, and the account."""
+    Base.metadata.create_all(engine)
+    with engine.execution_options(fencelock="bypass").begin() as connection:
+        connection.execute(insert(Account), {"id": 1, "balance": 100})
+        connection.execute(insert(Total), {"id": 1, "cents": 100})
+
+
+@pytest.fixture
+def stage(
+    engine: Engine, authority: Redlock, rival: Redlock, nodes: Nodes, make_nodes: Callable[..., Nodes]
+) -> Stage:
+    """A stage on each kind of database."""
+    if engine.dialect.name == "sqlite":
+        begin_immediate(engine)
+    prepare(engine)
+    return Stage(engine, authority, rival, nodes, make_nodes)
+
+
+# The tables
+
+
+def table(page: str, first: str) -> list[list[str]]:
+    """Return the rows of the table of a page whose first heading is this."""
+    _, _, behind = read(page).partition(f"\n| {first} |")
+    rows, _, _ = behind.partition("\n\n")
+    return [[cell.strip() for cell in row.strip()[1:-1].split("|")] for row in rows.split("\n")[2:]]
+
+
+CLASSES: Final = table("docs/errors.md", "class")
+ROWS: Final = {row[0]: row for row in CLASSES}
+
+
+def classes_in(cell: str) -> list[tuple[str, str]]:
+    """Return the names of the classes in a cell, each with what `written` is said to be, or nothing."""
+    qualified = _NAMED.findall(cell)
+    return [(name, said) for name, said in qualified if name.endswith("Error")]
+
+
+def policy() -> types.ModuleType:
+    """Return the retry policy, as printed."""
+    (block,) = (block for block in blocks(read("docs/errors.md")) if block.file == "again.py")
+    made = types.ModuleType("again")
+    exec(block.text, vars(made))  # noqa: S102 - this is what the page has
+    return made
+
+
+may_try_again: Final[Callable[[BaseException], bool]] = policy().may_try_again
+
+
+def made(kind: type[FencelockError], said: str) -> FencelockError:
+    """Return an error of a class."""
+    if issubclass(kind, LockLostError):
+        return kind("lost", written={"False": False, "None": None}[said])
+    if issubclass(kind, errors.StaleReadError):
+        return kind("accounts", (1,), 5, 7, 4)
+    if issubclass(kind, StaleTokenError):
+        return kind("accounts", (1,), 5, 7)
+    return kind("a message")
+
+
+def test_table_has_each_class_once() -> None:
+    """`LockLostError` once for each outcome."""
+    (named,) = zip(*(classes_in(row[0]) for row in CLASSES), strict=True)
+    assert Counter(name for name, _ in named) == Counter([*errors.__all__, "LockLostError"])
+    assert {said for name, said in named if name == "LockLostError"} == {"False", "None"}
+
+
+@pytest.mark.parametrize("row", CLASSES, ids=lambda row: row[0].replace("`", ""))
+def test_row_agrees_with_its_class(row: list[str]) -> None:
+    """Whether anything is written, whether to try again, and what the retry policy and Celery do."""
+    ((name, said),) = classes_in(row[0])
+    _, _, written, retry, status, celery = row
+    if name == "FencelockError":  # the base of all: its subclasses tell
+        assert (written, retry) == ("see `.written`", "see its class")
+        return
+    error = made(getattr(errors, name), said)
+    assert error.written is WRITTEN[written]
+    assert may_try_again(error) == (not retry.startswith("no"))
+    assert celery in CELERY
+    assert (celery == "never") == retry.startswith("no")
+    assert (written == "unknown") == ("look first" in celery) == ("look first" in retry) == (status == "504")
+
+
+def test_readme_says_the_same() -> None:
+    """Its table is the short form: the same outcome, and the same status."""
+    for row in table("README.md", "error"):
+        for name, said in classes_in(row[0]):
+            cells = ROWS[f"`{name}`, `written` {said}" if said else f"`{name}`"]
+            if row[0].startswith("other"):
+                cells = ROWS["`NodesNotInitialisedError`"]
+            assert (cells[2], cells[4]) == (row[1], row[3]), row[0]
+
+
+def printed(page: str, file: str, *names: str) -> dict[str, Any]:
+    """Return functions and values of a page's file, without running the rest of it."""
+    (block,) = (block for block in blocks(read(page)) if block.file == file)
+    kept: list[ast.stmt] = [ast.parse("from __future__ import annotations").body[0]]
+    for node in ast.parse(block.text).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name in names:
+            node.decorator_list = []
+            kept.append(node)
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in names:
+            kept.append(node)
+    found = dict(vars(fencelock)) | {"JSONResponse": JSONResponse}
+    exec(compile(ast.Module(kept, []), file, "exec"), found)  # noqa: S102 - this is what the page has
+    return found
+
+
+RAISED: Final = [row for row in CLASSES if row[0] != "`FencelockError`"]
+
+
+@pytest.mark.parametrize("row", RAISED, ids=lambda row: row[0].replace("`", ""))
+def test_pages_on_frameworks_do_as_the_table_says(row: list[str]) -> None:
+    """The status of FastAPI's and Flask's handlers, and Celery's lists."""
+    ((name, said),) = classes_in(row[0])
+    error = made(getattr(errors, name), said)
+    answer = asyncio.run(printed("docs/fastapi.md", "app.py", "refuse")["refuse"](None, error))
+    assert answer.status_code == int(row[4].split(",")[0])
+    assert ("retry-after" in answer.headers) == ("Retry-After" in row[4])
+    flask = printed("docs/flask-sqlalchemy.md", "shop.py", "status_of")
+    assert flask["status_of"](error) == answer.status_code
+    celery = printed("docs/celery.md", "tasks.py", "AGAIN", "LOOK_FIRST")
+    tried_again = isinstance(error, celery["AGAIN"] + celery["LOOK_FIRST"])
+    assert tried_again == (row[5] != "never")
+    assert not isinstance(error, celery["AGAIN"]) or row[5] == "retry"
+
+
+DRIVER: Final = {row[0]: row for row in table("docs/errors.md", "error")}
+
+
+def check_driver(name: str, error: BaseException) -> None:
+    """Check that the retry policy does with a driver's error what its row says."""
+    row = DRIVER[name]
+    assert row[6] in CELERY
+    assert may_try_again(error) == (not row[4].startswith("no")), repr(error)
+
+
+# Each class, provoked
+
+
+def time_out(stage: Stage) -> None:
+    """Wait for another holder."""
+    with stage.rival.lock("account:1"), stage.working(timeout=0) as session:
+        session.add(Note(id=1))
+
+
+def find_no_quorum(stage: Stage) -> None:
+    """Ask nodes that hang."""
+    for node in stage.nodes[:3]:
+        node.pause()
+    with stage.working() as session:
+        session.add(Note(id=1))
+
+
+def find_blank_nodes(stage: Stage) -> None:
+    """Ask nodes that were never initialised."""
+    with (
+        Redlock(stage.make_nodes(1).urls) as blank,
+        fenced_transaction(stage.engine, "account:1", authority=blank) as session,
+    ):
+        session.add(Note(id=1))
+
+
+def find_another_fleet(stage: Stage) -> None:
+    """Ask some of the nodes, as if they were all."""
+    with (
+        Redlock(stage.nodes.urls[:3]) as fewer,
+        fenced_transaction(stage.engine, "account:1", authority=fewer) as session,
+    ):
+        session.add(Note(id=1))
+
+
+def configure_nothing(stage: Stage) -> None:
+    """Lock without any nodes."""
+    with fenced_transaction(stage.engine, "account:1") as session:
+        session.add(Note(id=1))
+
+
+def release_what_is_not_held(stage: Stage) -> None:
+    """Give it back twice."""
+    lock = stage.authority.lock("account:1")
+    with Session(stage.engine) as session:
+        session.add(Note(id=1))
+        session.flush()
+        lock.release()
+        session.commit()
+
+
+def seal_too_late(stage: Stage) -> None:
+    """Seal what an outer block holds, and has passed the gate with."""
+    with fenced_lock("account:1", authority=stage.authority), Session(stage.engine) as session:
+        gate(session)
+        session.commit()
+        with fenced_lock("account:1", seal=stage.engine, authority=stage.authority):
+            session.add(Note(id=1))
+            session.commit()
+
+
+def be_late(stage: Stage) -> None:
+    """Write under the token of an earlier holder."""
+    with stage.authority.lock("account:1") as token:
+        pass
+    with stage.working() as session:
+        claim(session, Account, 1)
+    with Session(stage.engine) as session:
+        bind(session, Lease("account:1", token))
+        session.add(Note(id=1))
+        session.flush()
+        claim(session, Account, 1)
+        session.commit()
+
+
+def write_what_is_old(stage: Stage) -> None:
+    """Write an object whose row another one has deleted since."""
+    with stage.working() as session:
+        account = session.get_one(Account, 1)
+        session.commit()
+        with Session(stage.engine) as other:
+            other.execute(delete(Account).where(Account.id == 1))
+            other.commit()
+        session.add(Note(id=1))
+        session.flush()
+        account.balance = 0
+
+
+def write_without_a_lock(stage: Stage) -> None:
+    """Write a row under the lock of another one."""
+    with fenced_transaction(stage.engine, "account:2", authority=stage.authority) as session:
+        session.add(Note(id=1))
+        session.flush()
+        session.get_one(Account, 1).balance = 0
+
+
+def hold_two_locks(stage: Stage) -> None:
+    """Write to a table that either could guard."""
+    with fenced_transaction(stage.engine, "a", "b", authority=stage.authority) as session:
+        session.add(Note(id=1))
+        session.flush()
+        session.execute(update(Total).values(cents=0))
+
+
+def go_on_after_a_rollback(stage: Stage) -> None:
+    """End the transaction inside its block, and go on."""
+    with fenced_transaction(stage.engine, "account:1", authority=stage.authority) as session:
+        session.rollback()
+        session.add(Note(id=1))
+
+
+def be_refused_late(stage: Stage) -> None:
+    """Write after the lease has ended."""
+    with stage.working(ttl=0.5, renew=False) as session:
+        session.add(Note(id=1))
+        session.flush()
+        time.sleep(0.6)
+        claim(session, Account, 1).balance = 0
+
+
+def be_left_with_nothing(stage: Stage) -> None:
+    """Have all rolled back when the lease has ended."""
+    with stage.working(ttl=0.5, renew=False) as session:
+        session.add(Note(id=1))
+        claim(session, Account, 1).balance = 0
+        session.flush()
+        session.rollback()
+        time.sleep(0.6)
+
+
+def work_without_the_guard(stage: Stage) -> None:
+    """Write what the guard does not see."""
+    with stage.working(ttl=0.5, renew=False) as session:
+        session.add(Note(id=1))
+        time.sleep(0.6)
+
+
+PROVOKED: Final[dict[str, tuple[Callable[[Stage], None], ...]]] = {
+    "LockTimeoutError": (time_out,),
+    "QuorumError": (find_no_quorum,),
+    "NodesNotInitialisedError": (find_blank_nodes,),
+    "MembershipError": (find_another_fleet,),
+    "AuthorityError": (configure_nothing,),
+    "NotHeldError": (release_what_is_not_held,),
+    "LockError": (seal_too_late,),
+    "StaleTokenError": (be_late,),
+    "StaleReadError": (write_what_is_old,),
+    "UnfencedWriteError": (write_without_a_lock,),
+    "AmbiguousFenceError": (hold_two_locks,),
+    "FenceError": (go_on_after_a_rollback,),
+    "LockLostError": (be_refused_late, be_left_with_nothing, work_without_the_guard),
+    "CommitInDoubtError": (),  # below, with a door before the database
+}
+
+
+def test_every_class_is_provoked() -> None:
+    """Save the base of all, which is never raised itself."""
+    assert {*PROVOKED, "FencelockError"} == set(errors.__all__)
+
+
+@pytest.mark.parametrize(
+    ("name", "provoke"), [(name, each) for name, ways in PROVOKED.items() for each in ways]
+)
+def test_written_is_what_the_table_holds(
+    stage: Stage, name: str, provoke: Callable[[Stage], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """False: nothing is there after the rollback. None: something may be."""
+    monkeypatch.delenv("FENCELOCK_URL", raising=False)
+    with pytest.raises(FencelockError) as caught:
+        provoke(stage)
+    assert type(caught.value).__name__ == name
+    if caught.value.written is False:
+        assert stage.notes() == []
+    else:
+        assert provoke is work_without_the_guard
+        assert stage.notes() == [1]
+
+
+@pytest.fixture
+def door(stage: Stage) -> Iterator[Door]:
+    """A door before the database, which loses the answer to the first COMMIT."""
+    if stage.engine.dialect.name == "sqlite":
+        pytest.skip("SQLite has no connection that could be lost")
+    opened = Door(stage.engine)
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize("arrives", [False, True], ids=["never", "arrives"])
+def test_commit_in_doubt(stage: Stage, door: Door, *, arrives: bool) -> None:
+    """Unknown: it is written or not. The driver's error comes out of a plain `commit()`."""
+    door.loses_answers = arrives
+    with (
+        pytest.raises(CommitInDoubtError) as caught,
+        fenced_transaction(door.engine, "account:1", authority=stage.authority) as session,
+    ):
+        session.add(Note(id=1))
+    assert caught.value.written is None
+    assert isinstance(caught.value.__cause__, DBAPIError)
+    check_driver("connection ends in COMMIT", caught.value.__cause__)
+    assert caught.value.__cause__.connection_invalidated
+    assert caught.value.__cause__.statement is None
+    assert eventually(lambda: stage.notes() == ([1] if arrives else []), 5.0)
+
+
+# The driver's errors
+
+
+def needs_a_server(stage: Stage) -> None:
+    """Skip what a file has not."""
+    if stage.engine.dialect.name == "sqlite":
+        pytest.skip("SQLite has no connection that could be lost, and one writer at a time")
+
+
+def end_connection(engine: Engine, session: Session) -> None:
+    """Have the server end a session's connection."""
+    postgres = engine.dialect.name == "postgresql"
+    number = session.scalar(text("SELECT pg_backend_pid()" if postgres else "SELECT connection_id()"))
+    end = f"SELECT pg_terminate_backend({number}, 5000)" if postgres else f"KILL {number}"
+    with engine.connect() as connection:
+        connection.execute(text(end))
+
+
+def go_idle(session: Session) -> None:
+    """Do nothing for longer than the database allows."""
+    postgres = session.get_bind().dialect.name == "postgresql"
+    setting = "idle_in_transaction_session_timeout = 200" if postgres else "idle_transaction_timeout = 1"
+    session.execute(text(f"SET {setting}"))
+    time.sleep(0.5 if postgres else 1.5)
+
+
+def lose_connection(stage: Stage, how: str, *, before: bool) -> None:
+    """Lose the connection in a transaction, and find out before its COMMIT, or by that."""
+    with fenced_transaction(stage.engine, "account:1", authority=stage.authority) as session:
+        session.add(Note(id=1))
+        session.flush()
+        if how == "idle":
+            go_idle(session)
+        else:
+            end_connection(stage.engine, session)
+        if before:
+            session.execute(text("SELECT 1"))
+
+
+@pytest.mark.parametrize("how", ["ended", "idle"])
+def test_connection_that_ends_before_the_commit(stage: Stage, how: str) -> None:
+    """The statement that finds out raises the driver's error, and nothing is written."""
+    needs_a_server(stage)
+    with pytest.raises(DBAPIError) as caught:
+        lose_connection(stage, how, before=True)
+    row = "connection ends before COMMIT" if how == "ended" else "`idle_in_transaction_session_timeout`"
+    check_driver(row, caught.value)
+    assert caught.value.connection_invalidated
+    assert caught.value.statement
+    if how == "idle" and stage.engine.dialect.name == "postgresql":
+        assert getattr(caught.value.orig, "sqlstate", None) == "25P03"
+    assert stage.notes() == []
+
+
+@pytest.mark.parametrize("how", ["ended", "idle"])
+def test_connection_that_is_gone_at_the_commit(stage: Stage, how: str) -> None:
+    """Nothing is written, but nobody can tell: it is a COMMIT in doubt."""
+    needs_a_server(stage)
+    with pytest.raises(CommitInDoubtError):
+        lose_connection(stage, how, before=False)
+    assert stage.notes() == []
+
+
+def two_notes(engine: Engine) -> None:
+    """Have two rows that transactions may want."""
+    with engine.begin() as connection:
+        connection.execute(insert(Note), [{"id": 1}, {"id": 2}])
+
+
+def write_note(connection: Connection, number: int) -> None:
+    """Write one of them."""
+    connection.execute(update(Note).where(Note.id == number).values(value=1))
+
+
+def test_deadlock(stage: Stage) -> None:
+    """One of the two is told, and nothing of its transaction is written."""
+    needs_a_server(stage)
+    two_notes(stage.engine)
+    met = threading.Barrier(2)
+
+    def take(first: int, then: int) -> DBAPIError | None:
+        with stage.engine.connect() as connection:
+            write_note(connection, first)
+            met.wait(20)
+            try:
+                write_note(connection, then)
+            except DBAPIError as error:
+                return error
+            connection.commit()
+            return None
+
+    with ThreadPoolExecutor(2) as threads:
+        told = [each.result() for each in (threads.submit(take, 1, 2), threads.submit(take, 2, 1))]
+    (error,) = (each for each in told if each is not None)
+    check_driver("deadlock", error)
+    assert {getattr(error.orig, "sqlstate", None), *getattr(error.orig, "args", ())} & {"40P01", 1213}
+
+
+LIMITS: Final = {
+    "postgresql": "SET lock_timeout = 100",
+    "mysql": "SET innodb_lock_wait_timeout = 1",
+    "sqlite": "PRAGMA busy_timeout = 100",
+}
+
+
+def test_lock_timeout(stage: Stage) -> None:
+    """Nothing of the transaction is written once it is rolled back."""
+    engine = create_engine(stage.engine.url, poolclass=NullPool)
+    two_notes(engine)
+    with engine.connect() as first, engine.connect() as second:
+        write_note(first, 1)
+        second.exec_driver_sql(LIMITS[engine.dialect.name])
+        if engine.dialect.name != "sqlite":
+            write_note(second, 2)
+        with pytest.raises(DBAPIError) as caught:
+            write_note(second, 1)
+        second.rollback()
+        first.rollback()
+        assert set(first.scalars(select(Note.value))) == {0}
+    check_driver("lock timeout", caught.value)
+
+
+def test_snapshot_that_is_too_old(stage: Stage) -> None:
+    """40001 on PostgreSQL, 1020 on MariaDB: another transaction has changed the row meanwhile."""
+    needs_a_server(stage)
+    postgres = stage.engine.dialect.name == "postgresql"
+    two_notes(stage.engine)
+    engine = stage.engine.execution_options(isolation_level="REPEATABLE READ")
+    with engine.connect() as first, stage.engine.connect() as second:
+        if not postgres:
+            with suppress(OperationalError):
+                first.exec_driver_sql("SET innodb_snapshot_isolation = ON")
+                first.commit()
+        first.execute(select(Note)).all()
+        write_note(second, 1)
+        second.commit()
+        write_note(first, 2)
+        with pytest.raises(DBAPIError) as caught:
+            write_note(first, 1)
+        first.rollback()
+        assert first.scalar(select(Note.value).where(Note.id == 2)) == 0
+    check_driver("serialization failure" if postgres else "record has changed", caught.value)
+    assert {getattr(caught.value.orig, "sqlstate", None), *getattr(caught.value.orig, "args", ())} & {
+        "40001",
+        1020,
+    }
+
+
+def test_no_connection_can_be_made(stage: Stage) -> None:
+    """Of asyncpg it is Python's own error."""
+    if stage.engine.dialect.name != "postgresql":
+        pytest.skip("one is enough")
+    url = stage.engine.url.difference_update_query(["host", "port"]).set(host="127.0.0.1", port=1)
+    with pytest.raises(OperationalError) as caught:
+        create_engine(url).connect()
+    check_driver("no connection can be made", caught.value)
+
+    async def main() -> None:
+        with pytest.raises(OSError, match="1"):
+            async with create_async_engine(url.set(drivername="postgresql+asyncpg")).connect():
+                pass
+
+    asyncio.run(main())
+
+
+def test_asyncpg_has_the_same(stage: Stage) -> None:
+    """Under other classes: the attributes tell."""
+    if stage.engine.dialect.name != "postgresql":
+        pytest.skip("asyncpg is for PostgreSQL")
+    two_notes(stage.engine)
+
+    async def told(connection: AsyncConnection, statement: Any) -> DBAPIError:
+        with pytest.raises(DBAPIError) as caught:
+            await connection.execute(statement)
+        await connection.rollback()
+        return caught.value
+
+    async def main() -> None:
+        engine = create_async_engine(stage.engine.url.set(drivername="postgresql+asyncpg"))
+        write = update(Note).where(Note.id == 1).values(value=1)
+        async with engine.connect() as first, engine.connect() as second:
+            await first.execute(write)
+            await second.execute(text("SET lock_timeout = 100"))
+            check_driver("lock timeout", await told(second, write))
+            await first.rollback()
+        async with engine.connect() as first, engine.connect() as second:
+            await first.execute(text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"))
+            await first.execute(select(Note))
+            await second.execute(write)
+            await second.commit()
+            check_driver("serialization failure", await told(first, write))
+        async with engine.connect() as idle:
+            await idle.execute(text("SET idle_in_transaction_session_timeout = 200"))
+            await asyncio.sleep(0.5)
+            check_driver("`idle_in_transaction_session_timeout`", await told(idle, select(Note)))
+        await engine.dispose()
+
+    asyncio.run(main())
+
+
+# Leaving a block whose lease has ended
+
+
+LOST: Final[dict[str, Any]] = {"ttl": 0.7, "renew": False}
+Body = Callable[[Session], Any]
+Leave = Callable[..., Any]
+
+
+@pytest.fixture
+def told() -> list[Lease]:
+    """What `on_lost` was called with."""
+    return []
+
+
+@pytest.fixture
+def postgresql(
+    postgres_database: Any,
+    authority: Redlock,
+    rival: Redlock,
+    nodes: Nodes,
+    make_nodes: Callable[..., Nodes],
+) -> Iterator[Stage]:
+    """A stage on PostgreSQL alone: what is told of a lease is the same on each database."""
+    engine = create_engine(postgres_database.url)
+    prepare(engine)
+    yield Stage(engine, authority, rival, nodes, make_nodes)
+    engine.dispose()
+    postgres_database.empty()
+
+
+def listening(stage: Stage, told: list[Lease]) -> Any:
+    """Return a lock to enter again, which listens for the loss."""
+    lock = fenced_lock("account:1", authority=stage.authority)
+    lock.on_lost(told.append)
+    return lock
+
+
+def in_lock(stage: Stage, told: list[Lease], body: Body, **settings: Any) -> Any:
+    """Leave a `fenced_lock` block."""
+    with fenced_lock("account:1", authority=stage.authority, **LOST, **settings):
+        with listening(stage, told):
+            pass
+        with Session(stage.engine) as session:
+            return body(session)
+
+
+def in_transaction(stage: Stage, told: list[Lease], body: Body, **settings: Any) -> Any:
+    """Leave a fenced transaction."""
+    with fenced_transaction(
+        stage.engine, "account:1", gate=False, authority=stage.authority, **LOST, **settings
+    ) as session:
+        with listening(stage, told):
+            pass
+        return body(session)
+
+
+def in_run(stage: Stage, told: list[Lease], body: Body, **settings: Any) -> Any:
+    """Have `run` call it."""
+
+    def run(session: Session) -> Any:
+        with listening(stage, told):
+            pass
+        return body(session)
+
+    return fenced_transaction(
+        stage.engine, "account:1", gate=False, authority=stage.authority, **LOST, **settings
+    ).run(run)
+
+
+def in_function(stage: Stage, told: list[Lease], body: Body, **settings: Any) -> Any:
+    """Return from a function below `@fenced`."""
+
+    @fenced("account:{number}", authority=stage.authority, **LOST, **settings)
+    def work(number: int) -> Any:
+        with listening(stage, told):
+            pass
+        with Session(stage.engine) as session:
+            assert number == 1
+            return body(session)
+
+    return work(1)
+
+
+def with_asyncio(way: Callable[..., Any]) -> Leave:
+    """Return a way for coroutines as one that blocks."""
+
+    def leave(stage: Stage, told: list[Lease], body: Body, **settings: Any) -> Any:
+        async def main() -> Any:
+            engine = create_async_engine(stage.engine.url)
+            try:
+                return await way(stage, told, engine, body, **settings)
+            finally:
+                await asyncio.to_thread(eventually, lambda: bool(told), 5.0)  # the loop tells
+                await engine.dispose()
+                await stage.authority.aio.close()
+
+        return asyncio.run(main())
+
+    return leave
+
+
+async def in_async_lock(stage: Stage, told: list[Lease], engine: Any, body: Body, **settings: Any) -> Any:
+    """Leave a `fenced_lock` block."""
+    async with fenced_lock("account:1", authority=stage.authority, **LOST, **settings):
+        async with listening(stage, told):
+            pass
+        async with AsyncSession(engine) as session:
+            return await session.run_sync(body)
+
+
+async def in_async_transaction(
+    stage: Stage, told: list[Lease], engine: Any, body: Body, **settings: Any
+) -> Any:
+    """Leave a fenced transaction."""
+    async with fenced_transaction(
+        engine, "account:1", gate=False, authority=stage.authority, **LOST, **settings
+    ) as session:
+        async with listening(stage, told):
+            pass
+        return await session.run_sync(body)
+
+
+async def in_async_run(stage: Stage, told: list[Lease], engine: Any, body: Body, **settings: Any) -> Any:
+    """Have `run` await it."""
+
+    async def run(session: AsyncSession) -> Any:
+        async with listening(stage, told):
+            pass
+        return await session.run_sync(body)
+
+    return await fenced_transaction(
+        engine, "account:1", gate=False, authority=stage.authority, **LOST, **settings
+    ).run(run)
+
+
+async def in_coroutine(stage: Stage, told: list[Lease], engine: Any, body: Body, **settings: Any) -> Any:
+    """Return from a coroutine function below `@fenced`."""
+
+    @fenced("account:{number}", authority=stage.authority, **LOST, **settings)
+    async def work(number: int) -> Any:
+        async with listening(stage, told):
+            pass
+        async with AsyncSession(engine) as session:
+            assert number == 1
+            return await session.run_sync(body)
+
+    return await work(1)
+
+
+LEAVE: Final[dict[str, Leave]] = {
+    "fenced_lock": in_lock,
+    "fenced_transaction": in_transaction,
+    "run": in_run,
+    "fenced": in_function,
+    "fenced_lock asyncio": with_asyncio(in_async_lock),
+    "fenced_transaction asyncio": with_asyncio(in_async_transaction),
+    "run asyncio": with_asyncio(in_async_run),
+    "fenced asyncio": with_asyncio(in_coroutine),
+}
+each_way = pytest.mark.parametrize("way", LEAVE)
+
+
+def outlive() -> None:
+    """Wait until the lease has ended."""
+    time.sleep(LOST["ttl"] + 0.1)
+
+
+def write(session: Session) -> None:
+    """Write through the guard, and beside it."""
+    claim(session, Account, 1).balance -= 10
+    session.add(Note(id=1))
+    session.flush()
+
+
+def commit_late(session: Session) -> str:
+    """Have the lease end between the last statement and the COMMIT."""
+    write(session)
+    outlive()
+    session.commit()
+    return "paid"
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the warnings of locks."""
+    return [record.getMessage() for record in caplog.records if record.name == "fencelock.lock"]
+
+
+@each_way
+def test_after_a_commit_nothing_is_raised(
+    postgresql: Stage, told: list[Lease], caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    """The result comes back, the log has a warning, and `on_lost` is told."""
+    assert LEAVE[way](postgresql, told, commit_late) == "paid"
+    assert postgresql.notes() == [1]
+    (warning,) = logged(caplog)
+    assert "ended before the work did" in warning
+    assert eventually(lambda: [lease.resource for lease in told] == ["account:1"], 5.0)
+
+
+@each_way
+def test_a_refused_statement_is_not_written(postgresql: Stage, told: list[Lease], way: str) -> None:
+    """Nor what came before it."""
+
+    def write_late(session: Session) -> None:
+        write(session)
+        outlive()
+        session.get_one(Account, 1).balance -= 10
+        session.commit()
+
+    with pytest.raises(LockLostError) as caught:
+        LEAVE[way](postgresql, told, write_late)
+    assert caught.value.written is False
+    assert postgresql.notes() == []
+
+
+@each_way
+def test_what_was_rolled_back_is_not_written(postgresql: Stage, told: list[Lease], way: str) -> None:
+    """Leaving the block says so."""
+
+    def think_better(session: Session) -> None:
+        write(session)
+        session.rollback()
+        outlive()
+
+    with pytest.raises(LockLostError) as caught:
+        LEAVE[way](postgresql, told, think_better)
+    assert caught.value.written is False
+    assert postgresql.notes() == []
+
+
+@each_way
+def test_what_the_guard_has_not_seen_is_unknown(postgresql: Stage, told: list[Lease], way: str) -> None:
+    """Though it is written, here."""
+
+    def write_beside(session: Session) -> None:
+        session.add(Note(id=1))
+        session.commit()
+        outlive()
+
+    with pytest.raises(LockLostError) as caught:
+        LEAVE[way](postgresql, told, write_beside)
+    assert caught.value.written is None
+    assert postgresql.notes() == [1]
+
+
+@each_way
+@pytest.mark.parametrize("commits", [False, True])
+def test_the_body_s_own_error_stays(postgresql: Stage, told: list[Lease], way: str, *, commits: bool) -> None:
+    """Whatever has become of the lease."""
+
+    def fail(session: Session) -> None:
+        if commits:
+            write(session)
+            session.commit()
+        outlive()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        LEAVE[way](postgresql, told, fail)
+    assert postgresql.notes() == ([1] if commits else [])
+
+
+@each_way
+def test_if_lost_warn_only_logs(
+    postgresql: Stage, told: list[Lease], caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    """Also where the outcome is unknown."""
+    LEAVE[way](postgresql, told, lambda _: outlive(), if_lost="warn")
+    (warning,) = logged(caplog)
+    assert "nothing went through the guard" in warning
