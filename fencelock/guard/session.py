@@ -1009,6 +1009,7 @@ def _mysql_commits_by_itself(driver: Any) -> bool:
 
 def _sqlite_commits_by_itself(driver: Any) -> bool:
     """Tell whether nobody begins a transaction: neither the driver nor a listener for "begin"."""
+    driver = getattr(driver, "driver_connection", driver)  # that of aiosqlite, behind SQLAlchemy's adapter
     if getattr(driver, "autocommit", None) is True:  # from Python 3.12
         return True
     return getattr(driver, "isolation_level", "") is None and not driver.in_transaction
