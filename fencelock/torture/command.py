@@ -157,8 +157,8 @@ def _confirm(console: Console, settings: Settings, *, yes: bool) -> None:
         )
     if yes:
         return
-    if not sys.stdin.isatty():
-        _refuse(console, "Nobody is there to confirm it: give --yes if that is what you want")
+    if sys.stdin is None or not sys.stdin.isatty():  # None where a service manager has closed it
+        _refuse(console, "no terminal is there to confirm it on: give --yes if that is what you want")
     if not typer.confirm("Go on?", err=True):
         _refuse(console, "Nothing was done")
 
