@@ -9,6 +9,9 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from sqlalchemy import Engine, NullPool, create_engine, make_url
+from sqlalchemy.exc import ArgumentError
+
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine, async_scoped_session, async_sessionmaker
 
@@ -28,6 +31,22 @@ def is_async_maker(thing: object) -> TypeGuard[async_sessionmaker[Any]]:
 def is_async_scoped(thing: object) -> TypeGuard[async_scoped_session[Any]]:
     """Whether it is an `async_scoped_session`."""
     return _is(thing, "async_scoped_session")
+
+
+def blocking_engine(url: str) -> Engine:
+    """Return an engine for one short look into a database, which keeps no connection.
+
+    Raises:
+        SQLAlchemyError: the URL cannot be understood, or its driver is one for coroutines.
+        ImportError: the driver is not installed.
+    """
+    made = make_url(url)
+    if made.get_dialect().is_async:
+        raise ArgumentError(
+            f"the driver {made.get_driver_name()} is for coroutines: write postgresql+psycopg://, "
+            "mysql+pymysql:// or sqlite:// instead"
+        )
+    return create_engine(made, poolclass=NullPool)
 
 
 def _is(thing: object, name: str) -> bool:

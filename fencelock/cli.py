@@ -18,9 +18,10 @@ try:
 except ImportError:  # pragma: no cover - reached by a test in an environment of its own
     sys.exit("the command line needs two more packages: pip install 'fencelock[cli]'")
 
-from sqlalchemy import NullPool, create_engine, make_url
+from sqlalchemy import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
+from fencelock._asyncio_engines import blocking_engine
 from fencelock.authority.redlock.change import Change
 from fencelock.authority.redlock.membership import epoch_above
 from fencelock.authority.redlock.operator import change_nodes
@@ -169,7 +170,7 @@ def _highest_fence(databases: list[str], console: Console) -> int:
         shown = without_password(url)
         try:
             shown = make_url(url).render_as_string(hide_password=True)
-            with create_engine(url, poolclass=NullPool).connect() as connection:
+            with blocking_engine(url).connect() as connection:
                 fence, tables = highest_fence(connection)
         except (SQLAlchemyError, ImportError) as error:
             _fail(f"{shown} cannot be read: {str(error).splitlines()[0]}")
@@ -300,7 +301,7 @@ def demo(
         _fail_for_want_of(error)
     try:
         if database not in {"postgresql", "sqlite"}:
-            create_engine(database, poolclass=NullPool).connect().close()
+            blocking_engine(database).connect().close()
         from fencelock.demo.story import play  # noqa: PLC0415 - the same
 
         holds = play(Console(), database)

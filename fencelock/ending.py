@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 def exit_on_signals(*signals: signal.Signals) -> None:
     """Have signals end the process as `sys.exit` does: blocks are left, and what is held is given back.
 
-    Nothing is installed unless this is called. SIGINT needs it not: KeyboardInterrupt leaves the blocks.
+    Nothing is installed unless this is called. SIGINT needs it not: KeyboardInterrupt leaves the blocks. A
+    signal that the process ignores, as `nohup` has it ignore SIGHUP, stays ignored; a log line says so.
 
     Args:
         *signals: which; SIGTERM by default. The exit status is 128 and the signal's number, as in shells.
@@ -38,14 +39,22 @@ def exit_on_signals(*signals: signal.Signals) -> None:
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("signal handlers can only be installed by the main thread: call this at the start")
-    for number in signals or (signal.SIGTERM,):
-        if signal.getsignal(number) not in {signal.SIG_DFL, _exit}:
+    wanted = signals or (signal.SIGTERM,)
+    ignored = {number for number in wanted if signal.getsignal(number) is signal.SIG_IGN}
+    for number in wanted:
+        if number not in ignored and signal.getsignal(number) not in {signal.SIG_DFL, _exit}:
             raise RuntimeError(
                 f"{signal.Signals(number).name} has a handler already: have it call sys.exit(), which leaves "
                 "the blocks and gives back what is held"
             )
-    for number in signals or (signal.SIGTERM,):
-        signal.signal(number, _exit)
+    for number in wanted:
+        if number in ignored:
+            logger.warning(
+                "%s stays ignored, as this process was started (nohup does that): it ends nothing",
+                signal.Signals(number).name,
+            )
+        else:
+            signal.signal(number, _exit)
 
 
 def _exit(number: int, _frame: FrameType | None) -> None:

@@ -378,16 +378,22 @@ def test_init_after_loss_clears_nothing_where_a_majority_votes(three: list[str],
 
 def test_init_after_loss_needs_a_database_that_knows(tmp_path: Path) -> None:
     """Without --database, without --after-loss, with a database that cannot be read or has no fences."""
+    blocking = "is for coroutines: write postgresql+psycopg://, mysql+pymysql:// or sqlite://"
     for options, sentence in (
         (["--after-loss"], "belong together"),
         (["--database", "sqlite://"], "belong together"),
         (["--after-loss", "--database", "oracel://x"], "cannot be read"),
         (["--after-loss", "--database", f"sqlite:///{tmp_path}/no/such.db"], "cannot be read"),
         (["--after-loss", "--database", "sqlite://"], "no table with a column last_fencing_token"),
+        (["--after-loss", "--database", "postgresql+asyncpg://u:secret@h/x"], blocking),
+        (["--after-loss", "--database", "mysql+aiomysql://u:secret@h/x"], blocking),
+        (["--after-loss", "--database", f"sqlite+aiosqlite:///{tmp_path}/x.db"], blocking),
     ):
         result = fencelock("init", "redis://h", *options)
         assert (result.returncode, sentence in result.stderr) == (1, True), result.stderr
         assert "Traceback" not in result.stderr
+        assert "secret" not in result.stderr
+        assert "never awaited" not in result.stderr
 
 
 def test_nodes_are_initialised_without_the_packages_for_embedded_servers() -> None:

@@ -126,6 +126,8 @@ def play(
         "FENCELOCK_EXPORTED": str(folder / "exported"),
         "COLUMNS": "160",
         "TERM": "dumb",
+        "no_proxy": "localhost,127.0.0.1",  # a proxy of the shell's is for packages, and knows no server here
+        "NO_PROXY": "localhost,127.0.0.1",
     }
     return subprocess.run(
         [python, "-W", "error", "-m", "tests.pages.play", str(folder / "job")],

@@ -35,16 +35,23 @@ def locked(urls: list[str]) -> int:
     return count
 
 
-def start(urls: list[str], program: str) -> subprocess.Popen[str]:
-    """Start a program that knows the nodes as `quorum`, and wait until it says that it holds the lock."""
+def start(urls: list[str], program: str, first: str = ":") -> subprocess.Popen[str]:
+    """Start a program that knows the nodes as `quorum`, and wait until it says that it holds the lock.
+
+    Args:
+        urls: the nodes.
+        program: its text.
+        first: what a shell does before it becomes the program.
+    """
     prelude = (
         "import asyncio, os, signal, sys, threading, time\n"
         "import fencelock\n"
         "from fencelock import Redlock\n"
         f"quorum = Redlock({urls!r})\n"
     )
+    command = [sys.executable, "-W", "error", "-c", prelude + textwrap.dedent(program)]
     process = subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", prelude + textwrap.dedent(program)],
+        ["/bin/sh", "-c", f'{first}; exec "$@"', "sh", *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -194,11 +201,32 @@ def test_handler_of_the_program_is_respected() -> None:
     assert "main thread" in str(failures[0])
 
 
+def test_signal_that_the_process_was_started_to_ignore_stays_ignored(urls: list[str]) -> None:
+    """As nohup starts it: a log line says so, other signals end the process all the same."""
+    program = """
+        fencelock.exit_on_signals(signal.SIGTERM, signal.SIGHUP)
+        lock = quorum.lock("r", ttl=60)
+        lock.acquire()
+        print("held", flush=True)
+        time.sleep(30)
+    """
+    process = start(urls, program, "trap '' HUP")
+    process.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=0.5)
+    process.send_signal(signal.SIGTERM)
+    status, errors = end(process)
+    assert status == 128 + signal.SIGTERM
+    assert errors.startswith("SIGHUP stays ignored")
+    assert eventually(lambda: locked(urls) == 0)  # who exits waits for a majority of the nodes only
+
+
 def test_signals_may_be_named_twice() -> None:
     """Calling it again changes nothing."""
     child = os.fork()
     if not child:  # pragma: no cover - measured in the parent
         try:
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has the tests ignore it
             exit_on_signals(signal.SIGTERM)
             exit_on_signals(signal.SIGTERM, signal.SIGHUP)
             os.kill(os.getpid(), signal.SIGHUP)

@@ -214,19 +214,54 @@ def _blocking(target: object) -> Session | Connection:
     return target
 
 
-def session_of(target: Session | scoped_session[Any]) -> Session:
+def session_of(target: Session | scoped_session[Any], *, function: str = "") -> Session:
     """Return the session behind the facade for scoped ones.
+
+    Args:
+        target: what was given.
+        function: that it was given to, where this one has no twin for coroutines.
 
     Raises:
         TypeError: for anything else, an `AsyncSession` for instance.
     """
     session = target.registry() if hasattr(target, "registry") else target
+    if function and not isinstance(session, Session):
+        raise _no_target(target, function, "a Session")
     if not isinstance(session, Session):
         raise TypeError(
             f"expected a Session, not {type(session).__name__}; for an AsyncSession there are claim_async, "
             f"claim_all_async and gate_async"
         )
     return session
+
+
+def session_or_connection(
+    target: Session | Connection | scoped_session[Any], *, function: str
+) -> Session | Connection:
+    """Return what `session_of` does, and a connection as it is.
+
+    Raises:
+        TypeError: for anything else.
+    """
+    found = target.registry() if hasattr(target, "registry") else target
+    if not isinstance(found, Session | Connection):
+        raise _no_target(target, function, "a Session or a Connection")
+    return found
+
+
+def _no_target(target: object, function: str, wanted: str) -> TypeError:
+    """Return the error for what a function cannot write with; coroutines are told what to write."""
+    if hasattr(target, "registry"):
+        way = "session()"
+    elif hasattr(target, "sync_connection") and "Connection" in wanted:
+        way = "connection"
+    else:
+        way = "session"
+    is_for_coroutines = type(target).__module__.startswith("sqlalchemy.ext.asyncio")
+    return TypeError(
+        f"{function} takes {wanted}, not {type(target).__name__}"
+        + (f"; in coroutines write `await {way}.run_sync({function}, …)`" if is_for_coroutines else "")
+    )
 
 
 class Writer:
@@ -1009,6 +1044,7 @@ def _mysql_commits_by_itself(driver: Any) -> bool:
 
 def _sqlite_commits_by_itself(driver: Any) -> bool:
     """Tell whether nobody begins a transaction: neither the driver nor a listener for "begin"."""
+    driver = getattr(driver, "driver_connection", driver)  # that of aiosqlite, behind SQLAlchemy's adapter
     if getattr(driver, "autocommit", None) is True:  # from Python 3.12
         return True
     return getattr(driver, "isolation_level", "") is None and not driver.in_transaction

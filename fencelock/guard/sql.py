@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 from sqlalchemy import BigInteger, Delete, Insert, Table, Update, bindparam, delete, inspect, update
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.engine import Connection, CursorResult
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, scoped_session
 from sqlalchemy.sql import FromClause
 from sqlalchemy.sql.elements import BindParameter
 from sqlalchemy.sql.selectable import AliasedReturnsRows
@@ -22,7 +22,7 @@ from fencelock.guard._carried import CARRIERS
 from fencelock.guard._install import install
 from fencelock.guard._statement import ALL_KNOWN, LOADED_BIND, TOKEN_BIND, TOKEN_OPTION, as_loaded
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table, register, underlying
-from fencelock.guard.session import note_token
+from fencelock.guard.session import note_token, session_or_connection
 from fencelock.token import MAX_TOKEN
 from fencelock.token import check as check_token
 
@@ -60,7 +60,7 @@ def fenced_delete(target: Any, *, loaded: int | BindParameter[int] | None = None
 
 
 def execute_fenced(
-    connection: Connection | Session,
+    connection: Connection | Session | scoped_session[Any],
     statement: Update | Delete | Insert,
     parameters: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     *,
@@ -72,7 +72,7 @@ def execute_fenced(
     and nothing of the transaction (or of the innermost savepoint) can be committed any more.
 
     Args:
-        connection: a connection or session.
+        connection: a connection or session. In coroutines: `await session.run_sync(execute_fenced, …)`.
         statement: an UPDATE, DELETE or INSERT of a fenced table, by `fenced_update` or otherwise.
         parameters: of the statement; a list of them executes it for each.
         token: the fencing token to write with, whatever leases are held.
@@ -84,7 +84,8 @@ def execute_fenced(
         AmbiguousFenceError: if no token is given and several leases could be meant.
         LockLostError: if no token is given and the lease is known to be lost.
         ValueError: if the table has no fence, or the token is not 1 … 2**63 - 1.
-        TypeError: if the token is no int, or the statement no UPDATE, DELETE or INSERT.
+        TypeError: if the token is no int, the statement no UPDATE, DELETE or INSERT, or the connection one
+            for coroutines.
 
     Example:
         ```python
@@ -95,6 +96,7 @@ def execute_fenced(
     """
     if not isinstance(statement, Update | Delete | Insert):
         raise TypeError(f"execute_fenced takes an UPDATE, DELETE or INSERT, not {type(statement).__name__}")
+    connection = session_or_connection(connection, function="execute_fenced")
     _known(statement.table)
     options = {} if token is None else {TOKEN_OPTION: check_token(token)}
     if token is not None:

@@ -11,22 +11,32 @@ guard does not make it behind anybody's back. Apart from the rest because it con
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import event
 from sqlalchemy.engine import Connection, Engine
 
+from fencelock._asyncio_engines import is_async_engine
 
-def begin_immediate(engine: Engine) -> None:
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
+
+def begin_immediate(engine: Engine | AsyncEngine) -> None:
     """Make every transaction of a SQLite engine begin with `BEGIN IMMEDIATE`, before its first connection.
 
     Transactions then take turns from their first statement, waiting up to the connection's `timeout`
     (5 seconds unless `connect_args={"timeout": …}` says otherwise), and none fails half way. Use an engine
     of its own for work that only reads.
 
+    Args:
+        engine: an engine of SQLite, also one for coroutines.
+
     Raises:
         ValueError: if the engine is not one of SQLite.
     """
+    if is_async_engine(engine):
+        engine = engine.sync_engine
     if engine.dialect.name != "sqlite":
         raise ValueError(f"BEGIN IMMEDIATE is SQLite's, and this engine speaks to {engine.dialect.name}")
 

@@ -83,7 +83,7 @@ def upsert(
         ```
     """
     install()
-    session = session_of(session)
+    session = session_of(session, function="upsert")
     mapper, fenced = fenced_model(model)
     if len(mapper.tables) > 1:
         raise TypeError(f"the rows of {mapper.class_.__name__} are in several tables; use session.merge()")

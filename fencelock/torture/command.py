@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from sqlalchemy import NullPool, create_engine, make_url
+from sqlalchemy import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
+from fencelock._asyncio_engines import blocking_engine
 from fencelock.torture.history import Style
 from fencelock.torture.settings import FAULTS, PROMISED, Settings
 
@@ -156,8 +157,8 @@ def _confirm(console: Console, settings: Settings, *, yes: bool) -> None:
         )
     if yes:
         return
-    if not sys.stdin.isatty():
-        _refuse(console, "Nobody is there to confirm it: give --yes if that is what you want")
+    if sys.stdin is None or not sys.stdin.isatty():  # None where a service manager has closed it
+        _refuse(console, "no terminal is there to confirm it on: give --yes if that is what you want")
     if not typer.confirm("Go on?", err=True):
         _refuse(console, "Nothing was done")
 
@@ -203,7 +204,7 @@ def _check_database(console: Console, url: str) -> None:
     shown = repr(url)
     try:
         shown = make_url(url).render_as_string(hide_password=True)
-        create_engine(url, poolclass=NullPool).connect().close()
+        blocking_engine(url).connect().close()
     except (SQLAlchemyError, ImportError) as error:
         _refuse(
             console,

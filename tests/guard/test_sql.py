@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import psycopg
 import pytest
 from sqlalchemy import (
     Column,
+    Connection,
     Engine,
     Integer,
     MetaData,
@@ -23,7 +25,16 @@ from sqlalchemy import (
     update,
 )
 from sqlalchemy.exc import PendingRollbackError
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, mapped_column
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_scoped_session, async_sessionmaker
+from sqlalchemy.orm import (
+    DeclarativeBase,
+    Mapped,
+    Session,
+    aliased,
+    mapped_column,
+    scoped_session,
+    sessionmaker,
+)
 
 from fencelock.embedded import Postgres
 from fencelock.errors import StaleTokenError, UnfencedWriteError
@@ -36,6 +47,7 @@ from fencelock.guard import (
     fence_column,
     fenced_delete,
     fenced_update,
+    upsert,
 )
 from fencelock.lease import Lease
 from fencelock.token import MAX_TOKEN
@@ -100,14 +112,63 @@ def test_the_condition_is_in_the_sql() -> None:
     assert "last_fencing_token <= :fencelock_token" in str(fenced_delete(aliased(Order)))
 
 
-@pytest.mark.parametrize("through", ["session", "connection"])
+THROUGH: dict[str, Callable[[scoped_session[Session]], Session | Connection | scoped_session[Session]]] = {
+    "session": lambda scoped: scoped(),
+    "scoped session": lambda scoped: scoped,
+    "connection": lambda scoped: scoped.connection(),
+}
+
+
+@pytest.mark.parametrize("through", THROUGH)
 def test_an_explicit_token_needs_no_lease(engine: Engine, through: str) -> None:
     """execute_fenced writes with the token that it is given, and counts the rows."""
-    with Session(engine) as session:
-        target = session if through == "session" else session.connection()
-        assert execute_fenced(target, PAID, token=6).rowcount == 1
-        session.commit()
+    scoped = scoped_session(sessionmaker(engine))
+    try:
+        assert execute_fenced(THROUGH[through](scoped), PAID, token=6).rowcount == 1
+        scoped.commit()
+    finally:
+        scoped.remove()
     assert order(engine) == ("paid", 6)
+
+
+def test_coroutines_are_told_to_use_run_sync(
+    engine: Engine, for_asyncio: Callable[[Engine], AsyncEngine]
+) -> None:
+    """The error says what to write, that is what works, and nothing has been written before."""
+
+    async def main() -> None:
+        aengine = for_asyncio(engine)
+        scoped = async_scoped_session(async_sessionmaker(aengine), scopefunc=asyncio.current_task)
+        async with AsyncSession(aengine) as session, aengine.connect() as connection:
+            for target, kind, way in (
+                (session, "AsyncSession", "session.run_sync"),
+                (scoped, "async_scoped_session", "session().run_sync"),
+                (connection, "AsyncConnection", "connection.run_sync"),
+            ):
+                with pytest.raises(TypeError) as told:
+                    execute_fenced(target, PAID, token=6)  # type: ignore[arg-type]
+                assert f"not {kind}; in coroutines write `await {way}(execute_fenced, …)`" in str(told.value)
+                with pytest.raises(TypeError) as told:
+                    upsert(target, Order, [{"id": 1, "status": "paid"}])  # type: ignore[arg-type]
+                other = way.replace("connection", "session")
+                assert f"not {kind}; in coroutines write `await {other}(upsert, …)`" in str(told.value)
+            assert (await session.run_sync(execute_fenced, PAID, token=6)).rowcount == 1
+            await session.commit()
+            await scoped().run_sync(execute_fenced, PAID, token=7)
+            await scoped.commit()
+            await connection.run_sync(execute_fenced, PAID, token=8)
+            await connection.commit()
+        await scoped.remove()
+        await aengine.dispose()
+
+    asyncio.run(main())
+    assert order(engine) == ("paid", 8)
+
+
+def test_what_is_no_session_is_told_as_well(engine: Engine) -> None:
+    """An engine, for instance."""
+    with pytest.raises(TypeError, match=r"execute_fenced takes a Session or a Connection, not Engine$"):
+        execute_fenced(engine, PAID, token=6)  # type: ignore[arg-type]
 
 
 def test_an_explicit_token_below_the_fence_is_stale(engine: Engine) -> None:

@@ -104,7 +104,7 @@ class Calm(Channels):
         """Count what is told to whoever admits nodes again."""
         self.troubles += 1
 
-    def connect(self) -> None:
+    def connect(self, request: Broadcast) -> None:
         """Open nothing."""
 
     def close(self) -> None:

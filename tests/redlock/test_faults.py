@@ -37,7 +37,7 @@ from fencelock.embedded import Nodes
 from fencelock.errors import FencelockError, LockLostError, LockTimeoutError, QuorumError
 from fencelock.lease import held_leases
 from tests.polling import eventually
-from tests.redlock.stage import NODE_KEY
+from tests.redlock.stage import NODE_KEY, SlowDoor
 from tests.redlock.views import is_held_everywhere, locks_on
 
 
@@ -186,6 +186,67 @@ def test_hung_node_that_wakes_up_keeps_no_lock(authority: Redlock, nodes: Nodes)
         pass
     nodes[2].resume()
     assert eventually(lambda: take(authority, "other") > 0 and locked_on(nodes) == [])
+
+
+@pytest.fixture(params=[Redlock, ThroughLoop], ids=["blocking", "asyncio"])
+def new(request: pytest.FixtureRequest) -> Iterator[Callable[[Sequence[str]], Redlock]]:
+    """How to make a Redlock with the default settings, that has no connections yet."""
+    with contextlib.ExitStack() as made:
+
+        def make(urls: Sequence[str]) -> Redlock:
+            authority: Redlock = made.enter_context(request.param(urls))
+            if isinstance(authority, ThroughLoop):
+                made.callback(authority.end)
+            return authority
+
+        yield make
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(("timeout", "seconds"), [(0, 0.5), (0.5, 0.5), (1.0, 1.0), (10.0, 2.0), (None, 2.0)])
+def test_nodes_that_hang_cost_two_seconds_at_first_use(
+    make_nodes: Callable[..., Nodes],
+    new: Callable[[Sequence[str]], Redlock],
+    count: int,
+    timeout: float | None,
+    seconds: float,
+) -> None:
+    """Connecting, and trying again, have one deadline, which is earlier where the timeout is."""
+    nodes = make_nodes(count)
+    with Redlock(nodes.urls) as first:
+        first.init()
+    for node in nodes:
+        node.pause()
+    assert seconds - 0.01 <= _time_without_quorum(new(nodes.urls), timeout) < seconds + 0.4
+
+
+@pytest.mark.parametrize("scheme", ["redis", "rediss"])
+def test_ports_that_never_answer_cost_two_seconds(
+    new: Callable[[Sequence[str]], Redlock], scheme: str
+) -> None:
+    """As a port with TLS does behind a URL without, and the other way round."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"{scheme}://127.0.0.1:{server.getsockname()[1]}"
+        assert _time_without_quorum(new([url]), None) < 2.4
+
+
+def _time_without_quorum(authority: Redlock, timeout: float | None) -> float:
+    began = time.monotonic()
+    with pytest.raises(QuorumError):
+        take(authority, timeout=timeout)
+    return time.monotonic() - began
+
+
+def test_node_that_connects_slowly_is_waited_for(nodes: Nodes) -> None:
+    """Longer than the outage would be, where the settings say so: each try has the whole time."""
+    with Redlock(nodes.urls[0]) as first, contextlib.closing(SlowDoor(nodes[0].port)) as door:
+        first.init()
+        url = f"redis://127.0.0.1:{door.port}"
+        with Redlock(url, connect_timeout=5.0, outage_grace=0.0) as authority:
+            timer = threading.Timer(1.0, door.open.set)
+            timer.start()
+            assert take(authority) > 0
+            timer.join()
 
 
 def test_late_grant_of_a_given_up_acquisition_is_released(authority: Redlock, nodes: Nodes) -> None:

@@ -159,10 +159,10 @@ def terminal() -> dict[str, str]:
     return {**os.environ, "COLUMNS": "160", "TERM": "dumb"}
 
 
-def fencelock(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Make a run as a user would, with nobody at the keyboard."""
+def fencelock(*arguments: str | Path, shell: str = 'exec "$@"') -> subprocess.CompletedProcess[str]:
+    """Make a run as a user would, without a keyboard."""
     return subprocess.run(
-        command(*arguments),
+        ["/bin/sh", "-c", shell, "sh", *command(*arguments)],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -172,13 +172,15 @@ def fencelock(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_servers_of_the_user_are_not_touched_without_a_word(nodes: Nodes, tmp_path: Path) -> None:
-    """Nobody is there to confirm it: nothing is written, anywhere."""
+@pytest.mark.parametrize("shell", ['exec "$@"', 'exec "$@" <&-'], ids=["/dev/null", "closed"])
+def test_servers_of_the_user_are_not_touched_without_a_word(nodes: Nodes, tmp_path: Path, shell: str) -> None:
+    """No terminal is there to confirm it on: nothing is written, anywhere."""
     database = tmp_path / "mine.sqlite"
     result = fencelock(
-        *("--nodes", nodes.url, "--database", f"sqlite:///{database}", "--output", tmp_path / "out")
+        *("--nodes", nodes.url, "--database", f"sqlite:///{database}", "--output", tmp_path / "out"),
+        shell=shell,
     )
-    assert result.returncode == 2
+    assert result.returncode == 2, result.stderr
     assert "servers of yours" in result.stderr
     assert "give --yes" in result.stderr
     assert not database.exists()

@@ -75,6 +75,7 @@ class AsyncRedlock:
         listener = lines.listener
         waiter = Waiter(listener, time.monotonic, time.time, fair=fair, patient=timeout != 0)
         bids = self._redlock._new_bids(resources, ttl, waiter, above=above)
+        deadlines = self._redlock._deadlines(timeout)
 
         async def wait(seconds: float) -> Lines:
             nonlocal lines
@@ -84,10 +85,10 @@ class AsyncRedlock:
 
         try:
             if not above:
-                heard = await lines.broadcast(bids.open(self._redlock._see()))
+                heard = await lines.broadcast(bids.open(self._redlock._see(), deadlines))
                 if (grant := bids.settle(heard)) is not None:
                     return grant
-            return await run(self._redlock._going_on(bids, timeout), lines, wait)
+            return await run(self._redlock._going_on(bids, deadlines), lines, wait)
         except BaseException as error:
             for undo in bids.give_up(error):
                 tell(undo, lines)

@@ -60,13 +60,13 @@ class Channels(Seats):
         #: The nonces of locks that a node may still grant here, and is not told here to release.
         self._outstanding: tuple[str, ...] = ()
 
-    def connect(self) -> None:
+    def connect(self, request: Broadcast) -> None:
         """Open what is not open, in the background; wait only while less than a majority is."""
         if self._absent:
             self._dial_absent()
             began = time.monotonic()
             with self._news:
-                while (left := self._time_to_wait(began)) > 0:
+                while (left := self._time_to_wait(began, request)) > 0:
                     self._news.wait(left)
             self._adopt()
 
@@ -82,7 +82,7 @@ class Channels(Seats):
                 pass  # behind an old answer there may be the end of the connection
             began = time.monotonic()
         if self._absent:
-            self.connect()
+            self.connect(request)
             began = time.monotonic()
         ballot = Ballot(request)
         self._ask(ballot, request, began)

@@ -133,7 +133,7 @@ class Lines(Seats):
             return self.tell(request)
         began = time.monotonic()
         if began - self._last_read > FRESH or self._absent:
-            began = await self._look_after_links(request.command, began)
+            began = await self._look_after_links(request, began)
         loop = asyncio.get_running_loop()
         deadline = began + request.patience
         woken = loop.create_future()
@@ -162,8 +162,9 @@ class Lines(Seats):
         self._flush()
         return Round(now, now, ballot.close())
 
-    async def _look_after_links(self, command: Command, now: float) -> float:
+    async def _look_after_links(self, request: Broadcast, now: float) -> float:
         """Read what has arrived, and open what is not open, before a command is sent; return when that is."""
+        command = request.command
         if command.script == "release":
             self._about_to_release.add(command.nonce)
         try:
@@ -172,17 +173,17 @@ class Lines(Seats):
                 self._flush()  # in a turn that is so long, others have waited for its end
             if self._absent:
                 self._dial_absent()
-                await self._await_links()
+                await self._await_links(request)
                 now = time.monotonic()
         finally:
             self._about_to_release.discard(command.nonce)
         return now
 
-    async def _await_links(self) -> None:
+    async def _await_links(self, request: Broadcast) -> None:
         """Wait while less than a majority is connected, as long as that may change."""
         loop = asyncio.get_running_loop()
         began = time.monotonic()
-        while (left := self._time_to_wait(began)) > 0:
+        while (left := self._time_to_wait(began, request)) > 0:
             newcomer = loop.create_future()
             self._newcomers.add(newcomer)
             try:

@@ -46,6 +46,8 @@ from fencelock.errors import (
 STRIPES = 1024
 DRIFT_RATE = 0.01
 DRIFT_SECONDS = 0.002
+#: Seconds in which connections may come up, however soon an acquisition is to be over.
+LEAST_FOR_LINKS = 0.5
 #: Seconds after which one who waits to be called looks for the first time; longer than a claim.
 _LOOK = 0.15
 
@@ -150,6 +152,7 @@ class Broadcast(NamedTuple):
     Answers that come later are not lost: whoever runs this reads them, and releases a grant that came
     for an acquisition that had been given up. With fewer answers than `least`, `enough` never holds. Where
     most of the nodes say what is `hoped` for, in the same words and before anybody else speaks, it holds.
+    Before it is sent, connections to a majority may be waited for, until `links_until` by the driver's clock.
     """
 
     command: Command
@@ -158,6 +161,7 @@ class Broadcast(NamedTuple):
     patience: float
     least: int = 1
     hoped: Said | None = None
+    links_until: float = math.inf
 
 
 class Round(NamedTuple):
@@ -388,11 +392,34 @@ class Opened(NamedTuple):
     heard: Round
 
 
-def opening(fleet: Fleet, bid: Bid) -> Broadcast:
+def opening(fleet: Fleet, bid: Bid, links_until: float = math.inf) -> Broadcast:
     """Return what a bid begins with: ACQUIRE, to everybody."""
     patience = min(fleet.patience, bid.ttl)
     command = _acquire_command(bid, fleet)
-    return Broadcast(command, fleet.everybody, fleet.enough_granted, patience, fleet.quorum, Said.GRANTED)
+    return Broadcast(
+        command, fleet.everybody, fleet.enough_granted, patience, fleet.quorum, Said.GRANTED, links_until
+    )
+
+
+class Deadlines(NamedTuple):
+    """What an acquisition may take that finds no connections.
+
+    Attributes:
+        began: when it did, on the driver's clock.
+        timeout: that it was given.
+        outage: seconds without a quorum in which connections are worth waiting for.
+    """
+
+    began: float
+    timeout: float | None
+    outage: float
+
+    def links_until(self, last_quorum: float) -> float:
+        """Return until when connections are waited for, where there was a quorum at `last_quorum`."""
+        until = last_quorum + self.outage
+        if self.timeout is None:
+            return until
+        return min(until, self.began + max(self.timeout, LEAST_FOR_LINKS))
 
 
 def at_once(opened: Opened) -> Granted | None:
@@ -418,6 +445,7 @@ def acquire(
     jitter: Callable[[], float],
     granted_meanwhile: Callable[[], Answers] = dict,
     opened: Opened | None = None,
+    deadlines: Deadlines | None = None,
 ) -> Generator[Request, Any, Granted]:
     """Bid until a quorum grants, or until the time is over.
 
@@ -429,6 +457,7 @@ def acquire(
         jitter: returns a random number between 0 and 1.
         granted_meanwhile: returns the nodes that have granted the latest bid while it waited.
         opened: the first bid, if that has been made already.
+        deadlines: where the time for connections counts too.
 
     Raises:
         LockTimeoutError: somebody else held the resource until the timeout.
@@ -436,34 +465,35 @@ def acquire(
         NodesNotInitialisedError: too many nodes are blank.
         MembershipError: too many nodes belong to another list.
     """
-    began: float | None = None
-    last_quorum = 0.0
+    began = None if deadlines is None else deadlines.began
+    last_quorum = began or 0.0
     tries = 0
     alone = False
     while True:
         fleet, bid, heard = opened or _unopened(see(), new_bid)
         opened = None
-        outcome = yield from attempt(fleet, bid, alone=alone, heard=heard)
+        links_until = math.inf if deadlines is None else deadlines.links_until(last_quorum)
+        outcome = yield from attempt(fleet, bid, alone=alone, heard=heard, links_until=links_until)
         if isinstance(outcome, Granted):
             return outcome
         if not outcome.stands:
-            yield from give_way(fleet, outcome)
+            yield from give_way(fleet, outcome, links_until)
         tries += 1
         alone = outcome.split and not alone
         if began is None:
             began = last_quorum = outcome.began
-        yield from _learn(fleet, outcome)
+        yield from _learn(fleet, outcome, links_until)
         if see() != fleet:  # nodes were heard for the first time, or have got another list
-            yield from give_way(fleet, outcome)
+            yield from give_way(fleet, outcome, links_until)
             continue
         if outcome.contended:
             last_quorum = outcome.ended
         elif not _may_recover(fleet, outcome.answers, grace) or outcome.ended - last_quorum >= grace:
-            yield from leave(fleet, bid)
+            yield from leave(fleet, bid, links_until)
             _raise_no_quorum(fleet, outcome.answers)
         left = math.inf if timeout is None else began + timeout - outcome.ended
         if left <= 0:
-            yield from leave(fleet, bid)
+            yield from leave(fleet, bid, links_until)
             _raise_timeout(fleet, outcome)
         pause = min(left, _pause(outcome, tries, jitter()))
         granted = yield from _wait(fleet, outcome, pause, granted_meanwhile)
@@ -476,7 +506,12 @@ def _unopened(fleet: Fleet, new_bid: Callable[[Fleet], Bid]) -> tuple[Fleet, Bid
 
 
 def attempt(
-    fleet: Fleet, bid: Bid, *, alone: bool = False, heard: Round | None = None
+    fleet: Fleet,
+    bid: Bid,
+    *,
+    alone: bool = False,
+    heard: Round | None = None,
+    links_until: float = math.inf,
 ) -> Generator[Broadcast, Round, Granted | Failed]:
     """Make one bid: ACQUIRE, and CONFIRM where the counters disagree.
 
@@ -485,7 +520,7 @@ def attempt(
     With `alone`, the first node of the fixed order that answers is asked before all the others. Two (or
     four) clients that keep splitting the votes of an even number of nodes would otherwise do so for ever.
     """
-    request = opening(fleet, bid)
+    request = opening(fleet, bid, links_until)
     earlier: dict[int, Answer] = {}
     began: float | None = None
     if alone:
@@ -782,10 +817,10 @@ def _undo(nonce: str, keys: tuple[str, ...], turn: tuple[str | int, ...] = ()) -
     return Command("release", nonce, keys, ("", nonce, 0, *_pairs(stripes, (0,) * len(stripes)), *turn))
 
 
-def abandon(fleet: Fleet, bid: Bid) -> Generator[Broadcast, Round, None]:
+def abandon(fleet: Fleet, bid: Bid, links_until: float = math.inf) -> Generator[Broadcast, Round, None]:
     """Release a failed bid everywhere, also where the answer was lost; wait for nobody."""
-    nothing = (0,) * len(bid.resources)
-    yield Broadcast(_release_command(fleet, bid, 0, nothing), fleet.everybody, lambda _: True, 0.0)
+    command = _release_command(fleet, bid, 0, (0,) * len(bid.resources))
+    yield Broadcast(command, fleet.everybody, lambda _: True, 0.0, links_until=links_until)
 
 
 def _wait(
@@ -821,7 +856,9 @@ def _take(
     return Granted(bid, epoch, counters, expires_at)
 
 
-def give_way(fleet: Fleet, outcome: Failed) -> Generator[Broadcast, Round, None]:
+def give_way(
+    fleet: Fleet, outcome: Failed, links_until: float = math.inf
+) -> Generator[Broadcast, Round, None]:
     """Release a failed bid wherever it may have locked something, and stay in line there; wait for nobody."""
     bid = outcome.bid
     nodes = [
@@ -829,16 +866,17 @@ def give_way(fleet: Fleet, outcome: Failed) -> Generator[Broadcast, Round, None]
     ]
     if nodes:
         nothing = (0,) * len(bid.resources)
-        yield Broadcast(_release_command(fleet, bid, 0, nothing, stay=True), nodes, lambda _: True, 0.0)
+        command = _release_command(fleet, bid, 0, nothing, stay=True)
+        yield Broadcast(command, nodes, lambda _: True, 0.0, links_until=links_until)
 
 
-def leave(fleet: Fleet, bid: Bid) -> Generator[Broadcast, Round, None]:
+def leave(fleet: Fleet, bid: Bid, links_until: float) -> Generator[Broadcast, Round, None]:
     """Wait no longer: give up the place in line, if there is one."""
     if bid.stands_in_line:
-        yield from abandon(fleet, bid)
+        yield from abandon(fleet, bid, links_until)
 
 
-def _learn(fleet: Fleet, outcome: Failed) -> Generator[Broadcast, Round, None]:
+def _learn(fleet: Fleet, outcome: Failed, links_until: float) -> Generator[Broadcast, Round, None]:
     """Ask nodes that name another list which one, where too few vote in this one.
 
     They may have been initialised, or changed, since we last looked; also while we waited.
@@ -846,7 +884,9 @@ def _learn(fleet: Fleet, outcome: Failed) -> Generator[Broadcast, Round, None]:
     others = [node for node, answer in outcome.answers.items() if answer.said is Said.CONFIG]
     if others and not outcome.contended:
         who = Command("who", "", (fleet.node_key,), ("", ""))
-        yield Broadcast(who, others, lambda new: len(new) == len(others), fleet.patience)
+        yield Broadcast(
+            who, others, lambda new: len(new) == len(others), fleet.patience, links_until=links_until
+        )
 
 
 def _acquire_command(bid: Bid, fleet: Fleet) -> Command:

@@ -357,19 +357,28 @@ class Redlock:
         return _Bids(resources, ttl, self._wanted, waiter, instead_of, above)
 
     def _acquiring(self, bids: _Bids, timeout: float | None) -> Generator[protocol.Request, Any, Grant]:
+        deadlines = self._deadlines(timeout)
         if not bids.above:
-            grant = bids.settle((yield bids.open(self._see())))
+            grant = bids.settle((yield bids.open(self._see(), deadlines)))
             if grant is not None:
                 return grant
-        return (yield from self._going_on(bids, timeout))
+        return (yield from self._going_on(bids, deadlines))
 
-    def _going_on(self, bids: _Bids, timeout: float | None) -> Generator[protocol.Request, Any, Grant]:
+    def _deadlines(self, timeout: float | None) -> protocol.Deadlines:
+        """Return those of an acquisition that begins now."""
+        return protocol.Deadlines(time.monotonic(), timeout, max(self._connect_timeout, self._outage_grace))
+
+    def _going_on(
+        self, bids: _Bids, deadlines: protocol.Deadlines
+    ) -> Generator[protocol.Request, Any, Grant]:
         """Acquire with what has become of the first bid, if one has been made."""
         initialised = False
+        timeout = deadlines.timeout
         while True:
             try:
                 if bids.above:
                     yield from self._rising(bids)
+                    deadlines = self._deadlines(timeout)
                 granted = yield from protocol.acquire(
                     self._see,
                     bids.next,
@@ -378,6 +387,7 @@ class Redlock:
                     jitter=random.random,
                     granted_meanwhile=bids.granted_meanwhile,
                     opened=bids.take_opened(),
+                    deadlines=deadlines,
                 )
                 return bids.won(granted)
             except NodesNotInitialisedError:
@@ -385,6 +395,7 @@ class Redlock:
                     raise
             initialised = True
             yield from self._initialising(None, None)
+            deadlines = self._deadlines(timeout)
 
     def _rising(self, bids: _Bids) -> Generator[protocol.Request, Any, None]:
         """Bring the nodes where they can grant tokens above those that the bids must exceed."""
@@ -623,9 +634,9 @@ class _Bids:
         self._latest: tuple[protocol.Fleet, protocol.Bid] | None = None
         self._opened: protocol.Opened | None = None
 
-    def open(self, fleet: protocol.Fleet) -> protocol.Broadcast:
+    def open(self, fleet: protocol.Fleet, deadlines: protocol.Deadlines) -> protocol.Broadcast:
         """Make the first bid; return what it begins with."""
-        return protocol.opening(fleet, self.next(fleet))
+        return protocol.opening(fleet, self.next(fleet), deadlines.links_until(deadlines.began))
 
     def settle(self, heard: protocol.Round) -> Grant | None:
         """Return the grant that the first bid has come to, if nothing is left to decide."""

@@ -396,7 +396,7 @@ class Seats(abc.ABC):
             if seat.link is None:
                 self._dial(index, seat)
 
-    def _time_to_wait(self, began: float) -> float:
+    def _time_to_wait(self, began: float, request: Broadcast) -> float:
         """Return for how many seconds links are still worth waiting for, if that began at `began`.
 
         Until there is a majority; and before the very first exchange a moment longer, for the others.
@@ -404,7 +404,7 @@ class Seats(abc.ABC):
         if not any(seat.dialling for seat in self._seats):
             return 0.0
         now = time.monotonic()
-        deadline = began + self._connect_timeout
+        deadline = min(began + self._connect_timeout, request.links_until)
         if sum(bool(seat.link or seat.arrived) for seat in self._seats) >= len(self._seats) // 2 + 1:
             if self._majority_at is None:
                 self._majority_at = now

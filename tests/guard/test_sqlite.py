@@ -1,0 +1,103 @@
+"""BEGIN IMMEDIATE where the engine is one for coroutines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Engine, create_engine, event
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from fencelock.errors import UnfencedWriteError
+from fencelock.guard import FencedModel, begin_immediate, bind, claim_async
+from fencelock.lease import Lease
+
+
+class Base(DeclarativeBase):
+    """The models of this file."""
+
+
+class Order(FencedModel, Base):
+    """What is paid."""
+
+    __tablename__ = "sq_orders"
+    __fence_resource__ = "order:{id}"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    paid: Mapped[int] = mapped_column(default=0)
+
+
+@pytest.fixture
+def aengine(tmp_path: Path) -> AsyncEngine:
+    """A new database; each loop uses it up."""
+    return create_async_engine(f"sqlite+aiosqlite:///{tmp_path / 'test.sqlite'}")
+
+
+def as_it_is(engine: AsyncEngine) -> AsyncEngine:
+    """Give the engine for coroutines."""
+    return engine
+
+
+def behind_it(engine: AsyncEngine) -> Engine:
+    """Give the blocking engine that it stands on."""
+    return engine.sync_engine
+
+
+@pytest.mark.parametrize("form", [as_it_is, behind_it])
+def test_tasks_that_read_before_they_write_take_turns(
+    aengine: AsyncEngine, form: Callable[[AsyncEngine], AsyncEngine | Engine]
+) -> None:
+    """Each reads what the one before has written; without BEGIN IMMEDIATE, one fails with "locked"."""
+    begin_immediate(form(aengine))
+
+    async def pay(token: int) -> None:
+        async with AsyncSession(aengine) as session:
+            bind(session, Lease("order:1", 9))
+            order = await session.get_one(Order, 1)
+            await asyncio.sleep(0.05)
+            order.paid += token
+            await session.commit()
+
+    async def main() -> int:
+        async with aengine.begin() as connection:
+            await connection.run_sync(Base.metadata.create_all)
+        async with AsyncSession(aengine) as session:
+            bind(session, Lease("order:1", 9))
+            session.add(Order(id=1))
+            await session.commit()
+            await asyncio.gather(*map(pay, (1, 2, 4)))
+            paid = (await claim_async(session, Order, 1)).paid
+        await aengine.dispose()
+        return paid
+
+    assert asyncio.run(main()) == 7
+
+
+def test_connection_of_aiosqlite_that_commits_by_itself_is_refused(aengine: AsyncEngine) -> None:
+    """The driver begins no transaction, and no listener does."""
+
+    @event.listens_for(aengine.sync_engine, "connect")
+    def on_connect(connection: object, _record: object) -> None:
+        connection.isolation_level = None  # type: ignore[attr-defined]
+
+    async def main() -> None:
+        async with aengine.begin() as connection:
+            await connection.run_sync(Base.metadata.create_all)
+        async with AsyncSession(aengine) as session:
+            bind(session, Lease("order:1", 9))
+            session.add(Order(id=1))
+            with pytest.raises(UnfencedWriteError, match="needs a transaction"):
+                await session.commit()
+        await aengine.dispose()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("url", ["postgresql+asyncpg://h/x", "postgresql+psycopg://h/x"])
+def test_other_databases_are_refused(url: str) -> None:
+    """They know no BEGIN IMMEDIATE."""
+    engine = create_async_engine(url) if "asyncpg" in url else create_engine(url)
+    with pytest.raises(ValueError, match="this engine speaks to postgresql"):
+        begin_immediate(engine)
