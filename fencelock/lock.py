@@ -696,7 +696,10 @@ class FencedLock(Generic[_Token]):
         return entry.tokens
 
     def _release(self) -> _Steps[None]:
-        if lost := (yield from self._leave(self._innermost())):
+        lost = yield from self._leave(self._innermost())
+        if lost and lost.written:
+            logger.warning("%s", lost)
+        elif lost:
             raise lost
 
     def _leave(self, entry: _Entry) -> _Steps[LockLostError | None]:
@@ -735,7 +738,7 @@ class FencedLock(Generic[_Token]):
     def _complain(self, lost: LockLostError | None, exc_value: BaseException | None) -> None:
         if lost and exc_value is not None:
             exc_value.add_note(str(lost))
-        elif lost and self._if_lost == "warn":
+        elif lost and (lost.written or self._if_lost == "warn"):
             logger.warning("%s", lost)
         elif lost:
             raise lost
@@ -978,7 +981,9 @@ def _release_each(holds: list[Hold]) -> _Steps[LockLostError | None]:
         try:
             lost = yield from _release(holds[0])
         finally:
-            lost = (yield from _release_each(holds[1:])) or lost
+            others = yield from _release_each(holds[1:])
+            if others and not (lost and others.written):
+                lost = others
     return lost
 
 
@@ -1052,10 +1057,11 @@ def _release(hold: Hold) -> _Steps[LockLostError | None]:
     return _report_lost(hold) if lost or released.answer is False else None
 
 
-def _report_lost(hold: Hold) -> LockLostError | None:
-    """Return the error for a lease that ended before it was given back; only log it where work is committed.
+def _report_lost(hold: Hold) -> LockLostError:
+    """Return what tells of a lease that ended before it was given back.
 
-    An error invites a retry, and what is committed must not be done twice.
+    Where work is committed its `written` is True, and it is logged or noted, but not raised: an error invites
+    a retry, which would do committed work twice.
     """
     renewal.tell(hold.calls_when_lost())
     ended = f"the lease of {_name(hold)} (token {hold.grant.tokens[0]}) ended before the work did"
@@ -1068,12 +1074,11 @@ def _report_lost(hold: Hold) -> LockLostError | None:
             "back, lock again, and look what is written"
         )
     if any(lease.committed for lease in leases):
-        logger.warning(
-            "%s. What the guard let be committed stays committed, and overwrites nothing of a newer holder; "
-            "make the ttl longer, or the work shorter",
-            ended,
+        return LockLostError(
+            f"{ended}. What the guard let be committed stays committed, and overwrites nothing of a newer "
+            f"holder; make the ttl longer, or the work shorter",
+            written=True,
         )
-        return None
     if any(lease.guarded for lease in leases):
         return LockLostError(
             f"{ended}; all that was written under it was rolled back: lock again, and begin again",
