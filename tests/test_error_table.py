@@ -515,7 +515,7 @@ def test_connection_that_ends_before_the_commit(stage: Stage, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["ended", "idle"])
 def test_connection_that_is_gone_at_the_commit(stage: Stage, how: str) -> None:
-    """Nothing is written, but nobody can tell: it is a COMMIT in doubt."""
+    """Nothing is written, but the program cannot tell: it is a COMMIT in doubt."""
     needs_a_server(stage)
     with pytest.raises(CommitInDoubtError):
         lose_connection(stage, how, before=False)
@@ -662,7 +662,7 @@ def test_asyncpg_has_the_same(stage: Stage) -> None:
 # Leaving a block whose lease has ended
 
 
-LOST: Final[dict[str, Any]] = {"ttl": 0.7, "renew": False}
+LOST: Final[dict[str, Any]] = {"ttl": 1.0, "renew": False}
 Body = Callable[[Session], Any]
 Leave = Callable[..., Any]
 
@@ -681,7 +681,7 @@ def postgresql(
     nodes: Nodes,
     make_nodes: Callable[..., Nodes],
 ) -> Iterator[Stage]:
-    """A stage on PostgreSQL alone: what is told of a lease is the same on each database."""
+    """A stage on PostgreSQL alone: a lease ends in the same way on each database."""
     engine = create_engine(postgres_database.url)
     prepare(engine)
     yield Stage(engine, authority, rival, nodes, make_nodes)
@@ -906,8 +906,10 @@ def test_what_the_guard_has_not_seen_is_unknown(postgresql: Stage, told: list[Le
 
 @each_way
 @pytest.mark.parametrize("commits", [False, True])
-def test_the_body_s_own_error_stays(postgresql: Stage, told: list[Lease], way: str, *, commits: bool) -> None:
-    """Whatever has become of the lease."""
+def test_the_body_s_own_error_stays(
+    postgresql: Stage, told: list[Lease], caplog: pytest.LogCaptureFixture, way: str, *, commits: bool
+) -> None:
+    """It has a note on the lease, which is not logged besides."""
 
     def fail(session: Session) -> None:
         if commits:
@@ -916,8 +918,11 @@ def test_the_body_s_own_error_stays(postgresql: Stage, told: list[Lease], way: s
         outlive()
         raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError) as caught:
         LEAVE[way](postgresql, told, fail)
+    (note,) = caught.value.__notes__
+    assert ("stays committed" in note) == commits
+    assert logged(caplog) == []
     assert postgresql.notes() == ([1] if commits else [])
 
 

@@ -211,7 +211,7 @@ def door(engine: Engine) -> Iterator[Door]:
 
 @pytest.mark.parametrize("way", [*CORE, *ORM])
 def test_lease_in_doubt(engine: Engine, door: Door, way: str) -> None:
-    """`CommitInDoubtError`, the only refusal that tells nothing about what is written."""
+    """`CommitInDoubtError`, the only refusal that leaves open whether anything is written."""
     lease = Lease("rows", 9)
     with Session(door.engine) as lost:
         bind(lost, lease)

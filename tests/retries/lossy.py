@@ -48,7 +48,7 @@ class LossyDoor(Door):
         if way == "committed late":
             time.sleep(self._random.uniform(0.05, 0.8))
         server.sendall(data)
-        time.sleep(0.2)  # the answer comes to nobody
+        time.sleep(0.2)  # the client is gone when the answer comes
 
     def _pass_back(self, client: socket.socket, server: socket.socket) -> None:
         with contextlib.suppress(OSError):

@@ -33,7 +33,7 @@ from tests.retries.lossy import LossyDoor
 PAGE: Final = "docs/errors.md"
 FILES: Final = ("payments.py", "again.py", "persistent.py")
 LOOK: Final = "        if session.get(Payment, key) is None:"
-#: In place of the look, for the control: what is paid is noted, and nobody looks.
+#: In place of the look, for the control: each try notes its payment under a key of its own.
 NO_LOOK: Final = "        key += f' {os.urandom(8).hex()}'\n        if True:"
 CENTS: Final = 500
 TTL: Final = 1.0

@@ -15,14 +15,14 @@ from fencelock import FencelockError
 
 
 def name(error: Exception) -> str:
-    """Return what an error is counted as: a driver's by its own class, and ours with what is written."""
+    """Return the name that counts an error: the driver's own class, or ours and its `written`."""
     if isinstance(error, FencelockError):
         return f"{type(error).__name__}, written {error.written}"
     return f"driver: {type(getattr(error, 'orig', error)).__name__}"
 
 
 class _Noting(logging.Handler):
-    """Notes what is logged, and not raised, where a lease has ended after the COMMIT."""
+    """Notes the warnings, such as the one of a lease that has ended after the COMMIT."""
 
     def __init__(self, errors: list[str]) -> None:
         super().__init__(logging.WARNING)
