@@ -1122,8 +1122,8 @@ def _loss_of(hold: Hold) -> _Loss:
     if any(lease.committed for lease in leases):
         return _Loss(
             LockLostError(
-                f"{ended}. What was committed stays committed, and overwrites nothing of a newer holder; make "
-                "the ttl longer, or the work shorter"
+                f"{ended}. What was committed stays committed, and overwrites nothing of a newer holder; "
+                "make the ttl longer, or the work shorter"
             ),
             is_committed=True,
         )
