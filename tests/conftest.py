@@ -40,6 +40,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell has its background jobs ignore Ctrl-C, and the programs that tests interrupt would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Else what is printed is as wide and as coloured as the shell says, and the nodes are those of the user.
+os.environ |= {"COLUMNS": "160", "TERM": "dumb"}
+for variable in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "FENCELOCK_URL", "FENCELOCK_AUTO_INIT"):
+    os.environ.pop(variable, None)
+
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Postgres]:
