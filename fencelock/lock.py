@@ -1110,8 +1110,6 @@ def _loss_of(hold: Hold) -> _Loss:
     ended = f"the lease of {_name(hold)} (token {hold.grant.tokens[0]}) ended before the work did"
     if reason := leases[0].why_lost:
         ended += f" ({reason})"
-    for lease in leases:
-        lease.lose("it had ended before it was released")
     if any(lease.needed or lease.in_doubt for lease in leases):
         return _Loss(
             LockLostError(

@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from fencelock.authority.base import Authority
 from fencelock.authority.redlock.redlock import Redlock
@@ -147,6 +148,7 @@ class Worker:
         )
         self._authority = _authority(assignment)
         self._keepers = _keepers(assignment, self._journal, self._over)
+        self._lost: WeakSet[Lease] = WeakSet()
 
     def run(self) -> None:
         """Hold one lock after the other."""
@@ -183,7 +185,7 @@ class Worker:
         except FencelockError as error:
             self._note_release(tokens, worked_until, type(error))
         else:
-            self._note_release(tokens, worked_until, _loss(leases))
+            self._note_release(tokens, worked_until, self._loss(leases))
 
     async def run_tasks(self) -> None:
         """The same, in several tasks at once."""
@@ -227,7 +229,7 @@ class Worker:
         except FencelockError as error:
             self._note_release(tokens, worked_until, type(error))
         else:
-            self._note_release(tokens, worked_until, _loss(leases))
+            self._note_release(tokens, worked_until, self._loss(leases))
 
     @contextmanager
     def _thinking(self) -> Iterator[None]:
@@ -242,7 +244,13 @@ class Worker:
         return bool(self._board.over[0])
 
     def _lock(self, plan: Plan) -> FencedLock[Any]:
-        return fenced_lock(*plan.resources, **plan.lock, authority=self._authority)
+        lock = fenced_lock(*plan.resources, **plan.lock, authority=self._authority)
+        lock.on_lost(self._lost.add)
+        return lock
+
+    def _loss(self, leases: Iterable[Lease]) -> type[FencelockError] | None:
+        """Return the error of a lease that was lost, also where a COMMIT under it had it only logged."""
+        return LockLostError if any(lease.why_lost or lease in self._lost for lease in leases) else None
 
     def _note_acquisition(self, lock: FencedLock[Any], began: int) -> None:
         completed = time.monotonic_ns()
@@ -286,11 +294,6 @@ class Worker:
                     "" if error is None else error.__name__,
                 )
             )
-
-
-def _loss(leases: Iterable[Lease]) -> type[FencelockError] | None:
-    """Return the error of a lease that was lost, also where a COMMIT under it had it only logged."""
-    return LockLostError if any(lease.why_lost for lease in leases) else None
 
 
 def _authority(assignment: Assignment) -> Authority:

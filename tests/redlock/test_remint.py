@@ -169,9 +169,9 @@ def test_lease_is_not_shortened(authority: Redlock) -> None:
     """What had been extended for longer stays so; the clocks' drift over it is all that is lost."""
     lock = authority.lock(RESOURCE, ttl=2, renew=False)
     with lock:
-        lock.extend(100)
+        lock.extend(50)
         lock.remint()
-        assert lock.lease.remaining > 97
+        assert lock.lease.remaining > 48
 
 
 def test_max_hold_bounds_the_hold_all_the_same(authority: Redlock) -> None:
