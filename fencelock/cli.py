@@ -173,7 +173,10 @@ def _highest_fence(databases: list[str], console: Console) -> int:
             with blocking_engine(url).connect() as connection:
                 fence, tables = highest_fence(connection)
         except (SQLAlchemyError, ImportError) as error:
-            _fail(f"{shown} cannot be read: {str(error).splitlines()[0]}")
+            hint = (
+                "; install its driver: the extra postgres or mysql" if isinstance(error, ImportError) else ""
+            )
+            _fail(f"{shown} cannot be read: {str(error).splitlines()[0]}{hint}")
         if not tables:
             _fail(
                 f"{shown} has no table with a column last_fencing_token: it cannot tell which tokens have "

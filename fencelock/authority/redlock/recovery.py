@@ -405,7 +405,7 @@ def _why_closed(standing: Standing) -> str:
 
 def _why_not(name: str, standing: Standing, roll: Roll | None) -> str:
     if roll is None:
-        return "never initialised" if standing.blank else "its list cannot be read by this version"
+        return "new, or without its data" if standing.blank else "its list cannot be read by this version"
     addresses = [address for _, address in roll.membership.seats]
     members = ", ".join(addresses)
     if standing.blank or standing.fingerprint == roll.membership.fingerprint:
