@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import time
 import unicodedata
 from collections.abc import Callable
@@ -28,6 +29,8 @@ from fencelock import token as tokens
 from fencelock.errors import CommitInDoubtError, LockLostError
 
 MAX_RESOURCE_LENGTH = 255
+#: What an f-string leaves in a name where it was given an object, and not a value.
+OBJECT_IN_NAME = re.compile(r"<built-in | object at 0x")
 
 
 def check_resource(resource: object) -> str:

@@ -29,7 +29,7 @@ from fencelock._holds import Hold, add, find, owners_of, remove
 from fencelock._owners import current_owner, running_loop, switches_greenlets, waits_in_vain_for
 from fencelock.authority.base import Authority, Grant
 from fencelock.errors import AuthorityError, LockError, LockLostError, LockTimeoutError, NotHeldError
-from fencelock.lease import Lease, check_resource, held_leases, note_ended
+from fencelock.lease import OBJECT_IN_NAME, Lease, check_resource, held_leases, note_ended
 from fencelock.settings import default_authority
 
 if TYPE_CHECKING:
@@ -67,8 +67,8 @@ _DEFAULT_TTL = 30.0
 #: How often an acquisition is tried whose time is over, because the storage was ahead of the nodes.
 _HINTED_TRIES = 3
 
-#: Braces that an f-string would have filled, and objects where a value was meant.
-_UNFILLED = re.compile(r"\{[A-Za-z_][\w.]*\}|<built-in | object at 0x")
+#: Braces that an f-string would have filled.
+_UNFILLED = re.compile(r"\{[A-Za-z_][\w.]*\}")
 
 _IN_VAIN = (
     "another greenlet of this thread holds it, and cannot go on while this one waits, for what waits is not "
@@ -150,7 +150,10 @@ class _Ask(_Call):
 
     async def wait(self) -> Any:
         with self._telling():
-            return await super().wait()
+            self.answer = (
+                await super().wait()
+            )  # kept, should an interruption follow
+        return self.answer
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:
@@ -1205,7 +1208,7 @@ def _check_resources(resources: tuple[str, ...]) -> tuple[str, ...]:
         raise ValueError("name what to lock, such as fenced_lock('order:1')")
     names = tuple(map(check_resource, resources))
     for name in names:
-        if _UNFILLED.search(name):
+        if _UNFILLED.search(name) or OBJECT_IN_NAME.search(name):
             raise ValueError(
                 f"{name!r} names no one thing to lock: fill its braces with a value, as "
                 "fenced_lock(f'order:{order.id}') does"

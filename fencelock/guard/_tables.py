@@ -40,7 +40,7 @@ from sqlalchemy.sql.selectable import AliasedReturnsRows
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
 from fencelock.errors import AmbiguousFenceError, UnfencedWriteError
-from fencelock.lease import check_resource
+from fencelock.lease import OBJECT_IN_NAME, check_resource
 
 if TYPE_CHECKING:
     from sqlalchemy.engine import Dialect
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 FENCE_COLUMN: Final = "last_fencing_token"
 FENCE_TABLE: Final = "fencelock_fences"
 TRANSLATED: Final = "schema_translate_map"
-_FILLED_TOO_EARLY: Final = re.compile(r"<built-in | object at 0x")
 """The execution option that says which schema tables are in."""
 FENCE_MARK: Final[dict[Any, Any]] = {"fencelock": "fence"}
 TRIGGER_MARK: Final = "fencelock.trigger"
@@ -117,7 +116,7 @@ class ResourceTemplate:
             )
         if not names:
             check_resource(template)
-            if _FILLED_TOO_EARLY.search(template):
+            if OBJECT_IN_NAME.search(template):
                 raise ValueError(
                     f"{owner}.__fence_resource__ = {template!r} was filled when the class was made: write it "
                     f"without the f before its quotes, such as 'order:{{id}}'"
