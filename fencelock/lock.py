@@ -150,9 +150,7 @@ class _Ask(_Call):
 
     async def wait(self) -> Any:
         with self._telling():
-            self.answer = (
-                await super().wait()
-            )  # kept, should an interruption follow
+            self.answer = await super().wait()  # kept, should an interruption follow
         return self.answer
 
     @contextlib.contextmanager
