@@ -22,6 +22,8 @@ RESOURCE: Final = String(MAX_RESOURCE_LENGTH).with_variant(
 #: a statement that took too long.
 _BUSY_STATES: Final = frozenset({"55P03", "40001", "40P01", "57014"})
 _BUSY_NUMBERS: Final = frozenset({1020, 1205, 1213, 1969})
+_NO_TABLE: Final = "42P01"
+_NO_TABLE_NUMBER: Final = 1146
 _SQLITE_BUSY: Final = frozenset({5, 6})
 
 
@@ -35,6 +37,18 @@ def is_busy(error: DBAPIError) -> bool:
     if "database is locked" in str(original):
         return True
     return error_number(error) in _BUSY_NUMBERS
+
+
+def is_lost(error: BaseException | None) -> bool:
+    """Tell whether the connection was lost: what was sent may have been done all the same."""
+    return isinstance(error, DBAPIError) and error.connection_invalidated
+
+
+def lacks_table(error: DBAPIError, name: str) -> bool:
+    """Tell whether the database has no such table."""
+    if sqlstate(error) == _NO_TABLE or error_number(error) == _NO_TABLE_NUMBER:
+        return True
+    return f"no such table: {name}" in str(error.orig)
 
 
 def sqlstate(error: DBAPIError) -> str | None:

@@ -8,11 +8,14 @@ task's work, and belong to it.
 from __future__ import annotations
 
 import asyncio
+import functools
 import select
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import BuiltinFunctionType, FrameType
 from typing import Any
 from weakref import ref
@@ -74,6 +77,12 @@ def _is_run_here(task: asyncio.Task[Any], library: Any) -> bool:
             return False
         greenlet = greenlet.parent
         frame = greenlet.gr_frame
+
+
+@functools.cache
+def name_of_process(pid: int) -> str:
+    """Return host, process id and program of this process; `pid` is its own, another one after a fork."""
+    return f"{socket.gethostname()} {pid} {Path(sys.argv[0]).name}"
 
 
 def switches_greenlets() -> bool:

@@ -21,7 +21,8 @@ except ImportError:  # pragma: no cover - reached by a test in an environment of
 from sqlalchemy import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
-from fencelock._asyncio_engines import blocking_engine
+from fencelock._engines import blocking_engine, for_blocking
+from fencelock.authority.database.database import Database
 from fencelock.authority.redlock.change import Change
 from fencelock.authority.redlock.operator import change_nodes
 from fencelock.authority.redlock.places import split_urls, without_password
@@ -29,6 +30,7 @@ from fencelock.authority.redlock.redlock import Redlock
 from fencelock.authority.redlock.survey import NodeState, NodeStatus
 from fencelock.errors import FencelockError
 from fencelock.guard.highest import highest_fence
+from fencelock.settings import DATABASE, factory_of
 from fencelock.token import epoch_above
 from fencelock.torture.command import torture
 
@@ -87,7 +89,12 @@ def _fail(sentence: str) -> NoReturn:
 
 @app.command()
 def init(
-    urls: Annotated[list[str], typer.Argument(help="Every node, each once: redis://host:6379 …")],
+    urls: Annotated[
+        list[str],
+        typer.Argument(
+            help="A database (postgresql+psycopg://…), or every node, each once: redis://host:6379 …"
+        ),
+    ],
     *,
     base: Annotated[
         int | None,
@@ -102,7 +109,9 @@ def init(
     after_loss: Annotated[
         bool,
         typer.Option(
-            "--after-loss", help="Nodes have lost what they granted: start above what the database has seen."
+            "--after-loss",
+            help="What granted so far has lost its data, or something else is to grant: start above what the "
+            "database has seen.",
         ),
     ] = False,
     database: Annotated[
@@ -118,7 +127,10 @@ def init(
     ] = False,
     namespace: Annotated[str, typer.Option(help="Prefix of every key on the nodes.")] = "fencelock",
 ) -> None:
-    """Initialise N blank nodes, once in their life. All of them must be reachable."""
+    """Make a database's table of leases, or initialise N blank nodes; once in their life.
+
+    All nodes must be reachable.
+    """
     console = _console()
     if after_loss != bool(database):
         _fail(
@@ -127,6 +139,11 @@ def init(
         )
     with _errors_as_sentences():
         above = _highest_fence(database or [], console) if after_loss else None
+        if factory_of(urls[0]) == DATABASE:
+            if len(urls) > 1 or base is not None or max_ttl is not None or allow_eviction:
+                _fail("a database is named by one URL, and takes no option of nodes but --after-loss")
+            _init_database(urls[0], above, console)
+            return
         with Redlock(",".join(urls), namespace=namespace, recover=False) as quorum:
             if after_loss:
                 _clear(quorum, console, yes=yes)
@@ -135,10 +152,34 @@ def init(
     said = "initialised" if done else "had been initialised before"
     said += "" if done or above is not None else "; nothing was changed"
     console.print(f"{count} {'node' if count == 1 else 'nodes'} {said}")
+    _tell_what_next(urls, above, console)
+
+
+def _init_database(url: str, above: int | None, console: Console) -> None:
+    """Make the table of leases in a database."""
+    with _refusing_databases(without_password(url), "used"):
+        authority = Database(for_blocking(make_url(url)))
+    with authority:
+        made = authority.init(above=above)
+    console.print(f"the table of leases {'was made' if made else 'had been made before'}")
+    _tell_what_next([url], above, console)
+
+
+def _tell_what_next(urls: list[str], above: int | None, console: Console) -> None:
     if above is not None:
         epoch = epoch_above(above)
         console.print(f"Tokens are of epoch {epoch} or later now, above all that was granted up to {above}")
     console.print(f"Tell your programs: export FENCELOCK_URL={_shown(urls)}", markup=False)
+
+
+@contextmanager
+def _refusing_databases(shown: str, done: str) -> Iterator[None]:
+    """Say in a sentence why a database cannot be used."""
+    try:
+        yield
+    except (SQLAlchemyError, ImportError) as error:
+        hint = "; install its driver: the extra postgres or mysql" if isinstance(error, ImportError) else ""
+        _fail(f"{shown} cannot be {done}: {str(error).splitlines()[0]}{hint}")
 
 
 def _shown(urls: list[str]) -> str:
@@ -168,15 +209,8 @@ def _highest_fence(databases: list[str], console: Console) -> int:
     highest = 0
     for url in databases:
         shown = without_password(url)
-        try:
-            shown = make_url(url).render_as_string(hide_password=True)
-            with blocking_engine(url).connect() as connection:
-                fence, tables = highest_fence(connection)
-        except (SQLAlchemyError, ImportError) as error:
-            hint = (
-                "; install its driver: the extra postgres or mysql" if isinstance(error, ImportError) else ""
-            )
-            _fail(f"{shown} cannot be read: {str(error).splitlines()[0]}{hint}")
+        with _refusing_databases(shown, "read"), blocking_engine(url).connect() as connection:
+            fence, tables = highest_fence(connection)
         if not tables:
             _fail(
                 f"{shown} has no table with a column last_fencing_token: it cannot tell which tokens have "
@@ -220,6 +254,9 @@ def _present(current: str) -> list[str]:
             "which nodes? Set FENCELOCK_URL, or name those in use: fencelock nodes --current "
             "redis://r1:6379,redis://r2:6379,redis://r3:6379"
         )
+    with _errors_as_sentences():
+        if factory_of(urls[0]) == DATABASE:
+            _fail(f"{without_password(urls[0])} is a database, which has no nodes")
     return urls
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 
 from sqlalchemy import URL, Engine
 
-from fencelock._asyncio_engines import is_async_engine
+from fencelock._engines import is_async_engine
 from fencelock.authority.base import Authority
 from fencelock.errors import AuthorityError
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 _Authority = TypeVar("_Authority", bound=Authority)
 
 _REDLOCK: Final = "fencelock.authority.redlock.redlock:Redlock"
-_DATABASE: Final = "fencelock.authority.database.database:Database"
+DATABASE: Final = "fencelock.authority.database.database:Database"
 #: What makes an authority of a URL, by its scheme before any `+`. It is imported when it is first needed.
 FACTORIES: Final[dict[str, str]] = {
     **dict.fromkeys(("redis", "rediss", "valkey", "valkeys", "unix"), _REDLOCK),
-    **dict.fromkeys(("postgresql", "mysql", "mariadb", "sqlite"), _DATABASE),
+    **dict.fromkeys(("postgresql", "mysql", "mariadb", "sqlite"), DATABASE),
 }
 
 _lock = threading.RLock()  # for signal handlers that lock, and strike in the midst of it
@@ -71,17 +71,26 @@ def configure(authority: Any, **options: Any) -> Any:
     return made
 
 
+def factory_of(url: str) -> str:
+    """Return which of the factories makes an authority of a URL.
+
+    Raises:
+        ValueError: none of them.
+    """
+    scheme = url.strip().partition("://")[0].partition("+")[0].lower()
+    if scheme not in FACTORIES:
+        raise ValueError(
+            f"{scheme!r} names nothing that grants leases: write a URL such as sqlite:///app.db, "
+            "postgresql+psycopg://user@host/name, mysql+pymysql://user@host/name or redis://host:6379"
+        )
+    return FACTORIES[scheme]
+
+
 def _make(source: object, options: dict[str, Any]) -> Authority:
     if isinstance(source, str):
-        scheme = source.strip().partition("://")[0].partition("+")[0].lower()
-        if scheme not in FACTORIES:
-            raise ValueError(
-                f"{scheme!r} names nothing that grants leases: write a URL such as sqlite:///app.db, "
-                "postgresql+psycopg://user@host/name, mysql+pymysql://user@host/name or redis://host:6379"
-            )
-        factory = FACTORIES[scheme]
+        factory = factory_of(source)
     elif isinstance(source, URL | Engine) or is_async_engine(source):
-        factory = _DATABASE
+        factory = DATABASE
     elif isinstance(source, Sequence) or callable(getattr(source, "execute_command", None)):
         factory = _REDLOCK
     else:

@@ -24,7 +24,7 @@ from sqlalchemy import Engine, event, update
 from sqlalchemy.exc import DBAPIError, UnboundExecutionError
 from sqlalchemy.orm import Session, SessionTransaction, scoped_session, sessionmaker
 
-from fencelock._asyncio_engines import is_async_engine, is_async_maker, is_async_scoped
+from fencelock._engines import is_async_engine, is_async_maker, is_async_scoped
 from fencelock._owners import current_owner
 from fencelock.errors import CommitInDoubtError, FenceError
 from fencelock.guard import gate as pass_gate

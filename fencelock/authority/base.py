@@ -6,12 +6,13 @@ generators.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, overload
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, Self, overload
 from weakref import WeakSet
 
-from fencelock.errors import FencelockError
+from fencelock.errors import FencelockError, LockTimeoutError
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -53,6 +54,27 @@ def validity(began: float, ttl: float) -> float:
         ttl: seconds that it was asked for.
     """
     return began + ttl - drift(ttl)
+
+
+def named(resources: Iterable[str]) -> str:
+    """Return resources as they stand in a sentence."""
+    return ", ".join(map(repr, resources))
+
+
+def held_by_another(resources: Iterable[str], holder_ttl: float | None) -> LockTimeoutError:
+    """Return the error of an acquisition that has waited for long enough.
+
+    Args:
+        resources: that are held.
+        holder_ttl: seconds for which they are; None where they are free by now.
+    """
+    if holder_ttl is None:
+        return LockTimeoutError(f"{named(resources)} could not be acquired in time: others were faster")
+    return LockTimeoutError(
+        f"{named(resources)} is held by another, whose lease ends in {holder_ttl:.3f} s unless it is "
+        "extended; wait longer (timeout=) or try again later",
+        holder_ttl=holder_ttl,
+    )
 
 
 class Authority(Protocol):
@@ -181,7 +203,21 @@ def make_locks_with(factory: Callable[..., Any]) -> None:
 
 
 class Locking:
-    """What an authority inherits to have `lock`."""
+    """What an authority inherits to have `lock`, and to be closed at the end of a `with`."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections. Leases that are held end by themselves; using it again connects again."""
 
     @overload
     def lock(self, resource: str, /, **settings: Unpack[LockSettings]) -> FencedLock[int]: ...

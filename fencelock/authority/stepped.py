@@ -13,14 +13,15 @@ import contextlib
 import contextvars
 import inspect
 import logging
-import threading
+import random
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from types import TracebackType
+from typing import Any, ClassVar, Self, TypeVar
 from weakref import WeakSet
 
-from fencelock import _threads
+from fencelock._checks import check_ttl
 from fencelock._owners import running_loop
 from fencelock.authority.base import Grant, Locking, Seal, Wish
 from fencelock.errors import FencelockError
@@ -48,13 +49,21 @@ class Abandon:
     """A step: give back what an interrupted operation may have left.
 
     Blocking code does it now. Coroutines do it in a task, behind the step that was interrupted, because a
-    task that is cancelled must not wait. Where the event loop ends before, a thread does it.
+    task that is cancelled must not wait.
 
     Attributes:
         giving_back: makes the steps that do it.
     """
 
     giving_back: Callable[[], Steps[Any]]
+
+
+def pauses(shortest: float, longest: float, growth: float = 1.5) -> Iterator[float]:
+    """Yield for how long to wait before each next look; others who wait look at other moments."""
+    pause = shortest
+    while True:
+        yield pause * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
+        pause = min(longest, pause * growth)
 
 
 def warn_of_blocked_loop(key: str) -> None:
@@ -82,7 +91,10 @@ def block(steps: Steps[_T], do: Callable[[Any], Any]) -> _T:
                     warn_of_blocked_loop(step.key)
                     time.sleep(max(0.0, step.until - time.monotonic()))
                 elif isinstance(step, Abandon):
-                    block(step.giving_back(), do)
+                    try:
+                        block(step.giving_back(), do)
+                    except FencelockError as left:
+                        _note_left(left)
                 else:
                     answer = do(step)
         except StopIteration as end:
@@ -97,10 +109,17 @@ class LoopEnd:
     """What an event loop does before it closes: it ends these tasks, then it calls `close`.
 
     `asyncio.run` ends the asynchronous generators that have begun in its loop. This is one of them.
+
+    Attributes:
+        tasks: that must end.
+        kept: what an authority has for this loop.
+        over: whether all that has been done.
     """
 
-    def __init__(self, close: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, kept: Any = None, close: Callable[[], Awaitable[None]] | None = None) -> None:
         self.tasks: set[asyncio.Task[Any]] = set()
+        self.kept = kept
+        self.over = False
         self._close = close
         self._generator = self._wait_for_end()
         with contextlib.suppress(StopIteration):  # it has come to its `yield`
@@ -112,11 +131,17 @@ class LoopEnd:
         finally:
             while self.tasks:
                 await asyncio.wait(self.tasks)
-            await self._close()
+            self.over = True
+            if self._close is not None:
+                await self._close()
 
     async def end(self) -> None:
         """Do it now."""
         await self._generator.aclose()
+
+    def begin_to_end(self) -> None:
+        """Do it now, in a task of the running loop."""
+        self._ending = asyncio.get_running_loop().create_task(self.end())
 
     def begin(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
         """Have a task do something."""
@@ -139,11 +164,10 @@ class Stepped(Locking, abc.ABC):
         *,
         ttl: float,
         timeout: float | None,
-        fair: bool = False,
         above: tuple[int, ...] = (),
         seal: Seal | None = None,
     ) -> Steps[Grant]:
-        """Do as `Authority.acquire`."""
+        """Do as `Authority.acquire`; the ttl is checked, and `fair` refused or among the `kinds`."""
 
     @abc.abstractmethod
     def extending(self, wishes: Sequence[Wish]) -> Steps[list[Grant | FencelockError]]:
@@ -165,14 +189,28 @@ class Stepped(Locking, abc.ABC):
     async def do_soon(self, step: Any) -> Any:
         """Take a step, letting other tasks run."""
 
-    @abc.abstractmethod
+    def __init__(self) -> None:
+        self._loop_ends: dict[asyncio.AbstractEventLoop, LoopEnd] = {}
+
+    def open_in_loop(self) -> LoopEnd:
+        """Return the end of the running event loop, with what the authority has for this loop only."""
+        return LoopEnd()
+
     def loop_end(self) -> LoopEnd:
         """Return what the running event loop does before it closes."""
+        loop = asyncio.get_running_loop()
+        if (end := self._loop_ends.get(loop)) is None or end.over:
+            for each in list(self._loop_ends):
+                if each.is_closed():  # before everything was over
+                    del self._loop_ends[each]
+            end = self._loop_ends[loop] = self.open_in_loop()
+        return end
 
-    @property
-    @abc.abstractmethod
-    def aio(self) -> AsyncView:
-        """The same authority for coroutines."""
+    def close(self) -> None:
+        """Close the connections. Leases that are held end by themselves; using it again connects again."""
+        for loop, end in list(self._loop_ends.items()):
+            with contextlib.suppress(RuntimeError):  # it has been closed
+                loop.call_soon_threadsafe(end.begin_to_end)
 
     def acquire(
         self,
@@ -185,9 +223,14 @@ class Stepped(Locking, abc.ABC):
         seal: Seal | None = None,
     ) -> Grant:
         """Return leases of all the resources, or of none: see `Authority.acquire`."""
-        return block(
-            self.acquiring(resources, ttl=ttl, timeout=timeout, fair=fair, above=above, seal=seal), self.do
-        )
+        self.check(ttl, fair=fair)
+        return block(self.acquiring(resources, ttl=ttl, timeout=timeout, above=above, seal=seal), self.do)
+
+    def check(self, ttl: float, *, fair: bool) -> None:
+        """Refuse what this authority cannot do."""
+        check_ttl(ttl)
+        if fair and "fair" not in self.kinds:
+            raise ValueError(f"{self!r} keeps no waiting line: fair=True needs nodes of Redis or Valkey")
 
     def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
         """Extend grants: see `Authority.extend_many`."""
@@ -214,6 +257,21 @@ class AsyncView:
     def __repr__(self) -> str:
         return f"{self._authority!r}.aio"
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections of the running loop; using it again connects again."""
+        await self._authority.loop_end().end()
+
     async def acquire(
         self,
         resources: tuple[str, ...],
@@ -228,23 +286,24 @@ class AsyncView:
 
         Cancelled, it gives back what it may have acquired, without waiting for that.
         """
-        return await self._wait_for(
-            self._authority.acquiring(resources, ttl=ttl, timeout=timeout, fair=fair, above=above, seal=seal)
-        )
+        self._authority.check(ttl, fair=fair)
+        steps = self._authority.acquiring(resources, ttl=ttl, timeout=timeout, above=above, seal=seal)
+        return await self.wait_for(steps)
 
     async def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
         """Extend grants: see `Authority.extend_many`."""
-        return await self._wait_for(self._authority.extending(wishes))
+        return await self.wait_for(self._authority.extending(wishes))
 
     async def remint(self, grant: Grant, ttl: float) -> Grant:
         """Exchange a grant for one with larger tokens: see `Authority.remint`."""
-        return await self._wait_for(self._authority.reminting(grant, ttl))
+        return await self.wait_for(self._authority.reminting(grant, ttl))
 
     async def release(self, grant: Grant) -> bool | None:
         """Give the leases back: see `AsyncAuthority.release`."""
-        return await self._wait_for(self._authority.releasing(grant))
+        return await self.wait_for(self._authority.releasing(grant))
 
-    async def _wait_for(self, steps: Steps[_T]) -> _T:
+    async def wait_for(self, steps: Steps[_T]) -> _T:
+        """Take steps to their end, letting other tasks run."""
         error: BaseException | None = None
         answer: Any = None
         latest: asyncio.Task[Any] | None = None
@@ -270,16 +329,10 @@ class AsyncView:
         try:
             if latest is not None:
                 await asyncio.wait([latest])
-            await self._wait_for(step.giving_back())
-        except asyncio.CancelledError:  # by a loop that ends
-            _threads.start(threading.Thread(target=self._abandon_apart, args=(step,)))
+            await self.wait_for(step.giving_back())
+        except asyncio.CancelledError:  # with all tasks, by a loop that ends; it waits for this one
+            self._authority.loop_end().begin(self._abandon(step, latest))
             raise
-        except FencelockError as error:
-            _note_left(error)
-
-    def _abandon_apart(self, step: Abandon) -> None:
-        try:
-            block(step.giving_back(), self._authority.do)
         except FencelockError as error:
             _note_left(error)
 

@@ -31,8 +31,8 @@ from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.pool import SingletonThreadPool
 
 from fencelock import _threads
-from fencelock._asyncio_engines import is_async_engine
 from fencelock._databases import MYSQL, SUPPORTED, is_busy
+from fencelock._engines import is_async_engine
 from fencelock.errors import LockError
 from fencelock.guard._bypass import BYPASS
 from fencelock.guard._tables import FENCE_COLUMN

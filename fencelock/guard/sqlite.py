@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import event
 from sqlalchemy.engine import Connection, Engine
 
-from fencelock._asyncio_engines import is_async_engine
+from fencelock._engines import is_async_engine
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine

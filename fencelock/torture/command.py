@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from sqlalchemy import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
-from fencelock._asyncio_engines import blocking_engine
+from fencelock._engines import blocking_engine
 from fencelock.torture.history import Style
 from fencelock.torture.settings import FAULTS, PROMISED, Settings
 

@@ -19,10 +19,9 @@ def lease_table(metadata: MetaData, *, schema: str | None = None) -> Table:
     For `create_all` and for autogenerate, where PostgreSQL or MariaDB is the authority; SQLite has a file of
     its own, which makes its table itself. In a migration it is `op.create_lease_table()`.
 
-    Its columns are `resource VARCHAR(255) PRIMARY KEY` (compared exactly, on MariaDB too), `token BIGINT`
-    (the last one that was minted), `nonce VARCHAR(32)` (of the acquisition that holds; NULL where the
-    resource is free), `expires_at` and `since` (on MariaDB in UTC), `holder` (host, process id, program) and
-    `incarnation` (on MariaDB, the `server_id` that has minted the token).
+    A row has the last `token` of its `resource`, the `nonce` of the acquisition that holds it (NULL where it
+    is free), its `holder` (host, process id, program) and times (on MariaDB in UTC, with the `server_id` that
+    has minted the token as `incarnation`).
 
     Args:
         metadata: of the models.

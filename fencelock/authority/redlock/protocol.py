@@ -34,7 +34,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, NoReturn
 
-from fencelock.authority.base import drift
+from fencelock.authority.base import drift, held_by_another
 from fencelock.errors import (
     FencelockError,
     LockLostError,
@@ -1043,11 +1043,7 @@ def _raise_timeout(fleet: Fleet, outcome: Failed) -> NoReturn:
             f"({', '.join(outcome.bid.keys[1:])}) without an end; remove it on the nodes",
             holder_ttl=holder_ttl,
         )
-    raise LockTimeoutError(
-        f"{_name(outcome.bid)} is held by another, whose lease ends in {holder_ttl:.3f} s "
-        "unless it is extended; wait longer (timeout=) or try again later",
-        holder_ttl=holder_ttl,
-    )
+    raise held_by_another(outcome.bid.resources, holder_ttl)
 
 
 def _raise_no_quorum(fleet: Fleet, answers: Answers) -> NoReturn:

@@ -12,8 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
-from types import TracebackType
-from typing import Any, ClassVar, Self, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 from fencelock import token
 from fencelock._checks import check_seconds, check_ttl
@@ -139,17 +138,6 @@ class Redlock(Locking):
 
     def __repr__(self) -> str:
         return f"<Redlock {', '.join(self._names)} namespace={self._namespace!r}>"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     @property
     def nodes(self) -> tuple[str, ...]:

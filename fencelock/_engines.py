@@ -1,0 +1,132 @@
+"""Engines of SQLAlchemy: those for coroutines are told apart, and engines with pools of their own are made.
+
+Programs without coroutines load nothing that is for them: it needs greenlet, which SQLAlchemy brings along
+only when asked to (`sqlalchemy[asyncio]`). A program that has such an engine has loaded it.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from sqlalchemy import URL, Engine, NullPool, StaticPool, create_engine, make_url
+from sqlalchemy.exc import ArgumentError
+from sqlalchemy.pool import SingletonThreadPool
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncEngine, async_scoped_session, async_sessionmaker
+
+#: What drivers are told unless the URL says so: a server must answer, and PgBouncer may give each transaction
+#: another connection, on which no statement is prepared.
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "psycopg": {"connect_timeout": 5, "prepare_threshold": None},
+    "psycopg_async": {"connect_timeout": 5, "prepare_threshold": None},
+    "asyncpg": {"timeout": 5, "statement_cache_size": 0},
+    "pymysql": {"connect_timeout": 5, "read_timeout": 10, "write_timeout": 10},
+}
+#: With which driver a URL is for blocking code.
+_FOR_BLOCKING = {"postgresql": "postgresql+psycopg", "mysql": "mysql+pymysql", "mariadb": "mariadb+pymysql"}
+_MODULE = "sqlalchemy.ext.asyncio"
+
+
+def is_async_engine(thing: object) -> TypeGuard[AsyncEngine]:
+    """Whether it is an `AsyncEngine`."""
+    return _is(thing, "AsyncEngine")
+
+
+def is_async_maker(thing: object) -> TypeGuard[async_sessionmaker[Any]]:
+    """Whether it is an `async_sessionmaker`."""
+    return _is(thing, "async_sessionmaker")
+
+
+def is_async_scoped(thing: object) -> TypeGuard[async_scoped_session[Any]]:
+    """Whether it is an `async_scoped_session`."""
+    return _is(thing, "async_scoped_session")
+
+
+def blocking_engine(url: str) -> Engine:
+    """Return an engine for one short look into a database, which keeps no connection.
+
+    Raises:
+        SQLAlchemyError: the URL cannot be understood, or its driver is one for coroutines.
+        ImportError: the driver is not installed.
+    """
+    made = make_url(url)
+    if made.get_dialect().is_async:
+        raise ArgumentError(
+            f"the driver {made.get_driver_name()} is for coroutines: write postgresql+psycopg://, "
+            "mysql+pymysql:// or sqlite:// instead"
+        )
+    return create_engine(made, poolclass=NullPool)
+
+
+def url_of(source: object) -> URL:
+    """Return the URL of an engine, or what a text says as a URL.
+
+    Raises:
+        TypeError: it is none of them.
+        ValueError: the text is no URL.
+    """
+    if isinstance(source, Engine) or is_async_engine(source):
+        return source.url
+    if not isinstance(source, str | URL):
+        raise TypeError(f"a database is named by a URL or an Engine, not by {type(source).__name__}")
+    try:
+        return make_url(source)
+    except ArgumentError as error:
+        raise ValueError(str(error)) from None
+
+
+def own_engine(source: URL | Engine | AsyncEngine) -> Engine:
+    """Return an engine that connects as a URL or another engine says, with a pool of its own.
+
+    For a driver for coroutines it is the engine inside an `AsyncEngine`.
+
+    Raises:
+        ValueError: the pool of the other engine has but one connection.
+        ImportError: the driver is not installed.
+    """
+    if not isinstance(source, URL):
+        source = source.sync_engine if is_async_engine(source) else source
+        if isinstance(source.pool, StaticPool | SingletonThreadPool):
+            shares = type(source.pool).__name__
+            raise ValueError(f"several connections are needed, and {shares} shares one: take another pool")  # noqa: TRY004 - it is the engine's setting, not its type
+        return Engine(source.pool.recreate(), source.dialect, source.url)
+    driver = source.get_dialect().driver
+    options = {name: value for name, value in _OPTIONS.get(driver, {}).items() if name not in source.query}
+    if not source.get_dialect().is_async:
+        return create_engine(source, connect_args=options)
+    from sqlalchemy.ext.asyncio import create_async_engine  # noqa: PLC0415 - blocking code has none
+
+    return create_async_engine(source, connect_args=options).sync_engine
+
+
+def beside(url: URL) -> URL:
+    """Return the URL of the file beside a file of SQLite that has its leases.
+
+    Raises:
+        ValueError: there is no file that other processes could see.
+    """
+    path = url.database or ":memory:"
+    if ":memory:" in path or path.startswith("file:"):
+        raise ValueError(f"leases need a file that all workers see, as in sqlite:///app.db, and not {url}")
+    return url.set(database=f"{Path(path).absolute()}-leases", query={})
+
+
+def for_blocking(url: URL) -> URL:
+    """Return the URL of the same database with a driver for blocking code."""
+    name = url.get_backend_name()
+    return url.set(drivername=_FOR_BLOCKING.get(name, name))
+
+
+def is_on(engine: object, url: URL) -> bool:
+    """Whether an engine is on this database of a server, with whichever driver."""
+    if not is_async_engine(engine) and not isinstance(engine, Engine):
+        return False
+    return bool(url.database) and for_blocking(engine.url) == for_blocking(url)
+
+
+def _is(thing: object, name: str) -> bool:
+    module = sys.modules.get(_MODULE)
+    return module is not None and isinstance(thing, getattr(module, name, ()))
