@@ -1,5 +1,7 @@
-"""fencelock: quorum locks that mint fencing tokens, and a database that refuses stale writers."""
+"""fencelock: locks that mint fencing tokens, and a database that refuses stale writers."""
 
+from fencelock.authority.database.database import Database
+from fencelock.authority.database.table import lease_table
 from fencelock.authority.redlock.redlock import Redlock
 from fencelock.decorator import fenced
 from fencelock.ending import exit_on_signals
@@ -9,6 +11,7 @@ from fencelock.errors import (
     CommitInDoubtError,
     FenceError,
     FencelockError,
+    LeaseTableMissingError,
     LockError,
     LockLostError,
     LockTimeoutError,
@@ -55,6 +58,7 @@ __all__ = [
     "AsyncLock",
     "AuthorityError",
     "CommitInDoubtError",
+    "Database",
     "FenceError",
     "FencedDataclassModel",
     "FencedLock",
@@ -63,6 +67,7 @@ __all__ = [
     "FencelockError",
     "GuardEvent",
     "Lease",
+    "LeaseTableMissingError",
     "LockError",
     "LockLostError",
     "LockTimeoutError",
@@ -94,6 +99,7 @@ __all__ = [
     "fenced_update",
     "gate",
     "gate_async",
+    "lease_table",
     "on_claim",
     "on_stale",
     "on_unfenced",

@@ -23,13 +23,13 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from fencelock._asyncio_engines import blocking_engine
 from fencelock.authority.redlock.change import Change
-from fencelock.authority.redlock.membership import epoch_above
 from fencelock.authority.redlock.operator import change_nodes
 from fencelock.authority.redlock.places import split_urls, without_password
 from fencelock.authority.redlock.redlock import Redlock
 from fencelock.authority.redlock.survey import NodeState, NodeStatus
 from fencelock.errors import FencelockError
 from fencelock.guard.highest import highest_fence
+from fencelock.token import epoch_above
 from fencelock.torture.command import torture
 
 app = typer.Typer(

@@ -16,6 +16,7 @@ import time
 from types import FrameType
 
 from fencelock._holds import everything_held
+from fencelock.authority.base import in_use
 from fencelock.lock import give_back
 
 #: Seconds that giving back may take at the end of the process; what is left ends by itself.
@@ -62,6 +63,13 @@ def _exit(number: int, _frame: FrameType | None) -> None:
 
 
 @atexit.register
+def _end() -> None:
+    """Give back what is held, and then close all connections."""
+    _give_back_everything()
+    for authority in list(in_use):
+        authority.close()
+
+
 def _give_back_everything() -> None:
     deadline = time.monotonic() + _PATIENCE
     for hold in everything_held():

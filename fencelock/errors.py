@@ -9,7 +9,8 @@ FencelockError
 ├── AuthorityError
 │   ├── QuorumError                            too few nodes answered; .nodes: what each one said
 │   ├── NodesNotInitialisedError               the nodes hold no marker: run `fencelock init`
-│   └── MembershipError                        nodes disagree on who the N nodes are
+│   ├── MembershipError                        nodes disagree on who the N nodes are
+│   └── LeaseTableMissingError                 the database has no table of leases: migrate
 └── FenceError                                 never wrapped in SQLAlchemy's StatementError
     ├── StaleTokenError                        a newer holder has been here; .table .identity .token .current
     │   └── StaleReadError                     the row was written or deleted since it was loaded; .loaded
@@ -41,6 +42,7 @@ __all__ = [
     "CommitInDoubtError",
     "FenceError",
     "FencelockError",
+    "LeaseTableMissingError",
     "LockError",
     "LockLostError",
     "LockTimeoutError",
@@ -128,6 +130,10 @@ class NodesNotInitialisedError(AuthorityError):
 
 class MembershipError(AuthorityError):
     """The nodes, or the nodes and this client, disagree on who the N nodes are."""
+
+
+class LeaseTableMissingError(AuthorityError):
+    """The database that is to grant leases has no table for them. The message says how to make it."""
 
 
 class FenceError(DontWrapMixin, FencelockError):

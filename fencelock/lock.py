@@ -27,7 +27,7 @@ from fencelock import _threads, renewal
 from fencelock._checks import check_choice, check_max_hold, check_timeout, check_ttl
 from fencelock._holds import Hold, add, find, owners_of, remove
 from fencelock._owners import current_owner, running_loop, switches_greenlets, waits_in_vain_for
-from fencelock.authority.base import Authority, Grant
+from fencelock.authority.base import Authority, Grant, is_sealed_by, make_locks_with
 from fencelock.errors import AuthorityError, LockError, LockLostError, LockTimeoutError, NotHeldError
 from fencelock.lease import OBJECT_IN_NAME, Lease, check_resource, held_leases, note_ended
 from fencelock.settings import default_authority
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
     from sqlalchemy.ext.asyncio import AsyncEngine
 
+    from fencelock.authority.base import Seal
     from fencelock.guard.seal import Sealer, Wish
 
 _T = TypeVar("_T")
@@ -131,8 +132,14 @@ class _Ask(_Call):
         timeout: float | None,
         fair: bool,
         above: tuple[int, ...] = (),
+        seal: Seal | None = None,
     ) -> None:
-        if above:
+        if seal is not None:
+            super().__init__(
+                authority,
+                lambda its: its.acquire(resources, ttl=ttl, timeout=timeout, fair=fair, seal=seal),
+            )
+        elif above:
             super().__init__(
                 authority,
                 lambda its: its.acquire(resources, ttl=ttl, timeout=timeout, fair=fair, above=above),
@@ -657,6 +664,13 @@ class FencedLock(Generic[_Token]):
         Returns the nonce that it has accepted them under.
         """
         yield _Check(sealer)
+        if is_sealed_by(authority, sealer.engine):
+            nonce = sealer.new_nonce()
+            entry.asked = _Ask(
+                authority, missing, ttl=self._ttl, timeout=waiting, fair=self._fair, seal=sealer.within(nonce)
+            )
+            yield entry.asked
+            return nonce
         end = math.inf if waiting is None else time.monotonic() + waiting
         above: tuple[int, ...] = ()
         tries = 0
@@ -1199,6 +1213,9 @@ def fenced_lock(
         seal=seal,
     )
     return lock
+
+
+make_locks_with(fenced_lock)
 
 
 def _check_resources(resources: tuple[str, ...]) -> tuple[str, ...]:

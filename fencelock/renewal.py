@@ -31,13 +31,10 @@ from typing import Protocol
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from fencelock import _threads
-from fencelock._holds import Hold
 from fencelock._owners import running_loop
 from fencelock.authority.base import Authority, Grant, Wish
 from fencelock.errors import AuthorityError, FencelockError, LockLostError
 
-#: Grants that are extended in one round trip. A node does nothing else meanwhile: about a millisecond.
-BATCH = 500
 #: Seconds after which new holds are planned, all at once: most are given back by then, and cost nothing here.
 _SOON = 0.05
 _PARTS = 16
@@ -46,10 +43,56 @@ _IDLE = 30.0
 
 logger = logging.getLogger("fencelock.renewal")
 
-#: A batch of what is wanted.
+#: What is wanted.
 Wishes = list[Wish]
 #: What became of a wish.
 Extended = Grant | FencelockError
+
+
+class Renewable(Protocol):
+    """What is renewed: a hold of the lock's."""
+
+    grant: Grant
+    planned: float
+    trouble: str
+    extended_behind: bool
+
+    @property
+    def authority(self) -> Authority:
+        """The authority that granted it."""
+
+    @property
+    def itself(self) -> Callable[[], Renewable | None]:
+        """A weak reference."""
+
+    @property
+    def ttl(self) -> float:
+        """Seconds that an extension asks for."""
+
+    @property
+    def deadline(self) -> float:
+        """When it is to end whatever happens."""
+
+    @property
+    def release_ended(self) -> bool:
+        """Whether its release has been answered, or given up."""
+
+    @property
+    def over(self) -> bool:
+        """Whether there is nothing to extend."""
+
+    @property
+    def released(self) -> bool:
+        """Whether it has been given back, or is being so."""
+
+    def most_seconds(self, now: float) -> float:
+        """Return for how long it may be extended at that time."""
+
+    def prolong(self, grant: Grant) -> None:
+        """Note that the authority has extended the grant."""
+
+    def lose(self, reason: str) -> tuple[Callable[[], object], ...]:
+        """Note that it has ended; return what is to be called for that."""
 
 
 class Agenda:
@@ -63,15 +106,15 @@ class Agenda:
     """
 
     def __init__(self) -> None:
-        self._steps: dict[float, set[ReferenceType[Hold]]] = {}
+        self._steps: dict[float, set[Callable[[], Renewable | None]]] = {}
         self._times: list[float] = []
-        self._newcomers: set[ReferenceType[Hold]] = set()
+        self._newcomers: set[Callable[[], Renewable | None]] = set()
         self._admits_at = math.inf
         self.next_at = math.inf
         # Another one in every process, or all would ask the nodes at the same moments.
         self._phase = random.random()  # noqa: S311 - no secret
 
-    def enter(self, hold: Hold, now: float) -> None:
+    def enter(self, hold: Renewable, now: float) -> None:
         """Plan the first look at a hold: soon, where there is time."""
         if hold.ttl < 20 * _SOON:
             self.plan(hold, *first_look(hold, now))
@@ -81,7 +124,7 @@ class Agenda:
             self.next_at = min(self.next_at, self._admits_at)
         self._newcomers.add(hold.itself)
 
-    def plan(self, hold: Hold, at: float, interval: float) -> None:
+    def plan(self, hold: Renewable, at: float, interval: float) -> None:
         """Look at a hold at that time, or up to a sixteenth of the interval later; and at no other."""
         self.strike(hold)
         width = interval / _PARTS
@@ -91,20 +134,20 @@ class Agenda:
         self._steps.setdefault(step, set()).add(hold.itself)
         self.next_at = min(self.next_at, step)
 
-    def strike(self, hold: Hold) -> None:
+    def strike(self, hold: Renewable) -> None:
         """Take a hold off the agenda."""
         self._newcomers.discard(hold.itself)
         if (holds := self._steps.get(hold.planned)) is not None:
             holds.discard(hold.itself)
 
-    def take(self, now: float) -> list[Hold]:
+    def take(self, now: float) -> list[Renewable]:
         """Take off, and return, what is to be looked at now."""
         if now >= self._admits_at:
             newcomers, self._newcomers, self._admits_at = self._newcomers, set(), math.inf
             for reference in list(newcomers):  # made in one step, as below
                 if (hold := reference()) is not None and not hold.over:
                     self.plan(hold, *first_look(hold, now))
-        due: list[Hold] = []
+        due: list[Renewable] = []
         while self._times and (self._times[0] <= now or not self._steps.get(self._times[0])):
             references = self._steps.pop(heapq.heappop(self._times), ())
             # A copy, made in one step: another thread may strike one.
@@ -113,7 +156,7 @@ class Agenda:
         return due
 
 
-def first_look(hold: Hold, now: float) -> tuple[float, float]:
+def first_look(hold: Renewable, now: float) -> tuple[float, float]:
     """Return when to look at a hold that was granted or extended, and the interval of such looks."""
     interval = hold.ttl / 3
     left = hold.grant.expires_at - now
@@ -121,27 +164,27 @@ def first_look(hold: Hold, now: float) -> tuple[float, float]:
     return now + (left if _is_final(hold) else min(interval, left / 2)), interval
 
 
-def second_look(hold: Hold, now: float) -> tuple[float, float]:
+def second_look(hold: Renewable, now: float) -> tuple[float, float]:
     """Return when to look again at a hold that could not be extended, and the interval of such looks."""
     interval = max(hold.ttl / 20, _SHORTEST_PAUSE)
     return min(now + interval, hold.grant.expires_at), interval
 
 
-def _is_final(hold: Hold) -> bool:
+def _is_final(hold: Renewable) -> bool:
     """Whether the grant lasts for as long as it ever may."""
     return hold.deadline - hold.grant.expires_at < hold.ttl / 20
 
 
 def tend(
-    due: Iterable[Hold], now: Callable[[], float], plan: Callable[[Hold, float, float], None]
+    due: Iterable[Renewable], now: Callable[[], float], plan: Callable[[Renewable, float, float], None]
 ) -> Generator[Wishes | Grant, Sequence[Extended], list[Callable[[], object]]]:
     """Extend what is due and can be, give up what cannot, and plan the rest.
 
-    Yields a batch of wishes, and is sent what became of each; yields a grant that is lost, to be released
+    Yields wishes, and is sent what became of each; yields a grant that is lost, to be released
     for what may be left of it. Returns what is to be called for leases that were lost.
     """
     calls: list[Callable[[], object]] = []
-    wanted: list[tuple[Hold, Grant, float]] = []
+    wanted: list[tuple[Renewable, Grant, float]] = []
     for hold in due:
         moment = now()
         if hold.over:
@@ -158,19 +201,19 @@ def tend(
             plan(hold, *first_look(hold, moment))
         else:
             wanted.append((hold, hold.grant, hold.most_seconds(moment)))
-    for start in range(0, len(wanted), BATCH):
-        batch = wanted[start : start + BATCH]
-        outcomes = yield [(grant, seconds) for _, grant, seconds in batch]
-        for (hold, grant, _), outcome in zip(batch, outcomes, strict=True):
-            # Who works in another thread or loop, or was interrupted, did not wait for this.
-            if hold.released:
-                yield from follow_release(hold)
-            elif hold.grant is grant:  # or else extended or minted anew meanwhile, and planned
-                calls += yield from _note(hold, outcome, now, plan)
+    outcomes: Sequence[Extended] = ()
+    if wanted:
+        outcomes = yield [(grant, seconds) for _, grant, seconds in wanted]
+    for (hold, grant, _), outcome in zip(wanted, outcomes, strict=True):
+        # Who works in another thread or loop, or was interrupted, did not wait for this.
+        if hold.released:
+            yield from follow_release(hold)
+        elif hold.grant is grant:  # or else extended or minted anew meanwhile, and planned
+            calls += yield from _note(hold, outcome, now, plan)
     return calls
 
 
-def follow_release(hold: Hold) -> Generator[Grant, object, None]:
+def follow_release(hold: Renewable) -> Generator[Grant, object, None]:
     """Release once more what may have been made again behind the release; or leave that to the releaser."""
     hold.extended_behind = True
     if hold.release_ended:
@@ -178,7 +221,10 @@ def follow_release(hold: Hold) -> Generator[Grant, object, None]:
 
 
 def _note(
-    hold: Hold, outcome: Extended, now: Callable[[], float], plan: Callable[[Hold, float, float], None]
+    hold: Renewable,
+    outcome: Extended,
+    now: Callable[[], float],
+    plan: Callable[[Renewable, float, float], None],
 ) -> Generator[Grant, object, tuple[Callable[[], object], ...]]:
     calls: tuple[Callable[[], object], ...] = ()
     if hold.over or isinstance(outcome, LockLostError):
@@ -216,16 +262,16 @@ def _tell_apart(calls: list[Callable[[], object]]) -> None:
 class Renewer(Protocol):
     """Who extends holds."""
 
-    def watch(self, hold: Hold) -> None:
+    def watch(self, hold: Renewable) -> None:
         """Begin to extend a hold."""
 
-    def strike(self, hold: Hold) -> bool:
+    def strike(self, hold: Renewable) -> bool:
         """Cease to extend a hold; or return False, and go on, where an extension is under way."""
 
-    def stop(self, hold: Hold) -> None:
+    def stop(self, hold: Renewable) -> None:
         """Cease to extend a hold; an extension under way has ended when this returns."""
 
-    async def stop_soon(self, hold: Hold) -> None:
+    async def stop_soon(self, hold: Renewable) -> None:
         """Do as `stop`, and let other tasks run meanwhile."""
 
 
@@ -238,9 +284,9 @@ class ThreadRenewer:
         self._changed = threading.Condition(self._mutex)
         self._wakes_at = -math.inf
         self._thread: threading.Thread | None = None
-        self._tended: frozenset[Hold] = frozenset()
+        self._tended: frozenset[Renewable] = frozenset()
 
-    def watch(self, hold: Hold) -> None:
+    def watch(self, hold: Renewable) -> None:
         """Begin to extend a hold."""
         now = time.monotonic()
         with self._mutex:
@@ -251,7 +297,7 @@ class ThreadRenewer:
                 self._wakes_at = self._agenda.next_at
                 self._changed.notify_all()
 
-    def strike(self, hold: Hold) -> bool:
+    def strike(self, hold: Renewable) -> bool:
         """Cease to extend a hold; or return False, and go on, where an extension is under way."""
         with self._mutex:
             if hold in self._tended:
@@ -259,21 +305,21 @@ class ThreadRenewer:
             self._agenda.strike(hold)
             return True
 
-    def stop(self, hold: Hold) -> None:
+    def stop(self, hold: Renewable) -> None:
         """Cease to extend a hold; an extension under way has ended when this returns."""
         with self._mutex:
             while hold in self._tended:
                 self._changed.wait()
             self._agenda.strike(hold)
 
-    async def stop_soon(self, hold: Hold) -> None:
+    async def stop_soon(self, hold: Renewable) -> None:
         """Do as `stop`, and let other tasks run meanwhile."""
         while hold in self._tended:
             # Not `stop`: a thread cannot be cancelled, and would strike off what is planned anew by then.
             await asyncio.to_thread(self._wait_for, hold)
         self.stop(hold)
 
-    def _wait_for(self, hold: Hold) -> None:
+    def _wait_for(self, hold: Renewable) -> None:
         with self._changed:
             self._changed.wait_for(lambda: hold not in self._tended)
 
@@ -299,7 +345,7 @@ class ThreadRenewer:
                 _tell_apart(calls)
             del due, calls  # while it waits, it must not keep what nobody else does
 
-    def _await_due(self) -> list[Hold]:
+    def _await_due(self) -> list[Renewable]:
         """Return what is to be looked at; nothing when the thread may end: it was idle, or is one too many.
 
         For a signal handler that raises within `Thread.start` leaves a thread that seems not to be alive.
@@ -322,7 +368,7 @@ class ThreadRenewer:
                 self._changed.wait(self._wakes_at - now)
             return []
 
-    def _tend(self, due: list[Hold]) -> list[Callable[[], object]]:
+    def _tend(self, due: list[Renewable]) -> list[Callable[[], object]]:
         authority = due[0].authority
         steps = tend(due, time.monotonic, self._plan)
         answer: Sequence[Extended] = ()
@@ -341,7 +387,7 @@ class ThreadRenewer:
             calls: list[Callable[[], object]] = end.value
             return calls
 
-    def _plan(self, hold: Hold, at: float, interval: float) -> None:
+    def _plan(self, hold: Renewable, at: float, interval: float) -> None:
         with self._changed:
             self._agenda.plan(hold, at, interval)
 
@@ -356,9 +402,9 @@ class LoopRenewer:
         self._timer: asyncio.TimerHandle | None = None
         self._wakes_at = math.inf
         self._round: asyncio.Task[list[Callable[[], object]]] | None = None
-        self._tended: frozenset[Hold] = frozenset()
+        self._tended: frozenset[Renewable] = frozenset()
 
-    def watch(self, hold: Hold) -> None:
+    def watch(self, hold: Renewable) -> None:
         """Begin to extend a hold; called elsewhere than in the loop, begin soon."""
         loop = self._loop()
         if running_loop() is loop:
@@ -372,18 +418,18 @@ class LoopRenewer:
         """Whether it extends an authority's holds in a loop."""
         return self._loop() is loop and self._authority() is authority
 
-    def strike(self, hold: Hold) -> bool:
+    def strike(self, hold: Renewable) -> bool:
         """Cease to extend a hold; or return False, and go on, where an extension is under way."""
         if hold in self._tended:
             return False
         self._agenda.strike(hold)
         return True
 
-    def stop(self, hold: Hold) -> None:
+    def stop(self, hold: Renewable) -> None:
         """Cease to extend a hold; one under way is not waited for, as only tasks of the loop could."""
         self._agenda.strike(hold)
 
-    async def stop_soon(self, hold: Hold) -> None:
+    async def stop_soon(self, hold: Renewable) -> None:
         """Cease to extend a hold; in its loop, an extension under way has ended when this returns."""
         if self._round is not None and hold in self._tended and running_loop() is self._loop():
             await asyncio.wait([self._round])
@@ -421,7 +467,7 @@ class LoopRenewer:
         if not done.cancelled():
             tell(done.result())
 
-    async def _ask(self, due: list[Hold]) -> list[Callable[[], object]]:
+    async def _ask(self, due: list[Renewable]) -> list[Callable[[], object]]:
         authority = due[0].authority.aio
         steps = tend(due, time.monotonic, self._agenda.plan)
         answer: Sequence[Extended] = ()

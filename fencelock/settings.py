@@ -2,53 +2,88 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
 from collections.abc import Sequence
-from typing import Any, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 
+from sqlalchemy import URL, Engine
+
+from fencelock._asyncio_engines import is_async_engine
 from fencelock.authority.base import Authority
-from fencelock.authority.redlock.places import Source, is_source
-from fencelock.authority.redlock.redlock import Redlock
 from fencelock.errors import AuthorityError
 
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
+    from fencelock.authority.database.database import Database
+    from fencelock.authority.redlock.places import Source
+    from fencelock.authority.redlock.redlock import Redlock
+
 _Authority = TypeVar("_Authority", bound=Authority)
+
+_REDLOCK: Final = "fencelock.authority.redlock.redlock:Redlock"
+_DATABASE: Final = "fencelock.authority.database.database:Database"
+#: What makes an authority of a URL, by its scheme before any `+`. It is imported when it is first needed.
+FACTORIES: Final[dict[str, str]] = {
+    **dict.fromkeys(("redis", "rediss", "valkey", "valkeys", "unix"), _REDLOCK),
+    **dict.fromkeys(("postgresql", "mysql", "mariadb", "sqlite"), _DATABASE),
+}
 
 _lock = threading.RLock()  # for signal handlers that lock, and strike in the midst of it
 _default: Authority | None = None
 
 
 @overload
+def configure(authority: str, **options: Any) -> Redlock | Database: ...
+@overload
+def configure(authority: Engine | AsyncEngine | URL, **options: Any) -> Database: ...
+@overload
 def configure(authority: Source | Sequence[Source], **options: Any) -> Redlock: ...
 @overload
 def configure(authority: _Authority) -> _Authority: ...
-def configure(authority: Source | Sequence[Source] | Authority, **options: Any) -> Authority:
+def configure(authority: Any, **options: Any) -> Any:
     """Make an authority the default of this process, and return it.
 
     Connections are opened when they are first needed. Without this call, FENCELOCK_URL is used.
 
     Args:
-        authority: URLs of the nodes (with commas between) or clients of redis-py, as `Redlock` takes them; or
-            a ready authority.
-        **options: settings of `Redlock`, where nodes are given.
+        authority: the URL of a database (`sqlite:///app.db`, `postgresql+psycopg://user@host/name`,
+            `mysql+pymysql://user@host/name`) or an engine of SQLAlchemy, as `Database` takes them; URLs of
+            nodes (`redis://host:6379`, with commas between) or clients of redis-py, as `Redlock` takes them;
+            or a ready authority.
+        **options: settings of `Database` or `Redlock`.
 
     Raises:
         ValueError: for a URL or a setting that cannot be understood.
         TypeError: for options beside a ready authority.
     """
     global _default  # noqa: PLW0603 - the process default is what this module is about
-    if is_source(authority) or isinstance(authority, Sequence):
-        made: Authority = Redlock(cast("Source | Sequence[Source]", authority), **options)
-    elif not callable(getattr(authority, "acquire", None)):
-        raise TypeError(
-            f"an authority is made of URLs or redis.Redis clients, and not of {type(authority).__name__}"
-        )
+    if not callable(getattr(authority, "acquire", None)):
+        made = _make(authority, options)
     elif options:
         raise TypeError(f"{authority!r} has its settings already; these belong to it: {', '.join(options)}")
     else:
-        made = cast("Authority", authority)
+        made = authority
     with _lock:
         _default = made
+    return made
+
+
+def _make(source: object, options: dict[str, Any]) -> Authority:
+    if isinstance(source, str):
+        scheme = source.strip().partition("://")[0].partition("+")[0].lower()
+        if scheme not in FACTORIES:
+            raise ValueError(
+                f"{scheme!r} names nothing that grants leases: write a URL such as sqlite:///app.db, "
+                "postgresql+psycopg://user@host/name, mysql+pymysql://user@host/name or redis://host:6379"
+            )
+        factory = FACTORIES[scheme]
+    else:
+        factory = _DATABASE if isinstance(source, URL | Engine) or is_async_engine(source) else _REDLOCK
+    module, _, name = factory.partition(":")
+    made: Authority = getattr(importlib.import_module(module), name)(source, **options)
     return made
 
 
@@ -64,8 +99,11 @@ def default_authority() -> Authority:
             url = os.environ.get("FENCELOCK_URL", "")
             if not url.strip():
                 raise AuthorityError(
-                    "no nodes are configured: call fencelock.configure('redis://host:6379,…') "
-                    "or set the environment variable FENCELOCK_URL"
+                    "nothing is configured that grants leases. Add one line, with the database of this "
+                    "project: fencelock.configure(engine), or fencelock.configure('sqlite:///app.db') where "
+                    "all workers are on one machine. Nodes of Redis or Valkey do it, too: "
+                    "fencelock.configure('redis://host:6379,…'). Or set the environment variable "
+                    "FENCELOCK_URL to such a URL"
                 )
-            _default = Redlock(url)
+            _default = _make(url, {})
         return _default

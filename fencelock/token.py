@@ -48,3 +48,18 @@ def check(token: object) -> int:
     if not 1 <= token <= MAX_TOKEN:
         raise ValueError(f"a fencing token lies between 1 and {MAX_TOKEN}, and {token} does not")
     return token
+
+
+def epoch_above(highest: int) -> int:
+    """Return an epoch all of whose tokens are larger than a token that the storage has seen.
+
+    A larger counter in the same epoch would do for that very token. But others may have been granted that
+    the storage has not seen yet, and whoever holds one of those may still come and write.
+
+    Raises:
+        ValueError: if it is no token, or of the last epoch.
+    """
+    epoch = split(check(highest))[0] + 1 if highest else 0
+    if epoch > MAX_EPOCH:
+        raise ValueError(f"token {highest} is of the last epoch, and no larger ones can be given out")
+    return epoch

@@ -83,7 +83,8 @@ def test_protocol_knows_no_sockets_no_clock_and_no_threads() -> None:
     names = imports_of(PACKAGE / "authority" / "redlock" / "protocol.py")
     assert {name.split(".")[0] for name in names} <= allowed
     assert {name.rpartition(".")[0] for name in names if name.startswith("fencelock.")} == {
-        "fencelock.errors"
+        "fencelock.authority.base",
+        "fencelock.errors",
     }
 
 

@@ -1,12 +1,22 @@
-"""What every authority offers to the lock, be it a quorum of nodes, a database or a consensus store."""
+"""What every authority offers to the lock, be it a quorum of nodes, a database or a consensus store.
+
+`Authority` and `AsyncAuthority` are what a lock calls. `authority/stepped.py` makes both of one set of
+generators.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, overload
+from weakref import WeakSet
 
 from fencelock.errors import FencelockError
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from fencelock.lock import FencedLock, LockSettings
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -30,11 +40,39 @@ class Grant:
 Wish = tuple[Grant, float]
 
 
+def drift(ttl: float) -> float:
+    """Return the seconds by which clocks may disagree over a lease of `ttl` seconds."""
+    return ttl * 0.01 + 0.002
+
+
+def validity(began: float, ttl: float) -> float:
+    """Return until when a holder may rely on a lease, on the clock of `time.monotonic`.
+
+    Args:
+        began: when it was asked for.
+        ttl: seconds that it was asked for.
+    """
+    return began + ttl - drift(ttl)
+
+
 class Authority(Protocol):
     """Grants leases and mints their tokens.
 
     For each resource, no two grants carry the same token, and a token exceeds every token whose
     acquisition had completed before its own began.
+
+    Any thread and any greenlet may call it, also from a signal handler that has interrupted another call.
+    A forked child uses it with connections of its own and leaves those of its parent alone. An acquisition
+    that raises leaves no lease behind.
+
+    An authority may have more than this:
+
+    - `close()` closes its connections, and using it again opens them again. One that is in `in_use` is closed
+      when the interpreter exits, after what is held has been given back.
+    - `kinds`, a `frozenset` of what else it can do: `"fair"`.
+    - `sealed_by(engine)` tells whether it grants in the very database of an engine. Its `acquire` then takes
+      `seal=`, a function that is called inside the transaction that grants (see `Seal`).
+    - `inspect(resource)` tells who holds a resource.
     """
 
     @property
@@ -62,11 +100,11 @@ class Authority(Protocol):
         """
 
     def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
-        """Extend grants, in as few round trips as can be; return what became of each.
+        """Extend any number of grants, in as few round trips as can be; return what became of each.
 
-        That is the grant with an end at least so many seconds from when this was asked; a LockLostError
-        where the lease has ended; or an AuthorityError where that could not be decided, and the grant still
-        ends when it would have.
+        That is the grant with its new end, which may be earlier than asked for where the authority has a
+        limit of its own, and never earlier than it was; a LockLostError where the lease has ended; or an
+        AuthorityError where that could not be decided, and the grant still ends when it would have.
         """
 
     def remint(self, grant: Grant, ttl: float) -> Grant:
@@ -109,3 +147,58 @@ class AsyncAuthority(Protocol):
 
     async def release(self, grant: Grant) -> bool | None:
         """See `Authority.release`."""
+
+
+#: Raises the fences of a database to the tokens of a grant, on a connection of SQLAlchemy, in the transaction
+#: that grants. It returns the fences that were in the way, in the order of the resources; nothing is granted
+#: then. Empty where none was.
+Seal = Callable[[Any, Grant], tuple[int, ...]]
+
+
+def is_sealed_by(authority: Authority, engine: object) -> bool:
+    """Tell whether an authority can grant and seal in one COMMIT of an engine's database."""
+    sealed_by: Callable[[object], bool] | None = getattr(authority, "sealed_by", None)
+    return sealed_by is not None and sealed_by(engine)
+
+
+class Closable(Protocol):
+    """An authority that has connections."""
+
+    def close(self) -> None:
+        """Close them; using the authority again opens them again."""
+
+
+#: What is closed when the interpreter exits, after leases have been given back.
+in_use: WeakSet[Closable] = WeakSet()
+
+#: Makes a lock. The module of locks puts `fenced_lock` here, because authorities import no locks.
+_lock_factories: list[Callable[..., Any]] = []
+
+
+def make_locks_with(factory: Callable[..., Any]) -> None:
+    """Have `Locking.lock` call this."""
+    _lock_factories[:] = [factory]
+
+
+class Locking:
+    """What an authority inherits to have `lock`."""
+
+    @overload
+    def lock(self, resource: str, /, **settings: Unpack[LockSettings]) -> FencedLock[int]: ...
+    @overload
+    def lock(self, *resources: str, **settings: Unpack[LockSettings]) -> FencedLock[tuple[int, ...]]: ...
+    def lock(
+        self, *resources: str, **settings: Unpack[LockSettings]
+    ) -> FencedLock[int] | FencedLock[tuple[int, ...]]:
+        """Return `fenced_lock(*resources, …)` of this authority, with the same settings.
+
+        Args:
+            *resources: what to lock.
+            **settings: ttl, timeout, renew, max_hold, fair, if_lost and seal, as for `fenced_lock`.
+
+        Raises:
+            TypeError: as `fenced_lock` does, and for settings that it does not have.
+            ValueError: for arguments out of range.
+        """
+        made: FencedLock[int] = _lock_factories[0](*resources, **settings, authority=self)
+        return made

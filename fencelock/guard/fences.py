@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Final
 
 from sqlalchemy import Column, MetaData, String, Table
-from sqlalchemy.dialects import mysql
 from sqlalchemy.engine import Connection
 
+from fencelock._databases import RESOURCE
 from fencelock.guard._install import install
 from fencelock.guard._tables import (
     FENCE_COLUMN,
@@ -24,14 +24,8 @@ from fencelock.guard._tables import (
     new_fence_column,
     register,
 )
-from fencelock.lease import MAX_RESOURCE_LENGTH
 
 SEAL_COLUMN: Final = "sealed_by"
-
-_COMPARED_EXACTLY: Final = String(MAX_RESOURCE_LENGTH).with_variant(
-    mysql.VARCHAR(MAX_RESOURCE_LENGTH, charset="utf8mb4", collation="utf8mb4_bin"), "mysql", "mariadb"
-)
-"""Resources differ where their characters differ: MariaDB's default collations would merge "A" and "a"."""
 
 
 def fence_table(metadata: MetaData, *, schema: str | None = None, trigger: bool = False) -> Table:
@@ -77,7 +71,7 @@ def _define(metadata: MetaData, schema: str | None) -> Table:
     table = Table(
         FENCE_TABLE,
         metadata,
-        Column("resource", _COMPARED_EXACTLY, primary_key=True),
+        Column("resource", RESOURCE, primary_key=True),
         new_fence_column(),
         Column(SEAL_COLUMN, String(32)),
         schema=schema,

@@ -20,6 +20,7 @@ import math
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
@@ -31,6 +32,7 @@ from sqlalchemy.pool import SingletonThreadPool
 
 from fencelock import _threads
 from fencelock._asyncio_engines import is_async_engine
+from fencelock._databases import MYSQL, SUPPORTED, is_busy
 from fencelock.errors import LockError
 from fencelock.guard._bypass import BYPASS
 from fencelock.guard._tables import FENCE_COLUMN
@@ -40,18 +42,11 @@ from fencelock.guard.session import passes_gate_here
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
 
-_DIALECTS: Final = frozenset({"postgresql", "mysql", "mariadb", "sqlite"})
-_MYSQL: Final = frozenset({"mysql", "mariadb"})
 _PAUSE: Final = 0.02
 #: Seconds that may pass before the database is told anew how long it may take.
 _SLACK: Final = 0.05
 #: Seconds after the leases' end when coroutines no longer wait for a database to end what it does by itself.
 _GRACE: Final = 0.3
-#: What databases say of a lock that was waited for too long, of a deadlock, of a snapshot that is too old, of
-#: a statement that took too long.
-_BUSY_STATES: Final = frozenset({"55P03", "40001", "40P01", "57014"})
-_BUSY_NUMBERS: Final = frozenset({1020, 1205, 1213, 1969})
-_SQLITE_BUSY: Final = frozenset({5, 6})
 
 
 class Sealed(NamedTuple):
@@ -115,7 +110,7 @@ class Sealer:
     def __init__(self, engine: Engine | AsyncEngine) -> None:
         if not (isinstance(engine, Engine) or is_async_engine(engine)):
             raise TypeError(f"seal is an Engine, or an AsyncEngine for `async with`, not {engine!r}")
-        if engine.dialect.name not in _DIALECTS:
+        if engine.dialect.name not in SUPPORTED:
             raise ValueError(
                 f"seal works on PostgreSQL, MariaDB and SQLite, and this is {engine.dialect.name}"
             )
@@ -125,6 +120,21 @@ class Sealer:
                 "database in a file, or another pool"
             )
         self._engine = engine
+
+    @property
+    def engine(self) -> Engine | AsyncEngine:
+        """The engine on the database."""
+        return self._engine
+
+    def within(self, nonce: str) -> Callable[[Connection, Any], tuple[int, ...]]:
+        """Return what seals a grant in the transaction of an authority that grants in the same database."""
+
+        def seal(connection: Connection, grant: Any) -> tuple[int, ...]:
+            wish = self.wish(grant.resources, grant.tokens, grant.expires_at, nonce)
+            with _PATIENCE[connection.dialect.name](connection, wish) as patience:
+                return _raise_fences(connection, wish, patience)
+
+        return seal
 
     def check(self, *, blocking: bool) -> None:
         """Refuse an engine of the other kind.
@@ -145,11 +155,16 @@ class Sealer:
     def __hash__(self) -> int:
         return id(self._engine)
 
+    @staticmethod
+    def new_nonce() -> str:
+        """Return a nonce for the seals of one acquisition."""
+        return secrets.token_urlsafe(16)
+
     def wish(
         self, resources: tuple[str, ...], tokens: tuple[int, ...], expires_at: float, nonce: str = ""
     ) -> Wish:
         """Return what to seal: under a new nonce, or the one that has sealed the same tokens before."""
-        return Wish(resources, tokens, expires_at, nonce or secrets.token_urlsafe(16))
+        return Wish(resources, tokens, expires_at, nonce or self.new_nonce())
 
     def refuse_to_wait_for_oneself(self, resources: tuple[str, ...]) -> None:
         """Refuse to seal what an open transaction of this very thread, task or greenlet has written.
@@ -219,23 +234,11 @@ class _Obstacles:
         if not isinstance(exc_value, DBAPIError):
             return False
         self._doubt = self._doubt or exc_value.connection_invalidated
-        return _is_busy(exc_value) or (self._doubt and _is_of_the_connection(exc_value))
+        return is_busy(exc_value) or (self._doubt and _is_of_the_connection(exc_value))
 
 
 def _is_of_the_connection(error: DBAPIError) -> bool:
     return error.connection_invalidated or isinstance(error, OperationalError)
-
-
-def _is_busy(error: DBAPIError) -> bool:
-    """Tell whether somebody else's transaction was in the way, and may be out of it next time."""
-    original: Any = error.orig
-    if getattr(original, "sqlstate", None) in _BUSY_STATES:
-        return True
-    if getattr(original, "sqlite_errorcode", 0) & 0xFF in _SQLITE_BUSY:
-        return True
-    if "database is locked" in str(original):
-        return True
-    return bool(getattr(original, "args", ())) and original.args[0] in _BUSY_NUMBERS
 
 
 def seal_on(connection: Connection, wish: Wish) -> Sealed:
@@ -248,16 +251,22 @@ def seal_on(connection: Connection, wish: Wish) -> Sealed:
         # Under a stricter level, who has waited is refused; AUTOCOMMIT knows no lock_timeout.
         connection = connection.execution_options(isolation_level="READ COMMITTED")
     with _PATIENCE[name](connection, wish) as patience:
-        done = []
-        for resource, token in sorted(zip(wish.resources, wish.tokens, strict=True)):
-            patience.renew()
-            done.append(_raise_fence(connection, name, resource, token, wish.nonce))
-        if all(done):
-            patience.commit()
-            return Sealed(done=True)
-        fences = tuple(_read(connection, resource)[0] for resource in wish.resources)
-        connection.rollback()
-        return Sealed(done=False, fences=fences)
+        if fences := _raise_fences(connection, wish, patience):
+            connection.rollback()
+            return Sealed(done=False, fences=fences)
+        patience.commit()
+        return Sealed(done=True)
+
+
+def _raise_fences(connection: Connection, wish: Wish, patience: _Patience) -> tuple[int, ...]:
+    """Raise the fences; return all of them where one was in the way, or nothing."""
+    done = []
+    for resource, token in sorted(zip(wish.resources, wish.tokens, strict=True)):
+        patience.renew()
+        done.append(_raise_fence(connection, connection.dialect.name, resource, token, wish.nonce))
+    if all(done):
+        return ()
+    return tuple(_read(connection, resource)[0] for resource in wish.resources)
 
 
 def _raise_fence(connection: Connection, name: str, resource: str, token: int, nonce: str) -> bool:
@@ -270,7 +279,7 @@ def _raise_fence(connection: Connection, name: str, resource: str, token: int, n
     options = {"fencelock": BYPASS}
     fences = fences_of(connection)
     is_lower = fences.c[FENCE_COLUMN] < token
-    if name in _MYSQL:
+    if name in MYSQL:
         connection.execute(mysql.insert(fences).prefix_with("IGNORE").values(row), execution_options=options)
         higher = update(fences).where(fences.c.resource == resource, is_lower)
         connection.execute(
@@ -289,7 +298,7 @@ def _read(connection: Connection, resource: str) -> tuple[int, str | None]:
     """Return the fence of a resource as it is now, and who sealed it last."""
     fences = fences_of(connection)
     query = select(fences.c[FENCE_COLUMN], fences.c[SEAL_COLUMN]).where(fences.c.resource == resource)
-    if connection.dialect.name in _MYSQL:  # a plain SELECT reads an old snapshot, where there is one
+    if connection.dialect.name in MYSQL:  # a plain SELECT reads an old snapshot, where there is one
         query = query.with_for_update()
     found = connection.execute(query).first()
     return (0, None) if found is None else (found[0], found[1])

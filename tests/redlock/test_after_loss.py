@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from fencelock import Redlock
-from fencelock.authority.redlock.membership import epoch_above
+from fencelock.token import epoch_above
 from fencelock.embedded import Nodes
 from fencelock.errors import QuorumError
 from tests.redlock.stage import NODE_KEY, Actor, RealNode, operator

@@ -17,7 +17,7 @@ from fencelock.authority.redlock import protocol
 from fencelock.authority.redlock.multiplex import Lines, run, tell
 from fencelock.authority.redlock.survey import NodeStatus
 from fencelock.authority.redlock.waiting import Waiter
-from fencelock.errors import FencelockError
+from fencelock.errors import AuthorityError, FencelockError
 
 if TYPE_CHECKING:
     from fencelock.authority.redlock.redlock import Redlock
@@ -96,7 +96,13 @@ class AsyncRedlock:
 
     async def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
         """Extend grants: see `Authority.extend_many`."""
-        return await self._run(self._redlock._extending(wishes))
+        outcomes: list[Grant | FencelockError] = []
+        for batch in self._redlock._batches(wishes):
+            try:
+                outcomes += await self._run(self._redlock._extending(batch))
+            except AuthorityError as error:
+                outcomes += [error] * len(batch)
+        return outcomes
 
     async def remint(self, grant: Grant, ttl: float) -> Grant:
         """Exchange a grant for one with larger tokens: see `Authority.remint`."""

@@ -121,21 +121,6 @@ def check_base(base: int) -> int:
     return base
 
 
-def epoch_above(highest: int) -> int:
-    """Return an epoch all of whose tokens are larger than a token that the storage has seen.
-
-    A larger counter in the same epoch would do for that very token. But others may have been granted that
-    the storage has not seen yet, and whoever holds one of those may still come and write.
-
-    Raises:
-        ValueError: if it is no token, or of the last epoch.
-    """
-    epoch = token.split(token.check(highest))[0] + 1 if highest else 0
-    if epoch > token.MAX_EPOCH:
-        raise ValueError(f"token {highest} is of the last epoch, and no larger ones can be given out")
-    return epoch
-
-
 def initialise(
     names: tuple[str, ...],
     node_key: str,

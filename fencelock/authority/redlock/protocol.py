@@ -34,6 +34,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, NoReturn
 
+from fencelock.authority.base import drift
 from fencelock.errors import (
     FencelockError,
     LockLostError,
@@ -44,8 +45,6 @@ from fencelock.errors import (
 )
 
 STRIPES = 1024
-DRIFT_RATE = 0.01
-DRIFT_SECONDS = 0.002
 #: Seconds in which connections may come up, however soon an acquisition is to be over.
 LEAST_FOR_LINKS = 0.5
 #: Seconds after which one who waits to be called looks for the first time; longer than a claim.
@@ -322,7 +321,7 @@ class Bid:
     @property
     def drift(self) -> float:
         """Seconds by which clocks may disagree over one lease."""
-        return self.ttl * DRIFT_RATE + DRIFT_SECONDS
+        return drift(self.ttl)
 
 
 @dataclass(slots=True, unsafe_hash=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import logging
 import math
 import os
@@ -14,14 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast, overload
-from weakref import WeakSet
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 from fencelock import token
 from fencelock._checks import check_seconds, check_ttl
-from fencelock._owners import running_loop
 from fencelock._weakly import WeakValues
-from fencelock.authority.base import Grant, Wish
+from fencelock.authority.base import Grant, Locking, Wish, in_use
 from fencelock.authority.redlock import membership, protocol, recovery, survey
 from fencelock.authority.redlock.aio import AsyncRedlock
 from fencelock.authority.redlock.blocking import Channels, Pool, run
@@ -33,6 +30,7 @@ from fencelock.authority.redlock.recollection import Recollection
 from fencelock.authority.redlock.recoverer import Recoverer
 from fencelock.authority.redlock.survey import NodeStatus
 from fencelock.authority.redlock.waiting import Waiter
+from fencelock.authority.stepped import warn_of_blocked_loop
 from fencelock.errors import (
     AuthorityError,
     FencelockError,
@@ -41,33 +39,14 @@ from fencelock.errors import (
     QuorumError,
 )
 
-if TYPE_CHECKING:
-    from fencelock.lock import FencedLock, LockSettings
-
 _T = TypeVar("_T")
 
 _NAMESPACE = "fencelock"
+#: Grants that are extended in one round trip. A node does nothing else meanwhile: about a millisecond.
+BATCH = 500
 _MOST_RISES = 3
-#: What is closed when the interpreter exits; before that, whoever holds leases gives them back.
-_in_use: WeakSet[Redlock] = WeakSet()
 
 logger = logging.getLogger(__name__)
-
-#: Event loops in which a blocking lock had to wait, and somebody was told so.
-_warned_of: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
-
-
-def _warn_of_blocked_loop(resources: tuple[str, ...]) -> None:
-    """Tell, once for each event loop, that a blocking acquisition keeps it from running."""
-    if (loop := running_loop()) is not None and loop not in _warned_of:
-        _warned_of.add(loop)
-        logger.warning(
-            "%s: a blocking lock waits for its holder inside an event loop, which runs nothing meanwhile: no "
-            "task of it, and not the holder's either. In coroutines write `async with`, or `await "
-            "lock.aio.acquire()`",
-            ", ".join(map(repr, resources)),
-        )
-
 
 #: Nodes that evict keys, of which this process has warned.
 _warned_of_eviction: set[str] = set()
@@ -87,7 +66,7 @@ def _warn_of_eviction(name: str, policy: str) -> None:
         )
 
 
-class Redlock:
+class Redlock(Locking):
     """Grants leases on a quorum of independent Redis or Valkey nodes, and mints their fencing tokens.
 
     Connects when first used. May be shared by threads. A forked child opens connections of its own.
@@ -112,6 +91,8 @@ class Redlock:
         ValueError: for a URL that cannot be understood, a node named twice, or settings out of range.
         TypeError: for a node that is neither a URL nor a client.
     """
+
+    kinds: ClassVar[frozenset[str]] = frozenset({"fair"})
 
     def __init__(
         self,
@@ -141,7 +122,7 @@ class Redlock:
         #: The same operations as coroutines, for asyncio code.
         self.aio = AsyncRedlock(self)
         self._start_over()
-        _in_use.add(self)
+        in_use.add(self)
 
     def _start_over(self) -> None:
         """Begin without connections: at first, and in a forked child."""
@@ -186,27 +167,6 @@ class Redlock:
         listener.close()
         self.aio._close_everywhere()  # noqa: SLF001 - its other face
 
-    @overload
-    def lock(self, resource: str, /, **settings: Unpack[LockSettings]) -> FencedLock[int]: ...
-    @overload
-    def lock(self, *resources: str, **settings: Unpack[LockSettings]) -> FencedLock[tuple[int, ...]]: ...
-    def lock(
-        self, *resources: str, **settings: Unpack[LockSettings]
-    ) -> FencedLock[int] | FencedLock[tuple[int, ...]]:
-        """Return `fenced_lock(*resources, …)` on these nodes: with the same settings, save the authority.
-
-        Args:
-            *resources: what to lock.
-            **settings: ttl, timeout, renew, max_hold, fair, if_lost and seal, as for `fenced_lock`.
-
-        Raises:
-            TypeError: as `fenced_lock` does, and for settings that it does not have.
-            ValueError: for arguments out of range.
-        """
-        from fencelock.lock import fenced_lock  # noqa: PLC0415 - the lock stands on the authorities
-
-        return fenced_lock(*resources, **settings, authority=self)
-
     def acquire(
         self,
         resources: tuple[str, ...],
@@ -231,7 +191,7 @@ class Redlock:
         bids = self._new_bids(resources, ttl, waiter, above=above)
 
         def wait(seconds: float) -> None:
-            _warn_of_blocked_loop(resources)
+            warn_of_blocked_loop(", ".join(map(repr, resources)))
             listener.wait(waiter.place, seconds)
 
         try:
@@ -243,7 +203,13 @@ class Redlock:
 
     def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
         """Extend grants: see `Authority.extend_many`."""
-        return self._run(self._extending(wishes))
+        outcomes: list[Grant | FencelockError] = []
+        for batch in self._batches(wishes):
+            try:
+                outcomes += self._run(self._extending(batch))
+            except AuthorityError as error:
+                outcomes += [error] * len(batch)
+        return outcomes
 
     def remint(self, grant: Grant, ttl: float) -> Grant:
         """Exchange a grant for one with larger tokens: see `Authority.remint`."""
@@ -291,7 +257,7 @@ class Redlock:
             MembershipError: a node is in use in another list, or has lost its memory.
             ValueError: for a base, ttl or token out of range.
         """
-        epoch = 0 if above is None else membership.epoch_above(above)
+        epoch = 0 if above is None else token.epoch_above(above)
         return self._run(self._initialising(base, max_ttl, epoch, allow_eviction=allow_eviction))
 
     def remains(self) -> dict[str, tuple[str, ...]]:
@@ -415,6 +381,11 @@ class Redlock:
             _check_max_ttl(ttl, fleet)
         ends = yield from protocol.extend(fleet, [(grant.proof, ttl) for grant, ttl in wishes])
         return [_prolonged(grant, end) for (grant, _), end in zip(wishes, ends, strict=True)]
+
+    @staticmethod
+    def _batches(wishes: Sequence[Wish]) -> Iterator[Sequence[Wish]]:
+        """Yield what is extended at once."""
+        return (wishes[start : start + BATCH] for start in range(0, len(wishes), BATCH))
 
     def _reminting(self, bids: _Bids, grant: Grant) -> Generator[protocol.Request, Any, Grant]:
         granted: protocol.Granted = grant.proof
@@ -709,12 +680,6 @@ class _Bids:
     def _forget(self) -> None:
         if self._latest is not None:
             self._wanted.pop(self._latest[1].nonce, None)
-
-
-@atexit.register
-def _close_all() -> None:
-    for redlock in list(_in_use):
-        redlock.close()
 
 
 def _sources(nodes: Source | Sequence[Source]) -> list[Source]:

@@ -1,0 +1,49 @@
+"""What both halves know of databases: which there are, how names are compared, which errors mean "busy"."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from sqlalchemy import String
+from sqlalchemy.dialects import mysql
+from sqlalchemy.exc import DBAPIError
+
+from fencelock.lease import MAX_RESOURCE_LENGTH
+
+MYSQL: Final = frozenset({"mysql", "mariadb"})
+SUPPORTED: Final = frozenset({"postgresql", "sqlite", *MYSQL})
+
+RESOURCE: Final = String(MAX_RESOURCE_LENGTH).with_variant(
+    mysql.VARCHAR(MAX_RESOURCE_LENGTH, charset="utf8mb4", collation="utf8mb4_bin"), "mysql", "mariadb"
+)
+"""Resources differ where their characters differ: MariaDB's default collations would merge "A" and "a"."""
+
+#: What databases say of a lock that was waited for too long, of a deadlock, of a snapshot that is too old, of
+#: a statement that took too long.
+_BUSY_STATES: Final = frozenset({"55P03", "40001", "40P01", "57014"})
+_BUSY_NUMBERS: Final = frozenset({1020, 1205, 1213, 1969})
+_SQLITE_BUSY: Final = frozenset({5, 6})
+
+
+def is_busy(error: DBAPIError) -> bool:
+    """Tell whether another transaction was in the way, and may be out of it next time."""
+    original: Any = error.orig
+    if sqlstate(error) in _BUSY_STATES:
+        return True
+    if getattr(original, "sqlite_errorcode", 0) & 0xFF in _SQLITE_BUSY:
+        return True
+    if "database is locked" in str(original):
+        return True
+    return error_number(error) in _BUSY_NUMBERS
+
+
+def sqlstate(error: DBAPIError) -> str | None:
+    """Return the SQLSTATE of PostgreSQL's drivers; None for others."""
+    found: str | None = getattr(error.orig, "sqlstate", None)
+    return found
+
+
+def error_number(error: DBAPIError) -> object:
+    """Return the number that MariaDB's drivers give to an error; something else for others."""
+    arguments = getattr(error.orig, "args", ())
+    return arguments[0] if arguments else None

@@ -1,0 +1,1 @@
+"""A database that grants leases: PostgreSQL, MariaDB, or a file of SQLite."""

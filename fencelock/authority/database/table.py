@@ -1,0 +1,45 @@
+"""The table of leases: a row for each resource that was ever locked, which is never deleted."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from sqlalchemy import BigInteger, Column, DateTime, MetaData, String, Table
+from sqlalchemy.dialects import mysql
+
+from fencelock._databases import RESOURCE
+
+LEASE_TABLE: Final = "fencelock_leases"
+_TIME: Final = DateTime(timezone=True).with_variant(mysql.DATETIME(fsp=6), "mysql", "mariadb")
+
+
+def lease_table(metadata: MetaData, *, schema: str | None = None) -> Table:
+    """Return the table of leases as part of `metadata`, defining it there at the first call.
+
+    For `create_all` and for autogenerate, where PostgreSQL or MariaDB is the authority; SQLite has a file of
+    its own, which makes its table itself. In a migration it is `op.create_lease_table()`.
+
+    Its columns are `resource VARCHAR(255) PRIMARY KEY` (compared exactly, on MariaDB too), `token BIGINT`
+    (the last one that was minted), `nonce VARCHAR(32)` (of the acquisition that holds; NULL where the
+    resource is free), `expires_at` and `since` (on MariaDB in UTC), `holder` (host, process id, program) and
+    `incarnation` (on MariaDB, the `server_id` that has minted the token).
+
+    Args:
+        metadata: of the models.
+        schema: where the table is; `Database(…, schema=)` has to say the same.
+    """
+    return Table(
+        LEASE_TABLE,
+        metadata,
+        Column("resource", RESOURCE, primary_key=True),
+        Column("token", BigInteger, nullable=False, autoincrement=False),
+        Column("nonce", String(32)),
+        Column("expires_at", _TIME),
+        Column("holder", String(255)),
+        Column("since", _TIME),
+        Column("incarnation", BigInteger),
+        schema=schema,
+        keep_existing=True,
+        # A row is written anew at each acquisition, in the same page where that has room.
+        postgresql_with={"fillfactor": 70},
+    )
