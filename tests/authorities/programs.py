@@ -18,10 +18,12 @@ from typing import Any, Final
 
 import fencelock
 from fencelock.authority.base import Grant
+from fencelock.errors import FencelockError
 from tests.authorities.faces import AsyncFace, BlockingFace, Client, Face, Loop, is_free_soon, is_held
 
 #: Seconds after which a program that hangs says where; a forked child, which cannot, ends without a word.
 _HUNG: Final = 25
+_HUNG_CHILD: Final = 8
 
 
 class SoftTimeLimitError(Exception):
@@ -82,14 +84,22 @@ def interrupt(url: str, seconds: float = 2.0) -> dict[str, Any]:
                 authority.release(grant)
             if not is_free_soon(other, *names):
                 left.append(name)
-        except BaseException:  # noqa: BLE001 - told, and the test fails
-            alarm.clear()
-            odd.append(traceback.format_exc())
-            if len(odd) > 3:
-                break
+        except Exception as error:  # noqa: BLE001 - told, and the test fails
+            odd.append(_told(error))
+            if grant is not None:
+                authority.release(grant)
+            if not is_free_soon(other, *names):
+                left.append(name)
         alarm.clear()
     works = is_free_soon(BlockingFace(authority), "afterwards")
-    return {"interrupted": interrupted, "left": left, "odd": odd, "works": works}
+    return {"interrupted": interrupted, "left": left, "odd": _counted(odd), "works": works}
+
+
+def _told(error: BaseException) -> str:
+    """Return what was raised, and in the midst of what."""
+    behind = error.__cause__ or error.__context__
+    said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return f"{said}\n  behind {_told(behind)}" if behind is not None else said
 
 
 def _seconds_of(authority: Client) -> float:
@@ -102,14 +112,17 @@ def _seconds_of(authority: Client) -> float:
 def lock_in_handlers(url: str, seconds: float = 2.0) -> dict[str, Any]:
     """Lock in a handler that strikes while the same authority acquires, extends, mints anew and releases."""
     authority = fencelock.configure(url)
-    dice, handled, rounds = random.Random(2), 0, 0
+    dice, rounds, odd, took = random.Random(2), 0, list[str](), list[float]()
     longest = max(0.001, _seconds_of(authority))
 
     def lock_too(*_: object) -> None:
-        nonlocal handled
-        handled += 1
-        grant = authority.acquire((f"handler{handled}",), ttl=5.0, timeout=5.0)
-        authority.release(grant)
+        began = time.monotonic()
+        try:
+            grant = authority.acquire((f"handler{len(took)}",), ttl=5.0, timeout=5.0)
+            authority.release(grant)
+        except FencelockError as error:
+            odd.append(f"in the handler: {_told(error)}")
+        took.append(time.monotonic() - began)
         signal.setitimer(signal.ITIMER_REAL, dice.random() * longest * 3 + 1e-5)
 
     signal.signal(signal.SIGALRM, lock_too)
@@ -117,14 +130,22 @@ def lock_in_handlers(url: str, seconds: float = 2.0) -> dict[str, Any]:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         rounds += 1
-        grant = authority.acquire((f"body{rounds}", f"body{rounds} too"), ttl=20.0, timeout=5.0)
-        (said,) = authority.extend_many([(grant, 30.0)])
-        if not isinstance(said, Grant):
-            raise said
-        if authority.release(authority.remint(said, 30.0)) is not True:
-            raise AssertionError("it was held, and could not be released")
+        try:
+            grant = authority.acquire((f"body{rounds}", f"body{rounds} too"), ttl=20.0, timeout=5.0)
+            (said,) = authority.extend_many([(grant, 30.0)])
+            if not isinstance(said, Grant):
+                raise said  # noqa: TRY301 - told below
+            if authority.release(authority.remint(said, 30.0)) is not True:
+                odd.append("it was held, and could not be released")
+        except FencelockError as error:
+            odd.append(f"behind the handler: {_told(error)}")
     signal.signal(signal.SIGALRM, signal.SIG_IGN)
-    return {"handled": handled, "rounds": rounds}
+    return {"handled": len(took), "rounds": rounds, "odd": _counted(odd), "longest": max(took)}
+
+
+def _counted(odd: list[str]) -> list[str]:
+    """Return each once, with how often it occurred."""
+    return [f"{odd.count(each)} times {each}" for each in sorted(set(odd), key=odd.count)]
 
 
 def fork_blocking(url: str) -> dict[str, Any]:
@@ -160,7 +181,7 @@ def _fork(look_at: Callable[[Client], Face], url: str) -> dict[str, Any]:
     told = []
     for child, reader in children.items():
         with os.fdopen(reader) as lines:
-            told.append(json.loads(lines.read() or '"nothing"'))
+            told.append(json.loads(lines.read() or '"it hung"'))
         os.waitpid(child, 0)
     (said,) = mine.extend_many([(held, 30.0)])
     return {
@@ -176,7 +197,7 @@ def _fork(look_at: Callable[[Client], Face], url: str) -> dict[str, Any]:
 
 def _be_a_child(face: Face, number: int, writer: int) -> None:
     """Tell through a pipe what a forked child gets."""
-    signal.alarm(_HUNG)
+    signal.alarm(_HUNG_CHILD)
     try:
         told: Any = {"refused": is_held(face, "parent"), "used": _use(face, f"child{number}")}
     except BaseException:  # noqa: BLE001 - the parent tells

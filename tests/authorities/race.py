@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from fencelock.authority.base import Grant
-from fencelock.errors import LockTimeoutError
+from fencelock.errors import AuthorityError, LockTimeoutError
 from tests.authorities.faces import AsyncClient, Face
 from tests.authorities.stage import Stage, together
 
@@ -66,7 +66,7 @@ def contend(face: Face, habits: Habits, seed: int, seconds: float) -> list[Entry
         resource = dice.choice((habits.resources[0], dice.choice(habits.resources)))
         try:
             grant = face.acquire(resource, ttl=habits.ttl, timeout=dice.choice((0, 0.2)))
-        except LockTimeoutError:
+        except (LockTimeoutError, AuthorityError):  # the latter where it was granted too late for its ttl
             continue
         completed = time.monotonic()
         time.sleep(dice.random() * habits.ttl / 5)

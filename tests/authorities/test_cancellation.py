@@ -14,7 +14,7 @@ import pytest
 
 from fencelock.authority.base import Grant
 from fencelock.errors import LockTimeoutError
-from tests.authorities.faces import AsyncClient
+from tests.authorities.faces import AsyncClient, Client
 from tests.authorities.kinds import ASYNCIO
 from tests.authorities.stage import Stage, in_one_loop
 
@@ -165,19 +165,20 @@ def test_a_cancelled_first_acquisition_leaves_nothing(stage: Stage) -> None:
     """The client connects for it, each time anew; and works when it is asked again."""
     bystander = Bystander(stage)
 
-    async def connect(_: str) -> AsyncClient:
-        return stage.kind.make().aio
+    async def make(_: str) -> Client:
+        return stage.kind.make()
 
-    async def acquire(resource: str, client: AsyncClient) -> Grant:
-        return await client.acquire((resource, f"{resource} too"), ttl=30.0, timeout=5.0)
+    async def acquire(resource: str, client: Client) -> Grant:
+        return await client.aio.acquire((resource, f"{resource} too"), ttl=30.0, timeout=5.0)
 
-    async def close(client: AsyncClient, grant: Grant | None) -> None:
+    async def close(client: Client, grant: Grant | None) -> None:
         if grant is not None:
-            assert await client.release(grant) is True
-        assert await is_free(client, "afterwards")
-        await client.close()
+            assert await client.aio.release(grant) is True
+        assert await is_free(client.aio, "afterwards")
+        await client.aio.close()
+        client.close()
 
-    stage.run(at_every_await(bystander, connect, acquire, close))
+    stage.run(at_every_await(bystander, make, acquire, close))
 
 
 def test_a_cancelled_wait_leaves_nothing(stage: Stage) -> None:

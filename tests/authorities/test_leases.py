@@ -18,13 +18,16 @@ from tests.authorities.stage import Stage, together
 NAMES: Final = (
     *("a", "A", "á", "Á", "ä", "ae", "æ", "ß", "ss", "ẞ", "\u0131", "i", "I", "İ", "\u212a", "k", "K"),
     *(unicodedata.normalize(form, "Zoë") for form in ("NFC", "NFD")),
-    *("a ", "a  ", "a\u00a0", " a", "a\u200b", "a\u00ad", "a-", "a_", "aa"),
+    *("a\u200b", "a\u00ad", "a-", "a_", "aa", "a a", "a  a"),
     *("'", "''", '"', "`", "%", "%%", "%s", "%(name)s", "_", "?", ":name", ":", "::", "a:b", "a:b:", ":a"),
     *("\\", "\\\\", "\\n", "\\'", "{a}", "{}", "{{a}}", "*", "[a]", "a*", "$1", "$$", ";", "--", "#"),
     *("0", "00", "0.0", "1", "1e0", "null", "NULL", "true", "/", "a/b", "../a", "a\\b", "&", "=", "+", "<a>"),
     *("😀", "😁", "👩\u200d💻", "👩", "\U0001d41a", "\U0010ffff", "\uffff", "日本", "日本語", "\uff41"),
     *("x" * 255, "x" * 254 + "y", "é" * 255, "😀" * 255, "😀" * 254 + "😁"),
 )
+
+#: Some databases compare without the blanks at the end; a lock refuses such names by itself.
+BLANKS: Final = ("b", "b ", "b  ", "b\u00a0", " b", "\u3000b")
 
 MANY: Final = 1200
 
@@ -45,6 +48,13 @@ def test_every_name_is_a_resource_of_its_own(stage: Stage) -> None:
     rising = zip(together_again.tokens, grants.values(), strict=True)
     assert all(token > grant.tokens[0] for token, grant in rising)
     assert other.release(together_again) is True
+
+
+def test_blanks_at_an_end_count(stage: Stage) -> None:
+    """Each name with blanks is a resource of its own, too."""
+    mine = stage.new()
+    grants = [mine.acquire(name, timeout=0) for name in BLANKS]
+    assert [mine.release(grant) for grant in grants] == [True] * len(BLANKS)
 
 
 def test_an_extension_keeps_the_token_and_moves_the_end(stage: Stage) -> None:
@@ -127,7 +137,9 @@ def test_many_are_extended_at_once_and_each_is_told_its_own(stage: Stage) -> Non
             assert (outcome.resources, outcome.tokens) == (grant.resources, grant.tokens), number
             assert outcome.expires_at > began + 48.0
     assert is_held(mine, "lost3")
-    assert is_free_soon(other, "lost777"), "a lease that was lost in part has been kept in part"
+    assert mine.release(lost[777]) is not True
+    assert is_free_soon(other, "lost777")
+    assert is_held(mine, "beside")
     assert [other.release(grant) for grant in taken] == [True, True]
 
 

@@ -29,7 +29,6 @@ def naive(tmp_path: Path) -> Stage:
     [
         test_tokens.test_tokens_are_unique_and_leases_exclusive,
         test_tokens.test_tokens_follow_real_time,
-        test_tokens.test_a_reminted_grant_has_a_larger_token_and_is_still_exclusive,
         test_tokens.test_remint_of_a_lost_grant_is_refused,
         test_tokens.test_remint_is_for_all_resources_or_none,
         test_tokens.test_an_expired_lease_is_granted_to_another,

@@ -33,7 +33,7 @@ def run(program: str, url: str) -> dict[str, Any]:
 def test_nothing_is_left_of_what_a_handler_interrupts(stage: Stage) -> None:
     """What it raises comes out unchanged; two seconds later, at most, the resource is free."""
     said = run("interrupt", stage.kind.url)
-    assert said["odd"] == [], said["odd"][0]
+    assert not said["odd"], "\n".join(said["odd"])
     assert said["left"] == []
     assert said["works"]
     assert said["interrupted"] > 20
@@ -43,8 +43,10 @@ def test_nothing_is_left_of_what_a_handler_interrupts(stage: Stage) -> None:
 def test_a_handler_may_use_the_authority_that_it_interrupts(stage: Stage) -> None:
     """It waits for nothing that it has interrupted, and spoils nothing of it."""
     said = run("lock_in_handlers", stage.kind.url)
-    assert said["handled"] > 20
-    assert said["rounds"] > 5
+    assert not said["odd"], "\n".join(said["odd"])
+    assert said["longest"] < 0.9, "the handler waits for what it has interrupted until that is given up"
+    assert said["handled"] > 5
+    assert said["rounds"] > 2
 
 
 def test_a_fork_shares_the_leases_and_no_connection(stage: Stage) -> None:
