@@ -7,13 +7,13 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.authorities.kinds import EVERYWHERE, MAKERS
+from tests.authorities.kinds import EACH_SERVER, MAKERS
 from tests.authorities.stage import Stage
 
 
-@pytest.fixture(params=EVERYWHERE)
+@pytest.fixture(params=EACH_SERVER)
 def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
-    """A kind and a world, as "quorum, blocking"; a test for one world names those that it wants."""
+    """A kind and a world, as "quorum, blocking"; a test for others than each server names them."""
     name, world = request.param.split(", ")
     with contextmanager(MAKERS[name])(request) as kind, Stage(kind, world) as made:
         yield made

@@ -9,7 +9,7 @@ import pytest
 from fencelock.errors import AuthorityError, LockLostError
 from fencelock.token import MAX_TOKEN
 from tests.authorities.faces import is_free_soon, is_held
-from tests.authorities.kinds import ASYNCIO
+from tests.authorities.kinds import ASYNCIO, EVERYWHERE
 from tests.authorities.race import (
     Habits,
     assert_exclusive,
@@ -21,6 +21,7 @@ from tests.authorities.race import (
 from tests.authorities.stage import Stage, in_one_loop
 
 
+@pytest.mark.parametrize("stage", EVERYWHERE, indirect=True)
 def test_tokens_are_unique_and_leases_exclusive(stage: Stage) -> None:
     """No token is granted twice, and no two hold at once, though leases expire and releases come twice."""
     journal = race(stage, Habits())
@@ -29,6 +30,7 @@ def test_tokens_are_unique_and_leases_exclusive(stage: Stage) -> None:
     assert len(journal) > 20, "too few were granted to show anything"
 
 
+@pytest.mark.parametrize("stage", EVERYWHERE, indirect=True)
 def test_tokens_follow_real_time(stage: Stage) -> None:
     """An acquisition that began after another had completed has the larger token, be that one held or not."""
     journal = race(stage, Habits(resources=("hot",), ttl=0.02, abandoned=0.5))
@@ -73,9 +75,9 @@ def test_a_reminted_grant_has_a_larger_token_and_is_still_exclusive(stage: Stage
 def test_remint_lasts_for_the_ttl_that_it_is_given(stage: Stage) -> None:
     """It keeps others out for so long, beyond the end of the old grant, and no longer."""
     mine, other = stage.new(), stage.new()
-    first = mine.acquire("r", ttl=0.4)
-    second = mine.remint(first, ttl=1.0)
-    assert first.expires_at < second.expires_at < time.monotonic() + 1.0
+    first = mine.acquire("r", ttl=0.2)
+    second = mine.remint(first, ttl=0.6)
+    assert first.expires_at < second.expires_at < time.monotonic() + 0.6
     time.sleep(max(0.0, first.expires_at + 0.1 - time.monotonic()))
     assert is_held(other, "r")
     assert is_free_soon(other, "r")
@@ -84,7 +86,7 @@ def test_remint_lasts_for_the_ttl_that_it_is_given(stage: Stage) -> None:
 def test_remint_of_a_lost_grant_is_refused(stage: Stage) -> None:
     """Where another has taken over; what that one holds stays held."""
     mine, other, third = stage.new(), stage.new(), stage.new()
-    expired = mine.acquire("r", ttl=0.3)
+    expired = mine.acquire("r", ttl=0.2)
     taken = other.acquire("r")
     with pytest.raises(LockLostError):
         mine.remint(expired)
@@ -95,7 +97,7 @@ def test_remint_of_a_lost_grant_is_refused(stage: Stage) -> None:
 def test_remint_is_refused_where_another_came_between(stage: Stage) -> None:
     """Although that one has gone again, and the resource is free."""
     mine, other = stage.new(), stage.new()
-    expired = mine.acquire("r", ttl=0.3)
+    expired = mine.acquire("r", ttl=0.2)
     assert other.release(other.acquire("r")) is True
     with pytest.raises(LockLostError):
         mine.remint(expired)
@@ -115,7 +117,7 @@ def test_remint_of_a_released_grant_is_refused(stage: Stage) -> None:
 def test_remint_is_for_all_resources_or_none(stage: Stage) -> None:
     """Where one of them has been lost, none is held afterwards but what another holds."""
     mine, other, third = stage.new(), stage.new(), stage.new()
-    grant = mine.acquire("a", "b", "c", ttl=0.3)
+    grant = mine.acquire("a", "b", "c", ttl=0.2)
     taken = other.acquire("b")
     with pytest.raises(LockLostError):
         mine.remint(grant)
@@ -127,7 +129,7 @@ def test_remint_is_for_all_resources_or_none(stage: Stage) -> None:
 def test_an_expired_lease_is_granted_to_another(stage: Stage) -> None:
     """With a larger token, and not before its end; then its old holder can neither release nor extend."""
     mine, other, third = stage.new(), stage.new(), stage.new()
-    old = mine.acquire("r", ttl=0.3)
+    old = mine.acquire("r", ttl=0.2)
     new = other.acquire("r")
     assert time.monotonic() >= old.expires_at
     assert new.tokens[0] > old.tokens[0]
@@ -160,6 +162,7 @@ def test_the_second_release_returns_false(stage: Stage) -> None:
     assert other.release(taken) is True
 
 
+@pytest.mark.parametrize("stage", EVERYWHERE, indirect=True)
 def test_a_token_exceeds_what_the_storage_has_seen(stage: Stage) -> None:
     """Each of several resources exceeds its own; and whatever is granted later is larger still."""
     mine, other = stage.new(), stage.new()
