@@ -1,7 +1,8 @@
-"""An authority as it is often written, which breaks most of its promises: the suite must find that out."""
+"""Authorities as they are often written, which break their promises: the suite must find that out."""
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 import time
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 from fencelock.authority.base import Grant, Wish
 from fencelock.errors import FencelockError, LockTimeoutError
-from tests.authorities.faces import AsyncClient
+from tests.authorities.faces import AsyncClient, Client
 
 
 class Naive:
@@ -95,3 +96,49 @@ class Naive:
     def _execute(self, statement: str, *values: object) -> list[Any]:
         with closing(sqlite3.connect(self._path, timeout=20.0)) as connection, connection:
             return connection.execute(statement, values).fetchall()
+
+
+class _ForgetfulTasks:
+    """What `Forgetful` offers to coroutines."""
+
+    def __init__(self, inner: AsyncClient) -> None:
+        self._inner = inner
+        self.extend_many = inner.extend_many
+        self.remint = inner.remint
+        self.close = inner.close
+
+    async def acquire(
+        self,
+        resources: tuple[str, ...],
+        *,
+        ttl: float,
+        timeout: float | None,  # noqa: ASYNC109 - as every authority has it
+        fair: bool = False,
+        above: tuple[int, ...] = (),
+    ) -> Grant:
+        """Acquire, and then wait once more, without a thought for what is held already."""
+        grant = await self._inner.acquire(resources, ttl=ttl, timeout=timeout, fair=fair, above=above)
+        await asyncio.sleep(0)
+        return grant
+
+    async def release(self, grant: Grant) -> bool | None:
+        """Wait before the release is sent, and send nothing where that is cancelled."""
+        await asyncio.sleep(0)
+        return await self._inner.release(grant)
+
+
+class Forgetful:
+    """A sound authority, behind a layer that forgets what it holds where a task is cancelled."""
+
+    def __init__(self, inner: Client) -> None:
+        self.acquire = inner.acquire
+        self.extend_many = inner.extend_many
+        self.remint = inner.remint
+        self.release = inner.release
+        self.close = inner.close
+        self._tasks = _ForgetfulTasks(inner.aio)
+
+    @property
+    def aio(self) -> AsyncClient:
+        """The part that forgets."""
+        return self._tasks

@@ -56,7 +56,7 @@ class _Alarm:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def interrupt(url: str, seconds: float = 1.6) -> dict[str, Any]:
+def interrupt(url: str, seconds: float = 1.2) -> dict[str, Any]:
     """Acquire and release while a handler raises; tell what is not free soon after an interruption."""
     authority, other, alarm = fencelock.configure(url), BlockingFace(fencelock.configure(url)), _Alarm()
     kinds = (KeyboardInterrupt, SoftTimeLimitError)
@@ -110,7 +110,7 @@ def _seconds_of(authority: Client) -> float:
     return (time.monotonic() - began) / 5
 
 
-def lock_in_handlers(url: str, seconds: float = 1.6) -> dict[str, Any]:
+def lock_in_handlers(url: str, seconds: float = 1.2) -> dict[str, Any]:
     """Lock in a handler that strikes while the same authority acquires, extends, mints anew and releases."""
     authority = fencelock.configure(url)
     dice, rounds, odd, took = random.Random(2), 0, list[str](), list[float]()

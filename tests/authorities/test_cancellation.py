@@ -130,11 +130,11 @@ async def at_every_await(
             result = await strike(operate(resource, prepared), stroke)
             await clean_up(prepared, result)
             await bystander.look(resource, stroke)
+            assert not bystander.left
             if not stroke.struck:
                 break
         else:
             raise AssertionError("never ends")
-    assert not bystander.left
     assert bystander.strokes >= 2
 
 

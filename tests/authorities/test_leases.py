@@ -10,7 +10,7 @@ from typing import Final
 import pytest
 
 from fencelock.authority.base import Grant
-from fencelock.errors import FencelockError, LockLostError
+from fencelock.errors import AuthorityError, FencelockError, LockLostError
 from tests.authorities.faces import Face, is_free_soon, is_held
 from tests.authorities.kinds import EVERYWHERE
 from tests.authorities.stage import Stage, together
@@ -222,3 +222,23 @@ def test_closing_what_was_never_used(stage: Stage) -> None:
     unused.close()
     unused.close()
     assert is_free_soon(unused, "r")
+
+
+@pytest.mark.parametrize(
+    ("stage", "blocking"),
+    [
+        ("asyncpg, asyncio", "postgresql+psycopg://"),
+        ("psycopg_async, asyncio", "postgresql+psycopg://"),
+        ("aiomysql, asyncio", "mysql+pymysql://"),
+        ("asyncmy, asyncio", "mysql+pymysql://"),
+        ("aiosqlite, asyncio", "sqlite:///"),
+    ],
+    indirect=["stage"],
+)
+def test_a_driver_for_asyncio_refuses_blocking_code(stage: Stage, blocking: str) -> None:
+    """The error names the URL that serves it, and coroutines are served all the same."""
+    client = stage.new_client()
+    with pytest.raises((AuthorityError, TypeError)) as caught:
+        client.acquire(("r",), ttl=5.0, timeout=0)
+    assert blocking in str(caught.value)
+    assert is_free_soon(stage.new(), "r")

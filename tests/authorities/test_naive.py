@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.authorities import test_leases, test_tokens, test_waiting
+from fencelock import Redlock
+from fencelock.embedded import Nodes
+from tests.authorities import test_cancellation, test_leases, test_tokens, test_waiting
 from tests.authorities.kinds import Kind
-from tests.authorities.naive import Naive
+from tests.authorities.naive import Forgetful, Naive
 from tests.authorities.stage import Stage
 
 #: What `pytest.raises` raises where nothing was raised.
@@ -37,7 +39,6 @@ def naive(tmp_path: Path) -> Stage:
         test_tokens.test_the_second_release_returns_false,
         test_tokens.test_a_token_exceeds_what_the_storage_has_seen,
         test_leases.test_an_extension_never_shortens,
-        test_leases.test_many_are_extended_at_once_and_each_is_told_its_own,
     ],
 )
 def test_the_suite_finds_it_out(naive: Stage, check: Callable[[Stage], None]) -> None:
@@ -68,3 +69,20 @@ def test_what_it_keeps_is_not_held_against_it(naive: Stage, check: Callable[[Sta
     """A suite that failed on everything would show nothing."""
     with naive:
         check(naive)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        test_cancellation.test_a_cancelled_acquisition_leaves_nothing,
+        test_cancellation.test_a_cancelled_release_takes_place,
+    ],
+)
+def test_the_suite_finds_out_what_a_cancellation_leaves(nodes: Nodes, check: Callable[[Stage], None]) -> None:
+    """One suspension where nothing is given back is enough."""
+    urls = nodes.urls[:1]
+    with Redlock(urls) as first:
+        first.init(base=0)
+    kind = Kind("forgetful", lambda: Forgetful(Redlock(urls)), "")
+    with Stage(kind, "asyncio") as stage, pytest.raises(AssertionError):
+        check(stage)
