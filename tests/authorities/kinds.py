@@ -100,5 +100,5 @@ EVERYWHERE: Final = (*BLOCKING, *ASYNCIO)
 #: what drivers do differently: connections, threads, cancellations, the types of values.
 EACH_SERVER: Final = (
     *BLOCKING,
-    *(f"{name}, asyncio" for name in ("quorum", "one-node", "asyncpg", "aiomysql", "aiosqlite")),
+    *(f"{name}, asyncio" for name in ("quorum", "asyncpg", "aiomysql", "aiosqlite")),
 )
