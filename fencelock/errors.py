@@ -7,7 +7,7 @@ FencelockError
 │   ├── LockLostError                          the lease ended before the work did
 │   └── NotHeldError                           release or extend of what is not held
 ├── AuthorityError
-│   ├── QuorumError                            too few nodes answered; .nodes: what each one said
+│   ├── QuorumError                            too few nodes, or no database, answered; .nodes: what each said
 │   ├── NodesNotInitialisedError               the nodes hold no marker: run `fencelock init`
 │   ├── MembershipError                        nodes disagree on who the N nodes are
 │   └── LeaseTableMissingError                 the database has no table of leases: migrate
@@ -110,10 +110,10 @@ class AuthorityError(FencelockError):
 
 
 class QuorumError(AuthorityError):
-    """Too few nodes answered to decide anything.
+    """Too few nodes answered to decide anything; or the database did not that grants leases.
 
     Attributes:
-        nodes: what each node said, by its address.
+        nodes: what each node, or the database, said, by its address.
     """
 
     def __init__(self, message: str, *, nodes: Mapping[str, str] | None = None) -> None:

@@ -2,9 +2,9 @@
 
 `pip install 'fencelock[alembic]'` is all that it takes: Alembic (1.18 or later) finds the plugin by itself.
 Migrations then have `op.add_fence`, `op.drop_fence`, `op.create_fence_trigger`, `op.drop_fence_trigger`,
-`op.relaxed_fence_trigger`, `op.create_fence_table` and `op.drop_fence_table`; `alembic revision
---autogenerate` writes them, and `alembic check` notices what is missing, a trigger that SQLite's batch mode
-has dropped included.
+`op.relaxed_fence_trigger`, `op.create_fence_table`, `op.drop_fence_table`, `op.create_lease_table` and
+`op.drop_lease_table`; `alembic revision --autogenerate` writes them, and `alembic check` notices what is
+missing, a trigger that SQLite's batch mode has dropped included.
 
 What an operation makes never changes with the version of fencelock, because migrations are history: whatever
 a later version needs will be an operation of its own, which autogenerate finds.
@@ -14,7 +14,7 @@ Alembic loads plugins while it is half imported itself: hence the imports of its
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -32,6 +32,7 @@ from alembic.util import PriorityDispatchResult
 from sqlalchemy import BigInteger, Connection, MetaData, Table
 from sqlalchemy.exc import DBAPIError
 
+from fencelock.authority.database.table import LEASE_TABLE, lease_table
 from fencelock.guard import triggers
 from fencelock.guard._tables import (
     FENCE_COLUMN,
@@ -281,12 +282,27 @@ def _begin_relaxed(operations: Operations, strict: CreateFenceTriggerOp) -> None
         connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
-class _OfFenceTable(FenceOperation):
+class _OfOwnTable(FenceOperation):
+    """An operation that makes or drops a table of fencelock's own."""
+
+    table: ClassVar[Callable[..., Table]]
+    own_name: ClassVar[str]
+
     def __init__(self, *, schema: str | None = None) -> None:
-        super().__init__(FENCE_TABLE, schema=schema)
+        super().__init__(self.own_name, schema=schema)
 
     def arguments(self) -> dict[str, Any]:
         return {"schema": self.schema}
+
+
+class _OfFenceTable(_OfOwnTable):
+    table = fence_table
+    own_name = FENCE_TABLE
+
+
+class _OfLeaseTable(_OfOwnTable):
+    table = lease_table
+    own_name = LEASE_TABLE
 
 
 @Operations.register_operation("create_fence_table")
@@ -319,6 +335,45 @@ class DropFenceTableOp(_OfFenceTable):
     def drop_fence_table(cls, operations: Operations, *, schema: str | None = None) -> None:
         """Drop the table `fencelock_fences`; `gate` has forgotten every holder then."""
         operations.invoke(cls(schema=schema))
+
+
+@Operations.register_operation("create_lease_table")
+class CreateLeaseTableOp(_OfLeaseTable):
+    """The table in which a database grants leases."""
+
+    name = "create_lease_table"
+
+    def reverse(self) -> DropLeaseTableOp:
+        """Return the way back."""
+        return DropLeaseTableOp(schema=self.schema)
+
+    @classmethod
+    def create_lease_table(cls, operations: Operations, *, schema: str | None = None) -> None:
+        """Make the table `fencelock_leases`, as `fencelock.lease_table` describes it."""
+        operations.invoke(cls(schema=schema))
+
+
+@Operations.register_operation("drop_lease_table")
+class DropLeaseTableOp(_OfLeaseTable):
+    """The table of leases goes, and with it the last token of every resource."""
+
+    name = "drop_lease_table"
+
+    def reverse(self) -> CreateLeaseTableOp:
+        """Return the way back."""
+        return CreateLeaseTableOp(schema=self.schema)
+
+    @classmethod
+    def drop_lease_table(cls, operations: Operations, *, schema: str | None = None) -> None:
+        """Drop the table `fencelock_leases`; the database has forgotten every token then."""
+        operations.invoke(cls(schema=schema))
+
+
+#: What autogenerate says of tables of fencelock's own, by their names.
+_OWN_TABLES: dict[str, tuple[type[_OfOwnTable], type[_OfOwnTable]]] = {
+    FENCE_TABLE: (CreateFenceTableOp, DropFenceTableOp),
+    LEASE_TABLE: (CreateLeaseTableOp, DropLeaseTableOp),
+}
 
 
 def _of_batch(operations: BatchOperations) -> dict[str, Any]:
@@ -364,19 +419,21 @@ def _drop_renamed(operations: Operations | BatchOperations, op: FenceOperation) 
 
 
 @Operations.implementation_for(CreateFenceTableOp)
-def _create_table(operations: Operations, op: CreateFenceTableOp) -> None:
-    operations.invoke(CreateTableOp.from_table(_fence_table(operations, op)))
+@Operations.implementation_for(CreateLeaseTableOp)
+def _create_table(operations: Operations, op: _OfOwnTable) -> None:
+    operations.invoke(CreateTableOp.from_table(_own_table(operations, op)))
 
 
 @Operations.implementation_for(DropFenceTableOp)
-def _drop_table(operations: Operations, op: DropFenceTableOp) -> None:
+@Operations.implementation_for(DropLeaseTableOp)
+def _drop_table(operations: Operations, op: _OfOwnTable) -> None:
     operations.invoke(DropTableOp(op.table_name, schema=op.schema))
 
 
-def _fence_table(operations: Operations, op: FenceOperation) -> Table:
+def _own_table(operations: Operations, op: _OfOwnTable) -> Table:
     target = operations.migration_context.opts.get("target_metadata")
     convention = target.naming_convention if isinstance(target, MetaData) else None
-    return fence_table(MetaData(naming_convention=convention), schema=op.schema)
+    return type(op).table(MetaData(naming_convention=convention), schema=op.schema)
 
 
 def _execute(operations: Operations | BatchOperations, statements: Iterable[triggers.FenceDDL]) -> None:
@@ -393,7 +450,7 @@ def _execute(operations: Operations | BatchOperations, statements: Iterable[trig
 
 @renderers.dispatch_for(FenceOperation)
 def _render(context: AutogenContext, op: FenceOperation) -> str:
-    table = [] if isinstance(op, _OfFenceTable) else [repr(str(op.table_name))]
+    table = [] if isinstance(op, _OfOwnTable) else [repr(str(op.table_name))]
     named = [f"{name}={value!r}" for name, value in op.arguments().items() if value]
     return f"{context.opts['alembic_module_prefix'] or ''}{op.name}({', '.join([*table, *named])})"
 
@@ -447,10 +504,8 @@ def use_operations(
 
 
 def _said_anew(context: AutogenContext, op: MigrateOperation) -> Iterator[MigrateOperation]:
-    if isinstance(op, CreateTableOp) and op.table_name == FENCE_TABLE:
-        yield CreateFenceTableOp(schema=op.schema)
-    elif isinstance(op, DropTableOp) and op.table_name == FENCE_TABLE:
-        yield DropFenceTableOp(schema=op.schema)
+    if isinstance(op, CreateTableOp | DropTableOp) and (own := _OWN_TABLES.get(op.table_name)):
+        yield own[isinstance(op, DropTableOp)](schema=op.schema)
     elif isinstance(op, CreateTableOp):
         op.info = {key: value for key, value in op.info.items() if key not in GUARDS_OWN}
         yield op

@@ -80,8 +80,15 @@ def _make(source: object, options: dict[str, Any]) -> Authority:
                 "postgresql+psycopg://user@host/name, mysql+pymysql://user@host/name or redis://host:6379"
             )
         factory = FACTORIES[scheme]
+    elif isinstance(source, URL | Engine) or is_async_engine(source):
+        factory = _DATABASE
+    elif isinstance(source, Sequence) or callable(getattr(source, "execute_command", None)):
+        factory = _REDLOCK
     else:
-        factory = _DATABASE if isinstance(source, URL | Engine) or is_async_engine(source) else _REDLOCK
+        raise TypeError(
+            "what grants leases is made of a URL, an engine of SQLAlchemy or clients of redis-py, and not of "
+            f"{type(source).__name__}"
+        )
     module, _, name = factory.partition(":")
     made: Authority = getattr(importlib.import_module(module), name)(source, **options)
     return made

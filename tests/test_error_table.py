@@ -25,6 +25,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 import fencelock
 from fencelock import (
     CommitInDoubtError,
+    Database,
     FencedModel,
     FencelockError,
     Lease,
@@ -280,6 +281,17 @@ def find_blank_nodes(stage: Stage) -> None:
         session.add(Note(id=1))
 
 
+def find_no_lease_table(stage: Stage) -> None:
+    """Ask a database for a lease whose migrations are missing."""
+    if stage.engine.dialect.name == "sqlite":
+        pytest.skip("a file of SQLite makes its table itself")
+    with (
+        Database(stage.engine) as granting,
+        fenced_transaction(stage.engine, "account:1", authority=granting) as session,
+    ):
+        session.add(Note(id=1))
+
+
 def find_another_fleet(stage: Stage) -> None:
     """Ask some of the nodes, as if they were all."""
     with (
@@ -395,6 +407,7 @@ PROVOKED: Final[dict[str, tuple[Callable[[Stage], None], ...]]] = {
     "LockTimeoutError": (time_out,),
     "QuorumError": (find_no_quorum,),
     "NodesNotInitialisedError": (find_blank_nodes,),
+    "LeaseTableMissingError": (find_no_lease_table,),
     "MembershipError": (find_another_fleet,),
     "AuthorityError": (configure_nothing,),
     "NotHeldError": (release_what_is_not_held,),

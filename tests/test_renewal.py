@@ -24,7 +24,7 @@ from fencelock._holds import Hold
 from fencelock.authority.base import Grant
 from fencelock.embedded import Nodes
 from fencelock.errors import LockLostError, QuorumError
-from fencelock.renewal import Agenda, first_look, for_thread, tend
+from fencelock.renewal import Agenda, Renewable, first_look, for_thread, tend
 from tests.polling import IMPATIENT, eventually
 from tests.redlock.stage import NODE_KEY
 
@@ -605,7 +605,7 @@ class Clockwork:
     def tend(self, answer: Callable[[Grant, float], object]) -> list[Callable[[], object]]:
         """Let the hold be looked at; `answer` is the authority."""
 
-        def plan(_hold: Hold, at: float, _interval: float) -> None:
+        def plan(_hold: Renewable, at: float, _interval: float) -> None:
             self.planned.append(at - self.now)
 
         steps = tend([self.hold], lambda: self.now, plan)
@@ -653,7 +653,7 @@ def test_agenda_looks_at_nothing_early_and_forgets_what_is_struck() -> None:
     """Steps round up, by less than a sixteenth of the interval; a hold that is gone is passed over."""
     agenda, chance = Agenda(), random.Random(1)
     works = [Clockwork(ttl=8.0) for _ in range(200)]
-    wanted = {}
+    wanted: dict[Renewable, float] = {}
     for work in works:
         at = chance.uniform(0.0, 10.0)
         wanted[work.hold] = at

@@ -21,6 +21,7 @@ from fencelock import (
     AsyncLock,
     AuthorityError,
     CommitInDoubtError,
+    Database,
     FencedDataclassModel,
     FencedLock,
     FencedModel,
@@ -29,6 +30,7 @@ from fencelock import (
     FencelockError,
     GuardEvent,
     Lease,
+    LeaseTableMissingError,
     LockError,
     LockLostError,
     LockTimeoutError,
@@ -60,6 +62,7 @@ from fencelock import (
     fenced_update,
     gate,
     gate_async,
+    lease_table,
     on_claim,
     on_stale,
     on_unfenced,
@@ -268,16 +271,30 @@ def errors() -> dict[str, list[type[FencelockError]]]:
         print(error.table, error.identity)
     return {
         "lock": [LockError, LockLostError, NotHeldError],
-        "authority": [AuthorityError, NodesNotInitialisedError, MembershipError],
+        "authority": [AuthorityError, NodesNotInitialisedError, MembershipError, LeaseTableMissingError],
         "fence": [FenceError, UnfencedWriteError, AmbiguousFenceError, CommitInDoubtError],
     }
+
+
+def databases(engine: Engine) -> None:
+    """Have a database grant leases."""
+    assert_type(configure("sqlite:///shop.db"), Redlock | Database)
+    granting = configure(engine)
+    assert_type(granting, Database)
+    with Database("postgresql+psycopg://app@db/shop", schema="locks") as elsewhere:
+        assert_type(elsewhere.init(above=5), bool)
+        with elsewhere.lock("order:1", ttl=30, seal=engine) as token:
+            assert_type(token, int)
+    asyncio.run(granting.aio.init())
+    assert_type(lease_table(MetaData(), schema="locks"), Table)
 
 
 def main() -> None:
     """Configure, and go."""
     exit_on_signals()
     begin_immediate(create_engine("sqlite:///shop.db"))
-    quorum = configure("redis://r1:6379,redis://r2:6379,redis://r3:6379")
+    databases(create_engine("sqlite:///shop.db"))
+    quorum = configure(Redlock("redis://r1:6379,redis://r2:6379,redis://r3:6379"))
     assert_type(quorum, Redlock)
     by_hand(quorum)
     with_triggers(create_engine("sqlite://"))

@@ -11,6 +11,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import URL, Engine, StaticPool, create_engine, event, make_url
@@ -200,4 +201,4 @@ def _beside(url: URL) -> URL:
             f"leases need a file that all workers see: name that of the database, as in sqlite:///app.db, "
             f"and not {url.render_as_string()!r}"
         )
-    return url.set(database=os.path.abspath(path) + _LEASES, query={})
+    return url.set(database=str(Path(path).absolute()) + _LEASES, query={})

@@ -20,7 +20,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 from sqlalchemy import URL, Connection, Engine, MetaData, inspect
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from fencelock._checks import check_ttl
 from fencelock._databases import error_number, is_busy, sqlstate
@@ -36,6 +37,7 @@ from fencelock.errors import (
     LeaseTableMissingError,
     LockLostError,
     LockTimeoutError,
+    QuorumError,
 )
 from fencelock.token import COUNTER_BITS, MAX_TOKEN, epoch_above
 
@@ -203,8 +205,9 @@ class Database(Stepped):
 
         Raises:
             LockTimeoutError: another holder had one of them until the timeout.
-            LeaseTableMissingError: the database has no table of leases.
-            AuthorityError: the database cannot be used, or answers too slowly for the ttl.
+            QuorumError: the database does not answer.
+            LeaseTableMissingError: it has no table of leases.
+            AuthorityError: it refuses, or answers too slowly for the ttl.
             ValueError: `fair`, which a database does not know.
         """
         if fair:
@@ -335,17 +338,20 @@ class Database(Stepped):
                     raise self._explained(error) from error
                 if again is not None:
                     again.append(error)
-            except SQLAlchemyError as error:
+            except (SQLAlchemyError, OSError) as error:  # asyncpg says OSError where nothing listens
                 raise self._explained(error) from error
 
-    def _explained(self, error: SQLAlchemyError) -> AuthorityError:
+    def _explained(self, error: Exception) -> AuthorityError:
         if isinstance(error, DBAPIError) and _lacks_table(error):
             return LeaseTableMissingError(
                 f"{self._shown} has no table {self._table}, where leases are kept: write "
                 f"op.create_lease_table() in a migration, or type once: fencelock init {self._shown}"
             )
         said = str(error.orig if isinstance(error, DBAPIError) else error).strip() or type(error).__name__
-        return AuthorityError(f"{self._shown} could not decide: {said.splitlines()[0]}")
+        said = said.splitlines()[0]
+        if _is_away(error):
+            return QuorumError(f"{self._shown} did not answer: {said}", nodes={self._shown: said})
+        return AuthorityError(f"{self._shown} refuses: {said}")
 
     # What is done on a connection.
 
@@ -546,6 +552,13 @@ def _is_in_doubt(error: BaseException) -> bool:
     """Tell whether what was sent may have been done all the same."""
     cause = error.__cause__
     return isinstance(cause, DBAPIError) and cause.connection_invalidated
+
+
+def _is_away(error: Exception) -> bool:
+    """Tell whether the database may answer later."""
+    if isinstance(error, DBAPIError):
+        return error.connection_invalidated or is_busy(error) or isinstance(error, OperationalError)
+    return isinstance(error, OSError | PoolTimeoutError)
 
 
 def _lacks_table(error: DBAPIError) -> bool:

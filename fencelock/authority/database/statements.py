@@ -62,9 +62,11 @@ SQLITE_SET_UP: Final = (
     f"PRAGMA busy_timeout = {_PATIENCE * 1000}",
     "PRAGMA journal_mode = WAL",
     "PRAGMA synchronous = FULL",
-    f"CREATE TABLE IF NOT EXISTS {LEASE_TABLE} (resource TEXT PRIMARY KEY,"
-    " token INTEGER NOT NULL CHECK (typeof(token) = 'integer'), nonce TEXT, expires_at TEXT, holder TEXT,"
-    " since TEXT, incarnation INTEGER)",
+    (
+        f"CREATE TABLE IF NOT EXISTS {LEASE_TABLE} (resource TEXT PRIMARY KEY, "
+        "token INTEGER NOT NULL CHECK (typeof(token) = 'integer'), nonce TEXT, expires_at TEXT, holder TEXT, "
+        "since TEXT, incarnation INTEGER)"
+    ),
 )
 _NOTED: Final = "COALESCE((SELECT token FROM {table} AS m WHERE m.resource = ''), 0)"
 _DIALECTS: Final[dict[str, dict[str, str]]] = {
@@ -157,8 +159,8 @@ def statements(dialect: str, table: str = LEASE_TABLE, *, timeline: str = "") ->
     noted = _NOTED.format(**words)
     begin = f"{noted} + ({words['timeline']} - 1) * {1 << COUNTER_BITS}"
     words["floor"] = f"{begin} + {words['milliseconds']}"
-    of_grant = "resource IN :resources AND nonce IN :nonces"
-    held = "resource = :resource AND nonce = :nonce"
+    words["of_grants"] = "resource IN :resources AND nonce IN :nonces"
+    words["held"] = "resource = :resource AND nonce = :nonce"
 
     def said(template: str, *expanding: str) -> TextClause:
         clause = text(template.format(**words))
@@ -170,16 +172,16 @@ def statements(dialect: str, table: str = LEASE_TABLE, *, timeline: str = "") ->
             "SELECT CASE WHEN nonce IS NOT NULL THEN {left} END FROM {table} WHERE resource = :resource"
         ),
         extend=said(
-            "UPDATE {table} SET expires_at = {later}(expires_at, {until}) WHERE " + of_grant,
+            "UPDATE {table} SET expires_at = {later}(expires_at, {until}) WHERE {of_grants}",
             "resources",
             "nonces",
         ),
-        ours=said("SELECT resource, nonce FROM {table} WHERE " + of_grant, "resources", "nonces"),
+        ours=said("SELECT resource, nonce FROM {table} WHERE {of_grants}", "resources", "nonces"),
         remint=said(
-            "UPDATE {table} SET token = token + 1, expires_at = {later}(expires_at, {until}) WHERE " + held
+            "UPDATE {table} SET token = token + 1, expires_at = {later}(expires_at, {until}) WHERE {held}"
         ),
-        token=said("SELECT token FROM {table} WHERE " + held),
-        release=said("UPDATE {table} SET nonce = NULL WHERE " + held),
+        token=said("SELECT token FROM {table} WHERE {held}"),
+        release=said("UPDATE {table} SET nonce = NULL WHERE {held}"),
         begin=text(f"SELECT {noted}, {begin}"),
         note=said(_NOTES[dialect]),
     )
