@@ -96,6 +96,8 @@ MAKERS: Final = _BLOCKING | _ASYNCIO
 BLOCKING: Final = tuple(f"{name}, blocking" for name in _BLOCKING)
 ASYNCIO: Final = tuple(f"{name}, asyncio" for name in MAKERS)
 EVERYWHERE: Final = (*BLOCKING, *ASYNCIO)
+#: One server of each sort, in blocking code.
+EACH_SORT: Final = tuple(name for name in BLOCKING if not name.startswith("one-node"))
 #: Each server in each world, by one driver: drivers for one server say the same to it. The others are for
 #: what drivers do differently: connections, threads, cancellations, the types of values.
 EACH_SERVER: Final = (

@@ -81,7 +81,7 @@ def contend(face: Face, habits: Habits, seed: int, seconds: float) -> list[Entry
     return journal
 
 
-def race(stage: Stage, habits: Habits, seconds: float = 0.5) -> list[Entry]:
+def race(stage: Stage, habits: Habits, seconds: float = 0.4) -> list[Entry]:
     """Have three clients contend, two threads of each; return the journal of all."""
     faces = [stage.new() for _ in range(3)] * 2
     journals = together(

@@ -27,7 +27,7 @@ def test_tokens_are_unique_and_leases_exclusive(stage: Stage) -> None:
     journal = race(stage, Habits())
     assert_unique(journal)
     assert_exclusive(journal)
-    assert len(journal) > 20, "too few were granted to show anything"
+    assert len(journal) > 10, "too few were granted to show anything"
 
 
 @pytest.mark.parametrize("stage", EVERYWHERE, indirect=True)
@@ -36,7 +36,7 @@ def test_tokens_follow_real_time(stage: Stage) -> None:
     journal = race(stage, Habits(resources=("hot",), ttl=0.02, abandoned=0.5))
     assert_unique(journal)
     assert_in_order(journal)
-    assert len(journal) > 10, "too few were granted to show anything"
+    assert len(journal) > 5, "too few were granted to show anything"
 
 
 @pytest.mark.parametrize("stage", ASYNCIO, indirect=True)
