@@ -11,7 +11,7 @@ import pytest
 
 from fencelock.authority.base import Grant
 from fencelock.errors import AuthorityError, FencelockError, LockLostError
-from tests.authorities.faces import Face, is_free_soon, is_held
+from tests.authorities.faces import Face, acquire_briefly, is_free_soon, is_held
 from tests.authorities.kinds import EVERYWHERE
 from tests.authorities.stage import Stage, together
 
@@ -112,7 +112,7 @@ def test_a_lease_that_is_extended_again_and_again_is_kept(stage: Stage) -> None:
 def test_many_are_extended_at_once_and_each_is_told_its_own(stage: Stage) -> None:
     """Of 1,200 some were released, some taken over, some are of several resources; the order is kept."""
     mine, other = stage.new(), stage.new()
-    lost = {3: mine.acquire("lost3", ttl=0.1), 777: mine.acquire("lost777", "beside", ttl=0.1)}
+    lost = {3: acquire_briefly(mine, "lost3"), 777: acquire_briefly(mine, "lost777", "beside")}
     released = {
         0: mine.acquire("gone0"),
         555: mine.acquire("gone555", "gone too"),

@@ -58,7 +58,6 @@ def test_the_suite_finds_out_that_it_keeps_a_part(naive: Stage) -> None:
     [
         test_waiting.test_one_try_is_refused_at_once,
         test_waiting.test_who_waits_is_refused_at_the_timeout,
-        test_waiting.test_who_waits_is_granted_what_expires,
         test_waiting.test_several_are_released_and_extended_as_one,
         test_leases.test_every_name_is_a_resource_of_its_own,
         test_leases.test_an_extension_keeps_the_token_and_moves_the_end,

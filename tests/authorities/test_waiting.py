@@ -9,7 +9,7 @@ import time
 import pytest
 
 from fencelock.errors import LockTimeoutError
-from tests.authorities.faces import Face, is_free_soon, is_held
+from tests.authorities.faces import Face, acquire_briefly, is_free_soon, is_held
 from tests.authorities.kinds import ASYNCIO, EVERYWHERE
 from tests.authorities.stage import Stage, in_one_loop, together
 
@@ -32,8 +32,8 @@ def test_one_try_is_granted_what_is_free(stage: Stage) -> None:
     mine, other = stage.new(), stage.new()
     for client in (mine, other, mine):
         assert client.release(client.acquire("r", timeout=0)) is True
-    abandoned = mine.acquire("r", ttl=0.1, timeout=0)
-    time.sleep(0.15)
+    abandoned = acquire_briefly(mine, "r")
+    time.sleep(max(0.0, abandoned.expires_at + 0.1 - time.monotonic()))
     assert other.acquire("r", timeout=0).tokens[0] > abandoned.tokens[0]
 
 
