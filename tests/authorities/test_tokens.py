@@ -127,7 +127,7 @@ def test_remint_is_for_all_resources_or_none(stage: Stage) -> None:
 def test_an_expired_lease_is_granted_to_another(stage: Stage) -> None:
     """With a larger token, and not before its end; then its old holder can neither release nor extend."""
     mine, other, third = stage.new(), stage.new(), stage.new()
-    old = mine.acquire("r", ttl=0.2)
+    old = acquire_briefly(mine, "r")
     new = other.acquire("r")
     assert time.monotonic() >= old.expires_at
     assert new.tokens[0] > old.tokens[0]
