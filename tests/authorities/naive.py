@@ -1,0 +1,144 @@
+"""Authorities as they are often written, which break their promises: the suite must find that out."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from fencelock.authority.base import Grant, Wish
+from fencelock.errors import FencelockError, LockTimeoutError
+from tests.authorities.faces import AsyncClient, Client
+
+
+class Naive:
+    """Leases in a table: looked at in one transaction, taken in another, given back by whoever asks.
+
+    Args:
+        path: of the SQLite database, which has the table already: see `create`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @staticmethod
+    def create(path: Path) -> None:
+        """Make the table."""
+        with closing(sqlite3.connect(path)) as connection, connection:
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("CREATE TABLE leases (resource TEXT PRIMARY KEY, token INT, expires_at REAL)")
+
+    @property
+    def aio(self) -> AsyncClient:
+        """There is none: one world is enough to fail in."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Do nothing: each statement has a connection of its own."""
+
+    def acquire(
+        self,
+        resources: tuple[str, ...],
+        *,
+        ttl: float,
+        timeout: float | None,
+        fair: bool = False,
+        above: tuple[int, ...] = (),
+    ) -> Grant:
+        """Take one after the other, and keep those before the one that is refused."""
+        del fair, above
+        until = time.monotonic() + (3600.0 if timeout is None else timeout)
+        tokens = tuple(self._acquire_one(resource, ttl, until) for resource in resources)
+        return Grant(resources, tokens, time.monotonic() + ttl, None)
+
+    def _acquire_one(self, resource: str, ttl: float, until: float) -> int:
+        while (left := self._left(resource)) > 0:
+            if time.monotonic() >= until:
+                raise LockTimeoutError(f"{resource} is held", holder_ttl=left)
+            time.sleep(0.01)
+        return self._take(resource, ttl)
+
+    def _left(self, resource: str) -> float:
+        found = self._execute("SELECT expires_at FROM leases WHERE resource = ?", resource)
+        return found[0][0] - time.time() if found else 0.0
+
+    def _take(self, resource: str, ttl: float) -> int:
+        found = self._execute("SELECT MAX(token) FROM leases WHERE resource = ?", resource)
+        token = (found[0][0] or 0) + 1
+        time.sleep(0.001)  # what a network does
+        self._execute("REPLACE INTO leases VALUES (?, ?, ?)", resource, token, time.time() + ttl)
+        return token
+
+    def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
+        """Move the ends, whoever holds the leases."""
+        return [self._extend(grant, ttl) for grant, ttl in wishes]
+
+    def _extend(self, grant: Grant, ttl: float) -> Grant:
+        for resource in grant.resources:
+            self._execute("UPDATE leases SET expires_at = ? WHERE resource = ?", time.time() + ttl, resource)
+        return Grant(grant.resources, grant.tokens, time.monotonic() + ttl, None)
+
+    def remint(self, grant: Grant, ttl: float) -> Grant:
+        """Take the resources once more, whoever holds them."""
+        tokens = tuple(self._take(resource, ttl) for resource in grant.resources)
+        return Grant(grant.resources, tokens, time.monotonic() + ttl, None)
+
+    def release(self, grant: Grant) -> bool | None:
+        """Have the leases end, whoever holds them."""
+        for resource in grant.resources:
+            self._execute("UPDATE leases SET expires_at = 0 WHERE resource = ?", resource)
+        return True
+
+    def _execute(self, statement: str, *values: object) -> list[Any]:
+        with closing(sqlite3.connect(self._path, timeout=20.0)) as connection, connection:
+            return connection.execute(statement, values).fetchall()
+
+
+class _ForgetfulTasks:
+    """What `Forgetful` offers to coroutines."""
+
+    def __init__(self, inner: AsyncClient) -> None:
+        self._inner = inner
+        self.extend_many = inner.extend_many
+        self.remint = inner.remint
+        self.close = inner.close
+
+    async def acquire(
+        self,
+        resources: tuple[str, ...],
+        *,
+        ttl: float,
+        timeout: float | None,  # noqa: ASYNC109 - as every authority has it
+        fair: bool = False,
+        above: tuple[int, ...] = (),
+    ) -> Grant:
+        """Acquire, and then wait once more, without a thought for what is held already."""
+        grant = await self._inner.acquire(resources, ttl=ttl, timeout=timeout, fair=fair, above=above)
+        await asyncio.sleep(0)
+        return grant
+
+    async def release(self, grant: Grant) -> bool | None:
+        """Wait before the release is sent, and send nothing where that is cancelled."""
+        await asyncio.sleep(0)
+        return await self._inner.release(grant)
+
+
+class Forgetful:
+    """A sound authority, behind a layer that forgets what it holds where a task is cancelled."""
+
+    def __init__(self, inner: Client) -> None:
+        self.acquire = inner.acquire
+        self.extend_many = inner.extend_many
+        self.remint = inner.remint
+        self.release = inner.release
+        self.close = inner.close
+        self._tasks = _ForgetfulTasks(inner.aio)
+
+    @property
+    def aio(self) -> AsyncClient:
+        """The part that forgets."""
+        return self._tasks

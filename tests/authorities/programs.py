@@ -1,0 +1,229 @@
+"""Programs for child processes: signal handlers that strike at any moment, and forks.
+
+`python -m tests.authorities.programs NAME URL` runs one, and the last line that it prints is JSON.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import random
+import re
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, Final
+
+import fencelock
+from fencelock.authority.base import Grant
+from fencelock.errors import FencelockError
+from tests.authorities.faces import AsyncFace, BlockingFace, Client, Face, Loop, is_free_soon, is_held
+
+#: Seconds after which a program that hangs says where; a forked child, which cannot, ends without a word.
+_HUNG: Final = 25
+_HUNG_CHILD: Final = 5
+
+
+class SoftTimeLimitError(Exception):
+    """What a task queue raises in its handler; drivers that catch every Exception catch it too."""
+
+
+class _Alarm:
+    """A signal handler that raises once, as Ctrl-C does or as a task queue does."""
+
+    def __init__(self) -> None:
+        self.armed = False
+        self.kind: type[BaseException] = KeyboardInterrupt
+        signal.signal(signal.SIGALRM, self._strike)
+
+    def _strike(self, *_: object) -> None:
+        if self.armed:
+            self.armed = False
+            raise self.kind
+
+    def set(self, seconds: float, kind: type[BaseException]) -> None:
+        """Strike in so many seconds."""
+        self.kind = kind
+        self.armed = True
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    def clear(self) -> None:
+        """Strike no more."""
+        self.armed = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def interrupt(url: str, seconds: float = 1.2) -> dict[str, Any]:
+    """Acquire and release while a handler raises; tell what is not free soon after an interruption."""
+    authority, other, alarm = fencelock.configure(url), BlockingFace(fencelock.configure(url)), _Alarm()
+    kinds = (KeyboardInterrupt, SoftTimeLimitError)
+    dice = random.Random(1)
+    is_free_soon(other, "warm")
+    authority.release(authority.acquire(("warm",), ttl=30.0, timeout=5.0))
+    longest = 1.5 * _seconds_of(authority)
+    interrupted, left, odd = 0, list[str](), list[str]()
+    until = time.monotonic() + seconds
+    number = 0
+    while time.monotonic() < until:
+        number += 1
+        name, again, kind = f"n{number}", f"n{number} too", kinds[number % 2]
+        names = (name, again) if number % 3 == 0 else (name,)
+        grant: Grant | None = None
+        try:
+            alarm.set(dice.random() * longest + 1e-5, kind)
+            # Written out, for behind a call with `*` a handler may strike before the answer is kept.
+            grant = authority.acquire(names, ttl=30.0, timeout=5.0)
+            authority.release(grant)
+            alarm.clear()
+        except kinds:
+            interrupted += 1
+            if grant is not None:
+                # It may have struck before the first line of `release`: whoever holds a lock asks again.
+                authority.release(grant)
+            if not is_free_soon(other, *names):
+                left.append(name)
+        except Exception as error:  # noqa: BLE001 - told, and the test fails
+            odd.append(_told(error))
+            if grant is not None:
+                authority.release(grant)
+            if not is_free_soon(other, *names):
+                left.append(name)
+        alarm.clear()
+    works = is_free_soon(BlockingFace(authority), "afterwards")
+    return {"interrupted": interrupted, "left": left, "odd": _counted(odd), "works": works}
+
+
+def _told(error: BaseException) -> str:
+    """Return what was raised, and in the midst of what."""
+    behind = error.__cause__ or error.__context__
+    said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return f"{said}\n  behind {_told(behind)}" if behind is not None else said
+
+
+def _seconds_of(authority: Client) -> float:
+    began = time.monotonic()
+    for _ in range(5):
+        authority.release(authority.acquire(("warm",), ttl=30.0, timeout=5.0))
+    return (time.monotonic() - began) / 5
+
+
+def lock_in_handlers(url: str, seconds: float = 1.2) -> dict[str, Any]:
+    """Lock in a handler that strikes while the same authority acquires, extends, mints anew and releases."""
+    authority = fencelock.configure(url)
+    dice, rounds, odd, took = random.Random(2), 0, list[str](), list[float]()
+    longest = max(0.001, _seconds_of(authority))
+
+    def lock_too(*_: object) -> None:
+        began = time.monotonic()
+        try:
+            grant = authority.acquire((f"handler{len(took)}",), ttl=5.0, timeout=5.0)
+            authority.release(grant)
+        except FencelockError as error:
+            odd.append(f"in the handler: {_told(error)}")
+        took.append(time.monotonic() - began)
+        signal.setitimer(signal.ITIMER_REAL, dice.random() * longest * 3 + 1e-5)
+
+    signal.signal(signal.SIGALRM, lock_too)
+    signal.setitimer(signal.ITIMER_REAL, 0.001)
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        rounds += 1
+        try:
+            grant = authority.acquire((f"body{rounds}", f"body{rounds} too"), ttl=20.0, timeout=5.0)
+            (said,) = authority.extend_many([(grant, 30.0)])
+            if not isinstance(said, Grant):
+                raise said
+            if authority.release(authority.remint(said, 30.0)) is not True:
+                odd.append("it was held, and could not be released")
+        except FencelockError as error:
+            odd.append(f"behind the handler: {_told(error)}")
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    return {"handled": len(took), "rounds": rounds, "odd": _counted(odd), "longest": max(took)}
+
+
+def _counted(odd: list[str]) -> list[str]:
+    """Return each once, with how often it occurred, whatever numbers stand in it."""
+    odd = [re.sub(r"[0-9a-f]*[0-9][0-9a-f]*", "#", each) for each in odd]
+    return [f"{odd.count(each)} times {each}" for each in sorted(set(odd), key=odd.count)]
+
+
+def fork_blocking(url: str) -> dict[str, Any]:
+    """Fork in blocking code."""
+    return _fork(BlockingFace, url)
+
+
+def fork_asyncio(url: str) -> dict[str, Any]:
+    """Fork a process with a loop in another thread; the child has a loop of its own."""
+    return _fork(lambda client: AsyncFace(client, Loop()), url)
+
+
+def _fork(look_at: Callable[[Client], Face], url: str) -> dict[str, Any]:
+    """Use one authority in a parent and two children at once: one exits at once, one as Python does."""
+    faulthandler.cancel_dump_traceback_later()  # a child would wait for its thread at its end
+    signal.alarm(_HUNG)
+    authority = fencelock.configure(url)
+    mine = look_at(authority)
+    other = look_at(fencelock.configure(url))
+    held = mine.acquire("parent", ttl=30.0)
+    is_free_soon(other, "warm")
+    children = {}
+    for number in range(2):
+        reader, writer = os.pipe()
+        if not (child := os.fork()):
+            _be_a_child(look_at(authority), number, writer)
+            if number:
+                sys.exit(0)  # closes what it thinks is its own
+            os._exit(0)
+        os.close(writer)
+        children[child] = reader
+    parent = _use(mine, "ours")
+    told = []
+    for child, reader in children.items():
+        with os.fdopen(reader) as lines:
+            told.append(json.loads(lines.read() or '"it hung"'))
+        os.waitpid(child, 0)
+    (said,) = mine.extend_many([(held, 30.0)])
+    return {
+        "parent": parent,
+        "children": told,
+        "extended": isinstance(said, Grant),
+        "stays held": is_held(other, "parent"),
+        "goes on": _use(mine, "ours"),
+        "released": mine.release(held),
+        "free": is_free_soon(other, "parent"),
+    }
+
+
+def _be_a_child(face: Face, number: int, writer: int) -> None:
+    """Tell through a pipe what a forked child gets."""
+    signal.alarm(_HUNG_CHILD)
+    try:
+        told: Any = {"refused": is_held(face, "parent"), "used": _use(face, f"child{number}")}
+    except BaseException:  # noqa: BLE001 - the parent tells
+        told = traceback.format_exc()
+    os.write(writer, json.dumps(told).encode())
+    os.close(writer)
+
+
+def _use(face: Face, name: str, rounds: int = 30) -> bool:
+    """Acquire and release some times; tell whether each answer was the one to that question."""
+    tokens = []
+    for number in range(rounds):
+        resource = f"{name}{number % 3}"
+        grant = face.acquire(resource, ttl=20.0, timeout=5.0)
+        tokens.append(grant.tokens[0])
+        if grant.resources != (resource,) or face.release(grant) is not True:
+            return False
+    return all(tokens[place] > tokens[place - 3] for place in range(3, rounds))
+
+
+PROGRAMS: Final = {
+    program.__name__: program for program in (interrupt, lock_in_handlers, fork_blocking, fork_asyncio)
+}
+
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(_HUNG, exit=True)
+    print(json.dumps(PROGRAMS[sys.argv[1]](sys.argv[2])))  # noqa: T201 - that is how it tells

@@ -1,0 +1,323 @@
+"""A task is cancelled wherever it waits: nothing stays behind, and the next task is none the wiser."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import types
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+import pytest
+
+from fencelock.authority.base import Grant
+from fencelock.errors import LockTimeoutError
+from tests.authorities.faces import AsyncClient, Client
+from tests.authorities.kinds import ASYNCIO
+from tests.authorities.stage import Stage, in_one_loop
+
+pytestmark = pytest.mark.parametrize("stage", ASYNCIO, indirect=True)
+
+#: More often than that, no operation is suspended.
+_MOST: Final = 300
+
+
+@dataclass(slots=True)
+class Stroke:
+    """Where a task is cancelled.
+
+    Attributes:
+        number: at which of its suspensions, from 0.
+        late: when what it waits for has happened and the task has not heard of it yet; else, at once.
+        passed: how many suspensions there have been.
+        struck: whether it came so far.
+    """
+
+    number: int
+    late: bool = False
+    passed: int = 0
+    struck: bool = False
+
+    def pass_by(self, waits_for: asyncio.Future[Any] | None) -> None:
+        """Count a suspension of the running task, and cancel it if that is the one."""
+        task = asyncio.current_task()
+        assert task is not None
+        if self.passed == self.number:
+            self.struck = True
+            if not self.late:
+                task.cancel()
+            elif waits_for is None:
+                asyncio.get_running_loop().call_soon(task.cancel)
+            else:
+                waits_for.add_done_callback(lambda _: task.cancel())  # before the one that wakes the task
+        self.passed += 1
+
+
+@types.coroutine
+def _counting(steps: Coroutine[Any, Any, Any], stroke: Stroke) -> Generator[Any, Any, Any]:
+    """Drive a coroutine to its end, and tell the stroke of each suspension."""
+    error: BaseException | None = None
+    while True:
+        try:
+            waits_for = steps.send(None) if error is None else steps.throw(error)
+        except StopIteration as end:
+            return end.value
+        stroke.pass_by(waits_for)
+        error = None
+        try:
+            yield waits_for
+        except BaseException as caught:  # noqa: BLE001 - the coroutine gets it
+            error = caught
+
+
+async def strike(operation: Coroutine[Any, Any, Any], stroke: Stroke) -> Any:
+    """Run an operation as a task that is cancelled; return None then, else what it returned."""
+
+    async def count() -> Any:
+        return await _counting(operation, stroke)
+
+    task = asyncio.create_task(count())
+    await asyncio.wait([task], timeout=20.0)
+    assert task.done(), f"hangs after {stroke}"
+    if stroke.struck:
+        assert task.cancelled(), f"{task} goes on after {stroke}"
+        return None
+    return task.result()
+
+
+async def is_free(client: AsyncClient, resource: str) -> bool:
+    """Tell whether a resource is granted within two seconds."""
+    with suppress(LockTimeoutError):
+        return await client.release(await client.acquire((resource,), ttl=5.0, timeout=2.0)) is True
+    return False
+
+
+class Bystander:
+    """Another client, and what it finds left behind."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._client = stage.new_client().aio
+        self.left: list[tuple[str, Stroke]] = []
+        self.strokes = 0
+
+    async def look(self, resource: str, stroke: Stroke) -> None:
+        """Note a resource that is not free in time."""
+        self.strokes += stroke.struck
+        if not await is_free(self._client, resource):
+            self.left.append((resource, stroke))
+
+
+async def at_every_await(
+    bystander: Bystander,
+    prepare: Callable[[str], Awaitable[Any]],
+    operate: Callable[[str, Any], Coroutine[Any, Any, Any]],
+    clean_up: Callable[[Any, Any], Awaitable[object]],
+) -> None:
+    """Cancel an operation at its first suspension, at its second …, until it ends before that comes.
+
+    Args:
+        bystander: looks at each resource after that.
+        prepare: makes what the operation needs, for a resource that is new each time.
+        operate: the operation.
+        clean_up: does what the caller of a cancelled operation has to do, and that of a complete one.
+    """
+    for late in (False, True):
+        for number in range(_MOST):
+            stroke, resource = Stroke(number, late), f"r{late:d}.{number}"
+            prepared = await prepare(resource)
+            result = await strike(operate(resource, prepared), stroke)
+            await clean_up(prepared, result)
+            await bystander.look(resource, stroke)
+            assert not bystander.left
+            if not stroke.struck:
+                break
+        else:
+            raise AssertionError("never ends")
+    assert bystander.strokes >= 2
+
+
+async def _nothing(*_: object) -> None:
+    """Do nothing."""
+
+
+def test_a_cancelled_acquisition_leaves_nothing(stage: Stage) -> None:
+    """Of a free resource, by a client that is connected already."""
+    client, bystander = stage.new_client().aio, Bystander(stage)
+
+    async def acquire(resource: str, _: object) -> Grant:
+        return await client.acquire((resource,), ttl=30.0, timeout=5.0)
+
+    async def release(_: object, grant: Grant | None) -> None:
+        if grant is not None:
+            assert await client.release(grant) is True
+
+    async def main() -> None:
+        await is_free(client, "warm")
+        await at_every_await(bystander, _nothing, acquire, release)
+        assert await is_free(client, "afterwards")
+
+    stage.run(main())
+
+
+def test_a_cancelled_first_acquisition_leaves_nothing(stage: Stage) -> None:
+    """The client connects for it, each time anew; and works when it is asked again."""
+    bystander = Bystander(stage)
+
+    async def make(_: str) -> Client:
+        return stage.kind.make()
+
+    async def acquire(resource: str, client: Client) -> Grant:
+        return await client.aio.acquire((resource, f"{resource} too"), ttl=30.0, timeout=5.0)
+
+    async def close(client: Client, grant: Grant | None) -> None:
+        if grant is not None:
+            assert await client.aio.release(grant) is True
+        assert await is_free(client.aio, "afterwards")
+        await client.aio.close()
+        client.close()
+
+    stage.run(at_every_await(bystander, make, acquire, close))
+
+
+def test_a_cancelled_wait_leaves_nothing(stage: Stage) -> None:
+    """Before the resource is released, at that moment, and just after it has been granted."""
+    holder, client, bystander = stage.new_client().aio, stage.new_client().aio, Bystander(stage)
+
+    async def wait(number: int, late: bool) -> None:
+        stroke, resource = Stroke(number, late), f"r{late:d}.{number}"
+        held = await holder.acquire((resource,), ttl=30.0, timeout=5.0)
+        waiting = client.acquire((resource,), ttl=30.0, timeout=20.0)
+        task = asyncio.create_task(strike(waiting, stroke))
+        await asyncio.sleep(0.02 * (number % 5))
+        assert await holder.release(held) is True
+        granted = await task
+        if granted is not None:
+            assert await client.release(granted) is True
+        await bystander.look(resource, stroke)
+
+    async def main() -> None:
+        await is_free(client, "warm")
+        await in_one_loop(*(wait(number, late) for number in range(12) for late in (False, True)))
+        assert not bystander.left
+        assert bystander.strokes > 2
+        assert await is_free(client, "afterwards")
+
+    stage.run(main())
+
+
+def test_a_cancelled_release_takes_place(stage: Stage) -> None:
+    """All the same, wherever it is cancelled."""
+    client, bystander = stage.new_client().aio, Bystander(stage)
+
+    async def acquire(resource: str) -> Grant:
+        return await client.acquire((resource,), ttl=30.0, timeout=5.0)
+
+    async def release(_: str, grant: Grant) -> bool | None:
+        return await client.release(grant)
+
+    async def main() -> None:
+        await at_every_await(bystander, acquire, release, _nothing)
+        assert await is_free(client, "afterwards")
+
+    stage.run(main())
+
+
+def test_a_cancelled_remint_leaves_nothing(stage: Stage) -> None:
+    """Nothing but the old grant, at most: once the caller has released that, the resource is free."""
+    client, bystander = stage.new_client().aio, Bystander(stage)
+
+    async def acquire(resource: str) -> Grant:
+        return await client.acquire((resource,), ttl=30.0, timeout=5.0)
+
+    async def remint(_: str, grant: Grant) -> Grant:
+        return await client.remint(grant, 30.0)
+
+    async def release(old: Grant, new: Grant | None) -> None:
+        await client.release(new or old)
+
+    async def main() -> None:
+        await at_every_await(bystander, acquire, remint, release)
+        assert await is_free(client, "afterwards")
+
+    stage.run(main())
+
+
+def test_a_cancelled_extension_leaves_the_grant(stage: Stage) -> None:
+    """The caller still holds it, and its release frees the resource."""
+    client, bystander = stage.new_client().aio, Bystander(stage)
+
+    async def acquire(resource: str) -> Grant:
+        return await client.acquire((resource,), ttl=20.0, timeout=5.0)
+
+    async def extend(_: str, grant: Grant) -> Any:
+        return await client.extend_many([(grant, 30.0)])
+
+    async def release(grant: Grant, _: object) -> None:
+        assert await client.release(grant) is True
+
+    async def main() -> None:
+        await at_every_await(bystander, acquire, extend, release)
+        assert await is_free(client, "afterwards")
+
+    stage.run(main())
+
+
+def test_many_cancelled_at_once_leave_the_client_whole(stage: Stage) -> None:
+    """Connections that were given up do not run out, and none answers the question of another."""
+    client, bystander = stage.new_client().aio, Bystander(stage)
+
+    async def acquire(number: int) -> Stroke:
+        stroke = Stroke(number % 4, late=number % 3 == 0)
+        granted = await strike(client.acquire((f"r{number}",), ttl=30.0, timeout=10.0), stroke)
+        if granted is not None:
+            assert granted.resources == (f"r{number}",)
+            assert await client.release(granted) is True
+        return stroke
+
+    async def main() -> None:
+        strokes = await in_one_loop(*(acquire(number) for number in range(60)))
+        for number, stroke in enumerate(strokes):
+            await bystander.look(f"r{number}", stroke)
+        assert not bystander.left
+        for number in range(30):
+            grant = await client.acquire((f"r{number}",), ttl=30.0, timeout=5.0)
+            assert await client.release(grant) is True
+
+    stage.run(main())
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_loop_that_has_ended_disturbs_no_other(stage: Stage) -> None:
+    """A client serves one `asyncio.run` after another, also where one ends in the midst of an acquisition."""
+    client, other = stage.kind.make(), stage.new()
+
+    async def use(resource: str) -> int:
+        grant = await client.aio.acquire((resource,), ttl=30.0, timeout=5.0)
+        assert await client.aio.release(grant) is True
+        return grant.tokens[0]
+
+    async def leave_in_the_midst() -> None:
+        for number in range(3):
+            task = asyncio.create_task(use(f"midst{number}"))
+            for _ in range(number):
+                await asyncio.sleep(0)
+            assert not task.done()
+
+    tokens = [asyncio.run(use("r"))]
+    asyncio.run(leave_in_the_midst())
+    gc.collect()
+    tokens += [asyncio.run(use("r")), asyncio.run(use("r"))]
+    assert tokens == sorted(set(tokens))
+
+    async def close() -> None:
+        await client.aio.close()
+        await client.aio.close()
+        await use("r")
+        await client.aio.close()
+
+    asyncio.run(close())
+    client.close()
+    gc.collect()
+    assert other.release(other.acquire("r", timeout=0)) is True

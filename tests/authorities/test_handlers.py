@@ -1,0 +1,29 @@
+"""Signal handlers that strike at any moment, each in a process of its own: see `programs`."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.authorities.children import run
+from tests.authorities.kinds import EACH_SORT
+from tests.authorities.stage import Stage
+
+
+@pytest.mark.parametrize("stage", EACH_SORT, indirect=True)
+def test_nothing_is_left_of_what_a_handler_interrupts(stage: Stage) -> None:
+    """What it raises comes out unchanged; two seconds later, at most, the resource is free."""
+    said = run("interrupt", stage.kind.url)
+    assert not said["odd"], "\n".join(said["odd"])
+    assert said["left"] == []
+    assert said["works"]
+    assert said["interrupted"] > 5
+
+
+@pytest.mark.parametrize("stage", EACH_SORT, indirect=True)
+def test_a_handler_may_use_the_authority_that_it_interrupts(stage: Stage) -> None:
+    """It waits for nothing that it has interrupted, and spoils nothing of it."""
+    said = run("lock_in_handlers", stage.kind.url)
+    assert not said["odd"], "\n".join(said["odd"])
+    assert said["longest"] < 0.9, "the handler waits for what it has interrupted until that is given up"
+    assert said["handled"] > 5
+    assert said["rounds"] > 2

@@ -1,0 +1,244 @@
+"""What a lease is of, and how long it lasts: names, extensions, the limits of a ttl, closing."""
+
+from __future__ import annotations
+
+import time
+import unicodedata
+from itertools import chain
+from typing import Final
+
+import pytest
+
+from fencelock.authority.base import Grant
+from fencelock.errors import AuthorityError, FencelockError, LockLostError
+from tests.authorities.faces import Face, acquire_briefly, is_free_soon, is_held
+from tests.authorities.kinds import EVERYWHERE
+from tests.authorities.stage import Stage, together
+
+#: Names that some database, collation, driver or key format takes for one another, or for something else.
+NAMES: Final = (
+    *("a", "A", "á", "Á", "ä", "ae", "æ", "ß", "ss", "ẞ", "\u0131", "i", "I", "İ", "\u212a", "k", "K"),
+    *(unicodedata.normalize(form, "Zoë") for form in ("NFC", "NFD")),
+    *("a\u200b", "a\u00ad", "a-", "a_", "aa", "a a", "a  a"),
+    *("'", "''", '"', "`", "%", "%%", "%s", "%(name)s", "_", "?", ":name", ":", "::", "a:b", "a:b:", ":a"),
+    *("\\", "\\\\", "\\n", "\\'", "{a}", "{}", "{{a}}", "*", "[a]", "a*", "$1", "$$", ";", "--", "#"),
+    *("0", "00", "0.0", "1", "1e0", "null", "NULL", "true", "/", "a/b", "../a", "a\\b", "&", "=", "+", "<a>"),
+    *("😀", "😁", "👩\u200d💻", "👩", "\U0001d41a", "\U0010ffff", "\uffff", "日本", "日本語", "\uff41"),
+    *("x" * 255, "x" * 254 + "y", "é" * 255, "😀" * 255, "😀" * 254 + "😁"),
+)
+
+#: Some databases compare without the blanks at the end; a lock refuses such names by itself.
+BLANKS: Final = ("b", "b ", "b  ", "b\u00a0", " b", "\u3000b")
+
+MANY: Final = 1200
+
+
+@pytest.mark.parametrize("stage", EVERYWHERE, indirect=True)
+def test_every_name_is_a_resource_of_its_own(stage: Stage) -> None:
+    """No two names are one, to the last character; each is granted, refused to others, and given back."""
+    mine, other = stage.new(), stage.new()
+    assert len(set(NAMES)) == len(NAMES)
+    grants = {name: mine.acquire(name, timeout=0) for name in NAMES}
+    free = [name for name in NAMES if not is_held(other, name)]
+    assert not free
+    kept = mine.extend_many([(grant, 30.0) for grant in grants.values()])
+    assert [grant.resources for grant in kept if isinstance(grant, Grant)] == [(name,) for name in NAMES]
+    for name, grant in grants.items():
+        assert mine.release(grant) is True, name
+    together_again = other.acquire(*NAMES)
+    assert together_again.resources == NAMES
+    rising = zip(together_again.tokens, grants.values(), strict=True)
+    assert all(token > grant.tokens[0] for token, grant in rising)
+    assert other.release(together_again) is True
+
+
+def test_blanks_at_an_end_count(stage: Stage) -> None:
+    """Each name with blanks is a resource of its own, too."""
+    mine = stage.new()
+    grants = [mine.acquire(name, timeout=0) for name in BLANKS]
+    assert [mine.release(grant) for grant in grants] == [True] * len(BLANKS)
+
+
+def test_an_extension_keeps_the_token_and_moves_the_end(stage: Stage) -> None:
+    """Others are refused beyond the end that the lease had at first, until it is released."""
+    mine, other = stage.new(), stage.new()
+    first = mine.acquire("r", ttl=0.3)
+    asked = time.monotonic()
+    (second,) = mine.extend_many([(first, 10.0)])
+    assert isinstance(second, Grant), second
+    assert (second.resources, second.tokens) == (first.resources, first.tokens)
+    assert first.expires_at < asked + 9.0 < second.expires_at < time.monotonic() + 10.0
+    time.sleep(max(0.0, first.expires_at + 0.1 - time.monotonic()))
+    assert is_held(other, "r")
+    assert mine.release(second) is True
+    assert is_free_soon(other, "r")
+
+
+def test_the_grant_from_before_an_extension_still_releases(stage: Stage) -> None:
+    """Who extends and is interrupted knows the older grant only."""
+    mine, other = stage.new(), stage.new()
+    first = mine.acquire("r", ttl=1.0)
+    mine.extend_many([(first, 20.0)])
+    assert mine.release(first) is True
+    assert is_free_soon(other, "r")
+
+
+def test_an_extension_never_shortens(stage: Stage) -> None:
+    """The end that others were told of stays, and so does what keeps them out."""
+    mine, other = stage.new(), stage.new()
+    first = mine.acquire("r", ttl=10.0)
+    (second,) = mine.extend_many([(first, 0.1)])
+    assert isinstance(second, Grant), second
+    assert second.expires_at >= first.expires_at
+    time.sleep(0.25)
+    assert is_held(other, "r")
+    assert mine.release(second) is True
+
+
+def test_a_lease_that_is_extended_again_and_again_is_kept(stage: Stage) -> None:
+    """Each time for a little longer than until the next."""
+    mine, other = stage.new(), stage.new()
+    grant = mine.acquire("r", ttl=0.3)
+    for _ in range(4):
+        time.sleep(0.08)
+        (said,) = mine.extend_many([(grant, 0.3)])
+        assert isinstance(said, Grant), said
+        assert said.expires_at > grant.expires_at
+        grant = said
+        assert is_held(other, "r")
+    assert is_free_soon(other, "r"), "it lasts for longer than it was extended for"
+
+
+def test_many_are_extended_at_once_and_each_is_told_its_own(stage: Stage) -> None:
+    """Of 1,200 some were released, some taken over, some are of several resources; the order is kept."""
+    mine, other = stage.new(), stage.new()
+    lost = {3: acquire_briefly(mine, "lost3"), 777: acquire_briefly(mine, "lost777", "beside")}
+    released = {
+        0: mine.acquire("gone0"),
+        555: mine.acquire("gone555", "gone too"),
+        MANY - 1: mine.acquire("gone"),
+    }
+    for grant in released.values():
+        assert mine.release(grant) is True
+    taken = [other.acquire("lost3"), other.acquire("beside")]
+    grants = _many(mine, MANY)
+    pairs = {100: mine.acquire("first", "second", ttl=20.0)}
+    ended = lost | released
+    for number, grant in (ended | pairs).items():
+        mine.release(grants[number])
+        grants[number] = grant
+    began = time.monotonic()
+    said = mine.extend_many([(grant, 50.0) for grant in grants])
+    assert time.monotonic() - began < 10.0
+    assert [number for number, each in enumerate(said) if isinstance(each, FencelockError)] == sorted(ended)
+    for number, (grant, outcome) in enumerate(zip(grants, said, strict=True)):
+        if number in ended:
+            assert isinstance(outcome, LockLostError), number
+        else:
+            assert isinstance(outcome, Grant), number
+            assert (outcome.resources, outcome.tokens) == (grant.resources, grant.tokens), number
+            assert outcome.expires_at > began + 48.0
+    assert is_held(mine, "lost3")
+    assert mine.release(lost[777]) is not True
+    assert is_free_soon(other, "lost777")
+    assert is_held(mine, "beside")
+    assert [other.release(grant) for grant in taken] == [True, True]
+
+
+def _many(face: Face, count: int) -> list[Grant]:
+    """Return so many grants, in the order of their names; three threads ask for them."""
+
+    def take(part: int) -> list[Grant]:
+        return [face.acquire(f"many{number}", ttl=30.0) for number in range(part, count, 3)]
+
+    parts = together(*(lambda part=part: take(part) for part in range(3)))
+    return list(chain.from_iterable(zip(*parts, strict=True)))
+
+
+def test_nothing_is_extended_where_nothing_is_asked(stage: Stage) -> None:
+    """An empty list is answered by an empty list."""
+    assert stage.new().extend_many([]) == []
+
+
+@pytest.mark.parametrize("ttl", [0.01, 0.05])
+def test_the_shortest_leases_end(stage: Stage, ttl: float) -> None:
+    """They are granted or refused in plain words, and keep others out for no longer than they last."""
+    mine, other = stage.new(), stage.new()
+    assert is_free_soon(mine, "warm")
+    try:
+        grant = mine.acquire("r", ttl=ttl)
+    except (ValueError, FencelockError) as error:
+        assert str(error)  # noqa: PT017 - either outcome will do
+    else:
+        assert grant.expires_at < time.monotonic() + ttl
+    assert is_free_soon(other, "r", seconds=1.0)
+
+
+def test_a_day_is_granted_or_refused_in_plain_words(stage: Stage) -> None:
+    """Where it is too long, nothing is held, and an extension for a day changes nothing."""
+    mine, other = stage.new(), stage.new()
+    day = 86_400.0
+    try:
+        grant = mine.acquire("day", ttl=day)
+    except ValueError as error:
+        assert "ttl" in str(error)  # noqa: PT017 - either outcome will do
+        assert is_free_soon(other, "day")
+    else:
+        assert day * 0.98 < grant.expires_at - time.monotonic() < day
+        assert is_held(other, "day")
+        assert mine.release(grant) is True
+    grant = mine.acquire("r")
+    try:
+        (said,) = mine.extend_many([(grant, day)])
+    except ValueError as error:
+        assert "ttl" in str(error)  # noqa: PT017 - either outcome will do
+    else:
+        assert isinstance(said, Grant), said
+        assert said.expires_at > time.monotonic() + day * 0.98
+    assert is_held(other, "r")
+    assert mine.release(grant) is True
+
+
+@pytest.mark.parametrize("stage", EVERYWHERE, indirect=True)
+def test_closing_twice_and_going_on(stage: Stage) -> None:
+    """What is used again connects again; what was held before is still held, extended and released."""
+    mine, other = stage.new(), stage.new()
+    grant = mine.acquire("r")
+    mine.close()
+    mine.close()
+    assert is_held(other, "r")
+    (said,) = mine.extend_many([(grant, 30.0)])
+    assert isinstance(said, Grant), said
+    assert mine.acquire("s").tokens
+    mine.close()
+    assert is_held(mine, "r")
+    assert mine.release(said) is True
+    assert is_free_soon(other, "r")
+
+
+def test_closing_what_was_never_used(stage: Stage) -> None:
+    """It does nothing, twice."""
+    unused = stage.new()
+    unused.close()
+    unused.close()
+    assert is_free_soon(unused, "r")
+
+
+@pytest.mark.parametrize(
+    ("stage", "blocking"),
+    [
+        ("asyncpg, asyncio", "postgresql+psycopg://"),
+        ("psycopg_async, asyncio", "postgresql+psycopg://"),
+        ("aiomysql, asyncio", "mysql+pymysql://"),
+        ("asyncmy, asyncio", "mysql+pymysql://"),
+        ("aiosqlite, asyncio", "sqlite:///"),
+    ],
+    indirect=["stage"],
+)
+def test_a_driver_for_asyncio_refuses_blocking_code(stage: Stage, blocking: str) -> None:
+    """The error names the URL that serves it, and coroutines are served all the same."""
+    client = stage.new_client()
+    with pytest.raises((AuthorityError, TypeError)) as caught:
+        client.acquire(("r",), ttl=5.0, timeout=0)
+    assert blocking in str(caught.value)
+    assert is_free_soon(stage.new(), "r")

@@ -1,0 +1,87 @@
+"""The suite finds out a naive authority: each of these promises is one that it breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fencelock import Redlock
+from fencelock.embedded import Nodes
+from tests.authorities import test_cancellation, test_leases, test_tokens, test_waiting
+from tests.authorities.kinds import Kind
+from tests.authorities.naive import Forgetful, Naive
+from tests.authorities.stage import Stage
+
+#: What `pytest.raises` raises where nothing was raised.
+_DID_NOT_RAISE = pytest.fail.Exception
+
+
+@pytest.fixture
+def naive(tmp_path: Path) -> Stage:
+    """The naive authority, in blocking code."""
+    path = tmp_path / "naive.sqlite"
+    Naive.create(path)
+    return Stage(Kind("naive", lambda: Naive(path), ""), "blocking")
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        test_tokens.test_tokens_are_unique_and_leases_exclusive,
+        test_tokens.test_tokens_follow_real_time,
+        test_tokens.test_remint_of_a_lost_grant_is_refused,
+        test_tokens.test_remint_is_for_all_resources_or_none,
+        test_tokens.test_an_expired_lease_is_granted_to_another,
+        test_tokens.test_remint_is_refused_where_another_came_between,
+        test_tokens.test_remint_of_a_released_grant_is_refused,
+        test_tokens.test_the_second_release_returns_false,
+        test_tokens.test_a_token_exceeds_what_the_storage_has_seen,
+        test_leases.test_an_extension_never_shortens,
+    ],
+)
+def test_the_suite_finds_it_out(naive: Stage, check: Callable[[Stage], None]) -> None:
+    """With a failed assertion, or an error that did not come."""
+    with naive, pytest.raises((AssertionError, _DID_NOT_RAISE)):
+        check(naive)
+
+
+def test_the_suite_finds_out_that_it_keeps_a_part(naive: Stage) -> None:
+    """Where the first of several is free, and another is not."""
+    with naive, pytest.raises((AssertionError, _DID_NOT_RAISE)):
+        test_waiting.test_a_refusal_leaves_nothing_of_the_others(naive, 2)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        test_waiting.test_one_try_is_refused_at_once,
+        test_waiting.test_who_waits_is_refused_at_the_timeout,
+        test_waiting.test_several_are_released_and_extended_as_one,
+        test_leases.test_every_name_is_a_resource_of_its_own,
+        test_leases.test_an_extension_keeps_the_token_and_moves_the_end,
+        test_leases.test_closing_twice_and_going_on,
+    ],
+)
+def test_what_it_keeps_is_not_held_against_it(naive: Stage, check: Callable[[Stage], None]) -> None:
+    """A suite that failed on everything would show nothing."""
+    with naive:
+        check(naive)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        test_cancellation.test_a_cancelled_acquisition_leaves_nothing,
+        test_cancellation.test_a_cancelled_release_takes_place,
+    ],
+)
+def test_the_suite_finds_out_what_a_cancellation_leaves(nodes: Nodes, check: Callable[[Stage], None]) -> None:
+    """One suspension where nothing is given back is enough."""
+    urls = nodes.urls[:1]
+    with Redlock(urls) as first:
+        first.init(base=0)
+    kind = Kind("forgetful", lambda: Forgetful(Redlock(urls)), "")
+    with Stage(kind, "asyncio") as stage, pytest.raises(AssertionError):
+        check(stage)
