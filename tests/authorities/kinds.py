@@ -98,6 +98,12 @@ ASYNCIO: Final = tuple(f"{name}, asyncio" for name in MAKERS)
 EVERYWHERE: Final = (*BLOCKING, *ASYNCIO)
 #: One server of each sort, in blocking code.
 EACH_SORT: Final = tuple(name for name in BLOCKING if not name.startswith("one-node"))
+#: One driver of each database in each world.
+EACH_DATABASE: Final = tuple(
+    name
+    for name in (*EACH_SORT, "asyncpg, asyncio", "aiomysql, asyncio", "aiosqlite, asyncio")
+    if not name.startswith("quorum")
+)
 #: Each server in each world, by one driver: drivers for one server say the same to it. The others are for
 #: what drivers do differently: connections, threads, cancellations, the types of values.
 EACH_SERVER: Final = (

@@ -129,10 +129,13 @@ def lock_in_handlers(url: str, seconds: float = 1.2) -> dict[str, Any]:
     signal.signal(signal.SIGALRM, lock_too)
     signal.setitimer(signal.ITIMER_REAL, 0.001)
     until = time.monotonic() + seconds
+    # A file of SQLite has one writer: a handler waits in vain for a transaction that it has interrupted.
+    several = not url.startswith("sqlite")
     while time.monotonic() < until:
         rounds += 1
         try:
-            grant = authority.acquire((f"body{rounds}", f"body{rounds} too"), ttl=20.0, timeout=5.0)
+            names = (f"body{rounds}", f"body{rounds} too")[: 1 + several]
+            grant = authority.acquire(names, ttl=20.0, timeout=5.0)
             (said,) = authority.extend_many([(grant, 30.0)])
             if not isinstance(said, Grant):
                 raise said

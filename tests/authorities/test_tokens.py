@@ -9,7 +9,7 @@ import pytest
 from fencelock.errors import AuthorityError, LockLostError
 from fencelock.token import MAX_TOKEN
 from tests.authorities.faces import acquire_briefly, is_free_soon, is_held
-from tests.authorities.kinds import ASYNCIO, EVERYWHERE
+from tests.authorities.kinds import ASYNCIO, EACH_DATABASE, EVERYWHERE
 from tests.authorities.race import (
     Habits,
     assert_exclusive,
@@ -92,6 +92,8 @@ def test_remint_of_a_lost_grant_is_refused(stage: Stage) -> None:
     assert other.release(taken) is True
 
 
+# Nodes grant anew what is free: their lock has looked at its clock before it asks.
+@pytest.mark.parametrize("stage", EACH_DATABASE, indirect=True)
 def test_remint_is_refused_where_another_came_between(stage: Stage) -> None:
     """Although that one has gone again, and the resource is free."""
     mine, other = stage.new(), stage.new()
@@ -102,6 +104,7 @@ def test_remint_is_refused_where_another_came_between(stage: Stage) -> None:
     assert is_free_soon(other, "r")
 
 
+@pytest.mark.parametrize("stage", EACH_DATABASE, indirect=True)
 def test_remint_of_a_released_grant_is_refused(stage: Stage) -> None:
     """It is over, though the resource is free; and another may have come and gone."""
     mine, other = stage.new(), stage.new()

@@ -9,13 +9,14 @@ import math
 import os
 import secrets
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from sqlalchemy import URL, Connection, Engine, MetaData, event, inspect
-from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError, StatementError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from fencelock._databases import SUPPORTED, is_busy, is_lost, lacks_table, sqlstate
@@ -65,6 +66,10 @@ class Work(NamedTuple):
 
 class _RefusedError(Exception):
     """Another holds one of the resources. Or fences were in the way of the seal: they are its arguments."""
+
+
+#: What comes out of work whose connection can still be used.
+_OURS: Final = (SQLAlchemyError, FencelockError, _RefusedError)
 
 
 class Database(Stepped):
@@ -210,9 +215,9 @@ class Database(Stepped):
         for resource, bound in sorted(bounds.items()):
             if bound >= MAX_TOKEN:
                 raise AuthorityError(f"no token is left above {bound}")
-            row = connection.execute(
-                self._says.acquire, {**asked, "resource": resource, "above": bound}
-            ).first()
+            its = {**asked, "resource": resource}
+            made = connection.execute(self._says.acquire, {**its, "above": bound})
+            row = made.first() if made.returns_rows else connection.execute(self._says.token, its).first()
             if row is None or row[1] != nonce:
                 raise _RefusedError
             tokens[resource] = row[0]
@@ -284,7 +289,7 @@ class Database(Stepped):
             return tokens
 
         began = time.monotonic()
-        tokens: dict[str, int] = yield from self._asking(Work(remint, atomic=True))
+        tokens: dict[str, int] = yield from self._asking(Work(remint, atomic=len(grant.resources) > 1))
         expires_at = max(grant.expires_at, validity(began, ttl))
         return replace(grant, tokens=tuple(map(tokens.__getitem__, grant.resources)), expires_at=expires_at)
 
@@ -348,6 +353,8 @@ class Database(Stepped):
                     raise self._explained(error) from error
                 if again is not None:
                     again.append(error)
+            except StatementError as error:  # what SQLAlchemy has made of an error of a signal handler
+                raise (error.orig or error) from None
             except (SQLAlchemyError, OSError) as error:  # asyncpg says OSError where nothing listens
                 raise self._explained(error) from error
         raise AssertionError  # the last one raises
@@ -376,8 +383,11 @@ class Database(Stepped):
             )
         if (engine := self._engine) is None:
             engine = self._engine = own_engine(self._connecting)
-        with engine.connect() as connection:
-            return self._work(connection, step)
+        try:
+            with engine.connect() as connection:
+                return self._work(connection, step)
+        except AssertionError as error:  # SQLAlchemy's, where a signal handler has struck in the midst of it
+            raise error.__context__ or error from None
 
     async def do_soon(self, step: Work) -> Any:
         """Do work, letting other tasks run."""
@@ -405,15 +415,25 @@ class Database(Stepped):
             self._start_over()
 
     def _work(self, connection: Connection, step: Work) -> Any:
-        if not step.atomic:
-            return step.body(connection)
-        connection.exec_driver_sql(self._says.begin)
         try:
+            for statement in self._says.begin if step.atomic else ():
+                connection.exec_driver_sql(statement)
             done = step.body(connection)
-            connection.exec_driver_sql("COMMIT")
-        except BaseException:
-            with contextlib.suppress(SQLAlchemyError):
-                connection.exec_driver_sql("ROLLBACK")
+            if step.atomic:
+                connection.exec_driver_sql("COMMIT")
+        except _OURS:
+            if step.atomic:
+                with contextlib.suppress(SQLAlchemyError):
+                    connection.exec_driver_sql("ROLLBACK")
+            raise
+        except (
+            BaseException
+        ) as error:  # of a signal handler, which may have struck in the midst of an exchange
+            traceback.clear_frames(
+                error.__traceback__
+            )  # of cursors, which would keep a file of SQLite locked
+            with contextlib.suppress(Exception):
+                connection.invalidate()
             raise
         return done
 

@@ -26,7 +26,6 @@ ON CONFLICT (resource) DO UPDATE SET
     token = CASE WHEN l.nonce = excluded.nonce THEN l.token ELSE {later}(l.token + 1, excluded.token) END,
     nonce = excluded.nonce, expires_at = excluded.expires_at, holder = excluded.holder, since = excluded.since
 WHERE l.nonce IS NULL OR l.expires_at <= {now} OR l.nonce = excluded.nonce
-RETURNING token, nonce
 """
 # MariaDB assigns from left to right, and later assignments see what the earlier ones have made.
 _ON_DUPLICATE_KEY: Final = """
@@ -45,7 +44,7 @@ RETURNING token, nonce
 """
 _WORDS: Final[dict[str, dict[str, str]]] = {
     "postgresql": {
-        "acquire": _UPSERT,
+        "acquire": _UPSERT + "RETURNING token, nonce",
         "begin": "BEGIN ISOLATION LEVEL READ COMMITTED",
         # What is granted must outlive a crash, whatever the server does by default.
         "settings": "set_config('lock_timeout', '1s', true) || CASE current_setting('synchronous_commit')"
@@ -59,7 +58,7 @@ _WORDS: Final[dict[str, dict[str, str]]] = {
     },
     "mysql": {
         "acquire": _ON_DUPLICATE_KEY,
-        "begin": "BEGIN",
+        "begin": "SET TRANSACTION ISOLATION LEVEL READ COMMITTED; BEGIN",
         "now": "UTC_TIMESTAMP(6)",
         "until": "UTC_TIMESTAMP(6) + INTERVAL :ttl SECOND",
         "left": "TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), expires_at) / 1e6",
@@ -67,7 +66,7 @@ _WORDS: Final[dict[str, dict[str, str]]] = {
         "milliseconds": "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)) DIV 1000",
     },
     "sqlite": {
-        "acquire": _UPSERT,
+        "acquire": _UPSERT,  # what it returned would keep the file locked until it is fetched
         "begin": "BEGIN IMMEDIATE",
         "settings": "1",
         "now": "strftime('%Y-%m-%d %H:%M:%f', 'now')",
@@ -115,8 +114,8 @@ class Statements:
             clause = text(template.format(**words))
             return clause.bindparams(*(bindparam(name, expanding=True) for name in lists))
 
-        self.begin = words["begin"]
-        #: Returns a row where it was written, and on MariaDB always. Ours is the nonce if the resource is.
+        self.begin = words["begin"].split("; ")
+        #: May return a row, with our nonce if the resource is ours. On SQLite it returns none.
         self.acquire = said(words["acquire"])
         #: For how many seconds the resource is still held; NULL, or no row, where it is free.
         self.left = said(
@@ -131,7 +130,7 @@ class Statements:
         self.remint = said(
             "UPDATE {table} SET token = token + 1, expires_at = {later}(expires_at, {until}) WHERE {held}"
         )
-        self.token = said("SELECT token FROM {table} WHERE {held}")
+        self.token = said("SELECT token, nonce FROM {table} WHERE {held}")
         self.release = said("UPDATE {table} SET nonce = NULL WHERE {held}")
         #: What the row of no resource notes, and above what tokens are minted now.
         self.floor = said("SELECT {noted}, {from}")
