@@ -108,7 +108,9 @@ class Places:
         with Database(url) as authority:
             authority.init()
         engine = create_engine(url)
-        with engine.connect() as connection:
+        with engine.begin() as connection:
+            if name in on_databases.TABLES:
+                connection.exec_driver_sql(on_databases.TABLES[name])
             numbers = connection.dialect.server_version_info or ()
         engine.dispose()
         self.urls[name] = url

@@ -21,6 +21,11 @@ from benchmarks.contenders import FENCELOCK, PATIENCE, TTL, AsyncLock, BlockingL
 
 POSTGRESQL, MARIADB, SQLITE = "PostgreSQL", "MariaDB", "SQLite"
 _TABLE = "CREATE TABLE IF NOT EXISTS bare_leases (resource VARCHAR(255) PRIMARY KEY, token BIGINT NOT NULL,"
+#: What makes the table of the bare statements, before the workers of any contender are there.
+TABLES = {
+    POSTGRESQL: f"{_TABLE} nonce VARCHAR(32), expires_at TIMESTAMPTZ) WITH (fillfactor = 70)",
+    MARIADB: f"{_TABLE} nonce VARCHAR(32), expires_at DATETIME(6))",
+}
 #: As SQLite has them by default; and what fencelock chooses, with which less is waited for.
 _DEFAULTS = ("PRAGMA journal_mode = DELETE", "PRAGMA synchronous = FULL")
 _WAL = ("PRAGMA journal_mode = WAL", "PRAGMA synchronous = FULL")
@@ -105,7 +110,6 @@ def _fetched(rows: Any) -> Any:
 def _two_statements(setting: Setting, *, is_prepared: bool = True) -> Callable[[str], BlockingLock]:
     threshold = {} if is_prepared else {"prepare_threshold": None}
     execute = _psycopg(setting, autocommit=True, **threshold).execute
-    execute(f"{_TABLE} nonce VARCHAR(32), expires_at TIMESTAMPTZ) WITH (fillfactor = 70)")
     acquire = (
         "INSERT INTO bare_leases AS l (resource, token, nonce, expires_at) VALUES (%s, 1, %s, now() + %s *"
         " interval '1 second') ON CONFLICT (resource) DO UPDATE SET token = l.token + 1,"
@@ -123,7 +127,6 @@ def _for_update(setting: Setting) -> Callable[[str], BlockingLock]:
     connection = _psycopg(setting)
 
     def make_lock(resource: str) -> BlockingLock:
-        connection.execute(f"{_TABLE} nonce VARCHAR(32), expires_at TIMESTAMPTZ) WITH (fillfactor = 70)")
         row = "INSERT INTO bare_leases (resource, token) VALUES (%s, 1) ON CONFLICT DO NOTHING"
         connection.execute(row, (resource,))
         connection.commit()
@@ -200,7 +203,6 @@ def _pymysql(setting: Setting, **options: Any) -> Any:
 
 def _two_statements_mariadb(setting: Setting) -> Callable[[str], BlockingLock]:
     cursor = _pymysql(setting, autocommit=True).cursor()
-    cursor.execute(f"{_TABLE} nonce VARCHAR(32), expires_at DATETIME(6))")
     acquire = (
         "INSERT INTO bare_leases (resource, token, nonce, expires_at) VALUES (%s, 1, %s, UTC_TIMESTAMP(6) +"
         " INTERVAL %s SECOND) ON DUPLICATE KEY UPDATE token = token + (nonce IS NULL),"
@@ -223,7 +225,6 @@ def _for_update_mariadb(setting: Setting) -> Callable[[str], BlockingLock]:
     cursor = connection.cursor()
 
     def make_lock(resource: str) -> BlockingLock:
-        cursor.execute(f"{_TABLE} nonce VARCHAR(32), expires_at DATETIME(6))")
         cursor.execute("INSERT IGNORE INTO bare_leases (resource, token) VALUES (%s, 1)", (resource,))
         connection.commit()
         locking = "SELECT token FROM bare_leases WHERE resource = %s FOR UPDATE"
