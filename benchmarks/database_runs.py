@@ -31,7 +31,7 @@ _NAIVE = (
 
 def trials(stack: ExitStack) -> Iterator[Trial]:
     """Yield the runs; databases that they need go with the stack."""
-    databases = {"PostgreSQL": ("postgresql",), "SQLite": ("sqlite",)}
+    databases: dict[str, tuple[str, ...]] = {"PostgreSQL": ("postgresql",), "SQLite": ("sqlite",)}
     if (url := mariadb(stack)) is None:
         print("MariaDB does not take part: no server answers")
     else:

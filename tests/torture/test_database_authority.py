@@ -13,8 +13,10 @@ from sqlalchemy import Connection, NullPool, create_engine, inspect, text
 from sqlalchemy.exc import DBAPIError
 from typer.testing import CliRunner
 
+from fencelock import Database
 from fencelock.cli import app
 from fencelock.embedded import Postgres
+from fencelock.errors import LockTimeoutError
 from fencelock.torture.checker import Rule
 from fencelock.torture.history import Outcome
 from fencelock.torture.lease_connections import LeaseConnections
@@ -101,13 +103,16 @@ def test_without_the_guard_updates_are_lost(tmp_path: Path) -> None:
 @pytest.mark.parametrize("database_url", ["sqlite", "postgresql", "mariadb"], indirect=True)
 def test_leases_of_the_user_are_left_alone(database_url: str, tmp_path: Path) -> None:
     """A database that has granted leases is refused, and its table stays."""
-    assert CliRunner().invoke(app, ["init", database_url]).exit_code == 0
+    with Database(database_url) as authority:
+        authority.init()
+        authority.acquire(("r0",), ttl=60, timeout=0)
     output = tmp_path / "out"
     options = ["--authority", "database", "--database", database_url, "--yes", "--output", str(output)]
     result = CliRunner().invoke(app, ["torture", *options])
     assert result.exit_code == 2
     assert "the database has a table of leases, which is yours" in result.stderr
-    assert CliRunner().invoke(app, ["init", database_url]).exit_code == 0
+    with Database(database_url) as authority, pytest.raises(LockTimeoutError):
+        authority.acquire(("r0",), ttl=60, timeout=0)
 
 
 def is_there(connection: Connection) -> bool:
