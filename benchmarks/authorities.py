@@ -64,12 +64,12 @@ _MEANING = """\
   releases, each a transaction of its own. fencelock sends the same number. The difference is SQLAlchemy, the
   pool, a new nonce, an end that no clock can move, and what an acquisition does when it is interrupted.
   psycopg prepares statements that are used often; fencelock does not, so that PgBouncer may stand between.
-- **Advisory locks, GET_LOCK, FOR UPDATE** write nothing to the disk. They give no token, and they hold a
-  connection, mostly with an open transaction, for as long as the lock is held. A holder that hangs has
-  them until its connection ends.
+- **Advisory locks and GET_LOCK** write nothing, so that no disk is waited for. `SELECT … FOR UPDATE` waits
+  once, or not at all, where two statements wait twice. None of them gives a token. All of them occupy a
+  connection for as long as the lock is held, and a holder that hangs keeps the lock until that ends.
 - **Hand-overs**: locks of the server wake up the next in line. fencelock looks again after a pause that
-  grows from 10 ms to half a second, as mithril-locks does in its way. So hand-overs are fewer, and the
-  longest wait is longer: fencelock's leases are for work that takes longer than a few milliseconds.
+  grows from 10 ms to half a second. So hand-overs are fewer, and the longest wait is longer. fencelock's
+  leases are for work that takes longer than a few milliseconds.
 - **SQLite** waits for the disk once for each transaction in WAL mode, and more often without."""
 
 #: What is to be reached: at least this share of the rate of another.
