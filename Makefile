@@ -9,7 +9,7 @@ RETRIES ?= --seconds 600
 VENV := .venv$(if $(filter-out 2.1,$(SQLALCHEMY)),-sqlalchemy-$(SQLALCHEMY))
 RUN := $(VENV)/bin/
 
-.PHONY: help demo check test test-sqlalchemy lint bench bench-guard simulate torture retries spec spec-long clean
+.PHONY: help demo check test test-sqlalchemy lint bench bench-guard bench-authorities simulate torture torture-databases retries spec spec-long clean
 
 help:
 	@echo "make demo       watch a stale writer being turned away by a real database (under a minute)"
@@ -19,8 +19,10 @@ help:
 	@echo "make lint       ruff and mypy --strict"
 	@echo "make bench      locks beside their peers, hung nodes, a million resources; writes docs/benchmarks.md (11 minutes on a quiet machine)"
 	@echo "make bench-guard  the guard beside its alternatives, on four databases; writes docs/guard-benchmarks.md (ten minutes on a quiet machine)"
+	@echo "make bench-authorities  databases that grant leases beside their peers and bare statements; writes docs/authority-benchmarks.md (six minutes)"
 	@echo "make simulate   the shipped algorithm with everything going wrong, seed by seed until Ctrl-C (SIMULATE='--seeds 1000', '--replay 62 --nodes 3')"
 	@echo "make torture    a million acquisitions while everything breaks, and controls that must fail; writes docs/long-run.md (half an hour)"
+	@echo "make torture-databases  the same over each database that grants leases, in short, and its controls (five minutes)"
 	@echo "make retries    orders are paid by the retry policy of docs/errors.md while everything breaks, and a control that must fail (ten minutes; RETRIES='--seconds 60')"
 	@echo "make spec       check the model of the protocol: every schedule of its bounds, every rule left out (five minutes; g++; CHECK=--write puts the results into spec/README.md)"
 	@echo "make spec-long  the same with larger bounds (hours, 12 GB)"
@@ -66,11 +68,17 @@ bench: $(VENV)/bench-installed
 bench-guard: $(VENV)/bench-installed
 	$(RUN)python -m benchmarks.guard --docs docs
 
+bench-authorities: $(VENV)/bench-installed
+	$(RUN)python -m benchmarks.authorities --docs docs
+
 simulate: $(VENV)/installed
 	@$(RUN)python -m tests.simulation $(SIMULATE)
 
 torture: $(VENV)/bench-installed
 	$(RUN)python -m benchmarks.long_run --folder runs --docs docs
+
+torture-databases: $(VENV)/bench-installed
+	$(RUN)python -m benchmarks.database_runs
 
 retries: $(VENV)/installed
 	@$(RUN)python -m tests.retries $(RETRIES)

@@ -1,4 +1,4 @@
-"""Where the cases of `benchmarks.locks` take place: nodes, workers for the contenders, and the report."""
+"""Where cases take place: servers, workers for the contenders, and the report."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Arena:
     """Where it takes place.
 
     Attributes:
-        nodes: all of them.
+        urls: of the servers.
         console: where progress is shown.
         rounds: how many there are of each case.
         seconds: that the turn of a contender lasts.
@@ -41,18 +41,12 @@ class Arena:
         report: what has been found so far.
     """
 
-    nodes: Nodes
+    urls: Sequence[str]
     console: Console
     rounds: int
     seconds: float
     homes: Homes
     report: Report = field(default_factory=lambda: Report("Measured: locks", PREAMBLE))
-
-    def initialise(self) -> None:
-        """Initialise the nodes, for those who use one, three or all of them."""
-        for count in (1, 3, NODES):
-            with Redlock(self.nodes.urls[:count], namespace=namespace_of(count)) as authority:
-                authority.init()
 
     def hire(
         self,
@@ -65,7 +59,7 @@ class Arena:
         tasks: int = 1,
     ) -> list[Worker]:
         """Start workers, which end with the stack; none, and a line about it, where it is not installed."""
-        setting = Setting(self.nodes.urls[: contender.nodes], waiting, node_timeout, tasks)
+        setting = Setting(self.urls[: contender.nodes], waiting, node_timeout, tasks)
         try:
             program = self.homes.program(contender)
         except NotInstalledError as error:
@@ -103,6 +97,28 @@ class Arena:
         self.console.print(section.table())
 
 
+@dataclass(slots=True)
+class NodesArena(Arena):
+    """Where the cases of `benchmarks.locks` take place.
+
+    Attributes:
+        nodes: whose URLs the others are.
+    """
+
+    nodes: Nodes = field(kw_only=True)
+
+    def initialise(self) -> None:
+        """Initialise the nodes, for those who use one, three or all of them."""
+        for count in (1, 3, NODES):
+            with Redlock(self.nodes.urls[:count], namespace=namespace_of(count)) as authority:
+                authority.init()
+
+
+def ratios(ones: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Return the ratio of each round."""
+    return [one / other for one, other in zip(ones, others, strict=True)]
+
+
 def median_ratio(ones: Sequence[float], others: Sequence[float]) -> float:
     """Return the median of the ratios of each round, so that a slow moment of the machine cancels out."""
-    return statistics.median(one / other for one, other in zip(ones, others, strict=True))
+    return statistics.median(ratios(ones, others))

@@ -208,7 +208,7 @@ def _pottery(setting: Setting) -> Callable[[str], Any]:
     return lambda resource: module.Redlock(key=resource, masters=clients, auto_release_time=TTL)
 
 
-class _AskedFor:
+class AskedFor:
     """A lock that is got from one function and given back to another."""
 
     __slots__ = ("_got", "_lock", "_unlock", "_waiting")
@@ -234,7 +234,7 @@ def _redlock_py(setting: Setting) -> Callable[[str], BlockingLock]:
     manager = importlib.import_module("redlock").Redlock(_clients(setting))
 
     def make_lock(resource: str) -> BlockingLock:
-        return _AskedFor(lambda: manager.lock(resource, TTL * 1000), manager.unlock, waiting=setting.waiting)
+        return AskedFor(lambda: manager.lock(resource, TTL * 1000), manager.unlock, waiting=setting.waiting)
 
     return make_lock
 
@@ -244,7 +244,7 @@ def _redlock(setting: Setting) -> Callable[[str], BlockingLock]:
 
     def make_lock(resource: str) -> BlockingLock:
         lock = factory.create_lock(resource, ttl=TTL * 1000)
-        return _AskedFor(lock.acquire, lambda _: lock.release(), waiting=setting.waiting)
+        return AskedFor(lock.acquire, lambda _: lock.release(), waiting=setting.waiting)
 
     return make_lock
 
@@ -256,7 +256,7 @@ def _redlock_ng(setting: Setting) -> Callable[[str], BlockingLock]:
         def lock() -> Any:
             return redlock.acquire(resource, TTL * 1000, blocking=setting.waiting)
 
-        return _AskedFor(lock, redlock.release, waiting=setting.waiting)
+        return AskedFor(lock, redlock.release, waiting=setting.waiting)
 
     return make_lock
 
@@ -268,10 +268,6 @@ def _redlock_ng_config(setting: Setting) -> Any:
 
 
 def _mithril(setting: Setting) -> Callable[[str], BlockingLock]:
-    structlog = importlib.import_module("structlog")
-    quiet = structlog.make_filtering_bound_logger(logging.ERROR)
-    structlog.configure(wrapper_class=quiet, cache_logger_on_first_use=True)
-    mithril = importlib.import_module("mithril")
     backends = importlib.import_module("mithril.backends._redlock")
     fencing = importlib.import_module("mithril._fencing")
     clients = _clients(setting)
@@ -281,6 +277,15 @@ def _mithril(setting: Setting) -> Callable[[str], BlockingLock]:
     backend = backends.RedlockBackend(
         backends.RedlockConfig(instances=clients, fencing_provider=provider, **limits)
     )
+    return mithril_locks(backend, setting)
+
+
+def mithril_locks(backend: Any, setting: Setting) -> Callable[[str], BlockingLock]:
+    """Return what makes locks of mithril-locks, with its log off."""
+    structlog = importlib.import_module("structlog")
+    quiet = structlog.make_filtering_bound_logger(logging.ERROR)
+    structlog.configure(wrapper_class=quiet, cache_logger_on_first_use=True)
+    mithril = importlib.import_module("mithril")
     timeout = PATIENCE if setting.waiting else 0
     return lambda resource: _Anew(  # its objects are for one use
         lambda: mithril.Lock(resource, backend=backend, ttl=TTL, timeout=timeout)
@@ -294,7 +299,7 @@ def _sequential(setting: Setting) -> Callable[[str], BlockingLock]:
         def unlock(nonce: str) -> None:
             redlock.release(resource, nonce)
 
-        return _AskedFor(lambda: redlock.acquire(resource, TTL), unlock, waiting=setting.waiting)
+        return AskedFor(lambda: redlock.acquire(resource, TTL), unlock, waiting=setting.waiting)
 
     return make_lock
 
@@ -392,8 +397,3 @@ ALL = (
     *(REDIS_PY, REDIS_PY_SINGLE, REDIS_PY_HASTY),
     *(*OURS, ANEW, *OURS_ASYNCIO, BARE_AUTHORITY, *REDLOCKS, *REDLOCKS_ASYNCIO),
 )
-
-
-def find(key: str) -> Contender:
-    """Return the contender with a key."""
-    return next(contender for contender in ALL if contender.key == key)

@@ -220,10 +220,10 @@ class Servers:
                 self._postgres = self._stack.enter_context(Postgres())
             url = make_url(self._postgres.create_database())
             return url.set(drivername=name) if "+" in name else url
-        return _mariadb(self._stack) if name == "mariadb" else make_url(name)
+        return mariadb(self._stack) if name == "mariadb" else make_url(name)
 
 
-def _mariadb(stack: ExitStack) -> URL | None:
+def mariadb(stack: ExitStack) -> URL | None:
     """Return the URL of an empty database, which goes with the stack."""
     server = make_url(os.environ.get("FENCELOCK_TEST_MARIADB_URL", _MARIADB)).set(database="")
     engine = create_engine(server, isolation_level="AUTOCOMMIT")

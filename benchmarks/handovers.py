@@ -1,4 +1,4 @@
-"""The case of `benchmarks.locks` in which processes all want one resource, over and over.
+"""The case in which processes all want one resource, over and over.
 
 A *hand-over* is an acquisition by another process than the one before. A lock that its last holder takes
 back at once, past everybody who waits, may make many acquisitions and hardly any hand-overs; so both are
@@ -70,20 +70,25 @@ def contend(arena: Arena) -> None:
         *(*contenders.OURS, contenders.REDIS_PY, contenders.REDIS_PY_HASTY, contenders.PYTHON_REDIS_LOCK),
         *(*contenders.REDLOCKS, contenders.NODE_REDLOCK),
     )
+    ranked = measure(arena, "hand-overs", entered)
+    arena.add(_section_of(ranked), _goals(ranked))
+
+
+def measure(arena: Arena, name: str, entered: Sequence[Contender]) -> list[Relay]:
+    """Let all of them contend, in turns; return the results, the fastest first."""
     with ExitStack() as stack:
         teams = {one: arena.hire(one, stack, count=PROCESSES, waiting=True) for one in entered}
         relays = {one: Relay(one) for one, team in teams.items() if team}
         for contender in list(relays):
-            with arena.leaving_out("hand-overs", contender, relays):
+            with arena.leaving_out(name, contender, relays):
                 for worker in teams[contender]:
                     worker.prepare([contender.key])
                 _take_turn(arena, teams[contender])
-        for _ in arena.count_rounds("hand-overs"):
+        for _ in arena.count_rounds(name):
             for contender in random.sample(list(relays), len(relays)):
-                with arena.leaving_out("hand-overs", contender, relays):
+                with arena.leaving_out(name, contender, relays):
                     relays[contender].note(_take_turn(arena, teams[contender]))
-    ranked = sorted(relays.values(), key=lambda one: -statistics.median(one.handovers))
-    arena.add(_section_of(ranked), _goals(ranked))
+    return sorted(relays.values(), key=lambda one: -statistics.median(one.handovers))
 
 
 def _take_turn(arena: Arena, team: Sequence[Worker]) -> list[Play]:
@@ -109,7 +114,7 @@ def _goals(ranked: Sequence[Relay]) -> list[Goal]:
         Goal.at_least(
             f"hand-overs, {PROCESSES} processes, {ours.nodes} node{'s' * (ours.nodes > 1)} ÷ {other.name}",
             limit,
-            _ratio(by_contender[ours], by_contender[other]),
+            ratio(by_contender[ours], by_contender[other]),
         )
         for ours, other, limit in (
             (on_five, contenders.REDIS_PY, 10),
@@ -128,7 +133,7 @@ def _section_of(ranked: Sequence[Relay]) -> Section:
             f"{one.contender.nodes}",
             f"{statistics.median(one.handovers):,.0f}",
             f"{Spread.of(one.handovers)}",
-            f"{_ratio(baseline, one):.1f}" if baseline else "",
+            f"{ratio(baseline, one):.1f}" if baseline else "",
             f"{statistics.median(one.acquisitions):,.0f}",
             f"{1e3 * statistics.median(one.longest):,.0f} (≤ {1e3 * max(one.longest):,.0f})",
             f"{1e6 * statistics.median(one.costs):,.0f}",
@@ -149,6 +154,6 @@ def _section_of(ranked: Sequence[Relay]) -> Section:
     )
 
 
-def _ratio(ours: Relay, theirs: Relay) -> float:
+def ratio(ours: Relay, theirs: Relay) -> float:
     """Return how the hand-overs compare; who made none in a round made one in ten seconds."""
     return median_ratio(ours.handovers, [max(rate, 0.1) for rate in theirs.handovers])

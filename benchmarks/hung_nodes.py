@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import redis
 
 from benchmarks import contenders
-from benchmarks.arena import NODES, Arena, median_ratio
+from benchmarks.arena import NODES, NodesArena, median_ratio
 from benchmarks.contenders import FENCELOCK, Contender
 from benchmarks.report import Bar, Goal, Section, Spread
 from benchmarks.worker import Worker, WorkerError
@@ -61,7 +61,7 @@ class Latencies:
         return f"{1e3 * statistics.median(medians):,.2f}" if medians else self.problem
 
 
-def hang(arena: Arena) -> None:
+def hang(arena: NodesArena) -> None:
     """Measure all of them while none, one and two of the nodes hang, in turns."""
     entered = (
         *(OURS, OURS_ASYNCIO, *contenders.REDLOCKS, *contenders.REDLOCKS_ASYNCIO),

@@ -25,7 +25,7 @@ import redis
 from rich.console import Console
 
 from benchmarks import handovers, hung_nodes, leases, plot, rates
-from benchmarks.arena import NODES, Arena
+from benchmarks.arena import NODES, NodesArena
 from benchmarks.peers import Homes
 from benchmarks.report import Report
 from fencelock.embedded import Nodes
@@ -34,17 +34,17 @@ from fencelock.embedded import Nodes
 _WIDTH = 140
 
 
-def _hold_many(arena: Arena) -> None:
+def _hold_many(arena: NodesArena) -> None:
     claims = leases.hold_many(arena.console)
     arena.add(claims.section(), claims.goals)
 
 
-def _use_many(arena: Arena) -> None:
+def _use_many(arena: NodesArena) -> None:
     claims = leases.use_many(arena.console)
     arena.add(claims.section(), claims.goals)
 
 
-CASES: dict[str, Callable[[Arena], None]] = {
+CASES: dict[str, Callable[[NodesArena], None]] = {
     "one-thread": rates.one_thread,
     "tasks": rates.many_tasks,
     "threads": rates.many_threads,
@@ -56,7 +56,7 @@ CASES: dict[str, Callable[[Arena], None]] = {
 }
 
 
-def run(arena: Arena, names: Sequence[str]) -> Report:
+def run(arena: NodesArena, names: Sequence[str]) -> Report:
     """Measure some cases, and return what was found."""
     arena.initialise()
     arena.report.about = describe(arena)
@@ -65,7 +65,7 @@ def run(arena: Arena, names: Sequence[str]) -> Report:
     return arena.report
 
 
-def describe(arena: Arena) -> str:
+def describe(arena: NodesArena) -> str:
     """Return on what it is measured."""
     with redis.Redis.from_url(arena.nodes[0].url) as client:
         server = client.info("server")
@@ -105,7 +105,8 @@ def main() -> None:
     began = time.monotonic()
     with Nodes(NODES) as nodes:
         report = run(
-            Arena(nodes, console, options.rounds, options.seconds, homes), options.cases or list(CASES)
+            NodesArena(nodes.urls, console, options.rounds, options.seconds, homes, nodes=nodes),
+            options.cases or list(CASES),
         )
     console.print(report.summary().table())
     console.print(f"{report.about} It took {(time.monotonic() - began) / 60:.1f} minutes.")

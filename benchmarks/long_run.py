@@ -19,10 +19,12 @@ from pathlib import Path
 
 from fencelock.torture.checker import Verdict, check_file, describe
 
-_PAUSED = (
+#: Workers that are paused again and again with little to lock.
+PAUSED = (
     *("--fault", "worker-pause", "--workers", "4", "--tasks", "0", "--resources", "2", "--writes", "1"),
-    *("--ttl", "0.2", "--pause", "2", "--every", "0.1", "--think", "0.02", "--duration", "60"),
+    *("--ttl", "0.2", "--pause", "2", "--every", "0.1", "--think", "0.02"),
 )
+_MINUTE = ("--duration", "60")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +53,13 @@ TRIALS = (
             *("--resources", "3000", "--writes", "0.02"),
         ),
     ),
-    Trial("guard", "Paused workers, and the guard", _PAUSED),
-    Trial("no-guard", "Control: the same without the guard", ("--without-guard", *_PAUSED), right=False),
+    Trial("guard", "Paused workers, and the guard", (*PAUSED, *_MINUTE)),
+    Trial(
+        "no-guard",
+        "Control: the same without the guard",
+        ("--without-guard", *PAUSED, *_MINUTE),
+        right=False,
+    ),
     Trial(
         "naive",
         "Control: the largest counter of a majority as the token",

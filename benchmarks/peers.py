@@ -26,7 +26,7 @@ _PATIENCE = 180.0
 PYTHON_HOMES = {
     "redlock-ng": ("redlock-ng==2.0.4", "hiredis"),
     "redlock": ("redlock==1.2.0", "hiredis"),
-    "mithril-locks": ("mithril-locks==0.1.0", "hiredis"),
+    "mithril-locks": ("mithril-locks[postgres]==0.1.0", "hiredis"),
     # Its client needs `distutils`, which setuptools brings where Python has none.
     "aioredlock": ("aioredlock==0.7.3", "setuptools<81"),
 }

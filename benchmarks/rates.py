@@ -178,7 +178,7 @@ def many_threads(arena: Arena) -> None:
 
 def in_bulk(arena: Arena) -> None:
     """How fast the nodes are, whoever asks: bare sockets, many commands in one piece."""
-    fleets = {count: arena.nodes.urls[:count] for count in (1, 3, NODES)}
+    fleets = {count: arena.urls[:count] for count in (1, 3, NODES)}
     rates: dict[tuple[int, int], list[float]] = {(count, width): [] for count in fleets for width in BULKS}
     for _ in arena.count_rounds("in bulk"):
         for count, width in random.sample(list(rates), len(rates)):

@@ -121,6 +121,7 @@ class Report:
         goals: the same.
         absent: sentences about those who do not take part.
         about: on what it was measured.
+        meaning: of the figures, for a reader who chooses.
     """
 
     title: str
@@ -129,6 +130,7 @@ class Report:
     goals: list[Goal] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
     about: str = ""
+    meaning: str = ""
 
     def summary(self) -> Section:
         """Return the goals as a table."""
@@ -146,6 +148,7 @@ class Report:
             self.about,
             f"![All cases as bars]({picture})",
             self.summary().markdown(),
+            *([f"## What it means\n\n{self.meaning}"] if self.meaning else []),
             *(section.markdown() for section in self.sections),
         ]
         if self.absent:

@@ -6,29 +6,35 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from io import StringIO
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from benchmarks import contenders, rates
-from benchmarks.arena import NODES, Arena
+from benchmarks import authorities, contenders, on_databases, rates
+from benchmarks.arena import NODES, Arena, NodesArena
 from benchmarks.contenders import Setting
 from benchmarks.handovers import Relay
+from benchmarks.on_databases import SQLITE
 from benchmarks.peers import Homes
+from benchmarks.report import Report
 from benchmarks.worker import Play, Worker, WorkerError
+from fencelock import Database
 from fencelock.embedded import Nodes
 
 
 @pytest.fixture(scope="module")
-def arena() -> Iterator[Arena]:
+def arena() -> Iterator[NodesArena]:
     """Five nodes, two short rounds, nothing installed."""
     with Nodes(NODES) as nodes:
-        arena = Arena(nodes, Console(file=StringIO()), rounds=2, seconds=0.05, homes=Homes(None))
+        arena = NodesArena(
+            nodes.urls, Console(file=StringIO()), rounds=2, seconds=0.05, homes=Homes(None), nodes=nodes
+        )
         arena.initialise()
         yield arena
 
 
-def test_all_who_take_part_are_measured_in_each_round(arena: Arena) -> None:
+def test_all_who_take_part_are_measured_in_each_round(arena: NodesArena) -> None:
     """Blocking and asyncio contenders and the floor work in processes of their own, and are in the table."""
     entered = (
         *(rates.OURS, rates.OURS_ASYNCIO, contenders.BARE_AUTHORITY),
@@ -42,7 +48,7 @@ def test_all_who_take_part_are_measured_in_each_round(arena: Arena) -> None:
     assert all(f"| {one.name} | {one.nodes} |" in table for one in entered)
 
 
-def test_who_cannot_take_part_is_named(arena: Arena) -> None:
+def test_who_cannot_take_part_is_named(arena: NodesArena) -> None:
     """A peer without the home that it needs is left out, with a sentence that says why."""
     (peer,) = (one for one in contenders.REDLOCKS if one.name == "redlock-ng")
     assert rates.measure(arena, "alone", [peer], seconds=arena.seconds) == []
@@ -69,3 +75,17 @@ def test_a_handover_is_an_acquisition_by_another_process() -> None:
     assert relay.handovers == [1 / 4]
     assert relay.acquisitions == [3 / 4]
     assert relay.longest == [3.0]
+
+
+def test_databases_are_measured_beside_bare_transactions(tmp_path: Path) -> None:
+    """On SQLite, which is always there: rates with goals, and hand-overs."""
+    url = f"sqlite:///{tmp_path / 'app.db'}"
+    with Database(url) as authority:
+        authority.init()
+    report = Report("in short", "")
+    arena = Arena([url], Console(file=StringIO()), rounds=2, seconds=0.05, homes=Homes(None), report=report)
+    authorities.alone(arena, SQLITE)
+    authorities.hand_over(arena, SQLITE)
+    assert report.absent == []
+    assert [len(section.rows) for section in report.sections] == [len(on_databases.ALONE[SQLITE]), 2]
+    assert len(report.goals) == 4

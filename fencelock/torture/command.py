@@ -19,7 +19,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from fencelock._engines import blocking_engine
 from fencelock.torture.history import Style
-from fencelock.torture.settings import FAULTS, PROMISED, Settings
+from fencelock.torture.settings import FAULTS, NODES, PROMISED, Settings, default_faults
 
 if TYPE_CHECKING:
     from fencelock.torture.run import Progress as HowFar
@@ -56,6 +56,9 @@ def torture(
         float, typer.Option(help="Share of the holders that write to the database, from 0 to 1.")
     ] = 0.5,
     think: Annotated[float, typer.Option(help="Seconds between read and write, on average.")] = 0.01,
+    authority: Annotated[
+        str, typer.Option(help="What grants the leases: nodes, or database, which is that of the run.")
+    ] = NODES,
     nodes: Annotated[
         list[str] | None,
         typer.Option(help="Your own nodes, once each, instead of embedded ones: redis://host:6379"),
@@ -96,11 +99,12 @@ def torture(
     try:
         settings = Settings(
             output=output or _new_folder(),
-            faults=tuple(dict.fromkeys(fault or FAULTS)),
+            faults=tuple(dict.fromkeys(fault or default_faults(authority))),
             duration=60.0 if duration is None and acquisitions is None else duration,
             acquisitions=acquisitions,
             workers=workers,
             tasks=0 if naive_tokens else tasks,
+            authority=authority,
             nodes=tuple(url for each in nodes or () for url in each.split(",")),
             nodes_count=nodes_count,
             database=database,
@@ -119,7 +123,7 @@ def torture(
         _refuse(console, str(error))
     if settings.output.exists():
         _refuse(console, f"{output} exists already: name a new folder")
-    if not settings.embedded_nodes or not settings.embedded_database:
+    if settings.nodes or not settings.embedded_database:
         _confirm(console, settings, yes=yes)
     result = _run(console, settings)
     _report(console, result)
@@ -142,7 +146,7 @@ def _confirm(console: Console, settings: Settings, *, yes: bool) -> None:
         typer.Exit: the answer is no, or nobody is there to give one.
     """
     console.print("[bold red]This is going to use servers of yours.[/] It is for test deployments only:")
-    if not settings.embedded_nodes:
+    if settings.nodes:
         console.print(
             "  nodes: keys of a new namespace fencelock-torture-… are written, and removed at the end; "
             "other keys are not touched, and the nodes are not broken",
@@ -155,6 +159,12 @@ def _confirm(console: Console, settings: Settings, *, yes: bool) -> None:
             "made for that time where there is none",
             markup=False,
         )
+        if settings.on_database:
+            console.print(
+                "  leases: the table fencelock_leases (or …_torture_naive_leases) is made, and dropped at "
+                "the end; connections of this run's workers are ended, those of others are not",
+                markup=False,
+            )
     if yes:
         return
     if sys.stdin is None or not sys.stdin.isatty():  # None where a service manager has closed it

@@ -29,6 +29,7 @@ class Places:
         proxies: URLs of the proxies before them; none where nothing is to be partitioned.
         namespace: on the nodes.
         database: URL.
+        leases: URL of the database that grants them, if one does.
         folder: for journals and logs.
     """
 
@@ -36,6 +37,7 @@ class Places:
     proxies: Sequence[str]
     namespace: str
     database: str
+    leases: str
     folder: Path
 
 
@@ -83,6 +85,11 @@ class Crew:
         assert pid is not None  # noqa: S101 - it has been started
         return pid
 
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of those that live."""
+        return [worker.pid for worker in list(self._workers.values()) if worker.pid is not None]
+
     def replace(self, number: int) -> None:
         """SIGKILL a worker, and start another in its place."""
         with self._lock:
@@ -129,6 +136,7 @@ class Crew:
             recover=not proxied,
             namespace=self._places.namespace,
             database=self._places.database,
+            leases=self._places.leases,
             journal=self._journal(number, life),
             log=self._log(number),
             tasks=self._settings.tasks if number % 2 else 0,

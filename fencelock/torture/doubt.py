@@ -17,7 +17,8 @@ from sqlalchemy import Connection, Engine, NullPool, create_engine, text
 from fencelock.guard._bypass import BYPASS
 
 _LOCK = 0x7E7CE
-_POLL = 0.01
+#: Seconds between two looks at what a database does.
+POLL = 0.01
 _TRIGGER = f"""
 CREATE OR REPLACE FUNCTION fencelock_torture_hold_up() RETURNS trigger LANGUAGE plpgsql AS
 $$ BEGIN PERFORM pg_advisory_xact_lock_shared({_LOCK}); RETURN NULL; END $$;
@@ -61,12 +62,12 @@ class Doubt:
 
     def end_after(self, over: Callable[[], bool], seconds: float) -> int:
         """End connections that have committed, before they can say so; return how many."""
-        with self._engine.connect() as connection, _waiting_for_nobody(connection):
+        with self._engine.connect() as connection, waiting_for_a_standby(connection):
             return _end_those_held_up(connection, "SyncRep", over, seconds)
 
 
 @contextmanager
-def _waiting_for_nobody(connection: Connection) -> Iterator[None]:
+def waiting_for_a_standby(connection: Connection) -> Iterator[None]:
     """Have every COMMIT wait until a standby has it, which does not exist."""
     connection.execute(text("ALTER SYSTEM SET synchronous_standby_names = 'nobody'"))
     connection.execute(text("SELECT pg_reload_conf()"))
@@ -83,5 +84,5 @@ def _end_those_held_up(connection: Connection, event: str, over: Callable[[], bo
     while not over() and time.monotonic() < deadline:
         if pids := connection.scalars(_HELD_UP, {"event": event}).all():
             return sum(bool(connection.scalar(_END, {"pid": pid})) for pid in pids)
-        time.sleep(_POLL)
+        time.sleep(POLL)
     return 0

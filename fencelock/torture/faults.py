@@ -237,6 +237,12 @@ def end_commits(stage: Stage, rng: random.Random) -> None:
             note.detail = f"{ended} connections that had committed"
 
 
+def end_connections(stage: Stage, rng: random.Random) -> None:
+    """End connections over which the database grants leases."""
+    with stage.fault("connection-end", "database") as note:
+        note.detail = stage.connections.end(stage.crew.pids, rng, stage.over.is_set)
+
+
 def _name(node: int) -> str:
     return f"node {node}"
 
@@ -253,6 +259,7 @@ _INJECT: Final[Mapping[str, Inject]] = {
     "node-flush": flush_nodes,
     "partition": partition,
     "database-kill": end_commits,
+    "connection-end": end_connections,
 }
 #: Faults that follow each other; those of different lanes happen at once.
 LANES: Final = (
@@ -260,7 +267,7 @@ LANES: Final = (
     ("node-pause", "clock"),
     ("node-blank", "node-rolling", "node-rollback", "node-replica", "node-flush"),
     ("partition",),
-    ("database-kill",),
+    ("database-kill", "connection-end"),
 )
 
 

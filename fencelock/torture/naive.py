@@ -1,7 +1,10 @@
-"""Redlock with the token that comes to mind first: a control that must fail, to see that the checker notices.
+"""Locks with the token that comes to mind first: controls that must fail, to see that the checker notices.
 
-The token is the largest of the counters of those nodes that granted the lock. Nothing raises the other
+On nodes, the token is the largest of the counters of those that granted the lock. Nothing raises the other
 nodes' counters to it, and a node that lost its memory counts from the beginning again, and votes.
+
+In a database, one transaction reads the lease, Python adds 1 to its token, and a second transaction writes
+both back. Whatever another holder does in between is overwritten.
 """
 
 from __future__ import annotations
@@ -14,9 +17,12 @@ from collections.abc import Sequence
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+from sqlalchemy import BigInteger, Column, Double, MetaData, String, Table, insert, select, update
+from sqlalchemy.exc import DBAPIError
 
 from fencelock.authority.base import AsyncAuthority, Grant, Wish
-from fencelock.errors import FencelockError, LockTimeoutError, NotHeldError
+from fencelock.errors import AuthorityError, FencelockError, LockTimeoutError, NotHeldError
+from fencelock.torture.table import engine_on
 
 _COUNT = """
 if redis.call('SET', KEYS[1], ARGV[1], 'NX', 'PX', ARGV[2]) then return redis.call('INCR', KEYS[2]) end
@@ -25,8 +31,124 @@ return 0
 _RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
 
 
-class NaiveRedlock:
-    """An `Authority` that must not be used."""
+#: Seconds between two attempts.
+_PAUSES = (0.005, 0.05)
+_LEASES = Table(
+    "fencelock_torture_naive_leases",
+    MetaData(),
+    Column("resource", String(40), primary_key=True),
+    Column("token", BigInteger, nullable=False),
+    Column("nonce", String(40)),
+    Column("expires_at", Double, nullable=False),
+)
+
+
+class _Naive:
+    """What a control does not do, because it is not asked to."""
+
+    def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
+        """Refuse: it is not asked for here."""
+        return [NotHeldError(f"{grant.resources} cannot be extended by {ttl} s") for grant, ttl in wishes]
+
+    def remint(self, grant: Grant, ttl: float) -> Grant:
+        """Refuse: it is not asked for here."""
+        raise NotHeldError(f"{grant.resources} cannot be minted anew for {ttl} s")
+
+    @property
+    def aio(self) -> AsyncAuthority:
+        """Refuse: it is not asked for here."""
+        raise NotImplementedError("this is for blocking code")
+
+
+class NaiveLeases(_Naive):
+    """An `Authority` that must not be used.
+
+    Args:
+        url: of the database.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._engine = engine_on(url)
+
+    @staticmethod
+    def prepare(url: str, resources: Sequence[str]) -> None:
+        """Make its table anew, with a lease that has ended for each resource."""
+        NaiveLeases.drop(url)
+        engine = engine_on(url)
+        with engine.begin() as connection:
+            _LEASES.create(connection)
+            connection.execute(
+                insert(_LEASES), [{"resource": each, "token": 0, "expires_at": 0.0} for each in resources]
+            )
+        engine.dispose()
+
+    @staticmethod
+    def drop(url: str) -> None:
+        """Drop its table."""
+        engine = engine_on(url)
+        _LEASES.drop(engine, checkfirst=True)
+        engine.dispose()
+
+    def acquire(
+        self,
+        resources: tuple[str, ...],
+        *,
+        ttl: float,
+        timeout: float | None,
+        fair: bool = False,  # noqa: ARG002 - this one has no queue
+        above: tuple[int, ...] = (),  # noqa: ARG002 - nothing is sealed here
+    ) -> Grant:
+        """Return a grant of one resource.
+
+        Raises:
+            LockTimeoutError: another held it until the timeout.
+            AuthorityError: the database failed.
+        """
+        (resource,) = resources
+        deadline = time.monotonic() + (3600.0 if timeout is None else timeout)
+        while True:
+            began = time.monotonic()
+            try:
+                token, nonce = self._take(resource, ttl)
+            except DBAPIError as error:
+                raise AuthorityError(str(error.orig)) from error
+            expires_at = began + ttl * 0.99 - 0.002
+            if token and time.monotonic() < expires_at:
+                return Grant(resources, (token,), expires_at, nonce)
+            if time.monotonic() > deadline:
+                raise LockTimeoutError(f"{resource!r} is held by another")
+            time.sleep(random.uniform(*_PAUSES))  # noqa: S311 - it decides nothing but when to ask again
+
+    def _take(self, resource: str, ttl: float) -> tuple[int, str]:
+        """Return a token and the nonce that it was written with; 0 where another holds the resource."""
+        its = _LEASES.c.resource == resource
+        with self._engine.begin() as connection:
+            lease = connection.execute(select(_LEASES).where(its)).one()
+        if lease.nonce is not None and lease.expires_at > time.time():
+            return 0, ""
+        token, nonce = lease.token + 1, secrets.token_urlsafe(16)
+        with self._engine.begin() as connection:
+            connection.execute(
+                update(_LEASES).where(its).values(token=token, nonce=nonce, expires_at=time.time() + ttl)
+            )
+        return token, nonce
+
+    def release(self, grant: Grant) -> bool | None:
+        """End the lease where it is ours."""
+        its = (_LEASES.c.resource == grant.resources[0]) & (_LEASES.c.nonce == grant.proof)
+        try:
+            with self._engine.begin() as connection:
+                return connection.execute(update(_LEASES).where(its).values(nonce=None)).rowcount == 1
+        except DBAPIError:
+            return None
+
+
+class NaiveRedlock(_Naive):
+    """An `Authority` that must not be used.
+
+    Args:
+        urls: of the nodes.
+    """
 
     def __init__(self, urls: Sequence[str]) -> None:
         self._nodes = [
@@ -65,24 +187,11 @@ class NaiveRedlock:
             self._release(resource, nonce)
             if time.monotonic() > deadline:
                 raise LockTimeoutError(f"{resource!r} is held by another")
-            time.sleep(random.uniform(0.005, 0.05))  # noqa: S311 - it decides nothing but when to ask again
-
-    def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
-        """Refuse: nobody asks for it here."""
-        return [NotHeldError(f"{grant.resources} cannot be extended by {ttl} s") for grant, ttl in wishes]
-
-    def remint(self, grant: Grant, ttl: float) -> Grant:
-        """Refuse: nobody asks for it here."""
-        raise NotHeldError(f"{grant.resources} cannot be minted anew for {ttl} s")
+            time.sleep(random.uniform(*_PAUSES))  # noqa: S311 - it decides nothing but when to ask again
 
     def release(self, grant: Grant) -> bool | None:
         """Delete the lock where it is ours."""
         return 2 * self._release(grant.resources[0], grant.proof) > len(self._nodes)
-
-    @property
-    def aio(self) -> AsyncAuthority:
-        """Refuse: nobody asks for it here."""
-        raise NotImplementedError("this is for blocking code")
 
     def _ask(self, node: int, resource: str, nonce: str, ttl: float) -> int:
         keys = [f"naive:l:{resource}", f"naive:c:{resource}"]

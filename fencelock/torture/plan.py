@@ -66,6 +66,8 @@ _SHARES: Final = {
 }
 #: What the naive control can do.
 _SIMPLE: Final = {manner: _SHARES[manner] for manner in (Manner.QUICK, Manner.OVERSTAYING, Manner.BRIEF)}
+#: What a database can do, which keeps no waiting line.
+_WITHOUT_A_LINE: Final = {manner: share for manner, share in _SHARES.items() if manner is not Manner.FAIR}
 _SHARE_TOGETHER: Final = 0.3
 _SHARE_LATE: Final = 0.3
 #: How much more often than in any other style.
@@ -74,7 +76,9 @@ _CLAIMS: Final = 4
 
 def choose_plan(rng: random.Random, settings: Settings) -> Plan:
     """Return what to do next. Some resources are much more wanted than others."""
-    shares = _SHARES if settings.quorum else _SIMPLE
+    shares = _WITHOUT_A_LINE if settings.on_database else _SHARES
+    if not settings.quorum:
+        shares = _SIMPLE
     (manner,) = rng.choices(list(shares), list(shares.values()))
     resources, lock, work = _hold(manner, rng, settings)
     weights = [_CLAIMS if style is Style.CLAIM else 1 for style in settings.styles]

@@ -17,6 +17,7 @@ from typing import Any, Final
 import redis
 from sqlalchemy import Engine
 
+from fencelock.authority.database.database import Database
 from fencelock.authority.redlock.redlock import Redlock
 from fencelock.embedded import Nodes, Postgres
 from fencelock.torture import clocks, table
@@ -27,6 +28,8 @@ from fencelock.torture.doubt import Doubt
 from fencelock.torture.faults import start_lanes
 from fencelock.torture.history import VERSION, Row, Run, Style, line_of
 from fencelock.torture.journal import Journal, history_lines
+from fencelock.torture.lease_connections import LeaseConnections
+from fencelock.torture.naive import NaiveLeases
 from fencelock.torture.plan import names
 from fencelock.torture.proxy import Proxies
 from fencelock.torture.settings import Settings
@@ -176,7 +179,7 @@ class _Servers:
     """What a run works on."""
 
     places: Places
-    authority: Redlock
+    authority: Redlock | None
     engine: Engine
     equipment: Equipment
 
@@ -190,10 +193,12 @@ def _servers(settings: Settings, faults: Sequence[str]) -> Iterator[_Servers]:
         nodes = stack.enter_context(_nodes(settings, faults, step)) if settings.embedded_nodes else None
         urls = nodes.urls if nodes is not None else list(settings.nodes)
         namespace = f"fencelock-torture-{secrets.token_hex(4)}"
-        authority = stack.enter_context(Redlock(urls, namespace=namespace, recover=False, **IMPATIENT))
-        authority.init(max_ttl=settings.ttl)
-        if nodes is None:
-            stack.callback(_remove_keys, urls, namespace)
+        authority = None
+        if not settings.on_database:
+            authority = stack.enter_context(Redlock(urls, namespace=namespace, recover=False, **IMPATIENT))
+            authority.init(max_ttl=settings.ttl)
+            if nodes is None:
+                stack.callback(_remove_keys, urls, namespace)
         database = stack.enter_context(_database(settings, folder))
         engine = table.engine_on(database)
         stack.callback(engine.dispose)
@@ -207,8 +212,30 @@ def _servers(settings: Settings, faults: Sequence[str]) -> Iterator[_Servers]:
         doubt = Doubt(database) if "database-kill" in faults else None
         if doubt is not None:
             doubt.prepare(each.name for each in table.tables(fences=fences))
-        places = Places(urls, proxies.urls if proxies else (), namespace, database, settings.output)
-        yield _Servers(places, authority, engine, Equipment(nodes, proxies, step, doubt))
+        connections = None
+        leases = ""
+        if settings.on_database:
+            _prepare_leases(settings, database, stack)
+            leases = database
+        if "connection-end" in faults:
+            connections = LeaseConnections(database, ours=settings.embedded_database)
+            leases = connections.url
+        behind = proxies.urls if proxies else ()
+        places = Places(urls, behind, namespace, database, leases, settings.output)
+        yield _Servers(places, authority, engine, Equipment(nodes, proxies, step, doubt, connections))
+
+
+def _prepare_leases(settings: Settings, database: str, stack: ExitStack) -> None:
+    """Make the table in which the workers are granted leases; it goes with the stack."""
+    if table.has_lease_table(database):
+        raise ValueError("the database has a table of leases, which is yours: name a database without one")
+    if not settings.quorum:
+        NaiveLeases.prepare(database, names(settings))
+        stack.callback(NaiveLeases.drop, database)
+        return
+    stack.callback(table.drop_lease_table, database)
+    with Database(database) as authority:
+        authority.init()
 
 
 def _library() -> Path:
@@ -255,7 +282,7 @@ def _first_line(settings: Settings, servers: _Servers) -> Run:
         datetime.now(UTC).astimezone().isoformat(timespec="seconds"),
         time.monotonic_ns(),
         _for_json(settings),
-        {"nodes": _about_nodes(servers.places.nodes), "database": _about_database(servers.engine)},
+        {**_about_nodes(servers.places.nodes), "database": _about_database(servers.engine)},
     )
 
 
@@ -268,14 +295,16 @@ def _for_json(settings: Settings) -> dict[str, Any]:
     return {**said, "output": str(settings.output), "faults": list(settings.faults)}
 
 
-def _about_nodes(urls: Sequence[str]) -> str:
+def _about_nodes(urls: Sequence[str]) -> dict[str, str]:
+    if not urls:
+        return {}
     about: set[str] = set()
     for url in urls:
         with suppress(redis.RedisError), redis.Redis.from_url(url, socket_timeout=10) as client:
             info: Any = client.info("server")
             valkey = info.get("valkey_version")
             about.add(f"Valkey {valkey}" if valkey else f"Redis {info['redis_version']}")
-    return f"{len(urls)} × {' and '.join(sorted(about))}"
+    return {"nodes": f"{len(urls)} × {' and '.join(sorted(about))}"}
 
 
 def _about_database(engine: Engine) -> str:

@@ -22,15 +22,26 @@ FAULTS: Final = {
     "clock": "step the wall clock of a node forwards or backwards",
     "partition": "delay, drop and duplicate what workers say to nodes, and what these answer",
     "database-kill": "have the database end connections in the middle of a COMMIT",
+    "connection-end": "end connections over which a database grants leases",
 }
 #: Those that break nodes, fewer than a majority at a time.
 _OF_NODES: Final = frozenset(
     {"node-pause", "node-blank", "node-rolling", "node-rollback", "node-replica", "node-flush"}
 )
+#: What only nodes have.
+_WITH_NODES: Final = _OF_NODES | {"clock", "partition"}
+#: What grants the leases: nodes of Valkey or Redis, or the run's database.
+NODES, DATABASE = "nodes", "database"
+AUTHORITIES: Final = (NODES, DATABASE)
 #: Styles of writing for which something is promised.
 PROMISED: Final = tuple(style for style in Style if style is not Style.CORE)
 #: The servers that are started unless others are named.
 EMBEDDED: Final = ("postgresql", "sqlite")
+
+
+def default_faults(authority: str) -> tuple[str, ...]:
+    """Return all faults, without the one that is about another authority than nodes."""
+    return tuple(each for each in FAULTS if authority == DATABASE or each != "connection-end")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +55,7 @@ class Settings:
         acquisitions: how many are enough; None for no limit.
         workers: how many processes.
         tasks: how many asyncio tasks in each second of them; 0 for blocking workers only.
+        authority: what grants the leases, one of AUTHORITIES.
         nodes: URLs of the user's nodes; none for embedded ones.
         nodes_count: how many embedded ones.
         database: one of EMBEDDED, or a SQLAlchemy URL.
@@ -65,6 +77,7 @@ class Settings:
     acquisitions: int | None = None
     workers: int = 6
     tasks: int = 8
+    authority: str = NODES
     nodes: tuple[str, ...] = ()
     nodes_count: int = 5
     database: str = "postgresql"
@@ -83,6 +96,7 @@ class Settings:
         for fault in self.faults:
             if fault not in FAULTS:
                 raise ValueError(f"there is no fault {fault!r}; choose from {', '.join(FAULTS)}")
+        self._check_authority()
         if self.duration is None and self.acquisitions is None:
             raise ValueError("when is it enough? Give --duration, --acquisitions, or both")
         for name in ("duration", "acquisitions", "workers", "nodes_count", "resources"):
@@ -100,6 +114,17 @@ class Settings:
         if not self.quorum and (self.tasks or self.writes):
             raise ValueError("naive tokens are for workers that block and do not write: --tasks 0 --writes 0")
 
+    def _check_authority(self) -> None:
+        if self.authority not in AUTHORITIES:
+            raise ValueError(f"--authority is one of {', '.join(AUTHORITIES)}, not {self.authority!r}")
+        if self.on_database and self.nodes:
+            raise ValueError("--nodes are for --authority nodes: with --authority database there are none")
+
+    @property
+    def on_database(self) -> bool:
+        """Whether the run's database grants the leases."""
+        return self.authority == DATABASE
+
     @property
     def minority(self) -> int:
         """How many nodes may be without their memory at a time."""
@@ -108,7 +133,7 @@ class Settings:
     @property
     def embedded_nodes(self) -> bool:
         """Whether the nodes are ours to break."""
-        return not self.nodes
+        return not self.nodes and not self.on_database
 
     @property
     def embedded_database(self) -> bool:
@@ -121,6 +146,8 @@ class Settings:
 
     def _reason_against(self, fault: str) -> str:  # noqa: PLR0911 - a table, in effect
         match fault:
+            case str() if fault in _WITH_NODES and self.on_database:
+                return "the database grants the leases, and there are no nodes"
             case str() if fault in _OF_NODES | {"clock"} and self.nodes:
                 return "the nodes were not started by this run"
             case str() if fault in _OF_NODES and not self.minority:
@@ -133,6 +160,10 @@ class Settings:
                 return "only the embedded PostgreSQL has its connections ended"
             case "database-kill" if not self.writes:
                 return "nothing is written"
+            case "connection-end" if not self.on_database:
+                return "nodes grant the leases: it is for --authority database"
+            case "connection-end" if self.database.startswith("sqlite"):
+                return "SQLite is a file, to which there are no connections that could be ended"
             case _:
                 return ""
 

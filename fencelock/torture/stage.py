@@ -18,6 +18,7 @@ from fencelock.torture.crew import Crew
 from fencelock.torture.doubt import Doubt
 from fencelock.torture.history import Fault
 from fencelock.torture.journal import Journal
+from fencelock.torture.lease_connections import LeaseConnections
 from fencelock.torture.proxy import Proxies
 from fencelock.torture.settings import Settings
 
@@ -49,12 +50,14 @@ class Equipment:
         proxies: before the nodes.
         clocks: of the nodes.
         doubt: about COMMITs.
+        connections: over which a database grants leases.
     """
 
     nodes: Nodes | None = None
     proxies: Proxies | None = None
     clocks: Clocks | None = None
     doubt: Doubt | None = None
+    connections: LeaseConnections | None = None
 
 
 @dataclass(slots=True)
@@ -65,7 +68,7 @@ class Stage:
         settings: of the run.
         crew: the workers.
         journal: where faults are noted.
-        authority: to look at the nodes with; it admits none.
+        authority: to look at the nodes with; it admits none. None where there are no nodes.
         equipment: what some of the faults need.
         over: whether the run is about to end.
         trouble: sentences about faults that could not be made, or were not got over.
@@ -75,14 +78,14 @@ class Stage:
     settings: Settings
     crew: Crew
     journal: Journal
-    authority: Redlock
+    authority: Redlock | None
     equipment: Equipment
     over: threading.Event = field(default_factory=threading.Event)
     trouble: list[str] = field(default_factory=list)
     busy: list[threading.Lock] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.busy = [threading.Lock() for _ in self.authority.nodes]
+        self.busy = [threading.Lock() for _ in (self.authority.nodes if self.authority is not None else ())]
 
     @property
     def nodes(self) -> Nodes:
@@ -103,6 +106,11 @@ class Stage:
     def doubt(self) -> Doubt:
         """What holds up COMMITs."""
         return _there(self.equipment.doubt)
+
+    @property
+    def connections(self) -> LeaseConnections:
+        """The connections over which a database grants leases."""
+        return _there(self.equipment.connections)
 
     def sleep(self, seconds: float) -> None:
         """Wait, but not beyond the end of the run."""
@@ -145,7 +153,7 @@ class Stage:
         """
         deadline = time.monotonic() + self.settings.ttl + _PATIENCE
         while not self.over.is_set():
-            found = self.authority.status()
+            found = _there(self.authority).status()
             if all(status.state is NodeState.ADMITTED for status in found):
                 return max(status.epoch or 0 for status in found)
             if time.monotonic() > deadline:

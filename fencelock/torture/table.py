@@ -7,12 +7,28 @@ only where there is none, and dropped at the end.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
-from sqlalchemy import BigInteger, Engine, String, Table, create_engine, insert, inspect, make_url, select
+from sqlalchemy import (
+    BigInteger,
+    Engine,
+    MetaData,
+    NullPool,
+    String,
+    Table,
+    create_engine,
+    insert,
+    inspect,
+    make_url,
+    select,
+)
 from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
+from fencelock.authority.database.database import Database
+from fencelock.authority.database.table import LEASE_TABLE, lease_table
 from fencelock.guard import FencedModel, fence_table
 from fencelock.guard._bypass import BYPASS
 from fencelock.torture.history import Row
@@ -56,6 +72,8 @@ class PlainCounter(Base):
 FENCES = fence_table(Base.metadata)
 #: What speaks asyncio where the blocking driver does not.
 _ASYNC_DRIVERS = {"sqlite": "sqlite+aiosqlite", "mysql": "mysql+asyncmy", "mariadb": "mariadb+asyncmy"}
+#: Where a driver has the same name in both worlds, its name in the one of coroutines.
+_OF_COROUTINES = {"postgresql+psycopg": "postgresql+psycopg_async"}
 
 
 def engine_on(url: str) -> Engine:
@@ -76,13 +94,44 @@ def async_engine_on(url: str) -> AsyncEngine | None:
         return None
 
 
+def authority_on(url: str, *, for_tasks: bool) -> Database:
+    """Return what grants leases in the database, with an asyncio driver where tasks have one."""
+    made = make_url(url)
+    driver = _ASYNC_DRIVERS.get(made.get_backend_name(), _OF_COROUTINES.get(made.drivername))
+    if for_tasks and driver is not None:
+        with suppress(ImportError):
+            return Database(made.set(drivername=driver))
+    return Database(url)
+
+
+def has_lease_table(url: str) -> bool:
+    """Tell whether the database has a table of leases, which is not ours then."""
+    with Database(url) as authority:
+        leases = authority.url
+    if leases.get_backend_name() == "sqlite":
+        return Path(leases.database or "").exists()
+    return _has_table(url, LEASE_TABLE)
+
+
+def drop_lease_table(url: str) -> None:
+    """Drop the table of leases of a run."""
+    with Database(url) as authority:
+        leases = authority.url
+    if leases.get_backend_name() == "sqlite":
+        for end in ("", "-wal", "-shm"):
+            Path(f"{leases.database}{end}").unlink(missing_ok=True)
+        return
+    engine = create_engine(url, poolclass=NullPool)
+    lease_table(MetaData()).drop(engine, checkfirst=True)
+
+
 def has_fence_table(url: str) -> bool:
     """Tell whether the database has a fence table, which is not ours then."""
-    engine = create_engine(url)
-    try:
-        return inspect(engine).has_table(FENCES.name)
-    finally:
-        engine.dispose()
+    return _has_table(url, FENCES.name)
+
+
+def _has_table(url: str, name: str) -> bool:
+    return inspect(create_engine(url, poolclass=NullPool)).has_table(name)
 
 
 def create_tables(engine: Engine, resources: Sequence[str], *, fences: bool = True) -> None:

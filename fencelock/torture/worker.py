@@ -32,11 +32,11 @@ from fencelock.lock import FencedLock, fenced_lock
 from fencelock.torture.history import Acquisition, Failure, Release, Style
 from fencelock.torture.journal import Journal
 from fencelock.torture.keeper import Keeper
-from fencelock.torture.naive import NaiveRedlock
+from fencelock.torture.naive import NaiveLeases, NaiveRedlock
 from fencelock.torture.plan import Plan, choose_plan
 from fencelock.torture.settings import Settings
 from fencelock.torture.storage import Storage
-from fencelock.torture.table import async_engine_on, engine_on
+from fencelock.torture.table import async_engine_on, authority_on, engine_on
 
 #: Redlock for workers that do not wait for paused nodes for long, which then answer late.
 IMPATIENT: dict[str, Any] = {"node_timeout": 0.2, "connect_timeout": 0.5, "outage_grace": 0.5}
@@ -59,6 +59,7 @@ class Assignment:
         recover: whether it may admit nodes again; not by another address than the one they have.
         namespace: on the nodes.
         database: URL.
+        leases: URL of the database that grants them, if one does.
         journal: the file to write to.
         log: the file that its errors go to.
         tasks: how many; 0 for blocking code.
@@ -71,6 +72,7 @@ class Assignment:
     recover: bool
     namespace: str
     database: str
+    leases: str
     journal: Path
     log: Path
     tasks: int
@@ -297,7 +299,12 @@ class Worker:
 
 
 def _authority(assignment: Assignment) -> Authority:
-    if not assignment.settings.quorum:
+    settings = assignment.settings
+    if settings.on_database:
+        if not settings.quorum:
+            return NaiveLeases(assignment.leases)
+        return authority_on(assignment.leases, for_tasks=bool(assignment.tasks))
+    if not settings.quorum:
         return NaiveRedlock(assignment.urls)
     return Redlock(assignment.urls, namespace=assignment.namespace, recover=assignment.recover, **IMPATIENT)
 
@@ -305,7 +312,7 @@ def _authority(assignment: Assignment) -> Authority:
 def _keepers(assignment: Assignment, journal: Journal, over: Callable[[], bool]) -> list[Keeper]:
     """Return who keeps a lease for as long as the worker lives, and who waits for that of the next."""
     settings = assignment.settings
-    if not settings.quorum or "node-rolling" not in settings.faults:
+    if not settings.quorum or settings.on_database or "node-rolling" not in settings.faults:
         return []
     ours = assignment.number
 

@@ -40,6 +40,14 @@ def test_naive_locks_are_asked_for_what_they_can_do() -> None:
     )
 
 
+def test_a_database_is_not_asked_for_a_place_in_line() -> None:
+    """It keeps none; all the rest is asked for."""
+    chosen = plans(Settings(Path(), authority="database"))
+    assert not any(one.lock["fair"] for one in chosen if "fair" in one.lock)
+    assert {len(one.resources) for one in chosen} == {1, 2}
+    assert {one.lock["renew"] for one in chosen} == {True, False}
+
+
 def test_a_seed_chooses_the_same_again() -> None:
     """What is up to chance is up to the seed."""
     assert plans(SETTINGS, 50) == plans(SETTINGS, 50)

@@ -25,6 +25,8 @@ from fencelock.torture.settings import FAULTS, Settings
         ({"pause": 0.5, "ttl": 1.0}, "--pause 0.5 is to outlast a lease of --ttl 1"),
         ({"writes": 1.5}, "--writes is a share, from 0 to 1, not 1.5"),
         ({"quorum": False}, "--tasks 0 --writes 0"),
+        ({"authority": "oracle"}, "--authority is one of nodes, database, not 'oracle'"),
+        ({"authority": "database", "nodes": ("redis://a",)}, "--nodes are for --authority nodes"),
     ],
 )
 def test_what_makes_no_sense_is_refused(wrong: dict[str, Any], sentence: str, tmp_path: Path) -> None:
@@ -34,19 +36,23 @@ def test_what_makes_no_sense_is_refused(wrong: dict[str, Any], sentence: str, tm
 
 
 OF_NODES = {"node-pause", "node-blank", "node-rolling", "node-rollback", "node-replica", "node-flush"}
+WITH_NODES = OF_NODES | {"clock", "partition"}
 
 
 @pytest.mark.parametrize(
     ("settings", "skipped"),
     [
-        ({}, set()),
-        ({"database": "sqlite"}, {"database-kill"}),
-        ({"writes": 0.0}, {"database-kill"}),
-        ({"workers": 1}, {"partition"}),
-        ({"nodes_count": 2}, OF_NODES),
+        ({}, {"connection-end"}),
+        ({"database": "sqlite"}, {"database-kill", "connection-end"}),
+        ({"writes": 0.0}, {"database-kill", "connection-end"}),
+        ({"workers": 1}, {"partition", "connection-end"}),
+        ({"nodes_count": 2}, OF_NODES | {"connection-end"}),
+        ({"authority": "database"}, WITH_NODES),
+        ({"authority": "database", "database": "sqlite"}, WITH_NODES | {"database-kill", "connection-end"}),
+        ({"authority": "database", "database": "mysql+pymysql://b"}, WITH_NODES | {"database-kill"}),
         (
             {"nodes": ("redis://a", "redis://b", "redis://c")},
-            OF_NODES | {"clock"},
+            OF_NODES | {"clock", "connection-end"},
         ),
         (
             {"nodes": ("rediss://a",), "database": "postgresql+psycopg://b"},

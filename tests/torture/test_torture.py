@@ -24,7 +24,7 @@ from fencelock.torture.checker import Rule
 from fencelock.torture.faults import LANES
 from fencelock.torture.history import Fault, Outcome, Record, Style, read_records
 from fencelock.torture.run import Result, run, skipped_faults
-from fencelock.torture.settings import FAULTS, Settings
+from fencelock.torture.settings import FAULTS, NODES, Settings, default_faults
 from tests.polling import eventually
 
 SHORT: dict[str, Any] = {
@@ -92,7 +92,7 @@ SIGNS: dict[str, Callable[[Result], bool]] = {
 }
 
 
-@pytest.mark.parametrize("fault", list(FAULTS))
+@pytest.mark.parametrize("fault", default_faults(NODES))
 def test_each_fault_alone_breaks_no_promise(fault: str, tmp_path: Path) -> None:
     """It is seen in the history, and nothing else is broken; the journals have gone into it."""
     database = "postgresql" if fault == "database-kill" else "sqlite"
