@@ -7,16 +7,24 @@ only when asked to (`sqlalchemy[asyncio]`). A program that has such an engine ha
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
-from sqlalchemy import URL, Engine, NullPool, StaticPool, create_engine, make_url
+from sqlalchemy import URL, Connection, Engine, NullPool, StaticPool, create_engine, make_url
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.pool import SingletonThreadPool
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine, async_scoped_session, async_sessionmaker
 
+_T = TypeVar("_T")
+
+#: Tasks wait for one of so many connections. Threads open more, and so many are kept: where a signal handler
+#: strikes in a pool that has a limit, one of its places may be lost.
+_FOR_TASKS = {"pool_size": 10, "max_overflow": 0}
+_FOR_THREADS = {"pool_size": 10, "max_overflow": -1}
 #: What drivers are told unless the URL says so: a server must answer, and PgBouncer may give each transaction
 #: another connection, on which no statement is prepared.
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -96,10 +104,60 @@ def own_engine(source: URL | Engine | AsyncEngine) -> Engine:
     driver = source.get_dialect().driver
     options = {name: value for name, value in _OPTIONS.get(driver, {}).items() if name not in source.query}
     if not source.get_dialect().is_async:
-        return create_engine(source, connect_args=options)
+        return create_engine(source, connect_args=options, **_FOR_THREADS)
     from sqlalchemy.ext.asyncio import create_async_engine  # noqa: PLC0415 - blocking code has none
 
-    return create_async_engine(source, connect_args=options).sync_engine
+    return create_async_engine(source, connect_args=options, **_FOR_TASKS).sync_engine
+
+
+class OwnConnections:
+    """The connections of blocking code: one is kept out of the pool, and is all that most programs use.
+
+    To take a connection from a pool and to give it back costs as much as a statement.
+    """
+
+    def __init__(self, source: Engine) -> None:
+        self._engine = own_engine(source)
+        self._kept: list[Connection] = []
+        self._keeps = False
+
+    def run(self, work: Callable[[Connection], _T]) -> _T:
+        """Return what work on a connection returns. The driver commits; there is nothing to roll back."""
+        try:
+            connection = self._kept.pop()
+        except IndexError:  # another thread uses it, or there is none yet
+            if self._keeps:
+                with self._engine.connect() as connection:
+                    return _run_on(connection, work)
+            connection = self._engine.connect()
+            connection.detach()
+            self._keeps = True
+        try:
+            return _run_on(connection, work)
+        finally:
+            if connection.invalidated:
+                self._keeps = False
+            else:
+                self._kept.append(connection)
+
+    def close(self) -> None:
+        """Close them."""
+        while self._kept:
+            self._kept.pop().close()
+        self._keeps = False
+        self._engine.dispose()
+
+
+def _run_on(connection: Connection, work: Callable[[Connection], _T]) -> _T:
+    driver = connection.connection.dbapi_connection
+    try:
+        return work(connection)
+    finally:
+        if connection.invalidated and driver is not None:
+            with suppress(Exception):
+                if connection.dialect.name == "sqlite":
+                    driver.rollback()  # a cursor that is left would keep the file locked
+                driver.close()
 
 
 def beside(url: URL) -> URL:

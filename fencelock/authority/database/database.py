@@ -20,7 +20,7 @@ from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError, Statem
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from fencelock._databases import SUPPORTED, is_busy, is_lost, lacks_table, sqlstate
-from fencelock._engines import beside, for_blocking, is_on, own_engine, url_of
+from fencelock._engines import OwnConnections, beside, for_blocking, is_on, own_engine, url_of
 from fencelock._owners import name_of_process
 from fencelock.authority.base import Grant, Seal, Wish, held_by_another, in_use, named, validity
 from fencelock.authority.database.statements import SQLITE_SET_UP, Statements
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
 
 #: Seconds between two looks at what another holds: they grow from the first to the second.
-_PAUSES: Final = (0.01, 0.5)
+_PAUSES: Final = (0.005, 0.2)
 #: Grants that are extended by one statement.
 _BATCH: Final = 500
 #: How often work is done whose connection was lost, or a seal that was below a fence.
@@ -114,20 +114,26 @@ class Database(Stepped):
     def _start_over(self) -> None:
         """Begin without connections: at first, and in a forked child."""
         self._pid = os.getpid()
-        self._engine: Engine | None = None
+        self._connections: OwnConnections | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._loop_ends = {}
 
     def __repr__(self) -> str:
         return f"<Database {self._shown}>"
 
+    @property
+    def url(self) -> URL:
+        """The database that was named; shown, it hides the password."""
+        return self._url
+
     def close(self) -> None:
         """Close the connections. Leases that are held end by themselves; using it again connects again."""
         self._check_process()
         super().close()
-        engine, threads, self._engine, self._threads = self._engine, self._threads, None, None
-        if engine is not None:
-            engine.dispose()
+        connections, self._connections = self._connections, None
+        threads, self._threads = self._threads, None
+        if connections is not None:
+            connections.close()
         if threads is not None:
             threads.shutdown(wait=False)
 
@@ -381,13 +387,9 @@ class Database(Stepped):
                 f"the driver of {self._shown} is for coroutines, where `async with` uses it; for blocking "
                 f"code, write {for_blocking(self._url)}"
             )
-        if (engine := self._engine) is None:
-            engine = self._engine = own_engine(self._connecting)
-        try:
-            with engine.connect() as connection:
-                return self._work(connection, step)
-        except AssertionError as error:  # SQLAlchemy's, where a signal handler has struck in the midst of it
-            raise error.__context__ or error from None
+        if (connections := self._connections) is None:
+            connections = self._connections = OwnConnections(self._connecting)
+        return connections.run(functools.partial(self._work, step=step))
 
     async def do_soon(self, step: Work) -> Any:
         """Do work, letting other tasks run."""
@@ -411,7 +413,7 @@ class Database(Stepped):
     def _check_process(self) -> None:
         """Leave the connections to the parent, in a forked child."""
         if self._pid != os.getpid():
-            _of_parents.append((self._engine, self._threads, self._loop_ends))
+            _of_parents.append((self._connections, self._threads, self._loop_ends))
             self._start_over()
 
     def _work(self, connection: Connection, step: Work) -> Any:
@@ -426,12 +428,8 @@ class Database(Stepped):
                 with contextlib.suppress(SQLAlchemyError):
                     connection.exec_driver_sql("ROLLBACK")
             raise
-        except (
-            BaseException
-        ) as error:  # of a signal handler, which may have struck in the midst of an exchange
-            traceback.clear_frames(
-                error.__traceback__
-            )  # of cursors, which would keep a file of SQLite locked
+        except BaseException as error:  # of a signal handler, in the midst of an exchange
+            traceback.clear_frames(error.__traceback__)  # of cursors
             with contextlib.suppress(Exception):
                 connection.invalidate()
             raise
