@@ -67,6 +67,39 @@ def test_authority_loads_no_engine_and_no_orm() -> None:
     assert not {name for name in loaded if name.startswith("fencelock.guard")}
 
 
+def runtime_imports_of(path: Path) -> set[str]:
+    """Return the full names of what a module imports when it runs, in functions too; not for types only."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            node.body = [ast.Pass()]
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+    return names
+
+
+def test_no_circle_joins_settings_lock_and_authorities() -> None:
+    """What an authority needs leads back to neither of them."""
+    modules = {
+        "fencelock." + ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
+        for path in PACKAGE.rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    for room in ("authority", "renewal"):
+        todo = [name for name in modules if name.startswith(f"fencelock.{room}")]
+        reached: set[str] = set()
+        while todo:
+            name = todo.pop()
+            if name not in reached:
+                reached.add(name)
+                todo += [each for each in runtime_imports_of(modules[name]) if each in modules]
+        assert not {"fencelock.settings", "fencelock.lock", "fencelock._holds"} & reached, room
+
+
 def test_protocol_knows_no_sockets_no_clock_and_no_threads() -> None:
     """It is pure: what is proven by simulation is what ships."""
     allowed = {
