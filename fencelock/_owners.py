@@ -81,8 +81,11 @@ def _is_run_here(task: asyncio.Task[Any], library: Any) -> bool:
 
 @functools.cache
 def name_of_process(pid: int) -> str:
-    """Return host, process id and program of this process; `pid` is its own, another one after a fork."""
-    return f"{socket.gethostname()} {pid} {Path(sys.argv[0]).name}"
+    """Return host, process id and program of this process: at most 255 characters.
+
+    Its id is given because another one follows after a fork.
+    """
+    return f"{socket.gethostname()} {pid} {Path(sys.argv[0]).name}"[:255]
 
 
 def switches_greenlets() -> bool:

@@ -19,7 +19,7 @@ from sqlalchemy import URL, Connection, Engine, MetaData, event, inspect
 from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError, StatementError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
-from fencelock._databases import SUPPORTED, is_busy, is_lost, lacks_table, sqlstate
+from fencelock._databases import SUPPORTED, is_busy, is_lost, lacks_table
 from fencelock._engines import OwnConnections, beside, for_blocking, is_on, own_engine, url_of
 from fencelock._owners import name_of_process
 from fencelock.authority.base import Grant, Seal, Wish, held_by_another, in_use, named, validity
@@ -45,11 +45,6 @@ _PAUSES: Final = (0.005, 0.2)
 _BATCH: Final = 500
 #: How often work is done whose connection was lost, or a seal that was below a fence.
 _TRIES: Final = 3
-_THREADS: Final = 8
-#: PostgreSQL's SQLSTATE for what a server does not have.
-_NOT_SUPPORTED: Final = "0A000"
-#: Of the column.
-_MOST_OF_HOLDER: Final = 255
 _TOO_SLOW: Final = (
     "{} answers too slowly for a ttl of {:g} s: it granted {}, but no validity was left; use a longer ttl"
 )
@@ -68,7 +63,6 @@ class _RefusedError(Exception):
     """Another holds one of the resources. Or fences were in the way of the seal: they are its arguments."""
 
 
-#: What comes out of work whose connection can still be used.
 _OURS: Final = (SQLAlchemyError, FencelockError, _RefusedError)
 
 
@@ -86,20 +80,21 @@ class Database(Stepped):
         schema: where the table is, if not in the connection's default schema.
 
     Raises:
-        ValueError: for a URL that cannot be understood, and for a database that cannot grant leases.
+        ValueError: for a database that cannot grant leases, and what is no URL.
         TypeError: for what is neither a URL nor an engine.
         ImportError: the driver is not installed.
     """
 
     def __init__(self, source: str | URL | Engine | AsyncEngine, *, schema: str | None = None) -> None:
         super().__init__()
-        self._source, self._url = source, url_of(source)
-        self._shown = self._url.render_as_string()
-        name = self._url.get_backend_name()
+        #: The database that was named; shown, it hides the password.
+        self.url = url_of(source)
+        self._source, self._shown = source, self.url.render_as_string()
+        name = self.url.get_backend_name()
         if name not in SUPPORTED:
             raise ValueError(f"leases can be kept in PostgreSQL, MariaDB and SQLite, not in {name}")
-        leases = beside(self._url) if name == "sqlite" else None
-        self._connecting = own_engine(leases or (self._url if isinstance(source, str) else source))
+        leases = beside(self.url) if name == "sqlite" else None
+        self._connecting = own_engine(leases or (self.url if isinstance(source, str) else source))
         dialect = self._connecting.dialect
         self._dialect = "mysql" if dialect.name == "mariadb" else dialect.name
         self._schema = schema
@@ -121,11 +116,6 @@ class Database(Stepped):
     def __repr__(self) -> str:
         return f"<Database {self._shown}>"
 
-    @property
-    def url(self) -> URL:
-        """The database that was named; shown, it hides the password."""
-        return self._url
-
     def close(self) -> None:
         """Close the connections. Leases that are held end by themselves; using it again connects again."""
         self._check_process()
@@ -138,14 +128,11 @@ class Database(Stepped):
             threads.shutdown(wait=False)
 
     def init(self, *, above: int | None = None) -> bool:
-        """Make the table of leases where there is none; again has no effect.
+        """Make the table of leases; return False where it was there already.
 
         Args:
             above: the highest fencing token that a storage has seen, where another authority has granted so
                 far, or this one has lost what it granted: all new tokens are larger, of a later epoch.
-
-        Returns:
-            True, or False if the table was there already.
 
         Raises:
             AuthorityError: the database cannot be used.
@@ -155,9 +142,7 @@ class Database(Stepped):
 
     def sealed_by(self, engine: object) -> bool:
         """Tell whether an engine is on the database that has the leases: one COMMIT seals them there."""
-        return self._dialect != "sqlite" and (engine is self._source or is_on(engine, self._url))
-
-    # What is asked of the database
+        return self._dialect != "sqlite" and (engine is self._source or is_on(engine, self.url))
 
     def acquiring(  # noqa: C901 - one acquisition, from its beginning to its end
         self,
@@ -168,20 +153,13 @@ class Database(Stepped):
         above: tuple[int, ...] = (),
         seal: Seal | None = None,
     ) -> Steps[Grant]:
-        """Acquire leases of all the resources, or of none: see `Authority.acquire`.
-
-        Raises:
-            LockTimeoutError: another holder had one of them until the timeout.
-            QuorumError: the database does not answer.
-            LeaseTableMissingError: it has no table of leases.
-            AuthorityError: it refuses, or answers too slowly for the ttl.
-        """
+        """Acquire leases of all the resources, or of none: see `Authority.acquire`."""
         nonce, began, tries = secrets.token_hex(16), 0.0, _TRIES
         bounds = above or (0,) * len(resources)
 
         def attempt(connection: Connection) -> Grant:
             tokens = self._mint(connection, dict(zip(resources, bounds, strict=True)), nonce, ttl)
-            grant = Grant(resources, tokens, validity(began, ttl), nonce)
+            grant = Grant(resources, tuple(tokens), validity(began, ttl), nonce)
             if seal is not None and (fences := seal(connection, grant)):
                 raise _RefusedError(*fences)
             return grant
@@ -212,11 +190,9 @@ class Database(Stepped):
                 yield Abandon(functools.partial(self._giving_back, resources, nonce))
             raise
 
-    def _mint(
-        self, connection: Connection, bounds: dict[str, int], nonce: str, ttl: float
-    ) -> tuple[int, ...]:
+    def _mint(self, connection: Connection, bounds: dict[str, int], nonce: str, ttl: float) -> Iterator[int]:
         """Acquire the resources for this nonce; return a token for each, above its bound."""
-        asked = {"nonce": nonce, "ttl": ttl, "holder": name_of_process(os.getpid())[:_MOST_OF_HOLDER]}
+        asked = {"nonce": nonce, "ttl": ttl, "holder": name_of_process(os.getpid())}
         tokens = {}
         for resource, bound in sorted(bounds.items()):
             if bound >= MAX_TOKEN:
@@ -227,7 +203,7 @@ class Database(Stepped):
             if row is None or row[1] != nonce:
                 raise _RefusedError
             tokens[resource] = row[0]
-        return tuple(tokens[resource] for resource in bounds)
+        return map(tokens.__getitem__, bounds)
 
     def _waiting(self, resources: tuple[str, ...], end: float, looks: Iterator[float]) -> Steps[None]:
         """Wait until all of the resources look free."""
@@ -256,9 +232,7 @@ class Database(Stepped):
                 ended |= yield from self._extending_some(grants[start : start + _BATCH], ttl)
         return [ended[id(grant)] for grant, _ in wishes]
 
-    def _extending_some(
-        self, grants: Sequence[Grant], ttl: float
-    ) -> Steps[dict[int, Grant | FencelockError]]:
+    def _extending_some(self, grants: list[Grant], ttl: float) -> Steps[dict[int, Grant | FencelockError]]:
         asked = {
             "resources": [resource for grant in grants for resource in grant.resources],
             "nonces": [grant.proof for grant in grants],
@@ -340,12 +314,9 @@ class Database(Stepped):
         return made
 
     def _asking(self, work: Work, *, patient: bool = True, again: list[object] | None = None) -> Steps[Any]:
-        """Have work done, and again where its connection had been lost or another was in its way.
+        """Have work done, and again where its connection had been lost (noted in `again`) or was in the way.
 
-        Args:
-            work: what to do. All of it may be done several times.
-            patient: whether to try again where another was in its way; or else that is a `_RefusedError`.
-            again: where errors are noted after which it was tried again.
+        All of it may be done several times. Without patience, what is in the way raises a `_RefusedError`.
         """
         for left in reversed(range(_TRIES)):
             try:
@@ -353,9 +324,7 @@ class Database(Stepped):
             except DBAPIError as error:
                 if is_busy(error) and not patient:
                     raise _RefusedError from None
-                if self._dialect == "postgresql" and sqlstate(error) == _NOT_SUPPORTED:
-                    self._says = Statements(self._dialect, self._table, timeline="1")
-                elif not left or not (error.connection_invalidated or is_busy(error)):
+                if not left or not (error.connection_invalidated or is_busy(error)):
                     raise self._explained(error) from error
                 if again is not None:
                     again.append(error)
@@ -377,15 +346,13 @@ class Database(Stepped):
             return QuorumError(f"{self._shown} did not answer: {said}", nodes={self._shown: said})
         return AuthorityError(f"{self._shown} refuses: {said}")
 
-    # How it is done in each world
-
     def do(self, step: Work) -> Any:
         """Do work, blocking."""
         self._check_process()
         if self._connecting.dialect.is_async:
             raise AuthorityError(
                 f"the driver of {self._shown} is for coroutines, where `async with` uses it; for blocking "
-                f"code, write {for_blocking(self._url)}"
+                f"code, write {for_blocking(self.url)}"
             )
         if (connections := self._connections) is None:
             connections = self._connections = OwnConnections(self._connecting)
@@ -397,7 +364,7 @@ class Database(Stepped):
             async with engine.connect() as connection:
                 return await connection.run_sync(self._work, step)
         if (threads := self._threads) is None:
-            threads = self._threads = ThreadPoolExecutor(_THREADS, "fencelock-database")
+            threads = self._threads = ThreadPoolExecutor(8, "fencelock-database")
         return await asyncio.get_running_loop().run_in_executor(threads, self.do, step)
 
     def open_in_loop(self) -> LoopEnd:
@@ -423,7 +390,7 @@ class Database(Stepped):
             done = step.body(connection)
             if step.atomic:
                 connection.exec_driver_sql("COMMIT")
-        except _OURS:
+        except _OURS:  # the connection can still be used
             if step.atomic:
                 with contextlib.suppress(SQLAlchemyError):
                     connection.exec_driver_sql("ROLLBACK")

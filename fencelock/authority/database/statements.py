@@ -87,15 +87,9 @@ SQLITE_SET_UP: Final = (
 
 
 class Statements:
-    """What an authority says to its database.
+    """What is said to a database of this dialect, about its table of leases (quoted where that has to be)."""
 
-    Args:
-        dialect: its name.
-        table: its table of leases, quoted where that has to be.
-        timeline: an expression in place of PostgreSQL's, where the server has none.
-    """
-
-    def __init__(self, dialect: str, table: str, *, timeline: str = "") -> None:
+    def __init__(self, dialect: str, table: str) -> None:
         words = {
             "table": table,
             "held": "resource = :resource AND nonce = :nonce",
@@ -105,8 +99,6 @@ class Statements:
             "timeline": "1",
             **_WORDS[dialect],
         }
-        if timeline:
-            words["timeline"] = timeline
         words["from"] = "{noted} + ({timeline} - 1) * {epoch}".format(**words)
         words["floor"] = "{from} + {milliseconds}".format(**words)
 
