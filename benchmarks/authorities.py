@@ -68,7 +68,7 @@ _MEANING = """\
   once, or not at all, where two statements wait twice. None of them gives a token. All of them occupy a
   connection for as long as the lock is held, and a holder that hangs keeps the lock until that ends.
 - **Hand-overs**: locks of the server wake up the next in line. fencelock looks again after a pause that
-  grows from 10 ms to half a second. So hand-overs are fewer, and the longest wait is longer. fencelock's
+  grows from 5 ms to a fifth of a second. So hand-overs are fewer, and the longest wait is longer. fencelock's
   leases are for work that takes longer than a few milliseconds.
 - **SQLite** waits for the disk once for each transaction in WAL mode, and more often without."""
 
