@@ -39,6 +39,4 @@ def lease_table(metadata: MetaData, *, schema: str | None = None) -> Table:
         Column("incarnation", BigInteger),
         schema=schema,
         keep_existing=True,
-        # A row is written anew at each acquisition, in the same page where that has room.
-        postgresql_with={"fillfactor": 70},
     )
