@@ -27,6 +27,7 @@ from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
+from fencelock._engines import beside
 from fencelock.authority.database.database import Database
 from fencelock.authority.database.table import LEASE_TABLE, lease_table
 from fencelock.guard import FencedModel, fence_table
@@ -106,20 +107,18 @@ def authority_on(url: str, *, for_tasks: bool) -> Database:
 
 def has_lease_table(url: str) -> bool:
     """Tell whether the database has a table of leases, which is not ours then."""
-    with Database(url) as authority:
-        leases = authority.url
-    if leases.get_backend_name() == "sqlite":
-        return Path(leases.database or "").exists()
+    named = make_url(url)
+    if named.get_backend_name() == "sqlite":
+        return Path(beside(named).database or "").exists()
     return _has_table(url, LEASE_TABLE)
 
 
 def drop_lease_table(url: str) -> None:
     """Drop the table of leases of a run."""
-    with Database(url) as authority:
-        leases = authority.url
-    if leases.get_backend_name() == "sqlite":
+    named = make_url(url)
+    if named.get_backend_name() == "sqlite":
         for end in ("", "-wal", "-shm"):
-            Path(f"{leases.database}{end}").unlink(missing_ok=True)
+            Path(f"{beside(named).database}{end}").unlink(missing_ok=True)
         return
     engine = create_engine(url, poolclass=NullPool)
     lease_table(MetaData()).drop(engine, checkfirst=True)

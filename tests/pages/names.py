@@ -17,7 +17,10 @@ from tests.pages.blocks import ROOT
 
 PAGE: Final = ROOT / "docs" / "names.md"
 
-LOCKS: Final = ("fenced_lock", "fenced_transaction", "fenced", "configure", "exit_on_signals", "Redlock")
+LOCKS: Final = (
+    *("fenced_lock", "fenced_transaction", "fenced", "configure", "exit_on_signals"),
+    *("Database", "lease_table", "Redlock"),
+)
 MODELS: Final = ("FencedModel", "FencedDataclassModel", "fence_table", "begin_immediate")
 WRITING: Final = (
     *("claim", "claim_all", "gate", "bind", "bypass", "upsert", "execute_fenced"),
@@ -28,6 +31,7 @@ WATCHING: Final = ("on_stale", "on_unfenced", "on_claim", "GuardEvent")
 OBJECTS: Final = ("FencedLock", "AsyncLock", "FencedTransaction", "AsyncFencedTransaction", "Lease")
 MEMBERS: Final = {
     "Lease": ("resource", "fencing_token", "expires_at", "remaining", "lost", "in_doubt"),
+    "Database": ("lock", "init", "close"),
     "Redlock": ("nodes", "lock", "init", "status", "recover", "close"),
 }
 """Of other classes all public members are shown; these have some that are for the library alone."""
@@ -54,7 +58,8 @@ def errors() -> Iterator[str]:
 
 def members(kind: type) -> Iterator[tuple[str, str]]:
     """Yield the public members of a class that have something to say, and their first sentences."""
-    for name, member in vars(kind).items():
+    bases = kind.__mro__[::-1] if kind.__name__ in MEMBERS else (kind,)
+    for name, member in {name: member for one in bases for name, member in vars(one).items()}.items():
         if name not in MEMBERS.get(kind.__name__, (name,)) or name.startswith("_"):
             continue
         if inspect.isfunction(member) or isinstance(member, property):
