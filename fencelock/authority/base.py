@@ -238,3 +238,21 @@ class Locking:
         """
         made: FencedLock[int] = _lock_factories[0](*resources, **settings, authority=self)
         return made
+
+
+class AsyncClosing:
+    """What the view of an authority for coroutines inherits, to be closed at the end of an `async with`."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections of the running loop; using it again connects again."""

@@ -17,13 +17,12 @@ import random
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, TypeVar
 from weakref import WeakSet
 
 from fencelock._checks import check_ttl
 from fencelock._owners import running_loop
-from fencelock.authority.base import Grant, Locking, Seal, Wish
+from fencelock.authority.base import AsyncClosing, Grant, Locking, Seal, Wish
 from fencelock.errors import FencelockError
 
 _T = TypeVar("_T")
@@ -245,7 +244,7 @@ class Stepped(Locking, abc.ABC):
         return block(self.releasing(grant), self.do)
 
 
-class AsyncView:
+class AsyncView(AsyncClosing):
     """A `Stepped` authority for coroutines.
 
     A step that has begun is taken to its end, also where its caller is cancelled meanwhile.
@@ -256,17 +255,6 @@ class AsyncView:
 
     def __repr__(self) -> str:
         return f"{self._authority!r}.aio"
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.close()
 
     async def close(self) -> None:
         """Close the connections of the running loop; using it again connects again."""

@@ -8,11 +8,10 @@ import asyncio
 import threading
 import time
 from collections.abc import Generator, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from fencelock.authority.base import Grant, Wish
+from fencelock.authority.base import AsyncClosing, Grant, Wish
 from fencelock.authority.redlock import protocol
 from fencelock.authority.redlock.multiplex import Lines, run, tell
 from fencelock.authority.redlock.survey import NodeStatus
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-class AsyncRedlock:
+class AsyncRedlock(AsyncClosing):
     """A `Redlock` for asyncio code; made by it, as `Redlock.aio`.
 
     All tasks of a loop share one connection to each node; every loop has its own, which end with it.
@@ -46,17 +45,6 @@ class AsyncRedlock:
 
     def __repr__(self) -> str:
         return f"{self._redlock!r}.aio"
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.close()
 
     async def acquire(
         self,

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TypeVar, cast
 from fencelock import token
 from fencelock._checks import check_seconds, check_ttl
 from fencelock._weakly import WeakValues
-from fencelock.authority.base import Grant, Locking, Wish, in_use
+from fencelock.authority.base import Grant, Locking, Wish, in_use, named
 from fencelock.authority.redlock import membership, protocol, recovery, survey
 from fencelock.authority.redlock.aio import AsyncRedlock
 from fencelock.authority.redlock.blocking import Channels, Pool, run
@@ -179,7 +179,7 @@ class Redlock(Locking):
         bids = self._new_bids(resources, ttl, waiter, above=above)
 
         def wait(seconds: float) -> None:
-            warn_of_blocked_loop(", ".join(map(repr, resources)))
+            warn_of_blocked_loop(named(resources))
             listener.wait(waiter.place, seconds)
 
         try:
