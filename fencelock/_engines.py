@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-#: Tasks wait for one of so many connections. Threads open more, and so many are kept: where a signal handler
-#: strikes in a pool that has a limit, one of its places may be lost.
+#: Tasks wait for one of so many connections.
 _FOR_TASKS = {"pool_size": 10, "max_overflow": 0}
-_FOR_THREADS = {"pool_size": 10, "max_overflow": -1}
 #: What drivers are told unless the URL says so: a server must answer, and PgBouncer may give each transaction
 #: another connection, on which no statement is prepared.
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -104,47 +102,40 @@ def own_engine(source: URL | Engine | AsyncEngine) -> Engine:
     driver = source.get_dialect().driver
     options = {name: value for name, value in _OPTIONS.get(driver, {}).items() if name not in source.query}
     if not source.get_dialect().is_async:
-        return create_engine(source, connect_args=options, **_FOR_THREADS)
+        return create_engine(source, connect_args=options, poolclass=NullPool)
     from sqlalchemy.ext.asyncio import create_async_engine  # noqa: PLC0415 - blocking code has none
 
     return create_async_engine(source, connect_args=options, **_FOR_TASKS).sync_engine
 
 
 class OwnConnections:
-    """The connections of blocking code: one is kept out of the pool, and is all that most programs use.
+    """The connections of blocking code: as many as threads use at once, outside the pool that opens them.
 
-    To take a connection from a pool and to give it back costs as much as a statement.
+    To take a connection from a pool and to give it back costs as much as a statement, and a pool does not
+    stand a signal handler that raises in its midst.
     """
 
     def __init__(self, source: Engine) -> None:
         self._engine = own_engine(source)
-        self._kept: list[Connection] = []
-        self._keeps = False
+        self._free: list[Connection] = []
 
     def run(self, work: Callable[[Connection], _T]) -> _T:
         """Return what work on a connection returns. The driver commits; there is nothing to roll back."""
         try:
-            connection = self._kept.pop()
-        except IndexError:  # another thread uses it, or there is none yet
-            if self._keeps:
-                with self._engine.connect() as connection:
-                    return _run_on(connection, work)
+            connection = self._free.pop()
+        except IndexError:
             connection = self._engine.connect()
             connection.detach()
-            self._keeps = True
         try:
             return _run_on(connection, work)
         finally:
-            if connection.invalidated:
-                self._keeps = False
-            else:
-                self._kept.append(connection)
+            if not connection.invalidated:
+                self._free.append(connection)
 
     def close(self) -> None:
         """Close them."""
-        while self._kept:
-            self._kept.pop().close()
-        self._keeps = False
+        while self._free:
+            self._free.pop().close()
         self._engine.dispose()
 
 

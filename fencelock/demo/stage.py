@@ -36,15 +36,14 @@ class Actor:
     Args:
         name: how the timeline calls it.
         database: SQLAlchemy URL.
-        nodes: URLs of the nodes, with commas between.
         tell: called with (name, when, what) for every step that is worth a line.
     """
 
-    def __init__(self, name: str, database: str, nodes: str, tell: Callable[[str, float, str], None]) -> None:
+    def __init__(self, name: str, database: str, tell: Callable[[str, float, str], None]) -> None:
         self.name = name
         self._tell = tell
         self._process = subprocess.Popen(  # noqa: S603 - this very program
-            [sys.executable, "-m", "fencelock.demo.worker", database, nodes],
+            [sys.executable, "-m", "fencelock.demo.worker", database],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

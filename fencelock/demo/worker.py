@@ -1,19 +1,18 @@
 """A worker process of the demo: does what its director says, one line of JSON at a time.
 
-Run as `python -m fencelock.demo.worker DATABASE NODES`. The director decides only the order of the
+Run as `python -m fencelock.demo.worker DATABASE`. The director decides only the order of the
 steps; what each step does is what an application would do.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-import redis
-from redis.exceptions import LockNotOwnedError
 from sqlalchemy import create_engine, event, update
 from sqlalchemy.orm import Session
 
@@ -25,21 +24,30 @@ from fencelock.guard import claim, conditional_update, execute_fenced, fenced_up
 class Worker:
     """The steps that a worker can be told to take."""
 
-    def __init__(self, database: str, nodes: str) -> None:
+    def __init__(self, database: str) -> None:
         self._engine = create_engine(database)
-        self._ordinary_client = redis.Redis.from_url(nodes.split(",", maxsplit=1)[0])
-        self._quorum = fencelock.Redlock(nodes)
+        self._authority = fencelock.configure(database)
         self._session = Session(self._engine, expire_on_commit=False)
         self._account: Account | None = None
 
-    # With an ordinary lock, and nothing in the database.
+    def lock_with(self, url: str) -> None:
+        """Have another authority grant the leases."""
+        self._authority = fencelock.configure(url)
 
-    def lock_plainly(self, ttl: float) -> str:
-        """Take redis-py's lock on one node."""
-        self._ordinary_lock = self._ordinary_client.lock("demo:account", timeout=ttl, blocking_timeout=20)
-        if not self._ordinary_lock.acquire():
-            raise TimeoutError("the ordinary lock was not to be had")
-        return "got the lock"
+    def lock(self, ttl: float) -> int:
+        """Take the lock, and return the fencing token."""
+        self._lock = self._authority.lock(RESOURCE, ttl=ttl, timeout=20, renew=False)
+        return self._lock.acquire().fencing_token
+
+    def unlock(self) -> str:
+        """Release the lock."""
+        try:
+            self._lock.release()
+        except fencelock.LockLostError:
+            return "hears on leaving that its lease had ended: LockLostError"
+        return "is done with the lock"
+
+    # In an ordinary table.
 
     def read_plainly(self) -> int:
         """Read the balance."""
@@ -53,20 +61,7 @@ class Worker:
             session.commit()
         return balance
 
-    def unlock_plainly(self) -> str:
-        """Release redis-py's lock."""
-        try:
-            self._ordinary_lock.release()
-        except LockNotOwnedError:
-            return "finds out, too late, that the lock was no longer its own"
-        return "released the lock"
-
-    # With fencelock.
-
-    def lock(self, ttl: float) -> int:
-        """Take the quorum's lock, and return the fencing token."""
-        self._lock = self._quorum.lock(RESOURCE, ttl=ttl, timeout=20, renew=False)
-        return self._lock.acquire().fencing_token
+    # In a fenced table.
 
     def claim(self) -> int:
         """Raise the fence to our token and read the balance, in one short transaction."""
@@ -122,17 +117,9 @@ class Worker:
         connection.close()
         return rows
 
-    def unlock(self) -> str:
-        """Release the quorum's lock."""
-        try:
-            self._lock.release()
-        except fencelock.LockLostError:
-            return "hears on leaving that its lease had ended: LockLostError"
-        return "released the lock"
-
     def add(self, amount: int) -> int:
         """Do the whole job the way an application does, and return the new balance."""
-        with self._quorum.lock(RESOURCE), Session(self._engine) as session:
+        with self._authority.lock(RESOURCE), Session(self._engine) as session:
             account = claim(session, Account, ACCOUNT)
             account.balance += amount
             balance = account.balance
@@ -154,4 +141,5 @@ def _serve(worker: Worker) -> None:
 
 
 if __name__ == "__main__":
-    _serve(Worker(sys.argv[1], sys.argv[2]))
+    logging.getLogger("fencelock").setLevel(logging.ERROR)  # the story tells of a lease that ended
+    _serve(Worker(sys.argv[1]))
