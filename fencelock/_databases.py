@@ -22,6 +22,9 @@ RESOURCE: Final = String(MAX_RESOURCE_LENGTH).with_variant(
 #: a statement that took too long.
 _BUSY_STATES: Final = frozenset({"55P03", "40001", "40P01", "57014"})
 _BUSY_NUMBERS: Final = frozenset({1020, 1205, 1213, 1969})
+#: What a standby says, and a server that was the primary.
+_READ_ONLY_STATE: Final = "25006"
+_READ_ONLY_NUMBERS: Final = frozenset({1290, 1792, 1836})
 _NO_TABLE: Final = "42P01"
 _NO_TABLE_NUMBER: Final = 1146
 _SQLITE_BUSY: Final = frozenset({5, 6})
@@ -42,6 +45,13 @@ def is_busy(error: DBAPIError) -> bool:
 def is_lost(error: BaseException | None) -> bool:
     """Tell whether the connection was lost: what was sent may have been done all the same."""
     return isinstance(error, DBAPIError) and error.connection_invalidated
+
+
+def is_read_only(error: BaseException) -> bool:
+    """Tell whether this server takes no writes, as a standby does; a new connection may lead to another."""
+    if not isinstance(error, DBAPIError):
+        return False
+    return sqlstate(error) == _READ_ONLY_STATE or error_number(error) in _READ_ONLY_NUMBERS
 
 
 def lacks_table(error: DBAPIError, name: str) -> bool:

@@ -577,7 +577,6 @@ def _postgres_parent_folder(account: _Account | None) -> Path:
     )
 
 
-@final
 class Postgres:
     """A real PostgreSQL as a child process, with nothing in it: a context manager.
 
@@ -750,7 +749,7 @@ class Postgres:
             os.chown(data, account.uid, account.gid)
         log = workspace.folder / "initdb.log"
         process = workspace.spawn(
-            [programs / "initdb", *INITDB_OPTIONS, "--pgdata", data],
+            [*self._making_a_cluster(programs), "--pgdata", data],
             folder=data,
             log=log,
             **_popen(account),
@@ -763,6 +762,10 @@ class Postgres:
             ) from error
         if status:
             raise EmbeddedServerError(f"initdb failed with status {status}:\n{tail(log)}")
+
+    def _making_a_cluster(self, programs: Path) -> list[str | Path]:
+        """Return the command that makes the cluster, but for its folder."""
+        return [programs / "initdb", *INITDB_OPTIONS]
 
     def _launch(self, programs: Path, account: _Account | None, workspace: Workspace) -> None:
         """Start the server on the cluster and wait until it accepts connections."""

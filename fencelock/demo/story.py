@@ -49,7 +49,7 @@ def play(console: Console, database: str = "sqlite") -> bool:
             try:
                 from fencelock.demo.nodes import let_nodes_die  # noqa: PLC0415 - they need an extra
             except ImportError:
-                page.say("A third act shows nodes of Valkey that die: pip install 'fencelock\\[cli,embedded]'")
+                page.say("A third act has nodes of Valkey die: pip install 'fencelock\\[cli,embedded]'")
             else:
                 let_nodes_die(page, engine, b)
     return page.verdict()

@@ -19,7 +19,7 @@ from sqlalchemy import URL, Connection, Engine, MetaData, event, inspect
 from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError, StatementError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
-from fencelock._databases import SUPPORTED, is_busy, is_lost, lacks_table
+from fencelock._databases import SUPPORTED, is_busy, is_lost, is_read_only, lacks_table
 from fencelock._engines import OwnConnections, beside, for_blocking, is_on, own_engine, url_of
 from fencelock._owners import name_of_process
 from fencelock.authority.base import Grant, Seal, Wish, held_by_another, in_use, named, validity
@@ -69,8 +69,7 @@ _OURS: Final = (SQLAlchemyError, FencelockError, _RefusedError)
 class Database(Stepped):
     """Grants leases in a database, and mints their fencing tokens.
 
-    Connects when first used, with a pool of its own. May be shared by threads. A forked child opens
-    connections of its own.
+    Connects when first used, by connections of its own, as each forked child does. Threads may share it.
 
     Args:
         source: a SQLAlchemy URL, an `Engine` or an `AsyncEngine`: of PostgreSQL or MariaDB, where the table
@@ -342,7 +341,8 @@ class Database(Stepped):
                 f"op.create_lease_table() in a migration, or type once: fencelock init {self._shown}"
             )
         said = (str(original).strip() or type(original).__name__).splitlines()[0]
-        if isinstance(error, OperationalError | PoolTimeoutError | OSError) or is_lost(error):
+        unavailable = isinstance(error, OperationalError | PoolTimeoutError | OSError)
+        if unavailable or is_lost(error) or is_read_only(error):
             return QuorumError(f"{self._shown} did not answer: {said}", nodes={self._shown: said})
         return AuthorityError(f"{self._shown} refuses: {said}")
 
@@ -390,8 +390,10 @@ class Database(Stepped):
             done = step.body(connection)
             if step.atomic:
                 connection.exec_driver_sql("COMMIT")
-        except _OURS:  # the connection can still be used
-            if step.atomic:
+        except _OURS as error:  # the connection can still be used
+            if is_read_only(error):
+                connection.invalidate()
+            elif step.atomic:
                 with contextlib.suppress(SQLAlchemyError):
                     connection.exec_driver_sql("ROLLBACK")
             raise
