@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -123,11 +124,9 @@ def test_sealed_grant_is_one_commit(on_server: Engine, epoch: int) -> None:
     """The fence is raised where the lease is granted; nothing is sent through the engine of `seal`."""
     fences = fence_table(MetaData())
     fences.metadata.create_all(on_server)
-    with on_server.connect() as connection:
-        connection.execute(
-            text("INSERT INTO fencelock_fences (resource, last_fencing_token) VALUES ('r', :fence)"),
-            {"fence": (epoch << 44) + 7},
-        )
+    with closing(on_server.raw_connection()) as connection:  # which no guard of another test watches
+        insert = "INSERT INTO fencelock_fences (resource, last_fencing_token) VALUES ('r', %s)"
+        connection.cursor().execute(insert, ((epoch << 44) + 7,))
         connection.commit()
     begun: list[object] = []
     with Database(on_server) as authority:
