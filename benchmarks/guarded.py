@@ -52,6 +52,7 @@ class Guarded(FencedModel, Row, Base):
     """The same with a fence; one resource guards the table."""
 
     __tablename__ = "bench_guarded"
+    __fence_resource__ = "bench"
 
 
 class GuardedByRow(FencedModel, Row, Base):
@@ -66,6 +67,7 @@ class Triggered(FencedModel, Row, Base):
     """The same with strict triggers, which refuse whatever carries no token."""
 
     __tablename__ = "bench_triggered"
+    __fence_resource__ = "bench"
     __fence_trigger__ = "strict"
 
 

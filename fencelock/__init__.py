@@ -6,7 +6,6 @@ from fencelock.authority.redlock.redlock import Redlock
 from fencelock.decorator import fenced
 from fencelock.ending import exit_on_signals
 from fencelock.errors import (
-    AmbiguousFenceError,
     AuthorityError,
     CommitInDoubtError,
     FenceError,
@@ -53,7 +52,6 @@ from fencelock.settings import configure
 from fencelock.transaction import AsyncFencedTransaction, FencedTransaction, fenced_transaction
 
 __all__ = [
-    "AmbiguousFenceError",
     "AsyncFencedTransaction",
     "AsyncLock",
     "AuthorityError",

@@ -15,8 +15,7 @@ FencelockError
     ├── StaleTokenError                        a newer holder has been here; .table .identity .token .current
     │   └── StaleReadError                     the row was written or deleted since it was loaded; .loaded
     ├── CommitInDoubtError                     nobody knows yet what became of the last COMMIT
-    ├── UnfencedWriteError                     no lease guards this write
-    └── AmbiguousFenceError                    several leases could guard this write
+    └── UnfencedWriteError                     no lease guards this write
 ```
 
 "Held by another", "too few nodes answered" and "the nodes refuse" are three different errors, because
@@ -37,7 +36,6 @@ from typing import Any
 from sqlalchemy.exc import DontWrapMixin
 
 __all__ = [
-    "AmbiguousFenceError",
     "AuthorityError",
     "CommitInDoubtError",
     "FenceError",
@@ -241,7 +239,3 @@ class CommitInDoubtError(FenceError):
 
 class UnfencedWriteError(FenceError):
     """A write to a fenced table without the lease that guards it. Nothing was sent to the database."""
-
-
-class AmbiguousFenceError(FenceError):
-    """Several leases could guard this write, and nothing says which. Nothing was sent to the database."""

@@ -291,6 +291,7 @@ def test_new_tables_of_models_are_written_as_any_others(project: Project, engine
 
         class Box(FencedModel, base):  # type: ignore[misc]
             __tablename__ = "boxes"
+            __fence_resource__ = "boxes"
             id = Column(Integer, primary_key=True)
 
         class Crate(Box):

@@ -66,14 +66,6 @@ class Account(FencedModel, Base):
     balance: Mapped[int]
 
 
-class Total(FencedModel, Base):
-    """Guarded as a whole table."""
-
-    __tablename__ = "table_totals"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    cents: Mapped[int] = mapped_column(default=0)
-
-
 class Note(Base):
     """What a transaction has written besides: not fenced."""
 
@@ -122,7 +114,6 @@ def prepare(engine: Engine) -> None:
     Base.metadata.create_all(engine)
     with engine.execution_options(fencelock="bypass").begin() as connection:
         connection.execute(insert(Account), {"id": 1, "balance": 100})
-        connection.execute(insert(Total), {"id": 1, "cents": 100})
 
 
 @pytest.fixture
@@ -362,14 +353,6 @@ def write_without_a_lock(stage: Stage) -> None:
         session.get_one(Account, 1).balance = 0
 
 
-def hold_two_locks(stage: Stage) -> None:
-    """Write to a table that either could guard."""
-    with fenced_transaction(stage.engine, "a", "b", authority=stage.authority) as session:
-        session.add(Note(id=1))
-        session.flush()
-        session.execute(update(Total).values(cents=0))
-
-
 def go_on_after_a_rollback(stage: Stage) -> None:
     """End the transaction inside its block, and go on."""
     with fenced_transaction(stage.engine, "account:1", authority=stage.authority) as session:
@@ -415,7 +398,6 @@ PROVOKED: Final[dict[str, tuple[Callable[[Stage], None], ...]]] = {
     "StaleTokenError": (be_late,),
     "StaleReadError": (write_what_is_old,),
     "UnfencedWriteError": (write_without_a_lock,),
-    "AmbiguousFenceError": (hold_two_locks,),
     "FenceError": (go_on_after_a_rollback,),
     "LockLostError": (be_refused_late, be_left_with_nothing, work_without_the_guard),
     "CommitInDoubtError": (),  # below, with a door before the database

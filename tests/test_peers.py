@@ -293,6 +293,7 @@ class Order(FencedModel, Base):
     """A fenced row."""
 
     __tablename__ = "peers_orders"
+    __fence_resource__ = "orders"
     id: Mapped[int] = mapped_column(primary_key=True)
     status: Mapped[str]
 

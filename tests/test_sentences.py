@@ -201,9 +201,9 @@ def test_a_model_whose_template_was_filled_too_early() -> None:
             id: Mapped[int] = mapped_column(primary_key=True)
 
 
-def test_a_model_with_the_plural() -> None:
-    """It would be guarded by any lease."""
-    with pytest.raises(ValueError, match="the name is __fence_resource__"):
+def test_a_model_that_names_no_resource() -> None:
+    """The error shows both ways to name one, also where the name has a plural s."""
+    with pytest.raises(FenceError, match=r'__fence_resource__ = "order:\{id\}"'):
 
         class Plural(FencedModel, Base):
             __tablename__ = "se_plural"

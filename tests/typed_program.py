@@ -16,7 +16,6 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, Session, 
 
 import fencelock
 from fencelock import (
-    AmbiguousFenceError,
     AsyncFencedTransaction,
     AsyncLock,
     AuthorityError,
@@ -96,6 +95,7 @@ class Item(FencedDataclassModel, DataclassBase):
     """A fenced row that is a dataclass."""
 
     __tablename__ = "items"
+    __fence_resource__ = "items"
     id: Mapped[int] = mapped_column(primary_key=True)
 
 
@@ -272,7 +272,7 @@ def errors() -> dict[str, list[type[FencelockError]]]:
     return {
         "lock": [LockError, LockLostError, NotHeldError],
         "authority": [AuthorityError, NodesNotInitialisedError, MembershipError, LeaseTableMissingError],
-        "fence": [FenceError, UnfencedWriteError, AmbiguousFenceError, CommitInDoubtError],
+        "fence": [FenceError, UnfencedWriteError, CommitInDoubtError],
     }
 
 

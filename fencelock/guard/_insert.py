@@ -32,7 +32,6 @@ class NewRows:
     def resources(self, result: CursorResult[Any]) -> Callable[[], Iterator[str]] | None:
         """Return how to name the resources of the rows that came of it; None if their keys are not known."""
         template = self.fenced.template
-        assert template is not None  # noqa: S101  without one, nothing is named after a row
         try:
             keys = result.inserted_primary_key_rows
         except InvalidRequestError:  # the program itself reads what the statement returns
@@ -77,7 +76,7 @@ def stamp_insert(
     if statement._multi_values:  # noqa: SLF001  no public way to read them
         return _stamp_multi_values(statement, fenced, token_of), [dict(row) for row in rows], None
     stamped = [{**row, fence: token_of(row)} for row in rows]
-    named = fenced.template.columns.values() if fenced.template else ()
+    named = fenced.template.columns.values()
     if any(column.primary_key for column in named) and any(row[fence] == 0 for row in stamped):
         return statement, stamped, NewRows(fenced, [{**own, **row} for row in stamped])
     return statement, stamped, None
@@ -116,9 +115,9 @@ def _refuse_overwriting_insert(statement: Insert, fenced: FencedTable) -> None:
 def _token_source(
     own: Mapping[str, Any], options: Mapping[str, Any], tokens: Tokens | None
 ) -> Callable[[Row], int]:
-    if tokens is not None and tokens.fenced.template is not None:
+    if tokens is not None:
         return lambda row: _new_row_token(tokens, {**own, **row})
-    token: int = options[TOKEN_OPTION] if tokens is None else tokens.of_table()
+    token: int = options[TOKEN_OPTION]
     return lambda _row: token
 
 
@@ -129,7 +128,6 @@ def _new_row_token(tokens: Tokens, row: Row) -> int:
     resource yet: some lease must be held, and the row begins with the fence 0, open to its first holder.
     """
     template = tokens.fenced.template
-    assert template is not None  # noqa: S101  only asked for tables with a template
     values: list[Any] = []
     for name, column in template.columns.items():
         value = _given(row, name, column)

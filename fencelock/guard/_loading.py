@@ -274,8 +274,6 @@ class _Look:
 
     def _resource_of(self, row: Any, fenced: FencedTable) -> str | None:
         """Return the resource that guards a row; None where that cannot be told from here."""
-        if fenced.template is None:
-            return fenced.fixed(self._result.dialect, self._result.context.execution_options)
         values = self._values(row, fenced.template.columns.values())
         return fenced.template.render(values) if len(values) == len(fenced.template.columns) else None
 

@@ -25,6 +25,8 @@ from fencelock.guard._tables import (
     fenced_table,
     register,
     register_sub_table,
+    registered,
+    template_of,
 )
 from fencelock.guard.session import watch_mapper
 
@@ -53,11 +55,11 @@ def on_mapped(mapper: Mapper[Any], model: type[Any]) -> None:
     _refuse_another_key(mapper, model, base)
     if trigger := check_trigger(getattr(model, "__fence_trigger__", False)):
         base.c[FENCE_COLUMN].info[TRIGGER_MARK] = trigger
-    fenced = fenced_table(base)
-    template = _template(mapper, model, base, fenced)
+    template = _template(mapper, model, base)
+    fenced = registered(base)
     if fenced is None or fenced.mapper is None:
         fenced = register(FencedTable(base, template, ref(mapper.base_mapper)))
-    elif (template and template.text) != (fenced.template and fenced.template.text):
+    elif template.text != fenced.template.text:
         raise ValueError(
             f"{model.__name__}.__fence_resource__ differs from that of another model of table "
             f"{base.name!r}; the same rows cannot be guarded by two resources"
@@ -114,18 +116,11 @@ def _refuse_another_key(mapper: Mapper[Any], model: type[Any], base: Table) -> N
         )
 
 
-def _template(
-    mapper: Mapper[Any], model: type[Any], base: Table, known: FencedTable | None
-) -> ResourceTemplate | None:
-    if hasattr(model, "__fence_resources__"):
-        raise ValueError(
-            f"{model.__name__}.__fence_resources__ has no meaning: the name is __fence_resource__"
-        )
-    if not hasattr(model, "__fence_resource__"):
-        return known.template if known else None
-    template = model.__fence_resource__
-    if template is None:
-        return None
+def _template(mapper: Mapper[Any], model: type[Any], base: Table) -> ResourceTemplate:
+    said = getattr(model, "__fence_resource__", None)
+    known = registered(base)
+    if said is None and known is not None:  # another model of the same table has said it
+        return known.template
     columns: Iterable[tuple[str, Any]] = mapper.columns.items()  # column_attrs would configure the mappers
     attributes = {name: column for name, column in columns if getattr(column, "table", None) is base}
-    return ResourceTemplate.parse(template, attributes, model.__name__)
+    return template_of(base, model.__name__, attributes, said)

@@ -277,7 +277,7 @@ def pins(
     clauses: Iterable[Any], source: FromClause, fenced: FencedTable
 ) -> Iterator[tuple[str, BindParameter[Any]]]:
     """Return the columns, of the key and of the resource's name, that are said to equal one parameter."""
-    resource = fenced.template.columns.values() if fenced.template else ()
+    resource = fenced.template.columns.values()
     keys = {source.c[column.key]: column.key for column in (*fenced.table.primary_key, *resource)}
     for clause in clauses:
         if isinstance(clause, BinaryExpression) and clause.operator is operators.eq:

@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 from datetime import date, datetime
 from functools import partial
 from string import Formatter
-from threading import Lock
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 from uuid import UUID
-from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
+from weakref import ReferenceType, WeakSet, ref
 
 from sqlalchemy import (
     BigInteger,
@@ -39,11 +38,10 @@ from sqlalchemy.sql import FromClause
 from sqlalchemy.sql.selectable import AliasedReturnsRows
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
-from fencelock.errors import AmbiguousFenceError, UnfencedWriteError
+from fencelock.errors import FenceError, UnfencedWriteError
 from fencelock.lease import OBJECT_IN_NAME, check_resource
 
 if TYPE_CHECKING:
-    from sqlalchemy.engine import Dialect
     from sqlalchemy.orm import Mapper
 
 FENCE_COLUMN: Final = "last_fencing_token"
@@ -52,6 +50,7 @@ TRANSLATED: Final = "schema_translate_map"
 """The execution option that says which schema tables are in."""
 FENCE_MARK: Final[dict[Any, Any]] = {"fencelock": "fence"}
 TRIGGER_MARK: Final = "fencelock.trigger"
+RESOURCE_MARK: Final = "fencelock.resource"
 _FENCED: Final = "fencelock.fenced"
 _SUB_TABLE_OF: Final = "fencelock.sub_table_of"
 _PICKLED: Final = "fencelock.pickled"
@@ -215,34 +214,6 @@ def _member(kind: Enum, value: Any) -> Any:
     return value
 
 
-_fixing = Lock()
-
-
-@dataclass(eq=False, slots=True)
-class Fixed:
-    """That one resource guards a whole table, because something was written under it.
-
-    Attributes:
-        resource: its name.
-        users: stand for the open transactions that have written under it, as long as it may be void again.
-        lasts: whether one has been committed, or may have been.
-    """
-
-    resource: str
-    users: set[object] = field(default_factory=set)
-    lasts: bool = False
-
-    @property
-    def is_void(self) -> bool:
-        """Whether nothing that was written under it is left."""
-        return not (self.lasts or self.users)
-
-    def end(self, user: object, *, lasts: bool) -> None:
-        """Note that a transaction has ended, and whether what it wrote lasts."""
-        self.lasts = self.lasts or lasts
-        self.users.discard(user)
-
-
 @dataclass(eq=False, slots=True)
 class FencedTable:
     """What the guard knows of one fenced table.
@@ -250,29 +221,25 @@ class FencedTable:
     Attributes:
         table: the table.
         fence: its column `last_fencing_token`.
-        template: how the resource of a row is named; None where one fixed resource guards the whole table.
+        template: how the resource of a row is named.
         mapper: the model it belongs to, if any.
     """
 
     table: Table
-    template: ResourceTemplate | None = None
+    template: ResourceTemplate
     mapper: ReferenceType[Mapper[Any]] | None = None
     fence: Column[int] = field(init=False)
-    _fixed: WeakKeyDictionary[Dialect, dict[str | None, Fixed]] = field(
-        init=False, default_factory=WeakKeyDictionary
-    )
 
     def __post_init__(self) -> None:
         self.fence = self.table.c[FENCE_COLUMN]
 
     def __getstate__(self) -> tuple[Any, ...]:
-        """Return what a pickle of the metadata keeps: neither the model nor what this process has written."""
+        """Return what a pickle of the metadata keeps: all but the model."""
         return self.table, self.template, self.fence
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.table, self.template, self.fence = state
         self.mapper = None
-        self._fixed = WeakKeyDictionary()
 
     @property
     def name(self) -> str:
@@ -283,49 +250,6 @@ class FencedTable:
     def strict(self) -> bool:
         """Whether the table has a trigger that wants each statement to carry its token."""
         return self.fence.info.get(TRIGGER_MARK) == "strict"
-
-    def fix(self, dialect: Dialect, options: Mapping[str, Any], resource: str, user: object) -> Fixed:
-        """Note that `resource` guards this table, where no template says so; refuse any other from then on.
-
-        Where all transactions that wrote under it are rolled back, it is forgotten: see `Fixed`.
-
-        Tokens of different resources are not comparable, so rows written under one would be refused, or
-        worse accepted, under the other. What is remembered is per process and per engine (an engine and
-        its `execution_options()` facades share one dialect object, two engines never do): it catches the
-        mistake where it is made, in the process that mixes, and forgets nothing while the process lives.
-
-        Raises:
-            AmbiguousFenceError: if another resource has guarded the table before.
-        """
-        schema = self.schema(options) if TRANSLATED in options else self.table.schema
-        fixed = self._fixed.get(dialect)
-        found = None if fixed is None else fixed.get(schema)
-        if found is not None and found.lasts and found.resource == resource:
-            return found  # most often, and for ever
-        with _fixing:
-            fixed = self._fixed.setdefault(dialect, {})
-            found = fixed.get(schema)
-            if found is None or found.is_void:
-                found = fixed[schema] = Fixed(resource)
-            if found.resource == resource:
-                found.users.add(user)
-                return found
-        raise AmbiguousFenceError(
-            f"table {self.name!r} was written under the lease of {found.resource!r} and now under that of "
-            f"{resource!r}, and tokens of different resources are not comparable; say which resource "
-            f"guards a row with __fence_resource__, or always lock the same one for this table"
-        )
-
-    def fixed(self, dialect: Dialect, options: Mapping[str, Any]) -> str | None:
-        """Return the resource that guards this table, where no template says so, and one is known to."""
-        found = self._fixed.get(dialect, {}).get(self.schema(options))
-        return None if found is None or found.is_void else found.resource
-
-    def schema(self, options: Mapping[str, Any]) -> str | None:
-        """Return the schema that the table is in under these execution options."""
-        found = self.table.schema
-        translated = options.get(TRANSLATED)
-        return translated.get(found, found) if translated else found
 
 
 def row_name(table: Table, identity: Sequence[Any]) -> str:
@@ -461,8 +385,19 @@ def fenced_names() -> list[str]:
     return names + [table.name for name in names if not name.isascii() for table in list(_names[name])]
 
 
+def registered(table: Table) -> FencedTable | None:
+    """Return what was registered of this very table; None for a copy, and for a table never asked for."""
+    found: FencedTable | None = getattr(table, "info", NO_OPTIONS).get(_FENCED)
+    # Annotated tables hash like the original.
+    return found if found is not None and (found.table is table or hash(found.table) == hash(table)) else None
+
+
 def fenced_table(target: object) -> FencedTable | None:
-    """Return what is known of a table (or an alias of one), or None if it is not fenced."""
+    """Return what is known of a table (or an alias of one), or None if it is not fenced.
+
+    Raises:
+        FenceError: if it has a fence, and nothing says which resource guards a row.
+    """
     table = target if type(target) is Table else underlying(target)
     fenced: FencedTable | None = getattr(table, "info", NO_OPTIONS).get(_FENCED)
     if fenced is not None and (
@@ -489,10 +424,34 @@ def note_column(column: Column[Any], parent: object) -> None:
 
 def _copied(table: Table, original: FencedTable | None) -> FencedTable:
     """Describe a marked table met for the first time: a Core table, or a copy of a known one."""
-    if original is None or original.template is None:
-        return FencedTable(table)
+    if original is None:
+        return FencedTable(table, template_of(table, table.name, dict(table.c.items())))
     columns = {name: table.c[column.key] for name, column in original.template.columns.items()}
     return FencedTable(table, ResourceTemplate(original.template.text, columns), original.mapper)
+
+
+def template_of(
+    table: Table, owner: str, attributes: Mapping[str, Column[Any]], said: str | None = None
+) -> ResourceTemplate:
+    """Return how the resources of a table's rows are named: as its model says, or else its column.
+
+    Args:
+        table: has the column.
+        owner: the model or table, as errors name it.
+        attributes: the columns that the template may name.
+        said: what the model says.
+
+    Raises:
+        FenceError: if neither says it.
+    """
+    text = said if said is not None else table.c[FENCE_COLUMN].info.get(RESOURCE_MARK)
+    if text is None:
+        raise FenceError(
+            f"{owner} is fenced and does not say which lease guards a row: write "
+            f'__fence_resource__ = "order:{{id}}" in the model, with columns of its table in braces, or '
+            f'fence_column(resource="order:{{id}}") in Core; a word without braces stands for the whole table'
+        )
+    return ResourceTemplate.parse(text, attributes, owner)
 
 
 def fenced_by_name(name: str, schema: str) -> FencedTable | None:
@@ -519,8 +478,11 @@ def _is_mapped(fenced: FencedTable) -> bool:
 
 def _looks(fenced: FencedTable) -> tuple[object, ...]:
     """Return what a statement has to know of a table."""
-    template = fenced.template and fenced.template.text
-    return template, fenced.strict, tuple((column.name, column.primary_key) for column in fenced.table.c)
+    return (
+        fenced.template.text,
+        fenced.strict,
+        tuple((column.name, column.primary_key) for column in fenced.table.c),
+    )
 
 
 def sub_table_of(target: object) -> FencedTable | None:

@@ -44,7 +44,7 @@ from fencelock.guard._statement import (
     values_of,
     with_parts_apart,
 )
-from fencelock.guard._tables import FENCE_COLUMN, TRANSLATED, FencedTable, ResourceTemplate, row_name
+from fencelock.guard._tables import FENCE_COLUMN, TRANSLATED, FencedTable, row_name
 from fencelock.guard.session import LoadedFences, Tokens, rows_known_to
 
 LOCKING_READS: Final = frozenset({"mysql", "mariadb"})
@@ -115,16 +115,12 @@ class GuardedWrite:
         Returns:
             The parameters, and the form of the condition that they need, where what was loaded counts.
         """
-        template = self.fenced.template
-        if template is not None:
-            self._refuse_moving(template, rows[0])
+        self._refuse_moving(rows[0])
         loaded = None if tokens is None else tokens.loaded
         # The unit of work has made its parameters for this statement. Others are their caller's.
         stamped: list[dict[str, Any]] = [dict(row) for row in rows] if loaded is None else rows  # type: ignore[assignment]
-        if tokens is None or template is None:
-            stamp = dict.fromkeys(
-                self.stamped, options[TOKEN_OPTION] if tokens is None else tokens.of_table()
-            )
+        if tokens is None:
+            stamp = dict.fromkeys(self.stamped, options[TOKEN_OPTION])
             for row in stamped:
                 row.update(stamp)
         else:
@@ -201,17 +197,17 @@ class GuardedWrite:
 
     def _refuse_unnamed(self) -> NoReturn:
         template = self.fenced.template
-        assert template is not None  # noqa: S101  only asked for tables with a template
         raise UnfencedWriteError(
             f"this statement does not say which resource guards the rows it writes: {self.fenced.name!r} is "
             f"guarded by {template.text!r}, so compare {' and '.join(template.columns)} with == in its WHERE "
             f"clause, or change the rows through their objects"
         )
 
-    def _refuse_moving(self, template: ResourceTemplate, row: Row) -> None:
+    def _refuse_moving(self, row: Row) -> None:
         """Refuse to change a column that the resource's name is made of."""
         if self.fenced.fence.key not in self.stamped:
             return
+        template = self.fenced.template
         for name, column in template.columns.items():
             if column.key in row or name in self.moved:
                 raise UnfencedWriteError(
@@ -388,10 +384,9 @@ class GuardedWrite:
 
     def naming_columns(self) -> list[ColumnElement[Any]]:
         """Return the columns that make the name of the resource, if the statement tells their values."""
-        template = self.fenced.template
-        if template is None or self.naming is None:
+        if self.naming is None:
             return []
-        return [self.source.c[column.key] for column in template.columns.values()]
+        return [self.source.c[column.key] for column in self.fenced.template.columns.values()]
 
     def _differs(self, named: Sequence[Any]) -> Iterator[ColumnElement[bool]]:
         """Return criteria for a row that another resource guards than the one that these values name."""
@@ -403,7 +398,7 @@ class GuardedWrite:
         width = len(self.fenced.table.primary_key)
         identity, current, naming = found[:width], found[width], found[width + 1 :]
         template = self.fenced.template
-        if template is not None and naming:
+        if naming:
             asked, actual = template.render(named), template.render(naming)
             if asked != actual:
                 return UnfencedWriteError(
@@ -514,10 +509,9 @@ def guard(
 
 def _moved(fenced: FencedTable, changed: Sequence[Any]) -> frozenset[str]:
     """Return which columns of the resource's name are assigned, by columns or by names of either kind."""
-    template = fenced.template
     keys = {key_of(column) for column in changed}
     names = {name for name in changed if isinstance(name, str)}  # attributes may be called like other columns
-    columns = template.columns.items() if template else ()
+    columns = fenced.template.columns.items()
     return frozenset(name for name, column in columns if column.key in keys or name in names)
 
 
@@ -530,8 +524,6 @@ def _naming(
     been deleted and another inserted with its key, which another resource guards. So what it knows becomes
     a parameter of the statement, for the database to compare.
     """
-    if fenced.template is None:
-        return None
     columns = fenced.template.columns
     if not look_up and any(column.key not in pinned for column in columns.values()):
         return None

@@ -33,7 +33,7 @@ from sqlalchemy.engine import Connection
 from sqlalchemy.exc import InvalidRequestError, NoInspectionAvailable, NoResultFound
 from sqlalchemy.orm import Mapper, Session, scoped_session
 
-from fencelock.errors import AmbiguousFenceError, UnfencedWriteError
+from fencelock.errors import UnfencedWriteError
 from fencelock.guard._bypass import BYPASS
 from fencelock.guard._connecting import Target, target_of
 from fencelock.guard._install import install
@@ -122,7 +122,6 @@ def claim(
     Raises:
         StaleTokenError: if a newer holder has claimed or written the row.
         UnfencedWriteError: if the row's lease is not held.
-        AmbiguousFenceError: if several leases are held and the model does not say which one counts.
         LockLostError: if the lease is known to be lost.
         sqlalchemy.exc.NoResultFound: if there is no such row.
         sqlalchemy.exc.InvalidRequestError: if the session holds unflushed changes of this very row.
@@ -192,7 +191,6 @@ def claim_all(
     Raises:
         StaleTokenError: if a newer holder has claimed or written one of the rows.
         UnfencedWriteError: if the lease of one of the rows is not held.
-        AmbiguousFenceError: if several leases are held and the model does not say which one counts.
         LockLostError: if a lease is known to be lost.
         sqlalchemy.exc.InvalidRequestError: if the session holds unflushed changes of one of the rows, as it
             may where autoflush is off.
@@ -205,8 +203,7 @@ def claim_all(
     session = session_of(session)
     model = _selected_model(statement)
     mapper, fenced = fenced_model(model)
-    resource = fenced.template.columns if fenced.template else {}
-    columns = (*fenced.table.primary_key, *resource.values())
+    columns = (*fenced.table.primary_key, *fenced.template.columns.values())
     target = _guarded_target(session, mapper, bind_arguments)
     connection = target.connection
     query = _reading_now(statement.with_only_columns(*columns, maintain_column_froms=True), connection)
@@ -218,7 +215,7 @@ def claim_all(
     width = len(fenced.table.primary_key)
     token_of: dict[tuple[Any, ...], int] = {}
     for row in sorted(map(tuple, found), key=lambda row: row[:width]):
-        token_of[row] = tokens.of_row(row[width:]) if fenced.template else tokens.of_table()
+        token_of[row] = tokens.of_row(row[width:])
     for row in token_of:
         _refuse_to_discard(target, mapper, row[:width])
     for token, rows in groupby(token_of, key=token_of.__getitem__):
@@ -255,7 +252,7 @@ def gate(
         FenceError: if another open transaction of this thread, task or greenlet has passed it: this one would
             wait for itself.
         UnfencedWriteError: if the resource's lease is not held.
-        AmbiguousFenceError: if several leases are held and no resource is given.
+        UnfencedWriteError: if several leases are held and no resource is given.
         LockLostError: if the lease is known to be lost.
         TypeError: if it cannot be told which of the session's databases has the gate.
     """
@@ -350,7 +347,7 @@ def _only_resource(connection: Connection) -> str:
             f"no lease is held to pass a gate with; acquire a fenced_lock around it. {NOT_INHERITED}"
         )
     if len(held) > 1:
-        raise AmbiguousFenceError(f"{', '.join(map(repr, held))} are held; say which one's gate to pass")
+        raise UnfencedWriteError(f"{', '.join(map(repr, held))} are held; say which one's gate to pass")
     return next(iter(held))
 
 
@@ -361,8 +358,6 @@ def _naming_of(connection: Connection, fenced: FencedTable, key: tuple[Any, ...]
     claim compares it once more.
     """
     template = fenced.template
-    if template is None:
-        return ()
     if template.in_key:
         return _naming_in(fenced, key)
     query = select(*template.columns.values()).where(_equals(fenced.table, key))
@@ -383,14 +378,13 @@ def _reading_now(query: Select[Any], connection: Connection) -> Select[Any]:
 
 def _naming_in(fenced: FencedTable, key: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return those values where the primary key has them all."""
-    assert fenced.template is not None  # noqa: S101  only asked for tables with a template
     by_column = dict(zip(fenced.table.primary_key, key, strict=True))
     return tuple(by_column[column] for column in fenced.template.columns.values())
 
 
 def _token_for(connection: Connection, fenced: FencedTable, naming: tuple[Any, ...]) -> int:
     tokens = Tokens(connection, fenced, connection.get_execution_options(), claiming=True)
-    return tokens.of_row(naming) if fenced.template else tokens.of_table()
+    return tokens.of_row(naming)
 
 
 def _equals(table: Table, key: Sequence[Any]) -> ColumnElement[bool]:
@@ -403,7 +397,7 @@ def _refuse_another_row(fenced: FencedTable, naming: tuple[Any, ...], found: tup
     A `TypeDecorator` that lowers case finds "main" where "MAIN" was asked for; their resources are two.
     """
     template = fenced.template
-    if template is not None and template.in_key:
+    if template.in_key:
         asked, loaded = (template.render(each) for each in (naming, _naming_in(fenced, found)))
         if asked != loaded:
             raise UnfencedWriteError(
@@ -420,7 +414,7 @@ def _raise_fences(
     A row is given by its primary key and the values that name its resource.
     """
     table = fenced.table
-    naming = tuple(fenced.template.columns.values()) if fenced.template else ()
+    naming = tuple(fenced.template.columns.values())
     columns = (*table.primary_key, *naming)
     doubted = take_doubted(connection, token)
     for some in batched(rows, KEYS_PER_QUERY):

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from fencelock.errors import (
-    AmbiguousFenceError,
     FenceError,
     LockLostError,
     StaleTokenError,
@@ -96,7 +95,7 @@ def report(
     if isinstance(error, StaleTokenError):
         event = GuardEvent(error.table, error.identity, resource, error.token, error.current, error)
         _tell("stale", event, logging.WARNING, str(error))
-    elif isinstance(error, UnfencedWriteError | AmbiguousFenceError):
+    elif isinstance(error, UnfencedWriteError):
         _tell("unfenced", GuardEvent(table, resource=resource, error=error), logging.WARNING, str(error))
 
 

@@ -17,6 +17,7 @@ from fencelock.guard._mapping import on_any_mapped, on_mapped
 from fencelock.guard._tables import (
     FENCE_COLUMN,
     FENCE_MARK,
+    RESOURCE_MARK,
     TRIGGER_MARK,
     FenceTrigger,
     check_trigger,
@@ -26,12 +27,14 @@ from fencelock.guard._tables import (
 _AT_THE_END: Final = 1000
 
 
-def fence_column(*, trigger: FenceTrigger = False) -> Column[int]:
+def fence_column(*, resource: str | None = None, trigger: FenceTrigger = False) -> Column[int]:
     """Return the column that makes a Core `Table`, or the table of an imperative mapping, a fenced one.
 
     It is `last_fencing_token BIGINT NOT NULL DEFAULT 0`. Declarative models get it from `FencedModel`.
 
     Args:
+        resource: which lease guards a row, such as `"order:{id}"`: see `__fence_resource__`. A model of the
+            table may say it instead.
         trigger: whether `create_all` gives the table a trigger, and of which form (True or `"strict"`; see
             `fencelock.guard.triggers`).
 
@@ -39,7 +42,8 @@ def fence_column(*, trigger: FenceTrigger = False) -> Column[int]:
         ValueError: if there is no such form.
     """
     install()
-    return new_fence_column({**FENCE_MARK, TRIGGER_MARK: check_trigger(trigger)})
+    marks = {**FENCE_MARK, TRIGGER_MARK: check_trigger(trigger)}
+    return new_fence_column(marks if resource is None else {**marks, RESOURCE_MARK: resource})
 
 
 class FencedModel:
@@ -57,7 +61,7 @@ class FencedModel:
 
     Set `__fence_resource__` to say which lease guards a row: a format string over columns of the fenced
     table, which must never change, and whose values the database gives back as they were given to it (no
-    type that changes case, say). Without it, one and the same resource guards the whole table.
+    type that changes case, say). A word without braces is one resource that guards the whole table.
 
     What the unit of work writes, it writes only if the row's fence is the one that the object was loaded
     with, or the holder's own: `StaleReadError` says that another has written or claimed the row since. The
@@ -81,6 +85,7 @@ class FencedModel:
         ```
 
     Raises:
+        FenceError: when the class is mapped, if it has no `__fence_resource__`.
         ValueError: when the class is mapped, if `__fence_resource__` names what is no column of its table,
             names one of a type whose equal values are written in several ways, or the table has no column
             `last_fencing_token` or the model calls it something else; or if there is no such trigger.
@@ -88,7 +93,7 @@ class FencedModel:
             takes the column alone: see docs/sqlmodel.md.
     """
 
-    __fence_resource__: ClassVar[str | None] = None
+    __fence_resource__: ClassVar[str]
     __fence_trigger__: ClassVar[FenceTrigger] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -120,7 +125,7 @@ class FencedDataclassModel(MappedAsDataclass):
     The fence is no parameter of `__init__`, and takes no part in comparison and `repr`.
     """
 
-    __fence_resource__: ClassVar[str | None] = None
+    __fence_resource__: ClassVar[str]
     __fence_trigger__: ClassVar[FenceTrigger] = False
 
     last_fencing_token: Mapped[int] = mapped_column(

@@ -44,10 +44,10 @@ from sqlalchemy.orm.base import INCLUDE_PENDING_MUTATIONS, NO_VALUE, PASSIVE_NO_
 from sqlalchemy.types import TypeEngine
 
 from fencelock._owners import current_owner
-from fencelock.errors import AmbiguousFenceError, FenceError, LockLostError, UnfencedWriteError
+from fencelock.errors import FenceError, LockLostError, UnfencedWriteError
 from fencelock.guard._bypass import BYPASS, HOW, Entry, is_bypassed, lasts, set_choice
 from fencelock.guard._refused import Refused, forget_refused, mark_refused, refused_in
-from fencelock.guard._tables import FENCE_COLUMN, FencedTable, Fixed, fenced_table, row_name
+from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table, row_name
 from fencelock.guard.events import report
 from fencelock.lease import Lease, held_leases, was_left
 
@@ -283,7 +283,6 @@ class Writer:
         "__weakref__",
         "_born",
         "_bound_before",
-        "_fixed",
         "_locked",
         "_locked_count",
         "_mark",
@@ -313,7 +312,6 @@ class Writer:
         self.claiming: set[Lease] = set()
         self._bound_before: tuple[Lease, ...] | None = None
         self._needs: set[Lease] = set()
-        self._fixed: set[Fixed] = set()
         self._locked: list[Callable[[], Iterable[str]]] = []
         self._locked_count = 0
         self._savepoints: dict[str, int] = {}
@@ -357,16 +355,6 @@ class Writer:
             self.lasting = not watch_end(transaction)
             if self.lasting and transaction is not None:
                 self.transaction = ref(transaction, partial(_throw_away_writer, ref(connection)))
-
-    def fix(
-        self, fenced: FencedTable, connection: Connection, options: Mapping[str, Any], resource: str
-    ) -> None:
-        """Note that the transaction writes to a table that a resource guards, and no other may.
-
-        Raises:
-            AmbiguousFenceError: if another one does.
-        """
-        self._fixed.add(fenced.fix(connection.dialect, options, resource, self._mark))
 
     def doubt(self) -> None:
         """Note that nobody knows what became of the transaction, whose connection was lost."""
@@ -473,10 +461,7 @@ class Writer:
 
     def _let_go(self) -> list[Callable[[], object]]:
         calls = [call for lease in self._needs for call in lease.let_go(self._mark, committed=self.committed)]
-        for fixed in self._fixed:
-            fixed.end(self._mark, lasts=self.lasting)
         self._needs.clear()
-        self._fixed.clear()
         if self._stamped and not self.lasting:
             self._unstamp(0)
         self._stamped.clear()
@@ -501,7 +486,7 @@ class Writer:
         """Return the leases that may guard a write now, by resource; of a session where it is known which.
 
         Raises:
-            AmbiguousFenceError: if sessions that share the connection are bound to different leases.
+            UnfencedWriteError: if sessions that share the connection are bound to different leases.
         """
         bound = _bound_to(connection, session) if _Process.binds else None
         if bound != self._bound_before:
@@ -523,7 +508,7 @@ def _bound_to(connection: Connection, session: Session | None) -> tuple[Lease, .
     """Return what a connection's statements are bound to, those of a session where it is known which.
 
     Raises:
-        AmbiguousFenceError: if sessions that share the connection are bound to different leases.
+        UnfencedWriteError: if sessions that share the connection are bound to different leases.
     """
     own: tuple[Lease, ...] | None = getattr(connection, _BOUND, None)
     found = session or owner_of(connection)
@@ -532,7 +517,7 @@ def _bound_to(connection: Connection, session: Session | None) -> tuple[Lease, .
     leases: tuple[Lease, ...] | None = getattr(found, _BOUND, None)
     is_known = session is not None or _is_flushing(found)
     if not is_known and any(getattr(one, _BOUND, None) != leases for one in users_of(connection)):
-        raise AmbiguousFenceError(
+        raise UnfencedWriteError(
             "several sessions share this connection and are bound to different leases, so that it cannot "
             "be told whose this is: bind the same leases to each, or give each a connection of its own"
         )
@@ -1071,10 +1056,8 @@ class Tokens:
 
     Attributes:
         loaded: for a flush, the fences that the objects were loaded with.
-        whole: what `of_table` has returned, if it was asked.
         writer: what the connection's transaction writes under.
-        earlier: what the holders had before they reminted, if they did: by the template's values of a row, or
-            by `()` where one resource guards the whole table.
+        earlier: what the holders had before they reminted, if they did: by the template's values of a row.
     """
 
     __slots__ = (
@@ -1087,7 +1070,6 @@ class Tokens:
         "earlier",
         "fenced",
         "loaded",
-        "whole",
         "writer",
     )
 
@@ -1111,7 +1093,6 @@ class Tokens:
         self._used: list[Lease] = []
         self.earlier: dict[tuple[Any, ...], tuple[int, ...]] = {}
         self.loaded: LoadedFences | None = None
-        self.whole: int | None = None
 
     def serves(self, writer: Writer) -> bool:
         """Tell whether leases have been found, and in this transaction: a listener may have begun another.
@@ -1145,9 +1126,13 @@ class Tokens:
                 "the block"
             )
         template = self.fenced.template
-        lock = f"fenced_lock({resource!r})" if resource else "the fenced_lock of its resource"
-        if resource is None and template is not None:
-            lock = f"fenced_lock(…) of its resource, {template.text!r} with the row's values,"
+        if resource is None and not template.columns:
+            resource = template.render(())
+        lock = (
+            f"fenced_lock({resource!r})"
+            if resource
+            else f"fenced_lock(…) of its resource, {template.text!r} with the row's values,"
+        )
         raise UnfencedWriteError(
             f"no lease is held for this write to {self.fenced.name!r}; acquire {lock} around it. {hint}"
         )
@@ -1168,32 +1153,6 @@ class Tokens:
             self.writer.need(lease, self._connection)
         return 0
 
-    def of_table(self) -> int:
-        """Return the token of the one resource that guards the whole table.
-
-        Raises:
-            AmbiguousFenceError: if several leases are held, or another resource has guarded the table.
-            LockLostError: if the lease is known to be lost.
-        """
-        if self.whole is not None:
-            return self.whole
-        if not self._candidates:
-            self.need_some()
-        if len(self._candidates) > 1:
-            raise AmbiguousFenceError(
-                f"{', '.join(map(repr, self._candidates))} are held and any of them could guard this write "
-                f"to {self.fenced.name!r}; say which with __fence_resource__, or bind() one of them"
-            )
-        ((resource, lease),) = self._candidates.items()
-        token = lease.token_to_write(claiming=self._claiming)
-        self.writer.fix(self.fenced, self._connection, self._options, resource)
-        self.writer.remember(resource, lease, self._connection, claiming=self._claiming)
-        self._used.append(lease)
-        if lease.earlier_tokens:
-            self.earlier[()] = lease.earlier_tokens
-        self.whole = token
-        return token
-
     def of_row(self, values: tuple[Any, ...]) -> int:
         """Return the token of the resource that guards the row with these values, as the template has them.
 
@@ -1207,9 +1166,7 @@ class Tokens:
         return token
 
     def _look_up(self, values: tuple[Any, ...]) -> int:
-        template = self.fenced.template
-        assert template is not None  # noqa: S101  callers ask of_table() otherwise
-        resource = template.render(values)
+        resource = self.fenced.template.render(values)
         lease = self._candidates.get(resource)
         if lease is None:
             if not self._claiming and self.writer.has_born(resource):
@@ -1253,7 +1210,6 @@ def rows_known_to(
         return lambda _identity: None
     flush = _flushes.get(session.hash_key) if _is_flushing(session) else None
     known = flush.known.get(fenced, {}) if flush else {}
-    assert fenced.template is not None  # noqa: S101  only asked for tables with a template
     names = tuple(fenced.template.columns)
 
     def values_of(identity: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -1706,8 +1662,8 @@ class _Watch:
         self._key_in = operator.itemgetter(*self._key)
         self._in_row = frozenset(own.values()) - {FENCE_COLUMN}
         self._comparing: dict[str, Callable[[Any, Any], Any]] = {}
-        self._naming = tuple(own[column] for column in template.columns.values()) if template else ()
-        self._looked_up = template is not None and not template.in_key
+        self._naming = tuple(own[column] for column in template.columns.values())
+        self._looked_up = not template.in_key
 
     def listen_to(self, mapper: Mapper[Any]) -> None:
         """Have UPDATEs be looked at."""
@@ -1792,7 +1748,7 @@ class _Watch:
     def _resource_of(self, state: InstanceState[Any]) -> str | None:
         """Return which resource guards an object, by its key alone."""
         template = self._fenced.template
-        if template is None or state.key is None:
+        if state.key is None:
             return None
         key = dict(zip(self._fenced.table.primary_key, state.key[1], strict=True))
         return template.render([key[column] for column in template.columns.values()])
@@ -1803,8 +1759,6 @@ class _Watch:
         """Return the token to write an object with."""
         fenced = self._fenced
         try:
-            if fenced.template is None:
-                return tokens.whole or tokens.of_table()
             values = _loaded_values(self._naming, state, current)
             if values is None:
                 self._refuse_null(state, current)
@@ -1819,7 +1773,6 @@ class _Watch:
     def _refuse_null(self, state: InstanceState[Any], current: Mapping[str, Any]) -> None:
         """Refuse a row whose resource has no name, and will have none."""
         template = self._fenced.template
-        assert template is not None  # noqa: S101  it is asked for tables with a template
         for name, column in zip(self._naming, template.columns.values(), strict=True):
             comes_later = state.key is None and (
                 column.primary_key or column.default is not None or column.server_default is not None

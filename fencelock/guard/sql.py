@@ -21,7 +21,14 @@ from sqlalchemy.sql.selectable import AliasedReturnsRows
 from fencelock.guard._carried import CARRIERS
 from fencelock.guard._install import install
 from fencelock.guard._statement import ALL_KNOWN, LOADED_BIND, TOKEN_BIND, TOKEN_OPTION, as_loaded
-from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table, register, underlying
+from fencelock.guard._tables import (
+    FENCE_COLUMN,
+    FencedTable,
+    fenced_table,
+    register,
+    template_of,
+    underlying,
+)
 from fencelock.guard.session import note_token, session_or_connection
 from fencelock.token import MAX_TOKEN
 from fencelock.token import check as check_token
@@ -81,7 +88,6 @@ def execute_fenced(
         StaleTokenError: where rows matched the statement but for their fence.
         UnfencedWriteError: if no token is given and the lease needed is not held; or if nothing is guarded
             here, because of `execution_options(fencelock="bypass")`.
-        AmbiguousFenceError: if no token is given and several leases could be meant.
         LockLostError: if no token is given and the lease is known to be lost.
         ValueError: if the table has no fence, or the token is not 1 … 2**63 - 1.
         TypeError: if the token is no int, the statement no UPDATE, DELETE or INSERT, or the connection one
@@ -142,7 +148,7 @@ def _known(target: FromClause) -> FencedTable:
             f"{getattr(table, 'name', target)!r} is not fenced: it has no column {FENCE_COLUMN!r}; give the "
             f"model the mixin FencedModel, or the Table a fence_column()"
         )
-    return register(FencedTable(table))
+    return register(FencedTable(table, template_of(table, table.name, dict(table.c.items()))))
 
 
 _QUOTES: Final[Mapping[str, str]] = {"postgresql": '"', "mysql": "`", "mariadb": "`", "sqlite": '"'}

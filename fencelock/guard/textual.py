@@ -126,8 +126,7 @@ def _own_values(statement: TextClause) -> dict[str, Any]:
 
 
 def _refuse_moving(found: GuardedText, fenced: FencedTable) -> None:
-    columns = fenced.template.columns.items() if fenced.template else ()
-    for name, column in columns:
+    for name, column in fenced.template.columns.items():
         if column.name.lower() in found.assigned:
             raise UnfencedWriteError(
                 f"{name} of {fenced.name!r} must not change: the name of the resource that guards the row is "
@@ -137,7 +136,7 @@ def _refuse_moving(found: GuardedText, fenced: FencedTable) -> None:
 
 def _refuse_inexact(fenced: FencedTable) -> None:
     """Refuse to tell the lease from text, which databases compare in their own ways ("Main" = "main")."""
-    for name, column in (fenced.template.columns if fenced.template else {}).items():
+    for name, column in fenced.template.columns.items():
         if is_text(column):
             raise UnfencedWriteError(
                 f"which lease guards a row of {fenced.name!r} hangs on the text in {name}, and databases "

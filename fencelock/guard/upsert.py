@@ -67,7 +67,6 @@ def upsert(
         StaleTokenError: if a newer holder has claimed or written one of the rows.
         UnfencedWriteError: if the lease of one of the rows is not held, or the row that is there is guarded
             by another resource.
-        AmbiguousFenceError: if several leases are held and the model does not say which one counts.
         LockLostError: if a lease is known to be lost.
         FenceError: (MariaDB, MySQL) if another row has the same value in another unique column. Elsewhere
             that is the database's own IntegrityError.
@@ -160,8 +159,6 @@ def _by_key(
 
 def _token(tokens: Tokens, row: Mapping[str, Any]) -> int:
     template = tokens.fenced.template
-    if template is None:
-        return tokens.of_table()
     for name, column in template.columns.items():
         if row.get(column.key) is None:
             raise ValueError(
@@ -200,8 +197,7 @@ def _of_mysql(table: Table, fenced: FencedTable, names: Sequence[str]) -> Insert
 
 def _identifying(fenced: FencedTable) -> dict[ColumnElement[Any], None]:
     """Return the columns of the primary key and of the resource's name, which a row keeps."""
-    template = fenced.template
-    naming = template.columns.values() if template else ()
+    naming = fenced.template.columns.values()
     return dict.fromkeys([*fenced.table.primary_key, *naming])
 
 
@@ -224,18 +220,18 @@ def _check(
     """
     key = tuple(fenced.table.primary_key)
     template = fenced.template
-    naming = tuple(template.columns.values()) if template else ()
+    naming = tuple(template.columns.values())
     texts = [at for at, column in enumerate(key) if is_text(column)]
     keys = iter(rows)
     while some := tuple(islice(keys, KEYS_PER_QUERY)):
         query = newest(select(*key, fenced.fence, *naming).where(is_one_of(key, some)), connection)
         found = connection.execute(query).all()
-        resources = {each: _resource(fenced, rows[each]) for each in some} if template else {}
+        resources = {each: _resource(fenced, rows[each]) for each in some}
         for row in found:
             identity, current, named = tuple(row[: len(key)]), row[len(key)], row[len(key) + 1 :]
-            actual = template.render(named) if template else ""
+            actual = template.render(named)
             asked = {resources[identity]} if identity in resources else set(resources.values())
-            if template and actual not in asked:  # before the fence, which may be equal by chance
+            if actual not in asked:  # before the fence, which may be equal by chance
                 raise UnfencedWriteError(
                     f"{fenced.name}{identity!r} is guarded by {actual!r}, and not by what the row to "
                     f"upsert names; nothing was written"
@@ -254,5 +250,4 @@ def _check(
 
 
 def _resource(fenced: FencedTable, row: Mapping[str, Any]) -> str:
-    assert fenced.template is not None  # noqa: S101  only asked for tables with a template
     return fenced.template.render([row[column.key] for column in fenced.template.columns.values()])

@@ -38,7 +38,7 @@ from sqlalchemy.orm import (
 )
 from sqlalchemy.schema import CreateSchema, DropSchema
 
-from fencelock.errors import AmbiguousFenceError, StaleTokenError, UnfencedWriteError
+from fencelock.errors import StaleTokenError, UnfencedWriteError
 from fencelock.guard import (
     FencedModel,
     begin_immediate,
@@ -97,6 +97,7 @@ class Seat(FencedModel, Base):
     """Guarded as a whole table, with a composite key."""
 
     __tablename__ = "cl_seats"
+    __fence_resource__ = "room"
     row: Mapped[int] = mapped_column(primary_key=True)
     letter: Mapped[str] = mapped_column(String(1), primary_key=True)
     guest: Mapped[str | None] = mapped_column(String(20))
@@ -752,7 +753,7 @@ def test_a_gate_wants_one_lease(new: Session) -> None:
         gate(new, "account:1")
     new.rollback()
     bind(new, OLD, Lease("room", 1))
-    with pytest.raises(AmbiguousFenceError):
+    with pytest.raises(UnfencedWriteError, match="are held"):
         gate(new)
     new.rollback()
     gate(new, "room")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from sqlalchemy import Engine, create_engine, delete, select, text, update
@@ -13,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.ext.horizontal_shard import ShardedSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from fencelock.errors import AmbiguousFenceError, FenceError, UnfencedWriteError
+from fencelock.errors import FenceError, UnfencedWriteError
 from fencelock.guard import (
     FencedModel,
     bind,
@@ -38,6 +37,7 @@ class Row(FencedModel, Base):
     """Guarded as a whole table."""
 
     __tablename__ = "er_rows"
+    __fence_resource__ = "rows"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     value: Mapped[int] = mapped_column(default=0)
 
@@ -143,36 +143,3 @@ def test_a_row_without_a_fence(shared_engine: Engine, way: str) -> None:
             NULL_WRITES[way](session)
         session.rollback()
         assert session.scalar(text("SELECT value FROM er_rows")) == 0
-
-
-def write(session: Session, resource: str) -> None:
-    """Write a row under the lease of a resource."""
-    bind(session, Lease(resource, 5))
-    session.execute(update(Row).values(value=1))
-
-
-ENDS: dict[str, Callable[[Session], Any]] = {"rollback": Session.rollback, "close": Session.close}
-
-
-@pytest.mark.parametrize("end", ENDS)
-def test_what_was_rolled_back_does_not_say_which_resource_guards_a_table(engine: Engine, end: str) -> None:
-    """The first write was a mistake, and was taken back; it is the first that is committed which counts."""
-    with Session(engine) as mistaken, Session(engine) as session:
-        write(mistaken, "a")
-        ENDS[end](mistaken)
-        write(session, "b")
-        session.commit()
-        with pytest.raises(AmbiguousFenceError, match=r"'b'.*'a'"):
-            write(mistaken, "a")
-
-
-def test_an_open_transaction_says_which_resource_guards_a_table(engine: Engine) -> None:
-    """Until its end, by which nothing may be left of it."""
-    with Session(engine) as first, Session(engine) as second:
-        write(first, "a")
-        with pytest.raises(AmbiguousFenceError, match=r"'a'.*'b'"):
-            write(second, "b")
-        second.rollback()
-        first.rollback()
-        write(second, "b")
-        second.commit()

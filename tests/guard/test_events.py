@@ -12,7 +12,6 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from fencelock import (
-    AmbiguousFenceError,
     FencedModel,
     Lease,
     StaleTokenError,
@@ -122,9 +121,9 @@ def test_write_without_its_lease_is_told_once(engine: Engine, told: dict[str, li
     assert [event.table for event in told["unfenced"][:2]] == ["ev_orders"] * 2
     with Session(engine) as session:
         bind(session, Lease("a", 6), Lease("b", 6))
-        with pytest.raises(AmbiguousFenceError):
+        with pytest.raises(UnfencedWriteError):
             gate(session)
-    assert isinstance(told["unfenced"][-1].error, AmbiguousFenceError)
+    assert isinstance(told["unfenced"][-1].error, UnfencedWriteError)
 
 
 def test_claims_and_gates_are_told(

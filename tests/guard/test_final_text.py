@@ -44,6 +44,7 @@ class Order(FencedModel, Base):
     """Guarded as a whole table."""
 
     __tablename__ = "fi_orders"
+    __fence_resource__ = "orders"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     status: Mapped[str] = mapped_column(String(40), default="new")
 

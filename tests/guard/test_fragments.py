@@ -45,6 +45,7 @@ class Order(FencedModel, Base):
     """Guarded as a whole table."""
 
     __tablename__ = "fr_orders"
+    __fence_resource__ = "orders"
     id: Mapped[int] = mapped_column(primary_key=True)
     status: Mapped[str] = mapped_column(String(40), default="new")
 

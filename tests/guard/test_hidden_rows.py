@@ -23,6 +23,7 @@ class Branch(FencedModel, Base):
     """A tree, whose rows are found by those above them."""
 
     __tablename__ = "hr_branches"
+    __fence_resource__ = "tree"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     above: Mapped[int | None]
     status: Mapped[str] = mapped_column(String(20), default="new")

@@ -27,6 +27,7 @@ class Order(FencedModel, Base):
     """Called like a word of SQL."""
 
     __tablename__ = "order"
+    __fence_resource__ = "orders"
     id: Mapped[int] = mapped_column(primary_key=True)
 
 

@@ -80,6 +80,7 @@ def test_the_column_is_as_promised() -> None:
 
     class Order(FencedModel, new_base()):  # type: ignore[misc]
         __tablename__ = "mo_orders"
+        __fence_resource__ = "orders"
         id: Mapped[int] = mapped_column(primary_key=True)
         status: Mapped[str]
 
@@ -159,6 +160,7 @@ def test_a_reflected_table_with_the_column_is_fenced(in_memory: InMemory) -> Non
 
     class Box(FencedModel, new_base()):  # type: ignore[misc]
         __table__ = Table("mo_boxes", MetaData(), autoload_with=engine)
+        __fence_resource__ = "boxes"
 
     with Session(engine) as session:
         session.add(Box(id=1))
@@ -191,6 +193,7 @@ def test_a_fenced_base_fences_every_model(in_memory: InMemory) -> None:
 
     class Order(Base):
         __tablename__ = "mo_orders"
+        __fence_resource__ = "orders"
         id: Mapped[int] = mapped_column(primary_key=True)
 
     engine = in_memory(Base.metadata)
@@ -226,10 +229,12 @@ def test_concrete_inheritance_has_a_fence_in_each_table(in_memory: InMemory) -> 
 
     class Order(FencedModel, new_base()):  # type: ignore[misc]
         __tablename__ = "mo_orders"
+        __fence_resource__ = "orders"
         id: Mapped[int] = mapped_column(primary_key=True)
 
     class Gift(Order):
         __tablename__ = "mo_gifts"
+        __fence_resource__ = "gifts"
         id: Mapped[int] = mapped_column(primary_key=True)
         last_fencing_token: Mapped[int] = mapped_column(BigInteger, server_default="0")
         ribbon: Mapped[str]
@@ -260,6 +265,7 @@ def test_a_fenced_model_below_others_that_are_not(in_memory: InMemory) -> None:
 
     class Dog(FencedModel, Animal):
         __tablename__ = "mo_dogs"
+        __fence_resource__ = "dogs"
         id: Mapped[int] = mapped_column(primary_key=True)
         keeper_id: Mapped[int | None] = mapped_column(ForeignKey("mo_animals.id"))
         cat_id: Mapped[int | None] = mapped_column(ForeignKey("mo_cats.id"))
@@ -291,11 +297,14 @@ def test_models_below_an_abstract_concrete_base(in_memory: InMemory, *, strict: 
     class Plain:
         pass
 
-    class Employee(FencedModel if above else Plain, AbstractConcreteBase, new_base()):  # type: ignore[misc]
+    class Fenced(FencedModel):
+        __fence_resource__ = "staff"
+
+    class Employee(Fenced if above else Plain, AbstractConcreteBase, new_base()):  # type: ignore[misc]
         strict_attrs = strict
         name: Mapped[str]
 
-    class Manager(Plain if above else FencedModel, Employee):  # type: ignore[misc]
+    class Manager(Plain if above else Fenced, Employee):  # type: ignore[misc]
         __tablename__ = "mo_managers"
         id: Mapped[int] = mapped_column(primary_key=True)
         name: Mapped[str]
@@ -327,6 +336,8 @@ def test_an_abstract_mixin_chain(in_memory: InMemory) -> None:
     """The mixin works behind another mixin with declared attributes."""
 
     class Named(FencedModel):
+        __fence_resource__ = "o"
+
         @declared_attr.directive
         def __tablename__(cls) -> str:  # noqa: N805  SQLAlchemy's way
             return "mo_named"
@@ -352,11 +363,13 @@ def test_plain_models_stay_hashable_and_dataclasses_stay_dataclasses() -> None:
 
     class Point(FencedDataclassModel, Base):
         __tablename__ = "mo_points"
+        __fence_resource__ = "points"
         id: Mapped[int] = mapped_column(primary_key=True)
         x: Mapped[int] = mapped_column(default=7)
 
     class Order(FencedModel, new_base()):  # type: ignore[misc]
         __tablename__ = "mo_orders"
+        __fence_resource__ = "orders"
         id: Mapped[int] = mapped_column(primary_key=True)
 
     assert Point(id=1) == Point(id=1, x=7)
@@ -374,6 +387,7 @@ def test_mixin_of_plain_models_beside_dataclasses_names_the_other_one() -> None:
 
         class Point(FencedModel, Base):
             __tablename__ = "mo_points"
+            __fence_resource__ = "points"
             id: Mapped[int] = mapped_column(primary_key=True)
 
 
@@ -407,6 +421,7 @@ class Row(FencedModel, Base):
     """A row among many."""
 
     __tablename__ = "mo_rows"
+    __fence_resource__ = "rows"
     id: Mapped[int] = mapped_column(primary_key=True)
     value: Mapped[int] = mapped_column(default=0)
 
@@ -485,6 +500,7 @@ untouched = sa.Update._execute_on_connection
 class Base(DeclarativeBase): pass
 class Row(fencelock.guard.FencedModel, Base):
     __tablename__ = "rows"
+    __fence_resource__ = "rows"
     id: Mapped[int] = mapped_column(primary_key=True)
 assert sa.Update._execute_on_connection is not untouched
 assert not engine._has_events
@@ -612,7 +628,7 @@ def test_a_class_without_the_mixin_is_guarded_by_its_table(tmp_path: Path) -> No
 
     boxes = Table(
         "mo_plain_boxes", Base.metadata, Column("id", Integer, primary_key=True), Column("kind", String(9)),
-        fence_column(),
+        fence_column(resource="boxes"),
     )  # fmt: skip
 
     class Box(Base):
@@ -649,7 +665,7 @@ def test_the_fence_keeps_its_name() -> None:
     )  # fmt: skip
 
     class Renamed(FencedModel):
-        pass
+        __fence_resource__ = "renamed"
 
     with pytest.raises(ValueError, match="under another name"):
         registry().map_imperatively(Renamed, table, properties={"fence": table.c.last_fencing_token})
@@ -667,4 +683,5 @@ def test_a_parent_in_the_same_table_has_the_fence_too() -> None:
     with pytest.raises(ValueError, match=r"shares the table 'mo_staff' with Employee.* inherit FencedModel"):
 
         class Engineer(FencedModel, Employee):
+            __fence_resource__ = "staff"
             __mapper_args__ = {"polymorphic_identity": "engineer"}  # noqa: RUF012

@@ -31,6 +31,7 @@ class Person(FencedModel, Base):
     """Has the fence."""
 
     __tablename__ = "pu_people"
+    __fence_resource__ = "people"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     kind: Mapped[str] = mapped_column(String(10))
     __mapper_args__ = {"polymorphic_on": "kind", "polymorphic_identity": "person"}  # noqa: RUF012

@@ -87,6 +87,7 @@ class Person(FencedModel, Base):
     """A hierarchy in joined tables; one lease guards all of it."""
 
     __tablename__ = "rd_people"
+    __fence_resource__ = "people"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     kind: Mapped[str]
     name: Mapped[str | None]
@@ -113,6 +114,7 @@ class Versioned(FencedModel, Base):
     """With SQLAlchemy's own counter beside the fence."""
 
     __tablename__ = "rd_versioned"
+    __fence_resource__ = "people"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     value: Mapped[int] = mapped_column(default=0)
     version: Mapped[int] = mapped_column()

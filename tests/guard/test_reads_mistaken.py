@@ -298,6 +298,7 @@ def test_key_of_the_model_is_that_of_the_table(key: list[str]) -> None:
 
         class Another(FencedModel, Model):
             __tablename__ = "mi_another"
+            __fence_resource__ = "another"
             listed: Mapped[int] = mapped_column(primary_key=True)
             place: Mapped[int] = mapped_column(primary_key=True)
             text: Mapped[str]

@@ -103,6 +103,7 @@ class Account(FencedModel, Base):
     """With relationships of several kinds, and subclasses."""
 
     __tablename__ = "rn_accounts"
+    __fence_resource__ = "rows"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     kind: Mapped[int] = mapped_column(default=0)
     balance: Mapped[int] = mapped_column(default=100)
@@ -168,6 +169,7 @@ class Measured(FencedModel, Base):
     """Has such a value."""
 
     __tablename__ = "rn_measured"
+    __fence_resource__ = "rows"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     vector: Mapped[Any] = mapped_column(VectorType)
 
@@ -256,6 +258,7 @@ class Engineer(FencedModel, Staff):
     """The first that is fenced."""
 
     __tablename__ = "rn_engineers"
+    __fence_resource__ = "rows"
     id: Mapped[int] = mapped_column(ForeignKey(Staff.id), primary_key=True)
     balance: Mapped[int] = mapped_column(default=100)
     __mapper_args__ = {"polymorphic_identity": 1, "polymorphic_load": "inline"}  # noqa: RUF012
@@ -265,6 +268,7 @@ class Manager(FencedModel, Staff):
     """The second."""
 
     __tablename__ = "rn_managers"
+    __fence_resource__ = "rows"
     id: Mapped[int] = mapped_column(ForeignKey(Staff.id), primary_key=True)
     balance: Mapped[int] = mapped_column(default=100)
     __mapper_args__ = {"polymorphic_identity": 2, "polymorphic_load": "inline"}  # noqa: RUF012

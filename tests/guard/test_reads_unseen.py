@@ -67,6 +67,7 @@ class Account(FencedModel, Base):
     """With a row that it refers to, set by a statement of its own, and a collection."""
 
     __tablename__ = "un_accounts"
+    __fence_resource__ = "rows"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     balance: Mapped[int] = mapped_column(default=100)
     other_id: Mapped[int | None] = mapped_column(ForeignKey(Other.id))
@@ -78,6 +79,7 @@ class Noted(FencedModel, Base):
     """A fenced table that listeners write to."""
 
     __tablename__ = "un_noted"
+    __fence_resource__ = "rows"
     id: Mapped[int] = mapped_column(primary_key=True)
 
 
@@ -85,6 +87,7 @@ class Deferred(FencedModel, Base):
     """A fence that is said to be loaded when it is asked for."""
 
     __tablename__ = "un_deferred"
+    __fence_resource__ = "rows"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     balance: Mapped[int] = mapped_column(default=100)
     last_fencing_token: Mapped[int] = deferred(fence_column())
@@ -115,6 +118,7 @@ class Refreshed(FencedModel, Base):
     """Loaded anew by every query."""
 
     __tablename__ = "un_refreshed"
+    __fence_resource__ = "rows"
     __mapper_args__ = {"always_refresh": True}  # noqa: RUF012  SQLAlchemy's declaration
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     balance: Mapped[int] = mapped_column(default=100)
@@ -180,7 +184,7 @@ def test_a_key_in_another_order_than_the_parent_s_is_refused() -> None:
             Own.metadata,
             *(Column(name, Integer, primary_key=True, autoincrement=False) for name in columns),
             ForeignKeyConstraint(["in_a", "in_b"], ["un_documents.a", "un_documents.b"]),
-            fence_column(),
+            fence_column(resource="rows"),
         )
         return type(f"Invoice{''.join(columns)}", (Document,), {"__table__": table})
 

@@ -53,6 +53,7 @@ class Order(FencedModel, Base):
     """Guarded as a whole table."""
 
     __tablename__ = "re_orders"
+    __fence_resource__ = "orders"
     id: Mapped[int] = mapped_column(primary_key=True)
     status: Mapped[str] = mapped_column(String(20), default="new")
     kind: Mapped[str] = mapped_column(String(20), default="order")
@@ -84,6 +85,7 @@ class Late(FencedModel, LateBase):
     """Its table was made before the model was fenced."""
 
     __tablename__ = "re_late"
+    __fence_resource__ = "orders"
     id: Mapped[int] = mapped_column(primary_key=True)
 
 
@@ -291,12 +293,12 @@ def test_a_core_table_is_fenced_from_the_moment_it_has_its_column(
     name = f"re_core{write.__name__}_{made.replace(' ', '_')}"
     columns = (Column("id", Integer, primary_key=True), Column("status", String(20)))
     if made == "with the table":
-        table = Table(name, MetaData(), *columns, fence_column())
+        table = Table(name, MetaData(), *columns, fence_column(resource="orders"))
     elif made == "later":
         table = Table(name, MetaData(), *columns)
-        table.append_column(fence_column())
+        table.append_column(fence_column(resource="orders"))
     else:
-        original = Table(f"{name}_from", MetaData(), *columns, fence_column())
+        original = Table(f"{name}_from", MetaData(), *columns, fence_column(resource="orders"))
         table = original.to_metadata(MetaData(), name=name)
     with shared_engine.begin() as connection:
         table.create(connection)
@@ -315,7 +317,7 @@ def test_names_that_sql_spells_in_another_way_are_known(
 ) -> None:
     """Letters whose case is lost, white space, quotes and percent signs."""
     columns = (Column("id", Integer, primary_key=True), Column("status", String(20)))
-    table = Table(name, MetaData(), *columns, fence_column())
+    table = Table(name, MetaData(), *columns, fence_column(resource="orders"))
     table.drop(shared_engine, checkfirst=True)
     table.create(shared_engine)
     with shared_engine.execution_options(fencelock="bypass").begin() as connection:
@@ -332,7 +334,13 @@ def test_a_schema_is_known_by_what_it_is_translated_into(
 ) -> None:
     """The fenced table is in one schema, the unknown one is translated into it, or is in another one."""
     metadata = MetaData()
-    Table("re_shop", metadata, Column("id", Integer, primary_key=True), fence_column(), schema="Shop")
+    Table(
+        "re_shop",
+        metadata,
+        Column("id", Integer, primary_key=True),
+        fence_column(resource="orders"),
+        schema="Shop",
+    )
     other = Table("re_shop", MetaData(), Column("id", Integer), schema=schema)
     known = engine.execution_options(schema_translate_map={"tenant": "Shop"})
     with known.connect() as connection, pytest.raises(UnfencedWriteError if is_known else DBAPIError):
@@ -524,8 +532,8 @@ def test_a_driver_that_commits_by_itself_is_refused(shared_url: str, engine: Eng
 def test_errors_are_plain_and_unwrapped(engine: Engine) -> None:
     """The error is no StatementError, holds plain data, and survives pickling after the session is gone."""
     with Session(engine) as session:
-        bind(session, Lease("orders", 4))
         session.get_one(Order, 1).status = "x"
+        bind(session, Lease("orders", 4))
         with pytest.raises(StaleTokenError) as caught:
             session.commit()
     error = pickle.loads(pickle.dumps(caught.value))  # noqa: S301  our own bytes
@@ -607,11 +615,14 @@ def test_who_shares_a_connection_is_rolled_back_to_its_savepoint(engine: Engine)
         assert found.all() == [(1, "new"), (2, "kept")]
 
 
-def test_a_refused_executemany_rolls_back_its_transaction(session: Session, engine: Engine) -> None:
+def test_a_refused_executemany_rolls_back_its_transaction(
+    session: Session, engine: Engine, unseen: Callable[[Session], None]
+) -> None:
     """One stale row among many takes the others back with it, in the unit of work."""
     with engine.execution_options(fencelock="bypass").begin() as connection:
         connection.execute(insert(orders), [{"id": n, "last_fencing_token": 5} for n in range(10, 700)])
         connection.execute(update(orders).where(orders.c.id == 650).values(last_fencing_token=MAX_TOKEN))
+    unseen(session)
     for order in session.scalars(select(Order).where(Order.id >= 10)):
         order.status = "x"
     with pytest.raises(StaleTokenError) as caught:
@@ -784,7 +795,9 @@ def test_table_that_was_plain_is_known_as_soon_as_a_fenced_one_has_its_name(engi
             connection.execute(update(plain).where(plain.c.id == 1), {"note": "x"})
         with engine.connect() as connection, pytest.raises(UnfencedWriteError):
             connection.execute(update(plain).where(plain.c.id == 1).values({orders.c.status: "stale"}))
-        fenced = Table("re_becomes", MetaData(), Column("id", Integer, primary_key=True), fence_column())
+        fenced = Table(
+            "re_becomes", MetaData(), Column("id", Integer, primary_key=True), fence_column(resource="orders")
+        )
         with engine.connect() as connection, pytest.raises(UnfencedWriteError, match="named 're_becomes'"):
             connection.execute(update(plain).where(plain.c.id == 1), {"note": "y"})
         del fenced

@@ -39,6 +39,7 @@ class Entry(FencedModel, Base):
     """One resource guards the table."""
 
     __tablename__ = "tx_entries"
+    __fence_resource__ = "entries"
     id: Mapped[int] = mapped_column(primary_key=True)
     status: Mapped[str] = mapped_column(String(40))
 

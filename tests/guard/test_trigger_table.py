@@ -196,7 +196,7 @@ def make_tables(trigger: FenceTrigger) -> MetaData:
         Column("id", Integer, primary_key=True),
         Column("status", String(20)),
         Column("customer_id", ForeignKey("tt_customers.id", ondelete="SET NULL")),
-        fence_column(trigger=trigger),
+        fence_column(resource="order:{id}", trigger=trigger),
     )
     return metadata
 

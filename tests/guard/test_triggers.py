@@ -83,6 +83,7 @@ class Untouched(FencedModel, Base):
     """No trigger."""
 
     __tablename__ = "tr_none"
+    __fence_resource__ = "order:1"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
 
 
@@ -91,7 +92,7 @@ boxes = Table(
     Base.metadata,
     Column("id", Integer, primary_key=True, autoincrement=False),
     Column("size", Integer),
-    fence_column(trigger="strict"),
+    fence_column(resource="boxes", trigger="strict"),
 )
 strict: Table = Strict.__table__  # type: ignore[assignment]
 BOTH = pytest.mark.parametrize("model", [Plain, Strict])
@@ -506,7 +507,8 @@ def test_odd_names(shared_engine: Engine, name: str) -> None:
     if shared_engine.dialect.name == "mariadb" and "\\" in name:
         pytest.skip("MariaDB's own files have no such names on every system")
     metadata = MetaData()
-    table = Table(name, metadata, Column("id", Integer, primary_key=True), fence_column(trigger="strict"))
+    fence = fence_column(resource="rows", trigger="strict")
+    table = Table(name, metadata, Column("id", Integer, primary_key=True), fence)
     metadata.create_all(shared_engine)
     with shared_engine.begin() as connection:
         execute_fenced(connection, insert(table), {"id": 1}, token=5)
@@ -528,7 +530,8 @@ def test_tables_of_another_schema(shared_engine: Engine) -> None:
         connection.execute(text(f"DROP SCHEMA IF EXISTS {schema}{cascade(shared_engine)}"))
         connection.execute(text(f"CREATE SCHEMA {schema}"))
     metadata = MetaData(schema=schema)
-    table = Table("orders", metadata, Column("id", Integer, primary_key=True), fence_column(trigger="strict"))
+    fence = fence_column(resource="rows", trigger="strict")
+    table = Table("orders", metadata, Column("id", Integer, primary_key=True), fence)
     metadata.create_all(shared_engine)
     with shared_engine.begin() as connection:
         assert triggers.installed(connection, "orders", schema=schema) == "strict"
@@ -584,6 +587,7 @@ def test_mistakes_are_refused_where_they_are_made() -> None:
 
         class Wrong(FencedModel, Base):
             __tablename__ = "tr_wrong"
+            __fence_resource__ = "order:1"
             __fence_trigger__ = "always"  # type: ignore[assignment]
             id: Mapped[int] = mapped_column(primary_key=True)
 

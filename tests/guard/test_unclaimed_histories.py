@@ -37,6 +37,7 @@ class Log(FencedModel, Base):
     """A row whose text has a mark of each write that it has seen."""
 
     __tablename__ = "uh_logs"
+    __fence_resource__ = "log"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     text: Mapped[str] = mapped_column(String(200), default="")
 
@@ -45,6 +46,7 @@ class Counted(FencedModel, Base):
     """The same with SQLAlchemy's version counter."""
 
     __tablename__ = "uh_counted"
+    __fence_resource__ = "log"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     text: Mapped[str] = mapped_column(String(200), default="")
     version: Mapped[int] = mapped_column()

@@ -11,7 +11,6 @@ from sqlalchemy.exc import DBAPIError, PendingRollbackError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, make_transient_to_detached, mapped_column
 
 from fencelock import (
-    AmbiguousFenceError,
     CommitInDoubtError,
     FencedModel,
     FenceError,
@@ -46,6 +45,7 @@ class Row(FencedModel, Base):
     """Guarded as a whole table."""
 
     __tablename__ = "uc_rows"
+    __fence_resource__ = "rows"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     value: Mapped[int] = mapped_column(default=0)
 
@@ -112,7 +112,6 @@ UNGUARDED: dict[str, Callable[[Session | Connection], object]] = {
 CAUSES: dict[type[FencelockError], Callable[[], tuple[Lease, ...]]] = {
     StaleTokenError: lambda: (Lease("rows", 1),),
     UnfencedWriteError: lambda: (),
-    AmbiguousFenceError: lambda: (Lease("a", 9), Lease("b", 9)),
     LockLostError: lambda: (Lease("rows", 9, time.monotonic() - 1),),
 }
 

@@ -108,6 +108,7 @@ class Employee(FencedModel, Base):
     """Guarded as a whole table; the base of joined and single-table inheritance."""
 
     __tablename__ = "wp_employees"
+    __fence_resource__ = "order:1"
     id: Mapped[int] = mapped_column(primary_key=True)
     kind: Mapped[str] = mapped_column(String(20))
     name: Mapped[str] = mapped_column(String(20))
@@ -144,12 +145,15 @@ class Point(FencedDataclassModel, DataclassBase):
     """A dataclass."""
 
     __tablename__ = "wp_points"
+    __fence_resource__ = "order:1"
     id: Mapped[int] = mapped_column(primary_key=True)
     x: Mapped[int]
 
 
 class Box(FencedModel):
     """Mapped imperatively."""
+
+    __fence_resource__ = "order:1"
 
     def __init__(self, id: int, size: int) -> None:  # noqa: A002  as the column is called
         self.id = id
