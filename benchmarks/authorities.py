@@ -61,8 +61,8 @@ with the slowest and the fastest round; ratios are medians of the ratios of each
 share the machine. A COMMIT waits for the disk."""
 _MEANING = """\
 - **Two bare statements** are the least that a lease in a table needs: one statement that acquires, one that
-  releases, each a transaction of its own. fencelock sends the same number. The difference is SQLAlchemy, a new
-  nonce, an end that no clock can move, and what an acquisition does when it is interrupted.
+  releases, each a transaction of its own. fencelock sends the same number. The difference is SQLAlchemy, a
+  new nonce, an end that no clock can move, and what an acquisition does when it is interrupted.
   psycopg prepares statements that are used often; fencelock does not, so that PgBouncer may stand between.
 - **Advisory locks and GET_LOCK** write nothing, so that no disk is waited for. `SELECT … FOR UPDATE` waits
   once, or not at all, where two statements wait twice. None of them gives a token. All of them occupy a
