@@ -19,8 +19,8 @@ from fencelock.authority.base import Authority, Grant
 from fencelock.lease import Lease, note_ended, note_held
 
 if TYPE_CHECKING:
-    from fencelock.guard.seal import Sealer
     from fencelock.renewal import Renewer
+    from fencelock.sealing import Sealer
 
 
 class Hold:

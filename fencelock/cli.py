@@ -29,7 +29,7 @@ from fencelock.authority.redlock.places import split_urls, without_password
 from fencelock.authority.redlock.redlock import Redlock
 from fencelock.authority.redlock.survey import NodeState, NodeStatus
 from fencelock.errors import FencelockError
-from fencelock.guard.highest import highest_fence
+from fencelock.max_fence import highest_fence
 from fencelock.settings import DATABASE, factory_of
 from fencelock.token import epoch_above
 from fencelock.torture.command import torture

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
 
     from fencelock.authority.base import Seal
-    from fencelock.guard.seal import Sealer, Wish
+    from fencelock.sealing import Sealer, Wish
 
 _T = TypeVar("_T")
 _Token = TypeVar("_Token", int, tuple[int, ...])
@@ -1049,7 +1049,7 @@ def _release_each(holds: list[Hold]) -> _Steps[_Loss | None]:
 
 
 def _sealer_with(engine: Engine | AsyncEngine) -> Sealer:
-    from fencelock.guard.seal import Sealer  # noqa: PLC0415 - locks that seal nothing need no database
+    from fencelock.sealing import Sealer  # noqa: PLC0415 - locks that seal nothing need no database
 
     return Sealer(engine)
 

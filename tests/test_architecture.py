@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 import types
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -82,22 +83,34 @@ def runtime_imports_of(path: Path) -> set[str]:
     return names
 
 
+MODULES = {
+    "fencelock." + ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
+    for path in PACKAGE.rglob("*.py")
+    if path.name != "__init__.py"
+}
+
+
+def reached_from(names: Iterable[str]) -> set[str]:
+    """Return the modules that these import, and those that they need in turn."""
+    todo, reached = list(names), set[str]()
+    while todo:
+        for name in runtime_imports_of(MODULES[todo.pop()]) & MODULES.keys() - reached:
+            reached.add(name)
+            todo.append(name)
+    return reached
+
+
 def test_no_circle_joins_settings_lock_and_authorities() -> None:
     """What an authority needs leads back to neither of them."""
-    modules = {
-        "fencelock." + ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
-        for path in PACKAGE.rglob("*.py")
-        if path.name != "__init__.py"
-    }
     for room in ("authority", "renewal"):
-        todo = [name for name in modules if name.startswith(f"fencelock.{room}")]
-        reached: set[str] = set()
-        while todo:
-            name = todo.pop()
-            if name not in reached:
-                reached.add(name)
-                todo += [each for each in runtime_imports_of(modules[name]) if each in modules]
+        reached = reached_from(name for name in MODULES if name.startswith(f"fencelock.{room}"))
         assert not {"fencelock.settings", "fencelock.lock", "fencelock._holds"} & reached, room
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("fencelock.guard.")])
+def test_no_circle_is_in_the_guard(name: str) -> None:
+    """Imports in functions count, too."""
+    assert name not in reached_from([name])
 
 
 def test_protocol_knows_no_sockets_no_clock_and_no_threads() -> None:

@@ -28,13 +28,13 @@ from fencelock import (
     fenced,
     fenced_lock,
     gate,
+    sealing,
 )
 from fencelock.authority.redlock.protocol import Broadcast, Request
 from fencelock.authority.redlock.recovery import rise
 from fencelock.embedded import Nodes
-from fencelock.guard import seal as sealing
 from fencelock.guard.fences import FENCES
-from fencelock.guard.seal import Sealer, Wish
+from fencelock.sealing import Sealer, Wish
 from fencelock.token import COUNTER_BITS, MAX_COUNTER, compose, split
 from tests.redlock.stage import NODE_KEY
 

@@ -14,7 +14,7 @@ from fencelock.demo.page import Page
 from fencelock.demo.stage import Actor
 from fencelock.embedded import Nodes
 from fencelock.errors import QuorumError
-from fencelock.guard.highest import highest_fence
+from fencelock.max_fence import highest_fence
 
 
 def let_nodes_die(page: Page, engine: Engine, b: Actor) -> None:

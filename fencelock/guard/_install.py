@@ -25,7 +25,6 @@ from sqlalchemy.orm import FromStatement, Mapper
 from sqlalchemy.sql.lambdas import NullLambdaStatement
 
 from fencelock.guard import refusal, rewrite, session, triggers
-from fencelock.guard._other_side import on_configured
 from fencelock.guard._tables import note_column
 
 _WRITING: Final[tuple[Any, ...]] = (
@@ -64,6 +63,5 @@ def listen() -> None:
     event.listen(Engine, "handle_error", triggers.explain)
     event.listen(Column, "after_parent_attach", note_column)
     event.listen(Mapper, "mapper_configured", session.watch_plans)
-    event.listen(Mapper, "after_configured", on_configured)
     session.watch_sessions()
     triggers.watch_tables()

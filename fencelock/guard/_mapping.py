@@ -1,7 +1,7 @@
 """What happens when SQLAlchemy maps a class to a fenced table, by a mixin or without one.
 
 Apart from `model` because classes without the mixin count too: whoever maps a `Table` with a `fence_column()`
-shall have collections, links and joined sub-tables guarded like everybody else.
+has collections, links and joined sub-tables guarded, too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from sqlalchemy import Join, Table
 from sqlalchemy.orm import Mapper
 
 from fencelock.guard._loading import watch_loads
-from fencelock.guard._other_side import watch_relationships
 from fencelock.guard._tables import (
     FENCE_COLUMN,
     FENCE_MARK,
@@ -69,7 +68,6 @@ def on_mapped(mapper: Mapper[Any], model: type[Any]) -> None:
             register_sub_table(table, fenced)
     watch_mapper(mapper, fenced)
     watch_loads(mapper)
-    watch_relationships(mapper, fenced)
 
 
 def _base_table(mapper: Mapper[Any], model: type[Any]) -> Table:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from datetime import date, datetime
 from functools import partial
 from string import Formatter
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypeAlias
 from uuid import UUID
 from weakref import ReferenceType, WeakSet, ref
 
@@ -48,13 +48,26 @@ FENCE_COLUMN: Final = "last_fencing_token"
 FENCE_TABLE: Final = "fencelock_fences"
 TRANSLATED: Final = "schema_translate_map"
 """The execution option that says which schema tables are in."""
-FENCE_MARK: Final[dict[Any, Any]] = {"fencelock": "fence"}
+
+
+class _Unpicklable:
+    """What another process must not load: it may have no guard."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "metadata with a fenced table cannot be pickled, because nothing would guard it where it is "
+            "loaded: import the models there"
+        )
+
+
+FENCE_MARK: Final[dict[Any, Any]] = {"fencelock": _Unpicklable()}
 TRIGGER_MARK: Final = "fencelock.trigger"
 RESOURCE_MARK: Final = "fencelock.resource"
 _FENCED: Final = "fencelock.fenced"
 _SUB_TABLE_OF: Final = "fencelock.sub_table_of"
-_PICKLED: Final = "fencelock.pickled"
-GUARDS_OWN: Final = frozenset({_FENCED, _SUB_TABLE_OF, _PICKLED})
+GUARDS_OWN: Final = frozenset({_FENCED, _SUB_TABLE_OF})
 """What the guard keeps in `Table.info`, where it is of no interest to anybody else."""
 
 FenceTrigger: TypeAlias = bool | Literal["strict"]
@@ -215,7 +228,7 @@ def _member(kind: Enum, value: Any) -> Any:
 
 
 @dataclass(eq=False, slots=True)
-class FencedTable:
+class FencedTable(_Unpicklable):
     """What the guard knows of one fenced table.
 
     Attributes:
@@ -232,14 +245,6 @@ class FencedTable:
 
     def __post_init__(self) -> None:
         self.fence = self.table.c[FENCE_COLUMN]
-
-    def __getstate__(self) -> tuple[Any, ...]:
-        """Return what a pickle of the metadata keeps: all but the model."""
-        return self.table, self.template, self.fence
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.table, self.template, self.fence = state
-        self.mapper = None
 
     @property
     def name(self) -> str:
@@ -278,49 +283,8 @@ def register(fenced: FencedTable) -> FencedTable:
 
 def _note_name(table: Table) -> None:
     global _harmless  # noqa: PLW0603  who has looked already adds to the old one
-    # Not with the table where that has a fence: Alembic writes down what a new table has there.
-    fence = table.c.get(FENCE_COLUMN)
-    (table if fence is None else fence).info[_PICKLED] = _Pickled(table)
     _names.setdefault(table.name.lower(), WeakSet()).add(table)
     _harmless = {}
-
-
-class _Pickled:
-    """Makes a table known again that comes out of a pickle, in a process that may have had no fenced one yet.
-
-    The table is only complete at the end of it, so its name is noted when somebody asks for names.
-    """
-
-    __slots__ = ("_table",)
-
-    def __init__(self, table: Table) -> None:
-        self._table = table
-
-    def __getstate__(self) -> tuple[Table]:
-        return (self._table,)
-
-    def __setstate__(self, state: tuple[Table]) -> None:
-        global _harmless  # noqa: PLW0603  as above
-        from fencelock.guard._install import install  # noqa: PLC0415  it imports this module
-
-        (self._table,) = state
-        install()
-        _arrived.append(self._table)
-        _harmless = {}
-
-
-_arrived: list[Table] = []
-"""Tables that have come out of a pickle since somebody asked for names, or are just about to."""
-
-
-def _known_names() -> dict[str, WeakSet[Table]]:
-    """Return the tables by name, those that have arrived included."""
-    for table in list(_arrived):
-        if "name" in vars(table):  # another thread may still be loading it
-            _note_name(table)
-            with suppress(ValueError):  # another thread was faster
-                _arrived.remove(table)
-    return _names
 
 
 def harmless() -> Known:
@@ -330,8 +294,6 @@ def harmless() -> Known:
 
 def note_harmless(found: object, known: Known) -> None:
     """Note what was found to have nothing to do with a fenced table, when these were known."""
-    if _arrived:  # it may have the name of one of them
-        return
     number = id(found)
     known[number] = ref(found, partial(known.pop, number))
 
@@ -381,7 +343,7 @@ def fenced_names() -> list[str]:
 
     Those that lower case may have changed for good, such as "İ", come as they are too.
     """
-    names = [name for name, tables in list(_known_names().items()) if len(tables)]
+    names = [name for name, tables in list(_names.items()) if len(tables)]
     return names + [table.name for name in names if not name.isascii() for table in list(_names[name])]
 
 
@@ -462,7 +424,7 @@ def fenced_by_name(name: str, schema: str) -> FencedTable | None:
     """
     found = [
         fenced_table(table)
-        for table in list(_known_names().get(name, ()))
+        for table in list(_names.get(name, ()))
         if not schema or table.schema is None or table.schema.lower() == schema
     ]
     tables = [each for each in found if each is not None]
@@ -502,7 +464,7 @@ def impersonates_fenced(target: object, options: Mapping[str, Any] = NO_OPTIONS)
     return any(
         None in schemas or known.schema is None or not schemas.isdisjoint(_schemas(known, options))
         for name in _spelt(getattr(table, "name", ""))
-        for known in list(_known_names().get(name, ()))
+        for known in list(_names.get(name, ()))
     )
 
 
@@ -516,7 +478,7 @@ def inherits_fenced(target: object) -> str | None:
     parents = said if isinstance(said, list | tuple) else [] if said is None else [said]
     for parent in parents:
         name = str(getattr(parent, "name", parent)).rpartition(".")[2]
-        if name.lower() in _known_names():
+        if name.lower() in _names:
             return name
     return None
 

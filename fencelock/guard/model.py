@@ -70,10 +70,9 @@ class FencedModel:
     What it does not promise: that a value read before the row was claimed is still true (see `claim`), and
     that a stale holder cannot INSERT, since a new row has no fence to compare with (see `gate`). What the
     database does by itself goes unseen: foreign keys with ON DELETE CASCADE or SET NULL, triggers, stored
-    functions. A link in a many-to-many table is guarded where it changes a relationship of the fenced model
-    (or one with `back_populates` to it), also where it goes with a deleted object of the other model; changed
-    by a relationship of the other model alone, it belongs to that one. The places that an `ordering_list`
-    keeps in the children are guarded as the list is.
+    functions. A link in a many-to-many table is guarded where a relationship of the fenced model changes (or
+    one with `back_populates` to it). Changed or deleted with an object of the other model, it is not, and
+    neither are the places that an `ordering_list` keeps in the children: fence that model, too.
 
     Example:
         ```python

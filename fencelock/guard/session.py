@@ -1450,12 +1450,11 @@ class _Flush:
         plan: returns the plan of the unit of work; None once that is thrown away, or where none was noted.
         stamped: the objects whose fenced rows it writes, save those it deletes, with their fences before.
         found: what `tokens` has returned so far, by table and connection.
-        raised: by table and primary key, rows whose fence it has raised by a statement of its own.
         known: by table and primary key, the template's values of rows about to be written.
         unsaved: new objects, for tables whose resources cannot be told from the key alone.
     """
 
-    __slots__ = ("_session", "_shards", "found", "known", "number", "plan", "raised", "stamped", "unsaved")
+    __slots__ = ("_session", "_shards", "found", "known", "number", "plan", "stamped", "unsaved")
 
     def __init__(self, session: Session, plan: UOWTransaction | None = None) -> None:
         self._session = ref(session)
@@ -1463,7 +1462,6 @@ class _Flush:
         self.plan = (lambda: None) if plan is None else ref(plan, partial(_forget_flush, session.hash_key))
         self.stamped: dict[InstanceState[Any], int | None] = {}
         self.found: dict[tuple[FencedTable, Connection], Tokens | None] = {}
-        self.raised: set[tuple[FencedTable, tuple[Any, ...]]] = set()
         self.known: dict[FencedTable, dict[tuple[Any, ...], tuple[Any, ...]]] = {}
         self.unsaved: list[InstanceState[Any]] = []
         self._shards: set[Any] | None = None

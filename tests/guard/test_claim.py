@@ -51,9 +51,9 @@ from fencelock.guard import (
     gate,
     gate_async,
 )
-from fencelock.guard.seal import Sealer
 from fencelock.guard.session import note_gate, passes_gate_here, writer_of
 from fencelock.lease import Lease, note_ended, note_held
+from fencelock.sealing import Sealer
 
 OLD = Lease("account:1", 1)
 NEW = Lease("account:1", 2)

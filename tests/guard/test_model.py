@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -43,7 +44,7 @@ from sqlalchemy.orm import (
 
 import fencelock.guard
 from fencelock.errors import StaleTokenError, UnfencedWriteError
-from fencelock.guard import FencedDataclassModel, FencedModel, bind, claim, fence_column
+from fencelock.guard import FencedDataclassModel, FencedModel, bind, claim, fence_column, fence_table
 from fencelock.guard import _tables as tables_room
 from fencelock.guard import rewrite as rewrite_room
 from fencelock.guard import session as session_room
@@ -685,3 +686,14 @@ def test_a_parent_in_the_same_table_has_the_fence_too() -> None:
         class Engineer(FencedModel, Employee):
             __fence_resource__ = "staff"
             __mapper_args__ = {"polymorphic_identity": "engineer"}  # noqa: RUF012
+
+
+def test_metadata_with_a_fenced_table_cannot_be_pickled() -> None:
+    """A process that loads it may have no guard, so the error says to import the models."""
+    core = Table(
+        "mo_core", MetaData(), Column("id", Integer, primary_key=True), fence_column(resource="core")
+    )
+    for metadata in (core.metadata, Base.metadata, fence_table(MetaData()).metadata):
+        with pytest.raises(TypeError, match="import the models there"):
+            pickle.dumps(metadata)
+    assert pickle.loads(pickle.dumps(Row(id=1, value=7))).value == 7  # noqa: S301  our own

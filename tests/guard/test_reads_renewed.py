@@ -9,22 +9,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from sqlalchemy import Column, Engine, ForeignKey, Integer, Table, TypeDecorator, func, select
+from sqlalchemy import Column, Engine, ForeignKey, Integer, Table, TypeDecorator, select
 from sqlalchemy.ext.orderinglist import ordering_list
 from sqlalchemy.orm import (
     DeclarativeBase,
-    DynamicMapped,
     Mapped,
     Session,
     composite,
     joinedload,
     load_only,
     mapped_column,
-    object_session,
     relationship,
-    selectinload,
-    subqueryload,
-    synonym,
     with_polymorphic,
 )
 
@@ -43,45 +38,13 @@ links = Table(
     Column("account", ForeignKey("rn_accounts.id"), primary_key=True),
     Column("tag", ForeignKey("rn_tags.id"), primary_key=True),
 )
-marks = Table(
-    "rn_marks",
-    Base.metadata,
-    Column("account", ForeignKey("rn_accounts.id"), primary_key=True),
-    Column("tag", ForeignKey("rn_tags.id", ondelete="CASCADE"), primary_key=True),
-)
-
-
-picks = Table(
-    "rn_picks",
-    Base.metadata,
-    Column("account", ForeignKey("rn_accounts.id"), primary_key=True),
-    Column("tag", ForeignKey("rn_tags.id"), primary_key=True),
-)
-
-
-unsynced = Table(
-    "rn_unsynced",
-    Base.metadata,
-    Column("account", ForeignKey("rn_accounts.id"), primary_key=True),
-    Column("tag", ForeignKey("rn_tags.id"), primary_key=True),
-)
 
 
 class Tag(Base):
-    """Not fenced; one of its relationships knows nothing of the account's."""
+    """Not fenced."""
 
     __tablename__ = "rn_tags"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    accounts: Mapped[list[Account]] = relationship(secondary=links, overlaps="tags")
-    marking: Mapped[list[Account]] = relationship(
-        secondary=marks, back_populates="marked", passive_deletes=True
-    )
-    picking: DynamicMapped[Account] = relationship(secondary=picks, back_populates="picked")
-    unsynced: Mapped[list[Account]] = relationship(
-        secondary=unsynced, back_populates="unsynced", sync_backref=False
-    )
-    kind: Mapped[int] = mapped_column(default=0)
-    __mapper_args__ = {"polymorphic_on": "kind", "polymorphic_identity": 0}  # noqa: RUF012
 
 
 class Pair:
@@ -112,17 +75,8 @@ class Account(FencedModel, Base):
     pair: Mapped[Pair] = composite("x", "y")
     z: Mapped[int] = mapped_column(default=1, deferred=True)
     deep: Mapped[Pair] = composite("x", "z")
-    code: Mapped[int] = mapped_column(
-        unique=True, default=lambda context: -context.get_current_parameters()["id"]
-    )
     steps: Mapped[list[Step]] = relationship(back_populates="account")
-    coded: Mapped[list[Coded]] = relationship(order_by="Coded.place", collection_class=ordering_list("spot"))
-    tags: Mapped[list[Tag]] = relationship(secondary=links, cascade="save-update", overlaps="accounts")
-    marked: Mapped[list[Tag]] = relationship(secondary=marks, back_populates="marking")
-    unsynced: Mapped[list[Tag]] = relationship(
-        secondary=unsynced, back_populates="unsynced", sync_backref=False
-    )
-    picked: Mapped[list[Tag]] = relationship(secondary=picks, back_populates="picking")
+    tags: Mapped[list[Tag]] = relationship(secondary=links, cascade="save-update")
     items: Mapped[list[Item]] = relationship(order_by="Item.place", collection_class=ordering_list("place"))
     __mapper_args__ = {"polymorphic_on": "kind", "polymorphic_identity": 0}  # noqa: RUF012
 
@@ -192,24 +146,6 @@ class Step(Base):
     account: Mapped[Account | None] = relationship(back_populates="steps")
 
 
-class Coded(Base):
-    """Refers to a unique column; and its place has another name."""
-
-    __tablename__ = "rn_coded"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    code: Mapped[int | None] = mapped_column(ForeignKey(Account.code))
-    place: Mapped[int]
-    spot: Mapped[int] = synonym("place")
-
-
-class Special(Tag):
-    """Has a relationship that only objects of this class have."""
-
-    __mapper_args__ = {"polymorphic_identity": 1}  # noqa: RUF012
-
-    especially: Mapped[list[Account]] = relationship(secondary=links, overlaps="tags,accounts")
-
-
 class Joined(Account):
     """Has another table, and a collection."""
 
@@ -217,7 +153,6 @@ class Joined(Account):
     id: Mapped[int] = mapped_column(ForeignKey(Account.id), primary_key=True)
     extra: Mapped[int] = mapped_column(default=100)
     notes: Mapped[list[Note]] = relationship()
-    parts: Mapped[list[Part]] = relationship(order_by="Part.place", collection_class=ordering_list("place"))
     __mapper_args__ = {"polymorphic_identity": 1}  # noqa: RUF012
 
 
@@ -226,15 +161,6 @@ class Single(Account):
 
     extra: Mapped[int | None] = mapped_column("extra_of_single", default=100)
     __mapper_args__ = {"polymorphic_identity": 2}  # noqa: RUF012
-
-
-class Part(Base):
-    """Refers to the table of the subclass."""
-
-    __tablename__ = "rn_parts"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    joined_id: Mapped[int | None] = mapped_column(ForeignKey(Joined.id))
-    place: Mapped[int]
 
 
 class Note(Base):
@@ -279,16 +205,12 @@ def database(engine: Engine) -> Engine:
     """An engine on a database with rows of each kind at fence 5."""
     Base.metadata.create_all(engine)
     with Session(engine.execution_options(fencelock="bypass")) as session:
-        tags = [Tag(id=key) for key in (1, 2)]
         account = Account(id=1, last_fencing_token=5, items=[Item(id=key, place=0) for key in (1, 2, 3)])
-        account.tags, account.marked, account.picked = tags[:1], tags[:1], [Tag(id=3)]
-        account.unsynced = tags[:1]
+        account.tags = [Tag(id=1)]
         session.add(Measured(id=1, vector=Vector(1), last_fencing_token=5))
         account.steps = [Step(id=1)]
-        account.coded = [Coded(id=key, place=0) for key in (1, 2)]
         joined = Joined(id=2, last_fencing_token=5, notes=[Note(id=1)])
-        joined.parts = [Part(id=key, place=0) for key in (1, 2)]
-        session.add_all([*tags, account, joined, Single(id=3, last_fencing_token=5)])
+        session.add_all([account, joined, Single(id=3, last_fencing_token=5)])
         session.add_all([Engineer(id=1, last_fencing_token=5), Manager(id=2, last_fencing_token=5)])
         session.commit()
     return engine
@@ -696,48 +618,6 @@ def test_long_transactions_keep_no_objects(database: Engine) -> None:
         assert sum(len(before) for _, before in writer._stamped) <= 2
 
 
-@pytest.mark.parametrize(
-    "loading",
-    [
-        lambda: selectinload(Account.items).load_only(Item.place),
-        lambda: selectinload(Account.items).load_only(Item.place, raiseload=True),
-        lambda: subqueryload(Account.items).load_only(Item.place),
-        lambda: joinedload(Account.items).load_only(Item.place),
-    ],
-    ids=["selectin", "raise", "subquery", "joined"],
-)
-def test_places_count_although_the_children_do_not_know_their_parent(
-    database: Engine, loading: Callable[[], Any]
-) -> None:
-    """The foreign key was not loaded."""
-    with Session(database, expire_on_commit=False) as session:
-        query = select(Account).where(Account.id == 1).options(loading())
-        row = session.scalars(query).unique().one()
-        session.commit()
-        change(database, Account, 1, lambda row: (row.items.reverse(), row.items.reorder()))
-        bind(session, Lease("rows", 9))
-        for place, item in enumerate(sorted(row.items, key=lambda item: item.id != 2)):
-            item.place = place
-        with pytest.raises(StaleReadError):
-            session.commit()
-
-
-@pytest.mark.parametrize(("model", "name"), [(Account, "coded"), (Joined, "parts")])
-def test_places_count_whatever_the_children_refer_to(database: Engine, model: type[Any], name: str) -> None:
-    """A unique column, or the key of a subclass's table."""
-    key = 1 if model is Account else 2
-    with Session(database, expire_on_commit=False) as session:
-        row = session.get_one(model, key)
-        children = list(getattr(row, name))
-        session.commit()
-        change(database, model, key, lambda row: setattr(row, "balance", 50))
-        bind(session, Lease("rows", 9))
-        for child in children:
-            child.place += 5
-        with pytest.raises(StaleReadError):
-            session.commit()
-
-
 def test_a_key_that_was_expired_by_its_name(database: Engine) -> None:
     """Loaded again it makes nothing else newer."""
     with Session(database, expire_on_commit=False) as session:
@@ -747,93 +627,5 @@ def test_a_key_that_was_expired_by_its_name(database: Engine) -> None:
         bind(session, Lease("rows", 9))
         session.expire(row, ["id"])
         row.balance -= 30
-        with pytest.raises(StaleReadError):
-            session.commit()
-
-
-def delete_marking(tag: Tag) -> None:
-    """Delete an object that the database unlinks, and SQLAlchemy too where it knows of the links."""
-    session: Any = object_session(tag)
-    tag.accounts = []
-    assert tag.marking
-    session.delete(tag)
-
-
-def delete_picking(tag: Tag) -> None:
-    """Delete an object whose links are read anew whenever somebody asks for them."""
-    session: Any = object_session(tag)
-    session.delete(session.get_one(Tag, 3))
-
-
-def delete_linked(tag: Tag) -> None:
-    """Delete an object that is linked by a relationship of its own."""
-    session: Any = object_session(tag)
-    session.delete(tag)
-
-
-def clear_links(tag: Tag) -> None:
-    """Remove links by a relationship that nobody else knows of."""
-    tag.accounts.clear()
-
-
-def clear_unsynced(tag: Tag) -> None:
-    """Remove one by a relationship that tells its reverse nothing."""
-    assert tag.unsynced
-    tag.unsynced.clear()
-
-
-def add_link(tag: Tag) -> None:
-    """Add one by it."""
-    session: Any = object_session(tag)
-    tag.accounts.append(session.get_one(Account, 2))
-
-
-@pytest.mark.parametrize(
-    "way", [delete_marking, delete_picking, delete_linked, clear_links, clear_unsynced, add_link]
-)
-def test_links_that_the_other_side_writes(database: Engine, way: Callable[[Tag], None]) -> None:
-    """They belong to the fenced row, whichever relationship writes them."""
-    with Session(database, expire_on_commit=False) as session:
-        rows = session.scalars(select(Account)).all()
-        tag = session.get_one(Tag, 1)
-        assert tag.accounts == tag.marking == [rows[0]]
-        session.commit()
-        for key in (1, 2):
-            change(database, Account, key, lambda row: setattr(row, "balance", 50))
-        bind(session, Lease("rows", 9))
-        way(tag)
-        with pytest.raises(StaleReadError):
-            session.commit()
-    with database.connect() as connection:
-        counts = [
-            connection.scalar(select(func.count()).select_from(each))
-            for each in (links, marks, picks, unsynced)
-        ]
-        assert counts == [1, 1, 1, 1]
-
-
-def test_links_of_new_rows_beside_each_other(database: Engine) -> None:
-    """Nobody has to be compared with what is inserted."""
-    with Session(database) as session:
-        bind(session, Lease("rows", 7))
-        session.add(Tag(id=5, accounts=[Account(id=8), session.get_one(Account, 1)]))
-        session.commit()
-        assert session.get_one(Account, 1).last_fencing_token == 7
-        assert session.scalar(select(func.count()).select_from(links)) == 3
-
-
-def test_links_that_a_subclass_of_the_other_side_writes(database: Engine) -> None:
-    """By a relationship of its own."""
-    with Session(database) as session:
-        bind(session, Lease("rows", 5))
-        session.add(Special(id=4, especially=[session.get_one(Account, 1)]))
-        session.commit()
-    with Session(database, expire_on_commit=False) as session:
-        special, row = session.get_one(Special, 4), session.get_one(Account, 1)
-        assert special.especially == [row]
-        session.commit()
-        change(database, Account, 1, lambda row: setattr(row, "balance", 50))
-        bind(session, Lease("rows", 9))
-        special.especially = []
         with pytest.raises(StaleReadError):
             session.commit()
