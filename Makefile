@@ -12,7 +12,7 @@ RUN := $(VENV)/bin/
 .PHONY: help demo check test test-sqlalchemy lint bench bench-guard bench-authorities simulate torture torture-databases retries spec spec-long clean
 
 help:
-	@echo "make demo       watch a stale writer being turned away by a real database (under a minute)"
+	@echo "make demo       watch a stale writer being turned away by a real database (ten seconds)"
 	@echo "make check      lint, and the lock and the guard on SQLite: the inner loop (under three minutes)"
 	@echo "make test       the whole test suite, on real servers"
 	@echo "make test-sqlalchemy  SQLAlchemy's own tests, with the guard in place (a quarter of an hour)"

@@ -79,9 +79,10 @@ def url_of(source: object) -> URL:
     if not isinstance(source, str | URL):
         raise TypeError(f"a database is named by a URL or an Engine, not by {type(source).__name__}")
     try:
-        return make_url(source)
+        return make_url(source.strip() if isinstance(source, str) else source)
     except ArgumentError as error:
-        raise ValueError(str(error)) from None
+        example = "postgresql+psycopg://user@host/name or sqlite:///app.db"
+        raise ValueError(f"this is no URL of a database, such as {example}: {error}") from None
 
 
 def own_engine(source: URL | Engine | AsyncEngine) -> Engine:
@@ -99,6 +100,12 @@ def own_engine(source: URL | Engine | AsyncEngine) -> Engine:
             shares = type(source.pool).__name__
             raise ValueError(f"several connections are needed, and {shares} shares one: take another pool")  # noqa: TRY004 - it is the engine's setting, not its type
         return Engine(source.pool.recreate(), source.dialect, source.url)
+    try:
+        source.get_dialect().import_dbapi()
+    except ImportError as error:
+        raise ImportError(
+            f"{error}: install the driver of {source.drivername}, such as pip install 'fencelock[postgres]'"
+        ) from None
     driver = source.get_dialect().driver
     options = {name: value for name, value in _OPTIONS.get(driver, {}).items() if name not in source.query}
     if not source.get_dialect().is_async:

@@ -161,12 +161,12 @@ def _init_database(url: str, above: int | None, console: Console) -> None:
         authority = Database(for_blocking(make_url(url)))
     with authority:
         made = authority.init(above=above)
-    console.print(f"the table of leases {'was made' if made else 'had been made before'}")
+    console.print(f"the table of leases {'was made' if made else 'is there'}")
     _tell_what_next([url], above, console)
 
 
 def _tell_what_next(urls: list[str], above: int | None, console: Console) -> None:
-    if above is not None:
+    if above:
         epoch = epoch_above(above)
         console.print(f"Tokens are of epoch {epoch} or later now, above all that was granted up to {above}")
     console.print(f"Tell your programs: export FENCELOCK_URL={_shown(urls)}", markup=False)
@@ -333,7 +333,7 @@ def demo(
         typer.Option(help="sqlite, postgresql (embedded), or a SQLAlchemy URL."),
     ] = "sqlite",
 ) -> None:
-    """Watch a stale writer being turned away by a real database. Takes under a minute."""
+    """Watch a stale writer being turned away by a real database. Takes ten seconds."""
     console = _console()
     try:
         if database not in {"postgresql", "sqlite"}:

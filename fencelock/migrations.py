@@ -421,7 +421,9 @@ def _drop_renamed(operations: Operations | BatchOperations, op: FenceOperation) 
 @Operations.implementation_for(CreateFenceTableOp)
 @Operations.implementation_for(CreateLeaseTableOp)
 def _create_table(operations: Operations, op: _OfOwnTable) -> None:
-    operations.invoke(CreateTableOp.from_table(_own_table(operations, op)))
+    table = CreateTableOp.from_table(_own_table(operations, op))
+    table.if_not_exists = op.table_name == LEASE_TABLE  # `fencelock init` may have been first
+    operations.invoke(table)
 
 
 @Operations.implementation_for(DropFenceTableOp)
@@ -504,6 +506,8 @@ def use_operations(
 
 
 def _said_anew(context: AutogenContext, op: MigrateOperation) -> Iterator[MigrateOperation]:
+    if isinstance(op, DropTableOp) and op.table_name == LEASE_TABLE:
+        return  # `fencelock init` has made it, and no model knows of it
     if isinstance(op, CreateTableOp | DropTableOp) and (own := _OWN_TABLES.get(op.table_name)):
         yield own[isinstance(op, DropTableOp)](schema=op.schema)
     elif isinstance(op, CreateTableOp):

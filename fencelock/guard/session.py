@@ -1122,8 +1122,8 @@ class Tokens:
         hint = self.writer.bound_instead or NOT_INHERITED
         if resource is not None and was_left(resource):
             hint = (
-                "The block that held it was left before this write was sent: call flush() or commit() inside "
-                "the block"
+                "Where the block that held it was left before this write was sent, call flush() or commit() "
+                "inside the block"
             )
         template = self.fenced.template
         if resource is None and not template.columns:

@@ -171,7 +171,8 @@ def test_unreachable_database_is_a_quorum_error() -> None:
         ("sqlite://", ValueError, "file"),
         ("sqlite:///:memory:", ValueError, "file"),
         ("oracle://h/x", ValueError, "PostgreSQL, MariaDB and SQLite"),
-        ("nonsense", ValueError, "URL"),
+        ("nonsense", ValueError, "no URL of a database, such as"),
+        ("postgresql+pg8000://h/x", ImportError, "install the driver"),
         (5, TypeError, "URL or an Engine"),
     ],
 )
@@ -179,6 +180,14 @@ def test_what_cannot_grant_is_refused(source: str, kind: type[Exception], said: 
     """When it is named, and not later."""
     with pytest.raises(kind, match=said):
         Database(source)
+
+
+def test_white_space_at_the_ends_of_a_url_is_no_part_of_it(tmp_path: Path) -> None:
+    """A file of settings may end lines so, and another name would be another authority."""
+    with Database(f"sqlite:///{tmp_path}/app.db") as one, Database(f" sqlite:///{tmp_path}/app.db\n") as two:
+        one.acquire(("r",), ttl=5, timeout=0)
+        with pytest.raises(LockTimeoutError):
+            two.acquire(("r",), ttl=5, timeout=0)
 
 
 def test_shared_connection_is_refused(on_server: Engine) -> None:

@@ -88,11 +88,11 @@ class Database(Stepped):
         super().__init__()
         #: The database that was named; shown, it hides the password.
         self.url = url_of(source)
-        self._source, self._shown = source, self.url.render_as_string()
-        name = self.url.get_backend_name()
+        self._source, name = source, self.url.get_backend_name()
         if name not in SUPPORTED:
             raise ValueError(f"leases can be kept in PostgreSQL, MariaDB and SQLite, not in {name}")
         leases = beside(self.url) if name == "sqlite" else None
+        self._shown = (leases or self.url).render_as_string()
         self._connecting = own_engine(leases or (self.url if isinstance(source, str) else source))
         dialect = self._connecting.dialect
         self._dialect = "mysql" if dialect.name == "mariadb" else dialect.name
@@ -337,8 +337,8 @@ class Database(Stepped):
         original = error.orig if isinstance(error, DBAPIError) else error
         if isinstance(error, DBAPIError) and lacks_table(error, LEASE_TABLE):
             return LeaseTableMissingError(
-                f"{self._shown} has no table {self._table}, where leases are kept: write "
-                f"op.create_lease_table() in a migration, or type once: fencelock init {self._shown}"
+                f"{self._shown} has no table {self._table}, where leases are: call lease_table(metadata) before "
+                f"create_all, or op.create_lease_table() in a migration, or type once: fencelock init URL"
             )
         said = (str(original).strip() or type(original).__name__).splitlines()[0]
         unavailable = isinstance(error, OperationalError | PoolTimeoutError | OSError)
