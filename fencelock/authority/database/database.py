@@ -337,8 +337,8 @@ class Database(Stepped):
         original = error.orig if isinstance(error, DBAPIError) else error
         if isinstance(error, DBAPIError) and lacks_table(error, LEASE_TABLE):
             return LeaseTableMissingError(
-                f"{self._shown} has no table {self._table}, where leases are: call lease_table(metadata) before "
-                f"create_all, or op.create_lease_table() in a migration, or type once: fencelock init URL"
+                f"{self._shown} has no table {self._table}: call lease_table(metadata) before create_all, or "
+                f"op.create_lease_table() in a migration, or type once: fencelock init URL"
             )
         said = (str(original).strip() or type(original).__name__).splitlines()[0]
         unavailable = isinstance(error, OperationalError | PoolTimeoutError | OSError)
