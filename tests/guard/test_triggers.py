@@ -253,11 +253,11 @@ def test_text_that_has_the_condition_carries_its_token(engine: Engine, model: ty
         f"UPDATE {table} SET status = 'paid', last_fencing_token = :fencing_token "
         f"WHERE id = :id AND last_fencing_token <= :fencing_token AND status <> 'it is'"
     )
-    remove = f"DELETE FROM {table} WHERE (last_fencing_token<=:fencing_token) AND id = :id"
+    remove = f"DELETE FROM {table} WHERE last_fencing_token<=:fencing_token AND id = :id"
+    given = {"id": 1, "fencing_token": FENCE}
     with Session(engine) as session:
-        bind(session, Lease("order:1", FENCE))
         for sql in (write, write, remove):
-            assert session.execute(text(sql), {"id": 1}).rowcount == 1  # type: ignore[attr-defined]
+            assert session.execute(text(sql), given).rowcount == 1  # type: ignore[attr-defined]
         session.commit()
     assert row(engine, model) is None
 
