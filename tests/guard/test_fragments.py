@@ -27,7 +27,7 @@ from sqlalchemy import (
     update,
 )
 from sqlalchemy.ext.compiler import compiles
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, mapped_column
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, mapped_column, with_loader_criteria
 
 from fencelock.errors import StaleTokenError, UnfencedWriteError
 from fencelock.guard import FencedModel, bind, execute_fenced, fenced_delete, fenced_update
@@ -217,6 +217,19 @@ def test_prefix_that_does_something_else_is_refused(session: Session, engine: En
             session.execute(update(orders).prefix_with(prefix).where(orders.c.id == 1).values(status="stale"))
         session.rollback()
     assert standing(engine) == UNTOUCHED
+
+
+def test_criteria_that_the_orm_adds_take_no_text(session: Session, engine: Engine) -> None:
+    """with_loader_criteria comes after the condition, and an OR in it would go around that."""
+    statement = update(Order).where(Order.id == 1).values(status="paid")
+    for outside in (literal_column("1 = 0 OR 1 = 1"), literal(1).op("OR", precedence=10)(0)):
+        with pytest.raises(UnfencedWriteError, match="with_loader_criteria"):
+            session.execute(statement.options(with_loader_criteria(Order, outside)))
+        session.rollback()
+    assert standing(engine) == UNTOUCHED
+    session.execute(statement.options(with_loader_criteria(Order, or_(Order.status != "x", Order.id == 2))))
+    session.commit()
+    assert standing(engine) == UNTOUCHED | {1: ("paid", STALE)}
 
 
 hidden = (
