@@ -43,7 +43,7 @@ MENTIONING = [
     "DELETE FROM me_audit WHERE id NOT IN (SELECT id FROM events)",
     "UPDATE me_audit SET msg = 'x' /* events */",
     "UPDATE me_audit SET msg = 'x' WHERE id IN (SELECT a.id FROM (SELECT id FROM me_audit ORDER BY id) a)",
-    "INSERT INTO me_audit (id) WITH seen AS (SELECT id FROM events) SELECT id FROM seen",
+    "INSERT INTO me_audit (id, msg) WITH seen AS (SELECT id FROM events) SELECT id, 'x' FROM seen",
     "WITH seen AS (SELECT id FROM events WHERE 'x' <> 'update') SELECT id FROM seen",
     "SELECT id, 'update; delete from events' FROM events -- do not delete",
     "CREATE TABLE me_child (id INTEGER REFERENCES events (id) ON DELETE CASCADE ON UPDATE CASCADE)",

@@ -262,6 +262,18 @@ def test_text_that_has_the_condition_carries_its_token(engine: Engine, model: ty
     assert row(engine, model) is None
 
 
+def test_what_a_text_carries_ends_with_it(engine: Engine) -> None:
+    """The next statement of the connection has no token."""
+    write = (
+        "UPDATE tr_strict SET status = 'paid', last_fencing_token = :fencing_token "
+        "WHERE id = 1 AND last_fencing_token <= :fencing_token"
+    )
+    with engine.connect() as connection:
+        assert connection.execute(text(write), {"fencing_token": FENCE}).rowcount == 1
+        with pytest.raises(UnfencedWriteError, match="carries no token"):
+            bypass(connection, "UPDATE tr_strict SET status = 'x'")
+
+
 def test_many_rows_are_written_by_one_statement(engine: Engine) -> None:
     """The token is carried for each row, also where the database collects them before it writes."""
     with engine.begin() as connection:
