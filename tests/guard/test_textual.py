@@ -71,8 +71,6 @@ FORMS = {
 @pytest.mark.parametrize("sql", [pytest.param(sql, id=name) for name, sql in FORMS.items()])
 def test_text_with_the_condition_writes_with_its_token(engine: Engine, sql: str) -> None:
     """A token that is above the fence, and the same again."""
-    if "AS o" in sql and engine.dialect.name == "mysql":
-        sql = sql.replace(" AS o", " o")
     for status in ("paid", "sent"):
         assert execute(engine, sql, {"id": 1, "status": status, "fencing_token": 6}) == 1
     assert orders(engine) == {1: ("sent", 6), 2: ("new", 5)}
