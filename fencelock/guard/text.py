@@ -138,7 +138,7 @@ def _unguarded(compiled: Any) -> str | None:
     """Return the fenced table that a compiled UPDATE, DELETE or INSERT may write to without the guard."""
     fenced, names = fenced_table(compiled.compile_state.dml_table), tuple(fenced_names())
     if fenced is not None:
-        fence = fenced.fence.key  # what is only compared with it is called otherwise
+        fence = fenced.fence.key  # a parameter that only compares the fence has another name
         has_token = compiled.isinsert or any(name.startswith(TOKEN_BIND) for name in compiled.binds)
         if not has_token or not (compiled.isdelete or {fence, f"{fence}_m0"} & compiled.binds.keys()):
             return fenced.name

@@ -100,7 +100,7 @@ def test_each_execution_has_its_own_token(engine: Engine) -> None:
 
 
 def test_token_is_always_given(engine: Engine) -> None:
-    """The error says how; and what is no token is refused."""
+    """The error says how; an invalid token is refused."""
     rows: list[dict[str, Any]] = [{"id": 1, "status": "x", "fencing_token": 6}, {"id": 2, "status": "x"}]
     for given in (rows[1:], rows):
         with pytest.raises(UnfencedWriteError, match=r"pass \{.fencing_token.: token\}"):
