@@ -24,7 +24,7 @@ from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.orm import FromStatement, Mapper
 from sqlalchemy.sql.lambdas import NullLambdaStatement
 
-from fencelock.guard import refusal, rewrite, session, triggers
+from fencelock.guard import _missing, rewrite, session, text, triggers
 from fencelock.guard._tables import note_column
 
 _WRITING: Final[tuple[Any, ...]] = (
@@ -55,11 +55,11 @@ def install() -> None:
 
 def listen() -> None:
     """Listen to the events that the guard needs."""
-    event.listen(Engine, "do_execute", refusal.do_execute, insert=True)
-    event.listen(Engine, "do_executemany", refusal.do_execute, insert=True)
-    event.listen(Engine, "do_execute_no_params", refusal.do_execute_no_params, insert=True)
+    event.listen(Engine, "do_execute", text.do_execute, insert=True)
+    event.listen(Engine, "do_executemany", text.do_execute, insert=True)
+    event.listen(Engine, "do_execute_no_params", text.do_execute_no_params, insert=True)
     event.listen(Engine, "handle_error", session.doubt_lost_transaction)
-    event.listen(Engine, "handle_error", refusal.explain_what_is_missing)
+    event.listen(Engine, "handle_error", _missing.explain)
     event.listen(Engine, "handle_error", triggers.explain)
     event.listen(Column, "after_parent_attach", note_column)
     event.listen(Mapper, "mapper_configured", session.watch_plans)

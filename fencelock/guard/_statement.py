@@ -7,7 +7,7 @@ guard relies on instead are read here and in `_insert`; they are why the version
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from sqlalchemy import (
@@ -23,12 +23,12 @@ from sqlalchemy import (
     bindparam,
     or_,
 )
+from sqlalchemy.orm.util import LoaderCriteriaOption
 from sqlalchemy.sql import ClauseElement, ColumnElement, FromClause, Join, operators, visitors
 from sqlalchemy.sql.elements import (
     BinaryExpression,
     BindParameter,
     BooleanClauseList,
-    ClauseList,
     Grouping,
     UnaryExpression,
 )
@@ -67,7 +67,6 @@ TOKEN_OPTION: Final = "fencelock_token"  # noqa: S105  no password
 _QUOTED: Final = re.compile(r"""'(?:[^']|'')*'|"(?:[^"]|"")*"|`(?:[^`]|``)*`""")
 _CUTS_OFF: Final = re.compile(r"--|/\*|;|#(?![>-])")
 """What begins a comment, or ends the statement; `#>` and `#-` are operators of PostgreSQL."""
-_HARMLESS_PREFIX: Final = re.compile(r"low_priority|quick|/\*\+[^/]*\*/", re.IGNORECASE)
 
 
 def key_of(column: Any) -> str:
@@ -97,33 +96,26 @@ def criteria(statement: Update | Delete) -> list[Any]:
     return list(_conjuncts(statement._where_criteria))  # noqa: SLF001  see the module's docstring
 
 
-def with_parts_apart(
-    statement: Update | Delete, parts: Sequence[Any]
-) -> tuple[Update | Delete, Sequence[Any]]:
-    """Return the statement, and the parts of its WHERE clause, each in parentheses that needs them.
-
-    SQLAlchemy puts text in as it is, and an operator of one's own (`op("OR", precedence=10)`) as tightly as
-    it says it binds: of `a = 1 OR b = 2`, what is added with AND would bind to `b = 2` alone.
-    """
-    apart = [part if _is_plain(part) else Grouping(part) for part in parts]
-    if not any(isinstance(part, Grouping) for part in apart):
-        return statement, parts
+def with_criteria(statement: Update | Delete, parts: Iterable[Any]) -> Update | Delete:
+    """Return the statement with these parts as its WHERE clause instead."""
     statement = statement._generate()  # noqa: SLF001  see the module's docstring
-    statement._where_criteria = tuple(apart)  # noqa: SLF001  the same
-    return statement, apart
+    statement._where_criteria = tuple(parts)  # noqa: SLF001  the same
+    return statement
 
 
-def _is_plain(part: Any) -> bool:
-    """Tell whether this is made of nothing but columns, parameters, and SQL's own comparisons, AND and OR."""
-    if hasattr(type(part), "_compiler_dispatcher"):  # the program says how it is written, with @compiles
-        return False
-    if isinstance(part, Grouping):
-        return _is_plain(part.element)
-    if isinstance(part, ClauseList | BooleanClauseList):
-        return all(map(_is_plain, part.clauses))
-    if isinstance(part, BinaryExpression):
-        return not isinstance(part.operator, custom_op) and _is_plain(part.left) and _is_plain(part.right)
-    return isinstance(part, BindParameter) or (isinstance(part, ColumnClause) and not part.is_literal)
+def apart(part: Any) -> Any:
+    """Return a part of a WHERE clause in parentheses, unless it plainly compares columns and parameters.
+
+    SQLAlchemy puts text in as it is, and an operator of the program's own (`op("OR", precedence=10)`) as
+    tightly as it says it binds: of `a = 1 OR b = 2`, what is added with AND would bind to `b = 2` alone.
+    """
+    is_plain = isinstance(part, BinaryExpression) and not isinstance(part.operator, custom_op)
+    sides = (part.left, part.right) if is_plain else (None,)
+    is_plain = all(
+        isinstance(side, BindParameter) or (isinstance(side, ColumnClause) and not side.is_literal)
+        for side in sides
+    )
+    return part if is_plain else Grouping(part)
 
 
 def _texts_in(clause: Any) -> list[str]:
@@ -155,11 +147,16 @@ def reads_more(parts: Iterable[Any], source: FromClause) -> bool:
 
 def refuse_hiding_text(statement: Update | Delete) -> None:
     """Refuse text inside a statement that could hide the condition from the database, or end before it."""
-    for prefix, _ in statement._prefixes:  # noqa: SLF001  see the module's docstring
-        if not all(map(_HARMLESS_PREFIX.fullmatch, _texts_in(prefix))):
+    if statement._prefixes:  # noqa: SLF001  see the module's docstring
+        raise UnfencedWriteError(
+            "an UPDATE or DELETE of a fenced table takes no prefix_with(): OR REPLACE and IGNORE do "
+            "something else to rows that the condition says nothing of"
+        )
+    for option in statement._with_options:  # noqa: SLF001  the same
+        if isinstance(option, LoaderCriteriaOption) and _texts_in(option.where_criteria):
             raise UnfencedWriteError(
-                "an UPDATE or DELETE of a fenced table takes no prefix_with(): OR REPLACE and IGNORE do "
-                "something else to rows that the condition says nothing of"
+                "an UPDATE or DELETE of a fenced table takes no text in with_loader_criteria(), which comes "
+                "after the condition; put it into where()"
             )
     clauses = (*statement._where_criteria, *(value for _, value in assigned(statement)))  # noqa: SLF001  the same
     for text in (text for clause in clauses for text in _texts_in(clause)):

@@ -416,35 +416,10 @@ def template_of(
     return ResourceTemplate.parse(text, attributes, owner)
 
 
-def fenced_by_name(name: str, schema: str) -> FencedTable | None:
-    """Return the fenced table of this name, in lower case; None where there is none.
-
-    Of copies, as `Table.to_metadata` makes them, any will do: that of a model, if there is one. None, too,
-    where tables of one name are not guarded alike.
-    """
-    found = [
-        fenced_table(table)
-        for table in list(_names.get(name, ()))
-        if not schema or table.schema is None or table.schema.lower() == schema
-    ]
-    tables = [each for each in found if each is not None]
-    if len(tables) < len(found) or len(set(map(_looks, tables))) != 1:
-        return None
-    return max(tables, key=lambda each: (_is_mapped(each), each.table.schema is None))
-
-
-def _is_mapped(fenced: FencedTable) -> bool:
-    mapper = fenced.mapper() if fenced.mapper else None
-    return mapper is not None and fenced.table in mapper.tables
-
-
-def _looks(fenced: FencedTable) -> tuple[object, ...]:
-    """Return what a statement has to know of a table."""
-    return (
-        fenced.template.text,
-        fenced.strict,
-        tuple((column.name, column.primary_key) for column in fenced.table.c),
-    )
+def is_strict(name: str) -> bool:
+    """Tell whether a fenced table of this name, in lower case, has a strict trigger."""
+    found = map(fenced_table, list(_names.get(name, ())))
+    return any(fenced is not None and fenced.strict for fenced in found)
 
 
 def sub_table_of(target: object) -> FencedTable | None:

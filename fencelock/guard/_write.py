@@ -31,6 +31,7 @@ from fencelock.guard._statement import (
     Form,
     Row,
     accepted_by,
+    apart,
     as_loaded,
     assigned,
     criteria,
@@ -42,7 +43,7 @@ from fencelock.guard._statement import (
     refuse_foreign_assignments,
     refuse_hiding_text,
     values_of,
-    with_parts_apart,
+    with_criteria,
 )
 from fencelock.guard._tables import FENCE_COLUMN, TRANSLATED, FencedTable, row_name
 from fencelock.guard.session import LoadedFences, Tokens, rows_known_to
@@ -472,14 +473,15 @@ def guard(
     if form is not None:
         loaded: BindParameter[int] = bindparam(LOADED_BIND, type_=BigInteger)
         statement = statement.where(as_loaded(fence, loaded, form))
-    statement, parts = with_parts_apart(statement, criteria(statement))
+    parts = criteria(statement)
     accepted = next((binds for part in parts if (binds := accepted_by(part, fence)) is not None), None)
     is_told = accepted is not None or any(is_condition(part, fence) for part in parts)
-    where = tuple(
-        part
-        for part in parts
-        if not (is_condition(part, fence) or accepted_by(part, fence) or isinstance(part, _ADDED))
-    )
+
+    def is_own(part: Any) -> bool:
+        return is_condition(part, fence) or bool(accepted_by(part, fence)) or isinstance(part, _ADDED)
+
+    where = tuple(apart(part) for part in parts if not is_own(part))
+    statement = with_criteria(statement, (*where, *filter(is_own, parts)))
     pinned = dict(pins(where, source, fenced))
     key = tuple([pinned[column.key] for column in fenced.table.primary_key if column.key in pinned])
     keyed = bool(key) and len(key) == len(fenced.table.primary_key)

@@ -69,7 +69,7 @@ from fencelock.guard.session import (
     tokens_for,
     writes_fenced_rows,
 )
-from fencelock.guard.textual import stamp_text, written_by_text
+from fencelock.guard.text import guard_text
 
 _Execute: TypeAlias = Callable[[Any, Connection, Sequence[Row], Mapping[str, Any]], CursorResult[Any]]
 """How a statement executes itself on a connection, once for each of the parameters, with these options."""
@@ -119,7 +119,9 @@ def guarding(execute: _Execute) -> _Execute:
         if connection._has_events or connection.engine._has_events:  # noqa: SLF001  the same
             written = _written_by(executed, statement, written, result, merged)
         if written is not None:
-            _check(connection, written, merged, result, told=isinstance(executed, TextClause))
+            _check(connection, written, merged, result)
+        elif isinstance(statement, TextClause):
+            take_back(connection)
         return result
 
     return guarded
@@ -137,8 +139,8 @@ def _guarded_form(
     """
     rows = rows or [{}]
     if isinstance(statement, TextClause):
-        stamped = None if is_bypassed(options) else stamp_text(connection, statement, rows, options)
-        return stamped and (*stamped[:2], (*stamped[2], None))
+        text = None if is_bypassed(options) else guard_text(connection, statement, rows)
+        return None if text is None else (text, rows, None)
     is_plain = isinstance(statement, _DML)
     if not is_plain and not _is_dml(statement):
         return None
@@ -258,9 +260,6 @@ def _written_by(
 
     They may have exchanged the statement, the parameters, or both.
     """
-    if isinstance(executed, TextClause):
-        by_text = written_by_text(executed)
-        return by_text and (*by_text, None)
     if executed is guarded:
         return written and (written[0], _sent(result.context), written[2])
     dml = _innermost(executed)
@@ -282,24 +281,14 @@ def _check(
     written: _Written,
     options: Mapping[str, Any],
     result: CursorResult[Any],
-    *,
-    told: bool,
 ) -> None:
-    """Raise where the fence has turned a guarded statement away, or an object's row is gone.
-
-    Args:
-        connection: what has executed it.
-        written: what is known of it.
-        options: its execution options.
-        result: what came of it.
-        told: whether who names no whole key is told by the rowcount alone, as with text.
-    """
+    """Raise where the fence has turned a guarded statement away, or an object's row is gone."""
     write, rows, objects = written
     if write.carries:
         take_back(connection)
     if write.wrote_all(rows, result):
         note_locked(connection, partial(write.names, rows), len(rows))
-    elif write.key or not told:
+    else:
         refusal = write.refused(connection, rows, options)
         if refusal is None and objects is not None:
             refusal = write.missed(connection, rows, objects, options, result)

@@ -334,7 +334,7 @@ def test_no_claim_settles_the_doubt_of_who_locked_nothing_known(
                 "UPDATE doubt_entries SET amount = 90, last_fencing_token = :fencing_token "
                 "WHERE account = 1 AND last_fencing_token <= :fencing_token"
             )
-            session.execute(text(sql))
+            session.execute(text(sql), {"fencing_token": lease.fencing_token})
         else:
             session.execute(update(Entry).where(Entry.account == 1, Entry.amount == 100).values(amount=90))
         with pytest.raises(DBAPIError):

@@ -111,13 +111,6 @@ NULL_WRITES: dict[str, Callable[[Session], object]] = {
     "by key": lambda session: session.execute(update(Row).where(Row.id == 1).values(value=1)),
     "by criteria": lambda session: session.execute(update(Row).where(Row.value == 0).values(value=1)),
     "DELETE": lambda session: session.execute(delete(Row)),
-    "text": lambda session: session.execute(
-        text(
-            "UPDATE er_rows SET value = 1, last_fencing_token = :fencing_token "
-            "WHERE id = :id AND last_fencing_token <= :fencing_token"
-        ),
-        {"id": 1},
-    ),
     "claim": lambda session: claim(session, Row, 1),
     "claim_all": lambda session: claim_all(session, select(Row)),
     "upsert": lambda session: upsert(session, Row, [{"id": 1, "value": 1}]),

@@ -176,7 +176,8 @@ class Worker:
         )
         token = self.tokens[LEDGERS[row]]
         values = {"id": row, "ledger": LEDGERS[row], "mark": mark, "fencing_token": token}
-        self.session.execute(statement, values)
+        if self.session.connection().execute(statement, values).rowcount != 1:
+            raise StaleTokenError("hi_entries", (row,), token, None)
         return self.session.expire_all()
 
     def bare_cursor(self, row: int, mark: str) -> None:

@@ -27,7 +27,6 @@ from sqlalchemy import (
     event,
     insert,
     select,
-    text,
     update,
 )
 from sqlalchemy.engine import Connection, RootTransaction
@@ -541,13 +540,6 @@ ENDED_WRITES: dict[str, Callable[[Session], object]] = {
     "claim_all": lambda session: claim_all(session, select(Ticket).where(Ticket.id == 1)),
     "gate": lambda session: gate(session, "ticket:1"),
     "upsert": lambda session: upsert(session, Ticket, [{"id": 1, "seat": "b"}]),
-    "text": lambda session: session.execute(
-        text(
-            "UPDATE le_tickets SET seat = 'b', last_fencing_token = :fencing_token "
-            "WHERE id = :id AND last_fencing_token <= :fencing_token"
-        ),
-        {"id": 1},
-    ),
     "execute_fenced": lambda session: execute_fenced(
         session, fenced_update(Ticket).where(Ticket.id == 1).values(seat="b")
     ),

@@ -254,13 +254,25 @@ def test_text_that_has_the_condition_carries_its_token(engine: Engine, model: ty
         f"UPDATE {table} SET status = 'paid', last_fencing_token = :fencing_token "
         f"WHERE id = :id AND last_fencing_token <= :fencing_token AND status <> 'it is'"
     )
-    remove = f"DELETE FROM {table} WHERE (last_fencing_token<=:fencing_token) AND id = :id"
+    remove = f"DELETE FROM {table} WHERE last_fencing_token<=:fencing_token AND id = :id"
+    given = {"id": 1, "fencing_token": FENCE}
     with Session(engine) as session:
-        bind(session, Lease("order:1", FENCE))
         for sql in (write, write, remove):
-            assert session.execute(text(sql), {"id": 1}).rowcount == 1  # type: ignore[attr-defined]
+            assert session.execute(text(sql), given).rowcount == 1  # type: ignore[attr-defined]
         session.commit()
     assert row(engine, model) is None
+
+
+def test_what_a_text_carries_ends_with_it(engine: Engine) -> None:
+    """The next statement of the connection has no token."""
+    write = (
+        "UPDATE tr_strict SET status = 'paid', last_fencing_token = :fencing_token "
+        "WHERE id = 1 AND last_fencing_token <= :fencing_token"
+    )
+    with engine.connect() as connection:
+        assert connection.execute(text(write), {"fencing_token": FENCE}).rowcount == 1
+        with pytest.raises(UnfencedWriteError, match="carries no token"):
+            bypass(connection, "UPDATE tr_strict SET status = 'x'")
 
 
 def test_many_rows_are_written_by_one_statement(engine: Engine) -> None:

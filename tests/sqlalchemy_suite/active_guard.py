@@ -51,9 +51,9 @@ def pytest_runtest_setup() -> None:
     from sqlalchemy import event  # noqa: PLC0415 - as above
     from sqlalchemy.engine import Engine  # noqa: PLC0415 - the same
 
-    from fencelock.guard import _install, refusal  # noqa: PLC0415 - the same
+    from fencelock.guard import _install, text  # noqa: PLC0415 - the same
 
-    if event.contains(Engine, "do_execute", refusal.do_execute):
+    if event.contains(Engine, "do_execute", text.do_execute):
         return
     listen = event.listen
 

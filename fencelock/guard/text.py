@@ -1,0 +1,190 @@
+"""Textual SQL: what carries the condition passes, what may write to a fenced table without it is refused.
+
+`guard_text` takes a text where it executes itself, `do_execute` sees every statement before the driver does.
+Both look for words and parse nothing: what they cannot tell is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Final
+
+from sqlalchemy import DDL, Connection, TextClause
+from sqlalchemy.sql import visitors
+
+from fencelock.errors import UnfencedWriteError
+from fencelock.guard._bypass import is_bypassed
+from fencelock.guard._carried import CARRIERS, ready
+from fencelock.guard._statement import TOKEN_BIND, Row
+from fencelock.guard._tables import (
+    FENCE_COLUMN,
+    fenced_names,
+    fenced_table,
+    harmless,
+    is_harmless,
+    is_strict,
+    note_harmless,
+    underlying,
+)
+from fencelock.guard.events import report
+from fencelock.guard.session import note_token, refuse
+from fencelock.token import check as check_token
+
+TOKEN: Final = "fencing_token"  # noqa: S105  no password
+_NAME: Final = r'(?:[\w$]+|"(?:[^"]|"")+"|`(?:[^`]|``)+`)'
+_FULL: Final = rf"{_NAME}(?: ?\. ?{_NAME})*"
+_QUOTED: Final = re.compile(
+    r"""(?s)'(?:[^']|'')*'|"(?:[^"]|"")*"|`(?:[^`]|``)*`|/\*(?!M?!).*?\*/|--(?=\s|\Z)[^\n]*"""
+)
+#: What databases read differently, outside of strings: comments that they execute or nest, `#`, `$tag$`.
+_DOUBTFUL: Final = re.compile(r"[#']|--|/\*|\*/|\$(?!\d)\w*\$")
+_GUARDED: Final = re.compile(
+    rf"(?i)(?:delete from|update) (?:only )?(?P<name>{_FULL})"
+    rf"(?: (?:as )?(?!(?:set|where)\b)(?P<alias>{_NAME}))?"
+    r"(?: set (?P<sets>.*?))? where (?P<where>.*?)(?: (?:returning|order by|limit) .*)?"
+)
+#: What could let a row pass that the condition turns away, outside of parentheses.
+_LOOSE: Final = re.compile(r"(?i)\b(?:or|xor|between|case)\b|\|\|")
+#: A write to one table, as far as the word that follows the table's name.
+_TARGET: Final = re.compile(
+    rf"(?i)\b(?:(?:insert(?:\s+or\s+\w+|\s+ignore)?|replace)\s+into\s+{_FULL}"
+    r"(?=\s*\(|\s+(?:as|select|values|default|set|with)\b)"
+    rf"|update\s+(?:only\s+)?{_FULL}(?:\s+(?:as\s+)?(?!set\b)\w+)?\s+set\b"
+    rf"|delete\s+from\s+(?:only\s+)?{_FULL}(?:\s+(?:as\s+)?(?!(?:where|returning|using)\b)\w+)?"
+    r"(?=\s+(?:where|returning)\b|\s*(?:[;)]|\Z)))"
+)
+_WRITES: Final = re.compile(
+    r'(?i)(?<![\w."`])(?:(?:insert|merge|replace|truncate)\b(?! ?\()|(?<!on )delete\b'
+    r"|(?<!for )(?<!key )(?<!do )(?<!on )update\b)"
+    r"|(?:^|;|\*/|\n)\s*(?:call|copy|do|load|exec\w*|prepare)\b|\bset\s+statement\b"
+)
+_ORDINARY: Final = re.compile(r"(?i)(?:select|with|values|insert|replace|update|delete)\b")
+_DEFINES: Final = re.compile(r"(?i)\s*(?:create|alter(?!.*\btruncate\b)|drop|comment|grant|revoke)\b")
+
+
+def guard_text(connection: Connection, statement: TextClause, rows: Sequence[Row]) -> TextClause | None:
+    """Return a text that carries the condition, with what a strict trigger wants; None for any other text.
+
+    Raises:
+        UnfencedWriteError: if the token is missing among the parameters.
+    """
+    text = statement.text
+    table = guarded_table(text) if FENCE_COLUMN in text.lower() else None
+    if table is None:
+        return None
+    given = statement._bindparams[TOKEN].effective_value  # noqa: SLF001  no public way to ask
+    for token in {row.get(TOKEN, given) for row in rows}:
+        if token is None:
+            raise UnfencedWriteError(f'textual SQL has its token as a parameter: pass {{"{TOKEN}": token}}')
+        note_token(connection, statement, check_token(token))
+    if not is_strict(table):
+        return statement
+    ready(connection)
+    carried = CARRIERS[connection.dialect.name].format(f":{TOKEN}")
+    carrying = statement._generate()  # noqa: SLF001  its parameters are to stay
+    carrying.text = re.sub(rf"(?i)(\b{FENCE_COLUMN}\s*<=\s*:{TOKEN}\b)", rf"\1 AND {carried}", text)
+    return carrying
+
+
+@lru_cache(maxsize=1000)
+def guarded_table(text: str) -> str | None:
+    """Return the table, in lower case, that a text writes under the condition; None for any other text."""
+    outline = _bare(text)
+    while outline and (shorter := re.sub(r"\([^()]*\)", " _ ", outline)) != outline:
+        outline = shorter
+    found = _GUARDED.fullmatch(" ".join((outline or "").split()).rstrip("; "))
+    if found is None or ";" in found[0] or _LOOSE.search(found["where"]):
+        return None
+    name = found["name"].rpartition(".")[2].strip()
+    own = "|".join(map(re.escape, (found["name"], name, found["alias"] or name)))
+    fence = rf"(?:(?:{own}) ?\. ?)?{FENCE_COLUMN}"
+    stamp = rf"(?:.*, ?)?{fence} ?= ?:{TOKEN}(?: ?,.*| from .*)?"
+    condition = rf"(?:.* and )?{fence} ?<= ?:{TOKEN}(?: and .*)?"
+    is_stamped = found["sets"] is None or re.fullmatch(stamp, found["sets"], re.IGNORECASE)
+    is_guarded = is_stamped and re.fullmatch(condition, found["where"], re.IGNORECASE)
+    return name.strip('"`').lower() if is_guarded else None
+
+
+def do_execute(_cursor: object, statement: str, _parameters: object, context: Any) -> None:
+    """Refuse a statement that may write to a fenced table and was not guarded."""
+    reads = statement.startswith("SELECT") and ";" not in statement
+    if reads or context is None or is_harmless(context.compiled) or is_bypassed(context.execution_options):
+        return
+    known, compiled = harmless(), context.compiled
+    is_dml = not context.isddl and compiled and (compiled.isinsert or compiled.isupdate or compiled.isdelete)
+    name = _unguarded(compiled) if is_dml else _unguarded_text(statement, context)
+    if name is not None:
+        error = UnfencedWriteError(
+            f"this statement may write to the fenced table {name!r} and is not guarded: write through the "
+            f"model, fenced_update(), fenced_delete() or upsert(), outside of WITH; textual SQL has "
+            f"{FENCE_COLUMN} <= :{TOKEN} in its WHERE clause, with AND and no OR beside it, and sets "
+            f"{FENCE_COLUMN} = :{TOKEN}; or, if no fence is wanted, execution_options(fencelock='bypass')"
+        )
+        report(error)
+        refuse(context.root_connection, error)
+        raise error
+    if is_dml:
+        note_harmless(compiled, known)
+
+
+def do_execute_no_params(cursor: object, statement: str, context: Any) -> None:
+    """Do the same where there are no parameters."""
+    do_execute(cursor, statement, None, context)
+
+
+def _unguarded(compiled: Any) -> str | None:
+    """Return the fenced table that a compiled UPDATE, DELETE or INSERT may write to without the guard."""
+    fenced, names = fenced_table(compiled.compile_state.dml_table), tuple(fenced_names())
+    if fenced is not None:
+        fence = fenced.fence.key  # a parameter that only compares the fence has another name
+        has_token = compiled.isinsert or any(name.startswith(TOKEN_BIND) for name in compiled.binds)
+        if not has_token or not (compiled.isdelete or {fence, f"{fence}_m0"} & compiled.binds.keys()):
+            return fenced.name
+    within = [cte.element for cte in compiled.ctes or ()]
+    tables = [str(underlying(each.table).name) for each in within if getattr(each, "is_dml", False)]
+    texts = [each.text for each in visitors.iterate(compiled.statement) if isinstance(each, TextClause)]
+    found = [
+        *(table for table in tables if table.lower() in names),
+        *(written(text, names) for text in texts),
+    ]
+    return next(filter(None, found), None)
+
+
+def _unguarded_text(statement: str, context: Any) -> str | None:
+    """Return the fenced table that any other statement may write to without the guard."""
+    invoked = context.invoked_statement
+    if isinstance(invoked, TextClause) and guarded_table(invoked.text) is not None:
+        return None
+    if context.isddl and _DEFINES.match(statement) and not isinstance(context.compiled.statement, DDL):
+        return None
+    return written(statement, tuple(fenced_names()))
+
+
+@lru_cache(maxsize=1000)
+def written(statement: str, names: tuple[str, ...]) -> str | None:
+    """Return the fenced table that a text may write to; None where it plainly writes to no table so named."""
+    bare, named = _bare(statement), _pattern(names)
+    sql = statement if bare is None else bare if _ORDINARY.match(bare) else _bare(statement, "\"`'") or ""
+    found = named.search(sql)
+    if found is None or (bare is not None and _DEFINES.match(bare) and ";" not in bare.rstrip("; ")):
+        return None
+    rest = _TARGET.sub(lambda target: target[0] if named.search(target[0]) else " ", sql)
+    return found[0] if _WRITES.search(rest) else None
+
+
+def _bare(text: str, kept: str = '"`') -> str | None:
+    """Return a text without comments and strings; None where databases may read it in other ways."""
+    bare = _QUOTED.sub(
+        lambda part: part[0] if part[0][0] in kept else " _ " if part[0][0] == "'" else " ", text
+    )
+    doubtful = "'" not in kept and ("\\" in text or _DOUBTFUL.search(bare))
+    return None if doubtful else " ".join(bare.split())
+
+
+@lru_cache(maxsize=1000)
+def _pattern(names: tuple[str, ...]) -> re.Pattern[str]:
+    """Return what finds one of these names in any spelling, or one that PostgreSQL reads with escapes."""
+    spelt = (re.sub(r'(["`%])', r"\1{1,2}", re.sub(r"(?:\\\s)+", r"\\s+", re.escape(name))) for name in names)
+    return re.compile(rf"(?<!\w)(?:{'|'.join(spelt) or '(?!)'})(?!\w)|\bU&\"", re.IGNORECASE)
