@@ -812,17 +812,6 @@ def _throw_away_writer(of: ReferenceType[Connection], gone: object) -> None:
         delattr(connection, _WRITER)
 
 
-def leases_of(connection: Connection | None, session: Session) -> Mapping[str, Lease]:
-    """Return the leases that a session reads under now in the connection's transaction, by resource."""
-    if connection is None or connection.get_transaction() is None:
-        return {}
-    writer = _open_writer(connection)
-    if writer is not None:
-        return writer.candidates(connection, session)
-    bound = _bound_to(connection, session) if _Process.binds else None
-    return _usable(bound)
-
-
 def note_token(target: Connection | Session, statement: Executable, token: int) -> None:
     """Note that a transaction is written with this token, of whichever lease it is."""
     arguments = {"clause": statement}

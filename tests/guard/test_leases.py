@@ -167,9 +167,8 @@ def test_the_held_lease_of_each_row_is_found(session: Session) -> None:
     assert session.get_one(Order, 1).last_fencing_token == 4
 
 
-def test_rows_of_one_flush_get_their_own_tokens(session: Session, unseen: Callable[[Session], None]) -> None:
+def test_rows_of_one_flush_get_their_own_tokens(session: Session) -> None:
     """One executemany carries a token per row, and refuses if any of them is stale."""
-    unseen(session)
     bind(session, Lease("ticket:1", 3), Lease("ticket:2", 30))
     for number in (1, 2):
         session.get_one(Ticket, number).seat = "a"
@@ -821,14 +820,11 @@ def test_the_largest_token_works(session: Session) -> None:
     assert caught.value.current == MAX_TOKEN
 
 
-def test_sessions_that_share_a_connection_keep_their_leases_apart(
-    engine: Engine, unseen: Callable[[Session], None]
-) -> None:
+def test_sessions_that_share_a_connection_keep_their_leases_apart(engine: Engine) -> None:
     """Each session's flush is guarded by what is bound to it, whoever began or flushed last."""
     with engine.execution_options(fencelock="bypass").begin() as connection:
         connection.execute(update(Ticket).values(last_fencing_token=5))
     with engine.connect() as connection, Session(connection) as stale, Session(connection) as fresh:
-        unseen(stale)
         bind(stale, Lease("ticket:1", 4))
         bind(fresh, Lease("ticket:1", 6), Lease("customer:1", 6))
         ticket = stale.get_one(Ticket, 1)

@@ -511,12 +511,10 @@ def test_without_a_lease_nothing_is_written(
 def test_a_stale_lease_writes_nothing(
     session: Session,
     engine: Engine,
-    unseen: Callable[[Session], None],
     write: Callable[[Session], object],
 ) -> None:
     """A token below the fence raises StaleTokenError with both tokens, and changes nothing anywhere."""
     before = contents(engine)
-    unseen(session)
     bind(session, Lease("order:1", STALE))
     with pytest.raises(StaleTokenError) as caught:
         write(session)
