@@ -336,7 +336,7 @@ def _guarded_target(
 ) -> Target:
     """Return where it writes, unless all passes unguarded there: then there is nothing to claim with."""
     target = target_of(session, written, bind_arguments, identities)
-    refuse_bypass(target.connection.get_execution_options())
+    refuse_bypass(target.connection.get_execution_options(), target.connection)
     return target
 
 

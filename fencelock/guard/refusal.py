@@ -116,7 +116,7 @@ def do_execute_no_params(cursor: object, statement: str, context: Any) -> None:
 
 
 def _refuse(statement: str, context: Any) -> None:
-    if context is None or is_bypassed(context.execution_options):
+    if context is None or is_bypassed(context.execution_options, context.root_connection):
         return
     compiled, dialect = context.compiled, context.dialect.name
     if context.isddl:

@@ -136,14 +136,16 @@ def _guarded_form(
     """
     rows = rows or [{}]
     if isinstance(statement, TextClause):
-        stamped = None if is_bypassed(options) else stamp_text(connection, statement, rows, options)
+        stamped = (
+            None if is_bypassed(options, connection) else stamp_text(connection, statement, rows, options)
+        )
         return stamped and (*stamped[:2], (*stamped[2], None))
     dml = _innermost(statement)
     if not isinstance(dml, _DML):
         return None
-    if is_bypassed(options):
+    if is_bypassed(options, connection):
         if TOKEN_OPTION in options or wants_token(statement, rows):
-            refuse_bypass(options)
+            refuse_bypass(options, connection)
         return None
     if dml is not statement and _holds_fenced_rows(dml.table):
         raise UnfencedWriteError(

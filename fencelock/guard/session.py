@@ -23,7 +23,7 @@ import _thread
 import operator
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cache, partial, wraps
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
@@ -45,15 +45,16 @@ from sqlalchemy.types import TypeEngine
 
 from fencelock._owners import current_owner
 from fencelock.errors import FenceError, LockLostError, UnfencedWriteError
-from fencelock.guard._bypass import BYPASS, HOW, Entry, is_bypassed, lasts, set_choice
+from fencelock.guard._bypass import BYPASS, blocking, connections_of, is_bypassed
 from fencelock.guard._refused import Refused, forget_refused, mark_refused, refused_in
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table, row_name
 from fencelock.guard.events import report
 from fencelock.lease import Lease, held_leases, was_left
 
 if TYPE_CHECKING:
-    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
     from sqlalchemy.orm import InstanceState, SessionTransaction, UOWTransaction, scoped_session
+
+    from fencelock.guard._bypass import AnySession
 
 NOT_INHERITED: Final = (
     "Leases follow into tasks and asyncio.to_thread, but not into other threads or executors: there, hand "
@@ -92,10 +93,6 @@ _at_gates: WeakKeyDictionary[Writer, None] = WeakKeyDictionary()
 """Those that have passed a gate; in no `WeakSet`, where one thread cannot look while another adds to it."""
 
 
-_ENTRIES: Final = "_fencelock_entries"
-"""Where a session has the blocks in which it goes around the guard, the innermost one last."""
-
-
 _REFUSED: Final = "_fencelock_refused"
 """Where an error notes that it has refused a savepoint: it does not refuse the transaction around it, too."""
 
@@ -104,23 +101,17 @@ _R = TypeVar("_R")
 
 
 class _Process:
-    """Whether anybody has bound anything, entered a block without the guard, or passed a gate: few do.
+    """Whether anybody has bound anything or passed a gate: few do.
 
     For the others nobody has to be asked for it.
     """
 
     binds = False
-    bypasses = False
     gates = False
 
 
 def bind(
-    target: Session
-    | Connection
-    | AsyncSession
-    | AsyncConnection
-    | scoped_session[Any]
-    | async_scoped_session[Any],
+    target: AnySession,
     *leases: Lease,
 ) -> None:
     """Hand leases to a session or connection: its writes are guarded by these, whatever the context holds.
@@ -149,69 +140,7 @@ def bind(
         if not isinstance(lease, Lease):
             raise TypeError(f"bind takes leases, such as fenced_lock(...).lease, not {type(lease).__name__}")
     _Process.binds = True
-    setattr(_blocking(target), _BOUND, leases or None)
-
-
-@contextmanager
-def bypass(
-    target: Session
-    | Connection
-    | AsyncSession
-    | AsyncConnection
-    | scoped_session[Any]
-    | async_scoped_session[Any],
-) -> Iterator[None]:
-    """Have what a session or connection executes in this block go around the guard.
-
-    For seeds, repairs and tests, at times when no holder is at work: nothing is compared, stamped or refused.
-    Other threads and tasks are guarded as ever, also on the same connection. At the end of the block, however
-    it is left, everything is as before. Blocks may be inside each other; for asyncio it is a plain `with`.
-    What is pending in a session when the block ends is guarded when it is flushed: flush in the block.
-
-    Example:
-        ```python
-        with fencelock.bypass(session):
-            session.execute(text("UPDATE orders SET status = 'new'"))
-        ```
-
-    Raises:
-        TypeError: for anything else than a session or connection.
-    """
-    found = _blocking(target)
-    entry = Entry()
-    _Process.bypasses = True
-    if isinstance(found, Session):
-        setattr(found, _ENTRIES, (*getattr(found, _ENTRIES, ()), entry))
-        connections = _connections_of(found)
-    else:
-        connections = {found}
-    for connection in connections:
-        entry.begin(connection)
-    try:
-        yield
-    finally:
-        entry.end()
-        if isinstance(found, Session):
-            setattr(found, _ENTRIES, tuple(each for each in getattr(found, _ENTRIES) if each is not entry))
-
-
-def _connections_of(session: Session) -> set[Connection]:
-    """Return the connections of a session's transaction."""
-    transaction = session.get_transaction()
-    known: Mapping[Any, Any] = {} if transaction is None else transaction._connections  # noqa: SLF001  no public way
-    return {connection for connection, *_ in known.values()}
-
-
-def _blocking(target: object) -> Session | Connection:
-    """Return the session or connection behind the asyncio and scoped facades."""
-    registry = getattr(target, "registry", None)
-    if callable(registry):
-        target = registry()
-    for attribute in ("sync_session", "sync_connection"):
-        target = getattr(target, attribute, target)
-    if not isinstance(target, Session | Connection):
-        raise TypeError(f"expected a session or a connection, not {type(target).__name__}")
-    return target
+    setattr(blocking(target), _BOUND, leases or None)
 
 
 def session_of(target: Session | scoped_session[Any], *, function: str = "") -> Session:
@@ -855,7 +784,7 @@ def reads_to_note(connection: Connection) -> Callable[[InstanceState[Any], int |
 def lasting_fence(state: InstanceState[Any], fence: int) -> int | None:
     """Return an object's fence as it was before the open transaction of its session has raised it."""
     session = state.session
-    for connection in () if session is None else _connections_of(session):
+    for connection in () if session is None else connections_of(session):
         writer = _open_writer(connection)
         if writer is not None:
             return writer.fence_before(state, fence)
@@ -973,13 +902,13 @@ def _is_same_database(one: Engine, other: Engine) -> bool:
     return one.pool is other.pool or (place(one.url) == place(other.url) and not in_memory)
 
 
-def refuse_bypass(options: Mapping[str, Any]) -> None:
+def refuse_bypass(options: Mapping[str, Any], connection: Connection) -> None:
     """Refuse to do fenced work where everything passes unguarded.
 
     Raises:
-        UnfencedWriteError: if these execution options say so.
+        UnfencedWriteError: if these execution options say so, or a block of this connection.
     """
-    if is_bypassed(options):
+    if is_bypassed(options, connection):
         raise UnfencedWriteError(
             f"nothing can be claimed or written with a token under execution_options(fencelock={BYPASS!r}), "
             f"where no fence is raised or compared; use an engine, a connection and a statement without it"
@@ -1293,7 +1222,7 @@ def refusing(function: Callable[_P, _R]) -> Callable[_P, _R]:
             return function(*args, **kwargs)
         except (FenceError, LockLostError) as error:
             report(error)
-            for connection in _connections_of(session_of(args[0] if args else kwargs["session"])):  # type: ignore[arg-type]
+            for connection in connections_of(session_of(args[0] if args else kwargs["session"])):  # type: ignore[arg-type]
                 refuse(connection, error)
             raise
 
@@ -1464,7 +1393,9 @@ class _Flush:
             if session is not None:
                 join(connection, session)  # another one may have joined the transaction since
             options = connection.get_execution_options()
-            tokens = None if is_bypassed(options) else Tokens(connection, fenced, options, session)
+            tokens = (
+                None if is_bypassed(options, connection) else Tokens(connection, fenced, options, session)
+            )
             if tokens is not None and session is not None:
                 tokens.loaded = LoadedFences(self, fenced)
                 tokens.writer.stamp(self.stamped, connection.get_nested_transaction())
@@ -1568,32 +1499,8 @@ def watch_plans(mapper: Mapper[Any], _model: object) -> None:
                 each.append(_note_plans)
 
 
-def _on_begin(session: Session, transaction: Any, connection: Connection) -> None:
+def _on_begin(session: Session, _transaction: object, connection: Connection) -> None:
     join(connection, session)
-    if lasts(connection):
-        known = transaction._connections[connection]  # noqa: SLF001  SQLAlchemy has no public way to ask
-        _, _, _, is_made_for_session = known
-        if is_made_for_session:
-            set_choice(connection, None)
-            raise UnfencedWriteError(f"{HOW}; said of a session's connection, it would last")
-    if _Process.bypasses:
-        for entry in getattr(session, _ENTRIES, ()):
-            if entry.is_open:
-                entry.begin(connection)
-
-
-def guarding_options(choose: Callable[..., Connection]) -> Callable[..., Connection]:
-    """Return a connection's way to be given options, which refuses a bypass where a session uses it."""
-
-    @wraps(choose)
-    def guarded(connection: Connection, **options: Any) -> Connection:
-        if options.get("fencelock") == BYPASS and users_of(connection):
-            refusal = UnfencedWriteError(f"{HOW}; said of a session's connection, it would last")
-            refuse(connection, refusal)
-            raise refusal
-        return choose(connection, **options)
-
-    return guarded
 
 
 def _on_insert_undone(_session: Session, instance: object) -> None:
