@@ -120,7 +120,8 @@ def bind(
     tokens that come from elsewhere (`Lease("order:1", token)`). It lasts as long as the session or
     connection, or until the next `bind`; without leases it undoes an earlier one. A transaction that is
     already open forgets the leases that it was written under before. Of sessions that share a connection,
-    only a flush tells whose statement it is: where they are bound to different leases, all else is refused.
+    the one that has begun or flushed on it last is taken for the one whose statement it is: bind the same
+    leases to each, or give each a connection of its own.
 
     It does not keep the lock: whoever took the lease still releases it, which waits for transactions that
     have been written under it by then, and for no others.
@@ -411,13 +412,9 @@ class Writer:
             f"binds the present one, and bind(session) undoes it"
         )
 
-    def candidates(self, connection: Connection, session: Session | None = None) -> dict[str, Lease]:
-        """Return the leases that may guard a write now, by resource; of a session where it is known which.
-
-        Raises:
-            UnfencedWriteError: if sessions that share the connection are bound to different leases.
-        """
-        bound = _bound_to(connection, session) if _Process.binds else None
+    def candidates(self, connection: Connection) -> dict[str, Lease]:
+        """Return the leases that may guard a write now, by resource."""
+        bound = _bound_to(connection) if _Process.binds else None
         if bound != self._bound_before:
             self.remembered.clear()
             self._bound_before = bound
@@ -433,24 +430,10 @@ def _usable(bound: Iterable[Lease] | None) -> dict[str, Lease]:
     return {lease.resource: lease for lease in found}
 
 
-def _bound_to(connection: Connection, session: Session | None) -> tuple[Lease, ...] | None:
-    """Return what a connection's statements are bound to, those of a session where it is known which.
-
-    Raises:
-        UnfencedWriteError: if sessions that share the connection are bound to different leases.
-    """
-    own: tuple[Lease, ...] | None = getattr(connection, _BOUND, None)
-    found = session or owner_of(connection)
-    if found is None:
-        return own
-    leases: tuple[Lease, ...] | None = getattr(found, _BOUND, None)
-    is_known = session is not None or _is_flushing(found)
-    if not is_known and any(getattr(one, _BOUND, None) != leases for one in users_of(connection)):
-        raise UnfencedWriteError(
-            "several sessions share this connection and are bound to different leases, so that it cannot "
-            "be told whose this is: bind the same leases to each, or give each a connection of its own"
-        )
-    return leases or own
+def _bound_to(connection: Connection) -> tuple[Lease, ...] | None:
+    """Return what the session of a connection's statements is bound to, or else the connection itself."""
+    leases: tuple[Lease, ...] | None = getattr(owner_of(connection), _BOUND, None)
+    return leases or getattr(connection, _BOUND, None)
 
 
 def join(connection: Connection, session: Session) -> None:
@@ -474,22 +457,16 @@ def users_of(connection: Connection) -> list[Session]:
     return [
         session
         for reference in getattr(connection, _SESSIONS, ())
-        if (session := reference()) is not None and _uses(session, connection)
+        if (session := reference()) is not None and connection in connections_of(session)
     ]
 
 
 def owner_of(connection: Connection) -> Session | None:
-    """Return the session that the transaction belongs to; of several that which flushes, or the last."""
+    """Return the session whose statements a connection executes: that which flushes, or has begun last."""
     users = users_of(connection)
     if len(users) > 1:
         users = [session for session in users if _is_flushing(session)] or users
     return users[-1] if users else None
-
-
-def _uses(session: Session, connection: Connection) -> bool:
-    transaction = session.get_transaction()
-    # SQLAlchemy has no public way to ask.
-    return transaction is not None and connection in transaction._connections  # noqa: SLF001
 
 
 def _is_flushing(session: Session) -> bool:
@@ -544,7 +521,7 @@ def _has_joined(session: Session, transaction: Transaction) -> bool:
     own = session.get_transaction()
     return own is not None and any(
         each is transaction and not commits
-        for _, each, commits, _ in own._connections.values()  # noqa: SLF001  see `_uses`
+        for _, each, commits, _ in own._connections.values()  # noqa: SLF001  no public way
     )
 
 
@@ -745,12 +722,12 @@ def note_token(target: Connection | Session, statement: Executable, token: int) 
     """Note that a transaction is written with this token, of whichever lease it is."""
     arguments = {"clause": statement}
     connection = target.connection(bind_arguments=arguments) if isinstance(target, Session) else target
+    if isinstance(target, Session):
+        join(connection, target)
     writer = writer_of(connection)
-    sessions = users_of(connection)
-    for session in sessions if len(sessions) > 1 else [None]:
-        for lease in writer.candidates(connection, session).values():
-            if lease.fencing_token == token:
-                writer.need(lease, connection)
+    for lease in writer.candidates(connection).values():
+        if lease.fencing_token == token:
+            writer.need(lease, connection)
 
 
 def note_locked(connection: Connection, names: Callable[[], Iterable[str]], count: int) -> None:
@@ -968,7 +945,6 @@ class Tokens:
         connection: what executes it.
         fenced: the table that it writes.
         options: its execution options.
-        session: whose statement it is, where that is known.
         writer: the connection's, where that is known.
         claiming: whether it is about to claim the rows, which leases in doubt are good for.
 
@@ -996,7 +972,6 @@ class Tokens:
         connection: Connection,
         fenced: FencedTable,
         options: Mapping[str, Any],
-        session: Session | None = None,
         *,
         writer: Writer | None = None,
         claiming: bool = False,
@@ -1006,7 +981,7 @@ class Tokens:
         self._options = options
         self._claiming = claiming
         self.writer = writer or writer_of(connection)
-        self._candidates = self.writer.candidates(connection, session)
+        self._candidates = self.writer.candidates(connection)
         self._found: dict[tuple[Any, ...], int] = {}
         self._used: list[Lease] = []
         self.earlier: dict[tuple[Any, ...], tuple[int, ...]] = {}
@@ -1234,7 +1209,7 @@ def _boundary(session: Session, transaction: Transaction) -> SessionTransaction 
     innermost = session.get_nested_transaction() or session.get_transaction()
     if innermost is None:
         return None
-    connections = innermost._connections.values()  # noqa: SLF001  see `_uses`
+    connections = innermost._connections.values()  # noqa: SLF001  the same
     return innermost if any(each is transaction for _, each, *_ in connections) else None
 
 
@@ -1260,7 +1235,7 @@ def _yes() -> bool:
 
 def _on_rollback(_session: Session, ended: SessionTransaction) -> None:
     """Have a session's own rollback end what it has joined, which the failure of its flush did not."""
-    for _, transaction, *_ in list(ended._connections.values()):  # noqa: SLF001  see `_uses`
+    for _, transaction, *_ in list(ended._connections.values()):  # noqa: SLF001  the same
         if refused_in(transaction) is not None:
             transaction.rollback()
 
@@ -1393,9 +1368,7 @@ class _Flush:
             if session is not None:
                 join(connection, session)  # another one may have joined the transaction since
             options = connection.get_execution_options()
-            tokens = (
-                None if is_bypassed(options, connection) else Tokens(connection, fenced, options, session)
-            )
+            tokens = None if is_bypassed(options, connection) else Tokens(connection, fenced, options)
             if tokens is not None and session is not None:
                 tokens.loaded = LoadedFences(self, fenced)
                 tokens.writer.stamp(self.stamped, connection.get_nested_transaction())
