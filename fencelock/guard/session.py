@@ -1163,7 +1163,7 @@ def _loaded_values(
 
 
 def refuse(connection: Connection, refusal: FenceError | LockLostError) -> None:
-    """Have nothing come of what a refused statement or load belongs to, but a rollback.
+    """Have nothing come of what a refused statement belongs to, but a rollback.
 
     That is the innermost savepoint, or else the whole transaction; and the sessions whose transaction, or
     savepoint, it is, as after a flush that has failed. Again, by the same error, has no effect.

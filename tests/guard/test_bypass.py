@@ -83,7 +83,7 @@ def test_bypass_of_a_sessions_connection_lasts_as_long_as_the_transaction(
 
 def test_bypass_of_a_statement_is_of_that_one(session: Session, engine: Engine) -> None:
     """Those after it are guarded."""
-    order = session.get_one(Order, 1, execution_options=BYPASS)
+    order = session.get_one(Order, 1)
     session.execute(text(REPAIR), execution_options=BYPASS)
     session.execute(text(REPAIR).execution_options(fencelock="bypass"))
     order.status = "stale"
