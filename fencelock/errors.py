@@ -141,9 +141,9 @@ class FenceError(DontWrapMixin, FencelockError):
 class StaleTokenError(FenceError):
     """The row has been claimed or written under a larger token: this holder's lease is over.
 
-    Raised by writes, and by loads of objects under a lease that is older than the row's fence. Nothing of the
-    transaction (or of the innermost savepoint) can be committed then: until it is rolled back, all that is
-    executed or committed in it raises SQLAlchemy's `PendingRollbackError`, which names this refusal.
+    Raised by writes and claims. Nothing of the transaction (or of the innermost savepoint) can be committed
+    then: until it is rolled back, all that is executed or committed in it raises SQLAlchemy's
+    `PendingRollbackError`, which names this refusal.
 
     Attributes:
         table: name of the table.
@@ -229,8 +229,8 @@ class StaleReadError(StaleTokenError):
 class CommitInDoubtError(FenceError):
     """The connection was lost while a transaction was written under the lease, which may still be committed.
 
-    Until that is decided nothing can be read or written under the lease. In this order: roll back; mint a new
-    token, `lock.remint()`; claim, or pass the gate of, what that transaction has written; only then read.
+    Until that is decided nothing can be written under the lease. In this order: roll back; mint a new token,
+    `lock.remint()`; claim, or pass the gate of, what that transaction has written; only then read.
     Where the lock is over by then, lock again and look: `fenced_transaction` raises it after its release.
     """
 

@@ -1,29 +1,20 @@
-"""Raises where an object is loaded whose fence is above the lease that it is read under.
+"""Keeps the fence of an object as old as the rest of it, since what is written was computed from that.
 
-What such a holder computes from the row could not be written anyway; it had better hear of it before it sends
-an e-mail. This saves work and is no safeguard: a fence may rise a moment after it was read (see `claim`).
-
-It costs nothing for each row where no lease is in scope, and one comparison where there is: SQLAlchemy asks
-once for each query how a column's value gets from a row into an object, and the answer is given by the leases
-of that moment. An event for each loaded object would cost a sixth of a large query (*measured*).
+So each query of a fenced model loads the fence, and a later load or a merge does not make it newer than
+attributes that stay as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from sqlalchemy.orm import ColumnProperty, MappedSQLExpression, Mapper
 from sqlalchemy.orm.base import NO_VALUE
 from sqlalchemy.sql import ColumnElement
 
-from fencelock.errors import CommitInDoubtError, FenceError, StaleTokenError
-from fencelock.guard._bypass import is_bypassed
-from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table
-from fencelock.guard.events import report
-from fencelock.guard.session import lasting_fence, leases_of, loaded_fence, reads_to_note, refuse
-from fencelock.lease import Lease
-from fencelock.token import MAX_TOKEN
+from fencelock.guard._tables import FENCE_COLUMN
+from fencelock.guard.session import lasting_fence, loaded_fence, reads_to_note
 
 _Getter = Callable[[Any], Any]
 _Note = Callable[[Any, int | None], None]
@@ -104,7 +95,7 @@ class _FenceProperty(ColumnProperty[Any]):
         adapter: Any,
         populators: dict[str, list[tuple[str, Any]]],
     ) -> None:
-        """Say how the column gets from a row into an object; look at it where a lease is in scope."""
+        """Say how the column gets from a row into an object."""
         known = context.compile_state.attributes
         getter: _Getter | None = known.get((self, path.natural_path))
         if getter is None:
@@ -116,9 +107,6 @@ class _FenceProperty(ColumnProperty[Any]):
                 return
             getter = known[self, path.natural_path] = populators["quick"].pop()[1]
         connection = getattr(result, "connection", None)
-        leases = leases_of(connection, context.session)
-        if leases and not is_bypassed(result.context.execution_options):
-            getter = self._looking(getter, leases, result, adapter)
         note = None if connection is None else reads_to_note(connection)
         self._populate(getter, context, mapper, populators, note)
 
@@ -181,21 +169,6 @@ class _FenceProperty(ColumnProperty[Any]):
 
         return populate
 
-    def _looking(self, getter: _Getter, leases: Mapping[str, Lease], result: Any, adapter: Any) -> _Getter:
-        """Return what reads the fence from a row, and refuses one that is too high."""
-        lowest = MAX_TOKEN
-        for lease in leases.values():
-            # Of one in doubt no row may be read, whatever its fence.
-            lowest = -1 if lease.in_doubt else min(lowest, lease.fencing_token)
-
-        def read(row: Any) -> Any:
-            fence = getter(row)
-            if fence is not None and fence > lowest:
-                _Look(self, leases, result, adapter).compare(row, fence)
-            return fence
-
-        return read
-
 
 class _FenceExpression(MappedSQLExpression[Any], _FenceProperty):
     """The same where the column is mapped by `deferred()` or `column_property()`."""
@@ -228,65 +201,8 @@ def _load_again(state: Any, attributes: dict[str, Any], older: list[str]) -> boo
     return True
 
 
-class _Look:
-    """Looks at the high ones among the fences that one query loads.
-
-    Attributes:
-        leases: those that the query reads under, by resource.
-    """
-
-    __slots__ = ("_adapter", "_fence", "_result", "leases")
-
-    def __init__(self, fence: _FenceProperty, leases: Mapping[str, Lease], result: Any, adapter: Any) -> None:
-        self._fence = fence
-        self._result = result
-        self._adapter = adapter
-        self.leases = leases
-
-    def compare(self, row: Any, fence: int) -> None:
-        """Refuse a row whose fence is above the lease that guards it.
-
-        Raises:
-            StaleTokenError: it is.
-            CommitInDoubtError: it may rise, by what the holder himself has sent.
-        """
-        fenced = fenced_table(self._fence.columns[0].table)
-        resource = None if fenced is None else self._resource_of(row, fenced)
-        lease = None if resource is None else self.leases.get(resource)
-        if lease is not None and lease.in_doubt:
-            try:
-                lease.check_certain(claiming=False)
-            except CommitInDoubtError as doubt:
-                self._refuse(doubt)
-        if fenced is not None and lease is not None and fence > lease.fencing_token:
-            identity = tuple(self._values(row, fenced.table.primary_key))
-            error = StaleTokenError(
-                fenced.name, identity, lease.fencing_token, fence, detail="it was read, and not written"
-            )
-            report(error, resource=lease.resource)
-            self._refuse(error)
-
-    def _refuse(self, error: FenceError) -> NoReturn:
-        connection = self._result.connection
-        self._result.close()
-        refuse(connection, error)
-        raise error
-
-    def _resource_of(self, row: Any, fenced: FencedTable) -> str | None:
-        """Return the resource that guards a row; None where that cannot be told from here."""
-        values = self._values(row, fenced.template.columns.values())
-        return fenced.template.render(values) if len(values) == len(fenced.template.columns) else None
-
-    def _values(self, row: Any, columns: Iterable[Any]) -> list[Any]:
-        """Return what a row has of these columns."""
-        if self._adapter:
-            columns = [self._adapter.columns[column] for column in columns]
-        getters = [self._result._getter(column, False) for column in columns]  # noqa: FBT003, SLF001  no public way
-        return [getter(row) for getter in getters if getter is not None]
-
-
 def watch_loads(mapper: Mapper[Any]) -> None:
-    """Look at what is loaded of a fenced model."""
+    """Have what is loaded of a fenced model keep its fence."""
     fence = mapper.get_property(FENCE_COLUMN)
     if isinstance(fence, ColumnProperty) and not isinstance(fence, _FenceProperty):
         fence.__class__ = _FenceExpression if isinstance(fence, MappedSQLExpression) else _FenceProperty

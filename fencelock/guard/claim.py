@@ -336,7 +336,7 @@ def _guarded_target(
 ) -> Target:
     """Return where it writes, unless all passes unguarded there: then there is nothing to claim with."""
     target = target_of(session, written, bind_arguments, identities)
-    refuse_bypass(target.connection.get_execution_options())
+    refuse_bypass(target.connection.get_execution_options(), target.connection)
     return target
 
 
@@ -412,6 +412,9 @@ def _raise_fences(
     """Raise the fence of rows and lock them, in this order; the guard adds the fence and the check.
 
     A row is given by its primary key and the values that name its resource.
+
+    Raises:
+        CommitInDoubtError: if a lease is in doubt, and these rows do not tell that the doubt has ended.
     """
     table = fenced.table
     naming = tuple(fenced.template.columns.values())
@@ -424,6 +427,7 @@ def _raise_fences(
         claimed = {row_name(table, row[: len(table.primary_key)]) for row in rows}
         for lease in doubted:
             lease.settle(token, claimed)
+            lease.check_certain(claiming=False)
 
 
 def _raise_each(

@@ -23,11 +23,11 @@ from functools import partial
 from typing import Any, Final, NoReturn, TypeAlias
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import Delete, Insert, Table, TextClause, Update
+from sqlalchemy import Delete, Insert, StatementLambdaElement, Table, TextClause, Update
 from sqlalchemy.engine import Connection, CursorResult
 from sqlalchemy.orm import FromStatement
 from sqlalchemy.sql import ClauseElement
-from sqlalchemy.sql.lambdas import LambdaElement, NullLambdaStatement
+from sqlalchemy.sql.lambdas import NullLambdaStatement
 
 from fencelock.errors import FenceError, LockLostError, UnfencedWriteError
 from fencelock.guard._bypass import is_bypassed
@@ -78,7 +78,6 @@ _Written: TypeAlias = tuple[GuardedWrite, Sequence[Row], LoadedFences | None]
 """What is known of a guarded statement, the parameters of each execution, and of objects what was loaded."""
 
 _DML: Final = (Update, Delete, Insert)
-_LAMBDAS: Final = (LambdaElement, NullLambdaStatement)
 
 _Known: TypeAlias = dict[tuple[bool, Form | None], tuple[Any, GuardedWrite]]
 """The guarded forms of a statement: with and without an explicit token, and by what its condition allows."""
@@ -139,16 +138,20 @@ def _guarded_form(
     """
     rows = rows or [{}]
     if isinstance(statement, TextClause):
-        text = None if is_bypassed(options) else guard_text(connection, statement, rows)
+        text = None if is_bypassed(options, connection) else guard_text(connection, statement, rows)
         return None if text is None else (text, rows, None)
-    is_plain = isinstance(statement, _DML)
-    if not is_plain and not _is_dml(statement):
+    dml = _innermost(statement)
+    if not isinstance(dml, _DML):
         return None
-    if is_bypassed(options):
+    if is_bypassed(options, connection):
         if TOKEN_OPTION in options or wants_token(statement, rows):
-            refuse_bypass(options)
+            refuse_bypass(options, connection)
         return None
-    dml = statement if is_plain else _innermost(statement)
+    if dml is not statement and _holds_fenced_rows(dml.table):
+        raise UnfencedWriteError(
+            f"a write to {underlying(dml.table).name!r} inside lambda_stmt() or from_statement() cannot be "
+            f"guarded: execute the plain statement, with returning() of the model if it is to return objects"
+        )
     fenced = fenced_table(dml.table)
     if fenced is None:
         known = harmless()
@@ -159,10 +162,10 @@ def _guarded_form(
     writer = begin_writing(connection, options, fenced)
     tokens = None if TOKEN_OPTION in options else tokens_for(connection, fenced, options, writer)
     if isinstance(dml, Insert):
-        dml, rows, new = stamp_insert(dml, fenced, rows, options, tokens)
-        return dml if is_plain else _with_innermost(statement, dml), rows, new
-    dml, written = _guarded_write(connection, dml, fenced, rows, options, tokens=tokens)
-    return dml if is_plain else _with_innermost(statement, dml), written[1], written
+        rows, new = stamp_insert(dml, fenced, rows, options, tokens)
+        return dml, rows, new
+    guarded, written = _guarded_write(connection, dml, fenced, rows, options, tokens=tokens)
+    return guarded, written[1], written
 
 
 def _guarded_write(
@@ -201,7 +204,7 @@ def _guarded_write(
     return guarded, (write, stamped, objects)
 
 
-def _holds_fenced_rows(table: Table) -> bool:
+def _holds_fenced_rows(table: Any) -> bool:
     """Tell whether a table is fenced, or completes one that is; it may be so only since it was looked at."""
     return fenced_table(table) is not None or sub_table_of(table) is not None
 
@@ -216,37 +219,12 @@ def _is_of_no_concern(statement: Any) -> bool:
     )
 
 
-def _is_dml(statement: Any) -> bool:
-    """Tell whether a statement writes; of spoilt lambdas SQLAlchemy says that they do not."""
-    inside = statement._resolved if isinstance(statement, NullLambdaStatement) else statement  # noqa: SLF001  no public way
-    return bool(inside.is_dml)
-
-
 def _innermost(statement: Any) -> Any:
     """Return the UPDATE, DELETE or INSERT behind a lambda, and inside `select(…).from_statement(…)`."""
-    if isinstance(statement, _LAMBDAS):
-        return _innermost(_called(statement))
-    if isinstance(statement, FromStatement):
-        return _innermost(statement.element)
-    return statement
-
-
-def _called(statement: Any) -> Any:
-    """Return the statement that a lambda makes, with what the ORM has noted on the lambda meanwhile."""
-    made = statement._resolved  # noqa: SLF001  no public way
-    notes = statement._annotations  # noqa: SLF001  the same
-    return made._annotate(notes) if notes else made  # noqa: SLF001  the same
-
-
-def _with_innermost(statement: Any, dml: Any) -> Any:
-    """Return a statement that does the same with this UPDATE, DELETE or INSERT inside."""
-    if isinstance(statement, _LAMBDAS):
-        return _with_innermost(_called(statement), dml)
-    if not isinstance(statement, FromStatement):
-        return dml
-    loading = statement._generate()  # noqa: SLF001  no public way to exchange what it loads from
-    loading.element = _with_innermost(statement.element, dml)
-    return loading
+    is_spoilt = isinstance(statement, NullLambdaStatement)  # of these SQLAlchemy says that they do not write
+    if is_spoilt or (isinstance(statement, StatementLambdaElement) and statement.is_dml):
+        return _innermost(statement._resolved)  # noqa: SLF001  no public way
+    return _innermost(statement.element) if isinstance(statement, FromStatement) else statement
 
 
 def _written_by(
@@ -262,11 +240,10 @@ def _written_by(
     """
     if executed is guarded:
         return written and (written[0], _sent(result.context), written[2])
-    dml = _innermost(executed)
-    fenced = fenced_table(dml.table) if isinstance(dml, Update | Delete) else None
+    fenced = fenced_table(executed.table) if isinstance(executed, Update | Delete) else None
     if fenced is None:
         return None
-    _, write = guard(dml, fenced, explicit=TOKEN_OPTION in options)
+    _, write = guard(executed, fenced, explicit=TOKEN_OPTION in options)
     return write, _sent(result.context), None
 
 

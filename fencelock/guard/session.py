@@ -23,7 +23,7 @@ import _thread
 import operator
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cache, partial, wraps
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
@@ -45,15 +45,16 @@ from sqlalchemy.types import TypeEngine
 
 from fencelock._owners import current_owner
 from fencelock.errors import FenceError, LockLostError, UnfencedWriteError
-from fencelock.guard._bypass import BYPASS, HOW, Entry, is_bypassed, lasts, set_choice
+from fencelock.guard._bypass import BYPASS, blocking, connections_of, is_bypassed
 from fencelock.guard._refused import Refused, forget_refused, mark_refused, refused_in
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table, row_name
 from fencelock.guard.events import report
 from fencelock.lease import Lease, held_leases, was_left
 
 if TYPE_CHECKING:
-    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
     from sqlalchemy.orm import InstanceState, SessionTransaction, UOWTransaction, scoped_session
+
+    from fencelock.guard._bypass import AnySession
 
 NOT_INHERITED: Final = (
     "Leases follow into tasks and asyncio.to_thread, but not into other threads or executors: there, hand "
@@ -92,10 +93,6 @@ _at_gates: WeakKeyDictionary[Writer, None] = WeakKeyDictionary()
 """Those that have passed a gate; in no `WeakSet`, where one thread cannot look while another adds to it."""
 
 
-_ENTRIES: Final = "_fencelock_entries"
-"""Where a session has the blocks in which it goes around the guard, the innermost one last."""
-
-
 _REFUSED: Final = "_fencelock_refused"
 """Where an error notes that it has refused a savepoint: it does not refuse the transaction around it, too."""
 
@@ -104,23 +101,17 @@ _R = TypeVar("_R")
 
 
 class _Process:
-    """Whether anybody has bound anything, entered a block without the guard, or passed a gate: few do.
+    """Whether anybody has bound anything or passed a gate: few do.
 
     For the others nobody has to be asked for it.
     """
 
     binds = False
-    bypasses = False
     gates = False
 
 
 def bind(
-    target: Session
-    | Connection
-    | AsyncSession
-    | AsyncConnection
-    | scoped_session[Any]
-    | async_scoped_session[Any],
+    target: AnySession,
     *leases: Lease,
 ) -> None:
     """Hand leases to a session or connection: its writes are guarded by these, whatever the context holds.
@@ -129,7 +120,8 @@ def bind(
     tokens that come from elsewhere (`Lease("order:1", token)`). It lasts as long as the session or
     connection, or until the next `bind`; without leases it undoes an earlier one. A transaction that is
     already open forgets the leases that it was written under before. Of sessions that share a connection,
-    only a flush tells whose statement it is: where they are bound to different leases, all else is refused.
+    the one that has begun or flushed on it last is taken for the one whose statement it is: bind the same
+    leases to each, or give each a connection of its own.
 
     It does not keep the lock: whoever took the lease still releases it, which waits for transactions that
     have been written under it by then, and for no others.
@@ -149,69 +141,7 @@ def bind(
         if not isinstance(lease, Lease):
             raise TypeError(f"bind takes leases, such as fenced_lock(...).lease, not {type(lease).__name__}")
     _Process.binds = True
-    setattr(_blocking(target), _BOUND, leases or None)
-
-
-@contextmanager
-def bypass(
-    target: Session
-    | Connection
-    | AsyncSession
-    | AsyncConnection
-    | scoped_session[Any]
-    | async_scoped_session[Any],
-) -> Iterator[None]:
-    """Have what a session or connection executes in this block go around the guard.
-
-    For seeds, repairs and tests, at times when no holder is at work: nothing is compared, stamped or refused.
-    Other threads and tasks are guarded as ever, also on the same connection. At the end of the block, however
-    it is left, everything is as before. Blocks may be inside each other; for asyncio it is a plain `with`.
-    What is pending in a session when the block ends is guarded when it is flushed: flush in the block.
-
-    Example:
-        ```python
-        with fencelock.bypass(session):
-            session.execute(text("UPDATE orders SET status = 'new'"))
-        ```
-
-    Raises:
-        TypeError: for anything else than a session or connection.
-    """
-    found = _blocking(target)
-    entry = Entry()
-    _Process.bypasses = True
-    if isinstance(found, Session):
-        setattr(found, _ENTRIES, (*getattr(found, _ENTRIES, ()), entry))
-        connections = _connections_of(found)
-    else:
-        connections = {found}
-    for connection in connections:
-        entry.begin(connection)
-    try:
-        yield
-    finally:
-        entry.end()
-        if isinstance(found, Session):
-            setattr(found, _ENTRIES, tuple(each for each in getattr(found, _ENTRIES) if each is not entry))
-
-
-def _connections_of(session: Session) -> set[Connection]:
-    """Return the connections of a session's transaction."""
-    transaction = session.get_transaction()
-    known: Mapping[Any, Any] = {} if transaction is None else transaction._connections  # noqa: SLF001  no public way
-    return {connection for connection, *_ in known.values()}
-
-
-def _blocking(target: object) -> Session | Connection:
-    """Return the session or connection behind the asyncio and scoped facades."""
-    registry = getattr(target, "registry", None)
-    if callable(registry):
-        target = registry()
-    for attribute in ("sync_session", "sync_connection"):
-        target = getattr(target, attribute, target)
-    if not isinstance(target, Session | Connection):
-        raise TypeError(f"expected a session or a connection, not {type(target).__name__}")
-    return target
+    setattr(blocking(target), _BOUND, leases or None)
 
 
 def session_of(target: Session | scoped_session[Any], *, function: str = "") -> Session:
@@ -482,13 +412,9 @@ class Writer:
             f"binds the present one, and bind(session) undoes it"
         )
 
-    def candidates(self, connection: Connection, session: Session | None = None) -> dict[str, Lease]:
-        """Return the leases that may guard a write now, by resource; of a session where it is known which.
-
-        Raises:
-            UnfencedWriteError: if sessions that share the connection are bound to different leases.
-        """
-        bound = _bound_to(connection, session) if _Process.binds else None
+    def candidates(self, connection: Connection) -> dict[str, Lease]:
+        """Return the leases that may guard a write now, by resource."""
+        bound = _bound_to(connection) if _Process.binds else None
         if bound != self._bound_before:
             self.remembered.clear()
             self._bound_before = bound
@@ -504,24 +430,10 @@ def _usable(bound: Iterable[Lease] | None) -> dict[str, Lease]:
     return {lease.resource: lease for lease in found}
 
 
-def _bound_to(connection: Connection, session: Session | None) -> tuple[Lease, ...] | None:
-    """Return what a connection's statements are bound to, those of a session where it is known which.
-
-    Raises:
-        UnfencedWriteError: if sessions that share the connection are bound to different leases.
-    """
-    own: tuple[Lease, ...] | None = getattr(connection, _BOUND, None)
-    found = session or owner_of(connection)
-    if found is None:
-        return own
-    leases: tuple[Lease, ...] | None = getattr(found, _BOUND, None)
-    is_known = session is not None or _is_flushing(found)
-    if not is_known and any(getattr(one, _BOUND, None) != leases for one in users_of(connection)):
-        raise UnfencedWriteError(
-            "several sessions share this connection and are bound to different leases, so that it cannot "
-            "be told whose this is: bind the same leases to each, or give each a connection of its own"
-        )
-    return leases or own
+def _bound_to(connection: Connection) -> tuple[Lease, ...] | None:
+    """Return what the session of a connection's statements is bound to, or else the connection itself."""
+    leases: tuple[Lease, ...] | None = getattr(owner_of(connection), _BOUND, None)
+    return leases or getattr(connection, _BOUND, None)
 
 
 def join(connection: Connection, session: Session) -> None:
@@ -545,22 +457,16 @@ def users_of(connection: Connection) -> list[Session]:
     return [
         session
         for reference in getattr(connection, _SESSIONS, ())
-        if (session := reference()) is not None and _uses(session, connection)
+        if (session := reference()) is not None and connection in connections_of(session)
     ]
 
 
 def owner_of(connection: Connection) -> Session | None:
-    """Return the session that the transaction belongs to; of several that which flushes, or the last."""
+    """Return the session whose statements a connection executes: that which flushes, or has begun last."""
     users = users_of(connection)
     if len(users) > 1:
         users = [session for session in users if _is_flushing(session)] or users
     return users[-1] if users else None
-
-
-def _uses(session: Session, connection: Connection) -> bool:
-    transaction = session.get_transaction()
-    # SQLAlchemy has no public way to ask.
-    return transaction is not None and connection in transaction._connections  # noqa: SLF001
 
 
 def _is_flushing(session: Session) -> bool:
@@ -615,7 +521,7 @@ def _has_joined(session: Session, transaction: Transaction) -> bool:
     own = session.get_transaction()
     return own is not None and any(
         each is transaction and not commits
-        for _, each, commits, _ in own._connections.values()  # noqa: SLF001  see `_uses`
+        for _, each, commits, _ in own._connections.values()  # noqa: SLF001  no public way
     )
 
 
@@ -812,27 +718,16 @@ def _throw_away_writer(of: ReferenceType[Connection], gone: object) -> None:
         delattr(connection, _WRITER)
 
 
-def leases_of(connection: Connection | None, session: Session) -> Mapping[str, Lease]:
-    """Return the leases that a session reads under now in the connection's transaction, by resource."""
-    if connection is None or connection.get_transaction() is None:
-        return {}
-    writer = _open_writer(connection)
-    if writer is not None:
-        return writer.candidates(connection, session)
-    bound = _bound_to(connection, session) if _Process.binds else None
-    return _usable(bound)
-
-
 def note_token(target: Connection | Session, statement: Executable, token: int) -> None:
     """Note that a transaction is written with this token, of whichever lease it is."""
     arguments = {"clause": statement}
     connection = target.connection(bind_arguments=arguments) if isinstance(target, Session) else target
+    if isinstance(target, Session):
+        join(connection, target)
     writer = writer_of(connection)
-    sessions = users_of(connection)
-    for session in sessions if len(sessions) > 1 else [None]:
-        for lease in writer.candidates(connection, session).values():
-            if lease.fencing_token == token:
-                writer.need(lease, connection)
+    for lease in writer.candidates(connection).values():
+        if lease.fencing_token == token:
+            writer.need(lease, connection)
 
 
 def note_locked(connection: Connection, names: Callable[[], Iterable[str]], count: int) -> None:
@@ -866,7 +761,7 @@ def reads_to_note(connection: Connection) -> Callable[[InstanceState[Any], int |
 def lasting_fence(state: InstanceState[Any], fence: int) -> int | None:
     """Return an object's fence as it was before the open transaction of its session has raised it."""
     session = state.session
-    for connection in () if session is None else _connections_of(session):
+    for connection in () if session is None else connections_of(session):
         writer = _open_writer(connection)
         if writer is not None:
             return writer.fence_before(state, fence)
@@ -984,13 +879,13 @@ def _is_same_database(one: Engine, other: Engine) -> bool:
     return one.pool is other.pool or (place(one.url) == place(other.url) and not in_memory)
 
 
-def refuse_bypass(options: Mapping[str, Any]) -> None:
+def refuse_bypass(options: Mapping[str, Any], connection: Connection) -> None:
     """Refuse to do fenced work where everything passes unguarded.
 
     Raises:
-        UnfencedWriteError: if these execution options say so.
+        UnfencedWriteError: if these execution options say so, or a block of this connection.
     """
-    if is_bypassed(options):
+    if is_bypassed(options, connection):
         raise UnfencedWriteError(
             f"nothing can be claimed or written with a token under execution_options(fencelock={BYPASS!r}), "
             f"where no fence is raised or compared; use an engine, a connection and a statement without it"
@@ -1050,7 +945,6 @@ class Tokens:
         connection: what executes it.
         fenced: the table that it writes.
         options: its execution options.
-        session: whose statement it is, where that is known.
         writer: the connection's, where that is known.
         claiming: whether it is about to claim the rows, which leases in doubt are good for.
 
@@ -1078,7 +972,6 @@ class Tokens:
         connection: Connection,
         fenced: FencedTable,
         options: Mapping[str, Any],
-        session: Session | None = None,
         *,
         writer: Writer | None = None,
         claiming: bool = False,
@@ -1088,7 +981,7 @@ class Tokens:
         self._options = options
         self._claiming = claiming
         self.writer = writer or writer_of(connection)
-        self._candidates = self.writer.candidates(connection, session)
+        self._candidates = self.writer.candidates(connection)
         self._found: dict[tuple[Any, ...], int] = {}
         self._used: list[Lease] = []
         self.earlier: dict[tuple[Any, ...], tuple[int, ...]] = {}
@@ -1270,7 +1163,7 @@ def _loaded_values(
 
 
 def refuse(connection: Connection, refusal: FenceError | LockLostError) -> None:
-    """Have nothing come of what a refused statement or load belongs to, but a rollback.
+    """Have nothing come of what a refused statement belongs to, but a rollback.
 
     That is the innermost savepoint, or else the whole transaction; and the sessions whose transaction, or
     savepoint, it is, as after a flush that has failed. Again, by the same error, has no effect.
@@ -1304,7 +1197,7 @@ def refusing(function: Callable[_P, _R]) -> Callable[_P, _R]:
             return function(*args, **kwargs)
         except (FenceError, LockLostError) as error:
             report(error)
-            for connection in _connections_of(session_of(args[0] if args else kwargs["session"])):  # type: ignore[arg-type]
+            for connection in connections_of(session_of(args[0] if args else kwargs["session"])):  # type: ignore[arg-type]
                 refuse(connection, error)
             raise
 
@@ -1316,7 +1209,7 @@ def _boundary(session: Session, transaction: Transaction) -> SessionTransaction 
     innermost = session.get_nested_transaction() or session.get_transaction()
     if innermost is None:
         return None
-    connections = innermost._connections.values()  # noqa: SLF001  see `_uses`
+    connections = innermost._connections.values()  # noqa: SLF001  the same
     return innermost if any(each is transaction for _, each, *_ in connections) else None
 
 
@@ -1342,7 +1235,7 @@ def _yes() -> bool:
 
 def _on_rollback(_session: Session, ended: SessionTransaction) -> None:
     """Have a session's own rollback end what it has joined, which the failure of its flush did not."""
-    for _, transaction, *_ in list(ended._connections.values()):  # noqa: SLF001  see `_uses`
+    for _, transaction, *_ in list(ended._connections.values()):  # noqa: SLF001  the same
         if refused_in(transaction) is not None:
             transaction.rollback()
 
@@ -1475,7 +1368,7 @@ class _Flush:
             if session is not None:
                 join(connection, session)  # another one may have joined the transaction since
             options = connection.get_execution_options()
-            tokens = None if is_bypassed(options) else Tokens(connection, fenced, options, session)
+            tokens = None if is_bypassed(options, connection) else Tokens(connection, fenced, options)
             if tokens is not None and session is not None:
                 tokens.loaded = LoadedFences(self, fenced)
                 tokens.writer.stamp(self.stamped, connection.get_nested_transaction())
@@ -1579,32 +1472,8 @@ def watch_plans(mapper: Mapper[Any], _model: object) -> None:
                 each.append(_note_plans)
 
 
-def _on_begin(session: Session, transaction: Any, connection: Connection) -> None:
+def _on_begin(session: Session, _transaction: object, connection: Connection) -> None:
     join(connection, session)
-    if lasts(connection):
-        known = transaction._connections[connection]  # noqa: SLF001  SQLAlchemy has no public way to ask
-        _, _, _, is_made_for_session = known
-        if is_made_for_session:
-            set_choice(connection, None)
-            raise UnfencedWriteError(f"{HOW}; said of a session's connection, it would last")
-    if _Process.bypasses:
-        for entry in getattr(session, _ENTRIES, ()):
-            if entry.is_open:
-                entry.begin(connection)
-
-
-def guarding_options(choose: Callable[..., Connection]) -> Callable[..., Connection]:
-    """Return a connection's way to be given options, which refuses a bypass where a session uses it."""
-
-    @wraps(choose)
-    def guarded(connection: Connection, **options: Any) -> Connection:
-        if options.get("fencelock") == BYPASS and users_of(connection):
-            refusal = UnfencedWriteError(f"{HOW}; said of a session's connection, it would last")
-            refuse(connection, refusal)
-            raise refusal
-        return choose(connection, **options)
-
-    return guarded
 
 
 def _on_insert_undone(_session: Session, instance: object) -> None:

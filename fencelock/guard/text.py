@@ -110,7 +110,12 @@ def guarded_table(text: str) -> str | None:
 def do_execute(_cursor: object, statement: str, _parameters: object, context: Any) -> None:
     """Refuse a statement that may write to a fenced table and was not guarded."""
     reads = statement.startswith("SELECT") and ";" not in statement
-    if reads or context is None or is_harmless(context.compiled) or is_bypassed(context.execution_options):
+    if (
+        reads
+        or context is None
+        or is_harmless(context.compiled)
+        or is_bypassed(context.execution_options, context.root_connection)
+    ):
         return
     known, compiled = harmless(), context.compiled
     is_dml = not context.isddl and compiled and (compiled.isinsert or compiled.isupdate or compiled.isdelete)

@@ -258,8 +258,9 @@ def test_a_model_of_sqlmodel_has_the_column_alone(tmp_path: Path) -> None:
         session.commit()
     with sqlmodel.Session(engine) as session:
         bind(session, Lease("hero:1", 4))
+        session.get_one(Hero, 1).name = "c"
         with pytest.raises(StaleTokenError):
-            session.get_one(Hero, 1)
+            session.commit()
     with sqlmodel.Session(engine) as session:
         bind(session, Lease("hero:2", 9))
         session.get_one(Hero, 1).name = "other"
