@@ -20,6 +20,7 @@ from fencelock.errors import UnfencedWriteError
 from fencelock.guard._statement import TOKEN_OPTION, Row, assigned, key_of, refuse_fence_assignment
 from fencelock.guard._tables import FencedTable
 from fencelock.guard.session import Tokens
+from fencelock.guard.write_ids import new_write_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +68,17 @@ def stamp_insert(
     options: Mapping[str, Any],
     tokens: Tokens | None,
 ) -> tuple[list[dict[str, Any]], NewRows | None]:
-    """Add the token to the rows of an INSERT; return also what is known of rows that the database names."""
+    """Add token and write id to the rows of an INSERT; return also what is known of rows without a key."""
     _refuse_unstampable(statement, fenced)
     own = {key_of(column): value for column, value in assigned(statement)}
     refuse_fence_assignment(own, fenced)
     token_of = _token_source(own, options, tokens)
     fence = fenced.fence.key
     stamped = [{**row, fence: token_of(row)} for row in rows]
+    if fenced.write is not None:
+        write_id = new_write_id() if tokens is None or tokens.loaded is None else tokens.write_id
+        for row in stamped:
+            row[fenced.write.key] = write_id
     named = fenced.template.columns.values()
     if any(column.primary_key for column in named) and any(row[fence] == 0 for row in stamped):
         return stamped, NewRows(fenced, [{**own, **row} for row in stamped])

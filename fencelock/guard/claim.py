@@ -37,7 +37,7 @@ from fencelock.errors import UnfencedWriteError
 from fencelock.guard._bypass import BYPASS
 from fencelock.guard._connecting import Target, target_of
 from fencelock.guard._install import install
-from fencelock.guard._statement import TOKEN_OPTION, unchanged_by_raising
+from fencelock.guard._statement import CLAIM_OPTION, TOKEN_OPTION, unchanged_by_raising
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table, row_name
 from fencelock.guard._write import KEYS_PER_QUERY, LOCKING_READS, batched, is_one_of
 from fencelock.guard.events import report_claim
@@ -443,7 +443,7 @@ def _raise_each(
     connection.execute(
         update(table).where(*matches).values(unchanged_by_raising(table)),
         [dict(zip(names, row, strict=True)) for row in rows],
-        execution_options={TOKEN_OPTION: token},
+        execution_options={TOKEN_OPTION: token, CLAIM_OPTION: True},
     )
 
 
@@ -471,7 +471,7 @@ def _raise_together(
     named = (column == value for column, value in zip(naming, values.pop(), strict=True))
     raised = connection.execute(
         update(table).where(found, *named).values(unchanged_by_raising(table)),
-        execution_options={TOKEN_OPTION: token},
+        execution_options={TOKEN_OPTION: token, CLAIM_OPTION: True},
     )
     if raised.rowcount != len(rows):
         return False

@@ -47,8 +47,9 @@ from fencelock._owners import current_owner
 from fencelock.errors import FenceError, LockLostError, UnfencedWriteError
 from fencelock.guard._bypass import BYPASS, blocking, connections_of, is_bypassed
 from fencelock.guard._refused import Refused, forget_refused, mark_refused, refused_in
-from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table, row_name
+from fencelock.guard._tables import FENCE_COLUMN, WRITE_COLUMN, FencedTable, fenced_table, row_name
 from fencelock.guard.events import report
+from fencelock.guard.write_ids import MIXED, new_write_id
 from fencelock.lease import Lease, held_leases, was_left
 
 if TYPE_CHECKING:
@@ -62,12 +63,6 @@ NOT_INHERITED: Final = (
 )
 """What to say to one who holds no lease, and may believe that he does."""
 
-_OF_NO_ROW: Final = -1
-"""The fence of an object that was inserted, or loaded after its row was written, by what was undone."""
-
-_READ: Final = -2
-"""What is noted of an object that is loaded at a fence which the transaction may have raised itself."""
-
 _REMEMBERED_ROWS: Final = 10_000
 """Of how many locked rows a transaction keeps the names; some are enough to wait for it by."""
 
@@ -76,6 +71,9 @@ _COMMITS_NOTHING: Final = re.compile(
     re.IGNORECASE,
 )
 """Single statements that cannot end a transaction by COMMIT, as CALL, SET, and on MariaDB all DDL may."""
+
+_MOVED: Final = "fencelock.moved"
+"""Where a session has by how much its last statement moves write ids."""
 
 _SESSIONS: Final = "_fencelock_sessions"
 """Where a connection has the sessions that have joined it, the last one last."""
@@ -218,7 +216,6 @@ class Writer:
         "_mark",
         "_needs",
         "_savepoints",
-        "_stamped",
         "claiming",
         "committed",
         "committing",
@@ -246,7 +243,6 @@ class Writer:
         self._locked_count = 0
         self._savepoints: dict[str, int] = {}
         self._born: list[tuple[int, Callable[[], Iterable[str]]]] = []
-        self._stamped: list[tuple[int, dict[InstanceState[Any], int | None]]] = []
         # Stands for it in the leases: if they referred to it, it would never be thrown away.
         self._mark = object()
 
@@ -321,48 +317,6 @@ class Writer:
         self._born.append((len(self._locked), cache(lambda: frozenset(resources()))))
         self._locked.append(tuple)  # what comes next is known to come later
 
-    def stamp(
-        self, before: dict[InstanceState[Any], int | None], savepoint: NestedTransaction | None
-    ) -> None:
-        """Note whose fences a flush raises, or who was loaded with raised ones, to be undone with them.
-
-        A session forgets what it has by itself then. Objects that have left it would go on to say that they
-        were loaded at a fence that no row has had, or has for another write of the same holder.
-
-        Args:
-            before: the fence of each object; more may come later.
-            savepoint: the innermost that is open.
-        """
-        if savepoint is not None:
-            self._note_savepoints(savepoint)
-        for _, earlier in self._stamped[-2:] if self._stamped else ():
-            for state in [each for each in earlier if each.obj() is None]:
-                del earlier[state]
-        self._stamped.append((len(self._locked), before))
-        self._locked.append(tuple)  # what comes next is known to come later
-
-    @property
-    def tokens(self) -> set[int]:
-        """What it may have raised fences to."""
-        return {token for lease in self._needs for token in (lease.fencing_token, *lease.earlier_tokens)}
-
-    def fence_before(self, state: InstanceState[Any], fence: int) -> int | None:
-        """Return what an object's fence was before the transaction raised it; else the one given."""
-        found = next((before[state] for _, before in self._stamped if state in before), fence)
-        return _OF_NO_ROW if found == _READ else found
-
-    def _unstamp(self, since: int) -> set[str]:
-        """Take back what was written since then; return the names of the rows, as far as they are known."""
-        undone = {name for names in self._locked[since:] for name in names()}
-        knows_all = self._locked_count < _REMEMBERED_ROWS
-        for at, before in reversed(self._stamped):
-            for state, fence in before.items() if at >= since else ():
-                was_written = fence != _READ or not knows_all or _row_of(state) in undone
-                if was_written and FENCE_COLUMN in state.dict:
-                    state.dict[FENCE_COLUMN] = _OF_NO_ROW if fence == _READ else fence
-        self._stamped = [each for each in self._stamped if each[0] < since]
-        return undone
-
     def has_born(self, resource: str) -> bool:
         """Tell whether the transaction has inserted the row that this resource is named after."""
         return any(resource in resources() for _, resources in reversed(self._born))
@@ -380,7 +334,7 @@ class Writer:
             The names of the rows that were locked since, as far as they are known.
         """
         since = self._savepoints.get(_name(savepoint), len(self._locked))
-        undone = self._unstamp(since)
+        undone = {name for names in self._locked[since:] for name in names()}
         del self._locked[since:]
         self._born = [each for each in self._born if each[0] < since]
         return undone
@@ -392,9 +346,6 @@ class Writer:
     def _let_go(self) -> list[Callable[[], object]]:
         calls = [call for lease in self._needs for call in lease.let_go(self._mark, committed=self.committed)]
         self._needs.clear()
-        if self._stamped and not self.lasting:
-            self._unstamp(0)
-        self._stamped.clear()
         self._locked.clear()
         self._savepoints.clear()
         self._born.clear()
@@ -737,35 +688,17 @@ def note_locked(connection: Connection, names: Callable[[], Iterable[str]], coun
         writer.lock(names, count, connection.get_nested_transaction())
 
 
-def reads_to_note(connection: Connection) -> Callable[[InstanceState[Any], int | None], None] | None:
-    """Return what is to be told of each object that is loaded now, and its fence; None for nothing.
-
-    Whoever loads what his own transaction has written, or claimed, sees a fence that may be undone with it.
-    """
-    writer = _open_writer(connection)
-    own = None if writer is None else writer.tokens
-    if writer is None or not own:
-        return None
-    savepoint = connection.get_nested_transaction()
-    before: dict[InstanceState[Any], int | None] = {}
-
-    def note(state: InstanceState[Any], fence: int | None) -> None:
-        if fence in own:
-            if not before:
-                writer.stamp(before, savepoint)
-            before[state] = _READ
-
-    return note
+def note_moved(connection: Connection, by: int) -> None:
+    """Note by how much a statement moves write ids, for the objects that SQLAlchemy applies it to."""
+    session = owner_of(connection)
+    if session is not None:
+        session.info[_MOVED] = by
 
 
-def lasting_fence(state: InstanceState[Any], fence: int) -> int | None:
-    """Return an object's fence as it was before the open transaction of its session has raised it."""
-    session = state.session
-    for connection in () if session is None else connections_of(session):
-        writer = _open_writer(connection)
-        if writer is not None:
-            return writer.fence_before(state, fence)
-    return fence
+def moved_by(session: Session | None) -> int:
+    """Return by how much the statement that is being applied to a session's objects moves their ids."""
+    found: int = 0 if session is None else session.info.get(_MOVED, 0)
+    return found
 
 
 def note_born(connection: Connection, resources: Callable[[], Iterable[str]] | None) -> None:
@@ -949,9 +882,9 @@ class Tokens:
         claiming: whether it is about to claim the rows, which leases in doubt are good for.
 
     Attributes:
-        loaded: for a flush, the fences that the objects were loaded with.
+        loaded: for a flush, the write ids that the objects were loaded with.
+        write_id: for a flush, the id of its writes.
         writer: what the connection's transaction writes under.
-        earlier: what the holders had before they reminted, if they did: by the template's values of a row.
     """
 
     __slots__ = (
@@ -961,9 +894,9 @@ class Tokens:
         "_found",
         "_options",
         "_used",
-        "earlier",
         "fenced",
         "loaded",
+        "write_id",
         "writer",
     )
 
@@ -984,8 +917,8 @@ class Tokens:
         self._candidates = self.writer.candidates(connection)
         self._found: dict[tuple[Any, ...], int] = {}
         self._used: list[Lease] = []
-        self.earlier: dict[tuple[Any, ...], tuple[int, ...]] = {}
-        self.loaded: LoadedFences | None = None
+        self.loaded: LoadedIds | None = None
+        self.write_id = 0
 
     def serves(self, writer: Writer) -> bool:
         """Tell whether leases have been found, and in this transaction: a listener may have begun another.
@@ -1073,8 +1006,6 @@ class Tokens:
         token = lease.token_to_write(claiming=self._claiming)
         self.writer.remember(resource, lease, self._connection, claiming=self._claiming)
         self._used.append(lease)
-        if lease.earlier_tokens:
-            self.earlier[values] = lease.earlier_tokens
         return token
 
 
@@ -1136,14 +1067,14 @@ def tokens_for(
         if found is not None and found.serves(writer):
             return found
     made = Tokens(connection, fenced, options, writer=writer)
-    made.loaded = None if found is None else found.loaded
+    if found is not None:
+        made.loaded, made.write_id = found.loaded, found.write_id
     return made
 
 
-def loaded_fence(state: InstanceState[Any], current: Mapping[str, Any]) -> int | None:
-    """Return the fence that an object was loaded with, whatever has been assigned since; None if unknown."""
-    fence: Any = state.committed_state.get(FENCE_COLUMN, current.get(FENCE_COLUMN))
-    return None if fence is NO_VALUE else fence
+def loaded_id(current: Mapping[str, Any]) -> int | None:
+    """Return the write id that an object was loaded with; None if unknown."""
+    return current.get(WRITE_COLUMN)
 
 
 def _loaded_values(
@@ -1302,8 +1233,8 @@ _mappers: WeakKeyDictionary[Table, WeakSet[Mapper[Any]]] = WeakKeyDictionary()
 """Of each fenced table, the mappers of all classes whose objects have rows there."""
 
 
-class LoadedFences(dict[Any, int | None]):
-    """By primary key, the fences that objects were loaded with whose rows of a table one flush writes.
+class LoadedIds(dict[Any, int | None]):
+    """By primary key, the write ids that objects were loaded with whose rows of a table one flush writes.
 
     A key is the value of its one column, or a tuple of several, as `itemgetter` gives them. None where it is
     not known. Of an object that the flush has replaced by a new one with its key (a row switch), or that only
@@ -1321,17 +1252,17 @@ class LoadedFences(dict[Any, int | None]):
         self._fenced = fenced
         self.moved: dict[Any, int | None] = {}
 
-    def note(self, key: Any, fence: int | None) -> None:
-        """Note the fence of an object; the lower one, should there be two of one row."""
+    def note(self, key: Any, loaded: int | None) -> None:
+        """Note the write id of an object; one that no row has, should there be two of one row."""
         other = self.get(key)
-        self[key] = fence if other is None else other if fence is None else min(fence, other)
+        self[key] = loaded if other in {None, loaded} else other if loaded is None else MIXED
 
     def __missing__(self, key: Any) -> int | None:
         for mapper in _mappers.get(self._fenced.table, ()):
             identity = key if len(mapper.primary_key) > 1 else (key,)
             for state in self._flush.objects_of(mapper, identity):
                 if self._fenced.table in state.mapper.tables:
-                    return None if state in self._flush.stamped else loaded_fence(state, state.dict)
+                    return None if state in self._flush.stamped else loaded_id(state.dict)
         return self.moved.get(key)
 
 
@@ -1341,19 +1272,21 @@ class _Flush:
     Attributes:
         number: a larger one than those of all that have begun before.
         plan: returns the plan of the unit of work; None once that is thrown away, or where none was noted.
-        stamped: the objects whose fenced rows it writes, save those it deletes, with their fences before.
+        stamped: the objects whose fenced rows it writes, save those it deletes.
+        write_id: of its writes.
         found: what `tokens` has returned so far, by table and connection.
         known: by table and primary key, the template's values of rows about to be written.
         unsaved: new objects, for tables whose resources cannot be told from the key alone.
     """
 
-    __slots__ = ("_session", "_shards", "found", "known", "number", "plan", "stamped", "unsaved")
+    __slots__ = ("_session", "_shards", "found", "known", "number", "plan", "stamped", "unsaved", "write_id")
 
     def __init__(self, session: Session, plan: UOWTransaction | None = None) -> None:
         self._session = ref(session)
         self.number = next(_numbers)
         self.plan = (lambda: None) if plan is None else ref(plan, partial(_forget_flush, session.hash_key))
-        self.stamped: dict[InstanceState[Any], int | None] = {}
+        self.stamped: set[InstanceState[Any]] = set()
+        self.write_id = new_write_id()
         self.found: dict[tuple[FencedTable, Connection], Tokens | None] = {}
         self.known: dict[FencedTable, dict[tuple[Any, ...], tuple[Any, ...]]] = {}
         self.unsaved: list[InstanceState[Any]] = []
@@ -1370,8 +1303,7 @@ class _Flush:
             options = connection.get_execution_options()
             tokens = None if is_bypassed(options, connection) else Tokens(connection, fenced, options)
             if tokens is not None and session is not None:
-                tokens.loaded = LoadedFences(self, fenced)
-                tokens.writer.stamp(self.stamped, connection.get_nested_transaction())
+                tokens.loaded, tokens.write_id = LoadedIds(self, fenced), self.write_id
             self.found[key] = tokens
         return tokens
 
@@ -1480,7 +1412,8 @@ def _on_insert_undone(_session: Session, instance: object) -> None:
     """Have an object whose row is not there have no fence."""
     state: InstanceState[Any] = inspect(instance)
     if _fenced_table_of(state) is not None:
-        state.dict.pop(FENCE_COLUMN, None)
+        for name in (FENCE_COLUMN, WRITE_COLUMN):
+            state.dict.pop(name, None)
 
 
 def watch_sessions() -> None:
@@ -1527,7 +1460,7 @@ class _Watch:
         self._fenced = fenced
         self._key = tuple(mapper.get_property_by_column(column).key for column in mapper.primary_key)
         self._key_in = operator.itemgetter(*self._key)
-        self._in_row = frozenset(own.values()) - {FENCE_COLUMN}
+        self._in_row = frozenset(own.values()) - {FENCE_COLUMN, WRITE_COLUMN}
         self._comparing: dict[str, Callable[[Any, Any], Any]] = {}
         self._naming = tuple(own[column] for column in template.columns.values())
         self._looked_up = not template.in_key
@@ -1548,7 +1481,8 @@ class _Watch:
         flush = flush_of(state)
         if self._looked_up:
             flush.unsaved.append(state)
-        flush.stamped[state] = _OF_NO_ROW
+        flush.stamped.add(state)
+        state.dict[WRITE_COLUMN] = flush.write_id
         tokens = flush.tokens(self._fenced, connection)
         if tokens is not None:
             state.dict[FENCE_COLUMN] = self._token_for(flush, tokens, state, state.dict)
@@ -1558,19 +1492,22 @@ class _Watch:
         writes_row = self._writes_row(state, current)
         flush = _flushes.get(state.session_id) or flush_of(state)  # type: ignore[arg-type]  # it has a session
         if not writes_row and not _has_changed(state, current):
+            state.committed_state.pop(
+                FENCE_COLUMN, None
+            )  # of an object that was merged, and claimed meanwhile
             flush.tokens(self._fenced, connection)  # for what another object's listener may change yet
             return
-        if FENCE_COLUMN not in current:
+        if WRITE_COLUMN not in current:
             self._load_with_key(state, current)
-        loaded = loaded_fence(state, current)
-        flush.stamped.setdefault(state, loaded)
+        loaded = loaded_id(current)
+        flush.stamped.add(state)
         tokens = flush.found.get((self._fenced, connection)) or flush.tokens(self._fenced, connection)
         if tokens is not None:
             token = self._token_for(flush, tokens, state, current)
-            self._note_loaded(tokens, state, current, loaded)
+            self._note_loaded(tokens, state, current, self._known(state, loaded))
             current[FENCE_COLUMN] = token
-            if not writes_row:
-                state.committed_state[FENCE_COLUMN] = NO_VALUE  # it looks changed, so the row is written
+        current[WRITE_COLUMN] = flush.write_id
+        state.committed_state[WRITE_COLUMN] = NO_VALUE  # it looks changed, so the row is written
 
     def on_delete(self, _mapper: object, connection: Connection, state: InstanceState[Any]) -> None:
         flush = flush_of(state)
@@ -1582,7 +1519,16 @@ class _Watch:
             self._token_for(flush, tokens, state, state.dict)
         elif tokens.none_held:  # the statement has the key, which the object need not be loaded for
             tokens.need_some(self._resource_of(state))
-        self._note_loaded(tokens, state, state.dict, loaded_fence(state, state.dict))
+        self._note_loaded(tokens, state, state.dict, self._known(state, loaded_id(state.dict)))
+
+    def _known(self, state: InstanceState[Any], loaded: int | None) -> int | None:
+        """Return what an object was loaded with; refuse one of which that will never be known."""
+        if loaded is None and WRITE_COLUMN not in state.expired_attributes and state.key is not None:
+            raise UnfencedWriteError(
+                f"this {state.mapper.class_.__name__} was loaded without {WRITE_COLUMN}, so that its age is "
+                f"not known: load that with the rest, or load it again"
+            )
+        return loaded
 
     def _load_with_key(self, state: InstanceState[Any], current: dict[str, Any]) -> None:
         """Load an expired object now, as the unit of work is about to, which needs its key.
@@ -1595,22 +1541,22 @@ class _Watch:
                 manager[key].impl.get(state, current)
 
     def _note_loaded(
-        self, tokens: Tokens, state: InstanceState[Any], current: dict[str, Any], fence: int | None
+        self, tokens: Tokens, state: InstanceState[Any], current: dict[str, Any], write_id: int | None
     ) -> None:
-        """Note the fence that an object was loaded with, by the key with which its row will be named."""
+        """Note the id that an object was loaded with, by the key with which its row will be named."""
         loaded = tokens.loaded
         if loaded is None:  # this object is flushed without a plan that could be noted
             return
         assigned = state.committed_state
         try:
             if assigned.keys().isdisjoint(self._key):
-                loaded.note(self._key_in(current), fence)
+                loaded.note(self._key_in(current), write_id)
             else:
-                loaded.note(self._key_in({**current, **assigned}), fence)
-                loaded.moved[self._key_in(current)] = fence
+                loaded.note(self._key_in({**current, **assigned}), write_id)
+                loaded.moved[self._key_in(current)] = write_id
         except KeyError:  # it was expired by its name
             self._load_with_key(state, current)
-            self._note_loaded(tokens, state, current, fence)
+            self._note_loaded(tokens, state, current, write_id)
 
     def _resource_of(self, state: InstanceState[Any]) -> str | None:
         """Return which resource guards an object, by its key alone."""
@@ -1685,6 +1631,8 @@ def _has_changed(state: InstanceState[Any], current: dict[str, Any]) -> bool:
     """Tell whether anything of a dirty object is to be written: a column, a link or a collection."""
     manager = state.manager
     for key, loaded in tuple(state.committed_state.items()):
+        if key == FENCE_COLUMN:
+            continue
         impl: Any = manager[key].impl
         if impl.collection or impl.uses_objects:
             history = impl.get_history(state, current, _CHANGES_ONLY)

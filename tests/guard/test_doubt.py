@@ -326,7 +326,8 @@ def test_no_claim_settles_the_doubt_of_who_locked_nothing_known(
             session.add(Entry(id=3, account=1, amount=90))
         elif work == "text":
             sql = (
-                "UPDATE doubt_entries SET amount = 90, last_fencing_token = :fencing_token "
+                "UPDATE doubt_entries SET amount = 90, last_fencing_token = :fencing_token,"
+                " last_write_id = :fencing_write_id "
                 "WHERE account = 1 AND last_fencing_token <= :fencing_token"
             )
             session.execute(text(sql), {"fencing_token": lease.fencing_token})

@@ -58,6 +58,7 @@ from fencelock.guard import (
     fenced_update,
     gate,
     upsert,
+    write_id_column,
 )
 from fencelock.lease import Lease, note_ended, note_held
 from fencelock.token import MAX_TOKEN
@@ -724,7 +725,11 @@ def test_what_a_refused_commit_has_left_is_rolled_back_before_the_lease_is_let_g
         event.listen(engine, "connect", lambda driver, _: driver.execute("PRAGMA foreign_keys = ON"))
     metadata = MetaData()
     parents = Table(
-        "parents", metadata, Column("id", Integer, primary_key=True), fence_column(resource="parents")
+        "parents",
+        metadata,
+        Column("id", Integer, primary_key=True),
+        fence_column(resource="parents"),
+        write_id_column(),
     )
     deferred = ForeignKey("parents.id", deferrable=True, initially="DEFERRED")
     children = Table("children", metadata, Column("id", Integer, primary_key=True), Column("of", deferred))

@@ -43,6 +43,7 @@ from fencelock.guard import (
     fence_column,
     fenced_delete,
     fenced_update,
+    write_id_column,
 )
 from fencelock.lease import Lease
 from fencelock.token import MAX_TOKEN
@@ -166,6 +167,7 @@ boxes = Table(
     Column("id", Integer, primary_key=True),
     Column("size", Integer),
     fence_column(),
+    write_id_column(),
 )
 registry().map_imperatively(Box, boxes)
 
@@ -323,8 +325,9 @@ def bulk_update_mappings(session: Session) -> None:
 
 
 def bulk_save_objects(session: Session) -> None:
-    """Update without the unit of work, by objects."""
+    """Update without the unit of work, by objects that the session is not to flush once more."""
     order = get(session, Order)
+    session.expunge(order)
     order.status = "paid"
     session.bulk_save_objects([order])
 

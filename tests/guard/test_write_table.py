@@ -74,7 +74,8 @@ def by_text(sql: str) -> Write:
 
 
 update_by_text = by_text(
-    "UPDATE wp_orders SET status = 'paid', last_fencing_token = :fencing_token"
+    "UPDATE wp_orders SET status = 'paid', last_fencing_token = :fencing_token,"
+    " last_write_id = :fencing_write_id"
     " WHERE id = :id AND last_fencing_token <= :fencing_token"
 )
 delete_by_text = by_text("DELETE FROM wp_boxes WHERE id = :id AND last_fencing_token <= :fencing_token")
