@@ -236,12 +236,14 @@ class FencedTable(_Unpicklable):
         fence: its column `last_fencing_token`.
         template: how the resource of a row is named.
         mapper: the model it belongs to, if any.
+        statements: of claims and gates, which are made once.
     """
 
     table: Table
     template: ResourceTemplate
     mapper: ReferenceType[Mapper[Any]] | None = None
     fence: Column[int] = field(init=False)
+    statements: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.fence = self.table.c[FENCE_COLUMN]

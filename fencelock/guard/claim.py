@@ -5,22 +5,24 @@ newer has been seen yet, so it is accepted), the new holder writes back what it 
 claim closes this: one UPDATE raises the row's fence to the holder's token and takes the row lock. From then
 on the old holder is turned away, and what is read afterwards stays true until the transaction ends.
 
-The row is read again after the UPDATE, into the object that the session may have had of it for long.
-Nothing is remembered as claimed: a rollback to a savepoint gives the row lock back.
+Where that is sound, the UPDATE returns the row as well. Else a SELECT reads it afterwards. Nothing is
+remembered as claimed, because a rollback to a savepoint gives the row lock back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import Any, Final, Literal, TypeVar, overload
+from typing import Any, Final, TypeAlias, TypeVar, overload
 
 from sqlalchemy import (
+    BigInteger,
     Column,
     ColumnElement,
     Insert,
     Select,
     Table,
+    Update,
     and_,
     bindparam,
     func,
@@ -29,72 +31,88 @@ from sqlalchemy import (
     update,
 )
 from sqlalchemy.dialects import mysql, postgresql, sqlite
-from sqlalchemy.engine import Connection
+from sqlalchemy.engine import Connection, Dialect
 from sqlalchemy.exc import InvalidRequestError, NoInspectionAvailable, NoResultFound
 from sqlalchemy.orm import Mapper, Session, scoped_session
 
-from fencelock.errors import UnfencedWriteError
+from fencelock.errors import StaleTokenError, UnfencedWriteError
 from fencelock.guard._bypass import BYPASS
+from fencelock.guard._carried import CarriedToken
 from fencelock.guard._connecting import Target, target_of
+from fencelock.guard._exact import SameText, is_text
 from fencelock.guard._install import install
-from fencelock.guard._statement import TOKEN_OPTION, unchanged_by_raising
-from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table, row_name
-from fencelock.guard._write import KEYS_PER_QUERY, LOCKING_READS, batched, is_one_of
+from fencelock.guard._statement import TOKEN_BIND, TOKEN_OPTION, unchanged_by_raising
+from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table, row_name, trigger_of
+from fencelock.guard._write import (
+    KEYS_PER_QUERY,
+    LOCKING_READS,
+    batched,
+    is_one_of,
+    newest,
+    without_fence,
+)
 from fencelock.guard.events import report_claim
 from fencelock.guard.fences import FENCES, fences_of
 from fencelock.guard.session import (
     NOT_INHERITED,
     Tokens,
+    begin_writing,
     note_gate,
     note_locked,
     refuse_bypass,
     refuse_to_wait_for_oneself,
     refusing,
+    report_refusal,
     resource_of,
     session_of,
     take_doubted,
     writer_of,
 )
-from fencelock.lease import check_resource
+from fencelock.lease import Lease, check_resource
 
 T = TypeVar("T")
+
+_Session: TypeAlias = Session | scoped_session[Any]
+_Arguments: TypeAlias = Mapping[str, Any] | None
 
 _FEW: Final = 20
 """Of so many rows, the fences are raised one by one: that takes no more round trips, and tells of each."""
 
-_ROUNDS: Final = 3
-"""How often to claim again a row that was deleted and inserted between the UPDATE and the SELECT."""
+_RETURNING: Final = frozenset({"postgresql", "sqlite"})
+"""Dialects whose UPDATE can return the row as it is afterwards."""
+
+_LOADED_LATER: Final = frozenset({"select", True, "raise", "raise_on_sql", "write_only", "dynamic"})
+"""Values of `relationship(lazy=)` that add nothing to the statement that loads an object."""
 
 
 @overload
 def claim(
-    session: Session | scoped_session[Any],
+    session: _Session,
     model: type[T],
     identity: object,
     *,
     nowait: bool = ...,
-    skip_locked: Literal[False] = ...,
-    bind_arguments: Mapping[str, Any] | None = ...,
+    bind_arguments: _Arguments = ...,
 ) -> T: ...
 @overload
 def claim(
-    session: Session | scoped_session[Any],
+    session: _Session,
     model: type[T],
     identity: object,
     *,
     nowait: bool = ...,
     skip_locked: bool,
-    bind_arguments: Mapping[str, Any] | None = ...,
+    bind_arguments: _Arguments = ...,
 ) -> T | None: ...
 @refusing
 def claim(
-    session: Session | scoped_session[Any],
+    session: _Session,
     model: type[T],
     identity: object,
     *,
     nowait: bool = False,
     skip_locked: bool = False,
-    bind_arguments: Mapping[str, Any] | None = None,
+    bind_arguments: _Arguments = None,
 ) -> T | None:
     """Raise a row's fence to the lease's token, lock the row, and return it freshly loaded.
 
@@ -137,27 +155,23 @@ def claim(
     session = session_of(session)
     mapper, fenced = fenced_model(model)
     key = _key_of(mapper, identity)
-    if session.autoflush:
-        session.flush()
-    target = _guarded_target(session, mapper, bind_arguments, [key])
+    target = _begin(session, mapper, bind_arguments, [key])
     connection = target.connection
-    _refuse_to_discard(target, mapper, key)
-    for _ in range(_ROUNDS):
-        if (nowait or skip_locked) and not _try_lock(connection, fenced, key, skip_locked=skip_locked):
-            return None
-        naming = _naming_of(connection, fenced, key)
-        if naming is None:
-            break
-        token = _token_for(connection, fenced, naming)
-        _raise_fences(connection, fenced, [(*key, *naming)], token)
-        if _has_changes(session, mapper):  # of other rows, or of this one: the key may be spelt otherwise
-            found_keys = select(*fenced.table.primary_key).where(_equals(fenced.table, key))
-            for found_key in connection.execute(found_keys):
-                _refuse_to_discard(target, mapper, tuple(found_key))
-        found = _load(target, model, key)
+    if (nowait or skip_locked) and not _try_lock(connection, fenced, key, skip_locked=skip_locked):
+        return None
+    naming = _naming_of(connection, fenced, key)
+    if naming is not None:
+        token = _tokens_of(connection, fenced).of_row(naming)
+        found: T | None = _claim_at_once(target, mapper, fenced, (*key, *naming), token)
         if found is None:
-            break
-        if getattr(found, FENCE_COLUMN) == token:
+            _raise_fences(connection, fenced, [(*key, *naming)], token)
+        for lease in _settle(connection, fenced, [key], token):
+            lease.check_certain(claiming=False)
+        if found is None:
+            found = _load(target, model, key)
+        if (
+            found is not None and getattr(found, FENCE_COLUMN) == token
+        ):  # else it was inserted since the UPDATE
             _refuse_another_row(fenced, naming, tuple(mapper.primary_key_from_instance(found)))
             report_claim(fenced.name, key, resource_of(connection, token), token)
             return found
@@ -165,12 +179,7 @@ def claim(
 
 
 @refusing
-def claim_all(
-    session: Session | scoped_session[Any],
-    statement: Select[Any],
-    *,
-    bind_arguments: Mapping[str, Any] | None = None,
-) -> list[Any]:
+def claim_all(session: _Session, statement: Select[Any], *, bind_arguments: _Arguments = None) -> list[Any]:
     """Claim every row that a query finds, and return those that still match it once they are locked.
 
     The rows are claimed in the order of their primary keys whatever the query's own order, so that two
@@ -201,38 +210,35 @@ def claim_all(
         ```
     """
     session = session_of(session)
-    model = _selected_model(statement)
-    mapper, fenced = fenced_model(model)
+    mapper, fenced = fenced_model(_selected_model(statement))
     columns = (*fenced.table.primary_key, *fenced.template.columns.values())
-    target = _guarded_target(session, mapper, bind_arguments)
+    target = _begin(session, mapper, bind_arguments)
     connection = target.connection
     query = _reading_now(statement.with_only_columns(*columns, maintain_column_froms=True), connection)
     with target.reading():
         found = session.execute(query, bind_arguments=target.bind_arguments).unique().all()
     if not found:
         return []
-    tokens = Tokens(connection, fenced, connection.get_execution_options(), claiming=True)
+    tokens = _tokens_of(connection, fenced)
     width = len(fenced.table.primary_key)
-    token_of: dict[tuple[Any, ...], int] = {}
-    for row in sorted(map(tuple, found), key=lambda row: row[:width]):
-        token_of[row] = tokens.of_row(row[width:])
-    for row in token_of:
-        _refuse_to_discard(target, mapper, row[:width])
-    for token, rows in groupby(token_of, key=token_of.__getitem__):
-        _raise_fences(connection, fenced, list(rows), token)
+    rows = sorted(map(tuple, found), key=lambda row: row[:width])
+    token_of = {row: tokens.of_row(row[width:]) for row in rows}
+    for token, some in groupby(token_of, key=token_of.__getitem__):
+        _raise_fences(connection, fenced, list(some), token)
     claimed = {row[:width]: token for row, token in token_of.items()}
+    keys_of: dict[int, list[tuple[Any, ...]]] = {}
+    for key, token in claimed.items():
+        keys_of.setdefault(token, []).append(key)
+    for token, keys in keys_of.items():
+        for lease in _settle(connection, fenced, keys, token):
+            lease.check_certain(claiming=False)
     for key, token in claimed.items():
         report_claim(fenced.name, key, resource_of(connection, token), token)
     return _load_claimed(target, statement, fenced, claimed, [tuple(row[:width]) for row in found])
 
 
 @refusing
-def gate(
-    session: Session | scoped_session[Any],
-    resource: str | None = None,
-    *,
-    bind_arguments: Mapping[str, Any] | None = None,
-) -> None:
+def gate(session: _Session, resource: str | None = None, *, bind_arguments: _Arguments = None) -> None:
     """Claim the resource's own row in the fence table, making it where there is none.
 
     It guards what rows cannot guard themselves: INSERTs, a DELETE followed by an INSERT, and whole
@@ -266,11 +272,22 @@ def gate(
     assert fenced is not None  # noqa: S101  it is registered where it is defined
     name = _only_resource(connection) if resource is None else check_resource(resource)
     refuse_to_wait_for_oneself(connection, name)
-    token = _token_for(connection, fenced, (name,))
-    connection.execute(
-        _raise_or_make(connection, fences, name, token), execution_options={"fencelock": BYPASS}
-    )
-    _raise_fences(connection, fenced, [(name, name)], token)
+    token = _tokens_of(connection, fenced).of_row((name,))
+    passing = _passing(connection.dialect, fenced)
+    row = {"resource": name, FENCE_COLUMN: token}
+    result = connection.execute(passing, row, execution_options={"fencelock": BYPASS})
+    if result.returns_rows:
+        current = result.scalar_one()
+    else:
+        current = connection.scalar(newest(select(fenced.fence).where(fences.c.resource == name), connection))
+    if current is None:
+        raise without_fence(fenced, (name,))
+    if current > token:
+        refusal = StaleTokenError(fenced.name, (name,), token, current)
+        report_refusal(connection, refusal)
+        raise refusal
+    _note_locked(connection, fenced, [(name,)])
+    _settle(connection, fenced, [(name,)], token)
     note_gate(connection, name)
     report_claim(fenced.name, (name,), name, token)
 
@@ -314,24 +331,27 @@ def _key_of(mapper: Mapper[Any], identity: object) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def _has_changes(session: Session, mapper: Mapper[Any]) -> bool:
-    return any(isinstance(changed, mapper.base_mapper.class_) for changed in session.dirty)
-
-
-def _refuse_to_discard(target: Target, mapper: Mapper[Any], key: tuple[Any, ...]) -> None:
-    identity = mapper.identity_key_from_primary_key(key, identity_token=target.shard)
-    known = target.session.identity_map.get(identity)
-    if known is not None and inspect(known).modified:
+def _begin(
+    session: Session,
+    mapper: Mapper[Any],
+    bind_arguments: _Arguments,
+    identities: Sequence[tuple[Any, ...]] = (),
+) -> Target:
+    """Flush, and return where the session writes."""
+    if session.autoflush:
+        session.flush()
+    if any(isinstance(changed, mapper.base_mapper.class_) for changed in session.dirty):
         raise InvalidRequestError(
-            f"{mapper.class_.__name__} {key!r} has changes that a claim would overwrite; claim it before "
-            f"changing it, or flush first"
+            f"the session has changes of {mapper.class_.__name__} that a claim could overwrite; claim it "
+            f"before changing it, or flush first"
         )
+    return _guarded_target(session, mapper, bind_arguments, identities)
 
 
 def _guarded_target(
     session: Session,
     written: Mapper[Any] | Table,
-    bind_arguments: Mapping[str, Any] | None,
+    bind_arguments: _Arguments,
     identities: Sequence[tuple[Any, ...]] = (),
 ) -> Target:
     """Return where it writes, unless all passes unguarded there: then there is nothing to claim with."""
@@ -382,9 +402,11 @@ def _naming_in(fenced: FencedTable, key: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(by_column[column] for column in fenced.template.columns.values())
 
 
-def _token_for(connection: Connection, fenced: FencedTable, naming: tuple[Any, ...]) -> int:
-    tokens = Tokens(connection, fenced, connection.get_execution_options(), claiming=True)
-    return tokens.of_row(naming)
+def _tokens_of(connection: Connection, fenced: FencedTable) -> Tokens:
+    """Return the tokens to claim with; refuse a connection that commits each statement by itself."""
+    options = connection.get_execution_options()
+    writer = begin_writing(connection, options, fenced)
+    return Tokens(connection, fenced, options, writer=writer, claiming=True)
 
 
 def _equals(table: Table, key: Sequence[Any]) -> ColumnElement[bool]:
@@ -406,49 +428,95 @@ def _refuse_another_row(fenced: FencedTable, naming: tuple[Any, ...], found: tup
             )
 
 
+def _claim_at_once(
+    target: Target, mapper: Mapper[Any], fenced: FencedTable, row: tuple[Any, ...], token: int
+) -> Any:
+    """Claim and load a row by one statement; return None if that is not possible, or has found no row.
+
+    RETURNING shows a row as it was before a trigger of SQLite. A listener for `do_orm_execute` may want to
+    add something to the SELECT.
+    """
+    dialect: Any = target.connection.dialect
+    if (
+        dialect.name not in _RETURNING
+        or not dialect.update_returning
+        or (dialect.name == "sqlite" and trigger_of(fenced.table))
+        or target.session.dispatch.do_orm_execute
+    ):
+        return None
+    if mapper not in fenced.statements:
+        fenced.statements[mapper] = _claiming(mapper, fenced) if _is_plain(mapper, fenced.table) else None
+    statement = fenced.statements[mapper]
+    if statement is None:
+        return None
+    found = target.session.scalars(
+        statement,
+        {**_parameters(row), TOKEN_BIND: token},
+        execution_options={"fencelock": BYPASS, "populate_existing": True, "synchronize_session": False},
+        bind_arguments=target.bind_arguments,
+    ).one_or_none()
+    if found is not None:
+        _note_locked(target.connection, fenced, [row[: len(fenced.table.primary_key)]])
+    return found
+
+
+def _is_plain(mapper: Mapper[Any], table: Table) -> bool:
+    """Tell whether the columns of one row of its table are all that loads an object."""
+    return (
+        mapper.local_table is table
+        and mapper.inherits is None
+        and mapper.polymorphic_on is None
+        and all(table.c.contains_column(each.columns[0]) for each in mapper.column_attrs)
+        and all(each.lazy in _LOADED_LATER for each in mapper.relationships)
+    )
+
+
+def _claiming(mapper: Mapper[Any], fenced: FencedTable) -> Update:
+    """Return the statement that raises the fence of a row, unless it is higher, and returns the row."""
+    token = bindparam(TOKEN_BIND, type_=BigInteger)
+    values = {**unchanged_by_raising(fenced.table), fenced.fence: token}
+    is_row = _is_row(fenced)
+    named = is_row[-len(fenced.template.columns) :] if fenced.template.columns else []
+    statement = update(mapper.class_).where(*is_row, fenced.fence <= token).values(values)
+    statement = statement.where(*(SameText(each.left, each.right) for each in named if is_text(each.left)))
+    if fenced.strict:
+        statement = statement.where(CarriedToken())
+    return statement.returning(mapper.class_)
+
+
+def _is_row(fenced: FencedTable) -> list[Any]:
+    """Return the criteria for a row that is given by `_parameters`."""
+    columns = (*fenced.table.primary_key, *fenced.template.columns.values())
+    return [column == bindparam(f"key_{number}") for number, column in enumerate(columns)]
+
+
+def _parameters(row: Iterable[Any]) -> dict[str, Any]:
+    """Return a row's primary key, and the values that name its resource, as parameters."""
+    return {f"key_{number}": value for number, value in enumerate(row)}
+
+
 def _raise_fences(
     connection: Connection, fenced: FencedTable, rows: Sequence[tuple[Any, ...]], token: int
 ) -> None:
     """Raise the fence of rows and lock them, in this order; the guard adds the fence and the check.
 
-    A row is given by its primary key and the values that name its resource.
+    A row is given by its primary key and the values that name its resource. Of few rows each has an
+    execution of its own, so that the database tells which of them has refused.
     """
-    table = fenced.table
-    naming = tuple(fenced.template.columns.values())
-    columns = (*table.primary_key, *naming)
-    doubted = take_doubted(connection, token)
+    if "raising" not in fenced.statements:
+        raising = update(fenced.table).where(*_is_row(fenced)).values(unchanged_by_raising(fenced.table))
+        fenced.statements["raising"] = raising
     for some in batched(rows, KEYS_PER_QUERY):
-        if len(some) <= _FEW or not _raise_together(connection, fenced, naming, some, token):
-            _raise_each(connection, table, columns, some, token)
-    if doubted:
-        claimed = {row_name(table, row[: len(table.primary_key)]) for row in rows}
-        for lease in doubted:
-            lease.settle(token, claimed)
-
-
-def _raise_each(
-    connection: Connection,
-    table: Table,
-    columns: Sequence[Column[Any]],
-    rows: Sequence[tuple[Any, ...]],
-    token: int,
-) -> None:
-    """Raise the fences of rows, each by an execution of its own: so it is told which of them has refused."""
-    names = [f"key_{number}" for number in range(len(columns))]
-    matches = (column == bindparam(name) for column, name in zip(columns, names, strict=True))
-    connection.execute(
-        update(table).where(*matches).values(unchanged_by_raising(table)),
-        [dict(zip(names, row, strict=True)) for row in rows],
-        execution_options={TOKEN_OPTION: token},
-    )
+        if len(some) <= _FEW or not _raise_together(connection, fenced, some, token):
+            connection.execute(
+                fenced.statements["raising"],
+                list(map(_parameters, some)),
+                execution_options={TOKEN_OPTION: token},
+            )
 
 
 def _raise_together(
-    connection: Connection,
-    fenced: FencedTable,
-    naming: Sequence[Column[Any]],
-    rows: Sequence[tuple[Any, ...]],
-    token: int,
+    connection: Connection, fenced: FencedTable, rows: Sequence[tuple[Any, ...]], token: int
 ) -> bool:
     """Raise the fences of rows by one statement; return whether it is certain that it has found all of them.
 
@@ -464,6 +532,7 @@ def _raise_together(
     locking = select(fenced.fence).where(found).order_by(*key).with_for_update(key_share=True)
     if any(fence > token for fence in connection.scalars(locking)):
         return False
+    naming = fenced.template.columns.values()
     named = (column == value for column, value in zip(naming, values.pop(), strict=True))
     raised = connection.execute(
         update(table).where(found, *named).values(unchanged_by_raising(table)),
@@ -471,8 +540,22 @@ def _raise_together(
     )
     if raised.rowcount != len(rows):
         return False
-    note_locked(connection, lambda: (row_name(table, each) for each in keys), len(keys))
+    _note_locked(connection, fenced, keys)
     return True
+
+
+def _note_locked(connection: Connection, fenced: FencedTable, keys: Sequence[tuple[Any, ...]]) -> None:
+    note_locked(connection, lambda: (row_name(fenced.table, each) for each in keys), len(keys))
+
+
+def _settle(
+    connection: Connection, fenced: FencedTable, keys: Sequence[tuple[Any, ...]], token: int
+) -> list[Lease]:
+    """Tell leases in doubt that these rows are claimed, which may settle the doubt; return these leases."""
+    doubted = take_doubted(connection, token)
+    for lease in doubted:
+        lease.settle(token, {row_name(fenced.table, key) for key in keys})
+    return doubted
 
 
 def _try_lock(
@@ -515,37 +598,40 @@ def _load_claimed(
         query = fresh.where(is_one_of(key, some))
         with target.reading():
             found += target.session.scalars(query, bind_arguments=target.bind_arguments).unique()
+    claimed = [(tuple(inspect(each).identity), each) for each in found]
     if len(order) > KEYS_PER_QUERY:
-        place = {each: number for number, each in enumerate(order)}
-        found.sort(key=lambda instance: place[tuple(inspect(instance).identity)])
-    return [_surely_claimed(target, instance, token_of) for instance in found]
+        place = {identity: number for number, identity in enumerate(order)}
+        claimed.sort(key=lambda pair: place[pair[0]])
+    # Not one that was deleted meanwhile, and inserted again.
+    return [each for identity, each in claimed if getattr(each, FENCE_COLUMN) == token_of[identity]]
 
 
-def _surely_claimed(target: Target, instance: T, token_of: Mapping[tuple[Any, ...], int]) -> T:
-    """Return the object; claim the row again if it was deleted and inserted meanwhile."""
-    key = tuple(inspect(instance).identity)
-    if getattr(instance, FENCE_COLUMN) == token_of[key]:
-        return instance
-    return claim(target.session, type(instance), key, bind_arguments=target.bind_arguments)
+def _passing(dialect: Dialect, fenced: FencedTable) -> Insert:
+    """Return the statement that makes a resource's fence, or raises it, locks its row, and returns the fence.
 
-
-def _raise_or_make(connection: Connection, fences: Table, resource: str, token: int) -> Insert:
-    """Return the statement that makes the resource's fence, or raises it, and locks its row either way.
-
-    One statement, because two deadlock: InnoDB's shared lock of a missed INSERT, or its gap lock of a missed
-    UPDATE, is held by both contenders when each wants to write.
+    A higher fence stays, and says that the gate is shut. One statement, because two deadlock: InnoDB's shared
+    lock of a missed INSERT, or its gap lock of a missed UPDATE, is held by both contenders when each wants to
+    write. MySQL has no RETURNING.
     """
-    row = {"resource": resource, FENCE_COLUMN: token}
-    fence = fences.c[FENCE_COLUMN]
-    if connection.dialect.name in {"mysql", "mariadb"}:
-        of_mysql = mysql.insert(fences).values(row)
+    known = dialect.name, dialect.insert_returning
+    if known not in fenced.statements:
+        statement = _inserting(dialect.name, fenced.table, fenced.fence)
+        fenced.statements[known] = (
+            statement.returning(fenced.fence) if dialect.insert_returning else statement
+        )
+    made: Insert = fenced.statements[known]
+    return made
+
+
+def _inserting(dialect: str, fences: Table, fence: Column[int]) -> Insert:
+    if dialect in {"mysql", "mariadb"}:
+        of_mysql = mysql.insert(fences)
         return of_mysql.on_duplicate_key_update(
             {FENCE_COLUMN: func.greatest(fence, of_mysql.inserted[FENCE_COLUMN])}
         )
-    if connection.dialect.name == "postgresql":
-        of_postgresql = postgresql.insert(fences).values(row)
-        higher = func.greatest(fence, of_postgresql.excluded[FENCE_COLUMN])
-        return of_postgresql.on_conflict_do_update(index_elements=["resource"], set_={FENCE_COLUMN: higher})
-    of_sqlite = sqlite.insert(fences).values(row)
-    higher = func.max(fence, of_sqlite.excluded[FENCE_COLUMN])
-    return of_sqlite.on_conflict_do_update(index_elements=["resource"], set_={FENCE_COLUMN: higher})
+    insert = postgresql.insert if dialect == "postgresql" else sqlite.insert
+    greater = func.greatest if dialect == "postgresql" else func.max
+    statement: Any = insert(fences)
+    higher = greater(fence, statement.excluded[FENCE_COLUMN])
+    made: Insert = statement.on_conflict_do_update(index_elements=["resource"], set_={FENCE_COLUMN: higher})
+    return made

@@ -492,13 +492,14 @@ def test_what_is_not_flushed_is_never_discarded(new: Session, take: Callable[[Se
     new.rollback()
 
 
-def test_a_claim_of_another_row_discards_nothing(new: Session) -> None:
-    """Changes of other rows of the model need not be flushed first."""
+def test_a_claim_of_another_row_is_refused_as_well(new: Session) -> None:
+    """Which row a key leads to, only the database knows."""
     bind(new, Lease("room", 2))
     seat = new.get_one(Seat, (1, "a"))
     with new.no_autoflush:
         seat.guest = "Ada"
-        assert claim(new, Seat, (1, "b")).guest is None
+        with pytest.raises(InvalidRequestError, match="flush first"):
+            claim(new, Seat, (1, "b"))
         assert seat.guest == "Ada"
     new.rollback()
 
