@@ -11,27 +11,15 @@ remembered as claimed, because a rollback to a savepoint gives the row lock back
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import groupby
+from operator import itemgetter
 from typing import Any, Final, TypeAlias, TypeVar, overload
 
-from sqlalchemy import (
-    BigInteger,
-    Column,
-    ColumnElement,
-    Insert,
-    Select,
-    Table,
-    Update,
-    and_,
-    bindparam,
-    func,
-    inspect,
-    select,
-    update,
-)
+from sqlalchemy import BigInteger, Insert, Select, Table, Update, bindparam, case, inspect, select, update
 from sqlalchemy.dialects import mysql, postgresql, sqlite
-from sqlalchemy.engine import Connection, Dialect
+from sqlalchemy.engine import Connection
 from sqlalchemy.exc import InvalidRequestError, NoInspectionAvailable, NoResultFound
 from sqlalchemy.orm import Mapper, Session, scoped_session
 
@@ -43,14 +31,7 @@ from fencelock.guard._exact import SameText, is_text
 from fencelock.guard._install import install
 from fencelock.guard._statement import TOKEN_BIND, TOKEN_OPTION, unchanged_by_raising
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table, row_name, trigger_of
-from fencelock.guard._write import (
-    KEYS_PER_QUERY,
-    LOCKING_READS,
-    batched,
-    is_one_of,
-    newest,
-    without_fence,
-)
+from fencelock.guard._write import LOCKING_READS, is_one_of, newest
 from fencelock.guard.events import report_claim
 from fencelock.guard.fences import FENCES, fences_of
 from fencelock.guard.session import (
@@ -72,11 +53,9 @@ from fencelock.lease import Lease, check_resource
 
 T = TypeVar("T")
 
+_Key: TypeAlias = tuple[Any, ...]
 _Session: TypeAlias = Session | scoped_session[Any]
 _Arguments: TypeAlias = Mapping[str, Any] | None
-
-_FEW: Final = 20
-"""Of so many rows, the fences are raised one by one: that takes no more round trips, and tells of each."""
 
 _RETURNING: Final = frozenset({"postgresql", "sqlite"})
 """Dialects whose UPDATE can return the row as it is afterwards."""
@@ -116,15 +95,13 @@ def claim(
 ) -> T | None:
     """Raise a row's fence to the lease's token, lock the row, and return it freshly loaded.
 
-    What is read from the object afterwards is safe to compute with and to write back in this transaction:
-    older holders are refused, and nobody can change the row until the transaction ends. Make it the first
-    thing that the transaction does: under REPEATABLE READ (MariaDB's default) *other* rows are read as they
-    were when the transaction first read anything, and on SQLite a transaction that has read before cannot
-    wait for its turn to write (see `fencelock.guard.begin_immediate`). A claim that has returned None, with
-    `skip_locked`, has read: begin another transaction before the next.
+    From then on older holders are refused, and no other transaction changes the row until this one ends.
+    Make the claim the first act of the transaction: under REPEATABLE READ (MariaDB's default) *other* rows
+    are read as they were when the transaction first read anything, and on SQLite a transaction that has read
+    before cannot wait for its turn to write (see `fencelock.guard.begin_immediate`). A claim that has
+    returned None, with `skip_locked`, has read: begin another transaction before the next.
 
-    Pending changes of the session are flushed first, as before any query. Columns with `onupdate` keep their
-    values: a claim is no change that users would see.
+    The session is flushed first. Columns with `onupdate` keep their values.
 
     Args:
         session: where the object is to live.
@@ -142,7 +119,7 @@ def claim(
         UnfencedWriteError: if the row's lease is not held.
         LockLostError: if the lease is known to be lost.
         sqlalchemy.exc.NoResultFound: if there is no such row.
-        sqlalchemy.exc.InvalidRequestError: if the session holds unflushed changes of this very row.
+        sqlalchemy.exc.InvalidRequestError: if autoflush is off, and the session has changes of the model.
 
     Example:
         ```python
@@ -169,9 +146,8 @@ def claim(
             lease.check_certain(claiming=False)
         if found is None:
             found = _load(target, model, key)
-        if (
-            found is not None and getattr(found, FENCE_COLUMN) == token
-        ):  # else it was inserted since the UPDATE
+        is_claimed = found is not None and getattr(found, FENCE_COLUMN) == token
+        if is_claimed:  # else it was inserted after the UPDATE
             _refuse_another_row(fenced, naming, tuple(mapper.primary_key_from_instance(found)))
             report_claim(fenced.name, key, resource_of(connection, token), token)
             return found
@@ -186,11 +162,10 @@ def claim_all(session: _Session, statement: Select[Any], *, bind_arguments: _Arg
     holders who claim overlapping sets wait for each other instead of deadlocking. The result has the query's
     order. Rows that come to match only while it works are not claimed and not returned.
 
-    As with `claim`, make it the first thing that the transaction does. On MariaDB and MySQL the query locks
-    what it looks at, so that all reads afterwards are as new as the claim: give it an index to find its rows
-    by, or it locks the whole table; and expect its deadlock error where two such queries go through
-    the rows in different orders. A subquery in it reads without a lock; ask for its result in a transaction
-    before.
+    As with `claim`, make it the first act of the transaction. On MariaDB and MySQL the query locks what it
+    looks at, so that all reads afterwards are as new as the claim: give it an index to find its rows by, or
+    it locks the whole table, and expect a deadlock error where two such queries go through the rows in
+    different orders. A subquery in it reads without a lock; ask for its result in a transaction before.
 
     Args:
         session: where the objects are to live.
@@ -201,8 +176,7 @@ def claim_all(session: _Session, statement: Select[Any], *, bind_arguments: _Arg
         StaleTokenError: if a newer holder has claimed or written one of the rows.
         UnfencedWriteError: if the lease of one of the rows is not held.
         LockLostError: if a lease is known to be lost.
-        sqlalchemy.exc.InvalidRequestError: if the session holds unflushed changes of one of the rows, as it
-            may where autoflush is off.
+        sqlalchemy.exc.InvalidRequestError: if autoflush is off, and the session has changes of the model.
 
     Example:
         ```python
@@ -221,20 +195,19 @@ def claim_all(session: _Session, statement: Select[Any], *, bind_arguments: _Arg
         return []
     tokens = _tokens_of(connection, fenced)
     width = len(fenced.table.primary_key)
-    rows = sorted(map(tuple, found), key=lambda row: row[:width])
-    token_of = {row: tokens.of_row(row[width:]) for row in rows}
-    for token, some in groupby(token_of, key=token_of.__getitem__):
-        _raise_fences(connection, fenced, list(some), token)
-    claimed = {row[:width]: token for row, token in token_of.items()}
-    keys_of: dict[int, list[tuple[Any, ...]]] = {}
-    for key, token in claimed.items():
-        keys_of.setdefault(token, []).append(key)
+    token_of: dict[_Key, int] = {}
+    keys_of: dict[int, list[_Key]] = {}
+    rows = [(tokens.of_row(row[width:]), tuple(row)) for row in sorted(found, key=lambda row: row[:width])]
+    for token, some in groupby(rows, key=itemgetter(0)):
+        _raise_fences(connection, fenced, [row for _, row in some], token)
+    for token, row in rows:
+        token_of[row[:width]] = token
+        keys_of.setdefault(token, []).append(row[:width])
+        report_claim(fenced.name, row[:width], resource_of(connection, token), token)
     for token, keys in keys_of.items():
         for lease in _settle(connection, fenced, keys, token):
             lease.check_certain(claiming=False)
-    for key, token in claimed.items():
-        report_claim(fenced.name, key, resource_of(connection, token), token)
-    return _load_claimed(target, statement, fenced, claimed, [tuple(row[:width]) for row in found])
+    return _load_claimed(target, statement, fenced, token_of)
 
 
 @refusing
@@ -243,9 +216,9 @@ def gate(session: _Session, resource: str | None = None, *, bind_arguments: _Arg
 
     It guards what rows cannot guard themselves: INSERTs, a DELETE followed by an INSERT, and whole
     aggregates of rows that are not fenced one by one. Until the transaction ends, no other holder passes
-    the gate of this resource; afterwards, older ones never do; and this thread, task or greenlet writes under
-    the lease in this session only. Pass it before reading, as with `claim`. The fence table is part of your
-    metadata once `fence_table(Base.metadata)` was called; migrate then.
+    the gate of this resource, and this thread, task or greenlet writes under the lease in this session only.
+    Afterwards older holders never pass. Pass it before reading, as with `claim`. The fence table is part of
+    your metadata once `fence_table(Base.metadata)` was called; migrate then.
 
     Args:
         session: whose transaction passes the gate.
@@ -257,36 +230,31 @@ def gate(session: _Session, resource: str | None = None, *, bind_arguments: _Arg
         StaleTokenError: if a newer holder has passed.
         FenceError: if another open transaction of this thread, task or greenlet has passed it: this one would
             wait for itself.
-        UnfencedWriteError: if the resource's lease is not held.
-        UnfencedWriteError: if several leases are held and no resource is given.
+        UnfencedWriteError: if the resource's lease is not held; or if several are, and none is named.
         LockLostError: if the lease is known to be lost.
         TypeError: if it cannot be told which of the session's databases has the gate.
     """
     install()
-    session = session_of(session)
-    if session.autoflush:
-        session.flush()
-    connection = _guarded_target(session, FENCES, bind_arguments).connection
+    connection = _begin(session_of(session), FENCES, bind_arguments).connection
     fences = fences_of(connection)
     fenced = fenced_table(fences)
     assert fenced is not None  # noqa: S101  it is registered where it is defined
     name = _only_resource(connection) if resource is None else check_resource(resource)
     refuse_to_wait_for_oneself(connection, name)
     token = _tokens_of(connection, fenced).of_row((name,))
-    passing = _passing(connection.dialect, fenced)
-    row = {"resource": name, FENCE_COLUMN: token}
-    result = connection.execute(passing, row, execution_options={"fencelock": BYPASS})
-    if result.returns_rows:
-        current = result.scalar_one()
-    else:
-        current = connection.scalar(newest(select(fenced.fence).where(fences.c.resource == name), connection))
-    if current is None:
-        raise without_fence(fenced, (name,))
-    if current > token:
+    returns = connection.dialect.insert_returning
+    result = connection.execute(
+        _passing(fences, connection.dialect.name, returns=returns),
+        {"resource": name, FENCE_COLUMN: token},
+        execution_options={"fencelock": BYPASS},
+    )
+    if not returns:  # MySQL
+        result = connection.execute(newest(select(fenced.fence).where(fences.c.resource == name), connection))
+    if (current := result.scalar_one()) > token:
         refusal = StaleTokenError(fenced.name, (name,), token, current)
         report_refusal(connection, refusal)
         raise refusal
-    _note_locked(connection, fenced, [(name,)])
+    note_locked(connection, lambda: [row_name(fences, (name,))], 1)
     _settle(connection, fenced, [(name,)], token)
     note_gate(connection, name)
     report_claim(fenced.name, (name,), name, token)
@@ -318,7 +286,7 @@ def _selected_model(statement: Select[Any]) -> type[Any]:
     return entity
 
 
-def _key_of(mapper: Mapper[Any], identity: object) -> tuple[Any, ...]:
+def _key_of(mapper: Mapper[Any], identity: object) -> _Key:
     names = [mapper.get_property_by_column(column).key for column in mapper.primary_key]
     if isinstance(identity, Mapping):
         values = [identity.get(name) for name in names] if identity.keys() == set(names) else []
@@ -333,28 +301,20 @@ def _key_of(mapper: Mapper[Any], identity: object) -> tuple[Any, ...]:
 
 def _begin(
     session: Session,
-    mapper: Mapper[Any],
-    bind_arguments: _Arguments,
-    identities: Sequence[tuple[Any, ...]] = (),
-) -> Target:
-    """Flush, and return where the session writes."""
-    if session.autoflush:
-        session.flush()
-    if any(isinstance(changed, mapper.base_mapper.class_) for changed in session.dirty):
-        raise InvalidRequestError(
-            f"the session has changes of {mapper.class_.__name__} that a claim could overwrite; claim it "
-            f"before changing it, or flush first"
-        )
-    return _guarded_target(session, mapper, bind_arguments, identities)
-
-
-def _guarded_target(
-    session: Session,
     written: Mapper[Any] | Table,
     bind_arguments: _Arguments,
-    identities: Sequence[tuple[Any, ...]] = (),
+    identities: Sequence[_Key] = (),
 ) -> Target:
-    """Return where it writes, unless all passes unguarded there: then there is nothing to claim with."""
+    """Flush, and return where the session writes; refuse what a claim would overwrite, or could not guard."""
+    if session.autoflush:
+        session.flush()
+    if isinstance(written, Mapper):
+        model = written.base_mapper.class_
+        if any(isinstance(changed, model) for changed in session.dirty):
+            raise InvalidRequestError(
+                f"the session has changes of {model.__name__} that a claim could overwrite; claim it before "
+                f"changing it, or flush first"
+            )
     target = target_of(session, written, bind_arguments, identities)
     refuse_bypass(target.connection.get_execution_options())
     return target
@@ -371,17 +331,16 @@ def _only_resource(connection: Connection) -> str:
     return next(iter(held))
 
 
-def _naming_of(connection: Connection, fenced: FencedTable, key: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def _naming_of(connection: Connection, fenced: FencedTable, key: _Key) -> _Key | None:
     """Return the values that name a row's resource; None if the row is needed to tell and is not there.
 
     Reading it before the claim is safe, because what a resource's name is made of never changes, and the
     claim compares it once more.
     """
-    template = fenced.template
-    if template.in_key:
+    if fenced.template.in_key:
         return _naming_in(fenced, key)
-    query = select(*template.columns.values()).where(_equals(fenced.table, key))
-    row = connection.execute(_reading_now(query, connection)).first()
+    query = select(*fenced.template.columns.values()).where(*_has_key(fenced))
+    row = connection.execute(_reading_now(query, connection), _parameters(key)).first()
     return None if row is None else tuple(row)
 
 
@@ -396,7 +355,7 @@ def _reading_now(query: Select[Any], connection: Connection) -> Select[Any]:
     return query if locks or connection.dialect.name not in LOCKING_READS else query.with_for_update()
 
 
-def _naming_in(fenced: FencedTable, key: tuple[Any, ...]) -> tuple[Any, ...]:
+def _naming_in(fenced: FencedTable, key: _Key) -> _Key:
     """Return those values where the primary key has them all."""
     by_column = dict(zip(fenced.table.primary_key, key, strict=True))
     return tuple(by_column[column] for column in fenced.template.columns.values())
@@ -409,11 +368,7 @@ def _tokens_of(connection: Connection, fenced: FencedTable) -> Tokens:
     return Tokens(connection, fenced, options, writer=writer, claiming=True)
 
 
-def _equals(table: Table, key: Sequence[Any]) -> ColumnElement[bool]:
-    return and_(*(column == value for column, value in zip(table.primary_key, key, strict=True)))
-
-
-def _refuse_another_row(fenced: FencedTable, naming: tuple[Any, ...], found: tuple[Any, ...]) -> None:
+def _refuse_another_row(fenced: FencedTable, naming: _Key, found: _Key) -> None:
     """Refuse a row whose key is another one than was asked for, because its type changes what it is given.
 
     A `TypeDecorator` that lowers case finds "main" where "MAIN" was asked for; their resources are two.
@@ -428,13 +383,11 @@ def _refuse_another_row(fenced: FencedTable, naming: tuple[Any, ...], found: tup
             )
 
 
-def _claim_at_once(
-    target: Target, mapper: Mapper[Any], fenced: FencedTable, row: tuple[Any, ...], token: int
-) -> Any:
+def _claim_at_once(target: Target, mapper: Mapper[Any], fenced: FencedTable, row: _Key, token: int) -> Any:
     """Claim and load a row by one statement; return None if that is not possible, or has found no row.
 
-    RETURNING shows a row as it was before a trigger of SQLite. A listener for `do_orm_execute` may want to
-    add something to the SELECT.
+    On SQLite RETURNING shows a row as it was before a trigger. A listener for `do_orm_execute` may want to
+    add criteria to the SELECT.
     """
     dialect: Any = target.connection.dialect
     if (
@@ -446,17 +399,17 @@ def _claim_at_once(
         return None
     if mapper not in fenced.statements:
         fenced.statements[mapper] = _claiming(mapper, fenced) if _is_plain(mapper, fenced.table) else None
-    statement = fenced.statements[mapper]
-    if statement is None:
+    if fenced.statements[mapper] is None:
         return None
-    found = target.session.scalars(
-        statement,
+    found = target.session.scalar(
+        fenced.statements[mapper],
         {**_parameters(row), TOKEN_BIND: token},
         execution_options={"fencelock": BYPASS, "populate_existing": True, "synchronize_session": False},
         bind_arguments=target.bind_arguments,
-    ).one_or_none()
+    )
     if found is not None:
-        _note_locked(target.connection, fenced, [row[: len(fenced.table.primary_key)]])
+        key = row[: len(fenced.table.primary_key)]
+        note_locked(target.connection, lambda: [row_name(fenced.table, key)], 1)
     return found
 
 
@@ -474,83 +427,47 @@ def _is_plain(mapper: Mapper[Any], table: Table) -> bool:
 def _claiming(mapper: Mapper[Any], fenced: FencedTable) -> Update:
     """Return the statement that raises the fence of a row, unless it is higher, and returns the row."""
     token = bindparam(TOKEN_BIND, type_=BigInteger)
-    values = {**unchanged_by_raising(fenced.table), fenced.fence: token}
-    is_row = _is_row(fenced)
-    named = is_row[-len(fenced.template.columns) :] if fenced.template.columns else []
-    statement = update(mapper.class_).where(*is_row, fenced.fence <= token).values(values)
-    statement = statement.where(*(SameText(each.left, each.right) for each in named if is_text(each.left)))
+    is_named = _is_named(fenced)
+    criteria = [*_has_key(fenced), *is_named, fenced.fence <= token]
+    criteria += [SameText(each.left, each.right) for each in is_named if is_text(each.left)]
     if fenced.strict:
-        statement = statement.where(CarriedToken())
-    return statement.returning(mapper.class_)
+        criteria.append(CarriedToken())
+    values = {**unchanged_by_raising(fenced.table), fenced.fence: token}
+    return update(mapper.class_).where(*criteria).values(values).returning(mapper.class_)
 
 
-def _is_row(fenced: FencedTable) -> list[Any]:
-    """Return the criteria for a row that is given by `_parameters`."""
-    columns = (*fenced.table.primary_key, *fenced.template.columns.values())
-    return [column == bindparam(f"key_{number}") for number, column in enumerate(columns)]
+def _has_key(fenced: FencedTable) -> list[Any]:
+    """Return the criteria for a row with the primary key that the parameters have."""
+    return [column == bindparam(f"key_{at}") for at, column in enumerate(fenced.table.primary_key)]
 
 
-def _parameters(row: Iterable[Any]) -> dict[str, Any]:
-    """Return a row's primary key, and the values that name its resource, as parameters."""
-    return {f"key_{number}": value for number, value in enumerate(row)}
+def _is_named(fenced: FencedTable) -> list[Any]:
+    """Return the criteria for a row whose resource is named by the values that the parameters have."""
+    columns = enumerate(fenced.template.columns.values(), len(fenced.table.primary_key))
+    return [column == bindparam(f"key_{at}") for at, column in columns]
 
 
-def _raise_fences(
-    connection: Connection, fenced: FencedTable, rows: Sequence[tuple[Any, ...]], token: int
-) -> None:
+def _parameters(row: _Key) -> dict[str, Any]:
+    """Return a primary key, and the values that name the resource, as the parameters of these criteria."""
+    return {f"key_{at}": value for at, value in enumerate(row)}
+
+
+def _raise_fences(connection: Connection, fenced: FencedTable, rows: Sequence[_Key], token: int) -> None:
     """Raise the fence of rows and lock them, in this order; the guard adds the fence and the check.
 
-    A row is given by its primary key and the values that name its resource. Of few rows each has an
-    execution of its own, so that the database tells which of them has refused.
+    A row is given by its primary key and the values that name its resource. Each has an execution of its own,
+    so that the database tells which of them has refused.
     """
     if "raising" not in fenced.statements:
-        raising = update(fenced.table).where(*_is_row(fenced)).values(unchanged_by_raising(fenced.table))
+        criteria = [*_has_key(fenced), *_is_named(fenced)]
+        raising = update(fenced.table).where(*criteria).values(unchanged_by_raising(fenced.table))
         fenced.statements["raising"] = raising
-    for some in batched(rows, KEYS_PER_QUERY):
-        if len(some) <= _FEW or not _raise_together(connection, fenced, some, token):
-            connection.execute(
-                fenced.statements["raising"],
-                list(map(_parameters, some)),
-                execution_options={TOKEN_OPTION: token},
-            )
-
-
-def _raise_together(
-    connection: Connection, fenced: FencedTable, rows: Sequence[tuple[Any, ...]], token: int
-) -> bool:
-    """Raise the fences of rows by one statement; return whether it is certain that it has found all of them.
-
-    They are locked before, for the UPDATE would do so in any order, and could not name the row that refuses.
-    """
-    table = fenced.table
-    key = tuple(table.primary_key)
-    keys = [row[: len(key)] for row in rows]
-    values = {row[len(key) :] for row in rows}
-    if len(values) > 1:
-        return False
-    found = is_one_of(key, keys)
-    locking = select(fenced.fence).where(found).order_by(*key).with_for_update(key_share=True)
-    if any(fence > token for fence in connection.scalars(locking)):
-        return False
-    naming = fenced.template.columns.values()
-    named = (column == value for column, value in zip(naming, values.pop(), strict=True))
-    raised = connection.execute(
-        update(table).where(found, *named).values(unchanged_by_raising(table)),
-        execution_options={TOKEN_OPTION: token},
+    connection.execute(
+        fenced.statements["raising"], [*map(_parameters, rows)], execution_options={TOKEN_OPTION: token}
     )
-    if raised.rowcount != len(rows):
-        return False
-    _note_locked(connection, fenced, keys)
-    return True
 
 
-def _note_locked(connection: Connection, fenced: FencedTable, keys: Sequence[tuple[Any, ...]]) -> None:
-    note_locked(connection, lambda: (row_name(fenced.table, each) for each in keys), len(keys))
-
-
-def _settle(
-    connection: Connection, fenced: FencedTable, keys: Sequence[tuple[Any, ...]], token: int
-) -> list[Lease]:
+def _settle(connection: Connection, fenced: FencedTable, keys: Sequence[_Key], token: int) -> list[Lease]:
     """Tell leases in doubt that these rows are claimed, which may settle the doubt; return these leases."""
     doubted = take_doubted(connection, token)
     for lease in doubted:
@@ -558,80 +475,59 @@ def _settle(
     return doubted
 
 
-def _try_lock(
-    connection: Connection, fenced: FencedTable, key: tuple[Any, ...], *, skip_locked: bool
-) -> bool:
+def _try_lock(connection: Connection, fenced: FencedTable, key: _Key, *, skip_locked: bool) -> bool:
     """Lock the row without waiting; return whether it is ours, or gone."""
-    row = select(*fenced.table.primary_key).where(_equals(fenced.table, key))
+    row = select(*fenced.table.primary_key).where(*_has_key(fenced))
     locking = row.with_for_update(nowait=not skip_locked, skip_locked=skip_locked, key_share=True)
-    return connection.execute(locking).first() is not None or connection.execute(row).first() is None
+    is_ours = connection.execute(locking, _parameters(key)).first() is not None
+    return is_ours or connection.execute(row, _parameters(key)).first() is None
 
 
-def _load(target: Target, model: type[T], key: tuple[Any, ...]) -> T | None:
+def _load(target: Target, model: type[T], key: _Key) -> T | None:
     """Read the row as it is now, into the session's object of it if there is one."""
-    locking = {"read": True} if target.connection.dialect.name in LOCKING_READS else None
     with target.reading():
         return target.session.get(
             model,
             key,
             populate_existing=True,
-            with_for_update=locking,
+            with_for_update={"read": True} if target.connection.dialect.name in LOCKING_READS else None,
             identity_token=target.shard,
             bind_arguments=target.bind_arguments,
         )
 
 
 def _load_claimed(
-    target: Target,
-    statement: Select[Any],
-    fenced: FencedTable,
-    token_of: Mapping[tuple[Any, ...], int],
-    order: Sequence[tuple[Any, ...]],
+    target: Target, statement: Select[Any], fenced: FencedTable, token_of: Mapping[_Key, int]
 ) -> list[Any]:
-    """Load what was claimed and matches still, in the query's order; of many rows, as it was before."""
-    key = tuple(fenced.table.primary_key)
-    fresh = statement.limit(None).offset(None).execution_options(populate_existing=True)
-    if target.connection.dialect.name in LOCKING_READS:
-        fresh = fresh.with_for_update(read=True)
-    found: list[Any] = []
-    for some in batched(order, KEYS_PER_QUERY):
-        query = fresh.where(is_one_of(key, some))
-        with target.reading():
-            found += target.session.scalars(query, bind_arguments=target.bind_arguments).unique()
-    claimed = [(tuple(inspect(each).identity), each) for each in found]
-    if len(order) > KEYS_PER_QUERY:
-        place = {identity: number for number, identity in enumerate(order)}
-        claimed.sort(key=lambda pair: place[pair[0]])
-    # Not one that was deleted meanwhile, and inserted again.
-    return [each for identity, each in claimed if getattr(each, FENCE_COLUMN) == token_of[identity]]
+    """Load what was claimed and matches still, in the query's order."""
+    is_claimed = is_one_of(tuple(fenced.table.primary_key), token_of)
+    fresh = statement.limit(None).offset(None).where(is_claimed).execution_options(populate_existing=True)
+    with target.reading():
+        found = target.session.scalars(
+            newest(fresh, target.connection), bind_arguments=target.bind_arguments
+        ).unique()
+        # Not one that was deleted meanwhile, and inserted again.
+        return [
+            each for each in found if getattr(each, FENCE_COLUMN) == token_of[tuple(inspect(each).identity)]
+        ]
 
 
-def _passing(dialect: Dialect, fenced: FencedTable) -> Insert:
-    """Return the statement that makes a resource's fence, or raises it, locks its row, and returns the fence.
+@cache
+def _passing(fences: Table, dialect: str, *, returns: bool) -> Insert:
+    """Return the statement that makes a resource's fence, or raises it, and locks its row either way.
 
-    A higher fence stays, and says that the gate is shut. One statement, because two deadlock: InnoDB's shared
-    lock of a missed INSERT, or its gap lock of a missed UPDATE, is held by both contenders when each wants to
-    write. MySQL has no RETURNING.
+    A higher fence stays, and shuts the gate. One statement, because two deadlock: InnoDB's shared lock of a
+    missed INSERT, or its gap lock of a missed UPDATE, is held by both contenders when each wants to write.
     """
-    known = dialect.name, dialect.insert_returning
-    if known not in fenced.statements:
-        statement = _inserting(dialect.name, fenced.table, fenced.fence)
-        fenced.statements[known] = (
-            statement.returning(fenced.fence) if dialect.insert_returning else statement
-        )
-    made: Insert = fenced.statements[known]
-    return made
-
-
-def _inserting(dialect: str, fences: Table, fence: Column[int]) -> Insert:
-    if dialect in {"mysql", "mariadb"}:
-        of_mysql = mysql.insert(fences)
-        return of_mysql.on_duplicate_key_update(
-            {FENCE_COLUMN: func.greatest(fence, of_mysql.inserted[FENCE_COLUMN])}
-        )
-    insert = postgresql.insert if dialect == "postgresql" else sqlite.insert
-    greater = func.greatest if dialect == "postgresql" else func.max
-    statement: Any = insert(fences)
-    higher = greater(fence, statement.excluded[FENCE_COLUMN])
-    made: Insert = statement.on_conflict_do_update(index_elements=["resource"], set_={FENCE_COLUMN: higher})
-    return made
+    fence = fences.c[FENCE_COLUMN]
+    made: Any
+    if dialect in LOCKING_READS:
+        made = mysql.insert(fences)
+        new = made.inserted[FENCE_COLUMN]
+        made = made.on_duplicate_key_update({FENCE_COLUMN: case((fence > new, fence), else_=new)})
+    else:
+        made = (postgresql if dialect == "postgresql" else sqlite).insert(fences)
+        new = made.excluded[FENCE_COLUMN]
+        higher = {FENCE_COLUMN: case((fence > new, fence), else_=new)}
+        made = made.on_conflict_do_update(index_elements=["resource"], set_=higher)
+    return made.returning(fence) if returns else made  # type: ignore[no-any-return]
