@@ -17,29 +17,18 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
 
     _Session: TypeAlias = AsyncSession | async_scoped_session[Any]
-    _Arguments: TypeAlias = Mapping[str, Any] | None
+    _Bind: TypeAlias = Mapping[str, Any] | None
 
 T = TypeVar("T")
 
 
 @overload
 async def claim_async(
-    session: _Session,
-    model: type[T],
-    identity: object,
-    *,
-    nowait: bool = ...,
-    bind_arguments: _Arguments = ...,
+    session: _Session, model: type[T], identity: object, *, nowait: bool = ..., bind_arguments: _Bind = ...
 ) -> T: ...
 @overload
 async def claim_async(
-    session: _Session,
-    model: type[T],
-    identity: object,
-    *,
-    nowait: bool = ...,
-    skip_locked: bool,
-    bind_arguments: _Arguments = ...,
+    session: _Session, model: type[T], identity: object, *, skip_locked: bool, bind_arguments: _Bind = ...
 ) -> T | None: ...
 async def claim_async(session: _Session, model: type[T], identity: object, **options: Any) -> T | None:
     """Raise a row's fence, lock the row, and return it freshly loaded: `claim`, for an `AsyncSession`.
@@ -60,7 +49,7 @@ async def claim_async(session: _Session, model: type[T], identity: object, **opt
 
 
 async def claim_all_async(
-    session: _Session, statement: Select[Any], *, bind_arguments: _Arguments = None
+    session: _Session, statement: Select[Any], *, bind_arguments: _Bind = None
 ) -> list[Any]:
     """Claim every row that a query finds, and return them: `claim_all`, for an `AsyncSession`.
 
@@ -72,9 +61,7 @@ async def claim_all_async(
     return await _of_task(session).run_sync(claim_all, statement, bind_arguments=bind_arguments)
 
 
-async def gate_async(
-    session: _Session, resource: str | None = None, *, bind_arguments: _Arguments = None
-) -> None:
+async def gate_async(session: _Session, resource: str | None = None, *, bind_arguments: _Bind = None) -> None:
     """Claim the resource's own row in the fence table: `gate`, for an `AsyncSession`.
 
     Example:

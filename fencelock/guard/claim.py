@@ -11,7 +11,7 @@ remembered as claimed, because a rollback to a savepoint gives the row lock back
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import groupby
 from operator import itemgetter
@@ -44,7 +44,6 @@ from fencelock.guard.session import (
     refuse_to_wait_for_oneself,
     refusing,
     report_refusal,
-    resource_of,
     session_of,
     take_doubted,
     writer_of,
@@ -55,10 +54,7 @@ T = TypeVar("T")
 
 _Key: TypeAlias = tuple[Any, ...]
 _Session: TypeAlias = Session | scoped_session[Any]
-_Arguments: TypeAlias = Mapping[str, Any] | None
-
-_RETURNING: Final = frozenset({"postgresql", "sqlite"})
-"""Dialects whose UPDATE can return the row as it is afterwards."""
+_Bind: TypeAlias = Mapping[str, Any] | None
 
 _LOADED_LATER: Final = frozenset({"select", True, "raise", "raise_on_sql", "write_only", "dynamic"})
 """Values of `relationship(lazy=)` that add nothing to the statement that loads an object."""
@@ -66,22 +62,11 @@ _LOADED_LATER: Final = frozenset({"select", True, "raise", "raise_on_sql", "writ
 
 @overload
 def claim(
-    session: _Session,
-    model: type[T],
-    identity: object,
-    *,
-    nowait: bool = ...,
-    bind_arguments: _Arguments = ...,
+    session: _Session, model: type[T], identity: object, *, nowait: bool = ..., bind_arguments: _Bind = ...
 ) -> T: ...
 @overload
 def claim(
-    session: _Session,
-    model: type[T],
-    identity: object,
-    *,
-    nowait: bool = ...,
-    skip_locked: bool,
-    bind_arguments: _Arguments = ...,
+    session: _Session, model: type[T], identity: object, *, skip_locked: bool, bind_arguments: _Bind = ...
 ) -> T | None: ...
 @refusing
 def claim(
@@ -91,7 +76,7 @@ def claim(
     *,
     nowait: bool = False,
     skip_locked: bool = False,
-    bind_arguments: _Arguments = None,
+    bind_arguments: _Bind = None,
 ) -> T | None:
     """Raise a row's fence to the lease's token, lock the row, and return it freshly loaded.
 
@@ -146,16 +131,16 @@ def claim(
             lease.check_certain(claiming=False)
         if found is None:
             found = _load(target, model, key)
-        is_claimed = found is not None and getattr(found, FENCE_COLUMN) == token
-        if is_claimed:  # else it was inserted after the UPDATE
-            _refuse_another_row(fenced, naming, tuple(mapper.primary_key_from_instance(found)))
-            report_claim(fenced.name, key, resource_of(connection, token), token)
-            return found
+        if found is not None and getattr(found, FENCE_COLUMN) == token:
+            resource = fenced.template.render(naming)
+            _refuse_another_row(fenced, resource, mapper.primary_key_from_instance(found))
+            report_claim(fenced.name, key, resource, token)
+            return found  # else it was inserted after the UPDATE
     raise NoResultFound(f"there is no {mapper.class_.__name__} with the primary key {key!r} to claim")
 
 
 @refusing
-def claim_all(session: _Session, statement: Select[Any], *, bind_arguments: _Arguments = None) -> list[Any]:
+def claim_all(session: _Session, statement: Select[Any], *, bind_arguments: _Bind = None) -> list[Any]:
     """Claim every row that a query finds, and return those that still match it once they are locked.
 
     The rows are claimed in the order of their primary keys whatever the query's own order, so that two
@@ -195,23 +180,20 @@ def claim_all(session: _Session, statement: Select[Any], *, bind_arguments: _Arg
         return []
     tokens = _tokens_of(connection, fenced)
     width = len(fenced.table.primary_key)
-    token_of: dict[_Key, int] = {}
-    keys_of: dict[int, list[_Key]] = {}
     rows = [(tokens.of_row(row[width:]), tuple(row)) for row in sorted(found, key=lambda row: row[:width])]
     for token, some in groupby(rows, key=itemgetter(0)):
         _raise_fences(connection, fenced, [row for _, row in some], token)
     for token, row in rows:
-        token_of[row[:width]] = token
-        keys_of.setdefault(token, []).append(row[:width])
-        report_claim(fenced.name, row[:width], resource_of(connection, token), token)
-    for token, keys in keys_of.items():
-        for lease in _settle(connection, fenced, keys, token):
+        report_claim(fenced.name, row[:width], fenced.template.render(row[width:]), token)
+    token_of = {row[:width]: token for token, row in rows}
+    for token in set(token_of.values()):
+        for lease in _settle(connection, fenced, token_of, token):
             lease.check_certain(claiming=False)
     return _load_claimed(target, statement, fenced, token_of)
 
 
 @refusing
-def gate(session: _Session, resource: str | None = None, *, bind_arguments: _Arguments = None) -> None:
+def gate(session: _Session, resource: str | None = None, *, bind_arguments: _Bind = None) -> None:
     """Claim the resource's own row in the fence table, making it where there is none.
 
     It guards what rows cannot guard themselves: INSERTs, a DELETE followed by an INSERT, and whole
@@ -300,10 +282,7 @@ def _key_of(mapper: Mapper[Any], identity: object) -> _Key:
 
 
 def _begin(
-    session: Session,
-    written: Mapper[Any] | Table,
-    bind_arguments: _Arguments,
-    identities: Sequence[_Key] = (),
+    session: Session, written: Mapper[Any] | Table, bind_arguments: _Bind, identities: Sequence[_Key] = ()
 ) -> Target:
     """Flush, and return where the session writes; refuse what a claim would overwrite, or could not guard."""
     if session.autoflush:
@@ -355,10 +334,23 @@ def _reading_now(query: Select[Any], connection: Connection) -> Select[Any]:
     return query if locks or connection.dialect.name not in LOCKING_READS else query.with_for_update()
 
 
-def _naming_in(fenced: FencedTable, key: _Key) -> _Key:
+def _naming_in(fenced: FencedTable, key: Sequence[Any]) -> _Key:
     """Return those values where the primary key has them all."""
     by_column = dict(zip(fenced.table.primary_key, key, strict=True))
     return tuple(by_column[column] for column in fenced.template.columns.values())
+
+
+def _refuse_another_row(fenced: FencedTable, asked: str, key: Sequence[Any]) -> None:
+    """Refuse a row whose key is another one than was asked for, because its type changes what it is given.
+
+    A `TypeDecorator` that lowers case finds "main" where "MAIN" was asked for; their resources are two.
+    """
+    template = fenced.template
+    if template.in_key and (loaded := template.render(_naming_in(fenced, key))) != asked:
+        raise UnfencedWriteError(
+            f"{asked!r} was asked for and led to the row of {fenced.name!r} that {loaded!r} guards; lock "
+            f"it by the name that the row itself has"
+        )
 
 
 def _tokens_of(connection: Connection, fenced: FencedTable) -> Tokens:
@@ -368,34 +360,15 @@ def _tokens_of(connection: Connection, fenced: FencedTable) -> Tokens:
     return Tokens(connection, fenced, options, writer=writer, claiming=True)
 
 
-def _refuse_another_row(fenced: FencedTable, naming: _Key, found: _Key) -> None:
-    """Refuse a row whose key is another one than was asked for, because its type changes what it is given.
-
-    A `TypeDecorator` that lowers case finds "main" where "MAIN" was asked for; their resources are two.
-    """
-    template = fenced.template
-    if template.in_key:
-        asked, loaded = (template.render(each) for each in (naming, _naming_in(fenced, found)))
-        if asked != loaded:
-            raise UnfencedWriteError(
-                f"{asked!r} was asked for and led to the row of {fenced.name!r} that {loaded!r} guards; lock "
-                f"it by the name that the row itself has"
-            )
-
-
 def _claim_at_once(target: Target, mapper: Mapper[Any], fenced: FencedTable, row: _Key, token: int) -> Any:
     """Claim and load a row by one statement; return None if that is not possible, or has found no row.
 
-    On SQLite RETURNING shows a row as it was before a trigger. A listener for `do_orm_execute` may want to
-    add criteria to the SELECT.
+    PostgreSQL alone returns a row as a trigger leaves it. A listener for `do_orm_execute` may want to add
+    criteria to a SELECT.
     """
     dialect: Any = target.connection.dialect
-    if (
-        dialect.name not in _RETURNING
-        or not dialect.update_returning
-        or (dialect.name == "sqlite" and trigger_of(fenced.table))
-        or target.session.dispatch.do_orm_execute
-    ):
+    shows_row = dialect.update_returning and (dialect.name == "postgresql" or not trigger_of(fenced.table))
+    if not shows_row or target.session.dispatch.do_orm_execute:
         return None
     if mapper not in fenced.statements:
         fenced.statements[mapper] = _claiming(mapper, fenced) if _is_plain(mapper, fenced.table) else None
@@ -467,7 +440,7 @@ def _raise_fences(connection: Connection, fenced: FencedTable, rows: Sequence[_K
     )
 
 
-def _settle(connection: Connection, fenced: FencedTable, keys: Sequence[_Key], token: int) -> list[Lease]:
+def _settle(connection: Connection, fenced: FencedTable, keys: Iterable[_Key], token: int) -> list[Lease]:
     """Tell leases in doubt that these rows are claimed, which may settle the doubt; return these leases."""
     doubted = take_doubted(connection, token)
     for lease in doubted:

@@ -26,6 +26,7 @@ from fencelock.guard import (
     FencedModel,
     bind,
     claim,
+    claim_all,
     claim_async,
     execute_fenced,
     fence_table,
@@ -205,6 +206,17 @@ def test_claim_without_waiting_sends_one_statement_more(engine: Engine, session:
             claim(session, Order, 1, **how)
         assert sent == ["SELECT", *at_once(engine)]
         session.commit()
+
+
+def test_claim_all_sends_its_updates_together(engine: Engine, session: Session) -> None:
+    """One execution for each row, between the query and the query of what still matches."""
+    with Session(engine) as other:
+        bind(other, Lease("shop", 1))
+        other.add(Order(id=2))
+        other.commit()
+    with statements(engine) as sent:
+        assert [order.id for order in claim_all(session, select(Order).order_by(Order.id.desc()))] == [2, 1]
+    assert sent == ["SELECT", "UPDATE", "SELECT"]
 
 
 @pytest.mark.parametrize("expire_on_commit", [True, False])
