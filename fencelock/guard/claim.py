@@ -130,7 +130,7 @@ def claim(
         for lease in _settle(connection, fenced, [key], token):
             lease.check_certain(claiming=False)
         if found is None:
-            found = _load(target, model, key)
+            found = next(iter(_load(target, select(model), fenced, [key])), None)
         if found is not None and getattr(found, FENCE_COLUMN) == token:
             resource = fenced.template.render(naming)
             _refuse_another_row(fenced, resource, mapper.primary_key_from_instance(found))
@@ -189,7 +189,9 @@ def claim_all(session: _Session, statement: Select[Any], *, bind_arguments: _Bin
     for token in set(token_of.values()):
         for lease in _settle(connection, fenced, token_of, token):
             lease.check_certain(claiming=False)
-    return _load_claimed(target, statement, fenced, token_of)
+    loaded = _load(target, statement.limit(None).offset(None), fenced, list(token_of))
+    # Not one that was deleted meanwhile, and inserted again.
+    return [each for each in loaded if getattr(each, FENCE_COLUMN) == token_of[tuple(inspect(each).identity)]]
 
 
 @refusing
@@ -456,33 +458,12 @@ def _try_lock(connection: Connection, fenced: FencedTable, key: _Key, *, skip_lo
     return is_ours or connection.execute(row, _parameters(key)).first() is None
 
 
-def _load(target: Target, model: type[T], key: _Key) -> T | None:
-    """Read the row as it is now, into the session's object of it if there is one."""
+def _load(target: Target, statement: Select[Any], fenced: FencedTable, keys: Sequence[_Key]) -> Sequence[Any]:
+    """Load those of a query's objects that have these keys as they are now, also into the session's own."""
+    query = statement.where(is_one_of(tuple(fenced.table.primary_key), keys))
+    query = newest(query.execution_options(populate_existing=True), target.connection)
     with target.reading():
-        return target.session.get(
-            model,
-            key,
-            populate_existing=True,
-            with_for_update={"read": True} if target.connection.dialect.name in LOCKING_READS else None,
-            identity_token=target.shard,
-            bind_arguments=target.bind_arguments,
-        )
-
-
-def _load_claimed(
-    target: Target, statement: Select[Any], fenced: FencedTable, token_of: Mapping[_Key, int]
-) -> list[Any]:
-    """Load what was claimed and matches still, in the query's order."""
-    is_claimed = is_one_of(tuple(fenced.table.primary_key), token_of)
-    fresh = statement.limit(None).offset(None).where(is_claimed).execution_options(populate_existing=True)
-    with target.reading():
-        found = target.session.scalars(
-            newest(fresh, target.connection), bind_arguments=target.bind_arguments
-        ).unique()
-        # Not one that was deleted meanwhile, and inserted again.
-        return [
-            each for each in found if getattr(each, FENCE_COLUMN) == token_of[tuple(inspect(each).identity)]
-        ]
+        return target.session.scalars(query, bind_arguments=target.bind_arguments).unique().all()
 
 
 @cache
