@@ -236,6 +236,10 @@ def test_claim_loads_into_the_object_of_the_session(engine: Engine, expire_on_co
             assert known.status == "paid"
         assert sent == at_once(engine)
         assert (known.remark, len(known.items)) == ("much", 2)
+        session.commit()
+        with engine.begin() as connection:
+            connection.execute(insert(Item), {"id": 3, "order_id": 1})
+        assert len(claim(session, Order, 1).items) == 3, "although the row is the same"
 
 
 def test_claim_flushes_and_leaves_onupdate_alone(engine: Engine, session: Session) -> None:
