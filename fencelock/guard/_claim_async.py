@@ -1,53 +1,36 @@
 """Claims for coroutines: `claim`, `claim_all` and `gate` on the session behind an `AsyncSession`.
 
-Apart from `claim` because nothing is decided here. (And because an `AsyncSession` needs greenlet, which is
-not asked for until somebody has one.)
+Apart from `claim` because an `AsyncSession` needs greenlet, which few programs have.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from fencelock.guard.claim import claim, claim_all, gate
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from typing import TypeAlias
 
     from sqlalchemy import Select
     from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
+
+    _Session: TypeAlias = AsyncSession | async_scoped_session[Any]
+    _Bind: TypeAlias = Mapping[str, Any] | None
 
 T = TypeVar("T")
 
 
 @overload
 async def claim_async(
-    session: AsyncSession | async_scoped_session[Any],
-    model: type[T],
-    identity: object,
-    *,
-    nowait: bool = ...,
-    skip_locked: Literal[False] = ...,
-    bind_arguments: Mapping[str, Any] | None = ...,
+    session: _Session, model: type[T], identity: object, *, nowait: bool = ..., bind_arguments: _Bind = ...
 ) -> T: ...
 @overload
 async def claim_async(
-    session: AsyncSession | async_scoped_session[Any],
-    model: type[T],
-    identity: object,
-    *,
-    nowait: bool = ...,
-    skip_locked: bool,
-    bind_arguments: Mapping[str, Any] | None = ...,
+    session: _Session, model: type[T], identity: object, *, skip_locked: bool, bind_arguments: _Bind = ...
 ) -> T | None: ...
-async def claim_async(
-    session: AsyncSession | async_scoped_session[Any],
-    model: type[T],
-    identity: object,
-    *,
-    nowait: bool = False,
-    skip_locked: bool = False,
-    bind_arguments: Mapping[str, Any] | None = None,
-) -> T | None:
+async def claim_async(session: _Session, model: type[T], identity: object, **options: Any) -> T | None:
     """Raise a row's fence, lock the row, and return it freshly loaded: `claim`, for an `AsyncSession`.
 
     It takes the same arguments, makes the same promises and raises the same errors. Other tasks run while
@@ -62,23 +45,11 @@ async def claim_async(
             await session.commit()
         ```
     """
-    return await _of_task(session).run_sync(
-        lambda blocking: claim(
-            blocking,
-            model,
-            identity,
-            nowait=nowait,
-            skip_locked=skip_locked,
-            bind_arguments=bind_arguments,
-        )
-    )
+    return await _of_task(session).run_sync(lambda blocking: claim(blocking, model, identity, **options))
 
 
 async def claim_all_async(
-    session: AsyncSession | async_scoped_session[Any],
-    statement: Select[Any],
-    *,
-    bind_arguments: Mapping[str, Any] | None = None,
+    session: _Session, statement: Select[Any], *, bind_arguments: _Bind = None
 ) -> list[Any]:
     """Claim every row that a query finds, and return them: `claim_all`, for an `AsyncSession`.
 
@@ -90,12 +61,7 @@ async def claim_all_async(
     return await _of_task(session).run_sync(claim_all, statement, bind_arguments=bind_arguments)
 
 
-async def gate_async(
-    session: AsyncSession | async_scoped_session[Any],
-    resource: str | None = None,
-    *,
-    bind_arguments: Mapping[str, Any] | None = None,
-) -> None:
+async def gate_async(session: _Session, resource: str | None = None, *, bind_arguments: _Bind = None) -> None:
     """Claim the resource's own row in the fence table: `gate`, for an `AsyncSession`.
 
     Example:
@@ -104,10 +70,10 @@ async def gate_async(
         session.add(Item(order_id=1))
         ```
     """
-    await _of_task(session).run_sync(lambda blocking: gate(blocking, resource, bind_arguments=bind_arguments))
+    await _of_task(session).run_sync(gate, resource, bind_arguments=bind_arguments)
 
 
-def _of_task(session: AsyncSession | async_scoped_session[Any]) -> AsyncSession:
+def _of_task(session: _Session) -> AsyncSession:
     """Return the session behind the facade for scoped ones."""
     found: AsyncSession = session.registry() if hasattr(session, "registry") else session
     return found

@@ -2,8 +2,7 @@
 
 A session may send reads to a follower and writes to a leader, or each row to a shard of its own, in a
 `get_bind` of the application's. A claim is a write, and what it reads afterwards has to come from where it
-has claimed. So `get_bind` is shown an UPDATE of the table, as the unit of work would show it one, for the
-reads too.
+has claimed. So `get_bind` is given an UPDATE of the table for the reads too: it may know no other argument.
 """
 
 from __future__ import annotations
@@ -30,40 +29,38 @@ class Target:
     Attributes:
         session: the session.
         connection: in its transaction.
-        shard: which one, of a `ShardedSession`; else None.
+        bind_arguments: of the queries that the session sends there, in `reading`.
     """
 
     session: Session
     connection: Connection
-    shard: object = None
+    bind_arguments: dict[str, Any]
 
     @property
-    def bind_arguments(self) -> dict[str, Any]:
-        """What leads a query of the session there, if `reading` does not."""
-        return {} if self.shard is None else {"shard_id": self.shard}
+    def shard(self) -> object:
+        """Which one, of a `ShardedSession`; else None."""
+        return self.bind_arguments.get("shard_id")
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Have the session read from where it writes."""
-        session = self.session
-        if self.shard is not None or session.get_bind == Session.get_bind.__get__(session):
+        """Have the session read from where it writes, what it loads eagerly as well."""
+        session, chosen_by = self.session, self.session.get_bind
+        if self.shard is not None or chosen_by == Session.get_bind.__get__(session):
             yield
             return
-        chosen_by = session.get_bind
-        own = vars(session).get("get_bind")
 
         def as_a_write(mapper: Any = None, **arguments: Any) -> Any:
             if mapper is not None:
                 arguments["clause"] = update(_written_table(mapper.mapper))
             return chosen_by(mapper=mapper, **arguments)
 
+        before = {name: own for name, own in vars(session).items() if name == "get_bind"}
         vars(session)["get_bind"] = as_a_write
         try:
             yield
         finally:
             del vars(session)["get_bind"]
-            if own is not None:
-                vars(session)["get_bind"] = own
+            vars(session).update(before)
 
 
 def target_of(
@@ -83,23 +80,22 @@ def target_of(
     Raises:
         TypeError: if that cannot be told.
     """
-    arguments: dict[str, Any] = {}
+    own = dict(bind_arguments or {})
     if isinstance(written, Mapper):
-        arguments = {"mapper": written, "clause": update(_written_table(written))}
+        arguments = {"mapper": written, "clause": update(_written_table(written)), **own}
     else:
-        arguments = {"clause": update(written)}
-    arguments.update(bind_arguments or {})
-    if isinstance(session, ShardedSession) and "shard_id" not in arguments:
-        arguments["shard_id"] = _shard_of(session, arguments.get("mapper"), identities)
+        arguments = {"clause": update(written), **own}
+    if isinstance(session, ShardedSession) and "shard_id" not in own:
+        own["shard_id"] = _shard_of(session, arguments.get("mapper"), identities)
     try:
-        connection = session.connection(bind_arguments=dict(arguments))
+        connection = session.connection(bind_arguments={**arguments, **own})
     except UnboundExecutionError as error:
         raise TypeError(
             "this session has no one database, for instance because of binds=: say which, with "
             "bind_arguments={'mapper': <a model of the same database>}"
         ) from error
     join(connection, session)
-    return Target(session, connection, arguments.get("shard_id"))
+    return Target(session, connection, own)
 
 
 def _written_table(mapper: Mapper[Any]) -> Table:

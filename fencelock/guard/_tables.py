@@ -239,6 +239,7 @@ class FencedTable(_Unpicklable):
         write: its column `last_write_id`, which only the fence table lacks.
         template: how the resource of a row is named.
         mapper: the model it belongs to, if any.
+        statements: of claims and gates, which are made once.
     """
 
     table: Table
@@ -246,6 +247,7 @@ class FencedTable(_Unpicklable):
     mapper: ReferenceType[Mapper[Any]] | None = None
     fence: Column[int] = field(init=False)
     write: Column[int] | None = field(init=False)
+    statements: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.fence = self.table.c[FENCE_COLUMN]

@@ -5,52 +5,45 @@ newer has been seen yet, so it is accepted), the new holder writes back what it 
 claim closes this: one UPDATE raises the row's fence to the holder's token and takes the row lock. From then
 on the old holder is turned away, and what is read afterwards stays true until the transaction ends.
 
-The row is read again after the UPDATE, into the object that the session may have had of it for long.
-Nothing is remembered as claimed: a rollback to a savepoint gives the row lock back.
+Where that is sound, the UPDATE returns the row as well. Else a SELECT reads it afterwards. Nothing is
+remembered as claimed, because a rollback to a savepoint gives the row lock back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from itertools import groupby
-from typing import Any, Final, Literal, TypeVar, overload
+from operator import itemgetter
+from typing import Any, Final, TypeAlias, TypeVar, overload
 
-from sqlalchemy import (
-    Column,
-    ColumnElement,
-    Insert,
-    Select,
-    Table,
-    and_,
-    bindparam,
-    func,
-    inspect,
-    select,
-    update,
-)
+from sqlalchemy import BigInteger, Insert, Select, Table, Update, bindparam, case, inspect, select, update
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import InvalidRequestError, NoInspectionAvailable, NoResultFound
 from sqlalchemy.orm import Mapper, Session, scoped_session
 
-from fencelock.errors import UnfencedWriteError
+from fencelock.errors import StaleTokenError, UnfencedWriteError
 from fencelock.guard._bypass import BYPASS
+from fencelock.guard._carried import CarriedToken
 from fencelock.guard._connecting import Target, target_of
+from fencelock.guard._exact import SameText, is_text
 from fencelock.guard._install import install
-from fencelock.guard._statement import CLAIM_OPTION, TOKEN_OPTION, unchanged_by_raising
-from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table, row_name
-from fencelock.guard._write import KEYS_PER_QUERY, LOCKING_READS, batched, is_one_of
+from fencelock.guard._statement import CLAIM_OPTION, TOKEN_BIND, TOKEN_OPTION, unchanged_by_raising
+from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table, row_name, trigger_of
+from fencelock.guard._write import LOCKING_READS, is_one_of, newest
 from fencelock.guard.events import report_claim
 from fencelock.guard.fences import FENCES, fences_of
 from fencelock.guard.session import (
     NOT_INHERITED,
     Tokens,
+    begin_writing,
     note_gate,
     note_locked,
     refuse_bypass,
     refuse_to_wait_for_oneself,
     refusing,
-    resource_of,
+    report_refusal,
     session_of,
     take_doubted,
     writer_of,
@@ -59,54 +52,41 @@ from fencelock.lease import check_resource
 
 T = TypeVar("T")
 
-_FEW: Final = 20
-"""Of so many rows, the fences are raised one by one: that takes no more round trips, and tells of each."""
+_Key: TypeAlias = tuple[Any, ...]
+_Session: TypeAlias = Session | scoped_session[Any]
+_Bind: TypeAlias = Mapping[str, Any] | None
 
-_ROUNDS: Final = 3
-"""How often to claim again a row that was deleted and inserted between the UPDATE and the SELECT."""
+_LOADED_LATER: Final = frozenset({"select", True, "raise", "raise_on_sql", "write_only", "dynamic"})
+"""Values of `relationship(lazy=)` that add nothing to the statement that loads an object."""
 
 
 @overload
 def claim(
-    session: Session | scoped_session[Any],
-    model: type[T],
-    identity: object,
-    *,
-    nowait: bool = ...,
-    skip_locked: Literal[False] = ...,
-    bind_arguments: Mapping[str, Any] | None = ...,
+    session: _Session, model: type[T], identity: object, *, nowait: bool = ..., bind_arguments: _Bind = ...
 ) -> T: ...
 @overload
 def claim(
-    session: Session | scoped_session[Any],
-    model: type[T],
-    identity: object,
-    *,
-    nowait: bool = ...,
-    skip_locked: bool,
-    bind_arguments: Mapping[str, Any] | None = ...,
+    session: _Session, model: type[T], identity: object, *, skip_locked: bool, bind_arguments: _Bind = ...
 ) -> T | None: ...
 @refusing
 def claim(
-    session: Session | scoped_session[Any],
+    session: _Session,
     model: type[T],
     identity: object,
     *,
     nowait: bool = False,
     skip_locked: bool = False,
-    bind_arguments: Mapping[str, Any] | None = None,
+    bind_arguments: _Bind = None,
 ) -> T | None:
     """Raise a row's fence to the lease's token, lock the row, and return it freshly loaded.
 
-    What is read from the object afterwards is safe to compute with and to write back in this transaction:
-    older holders are refused, and nobody can change the row until the transaction ends. Make it the first
-    thing that the transaction does: under REPEATABLE READ (MariaDB's default) *other* rows are read as they
-    were when the transaction first read anything, and on SQLite a transaction that has read before cannot
-    wait for its turn to write (see `fencelock.guard.begin_immediate`). A claim that has returned None, with
-    `skip_locked`, has read: begin another transaction before the next.
+    From then on older holders are refused, and no other transaction changes the row until this one ends.
+    Make the claim the first act of the transaction: under REPEATABLE READ (MariaDB's default) *other* rows
+    are read as they were when the transaction first read anything, and on SQLite a transaction that has read
+    before cannot wait for its turn to write (see `fencelock.guard.begin_immediate`). A claim that has
+    returned None, with `skip_locked`, has read: begin another transaction before the next.
 
-    Pending changes of the session are flushed first, as before any query. Columns with `onupdate` keep their
-    values: a claim is no change that users would see.
+    The session is flushed first. Columns with `onupdate` keep their values.
 
     Args:
         session: where the object is to live.
@@ -124,7 +104,7 @@ def claim(
         UnfencedWriteError: if the row's lease is not held.
         LockLostError: if the lease is known to be lost.
         sqlalchemy.exc.NoResultFound: if there is no such row.
-        sqlalchemy.exc.InvalidRequestError: if the session holds unflushed changes of this very row.
+        sqlalchemy.exc.InvalidRequestError: if autoflush is off, and the session has changes of the model.
 
     Example:
         ```python
@@ -137,51 +117,39 @@ def claim(
     session = session_of(session)
     mapper, fenced = fenced_model(model)
     key = _key_of(mapper, identity)
-    if session.autoflush:
-        session.flush()
-    target = _guarded_target(session, mapper, bind_arguments, [key])
+    target = _begin(session, mapper, bind_arguments, [key])
     connection = target.connection
-    _refuse_to_discard(target, mapper, key)
-    for _ in range(_ROUNDS):
-        if (nowait or skip_locked) and not _try_lock(connection, fenced, key, skip_locked=skip_locked):
-            return None
-        naming = _naming_of(connection, fenced, key)
-        if naming is None:
-            break
-        token = _token_for(connection, fenced, naming)
-        _raise_fences(connection, fenced, [(*key, *naming)], token)
-        if _has_changes(session, mapper):  # of other rows, or of this one: the key may be spelt otherwise
-            found_keys = select(*fenced.table.primary_key).where(_equals(fenced.table, key))
-            for found_key in connection.execute(found_keys):
-                _refuse_to_discard(target, mapper, tuple(found_key))
-        found = _load(target, model, key)
+    if (nowait or skip_locked) and not _try_lock(connection, fenced, key, skip_locked=skip_locked):
+        return None
+    naming = _naming_of(connection, fenced, key)
+    if naming is not None:
+        token = _tokens_of(connection, fenced).of_row(naming)
+        found: T | None = _claim_at_once(target, mapper, fenced, (*key, *naming), token)
         if found is None:
-            break
-        if getattr(found, FENCE_COLUMN) == token:
-            _refuse_another_row(fenced, naming, tuple(mapper.primary_key_from_instance(found)))
-            report_claim(fenced.name, key, resource_of(connection, token), token)
-            return found
+            _raise_fences(connection, fenced, [(*key, *naming)], token)
+        _settle(connection, fenced, [key], token)
+        if found is None:
+            found = next(iter(_load(target, select(model), fenced, [key])), None)
+        if found is not None and getattr(found, FENCE_COLUMN) == token:
+            resource = fenced.template.render(naming)
+            _refuse_another_row(fenced, resource, mapper.primary_key_from_instance(found))
+            report_claim(fenced.name, key, resource, token)
+            return found  # else it was inserted after the UPDATE
     raise NoResultFound(f"there is no {mapper.class_.__name__} with the primary key {key!r} to claim")
 
 
 @refusing
-def claim_all(
-    session: Session | scoped_session[Any],
-    statement: Select[Any],
-    *,
-    bind_arguments: Mapping[str, Any] | None = None,
-) -> list[Any]:
+def claim_all(session: _Session, statement: Select[Any], *, bind_arguments: _Bind = None) -> list[Any]:
     """Claim every row that a query finds, and return those that still match it once they are locked.
 
     The rows are claimed in the order of their primary keys whatever the query's own order, so that two
     holders who claim overlapping sets wait for each other instead of deadlocking. The result has the query's
     order. Rows that come to match only while it works are not claimed and not returned.
 
-    As with `claim`, make it the first thing that the transaction does. On MariaDB and MySQL the query locks
-    what it looks at, so that all reads afterwards are as new as the claim: give it an index to find its rows
-    by, or it locks the whole table; and expect its deadlock error where two such queries go through
-    the rows in different orders. A subquery in it reads without a lock; ask for its result in a transaction
-    before.
+    As with `claim`, make it the first act of the transaction. On MariaDB and MySQL the query locks what it
+    looks at, so that all reads afterwards are as new as the claim: give it an index to find its rows by, or
+    it locks the whole table, and expect a deadlock error where two such queries go through the rows in
+    different orders. A subquery in it reads without a lock; ask for its result in a transaction before.
 
     Args:
         session: where the objects are to live.
@@ -192,8 +160,7 @@ def claim_all(
         StaleTokenError: if a newer holder has claimed or written one of the rows.
         UnfencedWriteError: if the lease of one of the rows is not held.
         LockLostError: if a lease is known to be lost.
-        sqlalchemy.exc.InvalidRequestError: if the session holds unflushed changes of one of the rows, as it
-            may where autoflush is off.
+        sqlalchemy.exc.InvalidRequestError: if autoflush is off, and the session has changes of the model.
 
     Example:
         ```python
@@ -201,45 +168,39 @@ def claim_all(
         ```
     """
     session = session_of(session)
-    model = _selected_model(statement)
-    mapper, fenced = fenced_model(model)
+    mapper, fenced = fenced_model(_selected_model(statement))
     columns = (*fenced.table.primary_key, *fenced.template.columns.values())
-    target = _guarded_target(session, mapper, bind_arguments)
+    target = _begin(session, mapper, bind_arguments)
     connection = target.connection
     query = _reading_now(statement.with_only_columns(*columns, maintain_column_froms=True), connection)
     with target.reading():
         found = session.execute(query, bind_arguments=target.bind_arguments).unique().all()
     if not found:
         return []
-    tokens = Tokens(connection, fenced, connection.get_execution_options(), claiming=True)
+    tokens = _tokens_of(connection, fenced)
     width = len(fenced.table.primary_key)
-    token_of: dict[tuple[Any, ...], int] = {}
-    for row in sorted(map(tuple, found), key=lambda row: row[:width]):
-        token_of[row] = tokens.of_row(row[width:])
-    for row in token_of:
-        _refuse_to_discard(target, mapper, row[:width])
-    for token, rows in groupby(token_of, key=token_of.__getitem__):
-        _raise_fences(connection, fenced, list(rows), token)
-    claimed = {row[:width]: token for row, token in token_of.items()}
-    for key, token in claimed.items():
-        report_claim(fenced.name, key, resource_of(connection, token), token)
-    return _load_claimed(target, statement, fenced, claimed, [tuple(row[:width]) for row in found])
+    rows = [(tokens.of_row(row[width:]), tuple(row)) for row in sorted(found, key=lambda row: row[:width])]
+    for token, some in groupby(rows, key=itemgetter(0)):
+        _raise_fences(connection, fenced, [row for _, row in some], token)
+    for token, row in rows:
+        report_claim(fenced.name, row[:width], fenced.template.render(row[width:]), token)
+    token_of = {row[:width]: token for token, row in rows}
+    for token in set(token_of.values()):
+        _settle(connection, fenced, token_of, token)
+    loaded = _load(target, statement.limit(None).offset(None), fenced, list(token_of))
+    # Not one that was deleted meanwhile, and inserted again.
+    return [each for each in loaded if getattr(each, FENCE_COLUMN) == token_of[tuple(inspect(each).identity)]]
 
 
 @refusing
-def gate(
-    session: Session | scoped_session[Any],
-    resource: str | None = None,
-    *,
-    bind_arguments: Mapping[str, Any] | None = None,
-) -> None:
+def gate(session: _Session, resource: str | None = None, *, bind_arguments: _Bind = None) -> None:
     """Claim the resource's own row in the fence table, making it where there is none.
 
     It guards what rows cannot guard themselves: INSERTs, a DELETE followed by an INSERT, and whole
     aggregates of rows that are not fenced one by one. Until the transaction ends, no other holder passes
-    the gate of this resource; afterwards, older ones never do; and this thread, task or greenlet writes under
-    the lease in this session only. Pass it before reading, as with `claim`. The fence table is part of your
-    metadata once `fence_table(Base.metadata)` was called; migrate then.
+    the gate of this resource, and this thread, task or greenlet writes under the lease in this session only.
+    Afterwards older holders never pass. Pass it before reading, as with `claim`. The fence table is part of
+    your metadata once `fence_table(Base.metadata)` was called; migrate then.
 
     Args:
         session: whose transaction passes the gate.
@@ -251,26 +212,32 @@ def gate(
         StaleTokenError: if a newer holder has passed.
         FenceError: if another open transaction of this thread, task or greenlet has passed it: this one would
             wait for itself.
-        UnfencedWriteError: if the resource's lease is not held.
-        UnfencedWriteError: if several leases are held and no resource is given.
+        UnfencedWriteError: if the resource's lease is not held; or if several are, and none is named.
         LockLostError: if the lease is known to be lost.
         TypeError: if it cannot be told which of the session's databases has the gate.
     """
     install()
-    session = session_of(session)
-    if session.autoflush:
-        session.flush()
-    connection = _guarded_target(session, FENCES, bind_arguments).connection
+    connection = _begin(session_of(session), FENCES, bind_arguments).connection
     fences = fences_of(connection)
     fenced = fenced_table(fences)
     assert fenced is not None  # noqa: S101  it is registered where it is defined
     name = _only_resource(connection) if resource is None else check_resource(resource)
     refuse_to_wait_for_oneself(connection, name)
-    token = _token_for(connection, fenced, (name,))
-    connection.execute(
-        _raise_or_make(connection, fences, name, token), execution_options={"fencelock": BYPASS}
+    token = _tokens_of(connection, fenced).of_row((name,))
+    returns = connection.dialect.insert_returning
+    result = connection.execute(
+        _passing(fences, connection.dialect.name, returns=returns),
+        {"resource": name, FENCE_COLUMN: token},
+        execution_options={"fencelock": BYPASS},
     )
-    _raise_fences(connection, fenced, [(name, name)], token)
+    if not returns:  # MySQL
+        result = connection.execute(newest(select(fenced.fence).where(fences.c.resource == name), connection))
+    if (current := result.scalar_one()) > token:
+        refusal = StaleTokenError(fenced.name, (name,), token, current)
+        report_refusal(connection, refusal)
+        raise refusal
+    note_locked(connection, lambda: [row_name(fences, (name,))], 1)
+    _settle(connection, fenced, [(name,)], token)
     note_gate(connection, name)
     report_claim(fenced.name, (name,), name, token)
 
@@ -301,7 +268,7 @@ def _selected_model(statement: Select[Any]) -> type[Any]:
     return entity
 
 
-def _key_of(mapper: Mapper[Any], identity: object) -> tuple[Any, ...]:
+def _key_of(mapper: Mapper[Any], identity: object) -> _Key:
     names = [mapper.get_property_by_column(column).key for column in mapper.primary_key]
     if isinstance(identity, Mapping):
         values = [identity.get(name) for name in names] if identity.keys() == set(names) else []
@@ -314,27 +281,19 @@ def _key_of(mapper: Mapper[Any], identity: object) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def _has_changes(session: Session, mapper: Mapper[Any]) -> bool:
-    return any(isinstance(changed, mapper.base_mapper.class_) for changed in session.dirty)
-
-
-def _refuse_to_discard(target: Target, mapper: Mapper[Any], key: tuple[Any, ...]) -> None:
-    identity = mapper.identity_key_from_primary_key(key, identity_token=target.shard)
-    known = target.session.identity_map.get(identity)
-    if known is not None and inspect(known).modified:
-        raise InvalidRequestError(
-            f"{mapper.class_.__name__} {key!r} has changes that a claim would overwrite; claim it before "
-            f"changing it, or flush first"
-        )
-
-
-def _guarded_target(
-    session: Session,
-    written: Mapper[Any] | Table,
-    bind_arguments: Mapping[str, Any] | None,
-    identities: Sequence[tuple[Any, ...]] = (),
+def _begin(
+    session: Session, written: Mapper[Any] | Table, bind_arguments: _Bind, identities: Sequence[_Key] = ()
 ) -> Target:
-    """Return where it writes, unless all passes unguarded there: then there is nothing to claim with."""
+    """Flush, and return where the session writes; refuse what a claim would overwrite, or could not guard."""
+    if session.autoflush:
+        session.flush()
+    if isinstance(written, Mapper):
+        model = written.base_mapper.class_
+        if any(isinstance(changed, model) for changed in session.dirty):
+            raise InvalidRequestError(
+                f"the session has changes of {model.__name__} that a claim could overwrite; claim it before "
+                f"changing it, or flush first"
+            )
     target = target_of(session, written, bind_arguments, identities)
     refuse_bypass(target.connection.get_execution_options(), target.connection)
     return target
@@ -351,17 +310,16 @@ def _only_resource(connection: Connection) -> str:
     return next(iter(held))
 
 
-def _naming_of(connection: Connection, fenced: FencedTable, key: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def _naming_of(connection: Connection, fenced: FencedTable, key: _Key) -> _Key | None:
     """Return the values that name a row's resource; None if the row is needed to tell and is not there.
 
     Reading it before the claim is safe, because what a resource's name is made of never changes, and the
     claim compares it once more.
     """
-    template = fenced.template
-    if template.in_key:
+    if fenced.template.in_key:
         return _naming_in(fenced, key)
-    query = select(*template.columns.values()).where(_equals(fenced.table, key))
-    row = connection.execute(_reading_now(query, connection)).first()
+    query = select(*fenced.template.columns.values()).where(*_has_key(fenced))
+    row = connection.execute(_reading_now(query, connection), _parameters(key)).first()
     return None if row is None else tuple(row)
 
 
@@ -376,180 +334,162 @@ def _reading_now(query: Select[Any], connection: Connection) -> Select[Any]:
     return query if locks or connection.dialect.name not in LOCKING_READS else query.with_for_update()
 
 
-def _naming_in(fenced: FencedTable, key: tuple[Any, ...]) -> tuple[Any, ...]:
+def _naming_in(fenced: FencedTable, key: Sequence[Any]) -> _Key:
     """Return those values where the primary key has them all."""
     by_column = dict(zip(fenced.table.primary_key, key, strict=True))
     return tuple(by_column[column] for column in fenced.template.columns.values())
 
 
-def _token_for(connection: Connection, fenced: FencedTable, naming: tuple[Any, ...]) -> int:
-    tokens = Tokens(connection, fenced, connection.get_execution_options(), claiming=True)
-    return tokens.of_row(naming)
-
-
-def _equals(table: Table, key: Sequence[Any]) -> ColumnElement[bool]:
-    return and_(*(column == value for column, value in zip(table.primary_key, key, strict=True)))
-
-
-def _refuse_another_row(fenced: FencedTable, naming: tuple[Any, ...], found: tuple[Any, ...]) -> None:
+def _refuse_another_row(fenced: FencedTable, asked: str, key: Sequence[Any]) -> None:
     """Refuse a row whose key is another one than was asked for, because its type changes what it is given.
 
     A `TypeDecorator` that lowers case finds "main" where "MAIN" was asked for; their resources are two.
     """
     template = fenced.template
-    if template.in_key:
-        asked, loaded = (template.render(each) for each in (naming, _naming_in(fenced, found)))
-        if asked != loaded:
-            raise UnfencedWriteError(
-                f"{asked!r} was asked for and led to the row of {fenced.name!r} that {loaded!r} guards; lock "
-                f"it by the name that the row itself has"
-            )
+    if template.in_key and (loaded := template.render(_naming_in(fenced, key))) != asked:
+        raise UnfencedWriteError(
+            f"{asked!r} was asked for and led to the row of {fenced.name!r} that {loaded!r} guards; lock "
+            f"it by the name that the row itself has"
+        )
 
 
-def _raise_fences(
-    connection: Connection, fenced: FencedTable, rows: Sequence[tuple[Any, ...]], token: int
-) -> None:
+def _tokens_of(connection: Connection, fenced: FencedTable) -> Tokens:
+    """Return the tokens to claim with; refuse a connection that commits each statement by itself."""
+    options = connection.get_execution_options()
+    writer = begin_writing(connection, options, fenced)
+    return Tokens(connection, fenced, options, writer=writer, claiming=True)
+
+
+def _claim_at_once(target: Target, mapper: Mapper[Any], fenced: FencedTable, row: _Key, token: int) -> Any:
+    """Claim and load a row by one statement; return None if that is not possible, or has found no row.
+
+    PostgreSQL alone returns a row as a trigger leaves it. A listener for `do_orm_execute` may want to add
+    criteria to a SELECT.
+    """
+    dialect: Any = target.connection.dialect
+    shows_row = dialect.update_returning and (dialect.name == "postgresql" or not trigger_of(fenced.table))
+    if not shows_row or target.session.dispatch.do_orm_execute:
+        return None
+    if mapper not in fenced.statements:
+        fenced.statements[mapper] = _claiming(mapper, fenced) if _is_plain(mapper, fenced.table) else None
+    if fenced.statements[mapper] is None:
+        return None
+    found = target.session.scalar(
+        fenced.statements[mapper],
+        {**_parameters(row), TOKEN_BIND: token},
+        execution_options={
+            "fencelock": BYPASS,
+            CLAIM_OPTION: True,
+            "populate_existing": True,
+            "synchronize_session": False,
+        },
+        bind_arguments=target.bind_arguments,
+    )
+    if found is not None:
+        key = row[: len(fenced.table.primary_key)]
+        note_locked(target.connection, lambda: [row_name(fenced.table, key)], 1)
+    return found
+
+
+def _is_plain(mapper: Mapper[Any], table: Table) -> bool:
+    """Tell whether the columns of one row of its table are all that loads an object."""
+    return (
+        mapper.local_table is table
+        and mapper.inherits is None
+        and mapper.polymorphic_on is None
+        and all(table.c.contains_column(each.columns[0]) for each in mapper.column_attrs)
+        and all(each.lazy in _LOADED_LATER for each in mapper.relationships)
+    )
+
+
+def _claiming(mapper: Mapper[Any], fenced: FencedTable) -> Update:
+    """Return the statement that raises the fence of a row, unless it is higher, and returns the row."""
+    token = bindparam(TOKEN_BIND, type_=BigInteger)
+    is_named = _is_named(fenced)
+    criteria = [*_has_key(fenced), *is_named, fenced.fence <= token]
+    criteria += [SameText(each.left, each.right) for each in is_named if is_text(each.left)]
+    if fenced.strict:
+        criteria.append(CarriedToken())
+    values = {**unchanged_by_raising(fenced.table), fenced.fence: token}
+    return update(mapper.class_).where(*criteria).values(values).returning(mapper.class_)
+
+
+def _has_key(fenced: FencedTable) -> list[Any]:
+    """Return the criteria for a row with the primary key that the parameters have."""
+    return [column == bindparam(f"key_{at}") for at, column in enumerate(fenced.table.primary_key)]
+
+
+def _is_named(fenced: FencedTable) -> list[Any]:
+    """Return the criteria for a row whose resource is named by the values that the parameters have."""
+    columns = enumerate(fenced.template.columns.values(), len(fenced.table.primary_key))
+    return [column == bindparam(f"key_{at}") for at, column in columns]
+
+
+def _parameters(row: _Key) -> dict[str, Any]:
+    """Return a primary key, and the values that name the resource, as the parameters of these criteria."""
+    return {f"key_{at}": value for at, value in enumerate(row)}
+
+
+def _raise_fences(connection: Connection, fenced: FencedTable, rows: Sequence[_Key], token: int) -> None:
     """Raise the fence of rows and lock them, in this order; the guard adds the fence and the check.
 
-    A row is given by its primary key and the values that name its resource.
+    A row is given by its primary key and the values that name its resource. Each has an execution of its own,
+    so that the database tells which of them has refused.
+    """
+    if "raising" not in fenced.statements:
+        criteria = [*_has_key(fenced), *_is_named(fenced)]
+        raising = update(fenced.table).where(*criteria).values(unchanged_by_raising(fenced.table))
+        fenced.statements["raising"] = raising
+    connection.execute(
+        fenced.statements["raising"],
+        [*map(_parameters, rows)],
+        execution_options={TOKEN_OPTION: token, CLAIM_OPTION: True},
+    )
+
+
+def _settle(connection: Connection, fenced: FencedTable, keys: Iterable[_Key], token: int) -> None:
+    """Tell leases in doubt that these rows are claimed, which may settle the doubt.
 
     Raises:
-        CommitInDoubtError: if a lease is in doubt, and these rows do not tell that the doubt has ended.
+        CommitInDoubtError: if these rows do not tell that the doubt has ended.
     """
-    table = fenced.table
-    naming = tuple(fenced.template.columns.values())
-    columns = (*table.primary_key, *naming)
-    doubted = take_doubted(connection, token)
-    for some in batched(rows, KEYS_PER_QUERY):
-        if len(some) <= _FEW or not _raise_together(connection, fenced, naming, some, token):
-            _raise_each(connection, table, columns, some, token)
-    if doubted:
-        claimed = {row_name(table, row[: len(table.primary_key)]) for row in rows}
-        for lease in doubted:
-            lease.settle(token, claimed)
-            lease.check_certain(claiming=False)
+    for lease in take_doubted(connection, token):
+        lease.settle(token, {row_name(fenced.table, key) for key in keys})
+        lease.check_certain(claiming=False)
 
 
-def _raise_each(
-    connection: Connection,
-    table: Table,
-    columns: Sequence[Column[Any]],
-    rows: Sequence[tuple[Any, ...]],
-    token: int,
-) -> None:
-    """Raise the fences of rows, each by an execution of its own: so it is told which of them has refused."""
-    names = [f"key_{number}" for number in range(len(columns))]
-    matches = (column == bindparam(name) for column, name in zip(columns, names, strict=True))
-    connection.execute(
-        update(table).where(*matches).values(unchanged_by_raising(table)),
-        [dict(zip(names, row, strict=True)) for row in rows],
-        execution_options={TOKEN_OPTION: token, CLAIM_OPTION: True},
-    )
-
-
-def _raise_together(
-    connection: Connection,
-    fenced: FencedTable,
-    naming: Sequence[Column[Any]],
-    rows: Sequence[tuple[Any, ...]],
-    token: int,
-) -> bool:
-    """Raise the fences of rows by one statement; return whether it is certain that it has found all of them.
-
-    They are locked before, for the UPDATE would do so in any order, and could not name the row that refuses.
-    """
-    table = fenced.table
-    key = tuple(table.primary_key)
-    keys = [row[: len(key)] for row in rows]
-    values = {row[len(key) :] for row in rows}
-    if len(values) > 1:
-        return False
-    found = is_one_of(key, keys)
-    locking = select(fenced.fence).where(found).order_by(*key).with_for_update(key_share=True)
-    if any(fence > token for fence in connection.scalars(locking)):
-        return False
-    named = (column == value for column, value in zip(naming, values.pop(), strict=True))
-    raised = connection.execute(
-        update(table).where(found, *named).values(unchanged_by_raising(table)),
-        execution_options={TOKEN_OPTION: token, CLAIM_OPTION: True},
-    )
-    if raised.rowcount != len(rows):
-        return False
-    note_locked(connection, lambda: (row_name(table, each) for each in keys), len(keys))
-    return True
-
-
-def _try_lock(
-    connection: Connection, fenced: FencedTable, key: tuple[Any, ...], *, skip_locked: bool
-) -> bool:
+def _try_lock(connection: Connection, fenced: FencedTable, key: _Key, *, skip_locked: bool) -> bool:
     """Lock the row without waiting; return whether it is ours, or gone."""
-    row = select(*fenced.table.primary_key).where(_equals(fenced.table, key))
+    row = select(*fenced.table.primary_key).where(*_has_key(fenced))
     locking = row.with_for_update(nowait=not skip_locked, skip_locked=skip_locked, key_share=True)
-    return connection.execute(locking).first() is not None or connection.execute(row).first() is None
+    is_ours = connection.execute(locking, _parameters(key)).first() is not None
+    return is_ours or connection.execute(row, _parameters(key)).first() is None
 
 
-def _load(target: Target, model: type[T], key: tuple[Any, ...]) -> T | None:
-    """Read the row as it is now, into the session's object of it if there is one."""
-    locking = {"read": True} if target.connection.dialect.name in LOCKING_READS else None
+def _load(target: Target, statement: Select[Any], fenced: FencedTable, keys: Sequence[_Key]) -> Sequence[Any]:
+    """Load those of a query's objects that have these keys as they are now, also into the session's own."""
+    query = statement.where(is_one_of(tuple(fenced.table.primary_key), keys))
+    query = newest(query.execution_options(populate_existing=True), target.connection)
     with target.reading():
-        return target.session.get(
-            model,
-            key,
-            populate_existing=True,
-            with_for_update=locking,
-            identity_token=target.shard,
-            bind_arguments=target.bind_arguments,
-        )
+        return target.session.scalars(query, bind_arguments=target.bind_arguments).unique().all()
 
 
-def _load_claimed(
-    target: Target,
-    statement: Select[Any],
-    fenced: FencedTable,
-    token_of: Mapping[tuple[Any, ...], int],
-    order: Sequence[tuple[Any, ...]],
-) -> list[Any]:
-    """Load what was claimed and matches still, in the query's order; of many rows, as it was before."""
-    key = tuple(fenced.table.primary_key)
-    fresh = statement.limit(None).offset(None).execution_options(populate_existing=True)
-    if target.connection.dialect.name in LOCKING_READS:
-        fresh = fresh.with_for_update(read=True)
-    found: list[Any] = []
-    for some in batched(order, KEYS_PER_QUERY):
-        query = fresh.where(is_one_of(key, some))
-        with target.reading():
-            found += target.session.scalars(query, bind_arguments=target.bind_arguments).unique()
-    if len(order) > KEYS_PER_QUERY:
-        place = {each: number for number, each in enumerate(order)}
-        found.sort(key=lambda instance: place[tuple(inspect(instance).identity)])
-    return [_surely_claimed(target, instance, token_of) for instance in found]
+@cache
+def _passing(fences: Table, dialect: str, *, returns: bool) -> Insert:
+    """Return the statement that makes a resource's fence, or raises it, and locks its row either way.
 
-
-def _surely_claimed(target: Target, instance: T, token_of: Mapping[tuple[Any, ...], int]) -> T:
-    """Return the object; claim the row again if it was deleted and inserted meanwhile."""
-    key = tuple(inspect(instance).identity)
-    if getattr(instance, FENCE_COLUMN) == token_of[key]:
-        return instance
-    return claim(target.session, type(instance), key, bind_arguments=target.bind_arguments)
-
-
-def _raise_or_make(connection: Connection, fences: Table, resource: str, token: int) -> Insert:
-    """Return the statement that makes the resource's fence, or raises it, and locks its row either way.
-
-    One statement, because two deadlock: InnoDB's shared lock of a missed INSERT, or its gap lock of a missed
-    UPDATE, is held by both contenders when each wants to write.
+    A higher fence stays, and shuts the gate. One statement, because two deadlock: InnoDB's shared lock of a
+    missed INSERT, or its gap lock of a missed UPDATE, is held by both contenders when each wants to write.
     """
-    row = {"resource": resource, FENCE_COLUMN: token}
     fence = fences.c[FENCE_COLUMN]
-    if connection.dialect.name in {"mysql", "mariadb"}:
-        of_mysql = mysql.insert(fences).values(row)
-        return of_mysql.on_duplicate_key_update(
-            {FENCE_COLUMN: func.greatest(fence, of_mysql.inserted[FENCE_COLUMN])}
-        )
-    if connection.dialect.name == "postgresql":
-        of_postgresql = postgresql.insert(fences).values(row)
-        higher = func.greatest(fence, of_postgresql.excluded[FENCE_COLUMN])
-        return of_postgresql.on_conflict_do_update(index_elements=["resource"], set_={FENCE_COLUMN: higher})
-    of_sqlite = sqlite.insert(fences).values(row)
-    higher = func.max(fence, of_sqlite.excluded[FENCE_COLUMN])
-    return of_sqlite.on_conflict_do_update(index_elements=["resource"], set_={FENCE_COLUMN: higher})
+    made: Any
+    if dialect in LOCKING_READS:
+        made = mysql.insert(fences)
+        new = made.inserted[FENCE_COLUMN]
+        made = made.on_duplicate_key_update({FENCE_COLUMN: case((fence > new, fence), else_=new)})
+    else:
+        made = (postgresql if dialect == "postgresql" else sqlite).insert(fences)
+        new = made.excluded[FENCE_COLUMN]
+        higher = {FENCE_COLUMN: case((fence > new, fence), else_=new)}
+        made = made.on_conflict_do_update(index_elements=["resource"], set_=higher)
+    return made.returning(fence) if returns else made  # type: ignore[no-any-return]

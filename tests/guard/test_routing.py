@@ -116,6 +116,16 @@ def test_a_claim_goes_to_the_leader_and_reads_there(leader: Engine, follower: En
             assert tuple(found) == row
 
 
+@pytest.mark.parametrize(
+    "how", [claim, lambda session, model, _, **more: claim_all(session, select(model), **more)[0]]
+)
+def test_a_claim_goes_and_reads_where_it_is_told_to(leader: Engine, follower: Engine, how: Any) -> None:
+    """Also where the session itself would choose another database."""
+    with Session(follower) as session:
+        bind(session, *LEASES)
+        assert how(session, Account, 1, bind_arguments={"bind": leader}).balance == 70
+
+
 def test_gate_and_upsert_go_to_the_leader(leader: Engine, follower: Engine) -> None:
     """As any other write does."""
     with routing(leader, follower)() as session:
