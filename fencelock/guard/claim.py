@@ -1,9 +1,11 @@
 """Claim before reading: raise the fence, take the lock, then read.
 
-Fenced writes alone lose updates. The new holder reads, the paused old holder wakes up and writes (nothing
-newer has been seen yet, so it is accepted), the new holder writes back what it made of its stale read. A
-claim closes this: one UPDATE raises the row's fence to the holder's token and takes the row lock. From then
-on the old holder is turned away, and what is read afterwards stays true until the transaction ends.
+An object that is written needs no claim, for its write id is compared. What a program decides on and does not
+write is not compared, and an act outside of the database cannot be undone. There the new holder reads, the
+paused old holder wakes up and writes (nothing newer has been seen yet, so it is accepted), and the new holder
+acts on what it has read. A claim closes this: one UPDATE raises the row's fence to the holder's token and
+takes the row lock. From then on the old holder is turned away, and what is read afterwards stays true until
+the transaction ends.
 
 Where that is sound, the UPDATE returns the row as well. Else a SELECT reads it afterwards. Nothing is
 remembered as claimed, because a rollback to a savepoint gives the row lock back.

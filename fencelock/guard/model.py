@@ -75,11 +75,10 @@ class FencedModel:
     table, which must never change, and whose values the database gives back as they were given to it (no
     type that changes case, say). A word without braces is one resource that guards the whole table.
 
-    What the unit of work writes, it writes only if the row's fence is the one that the object was loaded
-    with, or the holder's own: `StaleReadError` says that another has written or claimed the row since. The
-    fence is loaded with whatever else is loaded of an object, and is None where a query does not select it.
+    What the unit of work writes, it writes only over the write that the object was loaded from:
+    `StaleReadError` says that the row was written since, by whichever holder.
 
-    What it does not promise: that a value read before the row was claimed is still true (see `claim`), and
+    What it does not promise: that what you read and do not write is still true (see `claim`), and
     that a stale holder cannot INSERT, since a new row has no fence to compare with (see `gate`). What the
     database does by itself goes unseen: foreign keys with ON DELETE CASCADE or SET NULL, triggers, stored
     functions. A link in a many-to-many table is guarded where a relationship of the fenced model changes (or

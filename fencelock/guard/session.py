@@ -9,12 +9,11 @@ Where a transaction has written under a lease of a resource and the context now 
 same resource, the older one stays in use: what the transaction has read, it read before somebody else may
 have come and gone, and only the older token lets the database see that.
 
-Here it is also noted which fence an object was loaded with, which the statement compares: what is written
-was computed from that state of the row.
+Here it is also noted which write an object was loaded from, which the statement compares.
 
-Attributes are stamped here (so that objects show the fence they were written with, and so that a change in a
-collection, a link table or a joined sub-table writes the base row too); which token really goes into a
-statement is decided once more, and finally, when the statement is rewritten.
+Attributes are stamped here (so that objects show the fence and the id they were written with, and so that a
+change in a collection, a link table or a joined sub-table writes the base row too); which token really goes
+into a statement is decided once more, and finally, when the statement is rewritten.
 """
 
 from __future__ import annotations
