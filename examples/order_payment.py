@@ -41,8 +41,8 @@ def pay(engine: Engine, worker: str, cents: int, charge_card: Callable[[], objec
 
         charge_card()  # with an idempotency key, so that beginning again does not charge twice
 
-        # UPDATE … SET paid_cents = …, last_fencing_token = token WHERE id = 1
-        # AND last_fencing_token IN (what the order was loaded with, token)
+        # UPDATE … SET paid_cents = …, last_fencing_token = token, last_write_id = a new number WHERE id = 1
+        # AND last_fencing_token <= token AND last_write_id = what the order was loaded with
         order.paid_cents = paid + cents
         session.commit()
         print(f"{worker}: token {token}, wrote {(paid + cents) / 100:.2f}")

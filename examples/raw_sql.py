@@ -5,7 +5,7 @@ lease has run out. Another one takes three pieces with Core, and then two with a
 Then the first one wakes up and tries to write, in both ways, and gets nowhere: five pieces are left.
 
 The condition is in the statement itself, so any language can join in: a program writes a row only with
-`SET last_fencing_token = <token>` and `AND last_fencing_token <= <token>`.
+`SET last_fencing_token = <token>, last_write_id = <a random number>` and `AND last_fencing_token <= <token>`.
 """
 
 from __future__ import annotations

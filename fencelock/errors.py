@@ -141,9 +141,9 @@ class FenceError(DontWrapMixin, FencelockError):
 class StaleTokenError(FenceError):
     """The row has been claimed or written under a larger token: this holder's lease is over.
 
-    Raised by writes, and by loads of objects under a lease that is older than the row's fence. Nothing of the
-    transaction (or of the innermost savepoint) can be committed then: until it is rolled back, all that is
-    executed or committed in it raises SQLAlchemy's `PendingRollbackError`, which names this refusal.
+    Raised by writes and claims. Nothing of the transaction (or of the innermost savepoint) can be committed
+    then: until it is rolled back, all that is executed or committed in it raises SQLAlchemy's
+    `PendingRollbackError`, which names this refusal.
 
     Attributes:
         table: name of the table.
@@ -179,17 +179,17 @@ class StaleTokenError(FenceError):
 
 
 class StaleReadError(StaleTokenError):
-    """Another has written or claimed the row since this object was loaded: what it was computed from is old.
+    """The row was written since this object was loaded, by whichever holder: what it is made from is old.
 
     The lease may well be valid. What is to be done is the same as for any `StaleTokenError`: begin again, and
-    load the row again (`claim` it, so that it stays what was read).
+    load the row again.
 
     Attributes:
         table: name of the table.
         identity: primary key of the row, as a tuple; None where the statement named many rows.
         token: the fencing token of the write.
         current: the row's fence now; None where the row is gone.
-        loaded: the row's fence when the object was loaded; -1 where that was undone with the transaction;
+        loaded: the row's `last_write_id` when the object was loaded; -1 where the object is of two versions;
             None where it is not known.
     """
 
@@ -208,29 +208,19 @@ class StaleReadError(StaleTokenError):
     def __str__(self) -> str:
         row = self.table if self.identity is None else f"{self.table}{self.identity!r}"
         if self.current is None:
-            return (
-                f"{row} is gone: the row was deleted since this object was loaded, so roll back, and look "
-                f"for it again (the token of this write was {self.token})"
-            )
-        what = (
-            f"was loaded at fence {self.loaded} and has been fenced with {self.current} since, by another "
-            f"holder or by a statement"
-        )
-        if self.current in {self.token, self.loaded}:
-            what = f"was written since it was loaded, and its fence is {self.current}"
+            what = "was deleted since this object was loaded: roll back, and look for it again"
         elif self.loaded is not None and self.loaded < 0:
-            what = f"was written in a transaction that was rolled back, and its fence is {self.current} now"
-        return (
-            f"{row} {what}: roll back, load it again, best with claim() (the token of this write was "
-            f"{self.token})"
-        )
+            what = "is of two versions, merged or loaded in parts: roll back, and load all of it again"
+        else:
+            what = "was written since it was loaded: roll back, and load it again"
+        return f"{row} {what} (the token of this write was {self.token}, the row's fence is {self.current})"
 
 
 class CommitInDoubtError(FenceError):
     """The connection was lost while a transaction was written under the lease, which may still be committed.
 
-    Until that is decided nothing can be read or written under the lease. In this order: roll back; mint a new
-    token, `lock.remint()`; claim, or pass the gate of, what that transaction has written; only then read.
+    Until that is decided nothing can be written under the lease. In this order: roll back; mint a new token,
+    `lock.remint()`; claim, or pass the gate of, what that transaction has written; only then read.
     Where the lock is over by then, lock again and look: `fenced_transaction` raises it after its release.
     """
 

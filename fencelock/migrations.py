@@ -1,10 +1,11 @@
 """Fences in Alembic: operations for migrations, and an autogenerate that knows them.
 
 `pip install 'fencelock[alembic]'` is all that it takes: Alembic (1.18 or later) finds the plugin by itself.
-Migrations then have `op.add_fence`, `op.drop_fence`, `op.create_fence_trigger`, `op.drop_fence_trigger`,
-`op.relaxed_fence_trigger`, `op.create_fence_table`, `op.drop_fence_table`, `op.create_lease_table` and
-`op.drop_lease_table`; `alembic revision --autogenerate` writes them, and `alembic check` notices what is
-missing, a trigger that SQLite's batch mode has dropped included.
+Migrations then have `op.add_fence`, `op.drop_fence`, `op.add_write_id`, `op.drop_write_id`,
+`op.create_fence_trigger`, `op.drop_fence_trigger`, `op.relaxed_fence_trigger`, `op.create_fence_table`,
+`op.drop_fence_table`, `op.create_lease_table` and `op.drop_lease_table`; `alembic revision --autogenerate`
+writes them, and `alembic check` notices what is missing, a trigger that SQLite's batch mode has dropped
+included.
 
 What an operation makes never changes with the version of fencelock, because migrations are history: whatever
 a later version needs will be an operation of its own, which autogenerate finds.
@@ -39,8 +40,11 @@ from fencelock.guard._tables import (
     FENCE_MARK,
     FENCE_TABLE,
     GUARDS_OWN,
+    WRITE_COLUMN,
+    WRITE_MARK,
     FenceTrigger,
     new_fence_column,
+    new_write_column,
     trigger_of,
 )
 from fencelock.guard.fences import fence_table
@@ -131,6 +135,58 @@ class DropFenceOp(FenceOperation):
         of_table = _of_batch(operations)
         _drop_trigger(operations, DropFenceTriggerOp(**of_table))
         operations.invoke(DropColumnOp(**of_table, column_name=FENCE_COLUMN))
+
+
+@Operations.register_operation("add_write_id")
+@BatchOperations.register_operation("add_write_id", "batch_add_write_id")
+class AddWriteIdOp(FenceOperation):
+    """The column that says which write a row has seen last."""
+
+    name = "add_write_id"
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments that stand in the migration."""
+        return {"schema": self.schema}
+
+    def reverse(self) -> DropWriteIdOp:
+        """Return the way back."""
+        return DropWriteIdOp(self.table_name, schema=self.schema)
+
+    @classmethod
+    def add_write_id(cls, operations: Operations, table_name: str, *, schema: str | None = None) -> None:
+        """Give a table the column `last_write_id`, with 0 in every row, which no database rewrites."""
+        operations.invoke(cls(table_name, schema=schema))
+
+    @classmethod
+    def batch_add_write_id(cls, operations: BatchOperations) -> None:
+        """Give the table of a batch the column."""
+        operations.invoke(AddColumnOp(**_of_batch(operations), column=new_write_column()))
+
+
+@Operations.register_operation("drop_write_id")
+@BatchOperations.register_operation("drop_write_id", "batch_drop_write_id")
+class DropWriteIdOp(FenceOperation):
+    """The column goes."""
+
+    name = "drop_write_id"
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments that stand in the migration."""
+        return {"schema": self.schema}
+
+    def reverse(self) -> AddWriteIdOp:
+        """Return the way back."""
+        return AddWriteIdOp(self.table_name, schema=self.schema)
+
+    @classmethod
+    def drop_write_id(cls, operations: Operations, table_name: str, *, schema: str | None = None) -> None:
+        """Take the column away. SQLite must be 3.35 or later."""
+        operations.invoke(cls(table_name, schema=schema))
+
+    @classmethod
+    def batch_drop_write_id(cls, operations: BatchOperations) -> None:
+        """Take the column of a batch's table away."""
+        operations.invoke(DropColumnOp(**_of_batch(operations), column_name=WRITE_COLUMN))
 
 
 @Operations.register_operation("create_fence_trigger")
@@ -397,6 +453,16 @@ def _drop_fence(operations: Operations, op: DropFenceOp) -> None:
     operations.invoke(DropColumnOp(op.table_name, FENCE_COLUMN, schema=op.schema))
 
 
+@Operations.implementation_for(AddWriteIdOp)
+def _add_write_id(operations: Operations, op: AddWriteIdOp) -> None:
+    operations.invoke(AddColumnOp(op.table_name, new_write_column(), schema=op.schema))
+
+
+@Operations.implementation_for(DropWriteIdOp)
+def _drop_write_id(operations: Operations, op: DropWriteIdOp) -> None:
+    operations.invoke(DropColumnOp(op.table_name, WRITE_COLUMN, schema=op.schema))
+
+
 @Operations.implementation_for(CreateFenceTriggerOp)
 def _create_trigger(operations: Operations, op: FenceOperation) -> None:
     strict = op.trigger == "strict"
@@ -505,6 +571,10 @@ def use_operations(
     return PriorityDispatchResult.CONTINUE
 
 
+_DROPS = (DropFenceOp, DropFenceTriggerOp, DropWriteIdOp)
+_ADDS = (AddFenceOp, CreateFenceTriggerOp, AddWriteIdOp)
+
+
 def _said_anew(context: AutogenContext, op: MigrateOperation) -> Iterator[MigrateOperation]:
     if isinstance(op, DropTableOp) and op.table_name == LEASE_TABLE:
         return  # `fencelock init` has made it, and no model knows of it
@@ -515,11 +585,11 @@ def _said_anew(context: AutogenContext, op: MigrateOperation) -> Iterator[Migrat
         yield op
     elif isinstance(op, ModifyTableOps):
         changes = [_fence_change(context, change) for change in op.ops]
-        yield from (each for each in changes if isinstance(each, DropFenceOp | DropFenceTriggerOp))
+        yield from (each for each in changes if isinstance(each, _DROPS))
         op.ops[:] = [each for each in changes if not isinstance(each, FenceOperation)]
         if op.ops:
             yield op
-        yield from (each for each in changes if isinstance(each, AddFenceOp | CreateFenceTriggerOp))
+        yield from (each for each in changes if isinstance(each, _ADDS))
     else:
         yield op
 
@@ -528,9 +598,13 @@ def _fence_change(context: AutogenContext, op: MigrateOperation) -> MigrateOpera
     if isinstance(op, AddColumnOp) and FENCE_MARK.items() <= op.column.info.items():
         wanted = trigger_of(op.column.table)
         return AddFenceOp(op.table_name, schema=op.schema, trigger=wanted)
-    if isinstance(op, DropColumnOp) and op.column_name == FENCE_COLUMN:
+    if isinstance(op, AddColumnOp) and WRITE_MARK.items() <= op.column.info.items():
+        return AddWriteIdOp(op.table_name, schema=op.schema)
+    if isinstance(op, DropColumnOp) and op.column_name in {FENCE_COLUMN, WRITE_COLUMN}:
         column = op.to_column()
         if isinstance(column.type, BigInteger) and not column.nullable:
+            if op.column_name == WRITE_COLUMN:
+                return DropWriteIdOp(op.table_name, schema=op.schema)
             found = _found(context, op.table_name, op.schema)
             return DropFenceOp(op.table_name, schema=op.schema, trigger=found)
     return op

@@ -192,7 +192,8 @@ def pay(session: Session, _token: int) -> None:
 WITHOUT_ITS_LEASE: dict[str, Callable[[Session, int], object]] = {
     "text": lambda session, token: session.execute(
         text(
-            "UPDATE release_accounts SET balance = 5, last_fencing_token = :fencing_token "
+            "UPDATE release_accounts SET balance = 5, last_fencing_token = :fencing_token,"
+            " last_write_id = :fencing_write_id "
             "WHERE id = 1 AND last_fencing_token <= :fencing_token"
         ),
         {"fencing_token": token},

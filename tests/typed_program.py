@@ -67,7 +67,7 @@ from fencelock import (
     on_unfenced,
     upsert,
 )
-from fencelock.guard import fence_column, triggers
+from fencelock.guard import fence_column, triggers, write_id_column
 
 
 class Base(DeclarativeBase):
@@ -161,7 +161,13 @@ def around_the_guard(engine: Engine) -> None:
 
 def with_triggers(engine: Engine) -> None:
     """Have the database refuse by itself."""
-    table = Table("crates", MetaData(), Column("id", Integer, primary_key=True), fence_column(trigger=True))
+    table = Table(
+        "crates",
+        MetaData(),
+        Column("id", Integer, primary_key=True),
+        fence_column(trigger=True),
+        write_id_column(),
+    )
     with engine.begin() as connection:
         for statement in triggers.create(table, engine.dialect.name, strict=True):
             connection.execute(statement)

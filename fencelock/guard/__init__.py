@@ -6,13 +6,14 @@ writes an object, the fence must be the very one that it was loaded with, or the
 knows who grants the leases.
 """
 
+from fencelock.guard._bypass import bypass
 from fencelock.guard._claim_async import claim_all_async, claim_async, gate_async
 from fencelock.guard._tables import FENCE_TABLE
 from fencelock.guard.claim import claim, claim_all, gate
 from fencelock.guard.events import GuardEvent, forget, on_claim, on_stale, on_unfenced
 from fencelock.guard.fences import fence_table
-from fencelock.guard.model import FencedDataclassModel, FencedModel, fence_column
-from fencelock.guard.session import bind, bypass
+from fencelock.guard.model import FencedDataclassModel, FencedModel, fence_column, write_id_column
+from fencelock.guard.session import bind
 from fencelock.guard.sql import (
     conditional_delete,
     conditional_update,
@@ -49,4 +50,5 @@ __all__ = [
     "on_stale",
     "on_unfenced",
     "upsert",
+    "write_id_column",
 ]

@@ -1,101 +1,105 @@
-"""Whether a statement goes around the guard: that is said of it, of its engine, or for a block.
+"""Whether a statement goes around the guard: that is said of it, of its connection or engine, or for a block.
 
-Apart from `session` because everybody asks here. A block hangs on a connection as an execution option, so
-that all who are given options see it. It knows itself whether it is over, and whose it is: what is left of it
-anywhere means nothing.
+Apart from `session` because every part of the guard asks here. A block is of the thread, task or greenlet
+that has entered it, so others on the same session or connection stay guarded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
-from weakref import ReferenceType, ref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from sqlalchemy.engine import Connection
+from sqlalchemy.orm import Session
 
 from fencelock._owners import current_owner
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
+    from sqlalchemy.orm import scoped_session
+
+    AnySession: TypeAlias = (
+        Session
+        | Connection
+        | AsyncSession
+        | AsyncConnection
+        | scoped_session[Any]
+        | async_scoped_session[Any]
+    )
 
 BYPASS: Final = "bypass"
 """The value of the execution option `fencelock` that lets a statement pass unguarded."""
 
-HOW: Final = (
-    'a bypass is said of a statement (execution_options={"fencelock": "bypass"}), of an engine, or for a '
-    "block: with fencelock.bypass(session)"
-)
-"""What to say to one who says it of a session's connection, where it would last."""
+_blocks: Final[list[tuple[object, Session | Connection]]] = []
+"""The open blocks: the owner, and the session or connection."""
 
 
-class Entry:
-    """What one thread or task has begun by entering a block.
+@contextmanager
+def bypass(target: AnySession) -> Iterator[None]:
+    """Have what a session or connection executes in this block go around the guard.
 
-    Attributes:
-        is_open: whether the block goes on.
-        connections: those on which it goes around the guard.
+    For seeds, repairs and tests, at times when no holder is at work: nothing is compared, stamped or refused.
+    Other threads and tasks are guarded as ever, also on the same connection. At the end of the block, however
+    it is left, everything is as before. Blocks may be inside each other; for asyncio it is a plain `with`.
+    What is pending in a session when the block ends is guarded when it is flushed: flush in the block.
+
+    Example:
+        ```python
+        with fencelock.bypass(session):
+            session.execute(text("UPDATE orders SET status = 'new'"))
+        ```
+
+    Raises:
+        TypeError: for anything else than a session or connection.
     """
-
-    __slots__ = ("_owner", "connections", "is_open")
-
-    def __init__(self) -> None:
-        self.is_open = True
-        self.connections: list[ReferenceType[Connection]] = []
-        self._owner = current_owner()
-
-    def begin(self, connection: Connection) -> None:
-        """Have a connection go around the guard, for who has entered the block."""
-        self.connections.append(ref(connection))
-        set_choice(connection, _InBlock(self, connection.get_execution_options().get("fencelock")))
-
-    def end(self) -> None:
-        """Have everything be as before."""
-        self.is_open = False
-        for reference in self.connections:
-            connection = reference()
-            choice = None if connection is None else connection.get_execution_options().get("fencelock")
-            if connection is not None and isinstance(choice, _InBlock) and choice.entry is self:
-                set_choice(connection, choice.before)
-
-    @property
-    def holds_here(self) -> bool:
-        """Whether the block goes on, and who asks is in it."""
-        return self.is_open and self._owner == current_owner()
+    block = current_owner(), blocking(target)
+    _blocks.append(block)
+    try:
+        yield
+    finally:
+        _blocks.remove(block)
 
 
-class _InBlock(NamedTuple):
-    """The option's value in a block.
-
-    Attributes:
-        entry: of the block.
-        before: the value around it.
-    """
-
-    entry: Entry
-    before: object
-
-
-def is_bypassed(options: Mapping[str, Any]) -> bool:
-    """Tell whether a statement with these execution options goes around the guard.
+def is_bypassed(options: Mapping[str, Any], connection: Connection) -> bool:
+    """Tell whether a statement with these execution options goes around the guard on a connection.
 
     Raises:
         ValueError: if the option has a value that it does not know.
     """
-    return "fencelock" in options and _chosen(options["fencelock"])
-
-
-def _chosen(choice: object) -> bool:
-    if isinstance(choice, _InBlock):
-        return choice.entry.holds_here or _chosen(choice.before)
+    choice = options.get("fencelock")
     if choice not in (None, BYPASS):
         raise ValueError(f"the execution option fencelock is {BYPASS!r} or left away, not {choice!r}")
-    return choice is not None
+    return choice is not None or (bool(_blocks) and _is_in_block(connection))
 
 
-def lasts(connection: Connection) -> bool:
-    """Tell whether a connection itself says that all of its statements go around the guard."""
-    own, of_engine = connection.get_execution_options(), connection.engine.get_execution_options()
-    return own.get("fencelock") == BYPASS and of_engine.get("fencelock") != BYPASS
+def _is_in_block(connection: Connection) -> bool:
+    owner = current_owner()
+    return any(
+        target is connection or (isinstance(target, Session) and connection in connections_of(target))
+        for entered, target in tuple(_blocks)  # other threads add to them meanwhile
+        if entered == owner
+    )
 
 
-def set_choice(connection: Connection, choice: object) -> None:
-    """Have a connection say something else from now on."""
-    options = connection.get_execution_options().union({"fencelock": choice})
-    connection._execution_options = options  # noqa: SLF001  the public way is closed for those of sessions
+def connections_of(session: Session) -> set[Connection]:
+    """Return the connections of a session's transaction."""
+    transaction = session.get_transaction()
+    known: Mapping[Any, Any] = {} if transaction is None else transaction._connections  # noqa: SLF001  no public way
+    return {connection for connection, *_ in known.values()}
+
+
+def blocking(target: object) -> Session | Connection:
+    """Return the session or connection behind the asyncio and scoped facades.
+
+    Raises:
+        TypeError: if it is neither.
+    """
+    registry = getattr(target, "registry", None)
+    if callable(registry):
+        target = registry()
+    for attribute in ("sync_session", "sync_connection"):
+        target = getattr(target, attribute, target)
+    if not isinstance(target, Session | Connection):
+        raise TypeError(f"expected a session or a connection, not {type(target).__name__}")
+    return target

@@ -20,6 +20,7 @@ from fencelock.errors import UnfencedWriteError
 from fencelock.guard._statement import TOKEN_OPTION, Row, assigned, key_of, refuse_fence_assignment
 from fencelock.guard._tables import FencedTable
 from fencelock.guard.session import Tokens
+from fencelock.guard.write_ids import new_write_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,41 +67,31 @@ def stamp_insert(
     rows: Sequence[Row],
     options: Mapping[str, Any],
     tokens: Tokens | None,
-) -> tuple[Insert, list[dict[str, Any]], NewRows | None]:
-    """Add the token to the rows of an INSERT; return also what is known of rows that the database names."""
-    _refuse_overwriting_insert(statement, fenced)
+) -> tuple[list[dict[str, Any]], NewRows | None]:
+    """Add token and write id to the rows of an INSERT; return also what is known of rows without a key."""
+    _refuse_unstampable(statement, fenced)
     own = {key_of(column): value for column, value in assigned(statement)}
     refuse_fence_assignment(own, fenced)
     token_of = _token_source(own, options, tokens)
     fence = fenced.fence.key
-    if statement._multi_values:  # noqa: SLF001  no public way to read them
-        return _stamp_multi_values(statement, fenced, token_of), [dict(row) for row in rows], None
     stamped = [{**row, fence: token_of(row)} for row in rows]
+    if fenced.write is not None:
+        write_id = new_write_id() if tokens is None or tokens.loaded is None else tokens.write_id
+        for row in stamped:
+            row[fenced.write.key] = write_id
     named = fenced.template.columns.values()
     if any(column.primary_key for column in named) and any(row[fence] == 0 for row in stamped):
-        return statement, stamped, NewRows(fenced, [{**own, **row} for row in stamped])
-    return statement, stamped, None
+        return stamped, NewRows(fenced, [{**own, **row} for row in stamped])
+    return stamped, None
 
 
-def _stamp_multi_values(statement: Insert, fenced: FencedTable, token_of: Callable[[Row], int]) -> Insert:
-    """Add the token to `insert().values([{…}, {…}])`, whose rows are part of the statement."""
-    stamped = []
-    for group in statement._multi_values:  # noqa: SLF001  no public way to read them
-        for row in group:
-            if not isinstance(row, Mapping):
-                raise UnfencedWriteError(
-                    f"rows inserted into {fenced.name!r} by position cannot be stamped; give them as dicts"
-                )
-            named = {key_of(column): value for column, value in row.items()}
-            refuse_fence_assignment(named, fenced)
-            stamped.append({**row, fenced.fence: token_of(named)})
-    bare = statement._generate()  # noqa: SLF001  values() only ever adds rows
-    bare._multi_values = ()  # noqa: SLF001  the same
-    return bare.values(stamped)
-
-
-def _refuse_overwriting_insert(statement: Insert, fenced: FencedTable) -> None:
-    """Refuse an INSERT that may write to rows that exist, or whose rows nobody has seen yet."""
+def _refuse_unstampable(statement: Insert, fenced: FencedTable) -> None:
+    """Refuse an INSERT that may write to rows that exist, or whose rows are no parameters."""
+    if statement._multi_values:  # noqa: SLF001  no public way to read them
+        raise UnfencedWriteError(
+            f"rows in insert().values([…]) into {fenced.name!r} cannot be stamped: give them to execute(), "
+            f"as in execute(insert(…), [{{…}}, {{…}}])"
+        )
     if statement._post_values_clause is not None or statement._prefixes:  # noqa: SLF001  no public way
         raise UnfencedWriteError(
             f"INSERT with ON CONFLICT, ON DUPLICATE KEY, OR REPLACE or IGNORE into {fenced.name!r} may touch "

@@ -20,7 +20,7 @@ from threading import Lock
 from typing import Any, Final
 
 from sqlalchemy import Column, StatementLambdaElement, TextClause, UpdateBase, event
-from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.engine import Engine
 from sqlalchemy.orm import FromStatement, Mapper
 from sqlalchemy.sql.lambdas import NullLambdaStatement
 
@@ -48,7 +48,6 @@ def install() -> None:
             return
         for kind in _WRITING:
             kind._execute_on_connection = rewrite.guarding(kind._execute_on_connection)  # noqa: SLF001  see above
-        Connection.execution_options = session.guarding_options(Connection.execution_options)  # type: ignore[method-assign]
         listen()
         _installed = True
 

@@ -21,6 +21,7 @@ from fencelock.guard._tables import (
     FencedTable,
     ResourceTemplate,
     check_trigger,
+    check_write_column,
     fenced_table,
     register,
     register_sub_table,
@@ -54,6 +55,7 @@ def on_mapped(mapper: Mapper[Any], model: type[Any]) -> None:
     _refuse_another_key(mapper, model, base)
     if trigger := check_trigger(getattr(model, "__fence_trigger__", False)):
         base.c[FENCE_COLUMN].info[TRIGGER_MARK] = trigger
+    check_write_column(base, model.__name__)
     template = _template(mapper, model, base)
     fenced = registered(base)
     if fenced is None or fenced.mapper is None:

@@ -8,7 +8,7 @@ from typing import Final
 from sqlalchemy.engine import ExceptionContext
 
 from fencelock.errors import FenceError
-from fencelock.guard._tables import FENCE_COLUMN, FENCE_TABLE
+from fencelock.guard._tables import FENCE_COLUMN, FENCE_TABLE, WRITE_COLUMN
 from fencelock.guard.session import refuse
 
 _MISSING_TABLE: Final = re.compile(r"no such table|^relation .* does not exist|doesn't exist", re.IGNORECASE)
@@ -35,13 +35,14 @@ def explain(context: ExceptionContext) -> None:
             f"Base.metadata.create_all(engine), or op.create_fence_table() in a migration; or pass no gate "
             f"(gate=False), and claim before you read"
         )
-    elif FENCE_COLUMN in message and _MISSING_COLUMN.search(message):
-        refusal = FenceError(
-            f"the database lacks the column {FENCE_COLUMN!r} of a fenced model ({message}); add it with a "
-            f'migration: op.add_fence("<table>"), which fencelock[alembic] brings, or '
-            f'op.add_column("<table>", sa.Column("{FENCE_COLUMN}", sa.BigInteger(), nullable=False, '
-            f'server_default=sa.text("0")))'
-        )
+    for column, operation in ((FENCE_COLUMN, "add_fence"), (WRITE_COLUMN, "add_write_id")):
+        if column in message and _MISSING_COLUMN.search(message):
+            refusal = FenceError(
+                f"the database lacks the column {column!r} of a fenced model ({message}); add it with a "
+                f'migration: op.{operation}("<table>"), which fencelock[alembic] brings, or '
+                f'op.add_column("<table>", sa.Column("{column}", sa.BigInteger(), nullable=False, '
+                f'server_default=sa.text("0")))'
+            )
     if refusal is not None:
         if context.connection is not None:
             refuse(context.connection, refusal)

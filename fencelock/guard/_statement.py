@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from sqlalchemy import (
-    BigInteger,
     Column,
     ColumnClause,
     Delete,
@@ -20,8 +19,6 @@ from sqlalchemy import (
     Table,
     TextClause,
     Update,
-    bindparam,
-    or_,
 )
 from sqlalchemy.orm.util import LoaderCriteriaOption
 from sqlalchemy.sql import ClauseElement, ColumnElement, FromClause, Join, operators, visitors
@@ -39,6 +36,7 @@ from fencelock.errors import UnfencedWriteError
 from fencelock.guard._tables import (
     FENCE_COLUMN,
     NO_OPTIONS,
+    WRITE_COLUMN,
     FencedTable,
     fenced_table,
     impersonates_fenced,
@@ -53,12 +51,13 @@ TOKEN_BIND: Final = "fencelock_token"  # noqa: S105  no password
 """Name of the parameter that carries the token into the condition."""
 
 LOADED_BIND: Final = "fencelock_loaded"
-"""Name of the parameter that carries the fence that was loaded into the condition."""
+"""Name of the parameter that carries the write id that was loaded into the condition; NULL lets any pass."""
 
-UNKNOWN_BIND: Final = "fencelock_unknown"
-"""Name of the parameter that lets pass what is not above the token, where no fence was loaded; or -1."""
+MOVE_BIND: Final = "fencelock_move"
+"""Name of the parameter by which a statement moves the write ids of what it writes."""
 
-_EARLIER_BIND: Final = "fencelock_earlier_"
+CLAIM_OPTION: Final = "fencelock_claim"
+"""Execution option of a statement that only raises fences, and writes no row anew."""
 
 TOKEN_OPTION: Final = "fencelock_token"  # noqa: S105  no password
 """Execution option with which `execute_fenced` hands over an explicit token."""
@@ -192,59 +191,19 @@ def is_condition(clause: Any, fence: ColumnElement[int]) -> bool:
     return _bind_of(clause, fence, operators.le) == TOKEN_BIND
 
 
-class Form(NamedTuple):
-    """What the condition of a statement of the unit of work has to allow for; most often, for nothing.
-
-    Attributes:
-        earlier: how many tokens the holders had before they reminted, at the most.
-        some_unknown: whether the fence of some row was not loaded.
-        all_own: whether all rows were loaded with the holder's own token, as what was claimed is.
-    """
-
-    earlier: int = 0
-    some_unknown: bool = False
-    all_own: bool = False
-
-    @property
-    def earlier_binds(self) -> list[str]:
-        """The names of the parameters that carry the earlier tokens."""
-        return [f"{_EARLIER_BIND}{number}" for number in range(self.earlier)]
+def loaded_in(clause: Any, write: ColumnElement[int]) -> BindParameter[int] | None:
+    """Return the parameter that says which id a row must have, if this is that condition."""
+    found = clause.right if _bind_of(clause, write, operators.eq) is not None else None
+    return found if isinstance(found, BindParameter) else None
 
 
-ALL_KNOWN: Final = Form()
-ALL_OWN: Final = Form(all_own=True)
-
-
-def as_loaded(fence: ColumnElement[int], loaded: ColumnElement[int], form: Form) -> ColumnElement[bool]:
-    """Return the condition that a row's fence is the one that was loaded, or one of the holder's own."""
-    own = [bindparam(name, type_=BigInteger) for name in (TOKEN_BIND, *form.earlier_binds)]
-    if form.all_own:
-        return fence == own[0]
-    arms = [fence == each for each in (loaded, *own)]  # IN costs PostgreSQL some microseconds more
-    if form.some_unknown:
-        arms.append(fence <= bindparam(UNKNOWN_BIND, type_=BigInteger))
-    return or_(*arms)
-
-
-def accepted_by(clause: Any, fence: ColumnElement[int]) -> tuple[BindParameter[int], ...] | None:
-    """Return what the fence may be, if this is the condition that `as_loaded` makes; else None."""
-    if _bind_of(clause, fence, operators.eq) == TOKEN_BIND:
-        return (clause.right,)
-    if not isinstance(clause, BooleanClauseList) or clause.operator is not operators.or_:
-        return None
-    arms = [arm for arm in clause.clauses if _bind_of(arm, fence, operators.le) != UNKNOWN_BIND]
-    if TOKEN_BIND in (keys := [_bind_of(arm, fence, operators.eq) for arm in arms]) and None not in keys:
-        return tuple([arm.right for arm in arms])
-    return None
-
-
-def _bind_of(clause: Any, fence: ColumnElement[int], compared: object) -> str | None:
-    """Return the name of the parameter that the fence is compared with, if it is so compared."""
+def _bind_of(clause: Any, column: ColumnElement[int], compared: object) -> str | None:
+    """Return the name of the parameter that a column is compared with, if it is so compared."""
     if (
         isinstance(clause, BinaryExpression)
         and clause.operator is compared
         and isinstance(clause.right, BindParameter)
-        and hash(clause.left) == hash(fence)  # annotated columns hash like the original
+        and hash(clause.left) == hash(column)  # annotated columns hash like the original
     ):
         return clause.right.key
     return None
@@ -295,11 +254,12 @@ def _uses(statement: Update | Delete | Insert, table: Any) -> bool:
 
 
 def refuse_fence_assignment(keys: Iterable[str], fenced: FencedTable) -> None:
-    """Refuse a statement that assigns the fence itself; where objects bring it along it is replaced."""
-    if not {FENCE_COLUMN, fenced.fence.key}.isdisjoint(keys):
+    """Refuse a statement that assigns what the guard writes; where objects bring it along it is replaced."""
+    found = {FENCE_COLUMN, WRITE_COLUMN, fenced.fence.key}.intersection(keys)
+    if found:
         raise ValueError(
-            f"{FENCE_COLUMN} of {fenced.name!r} belongs to the guard, which writes the lease's token there; "
-            f"leave it out of values()"
+            f"{' and '.join(sorted(found))} of {fenced.name!r} belongs to the guard, which writes the "
+            f"lease's token and a new write id; leave it out of values()"
         )
 
 

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Mapper
 
 FENCE_COLUMN: Final = "last_fencing_token"
+WRITE_COLUMN: Final = "last_write_id"
 FENCE_TABLE: Final = "fencelock_fences"
 TRANSLATED: Final = "schema_translate_map"
 """The execution option that says which schema tables are in."""
@@ -63,6 +64,7 @@ class _Unpicklable:
 
 
 FENCE_MARK: Final[dict[Any, Any]] = {"fencelock": _Unpicklable()}
+WRITE_MARK: Final[dict[Any, Any]] = {"fencelock.write_id": True}
 TRIGGER_MARK: Final = "fencelock.trigger"
 RESOURCE_MARK: Final = "fencelock.resource"
 _FENCED: Final = "fencelock.fenced"
@@ -234,6 +236,7 @@ class FencedTable(_Unpicklable):
     Attributes:
         table: the table.
         fence: its column `last_fencing_token`.
+        write: its column `last_write_id`, which only the fence table lacks.
         template: how the resource of a row is named.
         mapper: the model it belongs to, if any.
         statements: of claims and gates, which are made once.
@@ -243,10 +246,12 @@ class FencedTable(_Unpicklable):
     template: ResourceTemplate
     mapper: ReferenceType[Mapper[Any]] | None = None
     fence: Column[int] = field(init=False)
+    write: Column[int] | None = field(init=False)
     statements: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.fence = self.table.c[FENCE_COLUMN]
+        self.write = self.table.c.get(WRITE_COLUMN)
 
     @property
     def name(self) -> str:
@@ -320,6 +325,11 @@ def new_fence_column(info: Mapping[Any, Any] | None = None) -> Column[int]:
     return Column(FENCE_COLUMN, BigInteger, nullable=False, server_default=text("0"), info=dict(info or {}))
 
 
+def new_write_column(info: Mapping[Any, Any] | None = None) -> Column[int]:
+    """Return a column `last_write_id BIGINT NOT NULL DEFAULT 0`."""
+    return Column(WRITE_COLUMN, BigInteger, nullable=False, server_default=text("0"), info=dict(info or {}))
+
+
 def trigger_of(table: Table) -> FenceTrigger:
     """Return which trigger the table shall have, as its model or its `fence_column` says."""
     fence = table.c.get(FENCE_COLUMN)
@@ -388,10 +398,25 @@ def note_column(column: Column[Any], parent: object) -> None:
 
 def _copied(table: Table, original: FencedTable | None) -> FencedTable:
     """Describe a marked table met for the first time: a Core table, or a copy of a known one."""
+    check_write_column(table, table.name)
     if original is None:
         return FencedTable(table, template_of(table, table.name, dict(table.c.items())))
     columns = {name: table.c[column.key] for name, column in original.template.columns.items()}
     return FencedTable(table, ResourceTemplate(original.template.text, columns), original.mapper)
+
+
+def check_write_column(table: Table, owner: str) -> None:
+    """Refuse a fenced table that has nowhere to note which write it has seen last.
+
+    Raises:
+        FenceError: if it is so.
+    """
+    if WRITE_COLUMN not in table.c:
+        raise FenceError(
+            f"{owner} is fenced, and its table {table.name!r} has no column {WRITE_COLUMN!r}: add it to the "
+            f"Table with write_id_column(), and to the database with a migration, "
+            f"op.add_write_id({table.name!r})"
+        )
 
 
 def template_of(

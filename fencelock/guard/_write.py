@@ -8,11 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from operator import itemgetter
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NamedTuple, NoReturn, TypeVar
 
-from sqlalchemy import BigInteger, Delete, Select, Update, and_, bindparam, literal, not_, or_, select, tuple_
+from sqlalchemy import (
+    BigInteger,
+    Delete,
+    Select,
+    Update,
+    and_,
+    bindparam,
+    func,
+    literal,
+    literal_column,
+    not_,
+    or_,
+    select,
+    tuple_,
+)
 from sqlalchemy.engine import Connection, CursorResult
 from sqlalchemy.sql import ColumnElement, FromClause
 from sqlalchemy.sql.elements import BindParameter
@@ -21,22 +34,20 @@ from sqlalchemy.sql.selectable import AliasedReturnsRows
 from fencelock.errors import FenceError, StaleReadError, StaleTokenError, UnfencedWriteError
 from fencelock.guard._carried import CarriedToken
 from fencelock.guard._exact import SameText, is_text
+from fencelock.guard._sqlalchemy import keeps_order
 from fencelock.guard._statement import (
-    ALL_KNOWN,
-    ALL_OWN,
+    CLAIM_OPTION,
     LOADED_BIND,
+    MOVE_BIND,
     TOKEN_BIND,
     TOKEN_OPTION,
-    UNKNOWN_BIND,
-    Form,
     Row,
-    accepted_by,
     apart,
-    as_loaded,
     assigned,
     criteria,
     is_condition,
     key_of,
+    loaded_in,
     pins,
     reads_more,
     refuse_fence_assignment,
@@ -46,7 +57,8 @@ from fencelock.guard._statement import (
     with_criteria,
 )
 from fencelock.guard._tables import FENCE_COLUMN, TRANSLATED, FencedTable, row_name
-from fencelock.guard.session import LoadedFences, Tokens, rows_known_to
+from fencelock.guard.session import LoadedIds, Tokens, rows_known_to
+from fencelock.guard.write_ids import LIMIT, moved, new_write_id
 
 LOCKING_READS: Final = frozenset({"mysql", "mariadb"})
 """Dialects whose plain SELECT reads an old snapshot under the default isolation level (REPEATABLE READ)."""
@@ -59,10 +71,26 @@ _CRITERIA_PER_QUERY: Final = 100
 
 _T = TypeVar("_T")
 
-_TOKEN_OF: Final = itemgetter(TOKEN_BIND)
-_LOADED_OF: Final = itemgetter(LOADED_BIND)
 _LOOKED_UP: Final = "fencelock_of_"
 """How the parameters begin that carry what the session knows of a row."""
+
+
+class Kind(NamedTuple):
+    """What kind of statement is to be guarded.
+
+    Attributes:
+        explicit: whether the caller vouches for the token, so that no resource is looked for.
+        objects: whether it writes the objects of a flush.
+        blind: whether it is not known of all of them what they were loaded with.
+        claims: whether it only raises fences.
+        sent: whether it is looked at once more, with what the guard has added to it.
+    """
+
+    explicit: bool = False
+    objects: bool = False
+    blind: bool = False
+    claims: bool = False
+    sent: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -81,8 +109,9 @@ class GuardedWrite:
         naming: the parameters that make the resource's name, one for each column of the template; None where
             the statement does not tell them.
         looked_up: the names of those among them that the guard has added, whose values the session knows.
-        accepted: what the fence may be, where what was loaded counts; None where it need only not be above
-            the token.
+        write: the column of the write id; None in the fence table.
+        loaded: the parameter that says which write id a row must have; None where any will do.
+        moves: whether it moves write ids, by a parameter; else an UPDATE sets one.
         reads_more: whether what it writes may change which rows its WHERE clause is about.
         carries: whether it leaves its token behind for a strict trigger.
         assigns: whether it is an UPDATE; else it is a DELETE.
@@ -97,86 +126,64 @@ class GuardedWrite:
     key_in: Callable[[Row], Any]
     naming: tuple[BindParameter[Any], ...] | None
     looked_up: Mapping[str, int]
-    accepted: tuple[BindParameter[Any], ...] | None
+    write: ColumnElement[int] | None
+    loaded: BindParameter[Any] | None
+    moves: bool
     reads_more: bool
     carries: bool
     assigns: bool
 
     def stamp(
         self, connection: Connection, rows: Sequence[Row], options: Mapping[str, Any], tokens: Tokens | None
-    ) -> tuple[list[dict[str, Any]], Form | None]:
-        """Return the parameters of each execution with its token added; and, if it matters, what was loaded.
+    ) -> list[dict[str, Any]]:
+        """Return the parameters of each execution with its token and its write id added.
 
         Args:
             connection: what executes it.
             rows: the parameters of each execution.
             options: its execution options.
             tokens: for the rows; None where the caller gives one by an option.
-
-        Returns:
-            The parameters, and the form of the condition that they need, where what was loaded counts.
         """
         self._refuse_moving(rows[0])
-        loaded = None if tokens is None else tokens.loaded
+        objects = None if tokens is None else tokens.loaded
         # The unit of work has made its parameters for this statement. Others are their caller's.
-        stamped: list[dict[str, Any]] = [dict(row) for row in rows] if loaded is None else rows  # type: ignore[assignment]
+        stamped: list[dict[str, Any]] = [dict(row) for row in rows] if objects is None else rows  # type: ignore[assignment]
         if tokens is None:
             stamp = dict.fromkeys(self.stamped, options[TOKEN_OPTION])
             for row in stamped:
                 row.update(stamp)
         else:
             self._stamp_each(connection, stamped, tokens)
-        if tokens is None or loaded is None or not self.key:
-            return stamped, None
-        return stamped, self._add_loaded(stamped, loaded, tokens)
+        if tokens is not None and objects is not None:
+            self._stamp_objects(stamped, objects, tokens.write_id)
+        elif self.assigns and self.write is not None and CLAIM_OPTION not in options:
+            write_id = new_write_id()
+            for row in stamped:
+                row[MOVE_BIND if self.moves else self._write_key] = write_id
+        return stamped
 
-    def _add_loaded(self, rows: list[dict[str, Any]], loaded: LoadedFences, tokens: Tokens) -> Form | None:
-        """Add to stamped parameters what was loaded, and return the form of the condition that takes them."""
-        if len(rows) == 1:
-            fences = [loaded[self.key_in(rows[0])]]
-        else:
-            fences = list(map(loaded.__getitem__, map(self.key_in, rows)))
-        if fences == list(map(_TOKEN_OF, rows)):
-            return ALL_OWN
-        if None not in fences and not tokens.earlier:
-            for row, fence in zip(rows, fences):  # noqa: B905  one for each, and this is for each row
-                row[LOADED_BIND] = fence
-            return ALL_KNOWN
-        if fences.count(None) == len(fences):
-            return None
-        form = Form(max(map(len, tokens.earlier.values()), default=0), None in fences)
-        for row, fence in zip(rows, fences, strict=True):
-            token = row[TOKEN_BIND]
-            row[LOADED_BIND] = token if fence is None else fence
-            if form.some_unknown:
-                row[UNKNOWN_BIND] = token if fence is None else -1
-            own = tokens.earlier.get(values_of(self.naming or (), row), ())
-            row.update(zip(form.earlier_binds, (*own, *repeat(token, form.earlier)), strict=False))
-        return form
+    @property
+    def _write_key(self) -> str:
+        assert self.fenced.write is not None  # noqa: S101  only asked where `write` is there
+        return self.fenced.write.key
 
-    def read_above_token(self, rows: Sequence[Row]) -> FenceError | None:
-        """Return the error to raise, before anything is sent, if what was loaded is above the token."""
-        if self.accepted is None:
-            return None
-        loaded, first = self.accepted[0], rows[0]
-        if LOADED_BIND in first and (
-            first[LOADED_BIND] <= first[TOKEN_BIND]
-            if len(rows) == 1
-            else max(map(_LOADED_OF, rows)) <= min(map(_TOKEN_OF, rows))
-        ):
-            return None  # most often
-        given = loaded.effective_value
+    def _stamp_objects(self, rows: Sequence[dict[str, Any]], objects: LoadedIds, write_id: int) -> None:
+        """Add what the rows of a flush were loaded with, and the id of this write."""
         for row in rows:
-            fence = row.get(loaded.key, given)
-            if fence > row[TOKEN_BIND]:
-                return StaleTokenError(self.fenced.name, self._identity(row) or None, row[TOKEN_BIND], fence)
-        return None
+            if self.key:
+                key = self.key_in(row)
+                row[LOADED_BIND] = objects[key]
+                objects[key] = write_id  # what a second statement of this flush finds
+            if self.assigns and self.write is not None:
+                row[self._write_key] = write_id
 
     def _accepts(self, row: Row) -> tuple[int, ...] | None:
-        """Return what the fence of a row may be; None if it is only not to be above the token."""
-        if self.accepted is None or row.get(UNKNOWN_BIND, -1) >= 0:
+        """Return which write ids a row may have, once it may have been written; None where any will do."""
+        loaded = row.get(LOADED_BIND) if self.loaded is None else values_of([self.loaded], row)[0]
+        if loaded is None or self.write is None:
             return None
-        return values_of(self.accepted, row)
+        own = moved(loaded, row[MOVE_BIND]) if MOVE_BIND in row else row.get(self._write_key, loaded)
+        return loaded, own
 
     def _stamp_each(self, connection: Connection, rows: list[dict[str, Any]], tokens: Tokens) -> None:
         """Add to each execution its own token, and what the session knows of its row where that is asked."""
@@ -290,7 +297,6 @@ class GuardedWrite:
         self,
         connection: Connection,
         rows: Sequence[Row],
-        objects: LoadedFences,
         options: Mapping[str, Any],
         result: CursorResult[Any],
     ) -> StaleReadError | None:
@@ -305,14 +311,14 @@ class GuardedWrite:
         if not is_counted and any(column.key in rows[0] for column in self.fenced.table.primary_key):
             return None  # the rows that were written have other keys now
         if not self.assigns:
-            return self._missed(rows, objects) if is_counted else None
+            return self._missed(rows) if is_counted else None
         fences = self._fences_of(connection, rows, options)
         if is_counted or len(fences) < len(rows):
-            return self._missed(rows, objects, fences)
+            return self._missed(rows, fences)
         return None
 
     def gone_before(
-        self, connection: Connection, rows: Sequence[Row], objects: LoadedFences, options: Mapping[str, Any]
+        self, connection: Connection, rows: Sequence[Row], options: Mapping[str, Any]
     ) -> StaleReadError | None:
         """Return the error for an object that a DELETE will not find, where the driver will not tell.
 
@@ -321,7 +327,7 @@ class GuardedWrite:
         if self.assigns or not self.key or self.is_counted(rows, connection.dialect):
             return None
         there = self._fences_of(connection, rows, options)
-        return self._missed(rows, objects) if len(there) < len(rows) else None
+        return self._missed(rows) if len(there) < len(rows) else None
 
     def _fences_of(
         self, connection: Connection, rows: Sequence[Row], options: Mapping[str, Any]
@@ -335,9 +341,7 @@ class GuardedWrite:
             fences += connection.scalars(query, execution_options=passed_on)
         return fences
 
-    def _missed(
-        self, rows: Sequence[Row], objects: LoadedFences, there: Sequence[int] = ()
-    ) -> StaleReadError | None:
+    def _missed(self, rows: Sequence[Row], there: Sequence[int] = ()) -> StaleReadError | None:
         mapper = self.fenced.mapper() if self.fenced.mapper else None
         if not self.assigns and mapper is not None and not mapper.base_mapper.confirm_deleted_rows:
             return None
@@ -346,7 +350,7 @@ class GuardedWrite:
         if len(rows) > 1:
             return StaleReadError(name, None, token, token if len(there) == len(rows) else None, None)
         current = there[0] if there else None
-        return StaleReadError(name, self._identity(row), token, current, objects[self.key_in(row)])
+        return StaleReadError(name, self._identity(row), token, current, row.get(LOADED_BIND))
 
     def names(self, rows: Sequence[Row]) -> Iterator[str]:
         """Return the names of the rows that these executions have named."""
@@ -373,12 +377,17 @@ class GuardedWrite:
         """Return the criterion that the condition, or the resource's name, turns a row away."""
         fence = self.source.c[self.fenced.fence.key]
         accepted = self._accepts(row)
-        passes_not = fence > row[TOKEN_BIND] if accepted is None else fence.not_in(accepted)
+        if accepted is not None and self.write is not None:
+            passes_not = or_(fence > row[TOKEN_BIND], self.write.not_in(accepted))
+        else:
+            passes_not = fence > row[TOKEN_BIND]
         return or_(passes_not, fence.is_(None), *self._differs(values_of(self.naming or (), row)))
 
     def _asked(self) -> Select[Any]:
         """Return a query of what `_error` wants to know of rows, without any criteria."""
-        return select(*self._key(), self.source.c[self.fenced.fence.key], *self.naming_columns())
+        fence = self.source.c[self.fenced.fence.key]
+        write = fence if self.write is None else self.write
+        return select(*self._key(), fence, write, *self.naming_columns())
 
     def _key(self) -> list[ColumnElement[Any]]:
         return [self.source.c[column.key] for column in self.fenced.table.primary_key]
@@ -397,7 +406,12 @@ class GuardedWrite:
     def _error(self, found: tuple[Any, ...], row: Row) -> FenceError | None:
         token, named = row[TOKEN_BIND], values_of(self.naming or (), row)
         width = len(self.fenced.table.primary_key)
-        identity, current, naming = found[:width], found[width], found[width + 1 :]
+        identity, current, write_id, naming = (
+            found[:width],
+            found[width],
+            found[width + 1],
+            found[width + 2 :],
+        )
         template = self.fenced.template
         if naming:
             asked, actual = template.render(named), template.render(naming)
@@ -412,7 +426,7 @@ class GuardedWrite:
         if current > token:
             return StaleTokenError(self.fenced.name, known, token, current)
         accepted = self._accepts(row)
-        if accepted is None or current in accepted:
+        if accepted is None or write_id in accepted:
             return None
         return StaleReadError(self.fenced.name, known, token, current, accepted[0])
 
@@ -450,63 +464,86 @@ def newest(query: Select[Any], connection: Connection) -> Select[Any]:
 
 
 def guard(
-    statement: Update | Delete, fenced: FencedTable, *, explicit: bool, form: Form | None = None
+    statement: Update | Delete, fenced: FencedTable, kind: Kind
 ) -> tuple[Update | Delete, GuardedWrite]:
     """Return the statement with the condition, and what is known of it.
 
-    The condition is that the fence is not above the token; or, if there is a form, that it is what was
-    loaded. And that the row is guarded by the resource that the token is of, as far as the WHERE clause does
-    not say so by itself: see `_exact` for text, and `_naming` for rows that are named by their key alone.
+    The condition is that the fence is not above the token and, for objects, that the write id is the one that
+    was loaded. And that the row is guarded by the resource that the token is of, as far as the WHERE clause
+    does not say so by itself: see `_exact` for text, and `_naming` for rows named by their key alone.
 
     Args:
         statement: an UPDATE or DELETE of the table.
         fenced: the table.
-        explicit: whether the caller vouches for the token, so that no resource is looked for.
-        form: of the condition, where what was loaded counts.
+        kind: of statement.
     """
     changed = [column for column, _ in assigned(statement)]
-    refuse_fence_assignment(map(key_of, changed), fenced)
+    if not kind.sent:
+        refuse_fence_assignment(map(key_of, changed), fenced)
     refuse_foreign_assignments(statement)
     refuse_hiding_text(statement)
     source = statement.table if isinstance(statement.table, AliasedReturnsRows) else fenced.table
     fence = source.c[fenced.fence.key]
-    if form is not None:
-        loaded: BindParameter[int] = bindparam(LOADED_BIND, type_=BigInteger)
-        statement = statement.where(as_loaded(fence, loaded, form))
+    write: Any = None if fenced.write is None else source.c[fenced.write.key]
     parts = criteria(statement)
-    accepted = next((binds for part in parts if (binds := accepted_by(part, fence)) is not None), None)
-    is_told = accepted is not None or any(is_condition(part, fence) for part in parts)
+    loaded = next((found for part in parts if (found := _loaded(part, write)) is not None), None)
+    is_told = any(is_condition(part, fence) for part in parts)
 
     def is_own(part: Any) -> bool:
-        return is_condition(part, fence) or bool(accepted_by(part, fence)) or isinstance(part, _ADDED)
+        return is_condition(part, fence) or _loaded(part, write) is not None or isinstance(part, _ADDED)
 
     where = tuple(apart(part) for part in parts if not is_own(part))
     statement = with_criteria(statement, (*where, *filter(is_own, parts)))
     pinned = dict(pins(where, source, fenced))
     key = tuple([pinned[column.key] for column in fenced.table.primary_key if column.key in pinned])
     keyed = bool(key) and len(key) == len(fenced.table.primary_key)
-    naming = _naming(fenced, pinned, look_up=keyed and not explicit)
-    write = GuardedWrite(
+    naming = _naming(fenced, pinned, look_up=keyed and not kind.explicit)
+    assigns = isinstance(statement, Update)
+    moves = (
+        assigns
+        and write is not None
+        and not (kind.objects or kind.claims or kind.sent or keeps_order(statement))
+    )
+    if kind.objects and keyed and write is not None:
+        named: Any = bindparam(LOADED_BIND, type_=BigInteger)
+        statement = statement.where(write == (func.coalesce(named, write) if kind.blind else named))
+    if moves and isinstance(statement, Update):
+        statement = moving(statement, fenced, bindparam(MOVE_BIND, type_=BigInteger))
+    result = GuardedWrite(
         fenced=fenced,
         source=source,
-        stamped=(fenced.fence.key, TOKEN_BIND) if isinstance(statement, Update) else (TOKEN_BIND,),
+        stamped=(fenced.fence.key, TOKEN_BIND) if assigns else (TOKEN_BIND,),
         moved=_moved(fenced, changed),
         where=where,
         key=key if keyed else (),
         key_in=itemgetter(*[bind.key for bind in key]) if keyed else tuple,
         naming=naming,
         looked_up={bind.key: at for at, bind in enumerate(naming or ()) if bind.key.startswith(_LOOKED_UP)},
-        accepted=accepted,
+        write=write,
+        loaded=loaded,
+        moves=moves,
         reads_more=not keyed and reads_more(where, source),
         carries=fenced.strict,
-        assigns=isinstance(statement, Update),
+        assigns=assigns,
     )
     if not is_told:
         statement = statement.where(fence <= bindparam(TOKEN_BIND, type_=BigInteger))
-    statement = statement.where(*_same_resource(write))
-    if write.carries and not any(isinstance(part, CarriedToken) for part in parts):
+    statement = statement.where(*_same_resource(result))
+    if result.carries and not any(isinstance(part, CarriedToken) for part in parts):
         statement = statement.where(CarriedToken())
-    return statement, write
+    return statement, result
+
+
+def moving(statement: Update, fenced: FencedTable, by: Any) -> Update:
+    """Have a statement move the ids of what it writes: an object follows if it was of the version found."""
+    assert fenced.write is not None  # noqa: S101  the fence table has none, and is not written so
+    source = statement.table if isinstance(statement.table, AliasedReturnsRows) else fenced.table
+    write = source.c[fenced.write.key]
+    return statement.values({write.key: (write + by) % literal_column(str(LIMIT), BigInteger)})
+
+
+def _loaded(part: Any, write: ColumnElement[int] | None) -> BindParameter[int] | None:
+    return None if write is None else loaded_in(part, write)
 
 
 def _moved(fenced: FencedTable, changed: Sequence[Any]) -> frozenset[str]:

@@ -29,7 +29,7 @@ from fencelock.guard._carried import CarriedToken
 from fencelock.guard._connecting import Target, target_of
 from fencelock.guard._exact import SameText, is_text
 from fencelock.guard._install import install
-from fencelock.guard._statement import TOKEN_BIND, TOKEN_OPTION, unchanged_by_raising
+from fencelock.guard._statement import CLAIM_OPTION, TOKEN_BIND, TOKEN_OPTION, unchanged_by_raising
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table, row_name, trigger_of
 from fencelock.guard._write import LOCKING_READS, is_one_of, newest
 from fencelock.guard.events import report_claim
@@ -48,7 +48,7 @@ from fencelock.guard.session import (
     take_doubted,
     writer_of,
 )
-from fencelock.lease import Lease, check_resource
+from fencelock.lease import check_resource
 
 T = TypeVar("T")
 
@@ -127,8 +127,7 @@ def claim(
         found: T | None = _claim_at_once(target, mapper, fenced, (*key, *naming), token)
         if found is None:
             _raise_fences(connection, fenced, [(*key, *naming)], token)
-        for lease in _settle(connection, fenced, [key], token):
-            lease.check_certain(claiming=False)
+        _settle(connection, fenced, [key], token)
         if found is None:
             found = next(iter(_load(target, select(model), fenced, [key])), None)
         if found is not None and getattr(found, FENCE_COLUMN) == token:
@@ -187,8 +186,7 @@ def claim_all(session: _Session, statement: Select[Any], *, bind_arguments: _Bin
         report_claim(fenced.name, row[:width], fenced.template.render(row[width:]), token)
     token_of = {row[:width]: token for token, row in rows}
     for token in set(token_of.values()):
-        for lease in _settle(connection, fenced, token_of, token):
-            lease.check_certain(claiming=False)
+        _settle(connection, fenced, token_of, token)
     loaded = _load(target, statement.limit(None).offset(None), fenced, list(token_of))
     # Not one that was deleted meanwhile, and inserted again.
     return [each for each in loaded if getattr(each, FENCE_COLUMN) == token_of[tuple(inspect(each).identity)]]
@@ -297,7 +295,7 @@ def _begin(
                 f"changing it, or flush first"
             )
     target = target_of(session, written, bind_arguments, identities)
-    refuse_bypass(target.connection.get_execution_options())
+    refuse_bypass(target.connection.get_execution_options(), target.connection)
     return target
 
 
@@ -437,17 +435,19 @@ def _raise_fences(connection: Connection, fenced: FencedTable, rows: Sequence[_K
         criteria = [*_has_key(fenced), *_is_named(fenced)]
         raising = update(fenced.table).where(*criteria).values(unchanged_by_raising(fenced.table))
         fenced.statements["raising"] = raising
-    connection.execute(
-        fenced.statements["raising"], [*map(_parameters, rows)], execution_options={TOKEN_OPTION: token}
-    )
+    options = {TOKEN_OPTION: token, CLAIM_OPTION: True}
+    connection.execute(fenced.statements["raising"], [*map(_parameters, rows)], execution_options=options)
 
 
-def _settle(connection: Connection, fenced: FencedTable, keys: Iterable[_Key], token: int) -> list[Lease]:
-    """Tell leases in doubt that these rows are claimed, which may settle the doubt; return these leases."""
-    doubted = take_doubted(connection, token)
-    for lease in doubted:
+def _settle(connection: Connection, fenced: FencedTable, keys: Iterable[_Key], token: int) -> None:
+    """Tell leases in doubt that these rows are claimed.
+
+    Raises:
+        CommitInDoubtError: if these rows do not tell that the doubt has ended.
+    """
+    for lease in take_doubted(connection, token):
         lease.settle(token, {row_name(fenced.table, key) for key in keys})
-    return doubted
+        lease.check_certain(claiming=False)
 
 
 def _try_lock(connection: Connection, fenced: FencedTable, key: _Key, *, skip_locked: bool) -> bool:

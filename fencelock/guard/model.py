@@ -19,9 +19,12 @@ from fencelock.guard._tables import (
     FENCE_MARK,
     RESOURCE_MARK,
     TRIGGER_MARK,
+    WRITE_COLUMN,
+    WRITE_MARK,
     FenceTrigger,
     check_trigger,
     new_fence_column,
+    new_write_column,
 )
 
 _AT_THE_END: Final = 1000
@@ -30,7 +33,8 @@ _AT_THE_END: Final = 1000
 def fence_column(*, resource: str | None = None, trigger: FenceTrigger = False) -> Column[int]:
     """Return the column that makes a Core `Table`, or the table of an imperative mapping, a fenced one.
 
-    It is `last_fencing_token BIGINT NOT NULL DEFAULT 0`. Declarative models get it from `FencedModel`.
+    It is `last_fencing_token BIGINT NOT NULL DEFAULT 0`, and stands beside `write_id_column()`. Declarative
+    models get both from `FencedModel`.
 
     Args:
         resource: which lease guards a row, such as `"order:{id}"`: see `__fence_resource__`. A model of the
@@ -46,14 +50,22 @@ def fence_column(*, resource: str | None = None, trigger: FenceTrigger = False) 
     return new_fence_column(marks if resource is None else {**marks, RESOURCE_MARK: resource})
 
 
+def write_id_column() -> Column[int]:
+    """Return the column of a fenced Core `Table` that says which write its row has seen last.
+
+    It is `last_write_id BIGINT NOT NULL DEFAULT 0`. Each guarded write gives the row a new random number.
+    """
+    return new_write_column(WRITE_MARK)
+
+
 class FencedModel:
     """Mixin for a model whose rows refuse writers with a stale fencing token.
 
-    It adds the column `last_fencing_token BIGINT NOT NULL DEFAULT 0`. From then on every UPDATE and DELETE
-    that SQLAlchemy sends for the model's table carries `AND last_fencing_token <= :token` and an UPDATE
-    raises the fence, where the token is that of the lease held (`fenced_lock`, `bind`). Without a lease
-    nothing is sent. The column belongs to the guard: what a program assigns to the attribute is replaced
-    by the lease's token when it is written.
+    It adds the columns `last_fencing_token` and `last_write_id`, each BIGINT NOT NULL DEFAULT 0. From then on
+    every UPDATE and DELETE that SQLAlchemy sends for the model's table carries
+    `AND last_fencing_token <= :token`, and an UPDATE raises the fence, where the token is that of the lease
+    held (`fenced_lock`, `bind`). Without a lease nothing is sent. Each write gives the row a new write id.
+    Both columns belong to the guard: what a program assigns to the attributes is replaced.
 
     Set `__fence_trigger__ = True` for a trigger that refuses in the database itself what would lower a fence,
     whoever writes, or to `"strict"` for one that refuses also what carries no token: `create_all` makes it,
@@ -104,7 +116,8 @@ class FencedModel:
             raise TypeError(
                 f"{cls.__name__} is a model of pydantic, which takes no columns of SQLAlchemy from a mixin: "
                 f"leave FencedModel away, and write last_fencing_token: int = Field(default=0, "
-                f"sa_column=fence_column())"
+                f"sa_column=fence_column()) and last_write_id: int = Field(default=0, "
+                f"sa_column=write_id_column())"
             )
         super().__init_subclass__(**options)
 
@@ -114,6 +127,14 @@ class FencedModel:
         nullable=False,
         server_default=text("0"),
         info=dict(FENCE_MARK),
+        sort_order=_AT_THE_END,
+    )
+    last_write_id: Mapped[int] = mapped_column(
+        WRITE_COLUMN,
+        BigInteger,
+        nullable=False,
+        server_default=text("0"),
+        info=dict(WRITE_MARK),
         sort_order=_AT_THE_END,
     )
 
@@ -133,6 +154,17 @@ class FencedDataclassModel(MappedAsDataclass):
         nullable=False,
         server_default=text("0"),
         info=dict(FENCE_MARK),
+        sort_order=_AT_THE_END,
+        init=False,
+        repr=False,
+        compare=False,
+    )
+    last_write_id: Mapped[int] = mapped_column(
+        WRITE_COLUMN,
+        BigInteger,
+        nullable=False,
+        server_default=text("0"),
+        info=dict(WRITE_MARK),
         sort_order=_AT_THE_END,
         init=False,
         repr=False,

@@ -23,22 +23,25 @@ from functools import partial
 from typing import Any, Final, NoReturn, TypeAlias
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import Delete, Insert, Table, TextClause, Update
+from sqlalchemy import BigInteger, Delete, Insert, StatementLambdaElement, Table, TextClause, Update, literal
 from sqlalchemy.engine import Connection, CursorResult
 from sqlalchemy.orm import FromStatement
 from sqlalchemy.sql import ClauseElement
-from sqlalchemy.sql.lambdas import LambdaElement, NullLambdaStatement
+from sqlalchemy.sql.lambdas import NullLambdaStatement
 
 from fencelock.errors import FenceError, LockLostError, UnfencedWriteError
 from fencelock.guard._bypass import is_bypassed
 from fencelock.guard._carried import ready, take_back
 from fencelock.guard._insert import NewRows, stamp_insert
+from fencelock.guard._sqlalchemy import keeps_order
 from fencelock.guard._statement import (
-    ALL_KNOWN,
-    ALL_OWN,
+    CLAIM_OPTION,
+    LOADED_BIND,
+    MOVE_BIND,
     TOKEN_OPTION,
-    Form,
     Row,
+    assigned,
+    key_of,
     refuse_foreign_assignments,
     wants_token,
 )
@@ -54,15 +57,16 @@ from fencelock.guard._tables import (
     sub_table_of,
     underlying,
 )
-from fencelock.guard._write import GuardedWrite, guard
+from fencelock.guard._write import GuardedWrite, Kind, guard, moving
 from fencelock.guard.events import report
 from fencelock.guard.session import (
-    LoadedFences,
+    LoadedIds,
     Tokens,
     begin_writing,
     in_unit_of_work,
     note_born,
     note_locked,
+    note_moved,
     refuse,
     refuse_bypass,
     report_refusal,
@@ -70,24 +74,21 @@ from fencelock.guard.session import (
     writes_fenced_rows,
 )
 from fencelock.guard.text import guard_text
+from fencelock.guard.write_ids import new_write_id
 
 _Execute: TypeAlias = Callable[[Any, Connection, Sequence[Row], Mapping[str, Any]], CursorResult[Any]]
 """How a statement executes itself on a connection, once for each of the parameters, with these options."""
 
-_Written: TypeAlias = tuple[GuardedWrite, Sequence[Row], LoadedFences | None]
+_Written: TypeAlias = tuple[GuardedWrite, Sequence[Row], LoadedIds | None]
 """What is known of a guarded statement, the parameters of each execution, and of objects what was loaded."""
 
 _DML: Final = (Update, Delete, Insert)
-_LAMBDAS: Final = (LambdaElement, NullLambdaStatement)
 
-_Known: TypeAlias = dict[tuple[bool, Form | None], tuple[Any, GuardedWrite]]
-"""The guarded forms of a statement: with and without an explicit token, and by what its condition allows."""
+_Known: TypeAlias = dict[Kind, tuple[Any, GuardedWrite]]
+"""The guarded forms of a statement, by its kind."""
 
 _guarded: WeakKeyDictionary[ClauseElement, _Known] = WeakKeyDictionary()
-"""By statement, its guarded forms: with and without an explicit token, and by what its condition allows for.
-
-SQLAlchemy's own statements are the same objects at each flush.
-"""
+"""By statement, its guarded forms. SQLAlchemy's own statements are the same objects at each flush."""
 
 
 def guarding(execute: _Execute) -> _Execute:
@@ -112,6 +113,7 @@ def guarding(execute: _Execute) -> _Execute:
             return execute(statement, connection, rows, options)
         statement, rows, written = form
         result = connection._execute_clauseelement(statement, rows, merged)  # noqa: SLF001  the same
+        _follow(result, statement)
         if isinstance(written, NewRows):
             note_born(connection, written.resources(result))
             written = None
@@ -127,6 +129,15 @@ def guarding(execute: _Execute) -> _Execute:
     return guarded
 
 
+def _follow(result: CursorResult[Any], statement: object) -> None:
+    """Have SQLAlchemy not expire the moved ids of a statement's objects: they follow it, see `_loading`."""
+    fenced = fenced_table(statement.table) if isinstance(statement, Update) else None
+    compiled: Any = result.context.compiled
+    computed: list[Any] = compiled.postfetch if fenced is not None else []
+    if fenced is not None and fenced.write in computed:
+        computed.remove(fenced.write)
+
+
 def _guarded_form(
     connection: Connection, statement: Any, rows: Sequence[Row], options: Mapping[str, Any]
 ) -> tuple[Any, Sequence[Row], _Written | NewRows | None] | None:
@@ -139,16 +150,20 @@ def _guarded_form(
     """
     rows = rows or [{}]
     if isinstance(statement, TextClause):
-        text = None if is_bypassed(options) else guard_text(connection, statement, rows)
-        return None if text is None else (text, rows, None)
-    is_plain = isinstance(statement, _DML)
-    if not is_plain and not _is_dml(statement):
+        text = None if is_bypassed(options, connection) else guard_text(connection, statement, rows)
+        return None if text is None else (*text, None)
+    dml = _innermost(statement)
+    if not isinstance(dml, _DML):
         return None
-    if is_bypassed(options):
+    if is_bypassed(options, connection):
         if TOKEN_OPTION in options or wants_token(statement, rows):
-            refuse_bypass(options)
-        return None
-    dml = statement if is_plain else _innermost(statement)
+            refuse_bypass(options, connection)
+        return _unguarded_form(connection, statement, rows, options) if dml is statement else None
+    if dml is not statement and _holds_fenced_rows(dml.table):
+        raise UnfencedWriteError(
+            f"a write to {underlying(dml.table).name!r} inside lambda_stmt() or from_statement() cannot be "
+            f"guarded: execute the plain statement, with returning() of the model if it is to return objects"
+        )
     fenced = fenced_table(dml.table)
     if fenced is None:
         known = harmless()
@@ -159,10 +174,26 @@ def _guarded_form(
     writer = begin_writing(connection, options, fenced)
     tokens = None if TOKEN_OPTION in options else tokens_for(connection, fenced, options, writer)
     if isinstance(dml, Insert):
-        dml, rows, new = stamp_insert(dml, fenced, rows, options, tokens)
-        return dml if is_plain else _with_innermost(statement, dml), rows, new
-    dml, written = _guarded_write(connection, dml, fenced, rows, options, tokens=tokens)
-    return dml if is_plain else _with_innermost(statement, dml), written[1], written
+        rows, new = stamp_insert(dml, fenced, rows, options, tokens)
+        return dml, rows, new
+    guarded, written = _guarded_write(connection, dml, fenced, rows, options, tokens=tokens)
+    return guarded, written[1], written
+
+
+def _unguarded_form(
+    connection: Connection, statement: Any, rows: Sequence[Row], options: Mapping[str, Any]
+) -> tuple[Any, Sequence[Row], None] | None:
+    """Return an UPDATE that goes around the guard, with new ids for what it writes: others shall notice."""
+    fenced = fenced_table(statement.table) if isinstance(statement, Update) else None
+    if fenced is None or fenced.write is None or keeps_order(statement):
+        return None
+    if in_unit_of_work(connection, fenced, options) or fenced.write.key in map(
+        key_of, dict(assigned(statement))
+    ):
+        return None
+    by = new_write_id()
+    note_moved(connection, by)
+    return moving(statement, fenced, literal(by, BigInteger)), rows, None
 
 
 def _guarded_write(
@@ -179,29 +210,29 @@ def _guarded_write(
     Raises:
         FenceError: if the rows are known to turn it away.
     """
-    explicit = tokens is None
-    likely = None if tokens is None or tokens.loaded is None else ALL_KNOWN
+    objects = None if tokens is None else tokens.loaded
+    kind = Kind(tokens is None, objects is not None, claims=CLAIM_OPTION in options)
     known = _guarded.get(statement)
     if known is None:
         known = _guarded[statement] = {}
-    guarded, write = known.get((explicit, likely)) or _guard(known, statement, fenced, explicit, likely)
-    stamped, form = write.stamp(connection, rows, options, tokens)
-    if form is not likely:
-        guarded, write = known.get((explicit, form)) or _guard(known, statement, fenced, explicit, form)
-    refusal = None if form is ALL_OWN else write.read_above_token(stamped)
+    guarded, write = known.get(kind) or _guard(known, statement, fenced, kind)
+    stamped = write.stamp(connection, rows, options, tokens)
+    if objects is not None and write.key and any(row[LOADED_BIND] is None for row in stamped):
+        kind = kind._replace(blind=True)
+        guarded, write = known.get(kind) or _guard(known, statement, fenced, kind)
+    if objects is None:
+        note_moved(connection, stamped[0][MOVE_BIND] if write.moves else 0)
     if write.carries:
         ready(connection)
-    if write.reads_more and refusal is None:
-        refusal = write.foreseen(connection, stamped, options)
-    objects = None if tokens is None else tokens.loaded
+    refusal = write.foreseen(connection, stamped, options) if write.reads_more else None
     if objects is not None and refusal is None:
-        refusal = write.gone_before(connection, stamped, objects, options)
+        refusal = write.gone_before(connection, stamped, options)
     if refusal is not None:
         _raise(connection, refusal)
     return guarded, (write, stamped, objects)
 
 
-def _holds_fenced_rows(table: Table) -> bool:
+def _holds_fenced_rows(table: Any) -> bool:
     """Tell whether a table is fenced, or completes one that is; it may be so only since it was looked at."""
     return fenced_table(table) is not None or sub_table_of(table) is not None
 
@@ -216,37 +247,12 @@ def _is_of_no_concern(statement: Any) -> bool:
     )
 
 
-def _is_dml(statement: Any) -> bool:
-    """Tell whether a statement writes; of spoilt lambdas SQLAlchemy says that they do not."""
-    inside = statement._resolved if isinstance(statement, NullLambdaStatement) else statement  # noqa: SLF001  no public way
-    return bool(inside.is_dml)
-
-
 def _innermost(statement: Any) -> Any:
     """Return the UPDATE, DELETE or INSERT behind a lambda, and inside `select(…).from_statement(…)`."""
-    if isinstance(statement, _LAMBDAS):
-        return _innermost(_called(statement))
-    if isinstance(statement, FromStatement):
-        return _innermost(statement.element)
-    return statement
-
-
-def _called(statement: Any) -> Any:
-    """Return the statement that a lambda makes, with what the ORM has noted on the lambda meanwhile."""
-    made = statement._resolved  # noqa: SLF001  no public way
-    notes = statement._annotations  # noqa: SLF001  the same
-    return made._annotate(notes) if notes else made  # noqa: SLF001  the same
-
-
-def _with_innermost(statement: Any, dml: Any) -> Any:
-    """Return a statement that does the same with this UPDATE, DELETE or INSERT inside."""
-    if isinstance(statement, _LAMBDAS):
-        return _with_innermost(_called(statement), dml)
-    if not isinstance(statement, FromStatement):
-        return dml
-    loading = statement._generate()  # noqa: SLF001  no public way to exchange what it loads from
-    loading.element = _with_innermost(statement.element, dml)
-    return loading
+    is_spoilt = isinstance(statement, NullLambdaStatement)  # of these SQLAlchemy says that they do not write
+    if is_spoilt or (isinstance(statement, StatementLambdaElement) and statement.is_dml):
+        return _innermost(statement._resolved)  # noqa: SLF001  no public way
+    return _innermost(statement.element) if isinstance(statement, FromStatement) else statement
 
 
 def _written_by(
@@ -262,11 +268,10 @@ def _written_by(
     """
     if executed is guarded:
         return written and (written[0], _sent(result.context), written[2])
-    dml = _innermost(executed)
-    fenced = fenced_table(dml.table) if isinstance(dml, Update | Delete) else None
+    fenced = fenced_table(executed.table) if isinstance(executed, Update | Delete) else None
     if fenced is None:
         return None
-    _, write = guard(dml, fenced, explicit=TOKEN_OPTION in options)
+    _, write = guard(executed, fenced, Kind(TOKEN_OPTION in options, sent=True))
     return write, _sent(result.context), None
 
 
@@ -291,7 +296,7 @@ def _check(
     else:
         refusal = write.refused(connection, rows, options)
         if refusal is None and objects is not None:
-            refusal = write.missed(connection, rows, objects, options, result)
+            refusal = write.missed(connection, rows, options, result)
         if refusal is not None:
             result.close()
             _raise(connection, refusal)
@@ -305,14 +310,10 @@ def _raise(connection: Connection, refusal: FenceError) -> NoReturn:
 
 
 def _guard(
-    known: _Known,
-    statement: Update | Delete,
-    fenced: FencedTable,
-    explicit: bool,
-    form: Form | None,
+    known: _Known, statement: Update | Delete, fenced: FencedTable, kind: Kind
 ) -> tuple[Update | Delete, GuardedWrite]:
-    """Return the statement with the condition, for the first time in this form, and make it known."""
-    found = known[explicit, form] = guard(statement, fenced, explicit=explicit, form=form)
+    """Return the statement with the condition, for the first time as this kind, and make it known."""
+    found = known[kind] = guard(statement, fenced, kind)
     return found
 
 

@@ -23,7 +23,7 @@ import _thread
 import operator
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cache, partial, wraps
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
@@ -45,27 +45,23 @@ from sqlalchemy.types import TypeEngine
 
 from fencelock._owners import current_owner
 from fencelock.errors import FenceError, LockLostError, UnfencedWriteError
-from fencelock.guard._bypass import BYPASS, HOW, Entry, is_bypassed, lasts, set_choice
+from fencelock.guard._bypass import BYPASS, blocking, connections_of, is_bypassed
 from fencelock.guard._refused import Refused, forget_refused, mark_refused, refused_in
-from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table, row_name
+from fencelock.guard._tables import FENCE_COLUMN, WRITE_COLUMN, FencedTable, fenced_table, row_name
 from fencelock.guard.events import report
+from fencelock.guard.write_ids import MIXED, new_write_id
 from fencelock.lease import Lease, held_leases, was_left
 
 if TYPE_CHECKING:
-    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
     from sqlalchemy.orm import InstanceState, SessionTransaction, UOWTransaction, scoped_session
+
+    from fencelock.guard._bypass import AnySession
 
 NOT_INHERITED: Final = (
     "Leases follow into tasks and asyncio.to_thread, but not into other threads or executors: there, hand "
     "one over with bind(session, lock.lease)"
 )
 """What to say to one who holds no lease, and may believe that he does."""
-
-_OF_NO_ROW: Final = -1
-"""The fence of an object that was inserted, or loaded after its row was written, by what was undone."""
-
-_READ: Final = -2
-"""What is noted of an object that is loaded at a fence which the transaction may have raised itself."""
 
 _REMEMBERED_ROWS: Final = 10_000
 """Of how many locked rows a transaction keeps the names; some are enough to wait for it by."""
@@ -75,6 +71,9 @@ _COMMITS_NOTHING: Final = re.compile(
     re.IGNORECASE,
 )
 """Single statements that cannot end a transaction by COMMIT, as CALL, SET, and on MariaDB all DDL may."""
+
+_MOVED: Final = "fencelock.moved"
+"""Where a session has by how much its last statement moves write ids."""
 
 _SESSIONS: Final = "_fencelock_sessions"
 """Where a connection has the sessions that have joined it, the last one last."""
@@ -92,10 +91,6 @@ _at_gates: WeakKeyDictionary[Writer, None] = WeakKeyDictionary()
 """Those that have passed a gate; in no `WeakSet`, where one thread cannot look while another adds to it."""
 
 
-_ENTRIES: Final = "_fencelock_entries"
-"""Where a session has the blocks in which it goes around the guard, the innermost one last."""
-
-
 _REFUSED: Final = "_fencelock_refused"
 """Where an error notes that it has refused a savepoint: it does not refuse the transaction around it, too."""
 
@@ -104,23 +99,17 @@ _R = TypeVar("_R")
 
 
 class _Process:
-    """Whether anybody has bound anything, entered a block without the guard, or passed a gate: few do.
+    """Whether anybody has bound anything or passed a gate: few do.
 
     For the others nobody has to be asked for it.
     """
 
     binds = False
-    bypasses = False
     gates = False
 
 
 def bind(
-    target: Session
-    | Connection
-    | AsyncSession
-    | AsyncConnection
-    | scoped_session[Any]
-    | async_scoped_session[Any],
+    target: AnySession,
     *leases: Lease,
 ) -> None:
     """Hand leases to a session or connection: its writes are guarded by these, whatever the context holds.
@@ -129,7 +118,8 @@ def bind(
     tokens that come from elsewhere (`Lease("order:1", token)`). It lasts as long as the session or
     connection, or until the next `bind`; without leases it undoes an earlier one. A transaction that is
     already open forgets the leases that it was written under before. Of sessions that share a connection,
-    only a flush tells whose statement it is: where they are bound to different leases, all else is refused.
+    the one that has begun or flushed on it last is taken for the one whose statement it is: bind the same
+    leases to each, or give each a connection of its own.
 
     It does not keep the lock: whoever took the lease still releases it, which waits for transactions that
     have been written under it by then, and for no others.
@@ -149,69 +139,7 @@ def bind(
         if not isinstance(lease, Lease):
             raise TypeError(f"bind takes leases, such as fenced_lock(...).lease, not {type(lease).__name__}")
     _Process.binds = True
-    setattr(_blocking(target), _BOUND, leases or None)
-
-
-@contextmanager
-def bypass(
-    target: Session
-    | Connection
-    | AsyncSession
-    | AsyncConnection
-    | scoped_session[Any]
-    | async_scoped_session[Any],
-) -> Iterator[None]:
-    """Have what a session or connection executes in this block go around the guard.
-
-    For seeds, repairs and tests, at times when no holder is at work: nothing is compared, stamped or refused.
-    Other threads and tasks are guarded as ever, also on the same connection. At the end of the block, however
-    it is left, everything is as before. Blocks may be inside each other; for asyncio it is a plain `with`.
-    What is pending in a session when the block ends is guarded when it is flushed: flush in the block.
-
-    Example:
-        ```python
-        with fencelock.bypass(session):
-            session.execute(text("UPDATE orders SET status = 'new'"))
-        ```
-
-    Raises:
-        TypeError: for anything else than a session or connection.
-    """
-    found = _blocking(target)
-    entry = Entry()
-    _Process.bypasses = True
-    if isinstance(found, Session):
-        setattr(found, _ENTRIES, (*getattr(found, _ENTRIES, ()), entry))
-        connections = _connections_of(found)
-    else:
-        connections = {found}
-    for connection in connections:
-        entry.begin(connection)
-    try:
-        yield
-    finally:
-        entry.end()
-        if isinstance(found, Session):
-            setattr(found, _ENTRIES, tuple(each for each in getattr(found, _ENTRIES) if each is not entry))
-
-
-def _connections_of(session: Session) -> set[Connection]:
-    """Return the connections of a session's transaction."""
-    transaction = session.get_transaction()
-    known: Mapping[Any, Any] = {} if transaction is None else transaction._connections  # noqa: SLF001  no public way
-    return {connection for connection, *_ in known.values()}
-
-
-def _blocking(target: object) -> Session | Connection:
-    """Return the session or connection behind the asyncio and scoped facades."""
-    registry = getattr(target, "registry", None)
-    if callable(registry):
-        target = registry()
-    for attribute in ("sync_session", "sync_connection"):
-        target = getattr(target, attribute, target)
-    if not isinstance(target, Session | Connection):
-        raise TypeError(f"expected a session or a connection, not {type(target).__name__}")
-    return target
+    setattr(blocking(target), _BOUND, leases or None)
 
 
 def session_of(target: Session | scoped_session[Any], *, function: str = "") -> Session:
@@ -288,7 +216,6 @@ class Writer:
         "_mark",
         "_needs",
         "_savepoints",
-        "_stamped",
         "claiming",
         "committed",
         "committing",
@@ -316,7 +243,6 @@ class Writer:
         self._locked_count = 0
         self._savepoints: dict[str, int] = {}
         self._born: list[tuple[int, Callable[[], Iterable[str]]]] = []
-        self._stamped: list[tuple[int, dict[InstanceState[Any], int | None]]] = []
         # Stands for it in the leases: if they referred to it, it would never be thrown away.
         self._mark = object()
 
@@ -391,48 +317,6 @@ class Writer:
         self._born.append((len(self._locked), cache(lambda: frozenset(resources()))))
         self._locked.append(tuple)  # what comes next is known to come later
 
-    def stamp(
-        self, before: dict[InstanceState[Any], int | None], savepoint: NestedTransaction | None
-    ) -> None:
-        """Note whose fences a flush raises, or who was loaded with raised ones, to be undone with them.
-
-        A session forgets what it has by itself then. Objects that have left it would go on to say that they
-        were loaded at a fence that no row has had, or has for another write of the same holder.
-
-        Args:
-            before: the fence of each object; more may come later.
-            savepoint: the innermost that is open.
-        """
-        if savepoint is not None:
-            self._note_savepoints(savepoint)
-        for _, earlier in self._stamped[-2:] if self._stamped else ():
-            for state in [each for each in earlier if each.obj() is None]:
-                del earlier[state]
-        self._stamped.append((len(self._locked), before))
-        self._locked.append(tuple)  # what comes next is known to come later
-
-    @property
-    def tokens(self) -> set[int]:
-        """What it may have raised fences to."""
-        return {token for lease in self._needs for token in (lease.fencing_token, *lease.earlier_tokens)}
-
-    def fence_before(self, state: InstanceState[Any], fence: int) -> int | None:
-        """Return what an object's fence was before the transaction raised it; else the one given."""
-        found = next((before[state] for _, before in self._stamped if state in before), fence)
-        return _OF_NO_ROW if found == _READ else found
-
-    def _unstamp(self, since: int) -> set[str]:
-        """Take back what was written since then; return the names of the rows, as far as they are known."""
-        undone = {name for names in self._locked[since:] for name in names()}
-        knows_all = self._locked_count < _REMEMBERED_ROWS
-        for at, before in reversed(self._stamped):
-            for state, fence in before.items() if at >= since else ():
-                was_written = fence != _READ or not knows_all or _row_of(state) in undone
-                if was_written and FENCE_COLUMN in state.dict:
-                    state.dict[FENCE_COLUMN] = _OF_NO_ROW if fence == _READ else fence
-        self._stamped = [each for each in self._stamped if each[0] < since]
-        return undone
-
     def has_born(self, resource: str) -> bool:
         """Tell whether the transaction has inserted the row that this resource is named after."""
         return any(resource in resources() for _, resources in reversed(self._born))
@@ -450,7 +334,7 @@ class Writer:
             The names of the rows that were locked since, as far as they are known.
         """
         since = self._savepoints.get(_name(savepoint), len(self._locked))
-        undone = self._unstamp(since)
+        undone = {name for names in self._locked[since:] for name in names()}
         del self._locked[since:]
         self._born = [each for each in self._born if each[0] < since]
         return undone
@@ -462,9 +346,6 @@ class Writer:
     def _let_go(self) -> list[Callable[[], object]]:
         calls = [call for lease in self._needs for call in lease.let_go(self._mark, committed=self.committed)]
         self._needs.clear()
-        if self._stamped and not self.lasting:
-            self._unstamp(0)
-        self._stamped.clear()
         self._locked.clear()
         self._savepoints.clear()
         self._born.clear()
@@ -482,13 +363,9 @@ class Writer:
             f"binds the present one, and bind(session) undoes it"
         )
 
-    def candidates(self, connection: Connection, session: Session | None = None) -> dict[str, Lease]:
-        """Return the leases that may guard a write now, by resource; of a session where it is known which.
-
-        Raises:
-            UnfencedWriteError: if sessions that share the connection are bound to different leases.
-        """
-        bound = _bound_to(connection, session) if _Process.binds else None
+    def candidates(self, connection: Connection) -> dict[str, Lease]:
+        """Return the leases that may guard a write now, by resource."""
+        bound = _bound_to(connection) if _Process.binds else None
         if bound != self._bound_before:
             self.remembered.clear()
             self._bound_before = bound
@@ -504,24 +381,10 @@ def _usable(bound: Iterable[Lease] | None) -> dict[str, Lease]:
     return {lease.resource: lease for lease in found}
 
 
-def _bound_to(connection: Connection, session: Session | None) -> tuple[Lease, ...] | None:
-    """Return what a connection's statements are bound to, those of a session where it is known which.
-
-    Raises:
-        UnfencedWriteError: if sessions that share the connection are bound to different leases.
-    """
-    own: tuple[Lease, ...] | None = getattr(connection, _BOUND, None)
-    found = session or owner_of(connection)
-    if found is None:
-        return own
-    leases: tuple[Lease, ...] | None = getattr(found, _BOUND, None)
-    is_known = session is not None or _is_flushing(found)
-    if not is_known and any(getattr(one, _BOUND, None) != leases for one in users_of(connection)):
-        raise UnfencedWriteError(
-            "several sessions share this connection and are bound to different leases, so that it cannot "
-            "be told whose this is: bind the same leases to each, or give each a connection of its own"
-        )
-    return leases or own
+def _bound_to(connection: Connection) -> tuple[Lease, ...] | None:
+    """Return what the session of a connection's statements is bound to, or else the connection itself."""
+    leases: tuple[Lease, ...] | None = getattr(owner_of(connection), _BOUND, None)
+    return leases or getattr(connection, _BOUND, None)
 
 
 def join(connection: Connection, session: Session) -> None:
@@ -545,22 +408,16 @@ def users_of(connection: Connection) -> list[Session]:
     return [
         session
         for reference in getattr(connection, _SESSIONS, ())
-        if (session := reference()) is not None and _uses(session, connection)
+        if (session := reference()) is not None and connection in connections_of(session)
     ]
 
 
 def owner_of(connection: Connection) -> Session | None:
-    """Return the session that the transaction belongs to; of several that which flushes, or the last."""
+    """Return the session whose statements a connection executes: that which flushes, or has begun last."""
     users = users_of(connection)
     if len(users) > 1:
         users = [session for session in users if _is_flushing(session)] or users
     return users[-1] if users else None
-
-
-def _uses(session: Session, connection: Connection) -> bool:
-    transaction = session.get_transaction()
-    # SQLAlchemy has no public way to ask.
-    return transaction is not None and connection in transaction._connections  # noqa: SLF001
 
 
 def _is_flushing(session: Session) -> bool:
@@ -615,7 +472,7 @@ def _has_joined(session: Session, transaction: Transaction) -> bool:
     own = session.get_transaction()
     return own is not None and any(
         each is transaction and not commits
-        for _, each, commits, _ in own._connections.values()  # noqa: SLF001  see `_uses`
+        for _, each, commits, _ in own._connections.values()  # noqa: SLF001  no public way
     )
 
 
@@ -812,27 +669,16 @@ def _throw_away_writer(of: ReferenceType[Connection], gone: object) -> None:
         delattr(connection, _WRITER)
 
 
-def leases_of(connection: Connection | None, session: Session) -> Mapping[str, Lease]:
-    """Return the leases that a session reads under now in the connection's transaction, by resource."""
-    if connection is None or connection.get_transaction() is None:
-        return {}
-    writer = _open_writer(connection)
-    if writer is not None:
-        return writer.candidates(connection, session)
-    bound = _bound_to(connection, session) if _Process.binds else None
-    return _usable(bound)
-
-
 def note_token(target: Connection | Session, statement: Executable, token: int) -> None:
     """Note that a transaction is written with this token, of whichever lease it is."""
     arguments = {"clause": statement}
     connection = target.connection(bind_arguments=arguments) if isinstance(target, Session) else target
+    if isinstance(target, Session):
+        join(connection, target)
     writer = writer_of(connection)
-    sessions = users_of(connection)
-    for session in sessions if len(sessions) > 1 else [None]:
-        for lease in writer.candidates(connection, session).values():
-            if lease.fencing_token == token:
-                writer.need(lease, connection)
+    for lease in writer.candidates(connection).values():
+        if lease.fencing_token == token:
+            writer.need(lease, connection)
 
 
 def note_locked(connection: Connection, names: Callable[[], Iterable[str]], count: int) -> None:
@@ -842,35 +688,17 @@ def note_locked(connection: Connection, names: Callable[[], Iterable[str]], coun
         writer.lock(names, count, connection.get_nested_transaction())
 
 
-def reads_to_note(connection: Connection) -> Callable[[InstanceState[Any], int | None], None] | None:
-    """Return what is to be told of each object that is loaded now, and its fence; None for nothing.
-
-    Whoever loads what his own transaction has written, or claimed, sees a fence that may be undone with it.
-    """
-    writer = _open_writer(connection)
-    own = None if writer is None else writer.tokens
-    if writer is None or not own:
-        return None
-    savepoint = connection.get_nested_transaction()
-    before: dict[InstanceState[Any], int | None] = {}
-
-    def note(state: InstanceState[Any], fence: int | None) -> None:
-        if fence in own:
-            if not before:
-                writer.stamp(before, savepoint)
-            before[state] = _READ
-
-    return note
+def note_moved(connection: Connection, by: int) -> None:
+    """Note by how much a statement moves write ids, for the objects that SQLAlchemy applies it to."""
+    session = owner_of(connection)
+    if session is not None:
+        session.info[_MOVED] = by
 
 
-def lasting_fence(state: InstanceState[Any], fence: int) -> int | None:
-    """Return an object's fence as it was before the open transaction of its session has raised it."""
-    session = state.session
-    for connection in () if session is None else _connections_of(session):
-        writer = _open_writer(connection)
-        if writer is not None:
-            return writer.fence_before(state, fence)
-    return fence
+def moved_by(session: Session | None) -> int:
+    """Return by how much the statement that is being applied to a session's objects moves their ids."""
+    found: int = 0 if session is None else session.info.get(_MOVED, 0)
+    return found
 
 
 def note_born(connection: Connection, resources: Callable[[], Iterable[str]] | None) -> None:
@@ -984,13 +812,13 @@ def _is_same_database(one: Engine, other: Engine) -> bool:
     return one.pool is other.pool or (place(one.url) == place(other.url) and not in_memory)
 
 
-def refuse_bypass(options: Mapping[str, Any]) -> None:
+def refuse_bypass(options: Mapping[str, Any], connection: Connection) -> None:
     """Refuse to do fenced work where everything passes unguarded.
 
     Raises:
-        UnfencedWriteError: if these execution options say so.
+        UnfencedWriteError: if these execution options say so, or a block of this connection.
     """
-    if is_bypassed(options):
+    if is_bypassed(options, connection):
         raise UnfencedWriteError(
             f"nothing can be claimed or written with a token under execution_options(fencelock={BYPASS!r}), "
             f"where no fence is raised or compared; use an engine, a connection and a statement without it"
@@ -1050,14 +878,13 @@ class Tokens:
         connection: what executes it.
         fenced: the table that it writes.
         options: its execution options.
-        session: whose statement it is, where that is known.
         writer: the connection's, where that is known.
         claiming: whether it is about to claim the rows, which leases in doubt are good for.
 
     Attributes:
-        loaded: for a flush, the fences that the objects were loaded with.
+        loaded: for a flush, the write ids that the objects were loaded with.
+        write_id: for a flush, the id of its writes.
         writer: what the connection's transaction writes under.
-        earlier: what the holders had before they reminted, if they did: by the template's values of a row.
     """
 
     __slots__ = (
@@ -1067,9 +894,9 @@ class Tokens:
         "_found",
         "_options",
         "_used",
-        "earlier",
         "fenced",
         "loaded",
+        "write_id",
         "writer",
     )
 
@@ -1078,7 +905,6 @@ class Tokens:
         connection: Connection,
         fenced: FencedTable,
         options: Mapping[str, Any],
-        session: Session | None = None,
         *,
         writer: Writer | None = None,
         claiming: bool = False,
@@ -1088,11 +914,11 @@ class Tokens:
         self._options = options
         self._claiming = claiming
         self.writer = writer or writer_of(connection)
-        self._candidates = self.writer.candidates(connection, session)
+        self._candidates = self.writer.candidates(connection)
         self._found: dict[tuple[Any, ...], int] = {}
         self._used: list[Lease] = []
-        self.earlier: dict[tuple[Any, ...], tuple[int, ...]] = {}
-        self.loaded: LoadedFences | None = None
+        self.loaded: LoadedIds | None = None
+        self.write_id = 0
 
     def serves(self, writer: Writer) -> bool:
         """Tell whether leases have been found, and in this transaction: a listener may have begun another.
@@ -1180,8 +1006,6 @@ class Tokens:
         token = lease.token_to_write(claiming=self._claiming)
         self.writer.remember(resource, lease, self._connection, claiming=self._claiming)
         self._used.append(lease)
-        if lease.earlier_tokens:
-            self.earlier[values] = lease.earlier_tokens
         return token
 
 
@@ -1243,14 +1067,14 @@ def tokens_for(
         if found is not None and found.serves(writer):
             return found
     made = Tokens(connection, fenced, options, writer=writer)
-    made.loaded = None if found is None else found.loaded
+    if found is not None:
+        made.loaded, made.write_id = found.loaded, found.write_id
     return made
 
 
-def loaded_fence(state: InstanceState[Any], current: Mapping[str, Any]) -> int | None:
-    """Return the fence that an object was loaded with, whatever has been assigned since; None if unknown."""
-    fence: Any = state.committed_state.get(FENCE_COLUMN, current.get(FENCE_COLUMN))
-    return None if fence is NO_VALUE else fence
+def loaded_id(current: Mapping[str, Any]) -> int | None:
+    """Return the write id that an object was loaded with; None if unknown."""
+    return current.get(WRITE_COLUMN)
 
 
 def _loaded_values(
@@ -1270,7 +1094,7 @@ def _loaded_values(
 
 
 def refuse(connection: Connection, refusal: FenceError | LockLostError) -> None:
-    """Have nothing come of what a refused statement or load belongs to, but a rollback.
+    """Have nothing come of what a refused statement belongs to, but a rollback.
 
     That is the innermost savepoint, or else the whole transaction; and the sessions whose transaction, or
     savepoint, it is, as after a flush that has failed. Again, by the same error, has no effect.
@@ -1304,7 +1128,7 @@ def refusing(function: Callable[_P, _R]) -> Callable[_P, _R]:
             return function(*args, **kwargs)
         except (FenceError, LockLostError) as error:
             report(error)
-            for connection in _connections_of(session_of(args[0] if args else kwargs["session"])):  # type: ignore[arg-type]
+            for connection in connections_of(session_of(args[0] if args else kwargs["session"])):  # type: ignore[arg-type]
                 refuse(connection, error)
             raise
 
@@ -1316,7 +1140,7 @@ def _boundary(session: Session, transaction: Transaction) -> SessionTransaction 
     innermost = session.get_nested_transaction() or session.get_transaction()
     if innermost is None:
         return None
-    connections = innermost._connections.values()  # noqa: SLF001  see `_uses`
+    connections = innermost._connections.values()  # noqa: SLF001  the same
     return innermost if any(each is transaction for _, each, *_ in connections) else None
 
 
@@ -1342,7 +1166,7 @@ def _yes() -> bool:
 
 def _on_rollback(_session: Session, ended: SessionTransaction) -> None:
     """Have a session's own rollback end what it has joined, which the failure of its flush did not."""
-    for _, transaction, *_ in list(ended._connections.values()):  # noqa: SLF001  see `_uses`
+    for _, transaction, *_ in list(ended._connections.values()):  # noqa: SLF001  the same
         if refused_in(transaction) is not None:
             transaction.rollback()
 
@@ -1409,8 +1233,8 @@ _mappers: WeakKeyDictionary[Table, WeakSet[Mapper[Any]]] = WeakKeyDictionary()
 """Of each fenced table, the mappers of all classes whose objects have rows there."""
 
 
-class LoadedFences(dict[Any, int | None]):
-    """By primary key, the fences that objects were loaded with whose rows of a table one flush writes.
+class LoadedIds(dict[Any, int | None]):
+    """By primary key, the write ids that objects were loaded with whose rows of a table one flush writes.
 
     A key is the value of its one column, or a tuple of several, as `itemgetter` gives them. None where it is
     not known. Of an object that the flush has replaced by a new one with its key (a row switch), or that only
@@ -1428,17 +1252,17 @@ class LoadedFences(dict[Any, int | None]):
         self._fenced = fenced
         self.moved: dict[Any, int | None] = {}
 
-    def note(self, key: Any, fence: int | None) -> None:
-        """Note the fence of an object; the lower one, should there be two of one row."""
+    def note(self, key: Any, loaded: int | None) -> None:
+        """Note the write id of an object; one that no row has, should there be two of one row."""
         other = self.get(key)
-        self[key] = fence if other is None else other if fence is None else min(fence, other)
+        self[key] = loaded if other in {None, loaded} else other if loaded is None else MIXED
 
     def __missing__(self, key: Any) -> int | None:
         for mapper in _mappers.get(self._fenced.table, ()):
             identity = key if len(mapper.primary_key) > 1 else (key,)
             for state in self._flush.objects_of(mapper, identity):
                 if self._fenced.table in state.mapper.tables:
-                    return None if state in self._flush.stamped else loaded_fence(state, state.dict)
+                    return None if state in self._flush.stamped else loaded_id(state.dict)
         return self.moved.get(key)
 
 
@@ -1448,19 +1272,21 @@ class _Flush:
     Attributes:
         number: a larger one than those of all that have begun before.
         plan: returns the plan of the unit of work; None once that is thrown away, or where none was noted.
-        stamped: the objects whose fenced rows it writes, save those it deletes, with their fences before.
+        stamped: the objects whose fenced rows it writes, save those it deletes.
+        write_id: of its writes.
         found: what `tokens` has returned so far, by table and connection.
         known: by table and primary key, the template's values of rows about to be written.
         unsaved: new objects, for tables whose resources cannot be told from the key alone.
     """
 
-    __slots__ = ("_session", "_shards", "found", "known", "number", "plan", "stamped", "unsaved")
+    __slots__ = ("_session", "_shards", "found", "known", "number", "plan", "stamped", "unsaved", "write_id")
 
     def __init__(self, session: Session, plan: UOWTransaction | None = None) -> None:
         self._session = ref(session)
         self.number = next(_numbers)
         self.plan = (lambda: None) if plan is None else ref(plan, partial(_forget_flush, session.hash_key))
-        self.stamped: dict[InstanceState[Any], int | None] = {}
+        self.stamped: set[InstanceState[Any]] = set()
+        self.write_id = new_write_id()
         self.found: dict[tuple[FencedTable, Connection], Tokens | None] = {}
         self.known: dict[FencedTable, dict[tuple[Any, ...], tuple[Any, ...]]] = {}
         self.unsaved: list[InstanceState[Any]] = []
@@ -1475,10 +1301,9 @@ class _Flush:
             if session is not None:
                 join(connection, session)  # another one may have joined the transaction since
             options = connection.get_execution_options()
-            tokens = None if is_bypassed(options) else Tokens(connection, fenced, options, session)
+            tokens = None if is_bypassed(options, connection) else Tokens(connection, fenced, options)
             if tokens is not None and session is not None:
-                tokens.loaded = LoadedFences(self, fenced)
-                tokens.writer.stamp(self.stamped, connection.get_nested_transaction())
+                tokens.loaded, tokens.write_id = LoadedIds(self, fenced), self.write_id
             self.found[key] = tokens
         return tokens
 
@@ -1579,39 +1404,16 @@ def watch_plans(mapper: Mapper[Any], _model: object) -> None:
                 each.append(_note_plans)
 
 
-def _on_begin(session: Session, transaction: Any, connection: Connection) -> None:
+def _on_begin(session: Session, _transaction: object, connection: Connection) -> None:
     join(connection, session)
-    if lasts(connection):
-        known = transaction._connections[connection]  # noqa: SLF001  SQLAlchemy has no public way to ask
-        _, _, _, is_made_for_session = known
-        if is_made_for_session:
-            set_choice(connection, None)
-            raise UnfencedWriteError(f"{HOW}; said of a session's connection, it would last")
-    if _Process.bypasses:
-        for entry in getattr(session, _ENTRIES, ()):
-            if entry.is_open:
-                entry.begin(connection)
-
-
-def guarding_options(choose: Callable[..., Connection]) -> Callable[..., Connection]:
-    """Return a connection's way to be given options, which refuses a bypass where a session uses it."""
-
-    @wraps(choose)
-    def guarded(connection: Connection, **options: Any) -> Connection:
-        if options.get("fencelock") == BYPASS and users_of(connection):
-            refusal = UnfencedWriteError(f"{HOW}; said of a session's connection, it would last")
-            refuse(connection, refusal)
-            raise refusal
-        return choose(connection, **options)
-
-    return guarded
 
 
 def _on_insert_undone(_session: Session, instance: object) -> None:
     """Have an object whose row is not there have no fence."""
     state: InstanceState[Any] = inspect(instance)
     if _fenced_table_of(state) is not None:
-        state.dict.pop(FENCE_COLUMN, None)
+        for name in (FENCE_COLUMN, WRITE_COLUMN):
+            state.dict.pop(name, None)
 
 
 def watch_sessions() -> None:
@@ -1658,7 +1460,7 @@ class _Watch:
         self._fenced = fenced
         self._key = tuple(mapper.get_property_by_column(column).key for column in mapper.primary_key)
         self._key_in = operator.itemgetter(*self._key)
-        self._in_row = frozenset(own.values()) - {FENCE_COLUMN}
+        self._in_row = frozenset(own.values()) - {FENCE_COLUMN, WRITE_COLUMN}
         self._comparing: dict[str, Callable[[Any, Any], Any]] = {}
         self._naming = tuple(own[column] for column in template.columns.values())
         self._looked_up = not template.in_key
@@ -1679,7 +1481,8 @@ class _Watch:
         flush = flush_of(state)
         if self._looked_up:
             flush.unsaved.append(state)
-        flush.stamped[state] = _OF_NO_ROW
+        flush.stamped.add(state)
+        state.dict[WRITE_COLUMN] = flush.write_id
         tokens = flush.tokens(self._fenced, connection)
         if tokens is not None:
             state.dict[FENCE_COLUMN] = self._token_for(flush, tokens, state, state.dict)
@@ -1689,19 +1492,22 @@ class _Watch:
         writes_row = self._writes_row(state, current)
         flush = _flushes.get(state.session_id) or flush_of(state)  # type: ignore[arg-type]  # it has a session
         if not writes_row and not _has_changed(state, current):
+            state.committed_state.pop(
+                FENCE_COLUMN, None
+            )  # of an object that was merged, and claimed meanwhile
             flush.tokens(self._fenced, connection)  # for what another object's listener may change yet
             return
-        if FENCE_COLUMN not in current:
+        if WRITE_COLUMN not in current:
             self._load_with_key(state, current)
-        loaded = loaded_fence(state, current)
-        flush.stamped.setdefault(state, loaded)
+        loaded = loaded_id(current)
+        flush.stamped.add(state)
         tokens = flush.found.get((self._fenced, connection)) or flush.tokens(self._fenced, connection)
         if tokens is not None:
             token = self._token_for(flush, tokens, state, current)
-            self._note_loaded(tokens, state, current, loaded)
+            self._note_loaded(tokens, state, current, self._known(state, loaded))
             current[FENCE_COLUMN] = token
-            if not writes_row:
-                state.committed_state[FENCE_COLUMN] = NO_VALUE  # it looks changed, so the row is written
+        current[WRITE_COLUMN] = flush.write_id
+        state.committed_state[WRITE_COLUMN] = NO_VALUE  # it looks changed, so the row is written
 
     def on_delete(self, _mapper: object, connection: Connection, state: InstanceState[Any]) -> None:
         flush = flush_of(state)
@@ -1713,7 +1519,16 @@ class _Watch:
             self._token_for(flush, tokens, state, state.dict)
         elif tokens.none_held:  # the statement has the key, which the object need not be loaded for
             tokens.need_some(self._resource_of(state))
-        self._note_loaded(tokens, state, state.dict, loaded_fence(state, state.dict))
+        self._note_loaded(tokens, state, state.dict, self._known(state, loaded_id(state.dict)))
+
+    def _known(self, state: InstanceState[Any], loaded: int | None) -> int | None:
+        """Return what an object was loaded with; refuse one of which that will never be known."""
+        if loaded is None and WRITE_COLUMN not in state.expired_attributes and state.key is not None:
+            raise UnfencedWriteError(
+                f"this {state.mapper.class_.__name__} was loaded without {WRITE_COLUMN}, so that its age is "
+                f"not known: load that with the rest, or load it again"
+            )
+        return loaded
 
     def _load_with_key(self, state: InstanceState[Any], current: dict[str, Any]) -> None:
         """Load an expired object now, as the unit of work is about to, which needs its key.
@@ -1726,22 +1541,22 @@ class _Watch:
                 manager[key].impl.get(state, current)
 
     def _note_loaded(
-        self, tokens: Tokens, state: InstanceState[Any], current: dict[str, Any], fence: int | None
+        self, tokens: Tokens, state: InstanceState[Any], current: dict[str, Any], write_id: int | None
     ) -> None:
-        """Note the fence that an object was loaded with, by the key with which its row will be named."""
+        """Note the id that an object was loaded with, by the key with which its row will be named."""
         loaded = tokens.loaded
         if loaded is None:  # this object is flushed without a plan that could be noted
             return
         assigned = state.committed_state
         try:
             if assigned.keys().isdisjoint(self._key):
-                loaded.note(self._key_in(current), fence)
+                loaded.note(self._key_in(current), write_id)
             else:
-                loaded.note(self._key_in({**current, **assigned}), fence)
-                loaded.moved[self._key_in(current)] = fence
+                loaded.note(self._key_in({**current, **assigned}), write_id)
+                loaded.moved[self._key_in(current)] = write_id
         except KeyError:  # it was expired by its name
             self._load_with_key(state, current)
-            self._note_loaded(tokens, state, current, fence)
+            self._note_loaded(tokens, state, current, write_id)
 
     def _resource_of(self, state: InstanceState[Any]) -> str | None:
         """Return which resource guards an object, by its key alone."""
@@ -1816,6 +1631,8 @@ def _has_changed(state: InstanceState[Any], current: dict[str, Any]) -> bool:
     """Tell whether anything of a dirty object is to be written: a column, a link or a collection."""
     manager = state.manager
     for key, loaded in tuple(state.committed_state.items()):
+        if key == FENCE_COLUMN:
+            continue
         impl: Any = manager[key].impl
         if impl.collection or impl.uses_objects:
             history = impl.get_history(state, current, _CHANGES_ONLY)

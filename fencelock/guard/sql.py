@@ -20,9 +20,10 @@ from sqlalchemy.sql.selectable import AliasedReturnsRows
 
 from fencelock.guard._carried import CARRIERS
 from fencelock.guard._install import install
-from fencelock.guard._statement import ALL_KNOWN, LOADED_BIND, TOKEN_BIND, TOKEN_OPTION, as_loaded
+from fencelock.guard._statement import LOADED_BIND, TOKEN_BIND, TOKEN_OPTION
 from fencelock.guard._tables import (
     FENCE_COLUMN,
+    WRITE_COLUMN,
     FencedTable,
     fenced_table,
     register,
@@ -30,7 +31,7 @@ from fencelock.guard._tables import (
     underlying,
 )
 from fencelock.guard.session import note_token, session_or_connection
-from fencelock.token import MAX_TOKEN
+from fencelock.guard.write_ids import LIMIT, new_write_id
 from fencelock.token import check as check_token
 
 
@@ -43,12 +44,12 @@ def fenced_update(target: Any, *, loaded: int | BindParameter[int] | None = None
 
     Args:
         target: a fenced model, a `Table` that has the column `last_fencing_token`, or an alias of either.
-        loaded: the fence that the row had when the new values were computed from it: then the condition is
-            that the fence is still this one, or the token's own, and `StaleReadError` says that it is not.
-            One for each of many rows is a `bindparam`.
+        loaded: the `last_write_id` that the row had when the new values were computed from it: then the row
+            must still have it, and `StaleReadError` says that it has not. One for each of many rows is a
+            `bindparam`.
 
     Raises:
-        ValueError: if the target has no such column, or `loaded` is no fence.
+        ValueError: if the target has no such column, or `loaded` is no write id.
         TypeError: if `loaded` is no int.
     """
     return _conditional(update(target), loaded)
@@ -60,7 +61,7 @@ def fenced_delete(target: Any, *, loaded: int | BindParameter[int] | None = None
     See `fenced_update`.
 
     Raises:
-        ValueError: if the target has no column `last_fencing_token`, or `loaded` is no fence.
+        ValueError: if the target has no column `last_fencing_token`, or `loaded` is no write id.
         TypeError: if `loaded` is no int.
     """
     return _conditional(delete(target), loaded)
@@ -119,21 +120,20 @@ def _conditional(statement: _Write, loaded: int | BindParameter[int] | None) -> 
     fenced = _known(target)
     source = target if isinstance(target, AliasedReturnsRows) else fenced.table
     fence = source.c[fenced.fence.key]
-    if loaded is None:
-        condition = fence <= bindparam(TOKEN_BIND, type_=BigInteger)
-    else:
-        condition = as_loaded(fence, _loaded(loaded), ALL_KNOWN)
-    return statement.where(condition).execution_options(synchronize_session=False)
+    statement = statement.where(fence <= bindparam(TOKEN_BIND, type_=BigInteger))
+    if loaded is not None and fenced.write is not None:
+        statement = statement.where(source.c[fenced.write.key] == _loaded(loaded))
+    return statement.execution_options(synchronize_session=False)
 
 
-def _loaded(fence: int | BindParameter[int]) -> BindParameter[int]:
-    if isinstance(fence, BindParameter):
-        return fence
-    if not isinstance(fence, int):
-        raise TypeError(f"loaded is the row's fence, an int or a bindparam, not {type(fence).__name__}")
-    if not 0 <= fence <= MAX_TOKEN:
-        raise ValueError(f"loaded is the row's fence, 0 … 2**63 - 1, not {fence}")
-    return bindparam(LOADED_BIND, fence, type_=BigInteger)
+def _loaded(write_id: int | BindParameter[int]) -> BindParameter[int]:
+    if isinstance(write_id, BindParameter):
+        return write_id
+    if not isinstance(write_id, int):
+        raise TypeError(f"loaded is the row's write id, an int or a bindparam, not {type(write_id).__name__}")
+    if not 0 <= write_id < LIMIT:
+        raise ValueError(f"loaded is the row's write id, 0 … 2**53 - 1, not {write_id}")
+    return bindparam(LOADED_BIND, write_id, type_=BigInteger)
 
 
 def _known(target: FromClause) -> FencedTable:
@@ -180,8 +180,9 @@ def conditional_update(
 ) -> tuple[str, Any]:
     """Return the SQL and the parameters of a fenced UPDATE, for a bare DB-API cursor.
 
-    It writes the row only if its fence is not above the token, and raises the fence. Without values it does
-    nothing but raise the fence and lock the row: claim it so before reading it. A rowcount of 0 means that
+    It writes the row only if its fence is not above the token, raises the fence, and gives the row a new
+    write id, so the parameters are for one execution. Without values it does nothing but raise the fence and
+    lock the row: claim it so before reading it. A rowcount of 0 means that
     the row is gone or that a newer holder has fenced it; either way, roll back.
 
     Names go into the SQL unquoted where `dialect` is not given, which every database understands, and only
@@ -218,6 +219,8 @@ def conditional_update(
     _check_raw(values, key, token)
     assignments = [f"{write.name(column)} = {write.bind(value)}" for column, value in values.items()]
     assignments.append(f"{fence} = {write.bind(token)}")
+    if values:
+        assignments.append(f"{write.name(WRITE_COLUMN)} = {write.bind(new_write_id())}")
     where = write.where(key, token)
     sql = f"UPDATE {write.table(table)} SET {', '.join(assignments)} WHERE {where}"  # noqa: S608  see name()
     return sql, write.parameters()
@@ -251,8 +254,8 @@ def _check_raw(values: Mapping[str, Any], key: Mapping[str, Any], token: int) ->
         )
     if missing := [column for column, value in key.items() if value is None]:
         raise ValueError(f"no row has {missing[0]} = NULL; the key needs a value for it")
-    if FENCE_COLUMN in values or FENCE_COLUMN in key:
-        raise ValueError(f"{FENCE_COLUMN} is not set or compared by hand; the token does both")
+    if not {FENCE_COLUMN, WRITE_COLUMN}.isdisjoint({*values, *key}):
+        raise ValueError(f"{FENCE_COLUMN} and {WRITE_COLUMN} are not set or compared by hand")
 
 
 class _RawWrite:

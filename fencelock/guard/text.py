@@ -20,6 +20,7 @@ from fencelock.guard._carried import CARRIERS, ready
 from fencelock.guard._statement import TOKEN_BIND, Row
 from fencelock.guard._tables import (
     FENCE_COLUMN,
+    WRITE_COLUMN,
     fenced_names,
     fenced_table,
     harmless,
@@ -30,9 +31,11 @@ from fencelock.guard._tables import (
 )
 from fencelock.guard.events import report
 from fencelock.guard.session import note_token, refuse
+from fencelock.guard.write_ids import new_write_id
 from fencelock.token import check as check_token
 
 TOKEN: Final = "fencing_token"  # noqa: S105  no password
+WRITE_ID: Final = "fencing_write_id"
 _NAME: Final = r'(?:[\w$]+|"(?:[^"]|"")+"|`(?:[^`]|``)+`)'
 _FULL: Final = rf"{_NAME}(?: ?\. ?{_NAME})*"
 _QUOTED: Final = re.compile(
@@ -64,8 +67,12 @@ _ORDINARY: Final = re.compile(r"(?i)(?:select|with|values|insert|replace|update|
 _DEFINES: Final = re.compile(r"(?i)\s*(?:create|alter(?!.*\btruncate\b)|drop|comment|grant|revoke)\b")
 
 
-def guard_text(connection: Connection, statement: TextClause, rows: Sequence[Row]) -> TextClause | None:
-    """Return a text that carries the condition, with what a strict trigger wants; None for any other text.
+def guard_text(
+    connection: Connection, statement: TextClause, rows: Sequence[Row]
+) -> tuple[TextClause, Sequence[Row]] | None:
+    """Return a text that carries the condition, with what a strict trigger wants, and its parameters.
+
+    They have a new write id. None for any other text.
 
     Raises:
         UnfencedWriteError: if the token is missing among the parameters.
@@ -73,19 +80,23 @@ def guard_text(connection: Connection, statement: TextClause, rows: Sequence[Row
     text = statement.text
     table = guarded_table(text) if FENCE_COLUMN in text.lower() else None
     if table is None:
+        if WRITE_ID in statement._bindparams:  # noqa: SLF001  the same
+            raise _unguarded_error(written(text, tuple(fenced_names())) or "?")
         return None
     given = statement._bindparams[TOKEN].effective_value  # noqa: SLF001  no public way to ask
     for token in {row.get(TOKEN, given) for row in rows}:
         if token is None:
             raise UnfencedWriteError(f'textual SQL has its token as a parameter: pass {{"{TOKEN}": token}}')
         note_token(connection, statement, check_token(token))
+    if WRITE_ID in statement._bindparams:  # noqa: SLF001  the same
+        rows = [{**row, WRITE_ID: new_write_id()} for row in rows]
     if not is_strict(table):
-        return statement
+        return statement, rows
     ready(connection)
     carried = CARRIERS[connection.dialect.name].format(f":{TOKEN}")
     carrying = statement._generate()  # noqa: SLF001  its parameters are to stay
     carrying.text = re.sub(rf"(?i)(\b{FENCE_COLUMN}\s*<=\s*:{TOKEN}\b)", rf"\1 AND {carried}", text)
-    return carrying
+    return carrying, rows
 
 
 @lru_cache(maxsize=1000)
@@ -100,9 +111,13 @@ def guarded_table(text: str) -> str | None:
     name = found["name"].rpartition(".")[2].strip()
     own = "|".join(map(re.escape, (found["name"], name, found["alias"] or name)))
     fence = rf"(?:(?:{own}) ?\. ?)?{FENCE_COLUMN}"
-    stamp = rf"(?:.*, ?)?{fence} ?= ?:{TOKEN}(?: ?,.*| from .*)?"
+    stamps = [
+        rf"(?:.*, ?)?(?:(?:{own}) ?\. ?)?{column} ?= ?:{bind}(?: ?,.*| from .*)?"
+        for column, bind in ((FENCE_COLUMN, TOKEN), (WRITE_COLUMN, WRITE_ID))
+    ]
     condition = rf"(?:.* and )?{fence} ?<= ?:{TOKEN}(?: and .*)?"
-    is_stamped = found["sets"] is None or re.fullmatch(stamp, found["sets"], re.IGNORECASE)
+    sets = found["sets"]
+    is_stamped = sets is None or all(re.fullmatch(stamp, sets, re.IGNORECASE) for stamp in stamps)
     is_guarded = is_stamped and re.fullmatch(condition, found["where"], re.IGNORECASE)
     return name.strip('"`').lower() if is_guarded else None
 
@@ -110,23 +125,33 @@ def guarded_table(text: str) -> str | None:
 def do_execute(_cursor: object, statement: str, _parameters: object, context: Any) -> None:
     """Refuse a statement that may write to a fenced table and was not guarded."""
     reads = statement.startswith("SELECT") and ";" not in statement
-    if reads or context is None or is_harmless(context.compiled) or is_bypassed(context.execution_options):
+    if (
+        reads
+        or context is None
+        or is_harmless(context.compiled)
+        or is_bypassed(context.execution_options, context.root_connection)
+    ):
         return
     known, compiled = harmless(), context.compiled
     is_dml = not context.isddl and compiled and (compiled.isinsert or compiled.isupdate or compiled.isdelete)
     name = _unguarded(compiled) if is_dml else _unguarded_text(statement, context)
     if name is not None:
-        error = UnfencedWriteError(
-            f"this statement may write to the fenced table {name!r} and is not guarded: write through the "
-            f"model, fenced_update(), fenced_delete() or upsert(), outside of WITH; textual SQL has "
-            f"{FENCE_COLUMN} <= :{TOKEN} in its WHERE clause, with AND and no OR beside it, and sets "
-            f"{FENCE_COLUMN} = :{TOKEN}; or, if no fence is wanted, execution_options(fencelock='bypass')"
-        )
+        error = _unguarded_error(name)
         report(error)
         refuse(context.root_connection, error)
         raise error
     if is_dml:
         note_harmless(compiled, known)
+
+
+def _unguarded_error(name: str) -> UnfencedWriteError:
+    return UnfencedWriteError(
+        f"this statement may write to the fenced table {name!r} and is not guarded: write through the model, "
+        f"fenced_update(), fenced_delete() or upsert(), outside of WITH; textual SQL has "
+        f"{FENCE_COLUMN} <= :{TOKEN} in its WHERE clause, with AND and no OR beside it, and sets "
+        f"{FENCE_COLUMN} = :{TOKEN} and {WRITE_COLUMN} = :{WRITE_ID}, which the guard fills in; or, if no "
+        f"fence is wanted, execution_options(fencelock='bypass')"
+    )
 
 
 def do_execute_no_params(cursor: object, statement: str, context: Any) -> None:

@@ -22,7 +22,7 @@ from fencelock.guard._carried import CarriedToken, ready, take_back
 from fencelock.guard._connecting import target_of
 from fencelock.guard._exact import is_text
 from fencelock.guard._install import install
-from fencelock.guard._tables import FENCE_COLUMN, FencedTable, spelling
+from fencelock.guard._tables import FENCE_COLUMN, WRITE_COLUMN, FencedTable, spelling
 from fencelock.guard._write import KEYS_PER_QUERY, holds, is_one_of, newest, without_fence
 from fencelock.guard.claim import fenced_model
 from fencelock.guard.session import (
@@ -32,8 +32,10 @@ from fencelock.guard.session import (
     report_refusal,
     session_of,
 )
+from fencelock.guard.write_ids import new_write_id
 
 _MYSQL: Final = frozenset({"mysql", "mariadb"})
+_OWN: Final = frozenset({FENCE_COLUMN, WRITE_COLUMN})
 _Key = tuple[Any, ...]
 
 
@@ -107,7 +109,8 @@ def upsert(
     for _, keys in groupby(sorted(by_key, key=columns), columns):
         some = sorted(keys)
         statement = _statement(connection.dialect.name, fenced, by_key[some[0]])
-        stamped = [{**by_key[key], fenced.fence.key: token_of[key]} for key in some]
+        own = {} if fenced.write is None else {fenced.write.key: new_write_id()}
+        stamped = [{**by_key[key], fenced.fence.key: token_of[key], **own} for key in some]
         connection.execute(statement, stamped, execution_options={"fencelock": BYPASS})
     take_back(connection)
     try:
@@ -134,10 +137,10 @@ def _by_key(
     """Return the rows as their columns have them, by primary key."""
     known: dict[_Key, dict[str, Any]] = {}
     for row in rows:
-        if unknown := [name for name in row if name not in mapper.columns or name == FENCE_COLUMN]:
+        if unknown := [name for name in row if name not in mapper.columns or name in _OWN]:
             raise ValueError(
-                f"{unknown[0]!r} is no column of {mapper.class_.__name__} that can be given; {FENCE_COLUMN} "
-                f"is the guard's"
+                f"{unknown[0]!r} is no column of {mapper.class_.__name__} that can be given; "
+                f"{' and '.join(sorted(_OWN))} are the guard's"
             )
         values = {mapper.columns[name].key: value for name, value in row.items()}
         if mapper.polymorphic_on is not None and mapper.polymorphic_on.key in fenced.table.c:
@@ -180,18 +183,23 @@ def _statement(dialect: str, fenced: FencedTable, row: Mapping[str, Any]) -> Ins
     new = statement.excluded
     return statement.on_conflict_do_update(
         index_elements=list(table.primary_key),
-        set_={name: new[name] for name in (*names, fenced.fence.key)},
+        set_={name: new[name] for name in (*names, *_own(fenced))},
         where=_lets_pass(fenced, new),
     )
+
+
+def _own(fenced: FencedTable) -> list[str]:
+    """Return the columns that the guard writes, the fence last."""
+    return [column.key for column in (fenced.write, fenced.fence) if column is not None]
 
 
 def _of_mysql(table: Table, fenced: FencedTable, names: Sequence[str]) -> Insert:
     statement = mysql.insert(table)
     new = statement.inserted
     passes = _lets_pass(fenced, new)
-    fence = fenced.fence.key
+    *others, fence = _own(fenced)  # the fence comes last, because MariaDB assigns from left to right
     return statement.on_duplicate_key_update(
-        [(name, func.if_(passes, new[name], table.c[name])) for name in (*names, fence)]
+        [(name, func.if_(passes, new[name], table.c[name])) for name in (*names, *others, fence)]
     )
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
-from sqlalchemy import Engine, NullPool, create_engine, event, make_url, text
-from sqlalchemy.orm import ORMExecuteState, Session
+from sqlalchemy import Engine, NullPool, create_engine, make_url, text
 
 from fencelock.embedded import Postgres
 
@@ -34,19 +33,6 @@ def _mariadb(server_url: str) -> Iterator[str]:
     yield make_url(server_url).set(database=name).render_as_string(hide_password=False)
     with server.connect() as connection:
         connection.execute(text(f"DROP DATABASE {name}"))
-
-
-@pytest.fixture
-def unseen() -> Callable[[Session], None]:
-    """Have a session's queries not look at fences: as if it had read before the newer holder came."""
-
-    def look_away(session: Session) -> None:
-        @event.listens_for(session, "do_orm_execute")
-        def before_query(state: ORMExecuteState) -> None:
-            if state.is_select:
-                state.update_execution_options(fencelock="bypass")
-
-    return look_away
 
 
 @pytest.fixture(scope="module")

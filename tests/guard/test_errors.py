@@ -125,7 +125,10 @@ def test_a_row_without_a_fence(shared_engine: Engine, way: str) -> None:
         Row.__table__.create(connection)  # type: ignore[attr-defined]
         connection.execute(text("DROP TABLE er_rows"), execution_options={"fencelock": "bypass"})
         connection.execute(
-            text("CREATE TABLE er_rows (id INTEGER PRIMARY KEY, value INTEGER, last_fencing_token BIGINT)")
+            text(
+                "CREATE TABLE er_rows (id INTEGER PRIMARY KEY, value INTEGER, last_fencing_token BIGINT,"
+                " last_write_id BIGINT DEFAULT 0)"
+            )
         )
         connection.execute(
             text("INSERT INTO er_rows (id, value) VALUES (1, 0)"), execution_options={"fencelock": "bypass"}

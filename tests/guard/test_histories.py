@@ -171,7 +171,8 @@ class Worker:
         mysql = self.session.get_bind().dialect.name in {"mysql", "mariadb"}
         longer = "concat(log, :mark)" if mysql else "log || :mark"
         statement = text(
-            f"UPDATE hi_entries SET log = {longer}, last_fencing_token = :fencing_token"  # noqa: S608 - ours
+            f"UPDATE hi_entries SET log = {longer}, last_fencing_token = :fencing_token,"  # noqa: S608 - ours
+            " last_write_id = :fencing_write_id"
             " WHERE id = :id AND ledger = :ledger AND last_fencing_token <= :fencing_token"
         )
         token = self.tokens[LEDGERS[row]]

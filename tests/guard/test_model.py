@@ -44,7 +44,15 @@ from sqlalchemy.orm import (
 
 import fencelock.guard
 from fencelock.errors import StaleTokenError, UnfencedWriteError
-from fencelock.guard import FencedDataclassModel, FencedModel, bind, claim, fence_column, fence_table
+from fencelock.guard import (
+    FencedDataclassModel,
+    FencedModel,
+    bind,
+    claim,
+    fence_column,
+    fence_table,
+    write_id_column,
+)
 from fencelock.guard import _tables as tables_room
 from fencelock.guard import rewrite as rewrite_room
 from fencelock.guard import session as session_room
@@ -76,8 +84,8 @@ def in_memory() -> Iterator[InMemory]:
         yield make
 
 
-def test_the_column_is_as_promised() -> None:
-    """BIGINT NOT NULL DEFAULT 0, last in the table."""
+def test_the_columns_are_as_promised() -> None:
+    """Both BIGINT NOT NULL DEFAULT 0, last in the table."""
 
     class Order(FencedModel, new_base()):  # type: ignore[misc]
         __tablename__ = "mo_orders"
@@ -85,11 +93,12 @@ def test_the_column_is_as_promised() -> None:
         id: Mapped[int] = mapped_column(primary_key=True)
         status: Mapped[str]
 
-    column = Order.__table__.c.last_fencing_token
-    assert isinstance(column.type, BigInteger)
-    assert not column.nullable
-    assert str(column.server_default.arg) == "0"
-    assert [each.name for each in Order.__table__.c][-1] == "last_fencing_token"
+    *_, fence, write_id = Order.__table__.c
+    assert (fence.name, write_id.name) == ("last_fencing_token", "last_write_id")
+    for column in (fence, write_id):
+        assert isinstance(column.type, BigInteger)
+        assert not column.nullable
+        assert str(column.server_default.arg) == "0"
 
 
 @pytest.mark.parametrize(
@@ -156,7 +165,7 @@ def test_a_mapped_table_without_the_column_is_refused() -> None:
 def test_a_reflected_table_with_the_column_is_fenced(in_memory: InMemory) -> None:
     """A model on a reflected table needs no fence_column()."""
     metadata = MetaData()
-    Table("mo_boxes", metadata, Column("id", Integer, primary_key=True), fence_column())
+    Table("mo_boxes", metadata, Column("id", Integer, primary_key=True), fence_column(), write_id_column())
     engine = in_memory(metadata)
 
     class Box(FencedModel, new_base()):  # type: ignore[misc]
@@ -238,6 +247,7 @@ def test_concrete_inheritance_has_a_fence_in_each_table(in_memory: InMemory) -> 
         __fence_resource__ = "gifts"
         id: Mapped[int] = mapped_column(primary_key=True)
         last_fencing_token: Mapped[int] = mapped_column(BigInteger, server_default="0")
+        last_write_id: Mapped[int] = mapped_column(BigInteger, server_default="0")
         ribbon: Mapped[str]
         __mapper_args__ = {"concrete": True}  # noqa: RUF012
 
@@ -630,6 +640,7 @@ def test_a_class_without_the_mixin_is_guarded_by_its_table(tmp_path: Path) -> No
     boxes = Table(
         "mo_plain_boxes", Base.metadata, Column("id", Integer, primary_key=True), Column("kind", String(9)),
         fence_column(resource="boxes"),
+        write_id_column(),
     )  # fmt: skip
 
     class Box(Base):

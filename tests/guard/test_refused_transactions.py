@@ -88,8 +88,6 @@ REFUSED: dict[str, Callable[[Session], object]] = {
     "statement": write,
     "criteria": lambda session: execute_fenced(session, fenced_update(Order).values(value=1), token=1),
     "flush": flush,
-    "load": lambda session: session.refresh(session.get_one(Order, 1)),
-    "stream": lambda session: list(session.scalars(select(Order).execution_options(yield_per=1))),
     "claim": lambda session: claim(session, Order, 1),
     "upsert": lambda session: upsert(session, Order, [{"id": 1, "value": 3}]),
 }
@@ -113,7 +111,7 @@ def test_a_session_goes_on_only_after_a_rollback(
     refuse: Callable[[Session], object],
     go_on: Callable[[Session], object],
 ) -> None:
-    """Statement, flush and load: nothing is committed until somebody has rolled back; then all is well."""
+    """Statement, flush and claim: nothing is committed until somebody has rolled back; then all is well."""
     session.add(Entry(id=1))
     session.flush()
     with pytest.raises(StaleTokenError):

@@ -48,6 +48,7 @@ from fencelock.guard import (
     fenced_delete,
     fenced_update,
     upsert,
+    write_id_column,
 )
 from fencelock.lease import Lease
 from fencelock.token import MAX_TOKEN
@@ -72,6 +73,7 @@ odd = Table(
     Column("select", Integer, primary_key=True),
     Column("Mixed Case %", Integer),
     fence_column(resource="odd"),
+    write_id_column(),
 )
 plain = Table(
     "sq_plain",
@@ -265,20 +267,20 @@ def test_what_has_no_fence_is_refused(engine: Engine) -> None:
 
 
 PARAMSTYLES = {
-    "qmark": ("a = ?, last_fencing_token = ? WHERE k = ? AND last_fencing_token <= ?", (None, 6, 1, 6)),
-    "format": ("a = %s, last_fencing_token = %s WHERE k = %s AND last_fencing_token <= %s", (None, 6, 1, 6)),
-    "numeric": ("a = :1, last_fencing_token = :2 WHERE k = :3 AND last_fencing_token <= :4", (None, 6, 1, 6)),
+    "qmark": "a = ?, last_fencing_token = ?, last_write_id = ? WHERE k = ? AND last_fencing_token <= ?",
+    "format": "a = %s, last_fencing_token = %s, last_write_id = %s WHERE k = %s AND last_fencing_token <= %s",
+    "numeric": (
+        "a = :1, last_fencing_token = :2, last_write_id = :3 WHERE k = :4 AND last_fencing_token <= :5"
+    ),
     "numeric_dollar": (
-        "a = $1, last_fencing_token = $2 WHERE k = $3 AND last_fencing_token <= $4",
-        (None, 6, 1, 6),
+        "a = $1, last_fencing_token = $2, last_write_id = $3 WHERE k = $4 AND last_fencing_token <= $5"
     ),
     "named": (
-        "a = :p1, last_fencing_token = :p2 WHERE k = :p3 AND last_fencing_token <= :p4",
-        {"p1": None, "p2": 6, "p3": 1, "p4": 6},
+        "a = :p1, last_fencing_token = :p2, last_write_id = :p3 WHERE k = :p4 AND last_fencing_token <= :p5"
     ),
     "pyformat": (
-        "a = %(p1)s, last_fencing_token = %(p2)s WHERE k = %(p3)s AND last_fencing_token <= %(p4)s",
-        {"p1": None, "p2": 6, "p3": 1, "p4": 6},
+        "a = %(p1)s, last_fencing_token = %(p2)s, last_write_id = %(p3)s "
+        "WHERE k = %(p4)s AND last_fencing_token <= %(p5)s"
     ),
 }
 
@@ -287,7 +289,13 @@ PARAMSTYLES = {
 def test_every_paramstyle(style: Any) -> None:
     """Each style of PEP 249, and asyncpg's, has its own placeholders and form of parameters."""
     sql, parameters = conditional_update("s.t", {"a": None}, {"k": 1}, 6, style)
-    assert (sql.removeprefix("UPDATE s.t SET "), parameters) == PARAMSTYLES[style]
+    assert sql.removeprefix("UPDATE s.t SET ") == PARAMSTYLES[style]
+    names = [f"p{number}" for number in range(1, 6)]
+    value, token, write_id, *rest = (
+        [parameters[name] for name in names] if style in {"named", "pyformat"} else parameters
+    )
+    assert (value, token, rest) == (None, 6, [1, 6])
+    assert 0 < write_id < 2**53
 
 
 @pytest.fixture
@@ -335,15 +343,15 @@ def test_names_are_quoted_for_a_dialect(engine: Engine, cursor: tuple[Any, list[
         assert bare.rowcount == 1
     bare.connection.commit()
     with engine.connect() as connection:
-        assert connection.execute(select(odd)).one() == (1, len(styles), len(styles))
+        assert connection.execute(select(odd)).one()[:3] == (1, len(styles), len(styles))
 
 
 def test_numeric_dollar_on_a_real_server(postgres: Postgres) -> None:
     """PostgreSQL's own placeholders, as asyncpg and psycopg's raw cursor take them."""
     url = postgres.create_database().replace("postgresql+psycopg", "postgresql")
     with psycopg.connect(url) as connection, psycopg.RawCursor(connection) as bare:
-        bare.execute("CREATE TABLE t (id int, a text, last_fencing_token bigint NOT NULL DEFAULT 0)")
-        bare.execute("INSERT INTO t VALUES (1, 'x')")
+        bare.execute("CREATE TABLE t (id int, a text, last_fencing_token bigint, last_write_id bigint)")
+        bare.execute("INSERT INTO t VALUES (1, 'x', 0, 0)")
         bare.execute(*conditional_update("t", {"a": "y"}, {"id": 1}, 3, "numeric_dollar"))
         assert bare.rowcount == 1
         bare.execute(*conditional_delete("t", {"id": 1}, 2, "numeric_dollar"))
@@ -367,6 +375,7 @@ def test_names_that_need_quotes_are_refused(name: str) -> None:
         (({"a": 1}, {"id": None}, 1), "NULL"),
         (({"last_fencing_token": 9}, {"id": 1}, 1), "by hand"),
         (({"a": 1}, {"last_fencing_token": 9}, 1), "by hand"),
+        (({"last_write_id": 9}, {"id": 1}, 1), "by hand"),
         (({"a": 1}, {"id": 1}, 1, "percent"), "paramstyle"),
     ],
 )

@@ -25,7 +25,8 @@ class Order(FencedModel, Base):
 
 
 UPDATED = (
-    "UPDATE tx_orders SET status = :status, last_fencing_token = :fencing_token"
+    "UPDATE tx_orders SET status = :status, last_fencing_token = :fencing_token,"
+    " last_write_id = :fencing_write_id"
     " WHERE id = :id AND last_fencing_token <= :fencing_token"
 )
 DELETED = "DELETE FROM tx_orders WHERE id = :id AND last_fencing_token <= :fencing_token"
@@ -112,8 +113,10 @@ def test_token_is_always_given(engine: Engine) -> None:
 
 
 NOT_GUARDED = {
-    "no condition": "UPDATE tx_orders SET status = 'x', last_fencing_token = :fencing_token WHERE id = 1",
-    "fence not raised": UPDATED.replace(", last_fencing_token = :fencing_token", ""),
+    "no condition": "UPDATE tx_orders SET status = 'x', last_fencing_token = :fencing_token,"
+    " last_write_id = :fencing_write_id WHERE id = 1",
+    "fence not raised": UPDATED.replace(" last_fencing_token = :fencing_token,", ""),
+    "no write id": UPDATED.replace(", last_write_id = :fencing_write_id", ""),
     "fence raised further": UPDATED.replace("token = :fencing_token", "token = :fencing_token + 1"),
     "condition beside an OR": UPDATED + " OR id = 1",
     "condition beside what MariaDB takes for an OR": UPDATED + " || id = 1",

@@ -27,7 +27,7 @@ from sqlalchemy import (
     select,
 )
 
-from fencelock.guard import conditional_delete, conditional_update, fence_column, triggers
+from fencelock.guard import conditional_delete, conditional_update, fence_column, triggers, write_id_column
 from fencelock.guard._tables import FenceTrigger
 from tests.guard.rows import empty
 from tests.guard.write_docs import check_section
@@ -197,6 +197,7 @@ def make_tables(trigger: FenceTrigger) -> MetaData:
         Column("status", String(20)),
         Column("customer_id", ForeignKey("tt_customers.id", ondelete="SET NULL")),
         fence_column(resource="order:{id}", trigger=trigger),
+        write_id_column(),
     )
     return metadata
 

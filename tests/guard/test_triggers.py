@@ -49,6 +49,7 @@ from fencelock.guard import (
     on_unfenced,
     triggers,
     upsert,
+    write_id_column,
 )
 from fencelock.lease import Lease
 
@@ -93,6 +94,7 @@ boxes = Table(
     Column("id", Integer, primary_key=True, autoincrement=False),
     Column("size", Integer),
     fence_column(resource="boxes", trigger="strict"),
+    write_id_column(),
 )
 strict: Table = Strict.__table__  # type: ignore[assignment]
 BOTH = pytest.mark.parametrize("model", [Plain, Strict])
@@ -154,7 +156,7 @@ def test_fence_never_goes_down(engine: Engine, model: type[Any]) -> None:
 def test_one_lower_fence_spoils_the_whole_statement(engine: Engine, model: type[Any]) -> None:
     """A set-based write is refused as a whole where one of its rows is fenced higher."""
     table = model.__tablename__
-    raw(engine, f"INSERT INTO {table} VALUES (2, 'new', 1)")
+    raw(engine, f"INSERT INTO {table} VALUES (2, 'new', 1, 0)")
     refusal(engine, f"UPDATE {table} SET status = 'stale', last_fencing_token = 4")
     with engine.connect() as connection:
         assert set(connection.scalars(select(model.status))) == {"new"}
@@ -251,7 +253,8 @@ def test_text_that_has_the_condition_carries_its_token(engine: Engine, model: ty
     """The guard adds to it what the trigger wants to see; what else is in the text stays."""
     table = model.__tablename__
     write = (
-        f"UPDATE {table} SET status = 'paid', last_fencing_token = :fencing_token "
+        f"UPDATE {table} SET status = 'paid', last_fencing_token = :fencing_token,"
+        f" last_write_id = :fencing_write_id "
         f"WHERE id = :id AND last_fencing_token <= :fencing_token AND status <> 'it is'"
     )
     remove = f"DELETE FROM {table} WHERE last_fencing_token<=:fencing_token AND id = :id"
@@ -266,7 +269,8 @@ def test_text_that_has_the_condition_carries_its_token(engine: Engine, model: ty
 def test_what_a_text_carries_ends_with_it(engine: Engine) -> None:
     """The next statement of the connection has no token."""
     write = (
-        "UPDATE tr_strict SET status = 'paid', last_fencing_token = :fencing_token "
+        "UPDATE tr_strict SET status = 'paid', last_fencing_token = :fencing_token,"
+        " last_write_id = :fencing_write_id "
         "WHERE id = 1 AND last_fencing_token <= :fencing_token"
     )
     with engine.connect() as connection:
@@ -308,7 +312,7 @@ def test_token_of_one_statement_is_not_that_of_the_next(engine: Engine) -> None:
 def test_statement_that_fails_leaves_no_token_behind(engine: Engine) -> None:
     """The same after an error of the guard's own statement."""
     with engine.connect() as connection:
-        raw(engine, "INSERT INTO tr_boxes VALUES (1, 0, 5), (2, 0, 5)")
+        raw(engine, "INSERT INTO tr_boxes VALUES (1, 0, 5, 0), (2, 0, 5, 0)")
         clash = fenced_update(boxes).where(boxes.c.id == 1).values(id=2)
         savepoint = connection.begin_nested()
         with pytest.raises(IntegrityError):
@@ -375,7 +379,7 @@ def test_carrying_asks_for_a_dialect() -> None:
 @ON_SQLITE
 def test_sqlite_connection_without_the_functions_is_refused(engine: Engine) -> None:
     """A program that knows nothing of fencelock can read and insert, and neither update nor delete."""
-    raw(engine, "INSERT INTO tr_strict VALUES (2, 'new', 0)", ready=False)
+    raw(engine, "INSERT INTO tr_strict VALUES (2, 'new', 0, 0)", ready=False)
     for statement in ("UPDATE tr_strict SET last_fencing_token = 9", "DELETE FROM tr_strict"):
         with pytest.raises(Exception, match="no such function: fencelock_token"):
             raw(engine, statement, ready=False)
@@ -389,7 +393,7 @@ def test_sqlite_connection_without_the_functions_is_refused(engine: Engine) -> N
         "UPDATE tr_view SET status = 'stale', last_fencing_token = 4",
         "DO $$ BEGIN UPDATE tr_plain SET last_fencing_token = 4; END $$",
         "WITH w AS (UPDATE tr_plain SET last_fencing_token = 4 RETURNING 1) SELECT * FROM w",
-        """INSERT INTO tr_plain VALUES (1, 'stale', 4)
+        """INSERT INTO tr_plain VALUES (1, 'stale', 4, 0)
            ON CONFLICT (id) DO UPDATE SET last_fencing_token = EXCLUDED.last_fencing_token""",
         """MERGE INTO tr_plain USING (SELECT 1 AS id) s ON s.id = tr_plain.id
            WHEN MATCHED THEN UPDATE SET last_fencing_token = 4""",
@@ -415,7 +419,7 @@ def test_copied_rows_do_not_lower_a_fence(shared_url: str) -> None:
     with psycopg.connect(shared_url.replace("+psycopg", "")) as connection:
         connection.execute("CREATE TEMP TABLE staged AS SELECT * FROM tr_plain WHERE false")
         with connection.cursor().copy("COPY staged FROM STDIN") as copy:
-            copy.write_row((1, "restored", 3))
+            copy.write_row((1, "restored", 3, 0))
         with pytest.raises(psycopg.errors.IntegrityError, match="token 3 < 5 in tr_plain") as caught:
             connection.execute(
                 "UPDATE tr_plain SET status = staged.status, last_fencing_token = staged.last_fencing_token "
@@ -455,9 +459,10 @@ def test_foreign_keys_are_seen_except_on_mariadb(shared_engine: Engine, action: 
         Column("id", Integer, primary_key=True),
         Column("parent_id", ForeignKey("tr_parents.id", ondelete=action)),
         fence_column(trigger="strict"),
+        write_id_column(),
     )
     metadata.create_all(shared_engine)
-    raw(shared_engine, "INSERT INTO tr_parents VALUES (1)", "INSERT INTO tr_children VALUES (1, 1, 5)")
+    raw(shared_engine, "INSERT INTO tr_parents VALUES (1)", "INSERT INTO tr_children VALUES (1, 1, 5, 0)")
     delete_parent = ["DELETE FROM tr_parents"]
     if shared_engine.dialect.name == "sqlite":
         delete_parent.insert(0, "PRAGMA foreign_keys = ON")
@@ -474,7 +479,7 @@ def test_foreign_keys_are_seen_except_on_mariadb(shared_engine: Engine, action: 
 @ON_SQLITE
 def test_sqlite_replaces_unseen_unless_told_otherwise(engine: Engine) -> None:
     """REPLACE is a DELETE whose triggers SQLite fires only with recursive_triggers: documented."""
-    replace = "INSERT OR REPLACE INTO tr_strict VALUES (1, 'replaced', 0)"
+    replace = "INSERT OR REPLACE INTO tr_strict VALUES (1, 'replaced', 0, 0)"
     refusal(engine, "PRAGMA recursive_triggers = ON", replace)
     assert row(engine, Strict) == ("new", FENCE)
     raw(engine, "PRAGMA recursive_triggers = OFF", replace)
@@ -520,7 +525,7 @@ def test_odd_names(shared_engine: Engine, name: str) -> None:
         pytest.skip("MariaDB's own files have no such names on every system")
     metadata = MetaData()
     fence = fence_column(resource="rows", trigger="strict")
-    table = Table(name, metadata, Column("id", Integer, primary_key=True), fence)
+    table = Table(name, metadata, Column("id", Integer, primary_key=True), fence, write_id_column())
     metadata.create_all(shared_engine)
     with shared_engine.begin() as connection:
         execute_fenced(connection, insert(table), {"id": 1}, token=5)
@@ -543,7 +548,7 @@ def test_tables_of_another_schema(shared_engine: Engine) -> None:
         connection.execute(text(f"CREATE SCHEMA {schema}"))
     metadata = MetaData(schema=schema)
     fence = fence_column(resource="rows", trigger="strict")
-    table = Table("orders", metadata, Column("id", Integer, primary_key=True), fence)
+    table = Table("orders", metadata, Column("id", Integer, primary_key=True), fence, write_id_column())
     metadata.create_all(shared_engine)
     with shared_engine.begin() as connection:
         assert triggers.installed(connection, "orders", schema=schema) == "strict"

@@ -87,7 +87,7 @@ def flush(session: Session) -> None:
 
 
 TEXT = text(
-    "UPDATE uc_rows SET value = 1, last_fencing_token = :fencing_token "
+    "UPDATE uc_rows SET value = 1, last_fencing_token = :fencing_token, last_write_id = :fencing_write_id "
     "WHERE id = :id AND last_fencing_token <= :fencing_token"
 )
 CORE: dict[str, Callable[[Session | Connection], object]] = {

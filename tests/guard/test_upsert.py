@@ -252,7 +252,7 @@ def test_scoped_sessions_are_taken_too(engine: Engine) -> None:
     with pytest.raises(PendingRollbackError):
         scoped.commit()
     scoped.remove()
-    assert ("pen", 7) in [(row[0], row[-1]) for row in rows(engine, Price)]
+    assert ("pen", 7) in [(row[0], row[-2]) for row in rows(engine, Price)]
 
 
 def test_keys_may_be_given_as_the_type_takes_them(session: Session) -> None:

@@ -25,13 +25,14 @@ from sqlalchemy.ext.automap import automap_base
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, registry, relationship
 
 from fencelock.errors import StaleTokenError, UnfencedWriteError
-from fencelock.guard import FencedModel, bind, claim, fence_column
+from fencelock.guard import FencedModel, bind, claim, fence_column, write_id_column
 from fencelock.lease import Lease
 
 
 def columns(fence: Column[int]) -> list[Column[Any]]:
     """Return the columns of a fenced table."""
-    return [Column("id", Integer, primary_key=True, autoincrement=False), Column("status", String(10)), fence]
+    key = Column("id", Integer, primary_key=True, autoincrement=False)
+    return [key, Column("status", String(10)), fence, write_id_column()]
 
 
 def own_column() -> Column[int]:
@@ -76,6 +77,7 @@ def on_a_base_class(fence: Column[int]) -> tuple[MetaData, Any]:
     class Fenced:
         __fence_resource__ = "order:{id}"
         last_fencing_token: Mapped[int] = mapped_column(BigInteger, server_default="0")
+        last_write_id: Mapped[int] = mapped_column(BigInteger, server_default="0")
 
     class Order(Fenced, Base):
         __tablename__ = "orders"
@@ -213,6 +215,7 @@ class Order(Base):
     __fence_resource__ = "order:{id}"
     id: Mapped[int] = mapped_column(primary_key=True)
     last_fencing_token: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    last_write_id: Mapped[int] = mapped_column(BigInteger, server_default="0")
 
 engine = create_engine("sqlite://")
 Base.metadata.create_all(engine)
@@ -247,6 +250,7 @@ def test_a_model_of_sqlmodel_has_the_column_alone(tmp_path: Path) -> None:
         id: int | None = sqlmodel.Field(default=None, primary_key=True)
         name: str = ""
         last_fencing_token: int = sqlmodel.Field(default=0, sa_column=fence_column())
+        last_write_id: int = sqlmodel.Field(default=0, sa_column=write_id_column())
 
     engine = create_engine(f"sqlite:///{tmp_path / 'heroes.sqlite'}")
     Hero.metadata.create_all(engine)
@@ -258,8 +262,9 @@ def test_a_model_of_sqlmodel_has_the_column_alone(tmp_path: Path) -> None:
         session.commit()
     with sqlmodel.Session(engine) as session:
         bind(session, Lease("hero:1", 4))
+        session.get_one(Hero, 1).name = "c"
         with pytest.raises(StaleTokenError):
-            session.get_one(Hero, 1)
+            session.commit()
     with sqlmodel.Session(engine) as session:
         bind(session, Lease("hero:2", 9))
         session.get_one(Hero, 1).name = "other"

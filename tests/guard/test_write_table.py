@@ -74,7 +74,8 @@ def by_text(sql: str) -> Write:
 
 
 update_by_text = by_text(
-    "UPDATE wp_orders SET status = 'paid', last_fencing_token = :fencing_token"
+    "UPDATE wp_orders SET status = 'paid', last_fencing_token = :fencing_token,"
+    " last_write_id = :fencing_write_id"
     " WHERE id = :id AND last_fencing_token <= :fencing_token"
 )
 delete_by_text = by_text("DELETE FROM wp_boxes WHERE id = :id AND last_fencing_token <= :fencing_token")
@@ -108,6 +109,9 @@ on tables without triggers, with plain and with strict ones, which makes no diff
 A new row has no fence to compare with, so a stale holder's INSERT is written; where that matters, pass the
 `gate` first, which turns him away. What SQLAlchemy does not see (bare cursors, `psql`, stored code) is for
 `conditional_update` and for triggers: see the sections below the table.
+
+A lambda's statement and that of `from_statement` are executed by themselves, if they write; the rows of an
+INSERT are given to `execute`, not to `values`.
 
 | | way | no lease | stale | again | fresh |
 |---|---|---|---|---|---|

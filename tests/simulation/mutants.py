@@ -331,9 +331,8 @@ MUTANTS = (
     _guard("no claim", "the fence is raised before anything is read", claims=False),
     Mutant(
         "not what was loaded",
-        "without a claim, an object is written only over the fence that it was loaded with",
-        control="tests/guard/test_unclaimed_histories.py::"
-        "test_without_what_was_loaded_others_are_overwritten",
+        "without a claim, an object is written only over the write that it was loaded from",
+        control="tests/guard/test_unclaimed_histories.py::test_without_the_write_id_updates_are_lost",
         seeds=0,
     ),
     _guard("check, then write", "fence and row are looked at and written at once", at_once=False),
