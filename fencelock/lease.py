@@ -115,7 +115,6 @@ class Lease:
     __slots__ = (
         "__weakref__",
         "_committed",
-        "_earlier_tokens",
         "_expires_at",
         "_fencing_token",
         "_generation",
@@ -132,7 +131,6 @@ class Lease:
     def __init__(self, resource: str, fencing_token: int, expires_at: float = math.inf) -> None:
         self._resource = check_resource(resource)
         self._fencing_token = tokens.check(fencing_token)
-        self._earlier_tokens: tuple[int, ...] = ()
         self._expires_at = expires_at
         self._generation = _Process.generation
         self._lost = ""
@@ -157,14 +155,6 @@ class Lease:
     def fencing_token(self) -> int:
         """The token to write with. It changes only when the lease is reminted."""
         return self._fencing_token
-
-    @property
-    def earlier_tokens(self) -> tuple[int, ...]:
-        """The tokens that the same hold had before it was reminted, save those of a COMMIT in doubt.
-
-        What was written with them is the holder's own work. What became of a COMMIT in doubt is not known.
-        """
-        return self._earlier_tokens
 
     @property
     def expires_at(self) -> float:
@@ -254,10 +244,7 @@ class Lease:
 
     def remint(self, fencing_token: int, expires_at: float) -> None:
         """Note that the authority has given a larger token to the same hold."""
-        checked = tokens.check(fencing_token)
-        if all(ghost.token != self._fencing_token for ghost in self._ghosts):
-            self._earlier_tokens = (*self._earlier_tokens, self._fencing_token)
-        self._fencing_token = checked
+        self._fencing_token = tokens.check(fencing_token)
         self._expires_at = expires_at
 
     def lose(self, reason: str) -> None:
@@ -290,7 +277,6 @@ class Lease:
             locked: the names of rows that it had locked, as far as they are known.
         """
         self._ghosts = (*self._ghosts, _Ghost(self._fencing_token, frozenset(locked)))
-        self._earlier_tokens = ()  # which of them it was written with is not known here
 
     def settle(self, token: int, claimed: AbstractSet[str]) -> None:
         """Note that rows of these names were claimed with `token`."""

@@ -377,7 +377,12 @@ def _claim_at_once(target: Target, mapper: Mapper[Any], fenced: FencedTable, row
     found = target.session.scalar(
         fenced.statements[mapper],
         {**_parameters(row), TOKEN_BIND: token},
-        execution_options={"fencelock": BYPASS, "populate_existing": True, "synchronize_session": False},
+        execution_options={
+            "fencelock": BYPASS,
+            CLAIM_OPTION: True,
+            "populate_existing": True,
+            "synchronize_session": False,
+        },
         bind_arguments=target.bind_arguments,
     )
     if found is not None:
@@ -435,12 +440,15 @@ def _raise_fences(connection: Connection, fenced: FencedTable, rows: Sequence[_K
         criteria = [*_has_key(fenced), *_is_named(fenced)]
         raising = update(fenced.table).where(*criteria).values(unchanged_by_raising(fenced.table))
         fenced.statements["raising"] = raising
-    options = {TOKEN_OPTION: token, CLAIM_OPTION: True}
-    connection.execute(fenced.statements["raising"], [*map(_parameters, rows)], execution_options=options)
+    connection.execute(
+        fenced.statements["raising"],
+        [*map(_parameters, rows)],
+        execution_options={TOKEN_OPTION: token, CLAIM_OPTION: True},
+    )
 
 
 def _settle(connection: Connection, fenced: FencedTable, keys: Iterable[_Key], token: int) -> None:
-    """Tell leases in doubt that these rows are claimed.
+    """Tell leases in doubt that these rows are claimed, which may settle the doubt.
 
     Raises:
         CommitInDoubtError: if these rows do not tell that the doubt has ended.

@@ -185,7 +185,7 @@ def _unguarded_form(
 ) -> tuple[Any, Sequence[Row], None] | None:
     """Return an UPDATE that goes around the guard, with new ids for what it writes: others shall notice."""
     fenced = fenced_table(statement.table) if isinstance(statement, Update) else None
-    if fenced is None or fenced.write is None or keeps_order(statement):
+    if fenced is None or fenced.write is None or CLAIM_OPTION in options or keeps_order(statement):
         return None
     if in_unit_of_work(connection, fenced, options) or fenced.write.key in map(
         key_of, dict(assigned(statement))

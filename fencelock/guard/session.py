@@ -200,7 +200,6 @@ class Writer:
         committed: whether its COMMIT was answered.
         committing: whether its COMMIT, or the first phase of one, may have been sent.
         has_transaction: whether the driver was seen to hold a transaction open.
-        lasting: whether it was committed, or may have been.
         remembered: the leases it was written under so far, by resource.
         transaction: returns SQLAlchemy's object, which may be gone.
         gates: which it has passed, and who did so: each as (resource, owner).
@@ -221,7 +220,6 @@ class Writer:
         "committing",
         "gates",
         "has_transaction",
-        "lasting",
         "remembered",
         "transaction",
         "undoing",
@@ -235,7 +233,6 @@ class Writer:
         self.undoing = False
         self.committed = False
         self.committing = False
-        self.lasting = False
         self.claiming: set[Lease] = set()
         self._bound_before: tuple[Lease, ...] | None = None
         self._needs: set[Lease] = set()
@@ -278,14 +275,12 @@ class Writer:
             self._needs.add(lease)
             lease.need(self._mark)
             transaction = self.transaction()
-            self.lasting = not watch_end(transaction)
-            if self.lasting and transaction is not None:
+            if not watch_end(transaction) and transaction is not None:
                 self.transaction = ref(transaction, partial(_throw_away_writer, ref(connection)))
 
     def doubt(self) -> None:
         """Note that nobody knows what became of the transaction, whose connection was lost."""
         if not self.undoing:
-            self.lasting = True
             locked = {name for names in self._locked for name in names()}
             for lease in self._needs:
                 lease.doubt(locked)
@@ -538,7 +533,7 @@ class _Watched(_Refusable):
     def _note_committed(self) -> None:
         writer = _known_writer(self)
         if writer is not None:
-            writer.committed = writer.lasting = True
+            writer.committed = True
 
     def _note_undoing(self) -> None:
         writer = _known_writer(self)

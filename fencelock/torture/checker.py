@@ -48,18 +48,8 @@ _BEARABLE = frozenset(
     {"node-blank", "node-rolling", "node-rollback", "node-flush", "database-kill", WORKER_KILL}
 )
 _SECOND = 1_000_000_000
-#: Styles that may overwrite where nothing is promised: docs/correctness.md, "What was read without a claim".
-_UNCLAIMED = frozenset({Style.GET, Style.BEFORE, Style.GATE})
 _R = TypeVar("_R", Run, Acquisition, Failure, Release, Write, Fault, Row, Cut)
 _Named = TypeVar("_Named", Acquisition, Write)
-
-
-class Open(StrEnum):
-    """The schedules in which an update of an unclaimed row is lost, and nothing was promised."""
-
-    EARLY_READ = "read before the lock"  #: its holder wrote once more, and left the fence as it had been read
-    SECOND_WRITE = "older holder's second write"  #: the same, of one whose lease had ended
-    TWO_HANDS = "one lease, two hands"  #: the fence was the holder's own
 
 
 class Rule(StrEnum):
@@ -125,8 +115,7 @@ class Verdict:
         outcomes: how many writes had which outcome.
         styles: how many writes of each style had which outcome.
         refusals: how many writes were refused, by the error.
-        open: how many acknowledged additions were overwritten in a schedule that stays open.
-        lost_updates: how many others are missing in the rows at the end.
+        lost_updates: how many acknowledged additions are missing in the rows at the end.
         rows: how many rows were looked at at the end.
         faults: how many there were, by their kind.
         unavailable: the longest time in which somebody wanted a lock and nobody anywhere got one.
@@ -146,7 +135,6 @@ class Verdict:
     outcomes: Mapping[Outcome, int]
     styles: Mapping[Style, Mapping[Outcome, int]]
     refusals: Mapping[str, int]
-    open: Mapping[Open, int]
     lost_updates: int
     rows: int
     faults: Mapping[str, int]
@@ -182,10 +170,6 @@ class _Facts:
             raise HistoryError(f"a history is of one run, and says which: here are {len(self.of(Run))}")
         self.acquired = _by_resource(self.of(Acquisition))
         self.written = _by_resource(self.of(Write))
-        #: Those whose additions were overwritten in a schedule that stays open, and in which.
-        self.open = {
-            name: _overwritten(written, self.acquired.get(name, ())) for name, written in self.written.items()
-        }
         self.rows = {row.resource: row for row in self.of(Row)}
         if len(self.rows) < len(self.of(Row)):
             raise HistoryError("a row is found twice at the end of the run")
@@ -216,11 +200,7 @@ def check(records: Iterable[Record]) -> Verdict:
         outcomes=Counter(write.outcome for write in facts.of(Write)),
         styles=_styles(facts.of(Write)),
         refusals=Counter(write.error for write in facts.of(Write) if write.outcome is Outcome.REFUSED),
-        open=Counter(each for found in facts.open.values() for each in found.values()),
-        lost_updates=sum(
-            _missing(row, facts.written.get(name, []), facts.open.get(name, {}))
-            for name, row in facts.rows.items()
-        ),
+        lost_updates=sum(_missing(row, facts.written.get(name, [])) for name, row in facts.rows.items()),
         rows=len(facts.rows),
         faults=Counter(fault.fault for fault in facts.of(Fault)),
         unavailable=_unavailable(facts),
@@ -268,11 +248,11 @@ def _violations(facts: _Facts) -> Iterator[Violation]:
     for acquired in facts.acquired.values():
         yield from _duplicates(acquired)
         yield from _regressions(acquired)
-    for name, written in facts.written.items():
-        yield from _read_twice(written, facts.open[name])
+    for written in facts.written.values():
+        yield from _read_twice(written)
         yield from _stale_accepts(written)
     for name, row in facts.rows.items():
-        yield from _at_the_end(row, facts.written.get(name, []), facts.open.get(name, {}))
+        yield from _at_the_end(row, facts.written.get(name, []))
     yield from _lost_leases(facts)
     yield from _wrong_lists(facts)
 
@@ -365,44 +345,10 @@ def _styles(written: Iterable[Write]) -> dict[Style, Counter[Outcome]]:
     return dict(sorted(found.items()))
 
 
-def _overwritten(written: Sequence[Write], acquired: Iterable[Acquisition]) -> dict[Write, Open]:
-    """Return the acknowledged additions that an unclaimed writer has overwritten where nothing is promised.
-
-    He had loaded the row with the fence that their token left, or that is his own; they came after that, for
-    they had read what he had read, or what came of it; and they were there before his own write, which leaves
-    a larger fence. Who passes the gate is promised that nobody else who does comes between.
-    """
-    locked = {each.token: each.completed for each in acquired}
-    later: defaultdict[int, list[Write]] = defaultdict(list)
-    for write in _acknowledged(written):
-        later[write.token].append(write)
-    found: dict[Write, Open] = {}
-    for writer in written:
-        if writer.style not in _UNCLAIMED or writer.outcome not in {Outcome.ACKNOWLEDGED, Outcome.UNKNOWN}:
-            continue
-        if writer.fence is None or writer.read is None:
-            continue
-        early = writer.read_at < locked.get(writer.token, 0)
-        left = Open.EARLY_READ if early else Open.SECOND_WRITE
-        for token, schedule in ((writer.fence, left), (writer.token, Open.TWO_HANDS)):
-            for other in later[token]:
-                if (
-                    other is not writer
-                    and other.read is not None
-                    and other.read >= writer.read
-                    and writer.read_at < other.ended
-                    and other.began < writer.ended
-                    and not (writer.style is other.style is Style.GATE)
-                ):
-                    found.setdefault(other, schedule)
-    return found
-
-
-def _read_twice(written: Sequence[Write], overwritten: Mapping[Write, Open]) -> Iterator[Violation]:
+def _read_twice(written: Sequence[Write]) -> Iterator[Violation]:
     """Lost updates, told by what was read: who builds on the same value undoes the other's addition."""
     firsts: dict[int | None, Write] = {}
-    lasting = (write for write in _acknowledged(written) if write not in overwritten)
-    for second in sorted(lasting, key=attrgetter("ended")):
+    for second in sorted(_acknowledged(written), key=attrgetter("ended")):
         first = firsts.setdefault(second.read, second)
         if first is not second and second.read is not None:
             yield Violation(
@@ -445,11 +391,11 @@ def _was_below(write: Write) -> bool:
     return write.outcome is Outcome.REFUSED and write.error in {"", "StaleTokenError"}
 
 
-def _at_the_end(row: Row, written: Sequence[Write], overwritten: Mapping[Write, Open]) -> Iterator[Violation]:
+def _at_the_end(row: Row, written: Sequence[Write]) -> Iterator[Violation]:
     """Compare what is in the row with what was written."""
     acknowledged = _acknowledged(written)
     unknown = sum(write.outcome is Outcome.UNKNOWN for write in written)
-    if not len(acknowledged) - len(overwritten) <= row.value <= len(acknowledged) + unknown:
+    if not len(acknowledged) <= row.value <= len(acknowledged) + unknown:
         yield Violation(
             Rule.NO_LOST_UPDATE,
             row.resource,
@@ -457,8 +403,7 @@ def _at_the_end(row: Row, written: Sequence[Write], overwritten: Mapping[Write, 
             f"the row holds {row.value} after {len(acknowledged)} acknowledged additions and {unknown} of "
             "which nobody knows",
         )
-    lasting = (write.read for write in acknowledged if write not in overwritten)
-    read = max((value for value in lasting if value is not None), default=-1)
+    read = max((write.read for write in acknowledged if write.read is not None), default=-1)
     if read >= row.value:
         yield Violation(
             Rule.NO_LOST_UPDATE,
@@ -476,9 +421,9 @@ def _at_the_end(row: Row, written: Sequence[Write], overwritten: Mapping[Write, 
         )
 
 
-def _missing(row: Row, written: Iterable[Write], overwritten: Mapping[Write, Open]) -> int:
-    """Count acknowledged additions that are not in the row, and should be."""
-    return max(0, len(_acknowledged(written)) - len(overwritten) - row.value)
+def _missing(row: Row, written: Iterable[Write]) -> int:
+    """Count acknowledged additions that are not in the row."""
+    return max(0, len(_acknowledged(written)) - row.value)
 
 
 class _Holds:
@@ -601,8 +546,6 @@ def describe(verdict: Verdict) -> Iterator[str]:
         )
     elif verdict.acknowledged:
         yield "lost updates    the run was cut short: nobody looked at the rows at its end"
-    if verdict.open:
-        yield f"left open       {_tally(verdict.open)}: overwritten by who had claimed nothing"
     if verdict.cut:
         yield f"cut lines       {verdict.cut:,}, of workers that were killed while writing them"
     for violation in verdict.violations[:SHOWN]:

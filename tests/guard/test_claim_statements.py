@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, ForeignKey, String, event, insert, select
+from sqlalchemy import Engine, ForeignKey, String, event, insert, inspect, select
 from sqlalchemy.exc import NoResultFound
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import (
@@ -226,6 +226,26 @@ def test_claim_all_sends_its_updates_together(engine: Engine, session: Session) 
     with statements(engine) as sent:
         assert [order.id for order in claim_all(session, select(Order).order_by(Order.id.desc()))] == [2, 1]
     assert sent == ["SELECT", "UPDATE", "SELECT"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_claim_leaves_the_write_id_unless_a_trigger_gives_a_new_one(
+    engine: Engine, session: Session, model: type[Any]
+) -> None:
+    """What was read before is as true as before; the object has the id that the row has."""
+
+    def stored() -> int:
+        with engine.connect() as connection:
+            found: int = connection.scalars(select(inspect(model).columns.last_write_id)).one()
+            return found
+
+    before = stored()
+    claimed = claim(session, model, 1)
+    known = claimed.last_write_id
+    session.commit()
+    assert known == stored()
+    if model not in (Triggered, Strict):
+        assert known == before
 
 
 @pytest.mark.parametrize("expire_on_commit", [True, False])
