@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, ForeignKey, String, event, insert, select
+from sqlalchemy import Engine, ForeignKey, String, event, insert, inspect, select
 from sqlalchemy.exc import NoResultFound
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import (
@@ -50,6 +50,7 @@ class Order(FencedModel, Base):
     __tablename__ = "cs_orders"
     __fence_resource__ = "shop"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    note: Mapped[int] = mapped_column(default=0)
     status: Mapped[str] = mapped_column(String(20), default="new")
     remark: Mapped[str] = mapped_column(String(20), default="none", deferred=True)
     changed: Mapped[int] = mapped_column(default=0, onupdate=1)
@@ -71,6 +72,7 @@ class Triggered(FencedModel, Base):
     __fence_resource__ = "shop"
     __fence_trigger__ = True
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    note: Mapped[int] = mapped_column(default=0)
 
 
 class Strict(FencedModel, Base):
@@ -80,6 +82,7 @@ class Strict(FencedModel, Base):
     __fence_resource__ = "shop"
     __fence_trigger__ = "strict"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    note: Mapped[int] = mapped_column(default=0)
 
 
 class Task(FencedModel, Base):
@@ -88,6 +91,7 @@ class Task(FencedModel, Base):
     __tablename__ = "cs_tasks"
     __fence_resource__ = "{queue}"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    note: Mapped[int] = mapped_column(default=0)
     queue: Mapped[str] = mapped_column(String(20), default="shop")
 
 
@@ -97,6 +101,7 @@ class Eager(FencedModel, Base):
     __tablename__ = "cs_eager"
     __fence_resource__ = "shop"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    note: Mapped[int] = mapped_column(default=0)
     parts: Mapped[list[Part]] = relationship(lazy="joined")
 
 
@@ -114,6 +119,7 @@ class Computed(FencedModel, Base):
     __tablename__ = "cs_computed"
     __fence_resource__ = "shop"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    note: Mapped[int] = mapped_column(default=0)
     known: Mapped[int | None] = column_property(select(Item.id).where(Item.id == 1).scalar_subquery())
 
 
@@ -124,6 +130,7 @@ class Animal(FencedModel, Base):
     __fence_resource__ = "shop"
     __mapper_args__ = {"polymorphic_on": "kind", "polymorphic_identity": "animal"}  # noqa: RUF012  SQLAlchemy's way
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    note: Mapped[int] = mapped_column(default=0)
     kind: Mapped[str] = mapped_column(String(20))
 
 
@@ -195,7 +202,9 @@ def test_claim_sends_one_statement_where_it_is_sound(
         assert sent == (["SELECT"] if model is Task else []) + at_once(engine, model)
         assert (claimed.id, claimed.last_fencing_token) == (1, NEW)
         assert not session.dirty
+        claimed.note += 1
         session.commit()
+    assert claimed.note == 2
 
 
 def test_claim_without_waiting_sends_one_statement_more(engine: Engine, session: Session) -> None:
@@ -219,6 +228,26 @@ def test_claim_all_sends_its_updates_together(engine: Engine, session: Session) 
     assert sent == ["SELECT", "UPDATE", "SELECT"]
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_claim_leaves_the_write_id_unless_a_trigger_gives_a_new_one(
+    engine: Engine, session: Session, model: type[Any]
+) -> None:
+    """What was read before is as true as before; the object has the id that the row has."""
+
+    def stored() -> int:
+        with engine.connect() as connection:
+            found: int = connection.scalars(select(inspect(model).columns.last_write_id)).one()
+            return found
+
+    before = stored()
+    claimed = claim(session, model, 1)
+    known = claimed.last_write_id
+    session.commit()
+    assert known == stored()
+    if model not in (Triggered, Strict):
+        assert known == before
+
+
 @pytest.mark.parametrize("expire_on_commit", [True, False])
 def test_claim_loads_into_the_object_of_the_session(engine: Engine, expire_on_commit: bool) -> None:
     """Nothing of it is older than the row: neither columns, nor what is loaded later."""
@@ -240,6 +269,8 @@ def test_claim_loads_into_the_object_of_the_session(engine: Engine, expire_on_co
         with engine.begin() as connection:
             connection.execute(insert(Item), {"id": 3, "order_id": 1})
         assert len(claim(session, Order, 1).items) == 3, "although the row is the same"
+        known.status = "sent"
+        session.commit()
 
 
 def test_claim_flushes_and_leaves_onupdate_alone(engine: Engine, session: Session) -> None:
