@@ -12,8 +12,8 @@ from fencelock.guard._tables import FENCE_TABLE
 from fencelock.guard.claim import claim, claim_all, gate
 from fencelock.guard.events import GuardEvent, forget, on_claim, on_stale, on_unfenced
 from fencelock.guard.fences import fence_table
+from fencelock.guard.leases import bind
 from fencelock.guard.model import FencedDataclassModel, FencedModel, fence_column, write_id_column
-from fencelock.guard.session import bind
 from fencelock.guard.sql import (
     conditional_delete,
     conditional_update,

@@ -19,7 +19,7 @@ from sqlalchemy.ext.horizontal_shard import ShardedSession
 from sqlalchemy.orm import Mapper, Session
 
 from fencelock.guard._tables import fenced_table
-from fencelock.guard.session import join
+from fencelock.guard.sessions import join
 
 
 @dataclass(frozen=True, slots=True)

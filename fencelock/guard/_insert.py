@@ -19,7 +19,7 @@ from sqlalchemy.sql.schema import ScalarElementColumnDefault
 from fencelock.errors import UnfencedWriteError
 from fencelock.guard._statement import TOKEN_OPTION, Row, assigned, key_of, refuse_fence_assignment
 from fencelock.guard._tables import FencedTable
-from fencelock.guard.session import Tokens
+from fencelock.guard.row_tokens import Tokens
 from fencelock.guard.write_ids import new_write_id
 
 

@@ -21,10 +21,20 @@ from typing import Any, Final
 
 from sqlalchemy import Column, StatementLambdaElement, TextClause, UpdateBase, event
 from sqlalchemy.engine import Engine
-from sqlalchemy.orm import FromStatement, Mapper
+from sqlalchemy.orm import FromStatement, Mapper, Session
 from sqlalchemy.sql.lambdas import NullLambdaStatement
 
-from fencelock.guard import _missing, rewrite, session, text, triggers
+from fencelock.guard import (
+    _missing,
+    doubt,
+    endings,
+    flushes,
+    objects,
+    rewrite,
+    sessions,
+    text,
+    triggers,
+)
 from fencelock.guard._tables import note_column
 
 _WRITING: Final[tuple[Any, ...]] = (
@@ -57,10 +67,13 @@ def listen() -> None:
     event.listen(Engine, "do_execute", text.do_execute, insert=True)
     event.listen(Engine, "do_executemany", text.do_execute, insert=True)
     event.listen(Engine, "do_execute_no_params", text.do_execute_no_params, insert=True)
-    event.listen(Engine, "handle_error", session.doubt_lost_transaction)
+    event.listen(Engine, "handle_error", doubt.doubt_lost_transaction)
     event.listen(Engine, "handle_error", _missing.explain)
     event.listen(Engine, "handle_error", triggers.explain)
     event.listen(Column, "after_parent_attach", note_column)
-    event.listen(Mapper, "mapper_configured", session.watch_plans)
-    session.watch_sessions()
+    event.listen(Mapper, "mapper_configured", flushes.watch_plans)
+    event.listen(Session, "after_begin", sessions.on_begin)
+    event.listen(Session, "after_soft_rollback", endings.on_rollback)
+    event.listen(Session, "persistent_to_transient", objects.on_insert_undone)
+    event.listen(Session, "pending_to_transient", objects.on_insert_undone)
     triggers.watch_tables()

@@ -14,7 +14,7 @@ from sqlalchemy.orm import InstanceState, Mapper
 
 from fencelock.guard._sqlalchemy import always_load, left_out_of
 from fencelock.guard._tables import WRITE_COLUMN
-from fencelock.guard.session import moved_by
+from fencelock.guard.sessions import moved_by
 from fencelock.guard.write_ids import MIXED, moved
 
 

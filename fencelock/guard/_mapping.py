@@ -28,7 +28,7 @@ from fencelock.guard._tables import (
     registered,
     template_of,
 )
-from fencelock.guard.session import watch_mapper
+from fencelock.guard.objects import watch_mapper
 
 _mapped: WeakSet[Mapper[Any]] = WeakSet()
 """Those that are known to the guard; each is told of by whatever base class it has."""

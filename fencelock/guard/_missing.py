@@ -9,7 +9,7 @@ from sqlalchemy.engine import ExceptionContext
 
 from fencelock.errors import FenceError
 from fencelock.guard._tables import FENCE_COLUMN, FENCE_TABLE, WRITE_COLUMN
-from fencelock.guard.session import refuse
+from fencelock.guard.endings import refuse
 
 _MISSING_TABLE: Final = re.compile(r"no such table|^relation .* does not exist|doesn't exist", re.IGNORECASE)
 #: SQLAlchemy finds out by DESCRIBE, and the error of that, whether MariaDB has a table.

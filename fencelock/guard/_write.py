@@ -57,7 +57,8 @@ from fencelock.guard._statement import (
     with_criteria,
 )
 from fencelock.guard._tables import FENCE_COLUMN, TRANSLATED, FencedTable, row_name
-from fencelock.guard.session import LoadedIds, Tokens, rows_known_to
+from fencelock.guard.flushes import LoadedIds, rows_known_to
+from fencelock.guard.row_tokens import Tokens
 from fencelock.guard.write_ids import LIMIT, moved, new_write_id
 
 LOCKING_READS: Final = frozenset({"mysql", "mariadb"})

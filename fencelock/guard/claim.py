@@ -34,22 +34,14 @@ from fencelock.guard._install import install
 from fencelock.guard._statement import CLAIM_OPTION, TOKEN_BIND, TOKEN_OPTION, unchanged_by_raising
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table, row_name, trigger_of
 from fencelock.guard._write import LOCKING_READS, is_one_of, newest
+from fencelock.guard.doubt import take_doubted
+from fencelock.guard.endings import refusing
 from fencelock.guard.events import report_claim
 from fencelock.guard.fences import FENCES, fences_of
-from fencelock.guard.session import (
-    NOT_INHERITED,
-    Tokens,
-    begin_writing,
-    note_gate,
-    note_locked,
-    refuse_bypass,
-    refuse_to_wait_for_oneself,
-    refusing,
-    report_refusal,
-    session_of,
-    take_doubted,
-    writer_of,
-)
+from fencelock.guard.gates import note_gate, refuse_to_wait_for_oneself
+from fencelock.guard.leases import begin_writing, note_locked, refuse_bypass, report_refusal, writer_of
+from fencelock.guard.row_tokens import NOT_INHERITED, Tokens
+from fencelock.guard.sessions import session_of
 from fencelock.lease import check_resource
 
 T = TypeVar("T")

@@ -58,21 +58,12 @@ from fencelock.guard._tables import (
     underlying,
 )
 from fencelock.guard._write import GuardedWrite, Kind, guard, moving
+from fencelock.guard.endings import refuse
 from fencelock.guard.events import report
-from fencelock.guard.session import (
-    LoadedIds,
-    Tokens,
-    begin_writing,
-    in_unit_of_work,
-    note_born,
-    note_locked,
-    note_moved,
-    refuse,
-    refuse_bypass,
-    report_refusal,
-    tokens_for,
-    writes_fenced_rows,
-)
+from fencelock.guard.flushes import LoadedIds, in_unit_of_work, tokens_for, writes_fenced_rows
+from fencelock.guard.leases import begin_writing, note_born, note_locked, refuse_bypass, report_refusal
+from fencelock.guard.row_tokens import Tokens
+from fencelock.guard.sessions import note_moved
 from fencelock.guard.text import guard_text
 from fencelock.guard.write_ids import new_write_id
 

@@ -30,7 +30,8 @@ from fencelock.guard._tables import (
     template_of,
     underlying,
 )
-from fencelock.guard.session import note_token, session_or_connection
+from fencelock.guard.leases import note_token
+from fencelock.guard.sessions import session_or_connection
 from fencelock.guard.write_ids import LIMIT, new_write_id
 from fencelock.token import check as check_token
 

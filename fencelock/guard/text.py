@@ -29,8 +29,9 @@ from fencelock.guard._tables import (
     note_harmless,
     underlying,
 )
+from fencelock.guard.endings import refuse
 from fencelock.guard.events import report
-from fencelock.guard.session import note_token, refuse
+from fencelock.guard.leases import note_token
 from fencelock.guard.write_ids import new_write_id
 from fencelock.token import check as check_token
 

@@ -37,8 +37,8 @@ from sqlalchemy.sql.compiler import DDLCompiler, IdentifierPreparer
 from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
 from fencelock.guard import _carried
 from fencelock.guard._tables import FENCE_COLUMN, FenceTrigger, trigger_of
+from fencelock.guard.endings import refuse
 from fencelock.guard.events import report
-from fencelock.guard.session import refuse
 
 __all__ = ["FenceDDL", "FenceTrigger", "create", "drop", "installed", "knows", "prepare"]
 

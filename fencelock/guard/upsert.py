@@ -25,13 +25,10 @@ from fencelock.guard._install import install
 from fencelock.guard._tables import FENCE_COLUMN, WRITE_COLUMN, FencedTable, spelling
 from fencelock.guard._write import KEYS_PER_QUERY, holds, is_one_of, newest, without_fence
 from fencelock.guard.claim import fenced_model
-from fencelock.guard.session import (
-    Tokens,
-    begin_writing,
-    refusing,
-    report_refusal,
-    session_of,
-)
+from fencelock.guard.endings import refusing
+from fencelock.guard.leases import begin_writing, report_refusal
+from fencelock.guard.row_tokens import Tokens
+from fencelock.guard.sessions import session_of
 from fencelock.guard.write_ids import new_write_id
 
 _MYSQL: Final = frozenset({"mysql", "mariadb"})

@@ -55,7 +55,9 @@ from fencelock.guard import (
 )
 from fencelock.guard import _tables as tables_room
 from fencelock.guard import rewrite as rewrite_room
-from fencelock.guard import session as session_room
+from fencelock.guard.endings import WATCHER
+from fencelock.guard.flushes import under_way
+from fencelock.guard.leases import Writer
 from fencelock.lease import Lease
 
 InMemory: TypeAlias = Callable[[MetaData], Engine]
@@ -557,7 +559,7 @@ def test_flushes_that_come_to_nothing_leave_nothing_behind(in_memory: InMemory) 
     def take_away(session: Session, *_: object) -> None:
         session.expunge_all()
 
-    before = len(session_room._flushes)
+    before = len(under_way)
     for listener in (refuse, take_away) * 10:
         with Session(engine) as session, suppress(ZeroDivisionError):
             event.listen(session, "before_flush", listener)
@@ -565,16 +567,16 @@ def test_flushes_that_come_to_nothing_leave_nothing_behind(in_memory: InMemory) 
             session.flush()
     del session
     gc.collect()
-    assert len(session_room._flushes) <= before
+    assert len(under_way) <= before
 
 
 def test_what_the_guard_remembers_dies_with_its_owner(in_memory: InMemory) -> None:
     """Transactions, sessions and statements that are gone leave nothing behind."""
     engine = in_memory(Base.metadata)
     stores: list[Callable[[], int]] = [
-        lambda: len(session_room._flushes),
+        lambda: len(under_way),
         lambda: len(rewrite_room._guarded),
-        lambda: sum(isinstance(each, session_room.Writer) for each in gc.get_objects()),
+        lambda: sum(isinstance(each, Writer) for each in gc.get_objects()),
     ]
 
     def work(tokens: range) -> list[int]:
@@ -612,8 +614,8 @@ def test_a_plain_table_leaves_nothing_behind(in_memory: InMemory) -> None:
         session.add(Plain(id=1))
         session.flush()
         session.execute(update(Plain).values(value=1))
-        assert not hasattr(session.connection(), session_room._WRITER)
-        assert session.hash_key not in session_room._flushes
+        assert not hasattr(session.connection(), WATCHER)
+        assert session.hash_key not in under_way
 
 
 def test_a_table_with_the_number_of_a_harmless_one_is_looked_at() -> None:
