@@ -37,7 +37,7 @@ from fencelock.errors import LockError
 from fencelock.guard._bypass import BYPASS
 from fencelock.guard._tables import FENCE_COLUMN
 from fencelock.guard.fences import SEAL_COLUMN, fences_of
-from fencelock.guard.gates import passes_gate_here
+from fencelock.guard.open_gates import passes_gate_here
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine

@@ -113,6 +113,44 @@ def test_no_circle_is_in_the_guard(name: str) -> None:
     assert name not in reached_from([name])
 
 
+STOREYS_OF_GUARD = (
+    "_bypass _exact _refused _sqlalchemy events sqlite templates write_ids",
+    "_tables sessions",
+    "_loading _statement endings",
+    "_carried _missing leases",
+    "doubt open_gates text triggers",
+    "row_tokens",
+    "_connecting _insert flushes",
+    "_write objects",
+    "_mapping verdict",
+    "rewrite",
+    "_install",
+    "fences model sql",
+    "claim gate",
+    "_claim_async upsert",
+)
+"""The rooms of the guard from the ground up: each one knows only rooms below it."""
+
+STOREY = {
+    f"fencelock.guard.{room}": storey
+    for storey, rooms in enumerate(STOREYS_OF_GUARD)
+    for room in rooms.split()
+}
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("fencelock.guard.")])
+def test_a_room_of_the_guard_knows_only_rooms_below_it(name: str) -> None:
+    """A new room is added to the table."""
+    known = {found for found in runtime_imports_of(MODULES[name]) if found in STOREY}
+    assert not {found for found in known if STOREY[found] >= STOREY[name]}
+
+
+def test_each_room_of_the_guard_is_small() -> None:
+    """One sitting is enough to read it."""
+    lines = {name: MODULES[name].read_text().count("\n") for name in STOREY}
+    assert not {name: count for name, count in lines.items() if count > 450}
+
+
 def test_protocol_knows_no_sockets_no_clock_and_no_threads() -> None:
     """It is pure: what is proven by simulation is what ships."""
     allowed = {

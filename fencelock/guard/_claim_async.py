@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from fencelock.guard.claim import claim, claim_all, gate
+from fencelock.guard.claim import claim, claim_all
+from fencelock.guard.gate import gate
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -7,18 +7,21 @@ has claimed. So `get_bind` is given an UPDATE of the table for the reads too: it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Table, update
 from sqlalchemy.engine import Connection
-from sqlalchemy.exc import UnboundExecutionError
+from sqlalchemy.exc import InvalidRequestError, UnboundExecutionError
 from sqlalchemy.ext.horizontal_shard import ShardedSession
 from sqlalchemy.orm import Mapper, Session
 
-from fencelock.guard._tables import fenced_table
+from fencelock.guard._tables import FencedTable, fenced_table, row_name
+from fencelock.guard.doubt import take_doubted
+from fencelock.guard.leases import begin_writing, refuse_bypass
+from fencelock.guard.row_tokens import Tokens
 from fencelock.guard.sessions import join
 
 
@@ -118,3 +121,42 @@ def _shard_of(session: ShardedSession, mapper: Any, identities: Iterable[tuple[A
             f"this session has several shards{found}: say which, bind_arguments={{'shard_id': …}}"
         )
     return shards.pop()
+
+
+def begin_claim(
+    session: Session,
+    written: Mapper[Any] | Table,
+    bind_arguments: Mapping[str, Any] | None,
+    identities: Sequence[tuple[Any, ...]] = (),
+) -> Target:
+    """Flush, and return where the session writes; refuse what a claim would overwrite, or could not guard."""
+    if session.autoflush:
+        session.flush()
+    if isinstance(written, Mapper):
+        model = written.base_mapper.class_
+        if any(isinstance(changed, model) for changed in session.dirty):
+            raise InvalidRequestError(
+                f"the session has changes of {model.__name__} that a claim could overwrite; claim it before "
+                f"changing it, or flush first"
+            )
+    target = target_of(session, written, bind_arguments, identities)
+    refuse_bypass(target.connection.get_execution_options(), target.connection)
+    return target
+
+
+def tokens_to_claim(connection: Connection, fenced: FencedTable) -> Tokens:
+    """Return the tokens to claim with; refuse a connection that commits each statement by itself."""
+    options = connection.get_execution_options()
+    writer = begin_writing(connection, options, fenced)
+    return Tokens(connection, fenced, options, writer=writer, claiming=True)
+
+
+def settle(connection: Connection, fenced: FencedTable, keys: Iterable[tuple[Any, ...]], token: int) -> None:
+    """Tell leases in doubt that these rows are claimed, which may settle the doubt.
+
+    Raises:
+        CommitInDoubtError: if these rows do not tell that the doubt has ended.
+    """
+    for lease in take_doubted(connection, token):
+        lease.settle(token, {row_name(fenced.table, key) for key in keys})
+        lease.check_certain(claiming=False)

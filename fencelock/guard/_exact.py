@@ -42,3 +42,8 @@ def is_text(column: ColumnElement[Any]) -> bool:
     """Tell whether a column holds text, which databases compare as its collation says."""
     kind: Any = column.type.impl_instance if isinstance(column.type, TypeDecorator) else column.type
     return isinstance(kind, String) and not isinstance(kind, Enum)
+
+
+def holds(column: ColumnElement[Any], value: ColumnElement[Any]) -> ColumnElement[bool]:
+    """Return the criterion that a column holds this value, to the character."""
+    return SameText(column, value) if is_text(column) else column == value

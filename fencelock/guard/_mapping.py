@@ -19,7 +19,6 @@ from fencelock.guard._tables import (
     FENCE_MARK,
     TRIGGER_MARK,
     FencedTable,
-    ResourceTemplate,
     check_trigger,
     check_write_column,
     fenced_table,
@@ -29,6 +28,7 @@ from fencelock.guard._tables import (
     template_of,
 )
 from fencelock.guard.objects import watch_mapper
+from fencelock.guard.templates import ResourceTemplate
 
 _mapped: WeakSet[Mapper[Any]] = WeakSet()
 """Those that are known to the guard; each is told of by whatever base class it has."""

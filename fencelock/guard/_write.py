@@ -6,34 +6,27 @@ to compare with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, Final, NamedTuple, NoReturn, TypeVar
+from typing import Any, Final, NamedTuple, NoReturn
 
 from sqlalchemy import (
     BigInteger,
     Delete,
-    Select,
     Update,
-    and_,
     bindparam,
     func,
-    literal,
     literal_column,
-    not_,
-    or_,
-    select,
-    tuple_,
 )
 from sqlalchemy.engine import Connection, CursorResult
 from sqlalchemy.sql import ColumnElement, FromClause
 from sqlalchemy.sql.elements import BindParameter
 from sqlalchemy.sql.selectable import AliasedReturnsRows
 
-from fencelock.errors import FenceError, StaleReadError, StaleTokenError, UnfencedWriteError
+from fencelock.errors import UnfencedWriteError
 from fencelock.guard._carried import CarriedToken
-from fencelock.guard._exact import SameText, is_text
+from fencelock.guard._exact import SameText, holds, is_text
 from fencelock.guard._sqlalchemy import keeps_order
 from fencelock.guard._statement import (
     CLAIM_OPTION,
@@ -56,21 +49,13 @@ from fencelock.guard._statement import (
     values_of,
     with_criteria,
 )
-from fencelock.guard._tables import FENCE_COLUMN, TRANSLATED, FencedTable, row_name
+from fencelock.guard._tables import FencedTable, row_name
 from fencelock.guard.flushes import LoadedIds, rows_known_to
 from fencelock.guard.row_tokens import Tokens
 from fencelock.guard.write_ids import LIMIT, moved, new_write_id
 
-LOCKING_READS: Final = frozenset({"mysql", "mariadb"})
-"""Dialects whose plain SELECT reads an old snapshot under the default isolation level (REPEATABLE READ)."""
-
 _ADDED: Final = (SameText, CarriedToken)
 """What `guard` adds to the criteria, besides the condition."""
-
-KEYS_PER_QUERY: Final = 500
-_CRITERIA_PER_QUERY: Final = 100
-
-_T = TypeVar("_T")
 
 _LOOKED_UP: Final = "fencelock_of_"
 """How the parameters begin that carry what the session knows of a row."""
@@ -178,7 +163,7 @@ class GuardedWrite:
             if self.assigns and self.write is not None:
                 row[self._write_key] = write_id
 
-    def _accepts(self, row: Row) -> tuple[int, ...] | None:
+    def accepts(self, row: Row) -> tuple[int, ...] | None:
         """Return which write ids a row may have, once it may have been written; None where any will do."""
         loaded = row.get(LOADED_BIND) if self.loaded is None else values_of([self.loaded], row)[0]
         if loaded is None or self.write is None:
@@ -194,7 +179,7 @@ class GuardedWrite:
         known = rows_known_to(connection, self.fenced) if self.looked_up else None
         for row in rows:
             if known:
-                values = known(self._identity(row))
+                values = known(self.identity(row))
                 if values is None:
                     tokens.need_some()
                     self._refuse_unnamed()
@@ -224,244 +209,30 @@ class GuardedWrite:
                     f"no one lease guards a row both before and after; delete the row and insert another"
                 )
 
-    def _identity(self, row: Row) -> tuple[Any, ...]:
+    def identity(self, row: Row) -> tuple[Any, ...]:
+        """Return the primary key of the row that an execution names."""
         return values_of(self.key, row)
-
-    def refused(
-        self,
-        connection: Connection,
-        rows: Sequence[Row],
-        options: Mapping[str, Any],
-    ) -> FenceError | None:
-        """Return the error to raise if the condition has turned a row away, or None.
-
-        Only asked for where `wrote_all` is not so.
-        """
-        passed_on = {TRANSLATED: options.get(TRANSLATED)}
-
-        def first(query: Select[Any], row: Row) -> tuple[Any, ...] | None:
-            found = connection.execute(newest(query, connection), row, execution_options=passed_on).first()
-            return None if found is None else tuple(found)
-
-        if not self.key:
-            query = self._asked().where(*self.where).limit(1)
-            for row in rows:
-                found = first(query.where(self._turned_away(row)), row)
-                if found is not None:
-                    return self._error(found, row)
-            return None
-        for group in self._groups(rows):
-            if (
-                first(self._asked().where(or_(*(criterion for criterion, _ in group))).limit(1), {})
-                is not None
-            ):
-                for criterion, row in group:
-                    found = first(self._asked().where(criterion).limit(1), {})
-                    if found is not None:
-                        return self._error(found, row)
-        return None
-
-    def foreseen(
-        self, connection: Connection, rows: Sequence[Row], options: Mapping[str, Any]
-    ) -> FenceError | None:
-        """Return the error to raise if the condition is going to turn a row away, or None.
-
-        Only asked for where `reads_more` is so, and `refused` may find nothing afterwards: a child that was
-        turned away while the statement has changed its parent, say, by which the WHERE clause found it. The
-        rows are locked, as the statement itself would have done, so what is found here stays true; SQLite has
-        no such locks, and nobody else writes once its transaction has begun to.
-        """
-        query = self._asked().where(*self.where).with_for_update(of=self.source)
-        passed_on = {TRANSLATED: options.get(TRANSLATED)}
-        for row in rows:
-            for found in connection.execute(query, row, execution_options=passed_on).all():
-                error = self._error(tuple(found), row)
-                if error is not None:
-                    return error
-        return None
-
-    def wrote_all(self, rows: Sequence[Row], result: CursorResult[Any]) -> bool:
-        """Tell whether it is known that each execution has written the one row that it named."""
-        return bool(self.key) and result.rowcount == len(rows) and self._is_trusted(rows, result)
 
     def is_counted(self, rows: Sequence[Row], dialect: Any) -> bool:
         """Tell whether the driver will say how many rows these executions have written."""
         return dialect.supports_sane_rowcount and (len(rows) == 1 or dialect.supports_sane_multi_rowcount)
 
-    def _is_trusted(self, rows: Sequence[Row], result: CursorResult[Any]) -> bool:
+    def is_trusted(self, rows: Sequence[Row], result: CursorResult[Any]) -> bool:
+        """Tell whether the driver has said it."""
         dialect: Any = result.dialect
         return self.is_counted(rows, dialect) and (
             dialect.supports_sane_rowcount_returning or not result.returns_rows
         )
 
-    def missed(
-        self,
-        connection: Connection,
-        rows: Sequence[Row],
-        options: Mapping[str, Any],
-        result: CursorResult[Any],
-    ) -> StaleReadError | None:
-        """Return the error for an object whose row was not written, though no fence has turned it away.
-
-        Mostly the row is gone. A row that is there was changed between the statement and the question why, by
-        another session under the same token.
-        """
-        is_counted = self._is_trusted(rows, result)
-        if not self.key or (is_counted and result.rowcount >= len(rows)):
-            return None
-        if not is_counted and any(column.key in rows[0] for column in self.fenced.table.primary_key):
-            return None  # the rows that were written have other keys now
-        if not self.assigns:
-            return self._missed(rows) if is_counted else None
-        fences = self._fences_of(connection, rows, options)
-        if is_counted or len(fences) < len(rows):
-            return self._missed(rows, fences)
-        return None
-
-    def gone_before(
-        self, connection: Connection, rows: Sequence[Row], options: Mapping[str, Any]
-    ) -> StaleReadError | None:
-        """Return the error for an object that a DELETE will not find, where the driver will not tell.
-
-        The rows that are there stay locked. After the DELETE nothing could tell which of them were there.
-        """
-        if self.assigns or not self.key or self.is_counted(rows, connection.dialect):
-            return None
-        there = self._fences_of(connection, rows, options)
-        return self._missed(rows) if len(there) < len(rows) else None
-
-    def _fences_of(
-        self, connection: Connection, rows: Sequence[Row], options: Mapping[str, Any]
-    ) -> list[int]:
-        """Return the fences of those rows that are there, and lock them."""
-        passed_on = {TRANSLATED: options.get(TRANSLATED)}
-        fences: list[int] = []
-        for some in batched(rows, KEYS_PER_QUERY):
-            query = select(self.source.c[self.fenced.fence.key])
-            query = query.where(is_one_of(self._key(), map(self._identity, some))).with_for_update()
-            fences += connection.scalars(query, execution_options=passed_on)
-        return fences
-
-    def _missed(self, rows: Sequence[Row], there: Sequence[int] = ()) -> StaleReadError | None:
-        mapper = self.fenced.mapper() if self.fenced.mapper else None
-        if not self.assigns and mapper is not None and not mapper.base_mapper.confirm_deleted_rows:
-            return None
-        row = rows[0]
-        name, token = self.fenced.name, row[TOKEN_BIND]
-        if len(rows) > 1:
-            return StaleReadError(name, None, token, token if len(there) == len(rows) else None, None)
-        current = there[0] if there else None
-        return StaleReadError(name, self._identity(row), token, current, row.get(LOADED_BIND))
-
     def names(self, rows: Sequence[Row]) -> Iterator[str]:
         """Return the names of the rows that these executions have named."""
-        return (row_name(self.fenced.table, self._identity(row)) for row in rows)
-
-    def _groups(self, rows: Sequence[Row]) -> Iterator[list[tuple[ColumnElement[bool], Row]]]:
-        """Return criteria for rows that the statement has named and the condition turned away.
-
-        They come some at a time. One is for all rows of which the same is asked; with it go the parameters of
-        one of these.
-        """
-        alike: dict[tuple[Any, ...], list[Row]] = {}
-        for row in rows:
-            asked = row[TOKEN_BIND], self._accepts(row), values_of(self.naming or (), row)
-            alike.setdefault(asked, []).append(row)
-        criteria_of = [
-            (and_(is_one_of(self._key(), map(self._identity, some)), self._turned_away(some[0])), some[0])
-            for group in alike.values()
-            for some in batched(group, KEYS_PER_QUERY)
-        ]
-        yield from batched(criteria_of, _CRITERIA_PER_QUERY)
-
-    def _turned_away(self, row: Row) -> ColumnElement[bool]:
-        """Return the criterion that the condition, or the resource's name, turns a row away."""
-        fence = self.source.c[self.fenced.fence.key]
-        accepted = self._accepts(row)
-        if accepted is not None and self.write is not None:
-            passes_not = or_(fence > row[TOKEN_BIND], self.write.not_in(accepted))
-        else:
-            passes_not = fence > row[TOKEN_BIND]
-        return or_(passes_not, fence.is_(None), *self._differs(values_of(self.naming or (), row)))
-
-    def _asked(self) -> Select[Any]:
-        """Return a query of what `_error` wants to know of rows, without any criteria."""
-        fence = self.source.c[self.fenced.fence.key]
-        write = fence if self.write is None else self.write
-        return select(*self._key(), fence, write, *self.naming_columns())
-
-    def _key(self) -> list[ColumnElement[Any]]:
-        return [self.source.c[column.key] for column in self.fenced.table.primary_key]
+        return (row_name(self.fenced.table, self.identity(row)) for row in rows)
 
     def naming_columns(self) -> list[ColumnElement[Any]]:
         """Return the columns that make the name of the resource, if the statement tells their values."""
         if self.naming is None:
             return []
         return [self.source.c[column.key] for column in self.fenced.template.columns.values()]
-
-    def _differs(self, named: Sequence[Any]) -> Iterator[ColumnElement[bool]]:
-        """Return criteria for a row that another resource guards than the one that these values name."""
-        for column, value in zip(self.naming_columns(), named, strict=False):
-            yield not_(holds(column, literal(value, column.type)))
-
-    def _error(self, found: tuple[Any, ...], row: Row) -> FenceError | None:
-        token, named = row[TOKEN_BIND], values_of(self.naming or (), row)
-        width = len(self.fenced.table.primary_key)
-        identity, current, write_id, naming = (
-            found[:width],
-            found[width],
-            found[width + 1],
-            found[width + 2 :],
-        )
-        template = self.fenced.template
-        if naming:
-            asked, actual = template.render(named), template.render(naming)
-            if asked != actual:
-                return UnfencedWriteError(
-                    f"{self.fenced.name}{identity!r} is guarded by {actual!r}, not by {asked!r} as this "
-                    f"write has it; nothing was written, so roll back, and lock what the row itself names"
-                )
-        if current is None:
-            return without_fence(self.fenced, identity)
-        known = identity if self.key else None
-        if current > token:
-            return StaleTokenError(self.fenced.name, known, token, current)
-        accepted = self._accepts(row)
-        if accepted is None or write_id in accepted:
-            return None
-        return StaleReadError(self.fenced.name, known, token, current, accepted[0])
-
-
-def batched(all_of: Sequence[_T], count: int) -> Iterator[list[_T]]:
-    """Return these things, as many at a time; `itertools` has it from Python 3.12."""
-    for start in range(0, len(all_of), count):
-        yield list(all_of[start : start + count])
-
-
-def without_fence(fenced: FencedTable, identity: tuple[Any, ...]) -> FenceError:
-    """Return the error for a row whose fence is NULL, so that no token passes."""
-    return FenceError(
-        f"the fence of {fenced.name}{identity!r} is NULL, which lets no token pass: the column "
-        f"{FENCE_COLUMN} was made without NOT NULL DEFAULT 0, as op.add_fence() makes it; in the rows that "
-        f"have none, SET {FENCE_COLUMN} = 0, and then make it NOT NULL"
-    )
-
-
-def is_one_of(
-    key: Sequence[ColumnElement[Any]], identities: Iterable[tuple[Any, ...]]
-) -> ColumnElement[bool]:
-    """Return the criterion that a primary key is one of these."""
-    return tuple_(*key).in_(identities) if len(key) > 1 else key[0].in_([value for (value,) in identities])
-
-
-def holds(column: ColumnElement[Any], value: ColumnElement[Any]) -> ColumnElement[bool]:
-    """Return the criterion that a column holds this value, to the character."""
-    return SameText(column, value) if is_text(column) else column == value
-
-
-def newest(query: Select[Any], connection: Connection) -> Select[Any]:
-    """Make a query read what is committed now, not what was when the transaction's snapshot was taken."""
-    return query.with_for_update(read=True) if connection.dialect.name in LOCKING_READS else query
 
 
 def guard(

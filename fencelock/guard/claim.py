@@ -13,36 +13,28 @@ remembered as claimed, because a rollback to a savepoint gives the row lock back
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, Final, TypeAlias, TypeVar, overload
 
-from sqlalchemy import BigInteger, Insert, Select, Table, Update, bindparam, case, inspect, select, update
-from sqlalchemy.dialects import mysql, postgresql, sqlite
+from sqlalchemy import BigInteger, Select, Table, Update, bindparam, inspect, select, update
 from sqlalchemy.engine import Connection
-from sqlalchemy.exc import InvalidRequestError, NoInspectionAvailable, NoResultFound
+from sqlalchemy.exc import NoInspectionAvailable, NoResultFound
 from sqlalchemy.orm import Mapper, Session, scoped_session
 
-from fencelock.errors import StaleTokenError, UnfencedWriteError
+from fencelock.errors import UnfencedWriteError
 from fencelock.guard._bypass import BYPASS
 from fencelock.guard._carried import CarriedToken
-from fencelock.guard._connecting import Target, target_of
+from fencelock.guard._connecting import Target, begin_claim, settle, tokens_to_claim
 from fencelock.guard._exact import SameText, is_text
-from fencelock.guard._install import install
 from fencelock.guard._statement import CLAIM_OPTION, TOKEN_BIND, TOKEN_OPTION, unchanged_by_raising
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table, row_name, trigger_of
-from fencelock.guard._write import LOCKING_READS, is_one_of, newest
-from fencelock.guard.doubt import take_doubted
 from fencelock.guard.endings import refusing
 from fencelock.guard.events import report_claim
-from fencelock.guard.fences import FENCES, fences_of
-from fencelock.guard.gates import note_gate, refuse_to_wait_for_oneself
-from fencelock.guard.leases import begin_writing, note_locked, refuse_bypass, report_refusal, writer_of
-from fencelock.guard.row_tokens import NOT_INHERITED, Tokens
+from fencelock.guard.leases import note_locked
 from fencelock.guard.sessions import session_of
-from fencelock.lease import check_resource
+from fencelock.guard.verdict import LOCKING_READS, is_one_of, newest
 
 T = TypeVar("T")
 
@@ -111,17 +103,17 @@ def claim(
     session = session_of(session)
     mapper, fenced = fenced_model(model)
     key = _key_of(mapper, identity)
-    target = _begin(session, mapper, bind_arguments, [key])
+    target = begin_claim(session, mapper, bind_arguments, [key])
     connection = target.connection
     if (nowait or skip_locked) and not _try_lock(connection, fenced, key, skip_locked=skip_locked):
         return None
     naming = _naming_of(connection, fenced, key)
     if naming is not None:
-        token = _tokens_of(connection, fenced).of_row(naming)
+        token = tokens_to_claim(connection, fenced).of_row(naming)
         found: T | None = _claim_at_once(target, mapper, fenced, (*key, *naming), token)
         if found is None:
             _raise_fences(connection, fenced, [(*key, *naming)], token)
-        _settle(connection, fenced, [key], token)
+        settle(connection, fenced, [key], token)
         if found is None:
             found = next(iter(_load(target, select(model), fenced, [key])), None)
         if found is not None and getattr(found, FENCE_COLUMN) == token:
@@ -164,14 +156,14 @@ def claim_all(session: _Session, statement: Select[Any], *, bind_arguments: _Bin
     session = session_of(session)
     mapper, fenced = fenced_model(_selected_model(statement))
     columns = (*fenced.table.primary_key, *fenced.template.columns.values())
-    target = _begin(session, mapper, bind_arguments)
+    target = begin_claim(session, mapper, bind_arguments)
     connection = target.connection
     query = _reading_now(statement.with_only_columns(*columns, maintain_column_froms=True), connection)
     with target.reading():
         found = session.execute(query, bind_arguments=target.bind_arguments).unique().all()
     if not found:
         return []
-    tokens = _tokens_of(connection, fenced)
+    tokens = tokens_to_claim(connection, fenced)
     width = len(fenced.table.primary_key)
     rows = [(tokens.of_row(row[width:]), tuple(row)) for row in sorted(found, key=lambda row: row[:width])]
     for token, some in groupby(rows, key=itemgetter(0)):
@@ -180,60 +172,10 @@ def claim_all(session: _Session, statement: Select[Any], *, bind_arguments: _Bin
         report_claim(fenced.name, row[:width], fenced.template.render(row[width:]), token)
     token_of = {row[:width]: token for token, row in rows}
     for token in set(token_of.values()):
-        _settle(connection, fenced, token_of, token)
+        settle(connection, fenced, token_of, token)
     loaded = _load(target, statement.limit(None).offset(None), fenced, list(token_of))
     # Not one that was deleted meanwhile, and inserted again.
     return [each for each in loaded if getattr(each, FENCE_COLUMN) == token_of[tuple(inspect(each).identity)]]
-
-
-@refusing
-def gate(session: _Session, resource: str | None = None, *, bind_arguments: _Bind = None) -> None:
-    """Claim the resource's own row in the fence table, making it where there is none.
-
-    It guards what rows cannot guard themselves: INSERTs, a DELETE followed by an INSERT, and whole
-    aggregates of rows that are not fenced one by one. Until the transaction ends, no other holder passes
-    the gate of this resource, and this thread, task or greenlet writes under the lease in this session only.
-    Afterwards older holders never pass. Pass it before reading, as with `claim`. The fence table is part of
-    your metadata once `fence_table(Base.metadata)` was called; migrate then.
-
-    Args:
-        session: whose transaction passes the gate.
-        resource: which gate; by default that of the one lease held.
-        bind_arguments: which database, for a session that has several: what `Session.connection` takes, such
-            as `{"mapper": Order}` or `{"shard_id": "asia"}`.
-
-    Raises:
-        StaleTokenError: if a newer holder has passed.
-        FenceError: if another open transaction of this thread, task or greenlet has passed it: this one would
-            wait for itself.
-        UnfencedWriteError: if the resource's lease is not held; or if several are, and none is named.
-        LockLostError: if the lease is known to be lost.
-        TypeError: if it cannot be told which of the session's databases has the gate.
-    """
-    install()
-    connection = _begin(session_of(session), FENCES, bind_arguments).connection
-    fences = fences_of(connection)
-    fenced = fenced_table(fences)
-    assert fenced is not None  # noqa: S101  it is registered where it is defined
-    name = _only_resource(connection) if resource is None else check_resource(resource)
-    refuse_to_wait_for_oneself(connection, name)
-    token = _tokens_of(connection, fenced).of_row((name,))
-    returns = connection.dialect.insert_returning
-    result = connection.execute(
-        _passing(fences, connection.dialect.name, returns=returns),
-        {"resource": name, FENCE_COLUMN: token},
-        execution_options={"fencelock": BYPASS},
-    )
-    if not returns:  # MySQL
-        result = connection.execute(newest(select(fenced.fence).where(fences.c.resource == name), connection))
-    if (current := result.scalar_one()) > token:
-        refusal = StaleTokenError(fenced.name, (name,), token, current)
-        report_refusal(connection, refusal)
-        raise refusal
-    note_locked(connection, lambda: [row_name(fences, (name,))], 1)
-    _settle(connection, fenced, [(name,)], token)
-    note_gate(connection, name)
-    report_claim(fenced.name, (name,), name, token)
 
 
 def fenced_model(model: type[Any]) -> tuple[Mapper[Any], FencedTable]:
@@ -273,35 +215,6 @@ def _key_of(mapper: Mapper[Any], identity: object) -> _Key:
             f"{mapper.class_.__name__} is identified by {', '.join(names)}, and {identity!r} is no such key"
         )
     return tuple(values)
-
-
-def _begin(
-    session: Session, written: Mapper[Any] | Table, bind_arguments: _Bind, identities: Sequence[_Key] = ()
-) -> Target:
-    """Flush, and return where the session writes; refuse what a claim would overwrite, or could not guard."""
-    if session.autoflush:
-        session.flush()
-    if isinstance(written, Mapper):
-        model = written.base_mapper.class_
-        if any(isinstance(changed, model) for changed in session.dirty):
-            raise InvalidRequestError(
-                f"the session has changes of {model.__name__} that a claim could overwrite; claim it before "
-                f"changing it, or flush first"
-            )
-    target = target_of(session, written, bind_arguments, identities)
-    refuse_bypass(target.connection.get_execution_options(), target.connection)
-    return target
-
-
-def _only_resource(connection: Connection) -> str:
-    held = writer_of(connection).candidates(connection)
-    if not held:
-        raise UnfencedWriteError(
-            f"no lease is held to pass a gate with; acquire a fenced_lock around it. {NOT_INHERITED}"
-        )
-    if len(held) > 1:
-        raise UnfencedWriteError(f"{', '.join(map(repr, held))} are held; say which one's gate to pass")
-    return next(iter(held))
 
 
 def _naming_of(connection: Connection, fenced: FencedTable, key: _Key) -> _Key | None:
@@ -345,13 +258,6 @@ def _refuse_another_row(fenced: FencedTable, asked: str, key: Sequence[Any]) -> 
             f"{asked!r} was asked for and led to the row of {fenced.name!r} that {loaded!r} guards; lock "
             f"it by the name that the row itself has"
         )
-
-
-def _tokens_of(connection: Connection, fenced: FencedTable) -> Tokens:
-    """Return the tokens to claim with; refuse a connection that commits each statement by itself."""
-    options = connection.get_execution_options()
-    writer = begin_writing(connection, options, fenced)
-    return Tokens(connection, fenced, options, writer=writer, claiming=True)
 
 
 def _claim_at_once(target: Target, mapper: Mapper[Any], fenced: FencedTable, row: _Key, token: int) -> Any:
@@ -441,17 +347,6 @@ def _raise_fences(connection: Connection, fenced: FencedTable, rows: Sequence[_K
     )
 
 
-def _settle(connection: Connection, fenced: FencedTable, keys: Iterable[_Key], token: int) -> None:
-    """Tell leases in doubt that these rows are claimed, which may settle the doubt.
-
-    Raises:
-        CommitInDoubtError: if these rows do not tell that the doubt has ended.
-    """
-    for lease in take_doubted(connection, token):
-        lease.settle(token, {row_name(fenced.table, key) for key in keys})
-        lease.check_certain(claiming=False)
-
-
 def _try_lock(connection: Connection, fenced: FencedTable, key: _Key, *, skip_locked: bool) -> bool:
     """Lock the row without waiting; return whether it is ours, or gone."""
     row = select(*fenced.table.primary_key).where(*_has_key(fenced))
@@ -466,24 +361,3 @@ def _load(target: Target, statement: Select[Any], fenced: FencedTable, keys: Seq
     query = newest(query.execution_options(populate_existing=True), target.connection)
     with target.reading():
         return target.session.scalars(query, bind_arguments=target.bind_arguments).unique().all()
-
-
-@cache
-def _passing(fences: Table, dialect: str, *, returns: bool) -> Insert:
-    """Return the statement that makes a resource's fence, or raises it, and locks its row either way.
-
-    A higher fence stays, and shuts the gate. One statement, because two deadlock: InnoDB's shared lock of a
-    missed INSERT, or its gap lock of a missed UPDATE, is held by both contenders when each wants to write.
-    """
-    fence = fences.c[FENCE_COLUMN]
-    made: Any
-    if dialect in LOCKING_READS:
-        made = mysql.insert(fences)
-        new = made.inserted[FENCE_COLUMN]
-        made = made.on_duplicate_key_update({FENCE_COLUMN: case((fence > new, fence), else_=new)})
-    else:
-        made = (postgresql if dialect == "postgresql" else sqlite).insert(fences)
-        new = made.excluded[FENCE_COLUMN]
-        higher = {FENCE_COLUMN: case((fence > new, fence), else_=new)}
-        made = made.on_conflict_do_update(index_elements=["resource"], set_=higher)
-    return made.returning(fence) if returns else made  # type: ignore[no-any-return]

@@ -19,11 +19,11 @@ from fencelock.guard._tables import (
     TRANSLATED,
     TRIGGER_MARK,
     FencedTable,
-    ResourceTemplate,
     fenced_table,
     new_fence_column,
     register,
 )
+from fencelock.guard.templates import ResourceTemplate
 
 SEAL_COLUMN: Final = "sealed_by"
 

@@ -1,7 +1,7 @@
 """What the unit of work stamps on the objects of fenced models, before their statements are made.
 
 Objects show the fence that they were written with. A change in a collection, a link table or a joined
-sub-table writes the base row, too. `rewrite` decides once more, and finally, which token goes into a statement.
+sub-table writes the base row, too. `rewrite` decides last which token goes into a statement.
 """
 
 from __future__ import annotations

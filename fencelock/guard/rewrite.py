@@ -65,6 +65,7 @@ from fencelock.guard.leases import begin_writing, note_born, note_locked, refuse
 from fencelock.guard.row_tokens import Tokens
 from fencelock.guard.sessions import note_moved
 from fencelock.guard.text import guard_text
+from fencelock.guard.verdict import Verdict
 from fencelock.guard.write_ids import new_write_id
 
 _Execute: TypeAlias = Callable[[Any, Connection, Sequence[Row], Mapping[str, Any]], CursorResult[Any]]
@@ -215,9 +216,10 @@ def _guarded_write(
         note_moved(connection, stamped[0][MOVE_BIND] if write.moves else 0)
     if write.carries:
         ready(connection)
-    refusal = write.foreseen(connection, stamped, options) if write.reads_more else None
+    verdict = Verdict(write, stamped, connection, options)
+    refusal = verdict.foreseen() if write.reads_more else None
     if objects is not None and refusal is None:
-        refusal = write.gone_before(connection, stamped, options)
+        refusal = verdict.gone_before()
     if refusal is not None:
         _raise(connection, refusal)
     return guarded, (write, stamped, objects)
@@ -282,12 +284,13 @@ def _check(
     write, rows, objects = written
     if write.carries:
         take_back(connection)
-    if write.wrote_all(rows, result):
+    verdict = Verdict(write, rows, connection, options)
+    if verdict.wrote_all(result):
         note_locked(connection, partial(write.names, rows), len(rows))
     else:
-        refusal = write.refused(connection, rows, options)
+        refusal = verdict.refused()
         if refusal is None and objects is not None:
-            refusal = write.missed(connection, rows, options, result)
+            refusal = verdict.missed(result)
         if refusal is not None:
             result.close()
             _raise(connection, refusal)

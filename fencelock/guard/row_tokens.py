@@ -9,8 +9,8 @@ from sqlalchemy.engine import Connection
 
 from fencelock.errors import UnfencedWriteError
 from fencelock.guard._tables import FencedTable
-from fencelock.guard.gates import refuse_beside_gate
 from fencelock.guard.leases import Writer, writer_of
+from fencelock.guard.open_gates import refuse_beside_gate
 from fencelock.lease import Lease, was_left
 
 if TYPE_CHECKING:

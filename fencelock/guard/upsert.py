@@ -20,15 +20,16 @@ from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
 from fencelock.guard._bypass import BYPASS
 from fencelock.guard._carried import CarriedToken, ready, take_back
 from fencelock.guard._connecting import target_of
-from fencelock.guard._exact import is_text
+from fencelock.guard._exact import holds, is_text
 from fencelock.guard._install import install
-from fencelock.guard._tables import FENCE_COLUMN, WRITE_COLUMN, FencedTable, spelling
-from fencelock.guard._write import KEYS_PER_QUERY, holds, is_one_of, newest, without_fence
+from fencelock.guard._tables import FENCE_COLUMN, WRITE_COLUMN, FencedTable
 from fencelock.guard.claim import fenced_model
 from fencelock.guard.endings import refusing
 from fencelock.guard.leases import begin_writing, report_refusal
 from fencelock.guard.row_tokens import Tokens
 from fencelock.guard.sessions import session_of
+from fencelock.guard.templates import spelling
+from fencelock.guard.verdict import KEYS_PER_QUERY, is_one_of, newest, without_fence
 from fencelock.guard.write_ids import new_write_id
 
 _MYSQL: Final = frozenset({"mysql", "mariadb"})

@@ -51,8 +51,8 @@ from fencelock.guard import (
     gate,
     gate_async,
 )
-from fencelock.guard.gates import note_gate, passes_gate_here
 from fencelock.guard.leases import writer_of
+from fencelock.guard.open_gates import note_gate, passes_gate_here
 from fencelock.lease import Lease, note_ended, note_held
 from fencelock.sealing import Sealer
 

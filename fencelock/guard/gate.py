@@ -1,0 +1,114 @@
+"""Pass a gate: claim the row of the fence table that stands for a resource as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from sqlalchemy import Insert, Table, case, select
+from sqlalchemy.dialects import mysql, postgresql, sqlite
+from sqlalchemy.engine import Connection
+from sqlalchemy.orm import Session, scoped_session
+
+from fencelock.errors import StaleTokenError, UnfencedWriteError
+from fencelock.guard._bypass import BYPASS
+from fencelock.guard._connecting import begin_claim, settle, tokens_to_claim
+from fencelock.guard._install import install
+from fencelock.guard._tables import FENCE_COLUMN, fenced_table, row_name
+from fencelock.guard.endings import refusing
+from fencelock.guard.events import report_claim
+from fencelock.guard.fences import FENCES, fences_of
+from fencelock.guard.leases import note_locked, report_refusal, writer_of
+from fencelock.guard.open_gates import note_gate, refuse_to_wait_for_oneself
+from fencelock.guard.row_tokens import NOT_INHERITED
+from fencelock.guard.sessions import session_of
+from fencelock.guard.verdict import LOCKING_READS, newest
+from fencelock.lease import check_resource
+
+
+@refusing
+def gate(
+    session: Session | scoped_session[Any],
+    resource: str | None = None,
+    *,
+    bind_arguments: Mapping[str, Any] | None = None,
+) -> None:
+    """Claim the resource's own row in the fence table, making it where there is none.
+
+    It guards what rows cannot guard themselves: INSERTs, a DELETE followed by an INSERT, and whole
+    aggregates of rows that are not fenced one by one. Until the transaction ends, no other holder passes
+    the gate of this resource, and this thread, task or greenlet writes under the lease in this session only.
+    Afterwards older holders never pass. Pass it before reading, as with `claim`. The fence table is part of
+    your metadata once `fence_table(Base.metadata)` was called; migrate then.
+
+    Args:
+        session: whose transaction passes the gate.
+        resource: which gate; by default that of the one lease held.
+        bind_arguments: which database, for a session that has several: what `Session.connection` takes, such
+            as `{"mapper": Order}` or `{"shard_id": "asia"}`.
+
+    Raises:
+        StaleTokenError: if a newer holder has passed.
+        FenceError: if another open transaction of this thread, task or greenlet has passed it: this one would
+            wait for itself.
+        UnfencedWriteError: if the resource's lease is not held; or if several are, and none is named.
+        LockLostError: if the lease is known to be lost.
+        TypeError: if it cannot be told which of the session's databases has the gate.
+    """
+    install()
+    connection = begin_claim(session_of(session), FENCES, bind_arguments).connection
+    fences = fences_of(connection)
+    fenced = fenced_table(fences)
+    assert fenced is not None  # noqa: S101  it is registered where it is defined
+    name = _only_resource(connection) if resource is None else check_resource(resource)
+    refuse_to_wait_for_oneself(connection, name)
+    token = tokens_to_claim(connection, fenced).of_row((name,))
+    returns = connection.dialect.insert_returning
+    result = connection.execute(
+        _passing(fences, connection.dialect.name, returns=returns),
+        {"resource": name, FENCE_COLUMN: token},
+        execution_options={"fencelock": BYPASS},
+    )
+    if not returns:  # MySQL
+        result = connection.execute(newest(select(fenced.fence).where(fences.c.resource == name), connection))
+    if (current := result.scalar_one()) > token:
+        refusal = StaleTokenError(fenced.name, (name,), token, current)
+        report_refusal(connection, refusal)
+        raise refusal
+    note_locked(connection, lambda: [row_name(fences, (name,))], 1)
+    settle(connection, fenced, [(name,)], token)
+    note_gate(connection, name)
+    report_claim(fenced.name, (name,), name, token)
+
+
+def _only_resource(connection: Connection) -> str:
+    held = writer_of(connection).candidates(connection)
+    if not held:
+        raise UnfencedWriteError(
+            f"no lease is held to pass a gate with; acquire a fenced_lock around it. {NOT_INHERITED}"
+        )
+    if len(held) > 1:
+        raise UnfencedWriteError(f"{', '.join(map(repr, held))} are held; say which one's gate to pass")
+    return next(iter(held))
+
+
+@cache
+def _passing(fences: Table, dialect: str, *, returns: bool) -> Insert:
+    """Return the statement that makes a resource's fence, or raises it, and locks its row either way.
+
+    A higher fence stays, and shuts the gate. One statement, because two deadlock: InnoDB's shared lock of a
+    missed INSERT, or its gap lock of a missed UPDATE, is held by both contenders when each wants to write.
+    """
+    fence = fences.c[FENCE_COLUMN]
+    made: Any
+    if dialect in LOCKING_READS:
+        made = mysql.insert(fences)
+        new = made.inserted[FENCE_COLUMN]
+        made = made.on_duplicate_key_update({FENCE_COLUMN: case((fence > new, fence), else_=new)})
+    else:
+        made = (postgresql if dialect == "postgresql" else sqlite).insert(fences)
+        new = made.excluded[FENCE_COLUMN]
+        higher = {FENCE_COLUMN: case((fence > new, fence), else_=new)}
+        made = made.on_conflict_do_update(index_elements=["resource"], set_=higher)
+    return made.returning(fence) if returns else made  # type: ignore[no-any-return]
