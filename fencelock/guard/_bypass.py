@@ -14,6 +14,7 @@ from sqlalchemy.engine import Connection
 from sqlalchemy.orm import Session
 
 from fencelock._owners import current_owner
+from fencelock.guard._sqlalchemy import taking_part_in
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
@@ -85,8 +86,7 @@ def _is_in_block(connection: Connection) -> bool:
 def connections_of(session: Session) -> set[Connection]:
     """Return the connections of a session's transaction."""
     transaction = session.get_transaction()
-    known: Mapping[Any, Any] = {} if transaction is None else transaction._connections  # noqa: SLF001  no public way
-    return {connection for connection, *_ in known.values()}
+    return {connection for connection, _, _ in ([] if transaction is None else taking_part_in(transaction))}
 
 
 def blocking(target: object) -> Session | Connection:

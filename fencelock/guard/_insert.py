@@ -17,6 +17,7 @@ from sqlalchemy.sql.elements import BindParameter
 from sqlalchemy.sql.schema import ScalarElementColumnDefault
 
 from fencelock.errors import UnfencedWriteError
+from fencelock.guard._sqlalchemy import has_conflict_clause, has_rows, prefixes_of
 from fencelock.guard._statement import TOKEN_OPTION, Row, assigned, key_of, refuse_fence_assignment
 from fencelock.guard._tables import FencedTable
 from fencelock.guard.row_tokens import Tokens
@@ -87,12 +88,12 @@ def stamp_insert(
 
 def _refuse_unstampable(statement: Insert, fenced: FencedTable) -> None:
     """Refuse an INSERT that may write to rows that exist, or whose rows are no parameters."""
-    if statement._multi_values:  # noqa: SLF001  no public way to read them
+    if has_rows(statement):
         raise UnfencedWriteError(
             f"rows in insert().values([…]) into {fenced.name!r} cannot be stamped: give them to execute(), "
             f"as in execute(insert(…), [{{…}}, {{…}}])"
         )
-    if statement._post_values_clause is not None or statement._prefixes:  # noqa: SLF001  no public way
+    if has_conflict_clause(statement) or prefixes_of(statement):
         raise UnfencedWriteError(
             f"INSERT with ON CONFLICT, ON DUPLICATE KEY, OR REPLACE or IGNORE into {fenced.name!r} may touch "
             f"rows that a newer holder has fenced; claim the row and update it, or insert it"

@@ -35,6 +35,7 @@ from fencelock.guard import (
     text,
     triggers,
 )
+from fencelock.guard._sqlalchemy import execute_by
 from fencelock.guard._tables import note_column
 
 _WRITING: Final[tuple[Any, ...]] = (
@@ -57,7 +58,7 @@ def install() -> None:
         if _installed:
             return
         for kind in _WRITING:
-            kind._execute_on_connection = rewrite.guarding(kind._execute_on_connection)  # noqa: SLF001  see above
+            execute_by(kind, rewrite.guarding)
         listen()
         _installed = True
 

@@ -14,6 +14,7 @@ from sqlalchemy import Join, Table
 from sqlalchemy.orm import Mapper
 
 from fencelock.guard._loading import watch_loads
+from fencelock.guard._sqlalchemy import equal_to_parents
 from fencelock.guard._tables import (
     FENCE_COLUMN,
     FENCE_MARK,
@@ -105,7 +106,7 @@ def _refuse_another_key(mapper: Mapper[Any], model: type[Any], base: Table) -> N
     """Refuse a model that names its rows by another key than its table."""
     of_table, of_model = list(base.primary_key), list(mapper.primary_key)
     for each in reversed(list(mapper.iterate_to_root())):  # a joined one's are its parent's, equal to its own
-        equal = dict(each._inherits_equated_pairs or ()) if each.inherits else {}  # noqa: SLF001  no public way
+        equal = dict(equal_to_parents(each))
         of_model = [column if column.table is base else equal.get(column, column) for column in of_model]
     if of_model != of_table:
         raise ValueError(

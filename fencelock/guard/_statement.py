@@ -33,6 +33,7 @@ from sqlalchemy.sql.operators import custom_op
 from sqlalchemy.types import TypeDecorator
 
 from fencelock.errors import UnfencedWriteError
+from fencelock.guard._sqlalchemy import options_of, prefixes_of, sources_of, values_in, where_of, with_where
 from fencelock.guard._tables import (
     FENCE_COLUMN,
     NO_OPTIONS,
@@ -86,20 +87,17 @@ def values_of(binds: Iterable[BindParameter[Any]], row: Row) -> tuple[Any, ...]:
 
 def assigned(statement: Update | Delete | Insert) -> Iterator[tuple[Any, Any]]:
     """Return the columns (or their keys) that the statement itself assigns, and the values."""
-    yield from (getattr(statement, "_values", None) or {}).items()
-    yield from getattr(statement, "_ordered_values", None) or ()  # SQLAlchemy 2.0
+    yield from values_in(statement)
 
 
 def criteria(statement: Update | Delete) -> list[Any]:
     """Return the parts of the WHERE clause, all of which must be true for a row to be written."""
-    return list(_conjuncts(statement._where_criteria))  # noqa: SLF001  see the module's docstring
+    return list(_conjuncts(where_of(statement)))
 
 
 def with_criteria(statement: Update | Delete, parts: Iterable[Any]) -> Update | Delete:
     """Return the statement with these parts as its WHERE clause instead."""
-    statement = statement._generate()  # noqa: SLF001  see the module's docstring
-    statement._where_criteria = tuple(parts)  # noqa: SLF001  the same
-    return statement
+    return with_where(statement, parts)
 
 
 def apart(part: Any) -> Any:
@@ -146,18 +144,18 @@ def reads_more(parts: Iterable[Any], source: FromClause) -> bool:
 
 def refuse_hiding_text(statement: Update | Delete) -> None:
     """Refuse text inside a statement that could hide the condition from the database, or end before it."""
-    if statement._prefixes:  # noqa: SLF001  see the module's docstring
+    if prefixes_of(statement):
         raise UnfencedWriteError(
             "an UPDATE or DELETE of a fenced table takes no prefix_with(): OR REPLACE and IGNORE do "
             "something else to rows that the condition says nothing of"
         )
-    for option in statement._with_options:  # noqa: SLF001  the same
+    for option in options_of(statement):
         if isinstance(option, LoaderCriteriaOption) and _texts_in(option.where_criteria):
             raise UnfencedWriteError(
                 "an UPDATE or DELETE of a fenced table takes no text in with_loader_criteria(), which comes "
                 "after the condition; put it into where()"
             )
-    clauses = (*statement._where_criteria, *(value for _, value in assigned(statement)))  # noqa: SLF001  the same
+    clauses = (*where_of(statement), *(value for _, value in assigned(statement)))
     for text in (text for clause in clauses for text in _texts_in(clause)):
         bare = text if "\\" in text else _QUOTED.sub("", text)  # backslashes end strings in some modes only
         if _CUTS_OFF.search(bare) or not _is_balanced(bare):
@@ -249,8 +247,7 @@ def _transformed(value: BindParameter[Any], column: ColumnElement[Any]) -> bool:
 
 def _uses(statement: Update | Delete | Insert, table: Any) -> bool:
     """Tell whether an UPDATE also reads a table under its own name, subqueries apart."""
-    parts = getattr(statement, "_where_criteria", ())
-    return any(hash(source) == hash(table) for part in parts for source in part._from_objects)  # noqa: SLF001  as above
+    return any(hash(source) == hash(table) for part in where_of(statement) for source in sources_of(part))
 
 
 def refuse_fence_assignment(keys: Iterable[str], fenced: FencedTable) -> None:

@@ -28,6 +28,7 @@ from fencelock.guard._bypass import BYPASS
 from fencelock.guard._carried import CarriedToken
 from fencelock.guard._connecting import Target, begin_claim, settle, tokens_to_claim
 from fencelock.guard._exact import SameText, is_text
+from fencelock.guard._sqlalchemy import locks_rows
 from fencelock.guard._statement import CLAIM_OPTION, TOKEN_BIND, TOKEN_OPTION, unchanged_by_raising
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table, row_name, trigger_of
 from fencelock.guard.endings import refusing
@@ -237,8 +238,8 @@ def _reading_now(query: Select[Any], connection: Connection) -> Select[Any]:
     after the claim. The lock is that of a writer: two who share one and want to write deadlock. A query that
     says how it locks keeps its own way.
     """
-    locks = query._for_update_arg is not None  # noqa: SLF001  SQLAlchemy has no public way to ask
-    return query if locks or connection.dialect.name not in LOCKING_READS else query.with_for_update()
+    is_as_wanted = locks_rows(query) or connection.dialect.name not in LOCKING_READS
+    return query if is_as_wanted else query.with_for_update()
 
 
 def _naming_in(fenced: FencedTable, key: Sequence[Any]) -> _Key:

@@ -15,8 +15,9 @@ from sqlalchemy.orm import Session
 from fencelock.errors import FenceError, LockLostError
 from fencelock.guard._bypass import connections_of
 from fencelock.guard._refused import Refused, forget_refused, mark_refused, refused_in
+from fencelock.guard._sqlalchemy import fail_inside, is_flushing, look_active, roll_back_to, taking_part_in
 from fencelock.guard.events import report
-from fencelock.guard.sessions import is_flushing, session_of, users_of
+from fencelock.guard.sessions import session_of, users_of
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import SessionTransaction
@@ -102,8 +103,7 @@ def _has_joined(session: Session, transaction: Transaction) -> bool:
     """Tell whether a session takes part in a transaction that somebody else is to commit."""
     own = session.get_transaction()
     return own is not None and any(
-        each is transaction and not commits
-        for _, each, commits, _ in own._connections.values()  # noqa: SLF001  no public way
+        each is transaction and not commits for _, each, commits in taking_part_in(own)
     )
 
 
@@ -206,7 +206,7 @@ class _WatchedSavepoint(_Refusable, NestedTransaction):
 
     def _undo(self) -> None:
         self._take_back()
-        self.connection._rollback_to_savepoint_impl(savepoint_name(self))  # noqa: SLF001  as `rollback` does
+        roll_back_to(self)
 
     def rollback(self) -> None:
         if self._stays_refused():
@@ -251,11 +251,6 @@ def watch_end(transaction: Transaction | None) -> bool:
 def is_watched(transaction: Transaction | None) -> bool:
     """Tell whether a transaction says how it ends."""
     return isinstance(transaction, _Watched)
-
-
-def savepoint_name(savepoint: NestedTransaction) -> str:
-    """Return what a savepoint is called: the object would keep its transaction alive."""
-    return savepoint._savepoint  # noqa: SLF001  SQLAlchemy has no public way to ask
 
 
 def refuse(connection: Connection, refusal: FenceError | LockLostError) -> None:
@@ -305,8 +300,7 @@ def _boundary(session: Session, transaction: Transaction) -> SessionTransaction 
     innermost = session.get_nested_transaction() or session.get_transaction()
     if innermost is None:
         return None
-    connections = innermost._connections.values()  # noqa: SLF001  the same
-    return innermost if any(each is transaction for _, each, *_ in connections) else None
+    return innermost if any(each is transaction for _, each, _ in taking_part_in(innermost)) else None
 
 
 def _deactivate(
@@ -314,23 +308,18 @@ def _deactivate(
 ) -> None:
     """Have a session need a rollback, as a flush that fails does by itself."""
     # Else a `with` block of SQLAlchemy's would end without a word about what was not committed.
-    boundary._transaction_is_active = _yes  # type: ignore[method-assign]  # noqa: SLF001  no public way
+    look_active(boundary)
     if is_flushing(session):
         return
     refused.leaving = session
     try:
-        boundary._begin().rollback()  # noqa: SLF001  as a flush does
+        fail_inside(boundary, refusal)
     finally:
         refused.leaving = None
-    boundary._rollback_exception = refusal  # noqa: SLF001  the same
-
-
-def _yes() -> bool:
-    return True
 
 
 def on_rollback(_session: Session, ended: SessionTransaction) -> None:
     """Have a session's own rollback end what it has joined, which the failure of its flush did not."""
-    for _, transaction, *_ in list(ended._connections.values()):  # noqa: SLF001  the same
+    for _, transaction, _ in taking_part_in(ended):
         if refused_in(transaction) is not None:
             transaction.rollback()

@@ -15,10 +15,18 @@ from sqlalchemy.orm import Mapper, Session
 from sqlalchemy.orm.base import NO_VALUE
 
 from fencelock.guard._bypass import is_bypassed
+from fencelock.guard._sqlalchemy import (
+    cache_of,
+    executes_flush,
+    is_flushing,
+    key_in_table,
+    parameter_of,
+    processors_of,
+)
 from fencelock.guard._tables import WRITE_COLUMN, FencedTable
 from fencelock.guard.leases import Writer
 from fencelock.guard.row_tokens import Tokens
-from fencelock.guard.sessions import is_flushing, join, owner_of, sessions_on
+from fencelock.guard.sessions import join, owner_of, sessions_on
 from fencelock.guard.write_ids import MIXED, new_write_id
 
 if TYPE_CHECKING:
@@ -157,8 +165,7 @@ def _executing(connection: Connection) -> Flush | None:
     executing = [
         flush
         for session in sessions_on(connection)
-        if session._warn_on_events  # noqa: SLF001  no public way to ask; a bulk operation does not set it
-        and (flush := under_way.get(session.hash_key)) is not None
+        if executes_flush(session) and (flush := under_way.get(session.hash_key)) is not None
     ]
     if len(executing) > 1:
         return max(executing, key=operator.attrgetter("number"))
@@ -195,7 +202,7 @@ def note_mapper(mapper: Mapper[Any], fenced: FencedTable) -> None:
 
 def note_plans_of(mapper: Mapper[Any]) -> None:
     """Note the plans of flushes that write objects of a mapper, though it may not be fenced."""
-    mapper._dependency_processors.append(_note_plans)  # type: ignore[arg-type]  # noqa: SLF001  no public way
+    processors_of(mapper).append(_note_plans)
     watch_plans(mapper, None)
 
 
@@ -206,7 +213,7 @@ def watch_plans(mapper: Mapper[Any], _model: object) -> None:
     no use for the processors of the others any more.
     """
     hierarchy = mapper.base_mapper.self_and_descendants
-    processors: list[list[Any]] = [each._dependency_processors for each in hierarchy]  # noqa: SLF001  see `watch_mapper`
+    processors = [processors_of(each) for each in hierarchy]
     if any(_note_plans in each for each in processors):
         for each in processors:
             if _note_plans not in each:
@@ -259,7 +266,7 @@ def rows_known_to(
             return values
         instance = session.identity_map.get(mapper.identity_key_from_primary_key(identity))
         if instance is not None:
-            state = instance._sa_instance_state  # noqa: SLF001  what inspect() returns
+            state: InstanceState[Any] = inspect(instance)
             return loaded_values(names, state, state.dict)
         for state in flush.unsaved if flush else ():
             if tuple(mapper.primary_key_from_instance(state.obj())) == identity:
@@ -295,8 +302,8 @@ def in_unit_of_work(connection: Connection, fenced: FencedTable, options: Mappin
     return (
         session is not None
         and mapper is not None
-        and session._warn_on_events  # noqa: SLF001  SQLAlchemy has no public way to ask
-        and options.get("compiled_cache") is mapper.base_mapper._compiled_cache  # noqa: SLF001  the same
+        and executes_flush(session)
+        and options.get("compiled_cache") is cache_of(mapper.base_mapper)
     )
 
 
@@ -334,10 +341,9 @@ def _is_plain(session: Session, mapper: Mapper[Any], fenced: FencedTable, identi
 def _key_names(base: Mapper[Any], table: Table) -> list[str]:
     """Return the parameters with which the unit of work names a row of a sub-table, in the key's order."""
     mapper = next(each for each in base.self_and_descendants if table in each.tables)
-    columns = mapper._pks_by_table[table]  # noqa: SLF001  as the unit of work makes its statements
+    columns = key_in_table(mapper, table)
     labels: dict[str, Any] = {
-        mapper.get_property_by_column(column).key: column._label  # noqa: SLF001  the same
-        for column in columns
+        mapper.get_property_by_column(column).key: parameter_of(column) for column in columns
     }
     keys = [mapper.get_property_by_column(column).key for column in mapper.primary_key]
     return [labels[key] for key in keys] if labels.keys() == set(keys) else list(labels.values())

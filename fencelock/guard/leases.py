@@ -25,8 +25,9 @@ from sqlalchemy.orm import Session
 
 from fencelock.errors import FenceError, UnfencedWriteError
 from fencelock.guard._bypass import BYPASS, blocking, is_bypassed
+from fencelock.guard._sqlalchemy import outer_of, refuse_inactive, savepoint_name
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table, row_name
-from fencelock.guard.endings import WATCHER, Watcher, savepoint_name, watch_end
+from fencelock.guard.endings import WATCHER, Watcher, watch_end
 from fencelock.guard.events import report
 from fencelock.guard.sessions import join, owner_of, users_of
 from fencelock.lease import Lease, held_leases
@@ -199,7 +200,7 @@ class Writer(Watcher):
         while savepoint is not None and savepoint_name(savepoint) not in self._savepoints:
             self._savepoints[savepoint_name(savepoint)] = len(self._locked)  # nothing was noted in it so far
             watch_end(savepoint)
-            savepoint = savepoint._previous_nested  # noqa: SLF001  SQLAlchemy has no public way to ask
+            savepoint = outer_of(savepoint)
 
     def take_back(self, savepoint: NestedTransaction) -> None:
         """Note a rollback to a savepoint: what was locked since may be free again, as on PostgreSQL."""
@@ -295,7 +296,7 @@ def writer_of(connection: Connection) -> Writer:
     if transaction is None:
         transaction = connection.begin()
     elif not transaction.is_active:
-        connection._invalid_transaction()  # noqa: SLF001  what executing would do, before anything is noted
+        refuse_inactive(connection)  # what executing would do, before anything is noted
     writer: Writer | None = getattr(connection, WATCHER, None)
     if writer is None or writer.transaction() is not transaction:
         writer = Writer(transaction)

@@ -33,7 +33,13 @@ from fencelock.errors import FenceError, LockLostError, UnfencedWriteError
 from fencelock.guard._bypass import is_bypassed
 from fencelock.guard._carried import ready, take_back
 from fencelock.guard._insert import NewRows, stamp_insert
-from fencelock.guard._sqlalchemy import keeps_order
+from fencelock.guard._sqlalchemy import (
+    execute_unguarded,
+    has_listeners,
+    keeps_order,
+    options_to_execute,
+    resolved,
+)
 from fencelock.guard._statement import (
     CLAIM_OPTION,
     LOADED_BIND,
@@ -89,7 +95,7 @@ def guarding(execute: _Execute) -> _Execute:
     def guarded(
         statement: Any, connection: Connection, rows: Sequence[Row], options: Mapping[str, Any]
     ) -> CursorResult[Any]:
-        own, common = statement._execution_options, connection._execution_options  # noqa: SLF001  see `_install`
+        own, common = options_to_execute(statement), options_to_execute(connection)
         if _is_of_no_concern(statement) and not (
             TRANSLATED in options or TRANSLATED in common or TRANSLATED in own
         ):
@@ -104,13 +110,13 @@ def guarding(execute: _Execute) -> _Execute:
         if form is None:
             return execute(statement, connection, rows, options)
         statement, rows, written = form
-        result = connection._execute_clauseelement(statement, rows, merged)  # noqa: SLF001  the same
+        result = execute_unguarded(connection, statement, rows, merged)
         _follow(result, statement)
         if isinstance(written, NewRows):
             note_born(connection, written.resources(result))
             written = None
         executed: Any = result.context.invoked_statement
-        if connection._has_events or connection.engine._has_events:  # noqa: SLF001  the same
+        if has_listeners(connection):
             written = _written_by(executed, statement, written, result, merged)
         if written is not None:
             _check(connection, written, merged, result)
@@ -244,7 +250,7 @@ def _innermost(statement: Any) -> Any:
     """Return the UPDATE, DELETE or INSERT behind a lambda, and inside `select(…).from_statement(…)`."""
     is_spoilt = isinstance(statement, NullLambdaStatement)  # of these SQLAlchemy says that they do not write
     if is_spoilt or (isinstance(statement, StatementLambdaElement) and statement.is_dml):
-        return _innermost(statement._resolved)  # noqa: SLF001  no public way
+        return _innermost(resolved(statement))
     return _innermost(statement.element) if isinstance(statement, FromStatement) else statement
 
 

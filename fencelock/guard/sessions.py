@@ -9,6 +9,7 @@ from sqlalchemy.engine import Connection
 from sqlalchemy.orm import Session
 
 from fencelock.guard._bypass import connections_of
+from fencelock.guard._sqlalchemy import is_flushing
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import scoped_session
@@ -108,11 +109,6 @@ def owner_of(connection: Connection) -> Session | None:
     if len(users) > 1:
         users = [session for session in users if is_flushing(session)] or users
     return users[-1] if users else None
-
-
-def is_flushing(session: Session) -> bool:
-    """Tell whether a session flushes at this moment."""
-    return session._flushing  # noqa: SLF001  SQLAlchemy has no public way to ask
 
 
 def note_moved(connection: Connection, by: int) -> None:

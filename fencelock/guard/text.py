@@ -17,6 +17,7 @@ from sqlalchemy.sql import visitors
 from fencelock.errors import UnfencedWriteError
 from fencelock.guard._bypass import is_bypassed
 from fencelock.guard._carried import CARRIERS, ready
+from fencelock.guard._sqlalchemy import copy_of, parameters_of
 from fencelock.guard._statement import TOKEN_BIND, Row
 from fencelock.guard._tables import (
     FENCE_COLUMN,
@@ -81,21 +82,21 @@ def guard_text(
     text = statement.text
     table = guarded_table(text) if FENCE_COLUMN in text.lower() else None
     if table is None:
-        if WRITE_ID in statement._bindparams:  # noqa: SLF001  the same
+        if WRITE_ID in parameters_of(statement):
             raise _unguarded_error(written(text, tuple(fenced_names())) or "?")
         return None
-    given = statement._bindparams[TOKEN].effective_value  # noqa: SLF001  no public way to ask
+    given = parameters_of(statement)[TOKEN].effective_value
     for token in {row.get(TOKEN, given) for row in rows}:
         if token is None:
             raise UnfencedWriteError(f'textual SQL has its token as a parameter: pass {{"{TOKEN}": token}}')
         note_token(connection, statement, check_token(token))
-    if WRITE_ID in statement._bindparams:  # noqa: SLF001  the same
+    if WRITE_ID in parameters_of(statement):
         rows = [{**row, WRITE_ID: new_write_id()} for row in rows]
     if not is_strict(table):
         return statement, rows
     ready(connection)
     carried = CARRIERS[connection.dialect.name].format(f":{TOKEN}")
-    carrying = statement._generate()  # noqa: SLF001  its parameters are to stay
+    carrying = copy_of(statement)
     carrying.text = re.sub(rf"(?i)(\b{FENCE_COLUMN}\s*<=\s*:{TOKEN}\b)", rf"\1 AND {carried}", text)
     return carrying, rows
 

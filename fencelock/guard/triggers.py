@@ -36,6 +36,7 @@ from sqlalchemy.sql.compiler import DDLCompiler, IdentifierPreparer
 
 from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
 from fencelock.guard import _carried
+from fencelock.guard._sqlalchemy import doubles_percents
 from fencelock.guard._tables import FENCE_COLUMN, FenceTrigger, trigger_of
 from fencelock.guard.endings import refuse
 from fencelock.guard.events import report
@@ -202,7 +203,8 @@ class FenceDDL(ExecutableDDLElement):
         self._template = template.strip()
         self.table = table
 
-    def _render(self, preparer: IdentifierPreparer) -> str:
+    def render(self, preparer: IdentifierPreparer) -> str:
+        """Return the statement, with names as this database quotes them."""
         table = self.table
         fields = {
             "table": preparer.format_table(table),
@@ -221,14 +223,14 @@ class FenceDDL(ExecutableDDLElement):
 
 @compiles(FenceDDL)
 def _compile(ddl: FenceDDL, compiler: DDLCompiler, **_: Any) -> str:
-    return ddl._render(compiler.preparer)  # noqa: SLF001  its own compiler
+    return ddl.render(compiler.preparer)
 
 
 def _literal(value: str, preparer: Any) -> str:
     quoted = value.replace("'", "''")
     if preparer.dialect.name in {"mysql", "mariadb"}:
         quoted = quoted.replace("\\", "\\\\")
-    if preparer._double_percents:  # noqa: SLF001  as the names' own quoting asks
+    if doubles_percents(preparer):
         quoted = quoted.replace("%", "%%")
     return f"'{quoted}'"
 

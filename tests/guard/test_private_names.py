@@ -1,0 +1,339 @@
+"""Each private name of SQLAlchemy that the guard uses does what is relied on, in every supported version."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import (
+    ForeignKey,
+    String,
+    create_engine,
+    delete,
+    event,
+    insert,
+    lambda_stmt,
+    select,
+    text,
+    update,
+)
+from sqlalchemy.dialects import sqlite
+from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.exc import PendingRollbackError
+from sqlalchemy.orm import (
+    DeclarativeBase,
+    Mapped,
+    Session,
+    SessionTransaction,
+    defer,
+    joinedload,
+    load_only,
+    mapped_column,
+)
+from sqlalchemy.pool import StaticPool
+
+import fencelock
+from fencelock.guard import _sqlalchemy as private
+
+GUARD = Path(fencelock.__file__).parent / "guard"
+
+
+class Base(DeclarativeBase):
+    """Tables that nothing fences."""
+
+
+class Animal(Base):
+    """A row of the parent's table."""
+
+    __tablename__ = "animals"
+    __mapper_args__: Mapping[str, Any] = {"polymorphic_on": "kind", "polymorphic_identity": "animal"}
+    id: Mapped[int] = mapped_column(primary_key=True)
+    kind: Mapped[str] = mapped_column(String(20))
+    name: Mapped[str] = mapped_column(String(20), default="")
+
+
+class Dog(Animal):
+    """A row of both tables."""
+
+    __tablename__ = "dogs"
+    __mapper_args__: Mapping[str, Any] = {"polymorphic_identity": "dog"}
+    id: Mapped[int] = mapped_column(ForeignKey("animals.id"), primary_key=True)
+    tricks: Mapped[int] = mapped_column(default=0)
+
+
+animals, dogs = Base.metadata.tables["animals"], Base.metadata.tables["dogs"]
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    """Return a database in memory."""
+    engine = create_engine("sqlite://", poolclass=StaticPool)
+    Base.metadata.create_all(engine)
+    yield engine
+    engine.dispose()
+
+
+def test_no_other_room_uses_private_names() -> None:
+    """The linter finds each use of one; only that room may say that it is meant."""
+    saying = {path.name for path in GUARD.glob("*.py") if "SLF001" in path.read_text()}
+    assert saying == {"_sqlalchemy.py"}
+
+
+def test_every_function_is_used() -> None:
+    """What nothing calls goes."""
+    tree = ast.parse((GUARD / "_sqlalchemy.py").read_text())
+    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    others = "".join(path.read_text() for path in GUARD.glob("*.py") if path.name != "_sqlalchemy.py")
+    assert not {name for name in names if f"{name}(" not in others}
+
+
+def test_a_flush_is_told_from_a_bulk_operation(engine: Engine) -> None:
+    """Only a flush executes the statements of a flush; both of them flush."""
+    seen = []
+
+    @event.listens_for(engine, "before_cursor_execute")
+    def note(*_: Any) -> None:
+        seen.append((private.is_flushing(session), private.executes_flush(session)))
+
+    with Session(engine) as session:
+        session.add(Animal(id=1))
+        session.flush()
+        session.bulk_insert_mappings(Animal.__mapper__, [{"id": 2, "kind": "animal"}])
+        session.execute(select(1))
+    assert seen == [(True, True), (True, False), (False, False)]
+
+
+def test_a_session_names_its_connections(engine: Engine) -> None:
+    """Each one once, with its transaction, and whether the session commits it."""
+    with Session(engine) as session:
+        connection = session.connection()
+        transaction = session.get_transaction()
+        assert transaction is not None
+        assert private.taking_part_in(transaction) == [(connection, connection.get_transaction(), True)]
+    with engine.connect() as outer, outer.begin(), Session(outer) as session:
+        session.connection()
+        transaction = session.get_transaction()
+        assert transaction is not None
+        assert private.taking_part_in(transaction) == [(outer, outer.get_transaction(), False)]
+
+
+def test_a_session_needs_a_rollback_once_it_was_failed(engine: Engine) -> None:
+    """As after a flush that has failed; its `with` block raises at the end, too."""
+    error = ValueError("refused")
+    with Session(engine) as session:
+        session.connection()
+        transaction = session.get_transaction()
+        assert transaction is not None
+        private.fail_inside(transaction, error)
+        with pytest.raises(PendingRollbackError, match="refused"):
+            session.execute(select(1))
+        session.rollback()
+        session.execute(select(1))
+    waiting = pytest.raises(PendingRollbackError, match="refused")
+    with Session(engine) as session, waiting, session.begin() as transaction:
+        _fail(session, transaction, error)
+
+
+def _fail(session: Session, transaction: SessionTransaction, error: Exception) -> None:
+    session.connection()
+    private.look_active(transaction)
+    private.fail_inside(transaction, error)
+
+
+def test_savepoints_have_names_and_an_outer_one(engine: Engine) -> None:
+    """Rolling back to one in the database leaves SQLAlchemy's object active."""
+    with engine.connect() as connection:
+        connection.exec_driver_sql("BEGIN")
+        outer = connection.begin_nested()
+        connection.execute(insert(animals).values(id=1, kind="animal", name=""))
+        inner = connection.begin_nested()
+        assert private.outer_of(inner) is outer
+        assert private.outer_of(outer) is None
+        assert private.savepoint_name(inner) != private.savepoint_name(outer)
+        inner.commit()
+        private.roll_back_to(outer)
+        assert outer.is_active
+        assert connection.scalars(select(animals.c.id)).all() == []
+
+
+def test_an_inactive_transaction_is_refused(engine: Engine) -> None:
+    """By what executing a statement would raise."""
+    with engine.connect() as connection, connection.begin() as transaction:
+        transaction.is_active = False
+        for refused in (private.refuse_inactive, lambda connection: connection.execute(select(1))):
+            with pytest.raises(PendingRollbackError, match="invalid transaction is rolled back"):
+                refused(connection)
+        transaction.is_active = True
+
+
+def test_each_statement_executes_itself_by_one_method() -> None:
+    """It is called once for a statement, and not for those of another kind."""
+    called: list[object] = []
+
+    class Counted:
+        def _execute_on_connection(self, *given: Any) -> Any:
+            called.append(len(given))
+
+    def around(execute: Any) -> Any:
+        def wrapped(*given: Any) -> Any:
+            called.append("around")
+            return execute(*given)
+
+        return wrapped
+
+    private.execute_by(Counted, around)
+    engine = create_engine("sqlite://")
+    with engine.connect() as connection:
+        connection.execute(Counted())  # type: ignore[call-overload]
+    assert called == ["around", 3]
+
+
+def test_statements_are_executed_without_the_guard(engine: Engine) -> None:
+    """With the options that are given."""
+    with engine.connect() as connection:
+        options = private.options_to_execute(connection).union({"mine": 1})
+        result = private.execute_unguarded(connection, select(1), [], options)
+        assert result.scalar_one() == 1
+        assert result.context.execution_options["mine"] == 1
+        assert private.options_to_execute(select(1).execution_options(a=2)) == {"a": 2}
+
+
+def test_listeners_are_seen(engine: Engine) -> None:
+    """Those of the engine, and those of one connection."""
+    with engine.connect() as connection:
+        assert not private.has_listeners(connection)
+        event.listen(connection, "before_cursor_execute", lambda *_: None)
+        assert private.has_listeners(connection)
+    event.listen(engine, "before_cursor_execute", lambda *_: None)
+    with engine.connect() as connection:
+        assert private.has_listeners(connection)
+
+
+def test_parts_of_statements_are_seen() -> None:
+    """The WHERE clause, what is assigned, prefixes, options and the tables that a part reads."""
+    part = animals.c.id == dogs.c.id
+    one = update(animals).where(part).values(name="a")
+    assert private.where_of(one) == (part,)
+    assert private.where_of(insert(animals)) == ()
+    assert set(private.sources_of(part)) == {animals, dogs}
+    other = private.with_where(one, [animals.c.id == 1])
+    assert "dogs" not in str(other)
+    assert "dogs" in str(one)
+    assert [getattr(column, "key", column) for column, _ in private.values_in(one)] == ["name"]
+    ordered = update(animals).ordered_values((animals.c.name, "a"), (animals.c.kind, "b"))
+    assert [getattr(column, "key", column) for column, _ in private.values_in(ordered)] == ["name", "kind"]
+    assert private.keeps_order(ordered)
+    assert not private.keeps_order(one)
+    assert private.prefixes_of(delete(animals).prefix_with("IGNORE"))
+    assert not private.prefixes_of(one)
+    assert len(private.options_of(update(Dog).options(joinedload("*")))) == 1
+
+
+def test_kinds_of_inserts_and_queries_are_told_apart() -> None:
+    """Several rows in values(), a conflict clause, a locking query."""
+    assert private.has_rows(insert(animals).values([{"id": 1}, {"id": 2}]))
+    assert not private.has_rows(insert(animals).values(id=1))
+    assert private.has_conflict_clause(sqlite.insert(animals).on_conflict_do_nothing())
+    assert not private.has_conflict_clause(sqlite.insert(animals))
+    assert private.locks_rows(select(animals).with_for_update())
+    assert not private.locks_rows(select(animals))
+
+
+def test_texts_and_lambdas_are_open(engine: Engine) -> None:
+    """A text's parameters stay in its copy; a lambda shows what it returns."""
+    statement = text("SELECT :a").bindparams(a=1)
+    copy = private.copy_of(statement)
+    assert private.parameters_of(copy)["a"].effective_value == 1
+    copy.text = "SELECT 2"
+    assert statement.text == "SELECT :a"
+    assert isinstance(private.resolved(lambda_stmt(lambda: select(animals))), type(select(animals)))
+    assert private.doubles_percents(engine.dialect.identifier_preparer) is False
+    psycopg = create_engine("postgresql+psycopg://").dialect
+    assert private.doubles_percents(psycopg.identifier_preparer) is True
+
+
+def test_the_unit_of_work_names_its_rows_as_expected(engine: Engine) -> None:
+    """Its cache marks its statements, and its parameters are those that a mapper tells."""
+    mapper = Dog.__mapper__
+    assert list(private.key_in_table(mapper, dogs)) == [dogs.c.id]
+    assert list(private.equal_to_parents(mapper)) == [(animals.c.id, dogs.c.id)]
+    assert list(private.equal_to_parents(Animal.__mapper__)) == []
+    seen = []
+
+    @event.listens_for(engine, "before_execute")
+    def note(_connection: Connection, statement: Any, several: Any, rows: Any, options: Any) -> None:
+        seen.append((str(statement).split()[0], options.get("compiled_cache"), rows or several))
+
+    with Session(engine) as session:
+        dog = Dog(id=1, tricks=1)
+        session.add(dog)
+        session.flush()
+        dog.tricks = 2
+        session.flush()
+    assert {id(cache) for _, cache, _ in seen} == {id(private.cache_of(mapper.base_mapper))}
+    kind, _, rows = seen[-1]
+    assert kind == "UPDATE"
+    assert (rows[0] if isinstance(rows, list) else rows)[private.parameter_of(dogs.c.id)] == 1
+
+
+def test_processors_see_the_plan_of_a_flush(engine: Engine) -> None:
+    """It is called when the first object of a mapper comes into a flush."""
+    plans = []
+
+    class Processor:
+        def per_property_preprocessors(self, plan: Any) -> None:
+            plans.append(plan.session)
+
+    class Own(DeclarativeBase):
+        """Apart, so that the processor stays here."""
+
+    class Thing(Own):
+        """A row."""
+
+        __tablename__ = "things"
+        id: Mapped[int] = mapped_column(primary_key=True)
+
+    Own.metadata.create_all(engine)
+    private.processors_of(Thing.__mapper__).append(Processor())
+    with Session(engine) as session:
+        session.add_all([Thing(id=1), Thing(id=2)])
+        session.flush()
+        assert plans == [session]
+
+
+def test_a_column_is_loaded_whatever_is_left_out(engine: Engine) -> None:
+    """`load_only` and `defer` do not leave it out; what a query leaves out is told."""
+
+    class Own(DeclarativeBase):
+        """Apart, because this is for ever."""
+
+    class Thing(Own):
+        """A row."""
+
+        __tablename__ = "kept_things"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        kept: Mapped[int] = mapped_column(default=0)
+        left: Mapped[int] = mapped_column(default=0)
+
+    Own.metadata.create_all(engine)
+    mapper = Thing.__mapper__
+    private.always_load(mapper, Thing.__table__.c.kept)
+    left_out = []
+
+    @event.listens_for(Thing, "refresh", raw=True)
+    def note(_state: Any, context: Any, _attributes: Any) -> None:
+        left_out.append(private.left_out_of(context, mapper))
+
+    with Session(engine) as session:
+        session.add(Thing(id=1))
+        session.commit()
+        for option in (load_only(Thing.id), defer("*")):
+            session.expunge_all()
+            thing = session.scalars(select(Thing).options(option)).one()
+            assert "kept" in vars(thing)
+            assert "left" not in vars(thing)
+            session.scalars(select(Thing).options(option).execution_options(populate_existing=True)).one()
+    assert left_out == [{"left"}, {"left"}]
