@@ -108,7 +108,8 @@ def test_no_circle_joins_settings_lock_and_authorities() -> None:
 
 
 STOREYS_OF_GUARD = (
-    "_bypass _exact _refused _sqlalchemy events sqlite templates write_ids",
+    "_sqlalchemy",
+    "_bypass _exact _refused events sqlite templates write_ids",
     "_tables sessions",
     "_loading _statement endings",
     "_carried _missing leases",

@@ -35,8 +35,8 @@ from fencelock.guard import (
     text,
     triggers,
 )
-from fencelock.guard._sqlalchemy import execute_by
-from fencelock.guard._tables import note_column
+from fencelock.guard._sqlalchemy import execute_by, load_with
+from fencelock.guard._tables import WRITE_COLUMN, note_column
 
 _WRITING: Final[tuple[Any, ...]] = (
     UpdateBase,
@@ -59,6 +59,7 @@ def install() -> None:
             return
         for kind in _WRITING:
             execute_by(kind, rewrite.guarding)
+        load_with(WRITE_COLUMN)
         listen()
         _installed = True
 

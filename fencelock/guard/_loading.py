@@ -11,6 +11,7 @@ from typing import Any
 
 from sqlalchemy import event
 from sqlalchemy.orm import InstanceState, Mapper
+from sqlalchemy.orm.base import NO_VALUE
 
 from fencelock.guard._sqlalchemy import always_load, left_out_of
 from fencelock.guard._tables import WRITE_COLUMN
@@ -36,6 +37,11 @@ def _on_set(_target: object, value: Any, old: Any, _initiator: object) -> Any:
     return value if value == old or not isinstance(old, int) else MIXED
 
 
+def was_loaded(state: InstanceState[Any], key: str) -> bool:
+    """Tell whether an object has, or had before it was assigned to, an attribute's value of the database."""
+    return key in state.dict and state.committed_state.get(key) is not NO_VALUE
+
+
 def _on_refresh(state: InstanceState[Any], context: Any, names: Collection[str] | None) -> None:
     """Have an object of which only a part is loaded anew be of two versions; or follow a statement."""
     current = state.dict
@@ -45,10 +51,11 @@ def _on_refresh(state: InstanceState[Any], context: Any, names: Collection[str] 
             current[WRITE_COLUMN] = moved(current[WRITE_COLUMN], by)
         return
     for made in state.mapper.composites:
-        current.pop(made.key, None)  # made anew, from the columns
+        if names is None or not {column.key for column in made.props}.isdisjoint(names):
+            current.pop(made.key, None)  # made anew, from the columns
     if names is None:
         left_out = left_out_of(context, state.mapper)
     else:
         left_out = set(state.mapper.columns.keys()) - set(names) if WRITE_COLUMN in names else set()
-    if any(key in current and key not in state.committed_state for key in left_out):
+    if any(was_loaded(state, key) for key in left_out):
         current[WRITE_COLUMN] = MIXED

@@ -7,11 +7,12 @@ what is relied on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import wraps
 from typing import Any
 
 from sqlalchemy import Column, Delete, Insert, Select, Table, TextClause, Update
 from sqlalchemy.engine import Connection, CursorResult, NestedTransaction, Transaction
-from sqlalchemy.orm import Mapper, Session, SessionTransaction
+from sqlalchemy.orm import InstanceState, Mapper, Session, SessionTransaction, loading
 from sqlalchemy.sql.lambdas import LambdaElement
 
 # ruff: noqa: SLF001
@@ -205,6 +206,36 @@ def always_load(mapper: Mapper[Any], column: Any) -> None:
     name = "_should_undefer_in_wildcard"
     vars(mapper)[name] = {*getattr(mapper, name), column}
     mapper._memoized_keys -= {name}  # else it is gone with the next class attribute, as pickle sets
+
+
+def load_with(name: str) -> None:
+    """Have a SELECT of a part of an object load an attribute as well, where the object does not have it.
+
+    Such a SELECT is that of a deferred column or of `Session.refresh(instance, names)`.
+    """
+
+    def wanted(state: InstanceState[Any], names: Iterable[str]) -> Iterable[str]:
+        return names if name in state.dict or name not in state.manager else {*names, name}
+
+    def with_names(load: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(load)
+        def loading_more(mapper: Mapper[Any], state: InstanceState[Any], names: Any, *rest: Any) -> Any:
+            return load(mapper, state, wanted(state, names), *rest)
+
+        return loading_more
+
+    def with_refreshed(load: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(load)
+        def loading_more(*given: Any, **options: Any) -> Any:
+            if options.get("refresh_state") is not None and options.get("only_load_props"):
+                options["only_load_props"] = wanted(options["refresh_state"], options["only_load_props"])
+            return load(*given, **options)
+
+        return loading_more
+
+    for function, around in (("load_scalar_attributes", with_names), ("load_on_ident", with_refreshed)):
+        own = function if hasattr(loading, function) else f"_{function}"  # SQLAlchemy 2.0, or 2.1
+        setattr(loading, own, around(getattr(loading, own)))
 
 
 def left_out_of(context: Any, mapper: Mapper[Any]) -> set[str]:

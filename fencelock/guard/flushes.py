@@ -67,6 +67,8 @@ class LoadedIds(dict[Any, int | None]):
     def note(self, key: Any, loaded: int | None) -> None:
         """Note the write id of an object; one that no row has, should there be two of one row."""
         other = self.get(key)
+        if other == self._flush.write_id:
+            return  # a statement of this very flush has written the row
         self[key] = loaded if other in {None, loaded} else other if loaded is None else MIXED
 
     def __missing__(self, key: Any) -> int | None:

@@ -17,6 +17,7 @@ from sqlalchemy.orm.base import INCLUDE_PENDING_MUTATIONS, NO_VALUE, PASSIVE_NO_
 from sqlalchemy.types import TypeEngine
 
 from fencelock.errors import FenceError, UnfencedWriteError
+from fencelock.guard._loading import was_loaded
 from fencelock.guard._tables import FENCE_COLUMN, WRITE_COLUMN, FencedTable
 from fencelock.guard.events import report
 from fencelock.guard.flushes import (
@@ -58,6 +59,7 @@ class _Watch:
     """Stamps the objects of one mapper, and notes which resource guards each of them."""
 
     __slots__ = (
+        "_aging",
         "_comparing",
         "_fenced",
         "_in_row",
@@ -75,6 +77,7 @@ class _Watch:
         self._key = tuple(mapper.get_property_by_column(column).key for column in mapper.primary_key)
         self._key_in = operator.itemgetter(*self._key)
         self._in_row = frozenset(own.values()) - {FENCE_COLUMN, WRITE_COLUMN}
+        self._aging = set(mapper.columns.keys()) - {*self._key, FENCE_COLUMN, WRITE_COLUMN}
         self._comparing: dict[str, Callable[[Any, Any], Any]] = {}
         self._naming = tuple(own[column] for column in template.columns.values())
         self._looked_up = not template.in_key
@@ -112,19 +115,22 @@ class _Watch:
             flush.tokens(self._fenced, connection)  # for what another object's listener may change yet
             return
         if WRITE_COLUMN not in current:
+            self._refuse_part(state)
             self._load_with_key(state, current)
         loaded = loaded_id(current)
         flush.stamped.add(state)
         tokens = flush.found.get((self._fenced, connection)) or flush.tokens(self._fenced, connection)
         if tokens is not None:
             token = self._token_for(flush, tokens, state, current)
-            self._note_loaded(tokens, state, current, self._known(state, loaded))
+            self._note_loaded(tokens, state, current, loaded)
             current[FENCE_COLUMN] = token
         current[WRITE_COLUMN] = flush.write_id
         state.committed_state[WRITE_COLUMN] = NO_VALUE  # it looks changed, so the row is written
 
     def on_delete(self, _mapper: object, connection: Connection, state: InstanceState[Any]) -> None:
         flush = flush_of(state)
+        if WRITE_COLUMN not in state.dict:
+            self._refuse_part(state)
         self._load_with_key(state, state.dict)
         tokens = flush.tokens(self._fenced, connection)
         if tokens is None:
@@ -133,16 +139,18 @@ class _Watch:
             self._token_for(flush, tokens, state, state.dict)
         elif tokens.none_held:  # the statement has the key, which the object need not be loaded for
             tokens.need_some(self._resource_of(state))
-        self._note_loaded(tokens, state, state.dict, self._known(state, loaded_id(state.dict)))
+        self._note_loaded(tokens, state, state.dict, loaded_id(state.dict))
 
-    def _known(self, state: InstanceState[Any], loaded: int | None) -> int | None:
-        """Return what an object was loaded with; refuse one of which that will never be known."""
-        if loaded is None and WRITE_COLUMN not in state.expired_attributes and state.key is not None:
+    def _refuse_part(self, state: InstanceState[Any]) -> None:
+        """Refuse an object that was loaded without its write id: its age will never be known.
+
+        One that is expired, and assigned to without being read, has nothing of any age.
+        """
+        if any(was_loaded(state, key) for key in self._aging):
             raise UnfencedWriteError(
                 f"this {state.mapper.class_.__name__} was loaded without {WRITE_COLUMN}, so that its age is "
                 f"not known: load that with the rest, or load it again"
             )
-        return loaded
 
     def _load_with_key(self, state: InstanceState[Any], current: dict[str, Any]) -> None:
         """Load an expired object now, as the unit of work is about to, which needs its key.

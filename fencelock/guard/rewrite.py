@@ -182,6 +182,7 @@ def _unguarded_form(
     connection: Connection, statement: Any, rows: Sequence[Row], options: Mapping[str, Any]
 ) -> tuple[Any, Sequence[Row], None] | None:
     """Return an UPDATE that goes around the guard, with new ids for what it writes: others shall notice."""
+    note_moved(connection, 0)
     fenced = fenced_table(statement.table) if isinstance(statement, Update) else None
     if fenced is None or fenced.write is None or CLAIM_OPTION in options or keeps_order(statement):
         return None

@@ -31,6 +31,7 @@ from sqlalchemy.orm import (
     defer,
     joinedload,
     load_only,
+    loading,
     mapped_column,
 )
 from sqlalchemy.pool import StaticPool
@@ -337,3 +338,38 @@ def test_a_column_is_loaded_whatever_is_left_out(engine: Engine) -> None:
             assert "left" not in vars(thing)
             session.scalars(select(Thing).options(option).execution_options(populate_existing=True)).one()
     assert left_out == [{"left"}, {"left"}]
+
+
+def test_a_part_of_an_object_is_loaded_with_one_more_attribute(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the object does not have it: with a deferred column, and with a refresh of some names."""
+
+    class Own(DeclarativeBase):
+        """Apart."""
+
+    class Thing(Own):
+        """A row."""
+
+        __tablename__ = "whole_things"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        along: Mapped[int] = mapped_column(default=0)
+        other: Mapped[int] = mapped_column(default=0)
+        late: Mapped[int] = mapped_column(default=0, deferred=True)
+
+    for name in vars(loading):
+        if name.endswith(("load_scalar_attributes", "load_on_ident")):
+            monkeypatch.setattr(loading, name, getattr(loading, name))  # puts it back afterwards
+    private.load_with("along")
+    Own.metadata.create_all(engine)
+    with Session(engine) as session:
+        thing = Thing(id=1)
+        session.add(thing)
+        session.commit()
+        assert thing.late == 0
+        assert {"late", "along"} <= vars(thing).keys()
+        assert "other" not in vars(thing)
+        session.commit()
+        session.refresh(thing, ["other"])
+        assert {"other", "along"} <= vars(thing).keys()
+        assert "late" not in vars(thing)

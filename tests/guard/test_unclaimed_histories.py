@@ -186,7 +186,7 @@ def test_no_update_is_lost_and_none_refused_without_need(engine: Engine, model: 
 
 def test_without_the_write_id_updates_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant: the condition asks only that the fence is not above the token."""
-    monkeypatch.setattr("fencelock.guard.objects._Watch._known", lambda *_: None)
+    monkeypatch.setattr("fencelock.guard.objects.loaded_id", lambda *_: None)
     engine = create_engine("sqlite://")
     Base.metadata.create_all(engine)
 

@@ -176,5 +176,5 @@ def test_without_the_write_id_updates_are_lost(
     shared_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control: where a write only asks that the fence is not above its token."""
-    monkeypatch.setattr("fencelock.guard.objects._Watch._known", lambda *_: None)
+    monkeypatch.setattr("fencelock.guard.objects.loaded_id", lambda *_: None)
     assert losses(shared_engine, Page, unclaimed)
