@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from sqlalchemy import event, inspect
 from sqlalchemy.engine import Connection
@@ -114,14 +114,16 @@ class _Watch:
             )  # of an object that was merged, and claimed meanwhile
             flush.tokens(self._fenced, connection)  # for what another object's listener may change yet
             return
+        is_part = WRITE_COLUMN not in current and self._is_part(state)
         if WRITE_COLUMN not in current:
-            self._refuse_part(state)
             self._load_with_key(state, current)
         loaded = loaded_id(current)
         flush.stamped.add(state)
         tokens = flush.found.get((self._fenced, connection)) or flush.tokens(self._fenced, connection)
         if tokens is not None:
             token = self._token_for(flush, tokens, state, current)
+            if is_part:
+                self._refuse_part(state)
             self._note_loaded(tokens, state, current, loaded)
             current[FENCE_COLUMN] = token
         current[WRITE_COLUMN] = flush.write_id
@@ -129,8 +131,7 @@ class _Watch:
 
     def on_delete(self, _mapper: object, connection: Connection, state: InstanceState[Any]) -> None:
         flush = flush_of(state)
-        if WRITE_COLUMN not in state.dict:
-            self._refuse_part(state)
+        is_part = WRITE_COLUMN not in state.dict and self._is_part(state)
         self._load_with_key(state, state.dict)
         tokens = flush.tokens(self._fenced, connection)
         if tokens is None:
@@ -139,18 +140,23 @@ class _Watch:
             self._token_for(flush, tokens, state, state.dict)
         elif tokens.none_held:  # the statement has the key, which the object need not be loaded for
             tokens.need_some(self._resource_of(state))
+        if is_part:
+            self._refuse_part(state)
         self._note_loaded(tokens, state, state.dict, loaded_id(state.dict))
 
-    def _refuse_part(self, state: InstanceState[Any]) -> None:
-        """Refuse an object that was loaded without its write id: its age will never be known.
+    def _is_part(self, state: InstanceState[Any]) -> bool:
+        """Tell whether anything was loaded of an object that has no write id.
 
         One that is expired, and assigned to without being read, has nothing of any age.
         """
-        if any(was_loaded(state, key) for key in self._aging):
-            raise UnfencedWriteError(
-                f"this {state.mapper.class_.__name__} was loaded without {WRITE_COLUMN}, so that its age is "
-                f"not known: load that with the rest, or load it again"
-            )
+        return any(was_loaded(state, key) for key in self._aging)
+
+    def _refuse_part(self, state: InstanceState[Any]) -> NoReturn:
+        """Refuse an object that was loaded without its write id: its age will never be known."""
+        raise UnfencedWriteError(
+            f"this {state.mapper.class_.__name__} was loaded without {WRITE_COLUMN}, so that its age is "
+            f"not known: load that with the rest, or load it again"
+        )
 
     def _load_with_key(self, state: InstanceState[Any], current: dict[str, Any]) -> None:
         """Load an expired object now, as the unit of work is about to, which needs its key.

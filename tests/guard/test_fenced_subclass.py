@@ -74,6 +74,11 @@ def test_rows_of_the_fenced_subclass_stay_guarded(engine: Engine) -> None:
         session.get_one(Employee, 2).name = "Bob"
         with pytest.raises(UnfencedWriteError, match="no lease is held"):
             session.commit()
+    with Session(engine) as session:
+        bind(session, Lease("engineers", 7))
+        session.get_one(Employee, 2).name = "Bob"
+        with pytest.raises(UnfencedWriteError, match="loaded without last_write_id"):
+            session.commit()
     with Session(engine, expire_on_commit=False) as session:
         bind(session, Lease("engineers", 7))
         engineer = session.get_one(Engineer, 2)

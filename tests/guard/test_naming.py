@@ -379,6 +379,7 @@ def test_an_object_that_lies_about_its_resource_writes_nothing(session: Session,
     make_transient_to_detached(shelf)
     session.add(shelf)
     set_committed_value(shelf, "shop", 2)
+    set_committed_value(shelf, "last_write_id", 0)
     shelf.count = 9
     with pytest.raises(UnfencedWriteError, match="'shop:1'"):
         session.commit()

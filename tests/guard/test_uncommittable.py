@@ -79,7 +79,7 @@ def notes(engine: Engine) -> list[int]:
 
 def flush(session: Session) -> None:
     """Write the row by the unit of work, without having read it under this lease."""
-    row = Row(id=1, value=0)
+    row = Row(id=1)
     make_transient_to_detached(row)
     session.add(row)
     row.value = 7
