@@ -36,7 +36,7 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
-from benchmarks import bystander, plot
+from benchmarks import bystander, plot, sections
 from benchmarks.guarded import CASES, ENTRANTS, GUARDED, PLAIN, WIDER, Base, Entrant, fill, perform
 from benchmarks.report import Bar, Goal, Report, Section, Spread
 from fencelock.embedded import Postgres
@@ -288,10 +288,11 @@ def main() -> None:
         options.rounds,
         console,
     )
-    section, goals = bystander.measure(console)
-    report.sections.append(section)
-    report.goals += goals
-    console.print(section.table(), report.summary().table())
+    for section, goals in (sections.measure(console, options.rounds), bystander.measure(console)):
+        report.sections.append(section)
+        report.goals += goals
+        console.print(section.table())
+    console.print(report.summary().table())
     console.print(f"{report.about} It took {(time.monotonic() - began) / 60:.1f} minutes.")
     if options.docs is not None:
         plot.draw(report.sections, report.about, options.docs / "guard-benchmarks.svg")
