@@ -1,11 +1,16 @@
-"""How transactions end, and how nothing comes of one in which the guard has refused something."""
+"""How a transaction ends: committed, rolled back, or refused.
+
+A lease is not given back while a transaction needs it, so each transaction that writes says when it has ended.
+After a refusal nothing can be done with a transaction or savepoint but a rollback: whoever catches the error
+and goes on would commit half of his work. `_refused` holds the reason meanwhile.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, ParamSpec, TypeVar
 from weakref import ref
 
 from sqlalchemy.engine import Connection, NestedTransaction, RootTransaction, Transaction, TwoPhaseTransaction
@@ -114,7 +119,7 @@ class _Watched(_Refusable):
 
     def _undo(self) -> None:
         assert isinstance(self, RootTransaction)  # noqa: S101  there are no others
-        self._note_undoing()
+        self._note("undoing")
         try:
             self._connection_rollback_impl()
         finally:
@@ -122,10 +127,10 @@ class _Watched(_Refusable):
             self._note_end()
 
     def commit(self) -> None:
-        self._note_committing()
+        self._note("committing")
         try:
             super().commit()
-            self._note_committed()
+            self._note("committed")
         except DBAPIError:
             self._roll_back_refused()
             raise
@@ -136,7 +141,7 @@ class _Watched(_Refusable):
         if self._stays_refused():
             return
         forget_refused(self)
-        self._note_undoing()
+        self._note("undoing")
         try:
             super().rollback()
         finally:
@@ -144,7 +149,7 @@ class _Watched(_Refusable):
 
     def close(self) -> None:
         forget_refused(self)
-        self._note_undoing()
+        self._note("undoing")
         try:
             super().close()
         finally:
@@ -161,20 +166,10 @@ class _Watched(_Refusable):
             with suppress(Exception):
                 connection.dialect.do_rollback(connection.connection)
 
-    def _note_committing(self) -> None:
+    def _note(self, what: Literal["committing", "committed", "undoing"]) -> None:
         watcher = watcher_of(self)
         if watcher is not None:
-            watcher.committing = True
-
-    def _note_committed(self) -> None:
-        watcher = watcher_of(self)
-        if watcher is not None:
-            watcher.committed = True
-
-    def _note_undoing(self) -> None:
-        watcher = watcher_of(self)
-        if watcher is not None:
-            watcher.undoing = True
+            setattr(watcher, what, True)
 
     def _note_end(self) -> None:
         watcher = None if self.is_active else watcher_of(self)
@@ -192,7 +187,7 @@ class _WatchedTwoPhase(_Watched, TwoPhaseTransaction):
     def prepare(self) -> None:
         if (refused := refused_in(self)) is not None:
             refused()
-        self._note_committing()
+        self._note("committing")
         super().prepare()
 
 

@@ -1,4 +1,7 @@
-"""What a flush has found out, for the statements that it executes."""
+"""What one flush has found out, for the statements that it executes: tokens, and loaded write ids.
+
+SQLAlchemy makes statements of objects long after their events. This room brings them together again.
+"""
 
 from __future__ import annotations
 

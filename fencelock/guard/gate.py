@@ -1,4 +1,7 @@
-"""Pass a gate: claim the row of the fence table that stands for a resource as a whole."""
+"""Pass a gate: claim the row of the fence table that stands for a resource as a whole.
+
+Apart from `claim` because the row may not be there yet, and because no object is loaded.
+"""
 
 from __future__ import annotations
 

@@ -1,13 +1,11 @@
 """Which leases a transaction writes under.
 
-A database transaction remembers the leases that it was first written under: the context variable behind
-`held_leases` does not reach other threads, leaks out of suspended generators, and is empty once the block
-around the work has been left while the session still has something to flush. What is remembered hangs on
-SQLAlchemy's transaction object, not on a thread and not on a task, so it is right wherever the code runs.
+A database transaction remembers the leases that it was first written under. The context variable behind
+`held_leases` does not reach other threads, leaks out of suspended generators, and is empty once the block was
+left. So what is remembered hangs on SQLAlchemy's transaction object, wherever the code runs.
 
-Where a transaction has written under a lease of a resource and the context now holds a *newer* lease of the
-same resource, the older one stays in use: what the transaction has read, it read before somebody else may
-have come and gone, and only the older token lets the database see that.
+An older lease of a resource stays in use where the context holds a newer one by now: the transaction has read
+under the older one, another holder may have come between, and only the older token lets the database see it.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import suppress
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final
-from weakref import ReferenceType, ref
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from sqlalchemy import Executable, Table
 from sqlalchemy.engine import Connection, NestedTransaction, Transaction
@@ -40,17 +38,8 @@ if TYPE_CHECKING:
 _REMEMBERED_ROWS: Final = 10_000
 """Of how many locked rows a transaction keeps the names; some are enough to wait for it by."""
 
-_BOUND: Final = "_fencelock_bound"
-"""Where a session or connection has the leases that it was bound to."""
-
-
-class _Process:
-    """Whether anybody has bound anything or passed a gate: few do.
-
-    For the others nobody has to be asked for it.
-    """
-
-    binds = False
+_bound: WeakKeyDictionary[Session | Connection, tuple[Lease, ...]] = WeakKeyDictionary()
+"""What sessions and connections were bound to."""
 
 
 def bind(
@@ -83,8 +72,11 @@ def bind(
     for lease in leases:
         if not isinstance(lease, Lease):
             raise TypeError(f"bind takes leases, such as fenced_lock(...).lease, not {type(lease).__name__}")
-    _Process.binds = True
-    setattr(blocking(target), _BOUND, leases or None)
+    bound = blocking(target)
+    if leases:
+        _bound[bound] = leases
+    else:
+        _bound.pop(bound, None)
 
 
 class Writer(Watcher):
@@ -237,7 +229,7 @@ class Writer(Watcher):
 
     def candidates(self, connection: Connection) -> dict[str, Lease]:
         """Return the leases that may guard a write now, by resource."""
-        bound = _bound_to(connection) if _Process.binds else None
+        bound = _bound_to(connection) if _bound else None
         if bound != self._bound_before:
             self.remembered.clear()
             self._bound_before = bound
@@ -255,8 +247,9 @@ def _usable(bound: Iterable[Lease] | None) -> dict[str, Lease]:
 
 def _bound_to(connection: Connection) -> tuple[Lease, ...] | None:
     """Return what the session of a connection's statements is bound to, or else the connection itself."""
-    leases: tuple[Lease, ...] | None = getattr(owner_of(connection), _BOUND, None)
-    return leases or getattr(connection, _BOUND, None)
+    session = owner_of(connection)
+    leases = None if session is None else _bound.get(session)
+    return leases or _bound.get(connection)
 
 
 def _call_each(calls: Iterable[Callable[[], object]]) -> None:

@@ -1,4 +1,7 @@
-"""Which open transactions of a thread, task or greenlet have passed which gates."""
+"""Which open transactions have passed which gates: two of one thread or task would wait for each other.
+
+The database cannot see that deadlock, because one of its two waits is in the program.
+"""
 
 from __future__ import annotations
 

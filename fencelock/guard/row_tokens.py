@@ -1,4 +1,7 @@
-"""Which token each row of a statement is written with."""
+"""Which token each row of a statement is written with.
+
+The template gives the row's resource, and the resource its lease. Each lease is checked and remembered once.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which session uses which connection."""
+"""Which session uses which connection: the statement knows only its connection.
+
+It is noted on the connection itself. Every room that asks for the session asks here.
+"""
 
 from __future__ import annotations
 

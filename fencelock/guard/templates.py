@@ -1,4 +1,7 @@
-"""Which resource guards a row: a template with the names of columns, and one spelling for each value."""
+"""Which resource guards a row: a template with the names of columns, and one spelling for each value.
+
+"order:1" and "order:01" are two leases. So a value is refused that the database would give back otherwise.
+"""
 
 from __future__ import annotations
 
