@@ -1,6 +1,7 @@
 """Which lost transactions may have been committed.
 
-Apart from `endings` because only the driver's errors tell of a lost connection, and only a claim ends a doubt.
+Apart from `endings` because only the driver's errors tell of a lost connection, and only a claim ends the
+doubt.
 """
 
 from __future__ import annotations

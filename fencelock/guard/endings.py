@@ -1,8 +1,8 @@
 """How a transaction ends: committed, rolled back, or refused.
 
-A lease is not given back while a transaction needs it, so each transaction that writes says when it has ended.
-After a refusal nothing can be done with a transaction or savepoint but a rollback: whoever catches the error
-and goes on would commit half of his work. `_refused` holds the reason meanwhile.
+A lease is not given back while a transaction needs it, so each transaction that writes says when it has
+ended. After a refusal nothing can be done with a transaction or savepoint but a rollback: a program that
+catches the error and goes on would commit half of its work. `_refused` holds the reason meanwhile.
 """
 
 from __future__ import annotations
