@@ -335,6 +335,18 @@ MUTANTS = (
         control="tests/guard/test_unclaimed_histories.py::test_without_the_write_id_updates_are_lost",
         seeds=0,
     ),
+    Mutant(
+        "absolute ids",
+        "a statement moves the write id that it finds, so that only an object of that version follows",
+        control="tests/guard/test_write_id_mutants.py::test_the_mutant_loses_an_update[absolute ids]",
+        seeds=0,
+    ),
+    Mutant(
+        "seeded ids",
+        "write ids come from the operating system, so that no two processes make the same",
+        control="tests/guard/test_write_id_mutants.py::test_the_mutant_loses_an_update[seeded ids]",
+        seeds=0,
+    ),
     _guard("check, then write", "fence and row are looked at and written at once", at_once=False),
     _guard(
         "a holder writes once", "a write with the token that the fence is at is accepted", allows_again=False
