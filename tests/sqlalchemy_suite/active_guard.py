@@ -40,7 +40,11 @@ def pytest_sessionstart() -> None:
 
     from fencelock import FencedModel  # noqa: PLC0415 - the same
 
-    attributes = {"__tablename__": "fencelock_bystander", "id": Column(Integer, primary_key=True)}
+    attributes = {
+        "__tablename__": "fencelock_bystander",
+        "__fence_resource__": "bystander",
+        "id": Column(Integer, primary_key=True),
+    }
     type("Bystander", (FencedModel, declarative_base()), attributes)
 
 
