@@ -1,7 +1,6 @@
 """Reading statements: what they assign, and which rows their WHERE clause says they are about.
 
-SQLAlchemy has no public way to ask a statement for its criteria and values. The private attributes that the
-guard relies on instead are read here and in `_insert`; they are why the version of SQLAlchemy is capped.
+Apart from `_write` because nothing here knows a token, and from `_sqlalchemy` because nothing here is private.
 """
 
 from __future__ import annotations
