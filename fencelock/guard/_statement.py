@@ -1,6 +1,6 @@
 """Reading statements: what they assign, and which rows their WHERE clause says they are about.
 
-Apart from `_write` because nothing here knows a token, and from `_sqlalchemy` because nothing here is private.
+Apart from `_write` because nothing here knows a token, from `_sqlalchemy` because nothing here is private.
 """
 
 from __future__ import annotations
