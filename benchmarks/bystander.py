@@ -43,6 +43,7 @@ if sys.argv[1] == "with":
     from fencelock.guard import FencedModel
     class Fenced(FencedModel, Base):
         __tablename__ = "fenced"
+        __fence_resource__ = "fenced"
         id: Mapped[int] = mapped_column(primary_key=True)
 
 engine = create_engine("sqlite://")
