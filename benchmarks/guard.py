@@ -288,7 +288,9 @@ def main() -> None:
         options.rounds,
         console,
     )
-    for section, goals in (sections.measure(console, options.rounds), bystander.measure(console)):
+    whole = partial(sections.measure, console, options.rounds)
+    for measure_more in (whole, partial(bystander.measure, console)):
+        section, goals = measure_more()
         report.sections.append(section)
         report.goals += goals
         console.print(section.table())
