@@ -1,6 +1,6 @@
 """Whether a statement goes around the guard: that is said of it, of its connection or engine, or for a block.
 
-Apart from `session` because every part of the guard asks here. A block is of the thread, task or greenlet
+Apart from `sessions` because every part of the guard asks here. A block is of the thread, task or greenlet
 that has entered it, so others on the same session or connection stay guarded.
 """
 

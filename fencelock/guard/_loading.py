@@ -1,7 +1,7 @@
 """What a fenced model's objects know of the write that they were loaded from.
 
 `last_write_id` is loaded with whatever else is loaded of an object, and an object that is of two versions
-gets an id that no row has. Public events do all of it but one: see `_sqlalchemy.always_load`.
+gets an id that no row has. What public events cannot do, `always_load` and `load_with` of `_sqlalchemy` do.
 """
 
 from __future__ import annotations

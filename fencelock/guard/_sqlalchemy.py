@@ -33,7 +33,8 @@ def executes_flush(session: Session) -> bool:
 def taking_part_in(transaction: SessionTransaction) -> list[tuple[Connection, Transaction, bool]]:
     """Return a session's connections, their transactions, and which of these the session commits."""
     known: Mapping[Any, Any] = transaction._connections
-    return list({id(each): (each, inner, commits) for each, inner, commits, _ in known.values()}.values())
+    each_once = dict.fromkeys(known.values())  # under the connection, and under its engine
+    return [(connection, inner, commits) for connection, inner, commits, _ in each_once]
 
 
 def fail_inside(transaction: SessionTransaction, error: Exception) -> None:

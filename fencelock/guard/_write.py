@@ -1,4 +1,4 @@
-"""UPDATE and DELETE of a fenced table: the condition, the token, and the question why a row was not written.
+"""UPDATE and DELETE of a fenced table: the condition, the token and the write id.
 
 Apart from `rewrite` because it is the heart of the guard, and from `_insert` because a new row has no fence
 to compare with.

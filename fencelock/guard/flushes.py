@@ -157,9 +157,12 @@ def flush_of(state: InstanceState[Any]) -> Flush:
     Should its plan not have been noted, it is one for this object alone: its row is guarded as any other, and
     what cannot be told without the plan is refused.
     """
+    flush = under_way.get(state.session_id)  # type: ignore[arg-type]  # it has a session
+    if flush is not None:
+        return flush
     session = state.session
     assert session is not None  # noqa: S101  an object that is being flushed has one
-    return under_way.get(session.hash_key) or Flush(session)
+    return Flush(session)
 
 
 def _executing(connection: Connection) -> Flush | None:

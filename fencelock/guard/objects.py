@@ -27,7 +27,6 @@ from fencelock.guard.flushes import (
     loaded_values,
     note_mapper,
     note_plans_of,
-    under_way,
 )
 from fencelock.guard.leases import fenced_table_of
 from fencelock.guard.row_tokens import Tokens
@@ -107,11 +106,9 @@ class _Watch:
     def on_update(self, _mapper: object, connection: Connection, state: InstanceState[Any]) -> None:
         current = state.dict
         writes_row = self._writes_row(state, current)
-        flush = under_way.get(state.session_id) or flush_of(state)  # type: ignore[arg-type]  # it has a session
+        flush = flush_of(state)
         if not writes_row and not _has_changed(state, current):
-            state.committed_state.pop(
-                FENCE_COLUMN, None
-            )  # of an object that was merged, and claimed meanwhile
+            state.committed_state.pop(FENCE_COLUMN, None)  # of an object that was merged, and claimed since
             flush.tokens(self._fenced, connection)  # for what another object's listener may change yet
             return
         is_part = WRITE_COLUMN not in current and self._is_part(state)
@@ -119,7 +116,7 @@ class _Watch:
             self._load_with_key(state, current)
         loaded = loaded_id(current)
         flush.stamped.add(state)
-        tokens = flush.found.get((self._fenced, connection)) or flush.tokens(self._fenced, connection)
+        tokens = flush.tokens(self._fenced, connection)
         if tokens is not None:
             token = self._token_for(flush, tokens, state, current)
             if is_part:

@@ -22,7 +22,6 @@ from fencelock.guard._write import GuardedWrite
 LOCKING_READS: Final = frozenset({"mysql", "mariadb"})
 """Dialects whose plain SELECT reads an old snapshot under the default isolation level (REPEATABLE READ)."""
 
-
 KEYS_PER_QUERY: Final = 500
 _CRITERIA_PER_QUERY: Final = 100
 
