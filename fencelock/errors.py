@@ -217,10 +217,12 @@ class StaleReadError(StaleTokenError):
 
 
 class CommitInDoubtError(FenceError):
-    """The connection was lost while a transaction was written under the lease, which may still be committed.
+    """The connection was lost during a COMMIT, so the transaction may still be committed.
 
-    Until that is decided nothing can be written under the lease. In this order: roll back; mint a new token,
-    `lock.remint()`; claim, or pass the gate of, what that transaction has written; only then read.
+    Nothing more is written with its token. In this order: roll back; mint a new token, `lock.remint()`; load
+    again what you write. A transaction that is still under way keeps its row locks, so what you write waits
+    for its end, and an object that you loaded before is refused. A statement compares no object: claim the
+    row, or pass the gate, before it.
     Where the lock is over by then, lock again and look: `fenced_transaction` raises it after its release.
     """
 

@@ -19,9 +19,7 @@ import re
 import time
 import unicodedata
 from collections.abc import Callable
-from collections.abc import Set as AbstractSet
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import final
 from weakref import ref
 
@@ -75,28 +73,6 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_Process.forked)
 
 
-@dataclass(frozen=True, slots=True)
-class _Ghost:
-    """A transaction whose connection was lost, so that nobody knows whether it may still be committed.
-
-    It is known to have ended as soon as somebody else has got the lock of a row that it had locked. One such
-    row is enough, and nothing else will do: another row of the same resource is free for the taking while the
-    ghost is under way.
-
-    Attributes:
-        token: what it was written with.
-        locked: the names of rows that it had locked. Where none is known (it has only inserted, or written
-            whatever matched), no claim can tell when it has ended.
-    """
-
-    token: int
-    locked: frozenset[str]
-
-    def has_ended(self, token: int, claimed: AbstractSet[str]) -> bool:
-        """Tell whether a claim of these rows had to wait for the end."""
-        return token > self.token and not self.locked.isdisjoint(claimed)
-
-
 @final
 class Lease:
     """A time-bounded hold on a resource, and the fencing token that came with it.
@@ -115,10 +91,10 @@ class Lease:
     __slots__ = (
         "__weakref__",
         "_committed",
+        "_doubted",
         "_expires_at",
         "_fencing_token",
         "_generation",
-        "_ghosts",
         "_guarded",
         "_left",
         "_lost",
@@ -136,7 +112,7 @@ class Lease:
         self._lost = ""
         self._released = False
         self._left = False
-        self._ghosts: tuple[_Ghost, ...] = ()
+        self._doubted = 0
         self._needed_by: set[object] = set()
         self._guarded = False
         self._committed = False
@@ -213,8 +189,8 @@ class Lease:
                 f"the lease of {self._resource!r} is lost: {reason}; acquire the lock again", written=False
             )
 
-    def token_to_write(self, *, claiming: bool = False) -> int:
-        """Return the token, where it may be written under, or claimed.
+    def token_to_write(self) -> int:
+        """Return the token, where it may be written under.
 
         It may not once the time of the lease has run out, though only the storage knows whether somebody has
         taken over: an older holder's write that arrives after a newer one has read is accepted, unless the
@@ -222,10 +198,10 @@ class Lease:
 
         Raises:
             LockLostError: as `check` does; and where its time has run out, by this process' clock.
-            CommitInDoubtError: as `check_certain` does.
+            CommitInDoubtError: where a transaction that was written with this token may still be committed.
         """
         ended = self._expires_at <= time.monotonic()
-        if ended or self._lost or self._ghosts or self._generation != _Process.generation:
+        if ended or self._lost or self._doubted or self._generation != _Process.generation:
             self.check()
             if ended:
                 raise LockLostError(
@@ -233,7 +209,12 @@ class Lease:
                     f"back, and lock again",
                     written=False,
                 )
-            self.check_certain(claiming=claiming)
+            if self.in_doubt:
+                raise CommitInDoubtError(
+                    f"the connection was lost during the COMMIT of a transaction that was written under the "
+                    f"lease of {self._resource!r} with token {self._fencing_token}, so it may still be "
+                    f"committed: roll back, call lock.remint(), and load again what you write"
+                )
         return self._fencing_token
 
     # What follows is for whoever granted the lease.
@@ -267,48 +248,12 @@ class Lease:
 
     @property
     def in_doubt(self) -> bool:
-        """Whether a transaction that has written under it may still be committed, for all that is known."""
-        return bool(self._ghosts)
+        """Whether a transaction that was written with the present token may still be committed."""
+        return self._doubted == self._fencing_token
 
-    def doubt(self, locked: AbstractSet[str] = frozenset()) -> None:
-        """Note that the connection of such a transaction was lost before its outcome was known.
-
-        Args:
-            locked: the names of rows that it had locked, as far as they are known.
-        """
-        self._ghosts = (*self._ghosts, _Ghost(self._fencing_token, frozenset(locked)))
-
-    def settle(self, token: int, claimed: AbstractSet[str]) -> None:
-        """Note that rows of these names were claimed with `token`."""
-        self._ghosts = tuple(ghost for ghost in self._ghosts if not ghost.has_ended(token, claimed))
-
-    def check_certain(self, *, claiming: bool) -> None:
-        """Refuse a lease in doubt, save to claim with a token that was minted since.
-
-        Raises:
-            CommitInDoubtError: for all else.
-        """
-        if not self._ghosts:
-            return
-        for ghost in self._ghosts:
-            if not ghost.locked:
-                raise CommitInDoubtError(
-                    f"the connection was lost while a transaction was written under the lease of "
-                    f"{self._resource!r} with token {ghost.token}, and it may still be committed. It had "
-                    f"only inserted, or written whatever matched, so no claim can tell when it has ended. "
-                    f"Look in the database what became of it, and lock again; and claim a row, or pass the "
-                    f"gate, at the beginning of such a transaction: then it can be told"
-                )
-        latest = self._ghosts[-1]
-        reminted = self._fencing_token > latest.token
-        if not (claiming and reminted):
-            todo = "claim or gate" if reminted else "roll back, call lock.remint(), then claim or gate"
-            one_of = f" ({min(latest.locked)}, for instance)" if latest.locked else ""
-            raise CommitInDoubtError(
-                f"the connection was lost while a transaction was written under the lease of "
-                f"{self._resource!r} with token {latest.token}, and it may still be committed: {todo} what "
-                f"it has written{one_of}, and only then read"
-            )
+    def doubt(self) -> None:
+        """Note that the connection of such a transaction was lost during its COMMIT."""
+        self._doubted = self._fencing_token
 
     # What follows is between whoever writes under the lease and whoever gives it back, in any threads.
 

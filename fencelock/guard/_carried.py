@@ -22,7 +22,7 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
 
-from fencelock.guard._statement import TOKEN_BIND
+from fencelock.guard.criteria import TOKEN_BIND
 
 CARRIERS: Final = {
     "sqlite": "fencelock_carry({0})",

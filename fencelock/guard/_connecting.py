@@ -18,9 +18,9 @@ from sqlalchemy.exc import InvalidRequestError, UnboundExecutionError
 from sqlalchemy.ext.horizontal_shard import ShardedSession
 from sqlalchemy.orm import Mapper, Session
 
-from fencelock.guard._tables import FencedTable, fenced_table, row_name
-from fencelock.guard.doubt import take_doubted
-from fencelock.guard.leases import begin_writing, refuse_bypass
+from fencelock.guard._bypass import refuse_bypass
+from fencelock.guard._tables import FencedTable, fenced_table
+from fencelock.guard.leases import begin_writing
 from fencelock.guard.row_tokens import Tokens
 from fencelock.guard.sessions import join
 
@@ -146,17 +146,5 @@ def begin_claim(
 
 def tokens_to_claim(connection: Connection, fenced: FencedTable) -> Tokens:
     """Return the tokens to claim with; refuse a connection that commits each statement by itself."""
-    options = connection.get_execution_options()
-    writer = begin_writing(connection, options, fenced)
-    return Tokens(connection, fenced, options, writer=writer, claiming=True)
-
-
-def settle(connection: Connection, fenced: FencedTable, keys: Iterable[tuple[Any, ...]], token: int) -> None:
-    """Tell leases in doubt that these rows are claimed, which may settle the doubt.
-
-    Raises:
-        CommitInDoubtError: if these rows do not tell that the doubt has ended.
-    """
-    for lease in take_doubted(connection, token):
-        lease.settle(token, {row_name(fenced.table, key) for key in keys})
-        lease.check_certain(claiming=False)
+    begin_writing(connection, connection.get_execution_options(), fenced)
+    return Tokens(connection, fenced, claiming=True)

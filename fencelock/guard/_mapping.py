@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import WeakSet
 
 from sqlalchemy import Join, Table
 from sqlalchemy.orm import Mapper
 
-from fencelock.guard._loading import watch_loads
 from fencelock.guard._sqlalchemy import equal_to_parents
 from fencelock.guard._tables import (
     FENCE_COLUMN,
@@ -28,6 +27,7 @@ from fencelock.guard._tables import (
     registered,
     template_of,
 )
+from fencelock.guard.loads import watch_loads
 from fencelock.guard.objects import watch_mapper
 from fencelock.guard.templates import ResourceTemplate
 
@@ -59,8 +59,8 @@ def on_mapped(mapper: Mapper[Any], model: type[Any]) -> None:
     check_write_column(base, model.__name__)
     template = _template(mapper, model, base)
     fenced = registered(base)
-    if fenced is None or fenced.mapper is None:
-        fenced = register(FencedTable(base, template, ref(mapper.base_mapper)))
+    if fenced is None:
+        fenced = register(FencedTable(base, template))
     elif template.text != fenced.template.text:
         raise ValueError(
             f"{model.__name__}.__fence_resource__ differs from that of another model of table "
@@ -69,6 +69,8 @@ def on_mapped(mapper: Mapper[Any], model: type[Any]) -> None:
     for table in mapper.tables:
         if isinstance(table, Table) and table is not base:
             register_sub_table(table, fenced)
+    if mapper.base_mapper not in fenced.mappers():
+        fenced.note_mapper(mapper.base_mapper)
     watch_mapper(mapper, fenced)
     watch_loads(mapper)
 

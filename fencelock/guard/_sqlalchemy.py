@@ -10,19 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
-from sqlalchemy import Column, Delete, Insert, Select, Table, TextClause, Update
-from sqlalchemy.engine import Connection, CursorResult, NestedTransaction, Transaction
-from sqlalchemy.orm import InstanceState, Mapper, Session, SessionTransaction, loading
-from sqlalchemy.sql.lambdas import LambdaElement
+from sqlalchemy import Delete, Insert, Select, TextClause, Update
+from sqlalchemy.engine import Connection, CursorResult, Transaction
+from sqlalchemy.orm import InstanceState, Mapper, Session, loading
 
 # ruff: noqa: SLF001
 
 # Sessions and transactions.
-
-
-def is_flushing(session: Session) -> bool:
-    """Tell whether a session flushes at this moment, bulk operations included."""
-    return session._flushing
 
 
 def executes_flush(session: Session) -> bool:
@@ -30,42 +24,38 @@ def executes_flush(session: Session) -> bool:
     return session._warn_on_events
 
 
-def taking_part_in(transaction: SessionTransaction) -> list[tuple[Connection, Transaction, bool]]:
-    """Return a session's connections, their transactions, and which of these the session commits."""
-    known: Mapping[Any, Any] = transaction._connections
-    each_once = dict.fromkeys(known.values())  # under the connection, and under its engine
-    return [(connection, inner, commits) for connection, inner, commits, _ in each_once]
-
-
-def fail_inside(transaction: SessionTransaction, error: Exception) -> None:
-    """Have a session's transaction need a rollback for this error, as a flush that fails does."""
-    transaction._begin().rollback()
-    transaction._rollback_exception = error
-
-
-def look_active(transaction: SessionTransaction) -> None:
-    """Have a `with` block commit a session's transaction that is not active, so that it raises."""
-    transaction._transaction_is_active = lambda: True  # type: ignore[method-assign]
-
-
 def refuse_inactive(connection: Connection) -> None:
     """Raise what executing on a connection raises whose transaction is not active."""
     connection._invalid_transaction()
 
 
-def savepoint_name(savepoint: NestedTransaction) -> str:
-    """Return what a savepoint is called: the object would keep its transaction alive."""
-    return savepoint._savepoint
+def isolation_on_connect(dialect: Any) -> str | None:
+    """Return what `create_engine` was given as isolation_level."""
+    level: str | None = getattr(dialect, "_on_connect_isolation_level", None)
+    return level
 
 
-def outer_of(savepoint: NestedTransaction) -> NestedTransaction | None:
-    """Return the savepoint around a savepoint."""
-    return savepoint._previous_nested
+def hear_ends(heard: Callable[..., object]) -> None:
+    """Call `heard(transaction, error, commits=…)` when any transaction or savepoint has ended.
 
+    SQLAlchemy has events before a COMMIT and none after it, save those of sessions, which do not see the
+    transactions of others that they have joined. The three methods are public; replacing them is not.
+    """
 
-def roll_back_to(savepoint: NestedTransaction) -> None:
-    """Roll back to a savepoint in the database, and leave SQLAlchemy's object as it is."""
-    savepoint.connection._rollback_to_savepoint_impl(savepoint._savepoint)
+    def telling(end: Callable[[Transaction], None], *, commits: bool) -> Callable[[Transaction], None]:
+        @wraps(end)
+        def ending(transaction: Transaction) -> None:
+            try:
+                end(transaction)
+            except BaseException as error:
+                heard(transaction, error, commits=commits)
+                raise
+            heard(transaction, None, commits=commits)
+
+        return ending
+
+    for name in ("commit", "rollback", "close"):
+        setattr(Transaction, name, telling(getattr(Transaction, name), commits=name == "commit"))
 
 
 # The execution of statements.
@@ -86,11 +76,6 @@ def execute_unguarded(
 def options_to_execute(target: Any) -> Any:
     """Return the execution options of a statement or connection, without a copy."""
     return target._execution_options
-
-
-def has_listeners(connection: Connection) -> bool:
-    """Tell whether a listener may change what a connection executes."""
-    return connection._has_events or bool(connection.engine._has_events)
 
 
 # The parts of statements.
@@ -121,7 +106,7 @@ def keeps_order(statement: Any) -> bool:
     return bool(old or getattr(statement, "_maintain_values_ordering", None))
 
 
-def prefixes_of(statement: Update | Delete | Insert) -> tuple[Any, ...]:
+def prefixes_of(statement: Update | Delete) -> tuple[Any, ...]:
     """Return what prefix_with() has added."""
     return statement._prefixes
 
@@ -131,20 +116,9 @@ def options_of(statement: Update | Delete) -> tuple[Any, ...]:
     return statement._with_options
 
 
-def sources_of(part: Any) -> Iterable[Any]:
-    """Return the tables that a part of a WHERE clause reads, subqueries apart."""
-    found: Iterable[Any] = part._from_objects
-    return found
-
-
-def has_rows(statement: Insert) -> bool:
-    """Tell whether values() was given several rows."""
-    return bool(statement._multi_values)
-
-
-def has_conflict_clause(statement: Insert) -> bool:
-    """Tell whether an INSERT says what to do with a row that exists."""
-    return statement._post_values_clause is not None
+def inserts_plainly(statement: Insert) -> bool:
+    """Tell whether an INSERT touches no row that exists, and its rows are parameters."""
+    return not (statement._post_values_clause is not None or statement._prefixes or statement._multi_values)
 
 
 def locks_rows(query: Select[Any]) -> bool:
@@ -157,14 +131,11 @@ def parameters_of(statement: TextClause) -> Mapping[str, Any]:
     return statement._bindparams
 
 
-def copy_of(statement: TextClause) -> TextClause:
-    """Return a text with the same parameters."""
-    return statement._generate()
-
-
-def resolved(statement: LambdaElement) -> Any:
-    """Return the statement that a lambda returns."""
-    return statement._resolved
+def with_text(statement: TextClause, text: str) -> TextClause:
+    """Return a text with the same parameters and other words."""
+    made = statement._generate()
+    made.text = text
+    return made
 
 
 def doubles_percents(preparer: Any) -> bool:
@@ -178,22 +149,6 @@ def doubles_percents(preparer: Any) -> bool:
 def cache_of(mapper: Mapper[Any]) -> object:
     """Return the compiled cache of the unit of work's own statements: none but those are executed with it."""
     return mapper._compiled_cache
-
-
-def processors_of(mapper: Mapper[Any]) -> list[Any]:
-    """Return what the unit of work calls when the first object of a mapper comes into a flush."""
-    return mapper._dependency_processors
-
-
-def key_in_table(mapper: Mapper[Any], table: Table) -> Iterable[Column[Any]]:
-    """Return the key of a mapper's rows in one of its tables, as the unit of work's statements have it."""
-    found: Any = mapper._pks_by_table[table]
-    return found  # type: ignore[no-any-return]
-
-
-def parameter_of(column: Column[Any]) -> str | None:
-    """Return the parameter by which a statement of the unit of work names a row."""
-    return column._label
 
 
 def equal_to_parents(mapper: Mapper[Any]) -> Iterable[tuple[Any, Any]]:

@@ -9,11 +9,8 @@ Apart from the rest because nothing here executes anything: it answers questions
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypeAlias
 from weakref import ReferenceType, WeakSet, ref
 
@@ -26,12 +23,12 @@ from sqlalchemy import (
 from sqlalchemy.sql import FromClause
 from sqlalchemy.sql.selectable import AliasedReturnsRows
 
-from fencelock.errors import FenceError, UnfencedWriteError
+from fencelock.errors import FenceError
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Mapper
 
-from fencelock.guard.templates import ResourceTemplate, spelling
+from fencelock.guard.templates import ResourceTemplate
 
 FENCE_COLUMN: Final = "last_fencing_token"
 WRITE_COLUMN: Final = "last_write_id"
@@ -74,13 +71,13 @@ class FencedTable(_Unpicklable):
         fence: its column `last_fencing_token`.
         write: its column `last_write_id`, which only the fence table lacks.
         template: how the resource of a row is named.
-        mapper: the model it belongs to, if any.
+        of_models: the base mappers of the models that it belongs to, as weak references.
         statements: of claims and gates, which are made once.
     """
 
     table: Table
     template: ResourceTemplate
-    mapper: ReferenceType[Mapper[Any]] | None = None
+    of_models: list[ReferenceType[Mapper[Any]]] = field(default_factory=list)
     fence: Column[int] = field(init=False)
     write: Column[int] | None = field(init=False)
     statements: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
@@ -88,6 +85,14 @@ class FencedTable(_Unpicklable):
     def __post_init__(self) -> None:
         self.fence = self.table.c[FENCE_COLUMN]
         self.write = self.table.c.get(WRITE_COLUMN)
+
+    def mappers(self) -> list[Mapper[Any]]:
+        """Return the base mappers of the models that it belongs to: mostly one."""
+        return [mapper for reference in self.of_models if (mapper := reference()) is not None]
+
+    def note_mapper(self, mapper: Mapper[Any]) -> None:
+        """Note a model that it belongs to, by its base mapper."""
+        self.of_models.append(ref(mapper))
 
     @property
     def name(self) -> str:
@@ -100,20 +105,9 @@ class FencedTable(_Unpicklable):
         return self.fence.info.get(TRIGGER_MARK) == "strict"
 
 
-def row_name(table: Table, identity: Sequence[Any]) -> str:
-    """Return a name for a row, by its primary key: the same one however the values are spelt."""
-    spelt = list(identity)
-    with suppress(UnfencedWriteError):  # a name of its own, then
-        spelt = [spelling(column, value) for column, value in zip(table.primary_key, identity, strict=True)]
-    return f"{table.key}({', '.join(map(repr, spelt))})"
-
-
-Known: TypeAlias = dict[int, ReferenceType[Any]]
-"""Objects by their identity: not kept alive, nor taken for others that get their numbers later."""
-
 _names: dict[str, WeakSet[Table]] = {}
-_harmless: Known = {}
-"""Tables, and compiled statements that carry what they need; others once one more table is made known."""
+"""By name in lower case, the fenced tables and their sub-tables."""
+
 NO_OPTIONS: Final[Mapping[str, Any]] = {}
 
 
@@ -125,29 +119,7 @@ def register(fenced: FencedTable) -> FencedTable:
 
 
 def _note_name(table: Table) -> None:
-    global _harmless  # noqa: PLW0603  who has looked already adds to the old one
     _names.setdefault(table.name.lower(), WeakSet()).add(table)
-    _harmless = {}
-
-
-def harmless() -> Known:
-    """Return what is known to be none of the guard's business, for `note_harmless` after having looked."""
-    return _harmless
-
-
-def note_harmless(found: object, known: Known) -> None:
-    """Note what was found to have nothing to do with a fenced table, when these were known."""
-    number = id(found)
-    known[number] = ref(found, partial(known.pop, number))
-
-
-def is_harmless(found: object) -> bool:
-    """Tell whether something is known to be none of the guard's business.
-
-    It is asked for each statement of the process, and faster than a `WeakSet`.
-    """
-    reference = _harmless.get(id(found))
-    return reference is not None and reference() is found
 
 
 def register_sub_table(table: Table, base: FencedTable) -> None:
@@ -238,7 +210,7 @@ def _copied(table: Table, original: FencedTable | None) -> FencedTable:
     if original is None:
         return FencedTable(table, template_of(table, table.name, dict(table.c.items())))
     columns = {name: table.c[column.key] for name, column in original.template.columns.items()}
-    return FencedTable(table, ResourceTemplate(original.template.text, columns), original.mapper)
+    return FencedTable(table, ResourceTemplate(original.template.text, columns), list(original.of_models))
 
 
 def check_write_column(table: Table, owner: str) -> None:
@@ -289,53 +261,6 @@ def sub_table_of(target: object) -> FencedTable | None:
     """Return the fenced table whose rows this table completes, if it is such a one."""
     found: FencedTable | None = getattr(underlying(target), "info", {}).get(_SUB_TABLE_OF)
     return found
-
-
-def impersonates_fenced(target: object, options: Mapping[str, Any] = NO_OPTIONS) -> bool:
-    """Tell whether this table object has a fenced table's name without being known as one.
-
-    Reflected tables and `sqlalchemy.table("orders")` are such; writes through them would go unseen. So are
-    tables of a schema that these execution options translate into a fenced table's.
-    """
-    table = underlying(target)
-    schemas = _schemas(table, options)
-    return any(
-        None in schemas or known.schema is None or not schemas.isdisjoint(_schemas(known, options))
-        for name in _spelt(getattr(table, "name", ""))
-        for known in list(_names.get(name, ()))
-    )
-
-
-def inherits_fenced(target: object) -> str | None:
-    """Return the name of the fenced table that this one inherits from on PostgreSQL, as far as it says so.
-
-    An UPDATE of the child writes rows that the parent shows as its own.
-    """
-    table = underlying(target)
-    said = table.dialect_options["postgresql"].get("inherits") if isinstance(table, Table) else None
-    parents = said if isinstance(said, list | tuple) else [] if said is None else [said]
-    for parent in parents:
-        name = str(getattr(parent, "name", parent)).rpartition(".")[2]
-        if name.lower() in _names:
-            return name
-    return None
-
-
-def _schemas(table: object, options: Mapping[str, Any]) -> set[str | None]:
-    """Return the schemas that a table may be in, in lower case; among them None where that is open."""
-    schema = getattr(table, "schema", None)
-    translated = (options.get(TRANSLATED) or {}).get(schema, schema)
-    return {None if each is None or _is_raw(each) else each.lower() for each in (schema, translated)}
-
-
-def _spelt(name: str) -> set[str]:
-    """Return the names, in lower case, that may be meant: unquoted, a name may say anything."""
-    lower = name.lower()
-    return {lower, *re.split(r"[^\w$]+", lower), *re.split(r"[.\"`]+", lower)} if _is_raw(name) else {lower}
-
-
-def _is_raw(name: str) -> bool:
-    return getattr(name, "quote", None) is False
 
 
 def underlying(target: object) -> Any:

@@ -26,14 +26,13 @@ from sqlalchemy.orm import Mapper, Session, scoped_session
 from fencelock.errors import UnfencedWriteError
 from fencelock.guard._bypass import BYPASS
 from fencelock.guard._carried import CarriedToken
-from fencelock.guard._connecting import Target, begin_claim, settle, tokens_to_claim
+from fencelock.guard._connecting import Target, begin_claim, tokens_to_claim
 from fencelock.guard._exact import SameText, is_text
 from fencelock.guard._sqlalchemy import locks_rows
-from fencelock.guard._statement import CLAIM_OPTION, TOKEN_BIND, TOKEN_OPTION, unchanged_by_raising
-from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table, row_name, trigger_of
+from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table, trigger_of
+from fencelock.guard.criteria import CLAIM_OPTION, TOKEN_BIND, TOKEN_OPTION, unchanged_by_raising
 from fencelock.guard.endings import refusing
 from fencelock.guard.events import report_claim
-from fencelock.guard.leases import note_locked
 from fencelock.guard.sessions import session_of
 from fencelock.guard.verdict import LOCKING_READS, is_one_of, newest
 
@@ -101,7 +100,7 @@ def claim(
             session.commit()
         ```
     """
-    session = session_of(session)
+    session = session_of(session, "claim")
     mapper, fenced = fenced_model(model)
     key = _key_of(mapper, identity)
     target = begin_claim(session, mapper, bind_arguments, [key])
@@ -114,7 +113,6 @@ def claim(
         found: T | None = _claim_at_once(target, mapper, fenced, (*key, *naming), token)
         if found is None:
             _raise_fences(connection, fenced, [(*key, *naming)], token)
-        settle(connection, fenced, [key], token)
         if found is None:
             found = next(iter(_load(target, select(model), fenced, [key])), None)
         if found is not None and getattr(found, FENCE_COLUMN) == token:
@@ -154,7 +152,7 @@ def claim_all(session: _Session, statement: Select[Any], *, bind_arguments: _Bin
         items = claim_all(session, select(Item).where(Item.order_id == 1))
         ```
     """
-    session = session_of(session)
+    session = session_of(session, "claim_all")
     mapper, fenced = fenced_model(_selected_model(statement))
     columns = (*fenced.table.primary_key, *fenced.template.columns.values())
     target = begin_claim(session, mapper, bind_arguments)
@@ -172,8 +170,6 @@ def claim_all(session: _Session, statement: Select[Any], *, bind_arguments: _Bin
     for token, row in rows:
         report_claim(fenced.name, row[:width], fenced.template.render(row[width:]), token)
     token_of = {row[:width]: token for token, row in rows}
-    for token in set(token_of.values()):
-        settle(connection, fenced, token_of, token)
     loaded = _load(target, statement.limit(None).offset(None), fenced, list(token_of))
     # Not one that was deleted meanwhile, and inserted again.
     return [each for each in loaded if getattr(each, FENCE_COLUMN) == token_of[tuple(inspect(each).identity)]]
@@ -275,7 +271,7 @@ def _claim_at_once(target: Target, mapper: Mapper[Any], fenced: FencedTable, row
         fenced.statements[mapper] = _claiming(mapper, fenced) if _is_plain(mapper, fenced.table) else None
     if fenced.statements[mapper] is None:
         return None
-    found = target.session.scalar(
+    return target.session.scalar(
         fenced.statements[mapper],
         {**_parameters(row), TOKEN_BIND: token},
         execution_options={
@@ -286,10 +282,6 @@ def _claim_at_once(target: Target, mapper: Mapper[Any], fenced: FencedTable, row
         },
         bind_arguments=target.bind_arguments,
     )
-    if found is not None:
-        key = row[: len(fenced.table.primary_key)]
-        note_locked(target.connection, lambda: [row_name(fenced.table, key)], 1)
-    return found
 
 
 def _is_plain(mapper: Mapper[Any], table: Table) -> bool:

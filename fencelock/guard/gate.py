@@ -16,13 +16,13 @@ from sqlalchemy.orm import Session, scoped_session
 
 from fencelock.errors import StaleTokenError, UnfencedWriteError
 from fencelock.guard._bypass import BYPASS
-from fencelock.guard._connecting import begin_claim, settle, tokens_to_claim
+from fencelock.guard._connecting import begin_claim, tokens_to_claim
 from fencelock.guard._install import install
-from fencelock.guard._tables import FENCE_COLUMN, fenced_table, row_name
+from fencelock.guard._tables import FENCE_COLUMN, fenced_table
 from fencelock.guard.endings import refusing
 from fencelock.guard.events import report_claim
 from fencelock.guard.fences import FENCES, fences_of
-from fencelock.guard.leases import note_locked, report_refusal, writer_of
+from fencelock.guard.leases import report_refusal, writing_on
 from fencelock.guard.open_gates import note_gate, refuse_to_wait_for_oneself
 from fencelock.guard.row_tokens import NOT_INHERITED
 from fencelock.guard.sessions import session_of
@@ -60,7 +60,7 @@ def gate(
         TypeError: if it cannot be told which of the session's databases has the gate.
     """
     install()
-    connection = begin_claim(session_of(session), FENCES, bind_arguments).connection
+    connection = begin_claim(session_of(session, "gate"), FENCES, bind_arguments).connection
     fences = fences_of(connection)
     fenced = fenced_table(fences)
     assert fenced is not None  # noqa: S101  it is registered where it is defined
@@ -79,14 +79,12 @@ def gate(
         refusal = StaleTokenError(fenced.name, (name,), token, current)
         report_refusal(connection, refusal)
         raise refusal
-    note_locked(connection, lambda: [row_name(fences, (name,))], 1)
-    settle(connection, fenced, [(name,)], token)
     note_gate(connection, name)
     report_claim(fenced.name, (name,), name, token)
 
 
 def _only_resource(connection: Connection) -> str:
-    held = writer_of(connection).candidates(connection)
+    held = writing_on(connection).candidates(connection)
     if not held:
         raise UnfencedWriteError(
             f"no lease is held to pass a gate with; acquire a fenced_lock around it. {NOT_INHERITED}"

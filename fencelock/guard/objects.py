@@ -1,41 +1,126 @@
-"""What the unit of work stamps on the objects of fenced models, before their statements are made.
+"""The unit of work: the write that an object was loaded from goes with it into its statement.
 
-Objects show the fence that they were written with. A change in a collection, a link table or a joined
-sub-table writes the base row, too. `rewrite` decides last which token goes into a statement.
+`last_write_id` of an object is the write that it was loaded from. Before the object is written, it becomes a
+`Stamp`: the id of this write, which knows the id that it replaces, and the token. The parameters of the
+statement bring the stamp to `statements`. There is no other way between the two, save for statements whose
+parameters name a row by its key alone: their object is in the session's identity map.
+
+A change in a collection, a link table or a joined sub-table writes the base row, too.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import event, inspect
 from sqlalchemy.engine import Connection
-from sqlalchemy.orm import Mapper, Session
+from sqlalchemy.orm import InstanceState, Mapper, Session
 from sqlalchemy.orm.base import INCLUDE_PENDING_MUTATIONS, NO_VALUE, PASSIVE_NO_INITIALIZE
+from sqlalchemy.sql.schema import ScalarElementColumnDefault
 from sqlalchemy.types import TypeEngine
 
 from fencelock.errors import FenceError, UnfencedWriteError
-from fencelock.guard._loading import was_loaded
-from fencelock.guard._tables import FENCE_COLUMN, WRITE_COLUMN, FencedTable
+from fencelock.guard._bypass import is_bypassed
+from fencelock.guard._sqlalchemy import cache_of, executes_flush
+from fencelock.guard._tables import FENCE_COLUMN, WRITE_COLUMN, FencedTable, fenced_table
 from fencelock.guard.events import report
-from fencelock.guard.flushes import (
-    Flush,
-    flush_of,
-    loaded_id,
-    loaded_values,
-    note_mapper,
-    note_plans_of,
-)
-from fencelock.guard.leases import fenced_table_of
 from fencelock.guard.row_tokens import Tokens
+from fencelock.guard.sessions import join, owner_of
+from fencelock.guard.write_ids import new_write_id
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import InstanceState
+    from typing import TypeAlias
 
-_CHANGES_ONLY = PASSIVE_NO_INITIALIZE | INCLUDE_PENDING_MUTATIONS
+    _State: TypeAlias = InstanceState[Any]
+
+_CHANGES_ONLY: Final = PASSIVE_NO_INITIALIZE | INCLUDE_PENDING_MUTATIONS
 """Ask an attribute for its changes without loading anything."""
+
+_FLUSH: Final = "fencelock.flush"
+"""Where a session has the tokens of its flush, by table and connection; None where that is bypassed."""
+
+
+class Stamp(int):
+    """The id of a write.
+
+    Attributes:
+        loaded: the id that it replaces, which the row must still have; None where that is not known.
+        token: the token to write with.
+    """
+
+    loaded: int | None
+    token: int
+
+    def __reduce__(self) -> Any:
+        return int, (int(self),)
+
+
+def new_stamp(write_id: int, token: int, loaded: int | None) -> Stamp:
+    """Return a stamp."""
+    made = Stamp(write_id)
+    made.token, made.loaded = token, loaded
+    return made
+
+
+def on_flush(session: Session, *_: object) -> None:
+    """Begin to collect the tokens of a flush: a listener for all sessions."""
+    session.info[_FLUSH] = {}
+
+
+def on_undone(_session: Session, instance: object) -> None:
+    """Have an object whose row is not there have no fence: a listener for all sessions."""
+    state: _State = inspect(instance)
+    if any(map(fenced_table, state.mapper.tables)):
+        for name in (FENCE_COLUMN, WRITE_COLUMN):
+            state.dict.pop(name, None)
+
+
+def flush_of(connection: Connection, fenced: FencedTable, options: Mapping[str, Any]) -> Tokens | None:
+    """Return the tokens of the flush whose statement this is; None for a statement of the program's own.
+
+    Bulk operations are no flush, and what listeners execute during one is not the flush's.
+    """
+    cache, session = options.get("compiled_cache"), owner_of(connection)
+    if cache is None or session is None or not executes_flush(session):
+        return None
+    if not any(cache is cache_of(mapper) for mapper in fenced.mappers()):
+        return None
+    return _tokens(session, connection, fenced)
+
+
+def _tokens(session: Session, connection: Connection, fenced: FencedTable) -> Tokens | None:
+    """Return a flush's tokens for rows of a table, or None where the connection bypasses the guard."""
+    found: dict[Any, Tokens | None] = session.info.setdefault(_FLUSH, {})
+    key = fenced, connection
+    if key not in found:
+        join(connection, session)  # another one may have joined the transaction since
+        bypassed = is_bypassed(connection.get_execution_options(), connection)
+        found[key] = None if bypassed else Tokens(connection, fenced)
+    return found[key]
+
+
+def object_of(connection: Connection, fenced: FencedTable, key: tuple[Any, ...]) -> _State | None:
+    """Return the object that the session has of a row."""
+    session = owner_of(connection)
+    if session is None:
+        return None
+    shard = session.info.get(_SHARD)
+    for mapper in fenced.mappers():
+        known = session.identity_map.get(mapper.identity_key_from_primary_key(key, identity_token=shard))
+        if known is not None:
+            found: _State = inspect(known)
+            return found
+    for new in session.new if executes_flush(session) else ():  # inserted by this flush
+        state: _State = inspect(new)
+        if fenced.table in state.mapper.tables and tuple(state.mapper.primary_key_from_instance(new)) == key:
+            return state
+    return None
+
+
+_SHARD: Final = "fencelock.shard"
+"""Where a session has the shard of the object that it has stamped last."""
 
 
 def watch_mapper(mapper: Mapper[Any], fenced: FencedTable) -> None:
@@ -44,185 +129,137 @@ def watch_mapper(mapper: Mapper[Any], fenced: FencedTable) -> None:
     The mapper's events are used, not the session's `before_flush`: they see also what other listeners and
     cascades have added to the flush, for each object, just before its columns are looked at.
     """
-    note_mapper(mapper, fenced)
     watch = _Watch(mapper, fenced)
     # With retval SQLAlchemy calls them as they are; what they return is of no interest to it here.
-    event.listen(mapper, "before_insert", watch.on_insert, raw=True, retval=True)
-    watch.listen_to(mapper)
-    event.listen(mapper, "before_delete", watch.on_delete, raw=True, retval=True)
+    for name in ("before_insert", "after_insert", "before_update", "before_delete"):
+        event.listen(mapper, name, getattr(watch, name), raw=True, retval=True)
     event.listen(mapper, "mapper_configured", watch.on_configured)
-    note_plans_of(mapper)
 
 
 class _Watch:
-    """Stamps the objects of one mapper, and notes which resource guards each of them."""
+    """Stamps the objects of one mapper."""
 
-    __slots__ = (
-        "_aging",
-        "_comparing",
-        "_fenced",
-        "_in_row",
-        "_key",
-        "_key_in",
-        "_looked_up",
-        "_naming",
-    )
+    __slots__ = ("_aging", "_comparing", "_fenced", "_in_row", "_key", "_naming")
 
     def __init__(self, mapper: Mapper[Any], fenced: FencedTable) -> None:
-        columns: Iterable[tuple[str, Any]] = mapper.columns.items()
+        columns: list[tuple[str, Any]] = list(mapper.columns.items())
         own = {column: key for key, column in columns if getattr(column, "table", None) is fenced.table}
-        template = fenced.template
+        guards = {FENCE_COLUMN, WRITE_COLUMN}
         self._fenced = fenced
-        self._key = tuple(mapper.get_property_by_column(column).key for column in mapper.primary_key)
-        self._key_in = operator.itemgetter(*self._key)
-        self._in_row = frozenset(own.values()) - {FENCE_COLUMN, WRITE_COLUMN}
-        self._aging = set(mapper.columns.keys()) - {*self._key, FENCE_COLUMN, WRITE_COLUMN}
+        self._key = {mapper.get_property_by_column(column).key for column in mapper.primary_key}
+        self._in_row = frozenset(own.values()) - guards
+        self._aging = set(mapper.columns.keys()) - self._key - guards
         self._comparing: dict[str, Callable[[Any, Any], Any]] = {}
-        self._naming = tuple(own[column] for column in template.columns.values())
-        self._looked_up = not template.in_key
-
-    def listen_to(self, mapper: Mapper[Any]) -> None:
-        """Have UPDATEs be looked at."""
-        event.listen(mapper, "before_update", self.on_update, raw=True, retval=True)
+        self._naming = tuple(own[column] for column in fenced.template.columns.values())
 
     def on_configured(self, mapper: Mapper[Any], _model: object) -> None:
         """Have UPDATEs be looked at after all listeners that are there by now: they may change more.
 
         No flush knows the mapper yet, so nobody is going through its listeners.
         """
-        event.remove(mapper, "before_update", self.on_update)
-        self.listen_to(mapper)
+        event.remove(mapper, "before_update", self.before_update)
+        event.listen(mapper, "before_update", self.before_update, raw=True, retval=True)
 
-    def on_insert(self, _mapper: object, connection: Connection, state: InstanceState[Any]) -> None:
-        flush = flush_of(state)
-        if self._looked_up:
-            flush.unsaved.append(state)
-        flush.stamped.add(state)
-        state.dict[WRITE_COLUMN] = flush.write_id
-        tokens = flush.tokens(self._fenced, connection)
-        if tokens is not None:
-            state.dict[FENCE_COLUMN] = self._token_for(flush, tokens, state, state.dict)
-
-    def on_update(self, _mapper: object, connection: Connection, state: InstanceState[Any]) -> None:
-        current = state.dict
-        writes_row = self._writes_row(state, current)
-        flush = flush_of(state)
-        if not writes_row and not _has_changed(state, current):
-            state.committed_state.pop(FENCE_COLUMN, None)  # of an object that was merged, and claimed since
-            flush.tokens(self._fenced, connection)  # for what another object's listener may change yet
+    def before_insert(self, _mapper: object, connection: Connection, state: _State) -> None:
+        tokens = self._tokens(connection, state)
+        if tokens is None:
+            state.dict[WRITE_COLUMN] = new_write_id()
             return
-        is_part = WRITE_COLUMN not in current and self._is_part(state)
-        if WRITE_COLUMN not in current:
-            self._load_with_key(state, current)
-        loaded = loaded_id(current)
-        flush.stamped.add(state)
-        tokens = flush.tokens(self._fenced, connection)
-        if tokens is not None:
-            token = self._token_for(flush, tokens, state, current)
-            if is_part:
-                self._refuse_part(state)
-            self._note_loaded(tokens, state, current, loaded)
-            current[FENCE_COLUMN] = token
-        current[WRITE_COLUMN] = flush.write_id
+        token = self._token_for(tokens, state)
+        state.dict[WRITE_COLUMN] = new_stamp(tokens.write_id, token, None)
+        state.dict[FENCE_COLUMN] = token
+
+    def after_insert(self, _mapper: object, connection: Connection, state: _State) -> None:
+        if state.dict.get(FENCE_COLUMN) == 0 and (tokens := self._tokens(connection, state)) is not None:
+            values = self._values(state)
+            if values is not None:
+                tokens.writing.born.add(self._fenced.template.render(values))
+
+    def before_update(self, _mapper: object, connection: Connection, state: _State) -> None:
+        current = state.dict
+        if not self._writes_row(state, current) and not _has_changed(state, current):
+            state.committed_state.pop(FENCE_COLUMN, None)  # of an object that was merged, and claimed since
+            return
+        tokens = self._tokens(connection, state)
+        if tokens is None:
+            current[WRITE_COLUMN] = new_write_id()
+        else:
+            current[WRITE_COLUMN] = stamp = self._stamp(tokens, state, current)
+            current[FENCE_COLUMN] = stamp.token
         state.committed_state[WRITE_COLUMN] = NO_VALUE  # it looks changed, so the row is written
 
-    def on_delete(self, _mapper: object, connection: Connection, state: InstanceState[Any]) -> None:
-        flush = flush_of(state)
-        is_part = WRITE_COLUMN not in state.dict and self._is_part(state)
-        self._load_with_key(state, state.dict)
-        tokens = flush.tokens(self._fenced, connection)
-        if tokens is None:
-            return
-        if self._looked_up:
-            self._token_for(flush, tokens, state, state.dict)
-        elif tokens.none_held:  # the statement has the key, which the object need not be loaded for
-            tokens.need_some(self._resource_of(state))
-        if is_part:
-            self._refuse_part(state)
-        self._note_loaded(tokens, state, state.dict, loaded_id(state.dict))
+    def before_delete(self, _mapper: object, connection: Connection, state: _State) -> None:
+        tokens = self._tokens(connection, state)
+        if tokens is not None:
+            state.dict[WRITE_COLUMN] = self._stamp(tokens, state, state.dict)
 
-    def _is_part(self, state: InstanceState[Any]) -> bool:
-        """Tell whether anything was loaded of an object that has no write id.
+    def _tokens(self, connection: Connection, state: _State) -> Tokens | None:
+        session = state.session
+        assert session is not None  # noqa: S101  an object that is being flushed has one
+        if state.identity_token is not None:
+            session.info[_SHARD] = state.identity_token
+        return _tokens(session, connection, self._fenced)
 
-        One that is expired, and assigned to without being read, has nothing of any age.
+    def _stamp(self, tokens: Tokens, state: _State, current: Mapping[str, Any]) -> Stamp:
+        """Return the stamp for an object that has a row.
+
+        An object that is expired, and assigned to without being read, has nothing of any age. One that was
+        loaded without its write id has.
         """
-        return any(was_loaded(state, key) for key in self._aging)
+        token = self._token_for(tokens, state)  # which may load an expired object
+        loaded = current.get(WRITE_COLUMN)
+        if loaded is None and any(was_loaded(state, key) for key in self._aging):
+            error = UnfencedWriteError(
+                f"this {state.mapper.class_.__name__} was loaded without {WRITE_COLUMN}, so that its age is "
+                f"not known: load that with the rest, or load it again"
+            )
+            report(error, table=self._fenced.name)
+            raise error
+        return new_stamp(tokens.write_id, token, None if loaded is None else int(loaded))
 
-    def _refuse_part(self, state: InstanceState[Any]) -> NoReturn:
-        """Refuse an object that was loaded without its write id: its age will never be known."""
-        raise UnfencedWriteError(
-            f"this {state.mapper.class_.__name__} was loaded without {WRITE_COLUMN}, so that its age is "
-            f"not known: load that with the rest, or load it again"
-        )
-
-    def _load_with_key(self, state: InstanceState[Any], current: dict[str, Any]) -> None:
-        """Load an expired object now, as the unit of work is about to, which needs its key.
-
-        The fence comes with it then, and is not loaded over the one that is stamped.
-        """
-        for key in self._key:
-            if key not in current:
-                manager: Mapping[str, Any] = state.manager
-                manager[key].impl.get(state, current)
-
-    def _note_loaded(
-        self, tokens: Tokens, state: InstanceState[Any], current: dict[str, Any], write_id: int | None
-    ) -> None:
-        """Note the id that an object was loaded with, by the key with which its row will be named."""
-        loaded = tokens.loaded
-        if loaded is None:  # this object is flushed without a plan that could be noted
-            return
-        assigned = state.committed_state
-        try:
-            if assigned.keys().isdisjoint(self._key):
-                loaded.note(self._key_in(current), write_id)
-            else:
-                loaded.note(self._key_in({**current, **assigned}), write_id)
-                loaded.moved[self._key_in(current)] = write_id
-        except KeyError:  # it was expired by its name
-            self._load_with_key(state, current)
-            self._note_loaded(tokens, state, current, write_id)
-
-    def _resource_of(self, state: InstanceState[Any]) -> str | None:
-        """Return which resource guards an object, by its key alone."""
-        template = self._fenced.template
-        if state.key is None:
-            return None
-        key = dict(zip(self._fenced.table.primary_key, state.key[1], strict=True))
-        return template.render([key[column] for column in template.columns.values()])
-
-    def _token_for(
-        self, flush: Flush, tokens: Tokens, state: InstanceState[Any], current: Mapping[str, Any]
-    ) -> int:
+    def _token_for(self, tokens: Tokens, state: _State) -> int:
         """Return the token to write an object with."""
-        fenced = self._fenced
         try:
-            values = loaded_values(self._naming, state, current)
+            values = self._values(state)
             if values is None:
-                self._refuse_null(state, current)
-                return tokens.of_new_row()
-            if self._looked_up and state.key is not None:
-                flush.known.setdefault(fenced, {})[state.key[1]] = values
-            return tokens.of_row(values)
+                values = self._defaults(state)
+            if values is not None:
+                return tokens.of_row(values)
+            self._refuse_null(state)
+            return tokens.of_new_row()
         except FenceError as error:
-            report(error, table=fenced.name)
+            report(error, table=self._fenced.name)
             raise
 
-    def _refuse_null(self, state: InstanceState[Any], current: Mapping[str, Any]) -> None:
+    def _values(self, state: _State) -> tuple[Any, ...] | None:
+        """Return what names the resource, as it was loaded; None where a value is not known."""
+        return loaded_values(self._naming, state)
+
+    def _defaults(self, state: _State) -> tuple[Any, ...] | None:
+        """Return the same for a new row that leaves some of them to the defaults of their columns."""
+        values = []
+        for name, column in zip(self._naming, self._fenced.template.columns.values(), strict=True):
+            value = state.dict.get(name)
+            if value is None and isinstance(column.default, ScalarElementColumnDefault):
+                value = column.default.arg
+            values.append(value)
+        return None if state.key is not None or None in values else tuple(values)
+
+    def _refuse_null(self, state: _State) -> None:
         """Refuse a row whose resource has no name, and will have none."""
         template = self._fenced.template
         for name, column in zip(self._naming, template.columns.values(), strict=True):
             comes_later = state.key is None and (
                 column.primary_key or column.default is not None or column.server_default is not None
             )
-            if current.get(name) is None and column.nullable and not comes_later:
+            if state.dict.get(name) is None and column.nullable and not comes_later:
                 raise UnfencedWriteError(
                     f"{name} of this row of {self._fenced.name!r} is NULL, so that {template.text!r} names "
                     f"no resource and no lease can guard the row: name the resource by columns that are "
                     f"never NULL, such as the primary key, or give {name} a value that stands for none"
                 )
 
-    def _writes_row(self, state: InstanceState[Any], current: Mapping[str, Any]) -> bool:
+    def _writes_row(self, state: _State, current: Mapping[str, Any]) -> bool:
         """Tell whether the unit of work will write the fenced row of a dirty object by itself."""
         comparing = self._comparing
         if not comparing:  # for the first time: the attributes have been made since the mapper was
@@ -235,13 +272,39 @@ class _Watch:
         return False
 
 
+def loaded_values(names: tuple[str, ...], state: _State) -> tuple[Any, ...] | None:
+    """Return attributes as they were loaded, or None where one is not known."""
+    assigned = state.committed_state if state.key is not None else {}
+    current = state.dict
+    values = []
+    for name in names:
+        value = assigned[name] if name in assigned else current.get(name)
+        if value is None:
+            value = getattr(state.obj(), name)  # expired, deferred, or not there yet
+        if value is None or value is NO_VALUE:
+            return None
+        values.append(value)
+    return tuple(values)
+
+
+def is_deleted(state: _State) -> bool:
+    """Tell whether the flush is going to delete the row of an object."""
+    session, instance = state.session, state.obj()
+    return session is not None and instance is not None and instance in session.deleted
+
+
+def was_loaded(state: _State, key: str) -> bool:
+    """Tell whether an object has, or had before it was assigned to, an attribute's value of the database."""
+    return key in state.dict and state.committed_state.get(key) is not NO_VALUE
+
+
 def _comparison(attribute: Any) -> Callable[[Any, Any], Any]:
     """Return what tells whether two values of an attribute are equal, as the unit of work does."""
     by_type = attribute.is_equal
     return operator.eq if getattr(by_type, "__func__", None) is TypeEngine.compare_values else by_type
 
 
-def _has_changed(state: InstanceState[Any], current: dict[str, Any]) -> bool:
+def _has_changed(state: _State, current: dict[str, Any]) -> bool:
     """Tell whether anything of a dirty object is to be written: a column, a link or a collection."""
     manager = state.manager
     for key, loaded in tuple(state.committed_state.items()):
@@ -255,11 +318,3 @@ def _has_changed(state: InstanceState[Any], current: dict[str, Any]) -> bool:
         elif key not in current or impl.is_equal(current[key], loaded) is not True:
             return True
     return False
-
-
-def on_insert_undone(_session: Session, instance: object) -> None:
-    """Have an object whose row is not there have no fence."""
-    state: InstanceState[Any] = inspect(instance)
-    if fenced_table_of(state) is not None:
-        for name in (FENCE_COLUMN, WRITE_COLUMN):
-            state.dict.pop(name, None)

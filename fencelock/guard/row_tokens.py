@@ -5,19 +5,15 @@ The template gives the row's resource, and the resource its lease. Each lease is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from sqlalchemy.engine import Connection
 
 from fencelock.errors import UnfencedWriteError
 from fencelock.guard._tables import FencedTable
-from fencelock.guard.leases import Writer, writer_of
-from fencelock.guard.open_gates import refuse_beside_gate
+from fencelock.guard.leases import writing_on
+from fencelock.guard.write_ids import new_write_id
 from fencelock.lease import Lease, was_left
-
-if TYPE_CHECKING:
-    from fencelock.guard.flushes import LoadedIds
 
 NOT_INHERITED: Final = (
     "Leases follow into tasks and asyncio.to_thread, but not into other threads or executors: there, hand "
@@ -27,70 +23,37 @@ NOT_INHERITED: Final = (
 
 
 class Tokens:
-    """The tokens for the rows of one statement: resolves, checks and remembers each lease once.
+    """The tokens for the rows of one statement, or of one flush.
 
     Args:
         connection: what executes it.
         fenced: the table that it writes.
-        options: its execution options.
-        writer: the connection's, where that is known.
-        claiming: whether it is about to claim the rows, which leases in doubt are good for.
+        claiming: whether it is about to claim the rows, which takes a lease of each.
 
     Attributes:
-        loaded: for a flush, the write ids that the objects were loaded with.
-        write_id: for a flush, the id of its writes.
-        writer: what the connection's transaction writes under.
+        write_id: the id of these writes.
+        writing: what the connection's transaction writes under.
     """
 
-    __slots__ = (
-        "_candidates",
-        "_claiming",
-        "_connection",
-        "_found",
-        "_options",
-        "_used",
-        "fenced",
-        "loaded",
-        "write_id",
-        "writer",
-    )
+    __slots__ = ("_candidates", "_claiming", "_found", "_used", "fenced", "write_id", "writing")
 
-    def __init__(
-        self,
-        connection: Connection,
-        fenced: FencedTable,
-        options: Mapping[str, Any],
-        *,
-        writer: Writer | None = None,
-        claiming: bool = False,
-    ) -> None:
+    def __init__(self, connection: Connection, fenced: FencedTable, *, claiming: bool = False) -> None:
         self.fenced = fenced
-        self._connection = connection
-        self._options = options
+        self.writing = writing_on(connection)
+        self.write_id = new_write_id()
         self._claiming = claiming
-        self.writer = writer or writer_of(connection)
-        self._candidates = self.writer.candidates(connection)
+        self._candidates = self.writing.candidates(connection)
         self._found: dict[tuple[Any, ...], int] = {}
         self._used: list[Lease] = []
-        self.loaded: LoadedIds | None = None
-        self.write_id = 0
 
-    def serves(self, writer: Writer) -> bool:
-        """Tell whether leases have been found, and in this transaction: a listener may have begun another.
+    def check(self) -> None:
+        """Refuse to go on under a lease that has ended meanwhile.
 
         Raises:
-            LockLostError: if one of them has ended since.
+            LockLostError: if one of them has.
         """
-        if not self._used or self.writer is not writer:
-            return False
         for lease in self._used:
-            lease.token_to_write(claiming=self._claiming)
-        return True
-
-    @property
-    def none_held(self) -> bool:
-        """Whether there is no lease that could guard anything."""
-        return not self._candidates
+            lease.token_to_write()
 
     def need_some(self, resource: str | None = None) -> None:
         """Refuse a write under no lease at all; the resource that it needed is named where it is known.
@@ -98,9 +61,9 @@ class Tokens:
         Raises:
             UnfencedWriteError: if none is held.
         """
-        if not self.none_held:
+        if self._candidates:
             return
-        hint = self.writer.bound_instead or NOT_INHERITED
+        hint = self.writing.bound_instead or NOT_INHERITED
         if resource is not None and was_left(resource):
             hint = (
                 "Where the block that held it was left before this write was sent, call flush() or commit() "
@@ -131,7 +94,7 @@ class Tokens:
         """
         self.need_some()
         for lease in self._candidates.values():
-            self.writer.need(lease, self._connection)
+            self.writing.need(lease)
         return 0
 
     def of_row(self, values: tuple[Any, ...]) -> int:
@@ -150,17 +113,15 @@ class Tokens:
         resource = self.fenced.template.render(values)
         lease = self._candidates.get(resource)
         if lease is None:
-            if not self._claiming and self.writer.has_born(resource):
+            if not self._claiming and resource in self.writing.born:
                 return self.of_new_row()
             self.need_some(resource)
             raise UnfencedWriteError(
                 f"this write to {self.fenced.name!r} needs the lease of {resource!r}, and held are "
                 f"{', '.join(map(repr, self._candidates))}; acquire fenced_lock({resource!r}) around it"
-                f"{self.writer.bound_instead and '. '}{self.writer.bound_instead}"
+                f"{self.writing.bound_instead and '. '}{self.writing.bound_instead}"
             )
-        token = lease.token_to_write(claiming=self._claiming)
-        if self.writer.remembered.get(resource) is not lease:
-            refuse_beside_gate(self._connection, resource, lease)
-        self.writer.remember(resource, lease, self._connection, claiming=self._claiming)
+        token = lease.token_to_write()
+        self.writing.remember(resource, lease)
         self._used.append(lease)
         return token

@@ -6,47 +6,68 @@ It is noted on the connection itself. Every room that asks for the session asks 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
-from weakref import ReferenceType, ref
+from weakref import ReferenceType, WeakSet, ref
 
 from sqlalchemy.engine import Connection
 from sqlalchemy.orm import Session
 
-from fencelock.guard._bypass import connections_of
-from fencelock.guard._sqlalchemy import is_flushing
+from fencelock.guard._sqlalchemy import executes_flush
 
 if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
     from sqlalchemy.orm import scoped_session
 
+    AnySession: TypeAlias = (
+        Session
+        | Connection
+        | AsyncSession
+        | AsyncConnection
+        | scoped_session[Any]
+        | async_scoped_session[Any]
+    )
+
 _SESSIONS: Final = "_fencelock_sessions"
-"""Where a connection has the sessions that have joined it, the last one last."""
+"""Where a connection has the sessions that have begun, or flushed, on it, the last one last."""
+
+_CONNECTIONS: Final = "fencelock.connections"
+"""Where a session has the connections that it has begun on."""
 
 _MOVED: Final = "fencelock.moved"
 """Where a session has by how much its last statement moves write ids."""
 
 
-def session_of(target: Session | scoped_session[Any], *, function: str = "") -> Session:
-    """Return the session behind the facade for scoped ones.
-
-    Args:
-        target: what was given.
-        function: that it was given to, where this one has no twin for coroutines.
+def blocking(target: object) -> Session | Connection:
+    """Return the session or connection behind the asyncio and scoped facades.
 
     Raises:
-        TypeError: for anything else, an `AsyncSession` for instance.
+        TypeError: if it is neither.
     """
-    session = target.registry() if hasattr(target, "registry") else target
-    if function and not isinstance(session, Session):
-        raise _no_target(target, function, "a Session")
-    if not isinstance(session, Session):
-        raise TypeError(
-            f"expected a Session, not {type(session).__name__}; for an AsyncSession there are claim_async, "
-            f"claim_all_async and gate_async"
-        )
-    return session
+    registry = getattr(target, "registry", None)
+    target = registry() if callable(registry) else target
+    for attribute in ("sync_session", "sync_connection"):
+        target = getattr(target, attribute, target)
+    if not isinstance(target, Session | Connection):
+        raise TypeError(f"expected a session or a connection, not {type(target).__name__}")
+    return target
+
+
+def session_of(target: Session | scoped_session[Any], function: str) -> Session:
+    """Return the session behind the facade for scoped ones.
+
+    Raises:
+        TypeError: for anything else. For an `AsyncSession` it says what to write in place of this function.
+    """
+    found = session_or_connection(target, function, "a Session")
+    assert isinstance(found, Session)  # noqa: S101  nothing else is "a Session"
+    return found
 
 
 def session_or_connection(
-    target: Session | Connection | scoped_session[Any], *, function: str
+    target: Session | Connection | scoped_session[Any],
+    function: str,
+    wanted: str = "a Session or a Connection",
 ) -> Session | Connection:
     """Return what `session_of` does, and a connection as it is.
 
@@ -54,64 +75,59 @@ def session_or_connection(
         TypeError: for anything else.
     """
     found = target.registry() if hasattr(target, "registry") else target
-    if not isinstance(found, Session | Connection):
-        raise _no_target(target, function, "a Session or a Connection")
-    return found
-
-
-def _no_target(target: object, function: str, wanted: str) -> TypeError:
-    """Return the error for what a function cannot write with; coroutines are told what to write."""
-    if hasattr(target, "registry"):
-        way = "session()"
-    elif hasattr(target, "sync_connection") and "Connection" in wanted:
-        way = "connection"
-    else:
-        way = "session"
-    is_for_coroutines = type(target).__module__.startswith("sqlalchemy.ext.asyncio")
-    return TypeError(
-        f"{function} takes {wanted}, not {type(target).__name__}"
-        + (f"; in coroutines write `await {way}.run_sync({function}, …)`" if is_for_coroutines else "")
-    )
+    if isinstance(found, Session) or (isinstance(found, Connection) and "Connection" in wanted):
+        return found
+    hint = ""
+    if type(target).__module__.startswith("sqlalchemy.ext.asyncio"):
+        twin = f"{function}_async" if function in {"claim", "claim_all", "gate"} else ""
+        way = "session()" if hasattr(target, "registry") else "session"
+        if hasattr(target, "sync_connection") and "Connection" in wanted:
+            way = "connection"
+        hint = (
+            f"; in coroutines write `await {twin or f'{way}.run_sync'}({'' if twin else f'{function}, '}…)`"
+        )
+    raise TypeError(f"{function} takes {wanted}, not {type(target).__name__}{hint}")
 
 
 def on_begin(session: Session, _transaction: object, connection: Connection) -> None:
-    """Join: a listener for all sessions."""
+    """Note which session uses a connection, and the other way round: a listener for all sessions."""
     join(connection, session)
+    session.info.setdefault(_CONNECTIONS, WeakSet()).add(connection)
 
 
 def join(connection: Connection, session: Session) -> None:
-    """Note that a session has begun to use a connection, or flushes on it.
+    """Note that the next statements on a connection are those of a session.
 
     It is noted on the connection itself, where that costs next to nothing: every session of the process does
     it for every transaction, and few of them ever write to a fenced table.
     """
     known: tuple[ReferenceType[Session], ...] = getattr(connection, _SESSIONS, ())
-    if known and known[-1]() is session:
-        return
-    others = [each for each in known if each() not in (None, session)]
-    setattr(connection, _SESSIONS, (*others, ref(session)))
-
-
-def sessions_on(connection: Connection) -> list[Session]:
-    """Return the sessions that have joined a connection and live on, the last one last."""
-    known: tuple[ReferenceType[Session], ...] = getattr(connection, _SESSIONS, ())
-    return [session for reference in known if (session := reference()) is not None]
-
-
-def users_of(connection: Connection) -> list[Session]:
-    """Return the sessions whose transaction the connection's is, the one that joined last at the end.
-
-    Those that have left it and live on are not among them.
-    """
-    return [session for session in sessions_on(connection) if connection in connections_of(session)]
+    if not known or known[-1]() is not session:
+        others = (each for each in known if each() not in (None, session))
+        setattr(connection, _SESSIONS, (*others, ref(session)))
 
 
 def owner_of(connection: Connection) -> Session | None:
     """Return the session whose statements a connection executes: that which flushes, or has begun last."""
-    users = users_of(connection)
+    known: tuple[ReferenceType[Session], ...] = getattr(connection, _SESSIONS, ())
+    users = [each for reference in known if (each := reference()) is not None and uses(each, connection)]
     if len(users) > 1:
-        users = [session for session in users if is_flushing(session)] or users
+        users = [each for each in users if executes_flush(each)] or users
     return users[-1] if users else None
+
+
+def uses(session: Session, connection: Connection) -> bool:
+    """Tell whether a connection is one of a session's transaction."""
+    return session.in_transaction() and connection in session.info.get(_CONNECTIONS, ())
+
+
+def connections_of(session: Session) -> list[Connection]:
+    """Return the connections of a session's transaction."""
+    return [
+        each
+        for each in session.info.get(_CONNECTIONS, ())
+        if session.in_transaction() and each.in_transaction()
+    ]
 
 
 def note_moved(connection: Connection, by: int) -> None:

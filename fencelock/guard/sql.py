@@ -20,7 +20,6 @@ from sqlalchemy.sql.selectable import AliasedReturnsRows
 
 from fencelock.guard._carried import CARRIERS
 from fencelock.guard._install import install
-from fencelock.guard._statement import LOADED_BIND, TOKEN_BIND, TOKEN_OPTION
 from fencelock.guard._tables import (
     FENCE_COLUMN,
     WRITE_COLUMN,
@@ -30,6 +29,7 @@ from fencelock.guard._tables import (
     template_of,
     underlying,
 )
+from fencelock.guard.criteria import LOADED_BIND, TOKEN_BIND, TOKEN_OPTION
 from fencelock.guard.leases import note_token
 from fencelock.guard.sessions import session_or_connection
 from fencelock.guard.write_ids import LIMIT, new_write_id
@@ -104,7 +104,7 @@ def execute_fenced(
     """
     if not isinstance(statement, Update | Delete | Insert):
         raise TypeError(f"execute_fenced takes an UPDATE, DELETE or INSERT, not {type(statement).__name__}")
-    connection = session_or_connection(connection, function="execute_fenced")
+    connection = session_or_connection(connection, "execute_fenced")
     _known(statement.table)
     options = {} if token is None else {TOKEN_OPTION: check_token(token)}
     if token is not None:

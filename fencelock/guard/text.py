@@ -7,29 +7,18 @@ Both look for words and parse nothing: what they cannot tell is refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
 from sqlalchemy import DDL, Connection, TextClause
-from sqlalchemy.sql import visitors
 
 from fencelock.errors import UnfencedWriteError
 from fencelock.guard._bypass import is_bypassed
 from fencelock.guard._carried import CARRIERS, ready
-from fencelock.guard._sqlalchemy import copy_of, parameters_of
-from fencelock.guard._statement import TOKEN_BIND, Row
-from fencelock.guard._tables import (
-    FENCE_COLUMN,
-    WRITE_COLUMN,
-    fenced_names,
-    fenced_table,
-    harmless,
-    is_harmless,
-    is_strict,
-    note_harmless,
-    underlying,
-)
+from fencelock.guard._sqlalchemy import parameters_of, with_text
+from fencelock.guard._tables import FENCE_COLUMN, WRITE_COLUMN, fenced_names, is_strict
+from fencelock.guard.criteria import Row
 from fencelock.guard.endings import refuse
 from fencelock.guard.events import report
 from fencelock.guard.leases import note_token
@@ -38,6 +27,9 @@ from fencelock.token import check as check_token
 
 TOKEN: Final = "fencing_token"  # noqa: S105  no password
 WRITE_ID: Final = "fencing_write_id"
+GUARDED: Final = "fencelock_guarded"
+"""Execution option of a statement that carries the condition."""
+
 _NAME: Final = r'(?:[\w$]+|"(?:[^"]|"")+"|`(?:[^`]|``)+`)'
 _FULL: Final = rf"{_NAME}(?: ?\. ?{_NAME})*"
 _QUOTED: Final = re.compile(
@@ -70,35 +62,35 @@ _DEFINES: Final = re.compile(r"(?i)\s*(?:create|alter(?!.*\btruncate\b)|drop|com
 
 
 def guard_text(
-    connection: Connection, statement: TextClause, rows: Sequence[Row]
-) -> tuple[TextClause, Sequence[Row]] | None:
-    """Return a text that carries the condition, with what a strict trigger wants, and its parameters.
+    connection: Connection, statement: TextClause, rows: Sequence[Row], options: Mapping[str, Any]
+) -> tuple[TextClause, Sequence[Row], Mapping[str, Any]]:
+    """Return a text, its parameters and options: what carries the condition gets a new write id, and a mark.
 
-    They have a new write id. None for any other text.
+    A strict trigger wants to see its token, too. Any other text is left as it is.
 
     Raises:
         UnfencedWriteError: if the token is missing among the parameters.
     """
-    text = statement.text
+    text, binds = statement.text, parameters_of(statement)
     table = guarded_table(text) if FENCE_COLUMN in text.lower() else None
     if table is None:
-        if WRITE_ID in parameters_of(statement):
+        if WRITE_ID in binds:
             raise _unguarded_error(written(text, tuple(fenced_names())) or "?")
-        return None
-    given = parameters_of(statement)[TOKEN].effective_value
-    for token in {row.get(TOKEN, given) for row in rows}:
+        return statement, rows, options
+    given = binds[TOKEN].effective_value
+    for token in {row.get(TOKEN, given) for row in rows or [{}]}:
         if token is None:
             raise UnfencedWriteError(f'textual SQL has its token as a parameter: pass {{"{TOKEN}": token}}')
         note_token(connection, statement, check_token(token))
-    if WRITE_ID in parameters_of(statement):
-        rows = [{**row, WRITE_ID: new_write_id()} for row in rows]
-    if not is_strict(table):
-        return statement, rows
-    ready(connection)
-    carried = CARRIERS[connection.dialect.name].format(f":{TOKEN}")
-    carrying = copy_of(statement)
-    carrying.text = re.sub(rf"(?i)(\b{FENCE_COLUMN}\s*<=\s*:{TOKEN}\b)", rf"\1 AND {carried}", text)
-    return carrying, rows
+    if WRITE_ID in binds:
+        rows = [{**row, WRITE_ID: new_write_id()} for row in rows or [{}]]
+    if is_strict(table):
+        ready(connection)
+        carried = CARRIERS[connection.dialect.name].format(f":{TOKEN}")
+        statement = with_text(
+            statement, re.sub(rf"(?i)(\b{FENCE_COLUMN}\s*<=\s*:{TOKEN}\b)", rf"\1 AND {carried}", text)
+        )
+    return statement, rows, {**options, GUARDED: True}
 
 
 @lru_cache(maxsize=1000)
@@ -126,24 +118,20 @@ def guarded_table(text: str) -> str | None:
 
 def do_execute(_cursor: object, statement: str, _parameters: object, context: Any) -> None:
     """Refuse a statement that may write to a fenced table and was not guarded."""
-    reads = statement.startswith("SELECT") and ";" not in statement
-    if (
-        reads
-        or context is None
-        or is_harmless(context.compiled)
-        or is_bypassed(context.execution_options, context.root_connection)
+    if context is None or GUARDED in context.execution_options:
+        return
+    if (statement.startswith("SELECT") and ";" not in statement) or is_bypassed(
+        context.execution_options, context.root_connection
     ):
         return
-    known, compiled = harmless(), context.compiled
-    is_dml = not context.isddl and compiled and (compiled.isinsert or compiled.isupdate or compiled.isdelete)
-    name = _unguarded(compiled) if is_dml else _unguarded_text(statement, context)
+    if context.isddl and _DEFINES.match(statement) and not isinstance(context.compiled.statement, DDL):
+        return
+    name = written(statement, tuple(fenced_names()))
     if name is not None:
         error = _unguarded_error(name)
         report(error)
         refuse(context.root_connection, error)
         raise error
-    if is_dml:
-        note_harmless(compiled, known)
 
 
 def _unguarded_error(name: str) -> UnfencedWriteError:
@@ -159,34 +147,6 @@ def _unguarded_error(name: str) -> UnfencedWriteError:
 def do_execute_no_params(cursor: object, statement: str, context: Any) -> None:
     """Do the same where there are no parameters."""
     do_execute(cursor, statement, None, context)
-
-
-def _unguarded(compiled: Any) -> str | None:
-    """Return the fenced table that a compiled UPDATE, DELETE or INSERT may write to without the guard."""
-    fenced, names = fenced_table(compiled.compile_state.dml_table), tuple(fenced_names())
-    if fenced is not None:
-        fence = fenced.fence.key  # a parameter that only compares the fence has another name
-        has_token = compiled.isinsert or any(name.startswith(TOKEN_BIND) for name in compiled.binds)
-        if not has_token or not (compiled.isdelete or {fence, f"{fence}_m0"} & compiled.binds.keys()):
-            return fenced.name
-    within = [cte.element for cte in compiled.ctes or ()]
-    tables = [str(underlying(each.table).name) for each in within if getattr(each, "is_dml", False)]
-    texts = [each.text for each in visitors.iterate(compiled.statement) if isinstance(each, TextClause)]
-    found = [
-        *(table for table in tables if table.lower() in names),
-        *(written(text, names) for text in texts),
-    ]
-    return next(filter(None, found), None)
-
-
-def _unguarded_text(statement: str, context: Any) -> str | None:
-    """Return the fenced table that any other statement may write to without the guard."""
-    invoked = context.invoked_statement
-    if isinstance(invoked, TextClause) and guarded_table(invoked.text) is not None:
-        return None
-    if context.isddl and _DEFINES.match(statement) and not isinstance(context.compiled.statement, DDL):
-        return None
-    return written(statement, tuple(fenced_names()))
 
 
 @lru_cache(maxsize=1000)

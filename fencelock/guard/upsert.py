@@ -82,7 +82,7 @@ def upsert(
         ```
     """
     install()
-    session = session_of(session, function="upsert")
+    session = session_of(session, "upsert")
     mapper, fenced = fenced_model(model)
     if len(mapper.tables) > 1:
         raise TypeError(f"the rows of {mapper.class_.__name__} are in several tables; use session.merge()")
@@ -93,9 +93,8 @@ def upsert(
     by_key = _by_key(mapper, fenced, rows)
     target = target_of(session, mapper, bind_arguments, by_key)
     connection = target.connection
-    options = connection.get_execution_options()
-    writer = begin_writing(connection, options, fenced)
-    tokens = Tokens(connection, fenced, options, writer=writer)
+    begin_writing(connection, connection.get_execution_options(), fenced)
+    tokens = Tokens(connection, fenced)
     token_of = {key: _token(tokens, row) for key, row in by_key.items()}
 
     if fenced.strict:

@@ -1,6 +1,7 @@
 """Why a guarded write has not written a row: the fence, another resource, another write, or no row at all.
 
-Apart from the condition because it is only asked where a count is short, or a driver does not count.
+It is only asked where a count is short, or a driver does not count. One query then fetches the keys, fences
+and write ids of the rows that the statement has named, and they are compared here.
 """
 
 from __future__ import annotations
@@ -9,21 +10,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from sqlalchemy import Select, and_, literal, not_, or_, select, tuple_
+from sqlalchemy import Select, literal, not_, or_, select, tuple_
 from sqlalchemy.engine import Connection, CursorResult
 from sqlalchemy.sql import ColumnElement
 
 from fencelock.errors import FenceError, StaleReadError, StaleTokenError, UnfencedWriteError
 from fencelock.guard._exact import holds
-from fencelock.guard._statement import LOADED_BIND, TOKEN_BIND, Row, values_of
 from fencelock.guard._tables import FENCE_COLUMN, TRANSLATED, FencedTable
-from fencelock.guard._write import GuardedWrite
+from fencelock.guard.criteria import LOADED_BIND, TOKEN_BIND, Row, values_of
+from fencelock.guard.forms import Form
 
 LOCKING_READS: Final = frozenset({"mysql", "mariadb"})
 """Dialects whose plain SELECT reads an old snapshot under the default isolation level (REPEATABLE READ)."""
 
 KEYS_PER_QUERY: Final = 500
-_CRITERIA_PER_QUERY: Final = 100
 
 _T = TypeVar("_T")
 
@@ -33,202 +33,165 @@ class Verdict:
     """Asks the database why executions of a guarded write have written fewer rows than they named.
 
     Attributes:
-        write: what is known of the statement.
+        form: the statement.
         rows: the parameters of each execution.
         connection: what has executed it, or is about to.
         options: its execution options.
+        of_objects: whether a flush executes it, whose rows should all be there.
     """
 
-    write: GuardedWrite
+    form: Form
     rows: Sequence[Row]
     connection: Connection
     options: Mapping[str, Any]
+    of_objects: bool
 
-    @property
-    def _passed_on(self) -> dict[str, Any]:
-        return {TRANSLATED: self.options.get(TRANSLATED)}
-
-    def wrote_all(self, result: CursorResult[Any]) -> bool:
-        """Tell whether it is known that each execution has written the one row that it named."""
-        return (
-            bool(self.write.key)
-            and result.rowcount == len(self.rows)
-            and self.write.is_trusted(self.rows, result)
+    def of(self, result: CursorResult[Any]) -> FenceError | None:
+        """Return the error to raise for what was executed; None where it has written all that it should."""
+        dialect: Any = result.dialect
+        is_counted = self._counts(dialect) and (
+            dialect.supports_sane_rowcount_returning or not result.returns_rows
         )
-
-    def refused(self) -> FenceError | None:
-        """Return the error to raise if the condition has turned a row away, or None.
-
-        Only asked for where `wrote_all` is not so.
-        """
-        passed_on = self._passed_on
-
-        def first(query: Select[Any], row: Row) -> tuple[Any, ...] | None:
-            found = self.connection.execute(
-                newest(query, self.connection), row, execution_options=passed_on
-            ).first()
-            return None if found is None else tuple(found)
-
-        if not self.write.key:
-            query = self._asked().where(*self.write.where).limit(1)
-            for row in self.rows:
-                found = first(query.where(self._turned_away(row)), row)
-                if found is not None:
-                    return self._error(found, row)
+        if not self.form.key:
+            return self._unkeyed()
+        if is_counted and result.rowcount == len(self.rows):
             return None
-        for group in self._groups():
-            if (
-                first(self._asked().where(or_(*(criterion for criterion, _ in group))).limit(1), {})
-                is not None
-            ):
-                for criterion, row in group:
-                    found = first(self._asked().where(criterion).limit(1), {})
-                    if found is not None:
-                        return self._error(found, row)
-        return None
+        there = self._there()
+        refusal = next(filter(None, (self._error(found, row) for found, row in self._matched(there))), None)
+        is_short = is_counted and result.rowcount < len(self.rows)
+        is_gone = self.form.assigns and len(there) < len(self.rows) and not self._moves_key()
+        if refusal is None and self.of_objects and (is_short or (is_gone and not is_counted)):
+            return self._missed(there)
+        return refusal
 
     def foreseen(self) -> FenceError | None:
-        """Return the error to raise if the condition is going to turn a row away, or None.
+        """Return the error to raise before a statement is executed that would tell too little afterwards.
 
-        Only asked for where `reads_more` is so, and `refused` may find nothing afterwards: a child that was
-        turned away while the statement has changed its parent, say, by which the WHERE clause found it. The
-        rows are locked, as the statement itself would have done, so what is found here stays true; SQLite has
-        no such locks, and nobody else writes once its transaction has begun to.
+        One kind may change by what it writes which rows its WHERE clause is about: a child that was turned
+        away while the statement has changed its parent, say, by which the WHERE clause found it. Another is a
+        DELETE of objects where the driver does not count. The rows are locked, as the statement would have
+        done, so what is found here stays true; SQLite has no such locks, and nobody else writes once its
+        transaction has begun to.
         """
-        query = self._asked().where(*self.write.where).with_for_update(of=self.write.source)
-        passed_on = self._passed_on
-        for row in self.rows:
-            for found in self.connection.execute(query, row, execution_options=passed_on).all():
-                error = self._error(tuple(found), row)
-                if error is not None:
-                    return error
-        return None
-
-    def missed(self, result: CursorResult[Any]) -> StaleReadError | None:
-        """Return the error for an object whose row was not written, though no fence has turned it away.
-
-        Mostly the row is gone. A row that is there was changed between the statement and the question why, by
-        another session under the same token.
-        """
-        is_counted = self.write.is_trusted(self.rows, result)
-        if not self.write.key or (is_counted and result.rowcount >= len(self.rows)):
-            return None
-        if not is_counted and any(
-            column.key in self.rows[0] for column in self.write.fenced.table.primary_key
-        ):
-            return None  # the rows that were written have other keys now
-        if not self.write.assigns:
-            return self._missed() if is_counted else None
-        fences = self._fences()
-        if is_counted or len(fences) < len(self.rows):
-            return self._missed(fences)
-        return None
-
-    def gone_before(self) -> StaleReadError | None:
-        """Return the error for an object that a DELETE will not find, where the driver will not tell.
-
-        The rows that are there stay locked. After the DELETE nothing could tell which of them were there.
-        """
+        if self.form.reads_more:
+            query = self._asked().where(*self.form.where).with_for_update(of=self.form.source)
+            for row in self.rows:
+                for found in self._execute(query, row):
+                    if (error := self._error(found, row)) is not None:
+                        return error
         if (
-            self.write.assigns
-            or not self.write.key
-            or self.write.is_counted(self.rows, self.connection.dialect)
+            self.of_objects
+            and self.form.key
+            and not (self.form.assigns or self._counts(self.connection.dialect))
         ):
-            return None
-        there = self._fences()
-        return self._missed() if len(there) < len(self.rows) else None
+            there = self._there(lock=True)
+            return self._missed(there) if len(there) < len(self.rows) else None
+        return None
 
-    def _fences(self) -> list[int]:
-        """Return the fences of those rows that are there, and lock them."""
-        passed_on = self._passed_on
-        fences: list[int] = []
-        for some in batched(self.rows, KEYS_PER_QUERY):
-            query = select(self.write.source.c[self.write.fenced.fence.key])
-            query = query.where(is_one_of(self._key(), map(self.write.identity, some))).with_for_update()
-            fences += self.connection.scalars(query, execution_options=passed_on)
-        return fences
+    def _counts(self, dialect: Any) -> bool:
+        """Tell whether the driver says how many rows these executions have written."""
+        is_sane = dialect.supports_sane_rowcount
+        return bool(is_sane and (len(self.rows) == 1 or dialect.supports_sane_multi_rowcount))
 
-    def _missed(self, there: Sequence[int] = ()) -> StaleReadError | None:
-        mapper = self.write.fenced.mapper() if self.write.fenced.mapper else None
-        if not self.write.assigns and mapper is not None and not mapper.base_mapper.confirm_deleted_rows:
-            return None
-        row = self.rows[0]
-        name, token = self.write.fenced.name, row[TOKEN_BIND]
-        if len(self.rows) > 1:
-            return StaleReadError(name, None, token, token if len(there) == len(self.rows) else None, None)
-        current = there[0] if there else None
-        return StaleReadError(name, self.write.identity(row), token, current, row.get(LOADED_BIND))
+    def _moves_key(self) -> bool:
+        """Tell whether the rows that were written have other keys now."""
+        return any(column.key in self.rows[0] for column in self.form.fenced.table.primary_key)
 
-    def _groups(self) -> Iterator[list[tuple[ColumnElement[bool], Row]]]:
-        """Return criteria for rows that the statement has named and the condition turned away.
-
-        They come some at a time. One is for all rows of which the same is asked; with it go the parameters of
-        one of these.
-        """
-        alike: dict[tuple[Any, ...], list[Row]] = {}
+    def _unkeyed(self) -> FenceError | None:
+        """Return the error for a row that matches the WHERE clause and that the condition turns away."""
+        fence, write = self.form.source.c[self.form.fenced.fence.key], self.form.write
         for row in self.rows:
-            asked = row[TOKEN_BIND], self.write.accepts(row), values_of(self.write.naming or (), row)
-            alike.setdefault(asked, []).append(row)
-        criteria_of = [
-            (
-                and_(is_one_of(self._key(), map(self.write.identity, some)), self._turned_away(some[0])),
-                some[0],
-            )
-            for group in alike.values()
-            for some in batched(group, KEYS_PER_QUERY)
-        ]
-        yield from batched(criteria_of, _CRITERIA_PER_QUERY)
+            accepted, named = self.form.accepts(row), self._naming()
+            turned_away = [fence > row[TOKEN_BIND], fence.is_(None)]
+            if accepted is not None and write is not None:
+                turned_away.append(write.not_in(accepted))
+            for column, value in zip(named, values_of(self.form.naming or (), row), strict=False):
+                turned_away.append(not_(holds(column, literal(value, column.type))))
+            query = self._asked().where(*self.form.where, or_(*turned_away)).limit(1)
+            for found in self._execute(newest(query, self.connection), row):
+                return self._error(found, row)
+        return None
 
-    def _turned_away(self, row: Row) -> ColumnElement[bool]:
-        """Return the criterion that the condition, or the resource's name, turns a row away."""
-        fence = self.write.source.c[self.write.fenced.fence.key]
-        accepted = self.write.accepts(row)
-        if accepted is not None and self.write.write is not None:
-            passes_not = or_(fence > row[TOKEN_BIND], self.write.write.not_in(accepted))
-        else:
-            passes_not = fence > row[TOKEN_BIND]
-        return or_(passes_not, fence.is_(None), *self._differs(values_of(self.write.naming or (), row)))
+    def _there(self, *, lock: bool = False) -> list[tuple[Any, ...]]:
+        """Return what `_asked` tells of those rows that are there."""
+        found: list[tuple[Any, ...]] = []
+        key = [self.form.source.c[column.key] for column in self.form.fenced.table.primary_key]
+        for some in batched(self.rows, KEYS_PER_QUERY):
+            query = self._asked().where(is_one_of(key, map(self.form.identity, some)))
+            query = query.with_for_update() if lock else newest(query, self.connection)
+            found += self._execute(query, {})
+        return found
+
+    def _matched(self, there: Iterable[tuple[Any, ...]]) -> Iterator[tuple[tuple[Any, ...], Row]]:
+        """Yield rows that are there with the parameters of their execution.
+
+        The database may take another spelling of a key for the same: such a row is compared with each.
+        """
+        by_key = {self.form.identity(row): row for row in self.rows}
+        width = len(self.form.key)
+        for found in there:
+            row = by_key.get(found[:width])
+            yield from ((found, each) for each in ((row,) if row is not None else self.rows))
+
+    def _naming(self) -> list[ColumnElement[Any]]:
+        """Return the columns that name the resource, if the statement tells their values."""
+        if self.form.naming is None or self.of_objects:
+            return []
+        return [self.form.source.c[column.key] for column in self.form.fenced.template.columns.values()]
 
     def _asked(self) -> Select[Any]:
         """Return a query of what `_error` wants to know of rows, without any criteria."""
-        fence = self.write.source.c[self.write.fenced.fence.key]
-        write = fence if self.write.write is None else self.write.write
-        return select(*self._key(), fence, write, *self.write.naming_columns())
+        source, fenced = self.form.source, self.form.fenced
+        fence = source.c[fenced.fence.key]
+        write = fence if self.form.write is None else self.form.write
+        return select(
+            *(source.c[each.key] for each in fenced.table.primary_key), fence, write, *self._naming()
+        )
 
-    def _key(self) -> list[ColumnElement[Any]]:
-        return [self.write.source.c[column.key] for column in self.write.fenced.table.primary_key]
-
-    def _differs(self, named: Sequence[Any]) -> Iterator[ColumnElement[bool]]:
-        """Return criteria for a row that another resource guards than the one that these values name."""
-        for column, value in zip(self.write.naming_columns(), named, strict=False):
-            yield not_(holds(column, literal(value, column.type)))
+    def _execute(self, query: Select[Any], row: Row) -> list[tuple[Any, ...]]:
+        options = {TRANSLATED: self.options.get(TRANSLATED)}
+        return [tuple(found) for found in self.connection.execute(query, row, execution_options=options)]
 
     def _error(self, found: tuple[Any, ...], row: Row) -> FenceError | None:
-        token, named = row[TOKEN_BIND], values_of(self.write.naming or (), row)
-        width = len(self.write.fenced.table.primary_key)
-        identity, current, write_id, naming = (
-            found[:width],
-            found[width],
-            found[width + 1],
-            found[width + 2 :],
-        )
-        template = self.write.fenced.template
-        if naming:
-            asked, actual = template.render(named), template.render(naming)
+        """Return why this row was turned away; None if it was not."""
+        fenced, token = self.form.fenced, row[TOKEN_BIND]
+        width = len(fenced.table.primary_key)
+        identity, (current, write_id), named = found[:width], found[width : width + 2], found[width + 2 :]
+        if named:
+            asked, actual = (
+                fenced.template.render(values) for values in (values_of(self.form.naming or (), row), named)
+            )
             if asked != actual:
                 return UnfencedWriteError(
-                    f"{self.write.fenced.name}{identity!r} is guarded by {actual!r}, not by {asked!r} as "
-                    f"this write has it; nothing was written, so roll back, and lock what the row names"
+                    f"{fenced.name}{identity!r} is guarded by {actual!r}, not by {asked!r} as this write has "
+                    f"it; nothing was written, so roll back, and lock what the row names"
                 )
         if current is None:
-            return without_fence(self.write.fenced, identity)
-        known = identity if self.write.key else None
+            return without_fence(fenced, identity)
+        known = identity if self.form.key else None
         if current > token:
-            return StaleTokenError(self.write.fenced.name, known, token, current)
-        accepted = self.write.accepts(row)
+            return StaleTokenError(fenced.name, known, token, current)
+        accepted = self.form.accepts(row)
         if accepted is None or write_id in accepted:
             return None
-        return StaleReadError(self.write.fenced.name, known, token, current, accepted[0])
+        return StaleReadError(fenced.name, known, token, current, accepted[0])
+
+    def _missed(self, there: Sequence[tuple[Any, ...]]) -> StaleReadError | None:
+        """Return the error for an object whose row was not written, though no fence has turned it away.
+
+        Mostly the row is gone. A row that is there was changed between the statement and the question why.
+        """
+        fenced = self.form.fenced
+        if not self.form.assigns and not all(each.confirm_deleted_rows for each in fenced.mappers()):
+            return None
+        row = self.rows[0]
+        token = row[TOKEN_BIND]
+        if len(self.rows) > 1:
+            return StaleReadError(
+                fenced.name, None, token, token if len(there) == len(self.rows) else None, None
+            )
+        current = there[0][len(self.form.key)] if there else None
+        return StaleReadError(fenced.name, self.form.identity(row), token, current, row.get(LOADED_BIND))
 
 
 def batched(all_of: Sequence[_T], count: int) -> Iterator[list[_T]]:

@@ -608,69 +608,6 @@ def test_a_reminted_token_is_used_at_once(session: Session) -> None:
     assert ticket.last_fencing_token == 8
 
 
-def test_each_statement_asks_anew_what_is_held(session: Session) -> None:
-    """What one statement has found out serves the next of its transaction only where nothing has happened."""
-
-    def write() -> None:
-        session.get_one(Stock, 1).count += 1
-        session.flush()
-        session.execute(update(Stock).values(count=5))
-
-    def fences() -> set[int]:
-        return set(session.scalars(select(Stock.last_fencing_token)))
-
-    lease, other = Lease("stock", 5), Lease("other", 9)
-    note_held(lease)
-    try:
-        write()
-        assert fences() == {5}
-        lease.remint(6, math.inf)
-        write()
-        assert fences() == {6}
-        note_held(other)
-        write()
-        note_ended(other)
-        bind(session, Lease("stock", 4))
-        with pytest.raises(StaleTokenError):
-            session.execute(update(Stock).values(count=6))
-        session.rollback()
-        bind(session)
-        write()
-        lease.doubt({"any"})
-        with pytest.raises(CommitInDoubtError):
-            session.execute(update(Stock).values(count=7))
-        session.rollback()
-        lease.remint(7, math.inf)
-        lease.settle(7, {"any"})
-        write()
-        assert fences() == {7}
-        lease.lose("its time ran out")
-        with pytest.raises(LockLostError):
-            session.execute(update(Stock).values(count=8))
-    finally:
-        note_ended(lease, other)
-
-
-def test_a_flush_that_goes_on_in_another_transaction_keeps_its_lease(session: Session) -> None:
-    """A listener commits in the midst of a flush: what is written from there on needs the lease as well."""
-    lease = Lease("stock", 5)
-    bind(session, lease)
-    for item in session.scalars(select(Stock)):
-        item.count += 1
-
-    def commit(_mapper: object, connection: Connection, item: Stock) -> None:
-        if item.id == 2:
-            connection.commit()
-
-    with listening(Stock, "before_update", commit):
-        session.flush()
-    connection = session.connection()
-    assert connection.in_transaction()
-    assert lease.needed
-    connection.rollback()
-    assert not lease.needed
-
-
 def test_what_a_listener_writes_in_a_flush_is_written_under_what_is_held_then(session: Session) -> None:
     """A flush has settled its own tokens by then; those of other statements are asked for anew."""
     older, newer = Lease("stock", 5), Lease("stock", 6)
@@ -684,21 +621,6 @@ def test_what_a_listener_writes_in_a_flush_is_written_under_what_is_held_then(se
         session.get_one(Stock, 1).count += 1
         session.commit()
     assert session.scalars(select(Stock.last_fencing_token).order_by(Stock.id)).all() == [5, 6]
-
-
-def test_a_lease_released_before_the_delete_is_sent_deletes_nothing(session: Session) -> None:
-    """A DELETE is looked at when its flush begins; the lease may be given back before it is sent."""
-    lease = Lease("stock", 5)
-    bind(session, lease)
-
-    def release(*_: object) -> None:
-        assert not lease.needed
-        lease.release()
-
-    with listening(Stock, "before_delete", release):
-        session.delete(session.get_one(Stock, 1))
-        with pytest.raises(UnfencedWriteError, match="no lease is held"):
-            session.flush()
 
 
 def test_a_lease_released_in_the_midst_of_a_flush_guards_nothing_from_there_on(session: Session) -> None:
@@ -881,3 +803,45 @@ def test_bind_that_hides_a_lease_says_so(session: Session) -> None:
     with pytest.raises(UnfencedWriteError) as caught:
         session.execute(update(Ticket).where(Ticket.id == 2).values(seat="x"))
     assert "undoes" not in str(caught.value)
+
+
+def test_each_statement_asks_anew_what_is_held(session: Session) -> None:
+    """What one statement has found out serves the next of its transaction only where nothing has happened."""
+
+    def write() -> None:
+        session.get_one(Stock, 1).count += 1
+        session.flush()
+        session.execute(update(Stock).values(count=5))
+
+    def fences() -> set[int]:
+        return set(session.scalars(select(Stock.last_fencing_token)))
+
+    lease, other = Lease("stock", 5), Lease("other", 9)
+    note_held(lease)
+    try:
+        write()
+        assert fences() == {5}
+        lease.remint(6, math.inf)
+        write()
+        assert fences() == {6}
+        note_held(other)
+        write()
+        note_ended(other)
+        bind(session, Lease("stock", 4))
+        with pytest.raises(StaleTokenError):
+            session.execute(update(Stock).values(count=6))
+        session.rollback()
+        bind(session)
+        write()
+        lease.doubt()
+        with pytest.raises(CommitInDoubtError):
+            session.execute(update(Stock).values(count=7))
+        session.rollback()
+        lease.remint(7, math.inf)
+        write()
+        assert fences() == {7}
+        lease.lose("its time ran out")
+        with pytest.raises(LockLostError):
+            session.execute(update(Stock).values(count=8))
+    finally:
+        note_ended(lease, other)

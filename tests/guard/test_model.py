@@ -8,7 +8,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -51,13 +51,10 @@ from fencelock.guard import (
     claim,
     fence_column,
     fence_table,
+    forms,
     write_id_column,
 )
-from fencelock.guard import _tables as tables_room
-from fencelock.guard import rewrite as rewrite_room
-from fencelock.guard.endings import WATCHER
-from fencelock.guard.flushes import under_way
-from fencelock.guard.leases import Writer
+from fencelock.guard.leases import Writing
 from fencelock.lease import Lease
 
 InMemory: TypeAlias = Callable[[MetaData], Engine]
@@ -549,34 +546,12 @@ def test_the_guard_knows_nothing_of_authorities() -> None:
     assert not [name for name in imported if name.startswith(("redis", "fencelock.authority"))]
 
 
-def test_flushes_that_come_to_nothing_leave_nothing_behind(in_memory: InMemory) -> None:
-    """Another listener raises before one begins, or takes away what there was to flush."""
-    engine = in_memory(Base.metadata)
-
-    def refuse(*_: object) -> None:
-        raise ZeroDivisionError
-
-    def take_away(session: Session, *_: object) -> None:
-        session.expunge_all()
-
-    before = len(under_way)
-    for listener in (refuse, take_away) * 10:
-        with Session(engine) as session, suppress(ZeroDivisionError):
-            event.listen(session, "before_flush", listener)
-            session.add(Row(id=1))
-            session.flush()
-    del session
-    gc.collect()
-    assert len(under_way) <= before
-
-
 def test_what_the_guard_remembers_dies_with_its_owner(in_memory: InMemory) -> None:
     """Transactions, sessions and statements that are gone leave nothing behind."""
     engine = in_memory(Base.metadata)
     stores: list[Callable[[], int]] = [
-        lambda: len(under_way),
-        lambda: len(rewrite_room._guarded),
-        lambda: sum(isinstance(each, Writer) for each in gc.get_objects()),
+        lambda: len(forms._forms),
+        lambda: sum(isinstance(each, Writing) for each in gc.get_objects()),
     ]
 
     def work(tokens: range) -> list[int]:
@@ -614,23 +589,7 @@ def test_a_plain_table_leaves_nothing_behind(in_memory: InMemory) -> None:
         session.add(Plain(id=1))
         session.flush()
         session.execute(update(Plain).values(value=1))
-        assert not hasattr(session.connection(), WATCHER)
-        assert session.hash_key not in under_way
-
-
-def test_a_table_with_the_number_of_a_harmless_one_is_looked_at() -> None:
-    """CPython gives the number of an object that is gone to the next; it is not known for that."""
-    known = tables_room.harmless()
-    numbers = set()
-    for _ in range(20):
-        table = Table("mo_short_lived", MetaData())
-        assert not tables_room.is_harmless(table)
-        tables_room.note_harmless(table, known)
-        assert tables_room.is_harmless(table)
-        numbers.add(id(table))
-        del table
-        gc.collect()
-        assert not known.keys() & numbers
+        assert not hasattr(session.connection(), "_fencelock_writing")
 
 
 def test_a_class_without_the_mixin_is_guarded_by_its_table(tmp_path: Path) -> None:

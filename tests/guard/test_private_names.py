@@ -15,19 +15,17 @@ from sqlalchemy import (
     delete,
     event,
     insert,
-    lambda_stmt,
     select,
     text,
     update,
 )
 from sqlalchemy.dialects import sqlite
-from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.engine import Connection, Engine, NestedTransaction, RootTransaction, Transaction
 from sqlalchemy.exc import PendingRollbackError
 from sqlalchemy.orm import (
     DeclarativeBase,
     Mapped,
     Session,
-    SessionTransaction,
     defer,
     joinedload,
     load_only,
@@ -92,72 +90,19 @@ def test_every_function_is_used() -> None:
 
 
 def test_a_flush_is_told_from_a_bulk_operation(engine: Engine) -> None:
-    """Only a flush executes the statements of a flush; both of them flush."""
+    """Only a flush executes the statements of a flush."""
     seen = []
 
     @event.listens_for(engine, "before_cursor_execute")
     def note(*_: Any) -> None:
-        seen.append((private.is_flushing(session), private.executes_flush(session)))
+        seen.append(private.executes_flush(session))
 
     with Session(engine) as session:
         session.add(Animal(id=1))
         session.flush()
         session.bulk_insert_mappings(Animal.__mapper__, [{"id": 2, "kind": "animal"}])
         session.execute(select(1))
-    assert seen == [(True, True), (True, False), (False, False)]
-
-
-def test_a_session_names_its_connections(engine: Engine) -> None:
-    """Each one once, with its transaction, and whether the session commits it."""
-    with Session(engine) as session:
-        connection = session.connection()
-        transaction = session.get_transaction()
-        assert transaction is not None
-        assert private.taking_part_in(transaction) == [(connection, connection.get_transaction(), True)]
-    with engine.connect() as outer, outer.begin(), Session(outer) as session:
-        session.connection()
-        transaction = session.get_transaction()
-        assert transaction is not None
-        assert private.taking_part_in(transaction) == [(outer, outer.get_transaction(), False)]
-
-
-def test_a_session_needs_a_rollback_once_it_was_failed(engine: Engine) -> None:
-    """As after a flush that has failed; its `with` block raises at the end, too."""
-    error = ValueError("refused")
-    with Session(engine) as session:
-        session.connection()
-        transaction = session.get_transaction()
-        assert transaction is not None
-        private.fail_inside(transaction, error)
-        with pytest.raises(PendingRollbackError, match="refused"):
-            session.execute(select(1))
-        session.rollback()
-        session.execute(select(1))
-    waiting = pytest.raises(PendingRollbackError, match="refused")
-    with Session(engine) as session, waiting, session.begin() as transaction:
-        _fail(session, transaction, error)
-
-
-def _fail(session: Session, transaction: SessionTransaction, error: Exception) -> None:
-    session.connection()
-    private.look_active(transaction)
-    private.fail_inside(transaction, error)
-
-
-def test_savepoints_have_names_and_an_outer_one(engine: Engine) -> None:
-    """Rolling back to one in the database leaves SQLAlchemy's object active."""
-    with engine.connect() as connection:
-        connection.exec_driver_sql("BEGIN")
-        outer = connection.begin_nested()
-        connection.execute(insert(animals).values(id=1, kind="animal", name=""))
-        inner = connection.begin_nested()
-        assert private.outer_of(inner) is outer
-        assert private.outer_of(outer) is None
-        assert private.savepoint_name(inner) != private.savepoint_name(outer)
-        inner.commit()
-        private.roll_back_to(outer)
-        assert outer.is_active
-        assert connection.scalars(select(animals.c.id)).all() == []
+    assert seen == [True, False, False]
 
 
 def test_an_inactive_transaction_is_refused(engine: Engine) -> None:
@@ -202,24 +147,12 @@ def test_statements_are_executed_without_the_guard(engine: Engine) -> None:
         assert private.options_to_execute(select(1).execution_options(a=2)) == {"a": 2}
 
 
-def test_listeners_are_seen(engine: Engine) -> None:
-    """Those of the engine, and those of one connection."""
-    with engine.connect() as connection:
-        assert not private.has_listeners(connection)
-        event.listen(connection, "before_cursor_execute", lambda *_: None)
-        assert private.has_listeners(connection)
-    event.listen(engine, "before_cursor_execute", lambda *_: None)
-    with engine.connect() as connection:
-        assert private.has_listeners(connection)
-
-
 def test_parts_of_statements_are_seen() -> None:
-    """The WHERE clause, what is assigned, prefixes, options and the tables that a part reads."""
+    """The WHERE clause, what is assigned, prefixes and options."""
     part = animals.c.id == dogs.c.id
     one = update(animals).where(part).values(name="a")
     assert private.where_of(one) == (part,)
     assert private.where_of(insert(animals)) == ()
-    assert set(private.sources_of(part)) == {animals, dogs}
     other = private.with_where(one, [animals.c.id == 1])
     assert "dogs" not in str(other)
     assert "dogs" in str(one)
@@ -234,32 +167,29 @@ def test_parts_of_statements_are_seen() -> None:
 
 
 def test_kinds_of_inserts_and_queries_are_told_apart() -> None:
-    """Several rows in values(), a conflict clause, a locking query."""
-    assert private.has_rows(insert(animals).values([{"id": 1}, {"id": 2}]))
-    assert not private.has_rows(insert(animals).values(id=1))
-    assert private.has_conflict_clause(sqlite.insert(animals).on_conflict_do_nothing())
-    assert not private.has_conflict_clause(sqlite.insert(animals))
+    """Several rows in values(), a conflict clause, a prefix, a locking query."""
+    assert not private.inserts_plainly(insert(animals).values([{"id": 1}, {"id": 2}]))
+    assert not private.inserts_plainly(sqlite.insert(animals).on_conflict_do_nothing())
+    assert not private.inserts_plainly(insert(animals).prefix_with("IGNORE"))
+    assert private.inserts_plainly(insert(animals).values(id=1))
     assert private.locks_rows(select(animals).with_for_update())
     assert not private.locks_rows(select(animals))
 
 
-def test_texts_and_lambdas_are_open(engine: Engine) -> None:
-    """A text's parameters stay in its copy; a lambda shows what it returns."""
+def test_a_text_may_have_other_words(engine: Engine) -> None:
+    """Its parameters stay, and the text stays what it was. A preparer tells if percent signs are doubled."""
     statement = text("SELECT :a").bindparams(a=1)
-    copy = private.copy_of(statement)
-    assert private.parameters_of(copy)["a"].effective_value == 1
-    copy.text = "SELECT 2"
-    assert statement.text == "SELECT :a"
-    assert isinstance(private.resolved(lambda_stmt(lambda: select(animals))), type(select(animals)))
+    other = private.with_text(statement, "SELECT 2")
+    assert private.parameters_of(other)["a"].effective_value == 1
+    assert (statement.text, other.text) == ("SELECT :a", "SELECT 2")
     assert private.doubles_percents(engine.dialect.identifier_preparer) is False
     psycopg = create_engine("postgresql+psycopg://").dialect
     assert private.doubles_percents(psycopg.identifier_preparer) is True
 
 
 def test_the_unit_of_work_names_its_rows_as_expected(engine: Engine) -> None:
-    """Its cache marks its statements, and its parameters are those that a mapper tells."""
+    """Its cache marks its statements."""
     mapper = Dog.__mapper__
-    assert list(private.key_in_table(mapper, dogs)) == [dogs.c.id]
     assert list(private.equal_to_parents(mapper)) == [(animals.c.id, dogs.c.id)]
     assert list(private.equal_to_parents(Animal.__mapper__)) == []
     seen = []
@@ -275,34 +205,45 @@ def test_the_unit_of_work_names_its_rows_as_expected(engine: Engine) -> None:
         dog.tricks = 2
         session.flush()
     assert {id(cache) for _, cache, _ in seen} == {id(private.cache_of(mapper.base_mapper))}
-    kind, _, rows = seen[-1]
-    assert kind == "UPDATE"
-    assert (rows[0] if isinstance(rows, list) else rows)[private.parameter_of(dogs.c.id)] == 1
+    assert seen[-1][0] == "UPDATE"
 
 
-def test_processors_see_the_plan_of_a_flush(engine: Engine) -> None:
-    """It is called when the first object of a mapper comes into a flush."""
-    plans = []
-
-    class Processor:
-        def per_property_preprocessors(self, plan: Any) -> None:
-            plans.append(plan.session)
-
-    class Own(DeclarativeBase):
-        """Apart, so that the processor stays here."""
-
-    class Thing(Own):
-        """A row."""
-
-        __tablename__ = "things"
-        id: Mapped[int] = mapped_column(primary_key=True)
-
-    Own.metadata.create_all(engine)
-    private.processors_of(Thing.__mapper__).append(Processor())
+@pytest.mark.parametrize("raises", [False, True])
+def test_ends_are_heard(engine: Engine, monkeypatch: pytest.MonkeyPatch, *, raises: bool) -> None:
+    """After the COMMIT or ROLLBACK, of savepoints and of sessions too; an error is heard, and stays."""
+    for name in ("commit", "rollback", "close"):
+        monkeypatch.setattr(Transaction, name, getattr(Transaction, name))  # puts it back afterwards
+    heard: list[tuple[type[Any], bool, bool]] = []
+    private.hear_ends(
+        lambda ended, error, *, commits: heard.append(
+            (type(ended), ended.is_active, commits and error is None)
+        )
+    )
+    with engine.connect() as connection:
+        connection.begin_nested().commit()
+        connection.rollback()
+        if raises:
+            event.listen(connection, "commit", _raise)
+            with pytest.raises(ZeroDivisionError):
+                connection.begin().commit()
+        else:
+            connection.begin().commit()
     with Session(engine) as session:
-        session.add_all([Thing(id=1), Thing(id=2)])
-        session.flush()
-        assert plans == [session]
+        session.connection()
+    savepoint, rolled_back = (NestedTransaction, False, True), (RootTransaction, False, False)
+    own = [rolled_back] * 2 if raises else [(RootTransaction, False, True)]
+    assert heard == [savepoint, rolled_back, *own, rolled_back]
+
+
+def _raise(*_: object) -> None:
+    raise ZeroDivisionError
+
+
+def test_the_isolation_level_of_an_engine_is_known() -> None:
+    """That which `create_engine` was given."""
+    engine = create_engine("sqlite://", isolation_level="AUTOCOMMIT")
+    assert private.isolation_on_connect(engine.dialect) == "AUTOCOMMIT"
+    assert private.isolation_on_connect(create_engine("sqlite://").dialect) is None
 
 
 def test_a_column_is_loaded_whatever_is_left_out(engine: Engine) -> None:

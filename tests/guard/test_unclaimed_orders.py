@@ -19,6 +19,7 @@ from sqlalchemy.orm.exc import StaleDataError
 
 from fencelock.errors import StaleTokenError
 from fencelock.guard import FencedModel, bind, claim
+from fencelock.guard.objects import new_stamp
 from fencelock.lease import Lease
 
 
@@ -176,5 +177,7 @@ def test_without_the_write_id_updates_are_lost(
     shared_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control: where a write only asks that the fence is not above its token."""
-    monkeypatch.setattr("fencelock.guard.objects.loaded_id", lambda *_: None)
+    monkeypatch.setattr(
+        "fencelock.guard.objects.new_stamp", lambda write_id, token, _loaded: new_stamp(write_id, token, None)
+    )
     assert losses(shared_engine, Page, unclaimed)

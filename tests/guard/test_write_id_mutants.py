@@ -13,10 +13,9 @@ from sqlalchemy.pool import StaticPool
 
 from fencelock.errors import StaleReadError
 from fencelock.guard import FencedModel, bind
-from fencelock.guard import _write as write_room
 from fencelock.lease import Lease
 
-ROOMS = ("flushes", "_write", "rewrite", "_insert")
+ROOMS = ("row_tokens", "objects", "statements", "inserts")
 """Those that make ids."""
 
 
@@ -110,8 +109,8 @@ def absolute_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     def setting(statement: Any, fenced: Any, by: Any) -> Any:
         return statement.values({fenced.write.key: by})
 
-    monkeypatch.setattr(write_room, "moving", setting)
-    monkeypatch.setattr("fencelock.guard._loading.moved", lambda _found, by: by)
+    monkeypatch.setattr("fencelock.guard.forms.moving", setting)
+    monkeypatch.setattr("fencelock.guard.loads.moved", lambda _found, by: by)
 
 
 SCHEDULES = [

@@ -11,10 +11,10 @@ from typing import Any
 
 from sqlalchemy import event
 from sqlalchemy.orm import InstanceState, Mapper
-from sqlalchemy.orm.base import NO_VALUE
 
 from fencelock.guard._sqlalchemy import always_load, left_out_of
 from fencelock.guard._tables import WRITE_COLUMN
+from fencelock.guard.objects import was_loaded
 from fencelock.guard.sessions import moved_by
 from fencelock.guard.write_ids import MIXED, moved
 
@@ -35,11 +35,6 @@ def _on_set(_target: object, value: Any, old: Any, _initiator: object) -> Any:
     if not isinstance(value, int):
         return MIXED
     return value if value == old or not isinstance(old, int) else MIXED
-
-
-def was_loaded(state: InstanceState[Any], key: str) -> bool:
-    """Tell whether an object has, or had before it was assigned to, an attribute's value of the database."""
-    return key in state.dict and state.committed_state.get(key) is not NO_VALUE
 
 
 def _on_refresh(state: InstanceState[Any], context: Any, names: Collection[str] | None) -> None:
