@@ -109,17 +109,15 @@ def test_no_circle_joins_settings_lock_and_authorities() -> None:
 
 STOREYS_OF_GUARD = (
     "_sqlalchemy",
-    "_exact events sessions sqlite templates write_ids",
-    "_bypass _tables endings",
-    "_missing criteria leases",
-    "_carried open_gates row_tokens",
-    "_connecting forms objects text triggers",
-    "inserts loads verdict",
+    "dialects events sessions sqlite templates write_ids",
+    "_tables endings",
+    "_missing conditions leases",
+    "_connecting objects text triggers verdict",
     "_mapping statements",
     "_install",
     "fences model sql",
     "claim gate",
-    "_claim_async upsert",
+    "upsert",
 )
 """The rooms of the guard from the ground up: each one knows only rooms below it."""
 

@@ -27,7 +27,7 @@ from fencelock._owners import current_owner
 from fencelock.embedded import Nodes, Postgres
 from fencelock.errors import LockTimeoutError
 from fencelock.guard import fence_table
-from fencelock.guard.open_gates import passes_gate_here
+from fencelock.guard.gate import passes_gate_here
 from tests.polling import eventually
 
 GEVENT = {

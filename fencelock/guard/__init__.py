@@ -6,15 +6,14 @@ unit of work writes an object, `AND last_write_id = :loaded` comes on top: the r
 the object was loaded from. Nothing here knows who grants the leases.
 """
 
-from fencelock.guard._bypass import bypass
-from fencelock.guard._claim_async import claim_all_async, claim_async, gate_async
 from fencelock.guard._tables import FENCE_TABLE
-from fencelock.guard.claim import claim, claim_all
+from fencelock.guard.claim import claim, claim_all, claim_all_async, claim_async
 from fencelock.guard.events import GuardEvent, forget, on_claim, on_stale, on_unfenced
 from fencelock.guard.fences import fence_table
-from fencelock.guard.gate import gate
+from fencelock.guard.gate import gate, gate_async
 from fencelock.guard.leases import bind
 from fencelock.guard.model import FencedDataclassModel, FencedModel, fence_column, write_id_column
+from fencelock.guard.sessions import bypass
 from fencelock.guard.sql import (
     conditional_delete,
     conditional_update,

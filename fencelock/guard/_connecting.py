@@ -18,11 +18,9 @@ from sqlalchemy.exc import InvalidRequestError, UnboundExecutionError
 from sqlalchemy.ext.horizontal_shard import ShardedSession
 from sqlalchemy.orm import Mapper, Session
 
-from fencelock.guard._bypass import refuse_bypass
 from fencelock.guard._tables import FencedTable, fenced_table
-from fencelock.guard.leases import begin_writing
-from fencelock.guard.row_tokens import Tokens
-from fencelock.guard.sessions import join
+from fencelock.guard.leases import Tokens, begin_writing
+from fencelock.guard.sessions import join, refuse_bypass
 
 
 @dataclass(frozen=True, slots=True)

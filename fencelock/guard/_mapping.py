@@ -27,8 +27,7 @@ from fencelock.guard._tables import (
     registered,
     template_of,
 )
-from fencelock.guard.loads import watch_loads
-from fencelock.guard.objects import watch_mapper
+from fencelock.guard.objects import watch_loads, watch_mapper
 from fencelock.guard.templates import ResourceTemplate
 
 _mapped: WeakSet[Mapper[Any]] = WeakSet()

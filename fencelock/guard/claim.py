@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, Final, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, overload
 
 from sqlalchemy import BigInteger, Select, Table, Update, bindparam, inspect, select, update
 from sqlalchemy.engine import Connection
@@ -24,23 +24,26 @@ from sqlalchemy.exc import NoInspectionAvailable, NoResultFound
 from sqlalchemy.orm import Mapper, Session, scoped_session
 
 from fencelock.errors import UnfencedWriteError
-from fencelock.guard._bypass import BYPASS
-from fencelock.guard._carried import CarriedToken
 from fencelock.guard._connecting import Target, begin_claim, tokens_to_claim
-from fencelock.guard._exact import SameText, is_text
 from fencelock.guard._sqlalchemy import locks_rows
 from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table, trigger_of
-from fencelock.guard.criteria import CLAIM_OPTION, TOKEN_BIND, TOKEN_OPTION, unchanged_by_raising
+from fencelock.guard.conditions import CLAIM_OPTION, TOKEN_OPTION, unchanged_by_raising
+from fencelock.guard.dialects import LOCKING_READS, TOKEN_BIND, CarriedToken, SameText, is_text, newest
 from fencelock.guard.endings import refusing
 from fencelock.guard.events import report_claim
-from fencelock.guard.sessions import session_of
-from fencelock.guard.verdict import LOCKING_READS, is_one_of, newest
+from fencelock.guard.sessions import BYPASS, of_task, session_of
+from fencelock.guard.verdict import is_one_of
 
 T = TypeVar("T")
 
 _Key: TypeAlias = tuple[Any, ...]
 _Session: TypeAlias = Session | scoped_session[Any]
 _Bind: TypeAlias = Mapping[str, Any] | None
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
+
+    _AsyncSession: TypeAlias = AsyncSession | async_scoped_session[Any]
 
 _LOADED_LATER: Final = frozenset({"select", True, "raise", "raise_on_sql", "write_only", "dynamic"})
 """Values of `relationship(lazy=)` that add nothing to the statement that loads an object."""
@@ -173,6 +176,55 @@ def claim_all(session: _Session, statement: Select[Any], *, bind_arguments: _Bin
     loaded = _load(target, statement.limit(None).offset(None), fenced, list(token_of))
     # Not one that was deleted meanwhile, and inserted again.
     return [each for each in loaded if getattr(each, FENCE_COLUMN) == token_of[tuple(inspect(each).identity)]]
+
+
+@overload
+async def claim_async(
+    session: _AsyncSession,
+    model: type[T],
+    identity: object,
+    *,
+    nowait: bool = ...,
+    bind_arguments: _Bind = ...,
+) -> T: ...
+@overload
+async def claim_async(
+    session: _AsyncSession,
+    model: type[T],
+    identity: object,
+    *,
+    skip_locked: bool,
+    bind_arguments: _Bind = ...,
+) -> T | None: ...
+async def claim_async(session: _AsyncSession, model: type[T], identity: object, **options: Any) -> T | None:
+    """Raise a row's fence, lock the row, and return it freshly loaded: `claim`, for an `AsyncSession`.
+
+    It takes the same arguments, makes the same promises and raises the same errors. Other tasks run while
+    the database works. As everywhere with asyncio, relationships that are not loaded cannot be looked at
+    afterwards without `await`.
+
+    Example:
+        ```python
+        async with fenced_lock("order:1"), AsyncSession(engine) as session:
+            order = await claim_async(session, Order, 1)
+            order.status = "paid"
+            await session.commit()
+        ```
+    """
+    return await of_task(session).run_sync(lambda blocking: claim(blocking, model, identity, **options))
+
+
+async def claim_all_async(
+    session: _AsyncSession, statement: Select[Any], *, bind_arguments: _Bind = None
+) -> list[Any]:
+    """Claim every row that a query finds, and return them: `claim_all`, for an `AsyncSession`.
+
+    Example:
+        ```python
+        items = await claim_all_async(session, select(Item).where(Item.order_id == 1))
+        ```
+    """
+    return await of_task(session).run_sync(claim_all, statement, bind_arguments=bind_arguments)
 
 
 def fenced_model(model: type[Any]) -> tuple[Mapper[Any], FencedTable]:

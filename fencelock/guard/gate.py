@@ -5,29 +5,31 @@ Apart from `claim` because the row may not be there yet, and because no object i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
-from sqlalchemy import Insert, Table, case, select
+from sqlalchemy import Engine, Insert, Table, case, select
 from sqlalchemy.dialects import mysql, postgresql, sqlite
-from sqlalchemy.engine import Connection
+from sqlalchemy.engine import Connection, Transaction
 from sqlalchemy.orm import Session, scoped_session
 
-from fencelock.errors import StaleTokenError, UnfencedWriteError
-from fencelock.guard._bypass import BYPASS
+from fencelock._owners import current_owner
+from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
 from fencelock.guard._connecting import begin_claim, tokens_to_claim
 from fencelock.guard._install import install
 from fencelock.guard._tables import FENCE_COLUMN, fenced_table
+from fencelock.guard.dialects import LOCKING_READS, newest
 from fencelock.guard.endings import refusing
 from fencelock.guard.events import report_claim
 from fencelock.guard.fences import FENCES, fences_of
-from fencelock.guard.leases import report_refusal, writing_on
-from fencelock.guard.open_gates import note_gate, refuse_to_wait_for_oneself
-from fencelock.guard.row_tokens import NOT_INHERITED
-from fencelock.guard.sessions import session_of
-from fencelock.guard.verdict import LOCKING_READS, newest
+from fencelock.guard.leases import NOT_INHERITED, Writing, report_refusal, writing_on
+from fencelock.guard.sessions import BYPASS, of_task, session_of
 from fencelock.lease import check_resource
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
 
 
 @refusing
@@ -83,6 +85,23 @@ def gate(
     report_claim(fenced.name, (name,), name, token)
 
 
+async def gate_async(
+    session: AsyncSession | async_scoped_session[Any],
+    resource: str | None = None,
+    *,
+    bind_arguments: Mapping[str, Any] | None = None,
+) -> None:
+    """Claim the resource's own row in the fence table: `gate`, for an `AsyncSession`.
+
+    Example:
+        ```python
+        await gate_async(session, "order:1")
+        session.add(Item(order_id=1))
+        ```
+    """
+    await of_task(session).run_sync(gate, resource, bind_arguments=bind_arguments)
+
+
 def _only_resource(connection: Connection) -> str:
     held = writing_on(connection).candidates(connection)
     if not held:
@@ -113,3 +132,55 @@ def _passing(fences: Table, dialect: str, *, returns: bool) -> Insert:
         higher = {FENCE_COLUMN: case((fence > new, fence), else_=new)}
         made = made.on_conflict_do_update(index_elements=["resource"], set_=higher)
     return made.returning(fence) if returns else made  # type: ignore[no-any-return]
+
+
+_at_gates: WeakKeyDictionary[Writing, None] = WeakKeyDictionary()
+"""Those that have passed a gate; in no `WeakSet`, where one thread cannot look while another adds to it."""
+
+
+def note_gate(connection: Connection, resource: str) -> None:
+    """Note that the connection's transaction holds the resource's row of the fence table."""
+    writing = writing_on(connection)
+    writing.gates.add((resource, current_owner()))
+    _at_gates[writing] = None
+
+
+def passes_gate_here(resource: str) -> bool:
+    """Tell whether an open transaction of this thread, task or greenlet has passed the gate of a resource."""
+    return any(True for _ in _at_gate_here(resource))
+
+
+def _at_gate_here(resource: str) -> Iterator[Transaction]:
+    """Yield the open transactions of this thread, task or greenlet that have passed a resource's gate."""
+    gate = resource, current_owner()
+    for reference in _at_gates.keyrefs():
+        writing = reference()
+        transaction = None if writing is None else writing.transaction()
+        if (
+            writing is not None
+            and transaction is not None
+            and transaction.is_active
+            and gate in writing.gates
+        ):
+            yield transaction
+
+
+def refuse_to_wait_for_oneself(connection: Connection, resource: str) -> None:
+    """Refuse a gate that another open transaction of this very thread, task or greenlet has passed.
+
+    Raises:
+        FenceError: the database would wait for that transaction, which cannot go on meanwhile.
+    """
+    for transaction in _at_gate_here(resource):
+        other = transaction.connection
+        if other is not connection and _is_same_database(other.engine, connection.engine):
+            raise FenceError(
+                f"another transaction of this thread, task or greenlet has passed the gate of {resource!r} "
+                f"and is still open: this one would wait for it for ever. Work in its session, or end it"
+            )
+
+
+def _is_same_database(one: Engine, other: Engine) -> bool:
+    # Each pool on a database in memory has one of its own.
+    in_memory = one.url.database in {None, "", ":memory:"}
+    return one.pool is other.pool or (one.url.set(query={}) == other.url.set(query={}) and not in_memory)

@@ -11,7 +11,7 @@ A change in a collection, a link table or a joined sub-table writes the base row
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import event, inspect
@@ -22,13 +22,12 @@ from sqlalchemy.sql.schema import ScalarElementColumnDefault
 from sqlalchemy.types import TypeEngine
 
 from fencelock.errors import FenceError, UnfencedWriteError
-from fencelock.guard._bypass import is_bypassed
-from fencelock.guard._sqlalchemy import cache_of, executes_flush
+from fencelock.guard._sqlalchemy import always_load, cache_of, executes_flush, left_out_of
 from fencelock.guard._tables import FENCE_COLUMN, WRITE_COLUMN, FencedTable, fenced_table
 from fencelock.guard.events import report
-from fencelock.guard.row_tokens import Tokens
-from fencelock.guard.sessions import join, owner_of
-from fencelock.guard.write_ids import new_write_id
+from fencelock.guard.leases import Tokens
+from fencelock.guard.sessions import is_bypassed, join, moved_by, owner_of
+from fencelock.guard.write_ids import MIXED, moved, new_write_id
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -318,3 +317,40 @@ def _has_changed(state: _State, current: dict[str, Any]) -> bool:
         elif key not in current or impl.is_equal(current[key], loaded) is not True:
             return True
     return False
+
+
+def watch_loads(mapper: Mapper[Any]) -> None:
+    """Listen to what is loaded of a fenced model, and assigned to its write ids."""
+    event.listen(mapper, "mapper_configured", _on_configured)
+    event.listen(mapper.class_manager, "refresh", _on_refresh, raw=True)
+
+
+def _on_configured(mapper: Mapper[Any], model: Any) -> None:
+    always_load(mapper, mapper.columns[WRITE_COLUMN])
+    event.listen(getattr(model, WRITE_COLUMN), "set", _on_set, retval=True)
+
+
+def _on_set(_target: object, value: Any, old: Any, _initiator: object) -> Any:
+    """Have an assignment, or a merge, of another version leave an object that is of neither."""
+    if not isinstance(value, int):
+        return MIXED
+    return value if value == old or not isinstance(old, int) else MIXED
+
+
+def _on_refresh(state: InstanceState[Any], context: Any, names: Collection[str] | None) -> None:
+    """Have an object of which only a part is loaded anew be of two versions; or follow a statement."""
+    current = state.dict
+    if context is None:  # an UPDATE by criteria is applied to the objects that it has matched
+        by = moved_by(state.session)
+        if by and isinstance(current.get(WRITE_COLUMN), int):
+            current[WRITE_COLUMN] = moved(current[WRITE_COLUMN], by)
+        return
+    for made in state.mapper.composites:
+        if names is None or not {column.key for column in made.props}.isdisjoint(names):
+            current.pop(made.key, None)  # made anew, from the columns
+    if names is None:
+        left_out = left_out_of(context, state.mapper)
+    else:
+        left_out = set(state.mapper.columns.keys()) - set(names) if WRITE_COLUMN in names else set()
+    if any(was_loaded(state, key) for key in left_out):
+        current[WRITE_COLUMN] = MIXED

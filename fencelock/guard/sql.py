@@ -18,7 +18,6 @@ from sqlalchemy.sql import FromClause
 from sqlalchemy.sql.elements import BindParameter
 from sqlalchemy.sql.selectable import AliasedReturnsRows
 
-from fencelock.guard._carried import CARRIERS
 from fencelock.guard._install import install
 from fencelock.guard._tables import (
     FENCE_COLUMN,
@@ -29,7 +28,8 @@ from fencelock.guard._tables import (
     template_of,
     underlying,
 )
-from fencelock.guard.criteria import LOADED_BIND, TOKEN_BIND, TOKEN_OPTION
+from fencelock.guard.conditions import LOADED_BIND, TOKEN_OPTION
+from fencelock.guard.dialects import CARRIERS, TOKEN_BIND
 from fencelock.guard.leases import note_token
 from fencelock.guard.sessions import session_or_connection
 from fencelock.guard.write_ids import LIMIT, new_write_id

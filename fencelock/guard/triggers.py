@@ -7,7 +7,7 @@ table, in one of two forms.
 - Plain: the fence of a row never goes down. It stops a stale holder who writes his token unchecked, a program
   that writes back all the columns that it has read, and a restore of old rows over new ones.
 - Strict: besides, an UPDATE must raise the fence or carry the token that the fence has, and a DELETE must
-  carry a token that is not below it. The statements of the guard do (see `_carried`); others are refused, so
+  carry a token that is not below it. The statements of the guard do (see `dialects`); others are refused, so
   a program that knows no fence can only read and insert. On PostgreSQL, TRUNCATE is refused as well.
 
 What they cannot see: an INSERT, which has no fence to compare with (`gate` is for that); REPLACE, which is a
@@ -35,7 +35,7 @@ from sqlalchemy.schema import ExecutableDDLElement
 from sqlalchemy.sql.compiler import DDLCompiler, IdentifierPreparer
 
 from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
-from fencelock.guard import _carried
+from fencelock.guard import dialects
 from fencelock.guard._sqlalchemy import doubles_percents
 from fencelock.guard._tables import FENCE_COLUMN, FenceTrigger, trigger_of
 from fencelock.guard.endings import refuse
@@ -367,7 +367,7 @@ def prepare(connection: Any) -> None:
     `fencelock_token`, which the statements of `conditional_update(…, strict=True)` and the triggers call. On
     this one database a token that was carried stays, on this connection, until the next one is.
     """
-    _carried.prepare(connection)
+    dialects.prepare(connection)
 
 
 def _after_create(table: Table, connection: Any, **options: Any) -> None:
@@ -395,7 +395,7 @@ def explain(context: ExceptionContext) -> None:
     """Turn a trigger's refusal into the error that the guard would have raised."""
     error = context.original_exception
     if context.connection is not None:
-        _carried.take_back(context.connection)
+        dialects.take_back(context.connection)
     message = str(error.args[-1]).splitlines()[0] if error.args and str(error.args[-1]) else ""
     if "fencelock" not in message:
         return

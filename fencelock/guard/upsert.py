@@ -17,19 +17,16 @@ from sqlalchemy.engine import Connection
 from sqlalchemy.orm import Mapper, Session, scoped_session
 
 from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
-from fencelock.guard._bypass import BYPASS
-from fencelock.guard._carried import CarriedToken, ready, take_back
 from fencelock.guard._connecting import target_of
-from fencelock.guard._exact import holds, is_text
 from fencelock.guard._install import install
 from fencelock.guard._tables import FENCE_COLUMN, WRITE_COLUMN, FencedTable
 from fencelock.guard.claim import fenced_model
+from fencelock.guard.dialects import CarriedToken, holds, is_text, newest, ready, take_back
 from fencelock.guard.endings import refusing
-from fencelock.guard.leases import begin_writing, report_refusal
-from fencelock.guard.row_tokens import Tokens
-from fencelock.guard.sessions import session_of
+from fencelock.guard.leases import Tokens, begin_writing, report_refusal
+from fencelock.guard.sessions import BYPASS, session_of
 from fencelock.guard.templates import spelling
-from fencelock.guard.verdict import KEYS_PER_QUERY, is_one_of, newest, without_fence
+from fencelock.guard.verdict import KEYS_PER_QUERY, is_one_of, without_fence
 from fencelock.guard.write_ids import new_write_id
 
 _MYSQL: Final = frozenset({"mysql", "mariadb"})

@@ -15,13 +15,9 @@ from sqlalchemy.engine import Connection, CursorResult
 from sqlalchemy.sql import ColumnElement
 
 from fencelock.errors import FenceError, StaleReadError, StaleTokenError, UnfencedWriteError
-from fencelock.guard._exact import holds
 from fencelock.guard._tables import FENCE_COLUMN, TRANSLATED, FencedTable
-from fencelock.guard.criteria import LOADED_BIND, TOKEN_BIND, Row, values_of
-from fencelock.guard.forms import Form
-
-LOCKING_READS: Final = frozenset({"mysql", "mariadb"})
-"""Dialects whose plain SELECT reads an old snapshot under the default isolation level (REPEATABLE READ)."""
+from fencelock.guard.conditions import LOADED_BIND, Form, Row, values_of
+from fencelock.guard.dialects import TOKEN_BIND, holds, newest
 
 KEYS_PER_QUERY: Final = 500
 
@@ -214,8 +210,3 @@ def is_one_of(
 ) -> ColumnElement[bool]:
     """Return the criterion that a primary key is one of these."""
     return tuple_(*key).in_(identities) if len(key) > 1 else key[0].in_([value for (value,) in identities])
-
-
-def newest(query: Select[Any], connection: Connection) -> Select[Any]:
-    """Make a query read what is committed now, not what was when the transaction's snapshot was taken."""
-    return query.with_for_update(read=True) if connection.dialect.name in LOCKING_READS else query

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from sqlalchemy import Connection, Engine, NullPool, create_engine, text
 
-from fencelock.guard._bypass import BYPASS
+from fencelock.guard.sessions import BYPASS
 
 _LOCK = 0x7E7CE
 #: Seconds between two looks at what a database does.

@@ -31,7 +31,7 @@ from fencelock._engines import beside
 from fencelock.authority.database.database import Database
 from fencelock.authority.database.table import LEASE_TABLE, lease_table
 from fencelock.guard import FencedModel, fence_table
-from fencelock.guard._bypass import BYPASS
+from fencelock.guard.sessions import BYPASS
 from fencelock.torture.history import Row
 
 

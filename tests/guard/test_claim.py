@@ -50,7 +50,7 @@ from fencelock.guard import (
     gate,
     gate_async,
 )
-from fencelock.guard.open_gates import note_gate, passes_gate_here
+from fencelock.guard.gate import note_gate, passes_gate_here
 from fencelock.lease import Lease, note_ended, note_held
 from fencelock.sealing import Sealer
 

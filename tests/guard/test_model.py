@@ -51,9 +51,9 @@ from fencelock.guard import (
     claim,
     fence_column,
     fence_table,
-    forms,
     write_id_column,
 )
+from fencelock.guard.conditions import _forms
 from fencelock.guard.leases import Writing
 from fencelock.lease import Lease
 
@@ -550,7 +550,7 @@ def test_what_the_guard_remembers_dies_with_its_owner(in_memory: InMemory) -> No
     """Transactions, sessions and statements that are gone leave nothing behind."""
     engine = in_memory(Base.metadata)
     stores: list[Callable[[], int]] = [
-        lambda: len(forms._forms),
+        lambda: len(_forms),
         lambda: sum(isinstance(each, Writing) for each in gc.get_objects()),
     ]
 

@@ -13,11 +13,9 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, make_transient_to_d
 from fencelock import (
     CommitInDoubtError,
     FencedModel,
-    FenceError,
     FencelockError,
     Lease,
     LockLostError,
-    Redlock,
     StaleReadError,
     StaleTokenError,
     UnfencedWriteError,
@@ -27,7 +25,6 @@ from fencelock import (
     execute_fenced,
     fence_table,
     fenced_delete,
-    fenced_transaction,
     fenced_update,
     gate,
     upsert,
@@ -184,18 +181,6 @@ def test_row_that_has_changed_since_it_was_read(engine: Engine, *, gone: bool) -
             session.flush()
 
         check(engine, session, StaleReadError, write)
-
-
-def test_session_beside_a_fenced_transaction(authority: Redlock, engine: Engine) -> None:
-    """`FenceError` itself, by a claim that would wait for the transaction that has passed the gate."""
-    if engine.dialect.name == "sqlite":
-        pytest.skip("SQLite has one writer at a time")
-    bypassing = engine.execution_options(fencelock="bypass")
-    with bypassing.begin() as connection:
-        connection.execute(delete(FENCES))
-        connection.execute(update(Row).values(last_fencing_token=0))
-    with fenced_transaction(engine, "rows", authority=authority), Session(engine) as session:
-        check(engine, session, FenceError, lambda: claim(session, Row, 1))
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from fencelock.errors import StaleReadError
 from fencelock.guard import FencedModel, bind
 from fencelock.lease import Lease
 
-ROOMS = ("row_tokens", "objects", "statements", "inserts")
+ROOMS = ("leases", "objects", "statements")
 """Those that make ids."""
 
 
@@ -109,8 +109,8 @@ def absolute_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     def setting(statement: Any, fenced: Any, by: Any) -> Any:
         return statement.values({fenced.write.key: by})
 
-    monkeypatch.setattr("fencelock.guard.forms.moving", setting)
-    monkeypatch.setattr("fencelock.guard.loads.moved", lambda _found, by: by)
+    monkeypatch.setattr("fencelock.guard.conditions.moving", setting)
+    monkeypatch.setattr("fencelock.guard.objects.moved", lambda _found, by: by)
 
 
 SCHEDULES = [

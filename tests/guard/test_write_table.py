@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
 from fencelock import Lease, StaleTokenError, UnfencedWriteError, bind, upsert
-from fencelock.guard import forms, triggers
+from fencelock.guard import conditions, triggers
 from fencelock.guard._tables import FENCE_COLUMN, TRIGGER_MARK, FenceTrigger
 from tests.guard import test_refusals as refusals
 from tests.guard import test_write_paths as guarded
@@ -216,7 +216,7 @@ def set_triggers(engine: Engine, *, trigger: FenceTrigger) -> None:
             for statement in make if trigger else triggers.drop(table, dialect):
                 connection.execute(statement)
             assert triggers.installed(connection, table.name) == trigger
-    forms._forms.clear()  # a program's models never change their minds, so their statements are kept
+    conditions._forms.clear()  # a program's models never change their minds, so their statements are kept
 
 
 @pytest.mark.timeout(300)

@@ -1,13 +1,16 @@
-"""A statement that carries its token where a strict trigger can see it.
+"""What databases do each in their own way: comparing text exactly, and carrying a token to a trigger.
+
+A resource's name is exact: "stock:abc" and "stock:ABC" are two leases, whose tokens cannot be compared. The
+`=` of a column is what its collation says: MariaDB's default collations ignore case, accents and spaces at
+the end; SQLite has `COLLATE NOCASE`, PostgreSQL has citext and nondeterministic collations. Without more,
+the lease of "stock:ABC" would write the row "abc". So the guard compares once more, exactly, each text column
+that the resource's name is made of. The looser `=` stays in the statement and finds the row by its index.
 
 A trigger sees the row before and after, not the statement. Where the fence does not move, it cannot tell a
 holder's second write from that of a program which knows no fence at all, and of a DELETE it sees nothing. So
 for tables with a strict trigger the guard adds one more criterion to the WHERE clause, which is always true
-and leaves the token behind: no statement more, no round trip more.
-
-What is left behind is good for this one statement. On PostgreSQL and MariaDB the time at which the statement
-began is noted with it, which is the same inside the trigger and another one for the next statement; so
-nothing leaks through a pool, nor from one statement of a transaction to the next. On SQLite, which has
+and leaves the token behind. It is good for this one statement. On PostgreSQL and MariaDB the time at which
+the statement began is noted with it, which is another one for the next statement. On SQLite, which has
 neither settings nor variables, two functions of the connection hold it, and the guard takes it back.
 """
 
@@ -16,13 +19,44 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any, Final
 
-from sqlalchemy import BigInteger, Boolean, ColumnElement, bindparam
+from sqlalchemy import BigInteger, Boolean, ColumnElement, Enum, Select, String, TypeDecorator, bindparam
 from sqlalchemy.engine import Connection
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
 
-from fencelock.guard.criteria import TOKEN_BIND
+_FORMS: Final = {
+    "sqlite": "{0} COLLATE BINARY = {1}",
+    "postgresql": 'CAST({0} AS TEXT) COLLATE "C" = CAST({1} AS TEXT)',
+    "mysql": "CAST(CONVERT({0} USING utf8mb4) AS BINARY) = CAST(CONVERT({1} USING utf8mb4) AS BINARY)",
+}
+_FORMS["mariadb"] = _FORMS["mysql"]
+
+
+class SameText(FunctionElement[bool]):
+    """True where a column holds exactly these characters: `SameText(column, value)`."""
+
+    type = Boolean()
+    inherit_cache = True
+
+
+@compiles(SameText)
+def _compile_same(element: SameText, compiler: SQLCompiler, **options: Any) -> str:
+    column, value = element.clauses
+    form = _FORMS.get(compiler.dialect.name, "{0} = {1}")
+    return f"({form.format(compiler.process(column, **options), compiler.process(value, **options))})"
+
+
+def is_text(column: ColumnElement[Any]) -> bool:
+    """Tell whether a column holds text, which databases compare as its collation says."""
+    kind: Any = column.type.impl_instance if isinstance(column.type, TypeDecorator) else column.type
+    return isinstance(kind, String) and not isinstance(kind, Enum)
+
+
+def holds(column: ColumnElement[Any], value: ColumnElement[Any]) -> ColumnElement[bool]:
+    """Return the criterion that a column holds this value, to the character."""
+    return SameText(column, value) if is_text(column) else column == value
+
 
 CARRIERS: Final = {
     "sqlite": "fencelock_carry({0})",
@@ -34,6 +68,12 @@ CARRIERS: Final = {
 }
 """By dialect, the criterion around the token."""
 CARRIERS["mariadb"] = CARRIERS["mysql"]
+
+LOCKING_READS: Final = frozenset({"mysql", "mariadb"})
+"""Dialects whose plain SELECT reads an old snapshot under the default isolation level (REPEATABLE READ)."""
+
+TOKEN_BIND: Final = "fencelock_token"  # noqa: S105  no password
+"""Name of the parameter that carries the token into the condition."""
 
 _OF_CONNECTION: Final = "fencelock.carried"
 
@@ -49,7 +89,7 @@ class CarriedToken(FunctionElement[bool]):
 
 
 @compiles(CarriedToken)
-def _compile(element: CarriedToken, compiler: SQLCompiler, **options: Any) -> str:
+def _compile_carried(element: CarriedToken, compiler: SQLCompiler, **options: Any) -> str:
     (token,) = element.clauses
     form = CARRIERS.get(compiler.dialect.name, "{0} >= 0")
     return f"({form.format(compiler.process(token, **options))})"
@@ -92,3 +132,8 @@ def take_back(connection: Connection) -> None:
     with suppress(NotImplementedError):  # so says a connection of no pool, by which a dialect looks around
         if _OF_CONNECTION in connection.info:
             connection.info[_OF_CONNECTION].token = None
+
+
+def newest(query: Select[Any], connection: Connection) -> Select[Any]:
+    """Make a query read what is committed now, not what was when the transaction's snapshot was taken."""
+    return query.with_for_update(read=True) if connection.dialect.name in LOCKING_READS else query
