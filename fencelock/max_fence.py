@@ -8,7 +8,7 @@ from sqlalchemy import Column, Connection, MetaData, Table, func, inspect, selec
 from sqlalchemy.engine.interfaces import ReflectedColumn
 from sqlalchemy.engine.reflection import ObjectKind
 
-from fencelock.guard._tables import FENCE_COLUMN
+from fencelock.guard.tables import FENCE_COLUMN
 
 _SYSTEM_SCHEMAS = ("information_schema", "pg_")
 

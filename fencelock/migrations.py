@@ -35,7 +35,8 @@ from sqlalchemy.exc import DBAPIError
 
 from fencelock.authority.database.table import LEASE_TABLE, lease_table
 from fencelock.guard import triggers
-from fencelock.guard._tables import (
+from fencelock.guard.fences import fence_table
+from fencelock.guard.tables import (
     FENCE_COLUMN,
     FENCE_MARK,
     FENCE_TABLE,
@@ -43,11 +44,9 @@ from fencelock.guard._tables import (
     WRITE_COLUMN,
     WRITE_MARK,
     FenceTrigger,
-    new_fence_column,
-    new_write_column,
+    new_column,
     trigger_of,
 )
-from fencelock.guard.fences import fence_table
 
 if TYPE_CHECKING:
     from alembic.autogenerate.api import AutogenContext
@@ -106,7 +105,7 @@ class AddFenceOp(FenceOperation):
     @classmethod
     def batch_add_fence(cls, operations: BatchOperations) -> None:
         """Give the table of a batch the column; a trigger comes afterwards, `op.create_fence_trigger`."""
-        operations.invoke(AddColumnOp(**_of_batch(operations), column=new_fence_column()))
+        operations.invoke(AddColumnOp(**_of_batch(operations), column=new_column(FENCE_COLUMN, {})))
 
 
 @Operations.register_operation("drop_fence")
@@ -160,7 +159,7 @@ class AddWriteIdOp(FenceOperation):
     @classmethod
     def batch_add_write_id(cls, operations: BatchOperations) -> None:
         """Give the table of a batch the column."""
-        operations.invoke(AddColumnOp(**_of_batch(operations), column=new_write_column()))
+        operations.invoke(AddColumnOp(**_of_batch(operations), column=new_column(WRITE_COLUMN, {})))
 
 
 @Operations.register_operation("drop_write_id")
@@ -442,7 +441,7 @@ def _dialect(operations: Operations | BatchOperations) -> str:
 
 @Operations.implementation_for(AddFenceOp)
 def _add_fence(operations: Operations, op: AddFenceOp) -> None:
-    operations.invoke(AddColumnOp(op.table_name, new_fence_column(), schema=op.schema))
+    operations.invoke(AddColumnOp(op.table_name, new_column(FENCE_COLUMN, {}), schema=op.schema))
     if op.trigger:
         _create_trigger(operations, op)
 
@@ -455,7 +454,7 @@ def _drop_fence(operations: Operations, op: DropFenceOp) -> None:
 
 @Operations.implementation_for(AddWriteIdOp)
 def _add_write_id(operations: Operations, op: AddWriteIdOp) -> None:
-    operations.invoke(AddColumnOp(op.table_name, new_write_column(), schema=op.schema))
+    operations.invoke(AddColumnOp(op.table_name, new_column(WRITE_COLUMN, {}), schema=op.schema))
 
 
 @Operations.implementation_for(DropWriteIdOp)

@@ -34,10 +34,10 @@ from fencelock import _threads
 from fencelock._databases import MYSQL, SUPPORTED, is_busy
 from fencelock._engines import is_async_engine
 from fencelock.errors import LockError
-from fencelock.guard._tables import FENCE_COLUMN
 from fencelock.guard.fences import SEAL_COLUMN, fences_of
 from fencelock.guard.gate import passes_gate_here
 from fencelock.guard.sessions import BYPASS
+from fencelock.guard.tables import FENCE_COLUMN
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine

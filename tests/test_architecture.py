@@ -109,8 +109,8 @@ def test_no_circle_joins_settings_lock_and_authorities() -> None:
 
 STOREYS_OF_GUARD = (
     "_sqlalchemy",
-    "dialects events sessions sqlite templates write_ids",
-    "_tables endings",
+    "dialects events sessions sqlite tables write_ids",
+    "endings",
     "_missing conditions leases",
     "_connecting objects text triggers verdict",
     "_mapping statements",

@@ -538,17 +538,6 @@ def test_another_resource_has_a_transaction_of_its_own(authority: Redlock, accou
     assert balance(accounts) == 90
 
 
-def test_another_session_does_not_write_beside_it(authority: Redlock, accounts: Engine) -> None:
-    """What the gated transaction has read it would write over that, and the fence is the lease's own."""
-    with fenced_transaction(accounts, "account:1", authority=authority) as session:
-        account = session.get_one(Account, 1)
-        read = account.balance
-        with Session(accounts) as other, pytest.raises(FenceError, match="Work in its session"):
-            claim(other, Account, 1)
-        account.balance = read - 10
-    assert balance(accounts) == 90
-
-
 def test_others_write_beside_it(authority: Redlock, accounts: Engine, tmp_path: Path) -> None:
     """Another thread that the lease was handed to, a holder of an older token, and another database."""
 

@@ -6,7 +6,6 @@ unit of work writes an object, `AND last_write_id = :loaded` comes on top: the r
 the object was loaded from. Nothing here knows who grants the leases.
 """
 
-from fencelock.guard._tables import FENCE_TABLE
 from fencelock.guard.claim import claim, claim_all, claim_all_async, claim_async
 from fencelock.guard.events import GuardEvent, forget, on_claim, on_stale, on_unfenced
 from fencelock.guard.fences import fence_table
@@ -22,6 +21,7 @@ from fencelock.guard.sql import (
     fenced_update,
 )
 from fencelock.guard.sqlite import begin_immediate
+from fencelock.guard.tables import FENCE_TABLE
 from fencelock.guard.upsert import upsert
 
 __all__ = [

@@ -18,9 +18,9 @@ from sqlalchemy.exc import InvalidRequestError, UnboundExecutionError
 from sqlalchemy.ext.horizontal_shard import ShardedSession
 from sqlalchemy.orm import Mapper, Session
 
-from fencelock.guard._tables import FencedTable, fenced_table
 from fencelock.guard.leases import Tokens, begin_writing
 from fencelock.guard.sessions import join, refuse_bypass
+from fencelock.guard.tables import FencedTable, fenced_table
 
 
 @dataclass(frozen=True, slots=True)

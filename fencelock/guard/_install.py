@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 
 from fencelock.guard import _missing, leases, objects, sessions, statements, text, triggers
 from fencelock.guard._sqlalchemy import execute_by, hear_ends, load_with
-from fencelock.guard._tables import WRITE_COLUMN, note_column
+from fencelock.guard.tables import WRITE_COLUMN, note_column
 
 _lock = Lock()
 _installed = False

@@ -14,11 +14,13 @@ from sqlalchemy import Join, Table
 from sqlalchemy.orm import Mapper
 
 from fencelock.guard._sqlalchemy import equal_to_parents
-from fencelock.guard._tables import (
+from fencelock.guard.objects import watch_loads, watch_mapper
+from fencelock.guard.tables import (
     FENCE_COLUMN,
     FENCE_MARK,
     TRIGGER_MARK,
     FencedTable,
+    ResourceTemplate,
     check_trigger,
     check_write_column,
     fenced_table,
@@ -27,8 +29,6 @@ from fencelock.guard._tables import (
     registered,
     template_of,
 )
-from fencelock.guard.objects import watch_loads, watch_mapper
-from fencelock.guard.templates import ResourceTemplate
 
 _mapped: WeakSet[Mapper[Any]] = WeakSet()
 """Those that are known to the guard; each is told of by whatever base class it has."""

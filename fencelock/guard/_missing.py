@@ -8,8 +8,8 @@ from typing import Final
 from sqlalchemy.engine import ExceptionContext
 
 from fencelock.errors import FenceError
-from fencelock.guard._tables import FENCE_COLUMN, FENCE_TABLE, WRITE_COLUMN
 from fencelock.guard.endings import refuse
+from fencelock.guard.tables import FENCE_COLUMN, FENCE_TABLE, WRITE_COLUMN
 
 _MISSING_TABLE: Final = re.compile(r"no such table|^relation .* does not exist|doesn't exist", re.IGNORECASE)
 #: SQLAlchemy finds out by DESCRIBE, and the error of that, whether MariaDB has a table.

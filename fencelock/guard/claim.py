@@ -26,12 +26,12 @@ from sqlalchemy.orm import Mapper, Session, scoped_session
 from fencelock.errors import UnfencedWriteError
 from fencelock.guard._connecting import Target, begin_claim, tokens_to_claim
 from fencelock.guard._sqlalchemy import locks_rows
-from fencelock.guard._tables import FENCE_COLUMN, FencedTable, fenced_table, trigger_of
 from fencelock.guard.conditions import CLAIM_OPTION, TOKEN_OPTION, unchanged_by_raising
 from fencelock.guard.dialects import LOCKING_READS, TOKEN_BIND, CarriedToken, SameText, is_text, newest
 from fencelock.guard.endings import refusing
 from fencelock.guard.events import report_claim
 from fencelock.guard.sessions import BYPASS, of_task, session_of
+from fencelock.guard.tables import FENCE_COLUMN, FencedTable, fenced_table, trigger_of
 from fencelock.guard.verdict import is_one_of
 
 T = TypeVar("T")

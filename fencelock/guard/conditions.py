@@ -41,8 +41,8 @@ from sqlalchemy.types import TypeDecorator
 
 from fencelock.errors import UnfencedWriteError
 from fencelock.guard._sqlalchemy import keeps_order, options_of, prefixes_of, values_in, where_of, with_where
-from fencelock.guard._tables import FENCE_COLUMN, WRITE_COLUMN, FencedTable
 from fencelock.guard.dialects import TOKEN_BIND, CarriedToken, holds, is_text
+from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN, FencedTable
 from fencelock.guard.write_ids import LIMIT, moved
 
 Row: TypeAlias = Mapping[str, Any]

@@ -13,17 +13,17 @@ from sqlalchemy.engine import Connection
 
 from fencelock._databases import RESOURCE
 from fencelock.guard._install import install
-from fencelock.guard._tables import (
+from fencelock.guard.tables import (
     FENCE_COLUMN,
     FENCE_TABLE,
     TRANSLATED,
     TRIGGER_MARK,
     FencedTable,
+    ResourceTemplate,
     fenced_table,
-    new_fence_column,
+    new_column,
     register,
 )
-from fencelock.guard.templates import ResourceTemplate
 
 SEAL_COLUMN: Final = "sealed_by"
 
@@ -72,7 +72,7 @@ def _define(metadata: MetaData, schema: str | None) -> Table:
         FENCE_TABLE,
         metadata,
         Column("resource", RESOURCE, primary_key=True),
-        new_fence_column(),
+        new_column(FENCE_COLUMN, {}),
         Column(SEAL_COLUMN, String(32)),
         schema=schema,
         keep_existing=True,

@@ -19,13 +19,13 @@ from fencelock._owners import current_owner
 from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
 from fencelock.guard._connecting import begin_claim, tokens_to_claim
 from fencelock.guard._install import install
-from fencelock.guard._tables import FENCE_COLUMN, fenced_table
 from fencelock.guard.dialects import LOCKING_READS, newest
 from fencelock.guard.endings import refusing
 from fencelock.guard.events import report_claim
 from fencelock.guard.fences import FENCES, fences_of
 from fencelock.guard.leases import NOT_INHERITED, Writing, report_refusal, writing_on
 from fencelock.guard.sessions import BYPASS, of_task, session_of
+from fencelock.guard.tables import FENCE_COLUMN, fenced_table
 from fencelock.lease import check_resource
 
 if TYPE_CHECKING:

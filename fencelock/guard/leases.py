@@ -22,9 +22,9 @@ from sqlalchemy.orm import Session
 
 from fencelock.errors import FenceError, UnfencedWriteError
 from fencelock.guard._sqlalchemy import isolation_on_connect, refuse_inactive
-from fencelock.guard._tables import FencedTable
 from fencelock.guard.events import report
 from fencelock.guard.sessions import blocking, join, owner_of
+from fencelock.guard.tables import FencedTable
 from fencelock.guard.write_ids import new_write_id
 from fencelock.lease import Lease, held_leases, was_left
 

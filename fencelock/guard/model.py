@@ -14,7 +14,7 @@ from sqlalchemy.orm import Mapped, MappedAsDataclass, Mapper, mapped_column
 
 from fencelock.guard._install import install
 from fencelock.guard._mapping import on_any_mapped, on_mapped
-from fencelock.guard._tables import (
+from fencelock.guard.tables import (
     FENCE_COLUMN,
     FENCE_MARK,
     RESOURCE_MARK,
@@ -23,8 +23,7 @@ from fencelock.guard._tables import (
     WRITE_MARK,
     FenceTrigger,
     check_trigger,
-    new_fence_column,
-    new_write_column,
+    new_column,
 )
 
 _AT_THE_END: Final = 1000
@@ -47,7 +46,7 @@ def fence_column(*, resource: str | None = None, trigger: FenceTrigger = False) 
     """
     install()
     marks = {**FENCE_MARK, TRIGGER_MARK: check_trigger(trigger)}
-    return new_fence_column(marks if resource is None else {**marks, RESOURCE_MARK: resource})
+    return new_column(FENCE_COLUMN, marks if resource is None else {**marks, RESOURCE_MARK: resource})
 
 
 def write_id_column() -> Column[int]:
@@ -55,7 +54,7 @@ def write_id_column() -> Column[int]:
 
     It is `last_write_id BIGINT NOT NULL DEFAULT 0`. Each guarded write gives the row a new random number.
     """
-    return new_write_column(WRITE_MARK)
+    return new_column(WRITE_COLUMN, WRITE_MARK)
 
 
 class FencedModel:
@@ -125,7 +124,7 @@ class FencedModel:
         BigInteger,
         nullable=False,
         server_default=text("0"),
-        info=dict(FENCE_MARK),
+        info=FENCE_MARK,
         sort_order=_AT_THE_END,
     )
     last_write_id: Mapped[int] = mapped_column(
@@ -133,7 +132,7 @@ class FencedModel:
         BigInteger,
         nullable=False,
         server_default=text("0"),
-        info=dict(WRITE_MARK),
+        info=WRITE_MARK,
         sort_order=_AT_THE_END,
     )
 
@@ -152,7 +151,7 @@ class FencedDataclassModel(MappedAsDataclass):
         BigInteger,
         nullable=False,
         server_default=text("0"),
-        info=dict(FENCE_MARK),
+        info=FENCE_MARK,
         sort_order=_AT_THE_END,
         init=False,
         repr=False,
@@ -163,7 +162,7 @@ class FencedDataclassModel(MappedAsDataclass):
         BigInteger,
         nullable=False,
         server_default=text("0"),
-        info=dict(WRITE_MARK),
+        info=WRITE_MARK,
         sort_order=_AT_THE_END,
         init=False,
         repr=False,

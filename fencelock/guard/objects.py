@@ -23,10 +23,10 @@ from sqlalchemy.types import TypeEngine
 
 from fencelock.errors import FenceError, UnfencedWriteError
 from fencelock.guard._sqlalchemy import always_load, cache_of, executes_flush, left_out_of
-from fencelock.guard._tables import FENCE_COLUMN, WRITE_COLUMN, FencedTable, fenced_table
 from fencelock.guard.events import report
 from fencelock.guard.leases import Tokens
 from fencelock.guard.sessions import is_bypassed, join, moved_by, owner_of
+from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN, FencedTable, fenced_table
 from fencelock.guard.write_ids import MIXED, moved, new_write_id
 
 if TYPE_CHECKING:

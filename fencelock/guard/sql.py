@@ -19,7 +19,11 @@ from sqlalchemy.sql.elements import BindParameter
 from sqlalchemy.sql.selectable import AliasedReturnsRows
 
 from fencelock.guard._install import install
-from fencelock.guard._tables import (
+from fencelock.guard.conditions import LOADED_BIND, TOKEN_OPTION
+from fencelock.guard.dialects import CARRIERS, TOKEN_BIND
+from fencelock.guard.leases import note_token
+from fencelock.guard.sessions import session_or_connection
+from fencelock.guard.tables import (
     FENCE_COLUMN,
     WRITE_COLUMN,
     FencedTable,
@@ -28,10 +32,6 @@ from fencelock.guard._tables import (
     template_of,
     underlying,
 )
-from fencelock.guard.conditions import LOADED_BIND, TOKEN_OPTION
-from fencelock.guard.dialects import CARRIERS, TOKEN_BIND
-from fencelock.guard.leases import note_token
-from fencelock.guard.sessions import session_or_connection
 from fencelock.guard.write_ids import LIMIT, new_write_id
 from fencelock.token import check as check_token
 

@@ -28,7 +28,6 @@ from fencelock.guard._sqlalchemy import (
     options_to_execute,
     values_in,
 )
-from fencelock.guard._tables import WRITE_COLUMN, FencedTable, fenced_table, sub_table_of, underlying
 from fencelock.guard.conditions import (
     CLAIM_OPTION,
     LOADED_BIND,
@@ -52,6 +51,7 @@ from fencelock.guard.events import report
 from fencelock.guard.leases import Tokens, begin_writing, report_refusal
 from fencelock.guard.objects import Stamp, flush_of, is_deleted, loaded_values, new_stamp, object_of
 from fencelock.guard.sessions import is_bypassed, note_moved, refuse_bypass
+from fencelock.guard.tables import WRITE_COLUMN, FencedTable, fenced_table, sub_table_of, underlying
 from fencelock.guard.text import GUARDED, guard_text
 from fencelock.guard.verdict import Verdict
 from fencelock.guard.write_ids import new_write_id

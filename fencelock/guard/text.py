@@ -15,13 +15,13 @@ from sqlalchemy import DDL, Connection, TextClause
 
 from fencelock.errors import UnfencedWriteError
 from fencelock.guard._sqlalchemy import parameters_of, with_text
-from fencelock.guard._tables import FENCE_COLUMN, WRITE_COLUMN, fenced_names, is_strict
 from fencelock.guard.conditions import Row
 from fencelock.guard.dialects import CARRIERS, ready
 from fencelock.guard.endings import refuse
 from fencelock.guard.events import report
 from fencelock.guard.leases import note_token
 from fencelock.guard.sessions import is_bypassed
+from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN, fenced_names, is_strict
 from fencelock.guard.write_ids import new_write_id
 from fencelock.token import check as check_token
 

@@ -37,9 +37,9 @@ from sqlalchemy.sql.compiler import DDLCompiler, IdentifierPreparer
 from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
 from fencelock.guard import dialects
 from fencelock.guard._sqlalchemy import doubles_percents
-from fencelock.guard._tables import FENCE_COLUMN, FenceTrigger, trigger_of
 from fencelock.guard.endings import refuse
 from fencelock.guard.events import report
+from fencelock.guard.tables import FENCE_COLUMN, FenceTrigger, trigger_of
 
 __all__ = ["FenceDDL", "FenceTrigger", "create", "drop", "installed", "knows", "prepare"]
 

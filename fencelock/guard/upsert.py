@@ -19,13 +19,12 @@ from sqlalchemy.orm import Mapper, Session, scoped_session
 from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
 from fencelock.guard._connecting import target_of
 from fencelock.guard._install import install
-from fencelock.guard._tables import FENCE_COLUMN, WRITE_COLUMN, FencedTable
 from fencelock.guard.claim import fenced_model
 from fencelock.guard.dialects import CarriedToken, holds, is_text, newest, ready, take_back
 from fencelock.guard.endings import refusing
 from fencelock.guard.leases import Tokens, begin_writing, report_refusal
 from fencelock.guard.sessions import BYPASS, session_of
-from fencelock.guard.templates import spelling
+from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN, FencedTable, spelling
 from fencelock.guard.verdict import KEYS_PER_QUERY, is_one_of, without_fence
 from fencelock.guard.write_ids import new_write_id
 

@@ -15,9 +15,9 @@ from sqlalchemy.engine import Connection, CursorResult
 from sqlalchemy.sql import ColumnElement
 
 from fencelock.errors import FenceError, StaleReadError, StaleTokenError, UnfencedWriteError
-from fencelock.guard._tables import FENCE_COLUMN, TRANSLATED, FencedTable
 from fencelock.guard.conditions import LOADED_BIND, Form, Row, values_of
 from fencelock.guard.dialects import TOKEN_BIND, holds, newest
+from fencelock.guard.tables import FENCE_COLUMN, TRANSLATED, FencedTable
 
 KEYS_PER_QUERY: Final = 500
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sqlalchemy import Connection, MetaData, delete
 
 from fencelock.guard import execute_fenced, fenced_delete
-from fencelock.guard._tables import FENCE_COLUMN
+from fencelock.guard.tables import FENCE_COLUMN
 from fencelock.token import MAX_TOKEN
 
 

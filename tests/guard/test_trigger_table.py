@@ -28,7 +28,7 @@ from sqlalchemy import (
 )
 
 from fencelock.guard import conditional_delete, conditional_update, fence_column, triggers, write_id_column
-from fencelock.guard._tables import FenceTrigger
+from fencelock.guard.tables import FenceTrigger
 from tests.guard.rows import empty
 from tests.guard.write_docs import check_section
 

@@ -166,10 +166,7 @@ TEMPLATES = [
     "order:{no_such}",
     "order:{id.real.x}",
     "order:{}",
-    "order:{id:q}",
-    "order:{id!q}",
     "order:{id",
-    " {id}",
 ]
 
 

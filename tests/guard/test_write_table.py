@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 
 from fencelock import Lease, StaleTokenError, UnfencedWriteError, bind, upsert
 from fencelock.guard import conditions, triggers
-from fencelock.guard._tables import FENCE_COLUMN, TRIGGER_MARK, FenceTrigger
+from fencelock.guard.tables import FENCE_COLUMN, TRIGGER_MARK, FenceTrigger
 from tests.guard import test_refusals as refusals
 from tests.guard import test_write_paths as guarded
 from tests.guard.write_docs import check_section

@@ -1,0 +1,366 @@
+"""Which tables are fenced, and which resource guards each of their rows.
+
+A fenced table is one whose column `last_fencing_token` carries the mark that `fence_column` puts on it; the
+models' mixins make their column with it. What the guard knows of such a table is kept in `Table.info`, so it
+lives and dies with the table, and a copy made by `to_metadata` takes it along.
+
+Nothing here executes anything: it answers questions about schema objects. "order:1" and "order:01" are two
+leases, so a value that names a resource is refused where the database would give it back otherwise.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from string import Formatter
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypeAlias
+from uuid import UUID
+from weakref import ReferenceType, WeakSet, ref
+
+from sqlalchemy import BigInteger, Column, DateTime, Enum, Float, Integer, Numeric, String, Table, Uuid, text
+from sqlalchemy.sql import FromClause
+from sqlalchemy.sql.selectable import AliasedReturnsRows
+from sqlalchemy.types import TypeDecorator, TypeEngine
+
+from fencelock.errors import FenceError, UnfencedWriteError
+from fencelock.lease import OBJECT_IN_NAME, check_resource
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Mapper
+
+FENCE_COLUMN: Final = "last_fencing_token"
+WRITE_COLUMN: Final = "last_write_id"
+FENCE_TABLE: Final = "fencelock_fences"
+TRANSLATED: Final = "schema_translate_map"
+"""The execution option that says which schema tables are in."""
+
+
+class _Mark:
+    """Marks a fenced column. Another process must not load it: it may have no guard."""
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "metadata with a fenced table cannot be pickled, because nothing would guard it where it is "
+            "loaded: import the models there"
+        )
+
+
+FENCE_MARK: Final[dict[Any, Any]] = {"fencelock": _Mark()}
+WRITE_MARK: Final[dict[Any, Any]] = {"fencelock.write_id": True}
+TRIGGER_MARK: Final = "fencelock.trigger"
+RESOURCE_MARK: Final = "fencelock.resource"
+_FENCED: Final = "fencelock.fenced"
+_SUB_TABLE_OF: Final = "fencelock.sub_table_of"
+GUARDS_OWN: Final = frozenset({_FENCED, _SUB_TABLE_OF})
+"""What the guard keeps in `Table.info`, where it is of no interest to anybody else."""
+
+FenceTrigger: TypeAlias = bool | Literal["strict"]
+"""A table's trigger: none, one that keeps the fence from going down, or one that is strict as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceTemplate:
+    """`__fence_resource__`: how the resource's name is made of a row's columns.
+
+    Attributes:
+        text: as the model has it, such as `"order:{id}"`.
+        columns: the column behind each name in braces.
+    """
+
+    text: str
+    columns: Mapping[str, Column[Any]]
+
+    def render(self, values: Sequence[Any]) -> str:
+        """Return the name of the resource that guards the row with these values, one for each column.
+
+        Raises:
+            UnfencedWriteError: if a value is not spelt as the database would give it back.
+            ValueError: if the template cannot be rendered with it.
+        """
+        named = zip(self.columns.items(), values, strict=True)
+        spelt = {name: spelling(column, value) for (name, column), value in named}
+        try:
+            return self.text.format_map(spelt)
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise ValueError(
+                f"__fence_resource__ = {self.text!r} cannot be rendered with {spelt!r}: {error}"
+            ) from error
+
+    @property
+    def in_key(self) -> bool:
+        """Whether the primary key alone tells the resource."""
+        return all(column.primary_key for column in self.columns.values())
+
+    @classmethod
+    def parse(cls, template: str, attributes: Mapping[str, Column[Any]], owner: str) -> ResourceTemplate:
+        """Return the template of the model `owner`, whose attributes lead to these columns.
+
+        Raises:
+            TypeError: if it is not a string.
+            ValueError: if it is not a format string, or names what is no column of the fenced table.
+        """
+        said = f"{owner}.__fence_resource__"
+        if not isinstance(template, str):
+            raise TypeError(f"{said} is a str such as 'order:{{id}}', not {type(template).__name__}")
+        said += f" = {template!r}"
+        try:
+            names = sorted({name for _, name, _, _ in Formatter().parse(template) if name is not None})
+        except ValueError as error:
+            raise ValueError(f"{said} is no format string: {error}") from error
+        if unknown := [name for name in names if name not in attributes]:
+            raise ValueError(
+                f"{said} names {', '.join(map(repr, unknown))}, but the columns of its fenced table are "
+                f"{', '.join(sorted(attributes))}"
+            )
+        if not names and OBJECT_IN_NAME.search(check_resource(template)):
+            raise ValueError(
+                f"{said} was filled when the class was made: write it without the f before its quotes, such "
+                f"as 'order:{{id}}'"
+            )
+        if loose := [each for each in names if _has_many_spellings(attributes[each].type)]:
+            raise ValueError(
+                f"{said} names {loose[0]!r}, whose equal values are written in several ways (1.0 and 1.00; "
+                f"'a' and 'A' of an enumeration), so that one row would have two names; use integers, text, "
+                f"UUIDs or dates"
+            )
+        return cls(template, {name: attributes[name] for name in names})
+
+
+def _has_many_spellings(kind: TypeEngine[Any]) -> bool:
+    if isinstance(kind, Enum):  # MariaDB compares members regardless of case, and of spaces at the end
+        return len({each.casefold().rstrip() for each in kind.enums}) < len(kind.enums)
+    return isinstance(kind, Numeric | Float) or (isinstance(kind, DateTime) and kind.timezone)
+
+
+def spelling(column: Column[Any], value: Any) -> Any:
+    """Return a value as the database gives it back: the name of a row's resource must be one and the same.
+
+    To a database "01", 1.0 and True may all equal the key 1, yet "order:01" is not the lease of "order:1".
+
+    Raises:
+        UnfencedWriteError: if it cannot be told from here.
+    """
+    try:
+        return _spelling(column.type, value)
+    except (TypeError, ValueError):
+        raise UnfencedWriteError(
+            f"{value!r} is compared with {column.name} of {column.table.description!r}, which names the "
+            f"resource that guards the row; give it as the type that the column has ({column.type!r})"
+        ) from None
+
+
+def _spelling(kind: TypeEngine[Any], value: Any) -> Any:
+    if isinstance(kind, TypeDecorator):
+        return value
+    if isinstance(kind, Integer):
+        as_text = isinstance(value, str) and value == str(int(value))
+        return int(value) if as_text else operator.index(value)
+    if isinstance(kind, String) and not isinstance(kind, Enum):
+        return str.__str__(value)
+    if isinstance(kind, Uuid):
+        return value if isinstance(value, UUID) else str(UUID(value))
+    if isinstance(kind, Enum):  # SQLAlchemy also takes a member's name, and MariaDB a name in any case
+        is_as_loaded = isinstance(value, kind.enum_class) if kind.enum_class else value in kind.enums
+    else:
+        try:
+            is_as_loaded = type(value) is kind.python_type
+        except NotImplementedError:
+            is_as_loaded = True
+    if not is_as_loaded:
+        raise TypeError
+    return value
+
+
+@dataclass(eq=False, slots=True)
+class FencedTable:
+    """What the guard knows of one fenced table.
+
+    Attributes:
+        table: the table.
+        fence: its column `last_fencing_token`.
+        write: its column `last_write_id`, which only the fence table lacks.
+        template: how the resource of a row is named.
+        of_models: the base mappers of the models that it belongs to, as weak references.
+        statements: of claims and gates, which are made once.
+    """
+
+    table: Table
+    template: ResourceTemplate
+    of_models: list[ReferenceType[Mapper[Any]]] = field(default_factory=list)
+    fence: Column[int] = field(init=False)
+    write: Column[int] | None = field(init=False)
+    statements: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.fence = self.table.c[FENCE_COLUMN]
+        self.write = self.table.c.get(WRITE_COLUMN)
+
+    def mappers(self) -> list[Mapper[Any]]:
+        """Return the base mappers of the models that it belongs to: mostly one."""
+        return [mapper for reference in self.of_models if (mapper := reference()) is not None]
+
+    def note_mapper(self, mapper: Mapper[Any]) -> None:
+        """Note a model that it belongs to, by its base mapper."""
+        if mapper not in self.mappers():
+            self.of_models.append(ref(mapper))
+
+    @property
+    def name(self) -> str:
+        """The table's name as error messages and users know it."""
+        return self.table.name
+
+    @property
+    def strict(self) -> bool:
+        """Whether the table has a trigger that wants each statement to carry its token."""
+        return trigger_of(self.table) == "strict"
+
+
+_names: dict[str, WeakSet[Table]] = {}
+"""By name in lower case, the fenced tables and their sub-tables."""
+
+
+def register(fenced: FencedTable) -> FencedTable:
+    """Make a table known as fenced."""
+    fenced.table.info[_FENCED] = fenced
+    _note_name(fenced.table)
+    return fenced
+
+
+def register_sub_table(table: Table, base: FencedTable) -> None:
+    """Make `table` known as one that holds the rest of the rows of a fenced one (joined inheritance)."""
+    table.info[_SUB_TABLE_OF] = base
+    _note_name(table)
+
+
+def _note_name(table: Table) -> None:
+    _names.setdefault(table.name.lower(), WeakSet()).add(table)
+
+
+def note_column(column: Column[Any], parent: object) -> None:
+    """Make a table known by its name as soon as it has its fence: a listener for all columns.
+
+    Its first write may well be one that is told by the table's name alone, such as text. The rest is found
+    out when the table is asked for: not all of its columns are there yet.
+    """
+    if column.name == FENCE_COLUMN and "fencelock" in column.info and isinstance(parent, Table):
+        _note_name(parent)
+
+
+def fenced_names() -> list[str]:
+    """Return the names, in lower case, of the fenced tables that are alive, and of their sub-tables.
+
+    Those that lower case may have changed for good, such as "İ", come as they are too.
+    """
+    names = [name for name, tables in list(_names.items()) if len(tables)]
+    return names + [table.name for name in names if not name.isascii() for table in list(_names[name])]
+
+
+def is_strict(name: str) -> bool:
+    """Tell whether a fenced table of this name, in lower case, has a strict trigger."""
+    return any(trigger_of(table) == "strict" for table in list(_names.get(name, ())))
+
+
+def new_column(name: str, info: Mapping[Any, Any]) -> Column[int]:
+    """Return a column BIGINT NOT NULL DEFAULT 0 with these marks."""
+    return Column(name, BigInteger, nullable=False, server_default=text("0"), info=dict(info))
+
+
+def trigger_of(table: Table) -> FenceTrigger:
+    """Return which trigger the table shall have, as its model or its `fence_column` says."""
+    fence = table.c.get(FENCE_COLUMN)
+    wanted: FenceTrigger = False if fence is None else fence.info.get(TRIGGER_MARK, False)
+    return wanted
+
+
+def check_trigger(wanted: object) -> FenceTrigger:
+    """Return what was asked for.
+
+    Raises:
+        ValueError: if there is no such trigger.
+    """
+    if wanted is True or wanted is False:
+        return wanted
+    if wanted == "strict":
+        return "strict"
+    raise ValueError(f"a fence's trigger is False, True or 'strict', not {wanted!r}")
+
+
+def registered(table: Table | None) -> FencedTable | None:
+    """Return what was registered of this very table; None for a copy, and for a table never asked for."""
+    found: FencedTable | None = getattr(table, "info", {}).get(_FENCED)
+    # Annotated tables hash like the original.
+    return found if found is not None and (found.table is table or hash(found.table) == hash(table)) else None
+
+
+def fenced_table(target: object) -> FencedTable | None:
+    """Return what is known of a table (or an alias of one), or None if it is not fenced.
+
+    Raises:
+        FenceError: if it has a fence, and nothing says which resource guards a row.
+    """
+    table = target if type(target) is Table else underlying(target)
+    fenced = registered(table)
+    if fenced is not None or not isinstance(table, Table):
+        return fenced
+    fence = table.c.get(FENCE_COLUMN)
+    if fence is None or "fencelock" not in fence.info:
+        return None
+    check_write_column(table, table.name)
+    original: FencedTable | None = table.info.get(_FENCED)
+    if original is None:  # a Core table, met for the first time
+        return register(FencedTable(table, template_of(table, table.name, dict(table.c.items()))))
+    columns = {name: table.c[column.key] for name, column in original.template.columns.items()}
+    template = ResourceTemplate(original.template.text, columns)
+    return register(FencedTable(table, template, list(original.of_models)))
+
+
+def sub_table_of(target: object) -> FencedTable | None:
+    """Return the fenced table whose rows this table completes, if it is such a one."""
+    found: FencedTable | None = getattr(underlying(target), "info", {}).get(_SUB_TABLE_OF)
+    return found
+
+
+def underlying(target: object) -> Any:
+    """Return the table behind aliases."""
+    while isinstance(target, AliasedReturnsRows):
+        target = target.element
+    return target if isinstance(target, FromClause) else None
+
+
+def check_write_column(table: Table, owner: str) -> None:
+    """Refuse a fenced table that has nowhere to note which write it has seen last.
+
+    Raises:
+        FenceError: if it is so.
+    """
+    if WRITE_COLUMN not in table.c:
+        raise FenceError(
+            f"{owner} is fenced, and its table {table.name!r} has no column {WRITE_COLUMN!r}: add it to the "
+            f"Table with write_id_column(), and to the database with a migration, "
+            f"op.add_write_id({table.name!r})"
+        )
+
+
+def template_of(
+    table: Table, owner: str, attributes: Mapping[str, Column[Any]], said: str | None = None
+) -> ResourceTemplate:
+    """Return how the resources of a table's rows are named: as its model says, or else its column.
+
+    Args:
+        table: has the column.
+        owner: the model or table, as errors name it.
+        attributes: the columns that the template may name.
+        said: what the model says.
+
+    Raises:
+        FenceError: if neither says it.
+    """
+    text = said if said is not None else table.c[FENCE_COLUMN].info.get(RESOURCE_MARK)
+    if text is None:
+        raise FenceError(
+            f"{owner} is fenced and does not say which lease guards a row: write "
+            f'__fence_resource__ = "order:{{id}}" in the model, with columns of its table in braces, or '
+            f'fence_column(resource="order:{{id}}") in Core; a word without braces stands for the whole table'
+        )
+    return ResourceTemplate.parse(text, attributes, owner)
