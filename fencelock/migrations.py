@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from alembic.autogenerate.render import renderers
 from alembic.operations.base import BatchOperations, Operations
@@ -48,6 +48,9 @@ from fencelock.guard.tables import (
     trigger_of,
 )
 
+FoundTrigger: TypeAlias = FenceTrigger | Literal["fence"]
+"""A trigger of a database: "fence" is a plain one that gives no write ids, as `op.add_fence` makes it."""
+
 if TYPE_CHECKING:
     from alembic.autogenerate.api import AutogenContext
     from alembic.operations.ops import UpgradeOps
@@ -58,7 +61,7 @@ class FenceOperation(MigrateOperation):
 
     name: ClassVar[str]
 
-    def __init__(self, table_name: str, *, schema: str | None = None, trigger: FenceTrigger = False) -> None:
+    def __init__(self, table_name: str, *, schema: str | None = None, trigger: FoundTrigger = False) -> None:
         self.table_name = table_name
         self.schema = schema
         self.trigger = trigger
@@ -203,15 +206,15 @@ class CreateFenceTriggerOp(FenceOperation):
         table_name: str,
         *,
         schema: str | None = None,
-        trigger: FenceTrigger = True,
-        replaces: FenceTrigger = False,
+        trigger: FoundTrigger = True,
+        replaces: FoundTrigger = False,
     ) -> None:
         super().__init__(table_name, schema=schema, trigger=trigger)
         self.replaces = replaces
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments that stand in the migration."""
-        return {"strict": self.trigger == "strict", "schema": self.schema}
+        return {"strict": self.trigger == "strict", "ids": self.trigger is True, "schema": self.schema}
 
     def reverse(self) -> FenceOperation:
         """Return the way back."""
@@ -221,17 +224,26 @@ class CreateFenceTriggerOp(FenceOperation):
 
     @classmethod
     def create_fence_trigger(
-        cls, operations: Operations, table_name: str, *, strict: bool = False, schema: str | None = None
+        cls,
+        operations: Operations,
+        table_name: str,
+        *,
+        strict: bool = False,
+        ids: bool = False,
+        schema: str | None = None,
     ) -> None:
-        """Give a table that has the column its trigger, in place of any other.
+        """Give a table that has the columns its trigger, in place of any other.
 
         Args:
             operations: given by Alembic.
             table_name: the table.
             strict: refuse also what carries no token (see `fencelock.guard.triggers`).
+            ids: give a new write id to each UPDATE that brings none, as models with
+                `__fence_trigger__ = True` want it. It takes the column of `op.add_write_id`.
             schema: where the table is.
         """
-        operations.invoke(cls(table_name, schema=schema, trigger="strict" if strict else True))
+        trigger: FoundTrigger = "strict" if strict else True if ids else "fence"
+        operations.invoke(cls(table_name, schema=schema, trigger=trigger))
 
 
 @Operations.register_operation("drop_fence_trigger")
@@ -246,7 +258,7 @@ class DropFenceTriggerOp(FenceOperation):
 
     def reverse(self) -> CreateFenceTriggerOp:
         """Return the way back."""
-        return CreateFenceTriggerOp(self.table_name, schema=self.schema, trigger=self.trigger or True)
+        return CreateFenceTriggerOp(self.table_name, schema=self.schema, trigger=self.trigger or "fence")
 
     @classmethod
     def drop_fence_trigger(
@@ -292,7 +304,7 @@ class RelaxedFenceTrigger:
 @contextmanager
 def _relaxed(operations: Operations, strict: CreateFenceTriggerOp) -> Iterator[None]:
     _begin_relaxed(operations, strict)
-    operations.invoke(CreateFenceTriggerOp(strict.table_name, schema=strict.schema, trigger=True))
+    operations.invoke(CreateFenceTriggerOp(strict.table_name, schema=strict.schema, trigger="fence"))
     try:
         yield
     except BaseException as error:
@@ -464,10 +476,10 @@ def _drop_write_id(operations: Operations, op: DropWriteIdOp) -> None:
 
 @Operations.implementation_for(CreateFenceTriggerOp)
 def _create_trigger(operations: Operations, op: FenceOperation) -> None:
-    strict = op.trigger == "strict"
+    strict, ids = op.trigger == "strict", op.trigger is True and not isinstance(op, AddFenceOp)
     dialect = _dialect(operations)
     _drop_renamed(operations, op)
-    _execute(operations, triggers.create(op.table_name, dialect, strict=strict, schema=op.schema))
+    _execute(operations, triggers.create(op.table_name, dialect, strict=strict, ids=ids, schema=op.schema))
 
 
 @Operations.implementation_for(DropFenceTriggerOp)
@@ -531,16 +543,21 @@ def compare_trigger(  # noqa: PLR0917  Alembic's signature
     in_model: Table | None,
 ) -> PriorityDispatchResult:
     """Find a trigger that is missing, too many or another one; those of a column that comes or goes aside."""
-    if not _comes_or_goes(in_database, in_model):
-        wanted = False if in_model is None else trigger_of(in_model)
-        found = _found(context, table_name, schema) if in_database is not None else False
-        if wanted and wanted != found:
-            changes.ops.append(
-                CreateFenceTriggerOp(table_name, schema=schema, trigger=wanted, replaces=found)
-            )
-        elif found and not wanted:
-            changes.ops.append(DropFenceTriggerOp(table_name, schema=schema, trigger=found))
+    wanted = False if in_model is None else _wanted(in_model)
+    found = _found(context, table_name, schema) if in_database is not None else False
+    if _comes_or_goes(in_database, in_model) and True not in (wanted, found):
+        pass  # the trigger goes with the column
+    elif wanted and wanted != found:
+        changes.ops.append(CreateFenceTriggerOp(table_name, schema=schema, trigger=wanted, replaces=found))
+    elif found and not wanted:
+        changes.ops.append(DropFenceTriggerOp(table_name, schema=schema, trigger=found))
     return PriorityDispatchResult.CONTINUE
+
+
+def _wanted(table: Table) -> FoundTrigger:
+    """Return the trigger that a table shall have; without the column there are no write ids to give."""
+    wanted = trigger_of(table)
+    return "fence" if wanted is True and WRITE_COLUMN not in table.c else wanted
 
 
 def _comes_or_goes(in_database: Table | None, in_model: Table | None) -> bool:
@@ -551,7 +568,7 @@ def _comes_or_goes(in_database: Table | None, in_model: Table | None) -> bool:
     )
 
 
-def _found(context: AutogenContext, table_name: str, schema: str | None) -> FenceTrigger:
+def _found(context: AutogenContext, table_name: str, schema: str | None) -> FoundTrigger:
     connection = context.connection
     if connection is None or not triggers.knows(connection.dialect.name):
         return False
@@ -570,8 +587,13 @@ def use_operations(
     return PriorityDispatchResult.CONTINUE
 
 
-_DROPS = (DropFenceOp, DropFenceTriggerOp, DropWriteIdOp)
-_ADDS = (AddFenceOp, CreateFenceTriggerOp, AddWriteIdOp)
+_DROPS = (DropFenceTriggerOp, DropWriteIdOp, DropFenceOp)
+_ADDS = (AddFenceOp, AddWriteIdOp, CreateFenceTriggerOp)
+
+
+def _order(op: MigrateOperation) -> int:
+    """Return where an operation comes: a trigger comes after its columns, and goes before them."""
+    return next(at for at, kind in enumerate((*_DROPS, *_ADDS)) if isinstance(op, kind))
 
 
 def _said_anew(context: AutogenContext, op: MigrateOperation) -> Iterator[MigrateOperation]:
@@ -584,19 +606,20 @@ def _said_anew(context: AutogenContext, op: MigrateOperation) -> Iterator[Migrat
         yield op
     elif isinstance(op, ModifyTableOps):
         changes = [_fence_change(context, change) for change in op.ops]
-        yield from (each for each in changes if isinstance(each, _DROPS))
+        yield from sorted((each for each in changes if isinstance(each, _DROPS)), key=_order)
         op.ops[:] = [each for each in changes if not isinstance(each, FenceOperation)]
         if op.ops:
             yield op
-        yield from (each for each in changes if isinstance(each, _ADDS))
+        yield from sorted((each for each in changes if isinstance(each, _ADDS)), key=_order)
     else:
         yield op
 
 
 def _fence_change(context: AutogenContext, op: MigrateOperation) -> MigrateOperation:
     if isinstance(op, AddColumnOp) and FENCE_MARK.items() <= op.column.info.items():
-        wanted = trigger_of(op.column.table)
-        return AddFenceOp(op.table_name, schema=op.schema, trigger=wanted)
+        wanted = _wanted(op.column.table)
+        trigger = wanted if wanted == "strict" else wanted == "fence"
+        return AddFenceOp(op.table_name, schema=op.schema, trigger=trigger)
     if isinstance(op, AddColumnOp) and WRITE_MARK.items() <= op.column.info.items():
         return AddWriteIdOp(op.table_name, schema=op.schema)
     if isinstance(op, DropColumnOp) and op.column_name in {FENCE_COLUMN, WRITE_COLUMN}:
@@ -605,5 +628,6 @@ def _fence_change(context: AutogenContext, op: MigrateOperation) -> MigrateOpera
             if op.column_name == WRITE_COLUMN:
                 return DropWriteIdOp(op.table_name, schema=op.schema)
             found = _found(context, op.table_name, op.schema)
-            return DropFenceOp(op.table_name, schema=op.schema, trigger=found)
+            trigger = found if found == "strict" else found == "fence"
+            return DropFenceOp(op.table_name, schema=op.schema, trigger=trigger)
     return op

@@ -5,7 +5,8 @@ staging table and the UPDATE that follows are seen by the database alone. A trig
 table, in one of two forms.
 
 - Plain: the fence of a row never goes down. It stops a stale holder who writes his token unchecked, a program
-  that writes back all the columns that it has read, and a restore of old rows over new ones.
+  that writes back all the columns that it has read, and a restore of old rows over new ones. And an UPDATE
+  that brings no write id gives its row a new one, so that whoever has loaded the row notices.
 - Strict: besides, an UPDATE must raise the fence or carry the token that the fence has, and a DELETE must
   carry a token that is not below it. The statements of the guard do (see `dialects`); others are refused, so
   a program that knows no fence can only read and insert. On PostgreSQL, TRUNCATE is refused as well.
@@ -39,7 +40,7 @@ from fencelock.guard import dialects
 from fencelock.guard._sqlalchemy import doubles_percents
 from fencelock.guard.endings import refuse
 from fencelock.guard.events import report
-from fencelock.guard.tables import FENCE_COLUMN, FenceTrigger, trigger_of
+from fencelock.guard.tables import FENCE_COLUMN, FENCE_TABLE, WRITE_COLUMN, FenceTrigger, trigger_of
 
 __all__ = ["FenceDDL", "FenceTrigger", "create", "drop", "installed", "knows", "prepare"]
 
@@ -50,8 +51,14 @@ _PLAIN: Final = "fence"
 _STRICT: Final = "strict"
 _STRICT_DELETE: Final = "strict_delete"
 _STRICT_TRUNCATE: Final = "strict_truncate"
+_IDS: Final = "ids"
 _FUNCTION: Final = "refuse"
-_Form = Literal["fence", "strict", "strict_delete", "strict_truncate", "refuse"]
+_RENEWAL: Final = "renew"
+_TRIGGERS: Final = (_PLAIN, _IDS, _STRICT, _STRICT_DELETE, _STRICT_TRUNCATE)
+_Form = Literal["fence", "ids", "strict", "strict_delete", "strict_truncate", "refuse", "renew"]
+
+_MASK: Final = 2**53 - 2
+"""Ids stay below 2**53, see `write_ids`."""
 
 _POSTGRESQL_FUNCTION: Final = f"""
 CREATE FUNCTION {{refuse}}() RETURNS trigger LANGUAGE plpgsql AS $fencelock$
@@ -94,6 +101,18 @@ _SQLITE_STALE: Final = f"""
 _CREATE: Final[Mapping[str, Mapping[_Form, str]]] = {
     "postgresql": {
         "refuse": _POSTGRESQL_FUNCTION,
+        "renew": f"""
+CREATE FUNCTION {{renew}}() RETURNS trigger LANGUAGE plpgsql AS $fencelock$
+BEGIN
+    NEW.{WRITE_COLUMN} := 1 + CAST(
+        CAST('x' || right(CAST(gen_random_uuid() AS TEXT), 12) AS BIT(48)) AS BIGINT);
+    RETURN NEW;
+END $fencelock$
+""",
+        "ids": f"""
+CREATE TRIGGER {{ids}} BEFORE UPDATE ON {{table}} FOR EACH ROW WHEN (NEW.{WRITE_COLUMN} = OLD.{WRITE_COLUMN})
+EXECUTE FUNCTION {{renew}}()
+""",
         "fence": f"""
 CREATE TRIGGER {{fence}} BEFORE UPDATE ON {{table}} FOR EACH ROW
 WHEN (NEW.{FENCE_COLUMN} < OLD.{FENCE_COLUMN})
@@ -122,6 +141,10 @@ CREATE TRIGGER {strict_truncate} BEFORE TRUNCATE ON {table} EXECUTE FUNCTION {re
 """,
     },
     "mysql": {
+        "ids": f"""
+CREATE TRIGGER {{ids}} BEFORE UPDATE ON {{table}} FOR EACH ROW SET NEW.{WRITE_COLUMN} =
+    IF(NEW.{WRITE_COLUMN} = OLD.{WRITE_COLUMN}, 1 + UUID_SHORT() % {_MASK}, NEW.{WRITE_COLUMN})
+""",
         "fence": f"""
 CREATE TRIGGER {{fence}} BEFORE UPDATE ON {{table}} FOR EACH ROW BEGIN
     DECLARE refusal VARCHAR(128) CHARACTER SET utf8mb4;{_MARIADB_STALE}END
@@ -145,6 +168,12 @@ END
 """,
     },
     "sqlite": {
+        "ids": f"""
+CREATE TRIGGER {{ids}} AFTER UPDATE ON {{bare_table}} FOR EACH ROW
+WHEN NEW.{WRITE_COLUMN} = OLD.{WRITE_COLUMN} BEGIN
+    UPDATE {{bare_table}} SET {WRITE_COLUMN} = 1 + (random() & {_MASK}) WHERE rowid = NEW.rowid;
+END
+""",
         "fence": f"""
 CREATE TRIGGER {{fence}} BEFORE UPDATE ON {{bare_table}} FOR EACH ROW BEGIN{_SQLITE_STALE}END
 """,
@@ -214,9 +243,9 @@ class FenceDDL(ExecutableDDLElement):
             "unfenced_update": _literal(f"fencelock: UPDATE without a token in {table.name}", preparer),
             "unfenced_delete": _literal(f"fencelock: DELETE without a token in {table.name}", preparer),
         }
-        for form in (_PLAIN, _STRICT, _STRICT_DELETE, _STRICT_TRUNCATE, _FUNCTION):
+        for form in (*_TRIGGERS, _FUNCTION, _RENEWAL):
             named = Table(_name(table.name, form), MetaData(), schema=table.schema)
-            of_table = preparer.dialect.name == "postgresql" and form != _FUNCTION
+            of_table = preparer.dialect.name == "postgresql" and form in _TRIGGERS
             fields[form] = preparer.format_table(named, use_schema=not of_table)
         return self._template.format_map(fields)
 
@@ -262,11 +291,14 @@ def knows(dialect: str) -> bool:
     return dialect in {*_CREATE, "mariadb"}
 
 
-def create(table: Any, dialect: str, *, strict: bool = False, schema: str | None = None) -> list[FenceDDL]:
+def create(
+    table: Any, dialect: str, *, strict: bool = False, ids: bool = True, schema: str | None = None
+) -> list[FenceDDL]:
     """Return the statements that give a table its trigger, in place of any that it has.
 
-    The table must have the column `last_fencing_token`. Models have it done by `create_all` with
-    `__fence_trigger__ = True` or `"strict"`, migrations by `op.add_fence("orders", trigger=True)`.
+    The table must have the columns `last_fencing_token` and `last_write_id`. Models have it done by
+    `create_all` with `__fence_trigger__ = True` or `"strict"`, migrations by
+    `op.create_fence_trigger("orders", ids=True)`.
 
     With a strict trigger, the guard must know of it (`__fence_trigger__ = "strict"`, or
     `fence_column(trigger="strict")`), or its own second write with the same token is refused. For a bare
@@ -277,6 +309,8 @@ def create(table: Any, dialect: str, *, strict: bool = False, schema: str | None
         table: its name, or a `Table` or a model.
         dialect: the name of the engine's dialect: `"postgresql"`, `"mysql"`, `"mariadb"` or `"sqlite"`.
         strict: refuse also an UPDATE or DELETE that carries no token.
+        ids: where it is not strict: give a new write id to each UPDATE that brings none. SQLite finds the row
+            by its rowid. The fence table has no write ids.
         schema: where the table is, if it is given by its name.
 
     Raises:
@@ -293,7 +327,8 @@ def create(table: Any, dialect: str, *, strict: bool = False, schema: str | None
     target = _table(table, schema)
     forms: tuple[_Form, ...] = (_FUNCTION, _STRICT, _STRICT_DELETE, _STRICT_TRUNCATE)
     if not strict:
-        forms = (_FUNCTION, _PLAIN)
+        has_ids = ids and (WRITE_COLUMN in target.c if target.c else target.name != FENCE_TABLE)
+        forms = (_FUNCTION, _PLAIN, _RENEWAL, _IDS) if has_ids else (_FUNCTION, _PLAIN)
     templates = _CREATE[_family(dialect)]
     made = [FenceDDL(templates[form], target) for form in forms if form in templates]
     return [*drop(target, dialect), *made]
@@ -306,24 +341,28 @@ def drop(table: Any, dialect: str, *, schema: str | None = None) -> list[FenceDD
     """
     target = _table(table, schema)
     family = _family(dialect)
-    forms = [form for form in _CREATE[family] if form != _FUNCTION] + [_PLAIN]
-    dropped = [FenceDDL(_DROP[family].format(form=form), target) for form in dict.fromkeys(forms)]
+    forms = [form for form in _TRIGGERS if form in _CREATE[family]]
+    dropped = [FenceDDL(_DROP[family].format(form=form), target) for form in forms]
     if family == "postgresql":
-        dropped.append(FenceDDL("DROP FUNCTION IF EXISTS {refuse}()", target))
+        dropped += [
+            FenceDDL(f"DROP FUNCTION IF EXISTS {{{each}}}()", target) for each in (_FUNCTION, _RENEWAL)
+        ]
     return dropped
 
 
-def installed(connection: Connection, table: str, *, schema: str | None = None) -> FenceTrigger:
+def installed(
+    connection: Connection, table: str, *, schema: str | None = None
+) -> FenceTrigger | Literal["fence"]:
     """Return which trigger a table has in the database: False, True or `"strict"`.
 
-    One that is disabled, or not complete, counts as none.
+    `"fence"` is a plain one that gives no write ids. One that is disabled, or not complete, counts as none.
     """
     family = _family(connection.dialect.name)
     found = _found(connection, table, schema)
-    wanted = {_name(table, form) for form in _CREATE[family] if form not in {_PLAIN, _FUNCTION}}
-    if wanted <= found:
+    forms = {form for form in _TRIGGERS if form in _CREATE[family] and _name(table, form) in found}
+    if forms >= {form for form in _CREATE[family] if form in _TRIGGERS} - {_PLAIN, _IDS}:
         return "strict"
-    return _name(table, _PLAIN) in found
+    return _PLAIN in forms and (_IDS in forms or "fence")
 
 
 def _found(connection: Connection, table: str, schema: str | None) -> set[str]:
@@ -342,8 +381,8 @@ def drop_renamed(connection: Connection, table: str, *, schema: str | None = Non
     table may have the old name by now.
     """
     family = _family(connection.dialect.name)
-    own = {_name(table, form) for form in (_PLAIN, _STRICT, _STRICT_DELETE, _STRICT_TRUNCATE)}
-    endings = tuple(f"_{form}" for form in (_PLAIN, _STRICT, _STRICT_DELETE, _STRICT_TRUNCATE))
+    own = {_name(table, form) for form in _TRIGGERS}
+    endings = tuple(f"_{form}" for form in _TRIGGERS)
     names = sorted(_found(connection, table, schema) - own)
     ours = [name for name in names if name.startswith("fencelock_") and name.endswith(endings)]
     preparer = connection.dialect.identifier_preparer
