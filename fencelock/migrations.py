@@ -35,6 +35,7 @@ from sqlalchemy.exc import DBAPIError
 
 from fencelock.authority.database.table import LEASE_TABLE, lease_table
 from fencelock.guard import triggers
+from fencelock.guard.endings import is_refused
 from fencelock.guard.fences import fence_table
 from fencelock.guard.tables import (
     FENCE_COLUMN,
@@ -326,7 +327,7 @@ def _is_rolled_back(connection: Connection) -> bool:
     MariaDB has committed that one. There the transaction is ended, so that the strict one can be made again.
     """
     transaction = connection.get_transaction()
-    if transaction is None or transaction.is_active:
+    if transaction is None or not is_refused(connection):
         return False
     if connection.dialect.name not in {"mysql", "mariadb"}:
         return True

@@ -45,7 +45,7 @@ def refuse(connection: Connection, refusal: FenceError | LockLostError) -> None:
     for each in [connection] if session is None else {connection, *connections_of(session)}:
         savepoint = each.get_nested_transaction()
         scope = savepoint or each.get_transaction()
-        if scope is not None and scope.is_active and not _is_refused(each):
+        if scope is not None and scope.is_active and not is_refused(each):
             what = "transaction" if savepoint is None else "savepoint"
             _refuse_in(
                 each,
@@ -88,7 +88,8 @@ def refusing(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return wrapped
 
 
-def _is_refused(connection: Connection) -> bool:
+def is_refused(connection: Connection) -> bool:
+    """Tell whether something was refused in a connection's transaction, or savepoint, that is still open."""
     scope, _ = _refused.get(connection, (None, ""))
     return scope is not None and scope in (connection.get_nested_transaction(), connection.get_transaction())
 
@@ -101,7 +102,7 @@ def _roll_back_driver(connection: Connection) -> None:
 
 def _stop(connection: Connection, *_: Any) -> None:
     """Refuse to go on in a refused transaction or savepoint."""
-    if _is_refused(connection):
+    if is_refused(connection):
         scope, message = _refused[connection]
         if scope is connection.get_transaction():
             _roll_back_driver(connection)
@@ -110,7 +111,7 @@ def _stop(connection: Connection, *_: Any) -> None:
 
 def _stop_release(connection: Connection, name: str, _context: Any) -> None:
     """Roll back to a refused savepoint: to SQLAlchemy it is released, also where a listener raises."""
-    if _is_refused(connection):
+    if is_refused(connection):
         _, message = _refused[connection]
         _free(connection)
         connection.dialect.do_rollback_to_savepoint(connection, name)
