@@ -51,6 +51,7 @@ Spare == Node \ UNION {Lists[l] : l \in DOMAIN Lists}  \* a server of no list, u
 Majority(S) == Cardinality(S) \div 2 + 1
 Below(s, t) == s[1] < t[1] \/ (s[1] = t[1] /\ s[2] < t[2])  \* of tokens <<epoch, counter>>
 NoToken == <<0, 0>>
+NoGhost == [tok |-> NoToken, v |-> 0]
 
 \* A list's fingerprint covers its nodes' ids (of a new node the ticket under which it was opened; one that stays
 \* keeps its id) and the list that it replaces: no list comes twice, even if one goes back to the same nodes.
@@ -73,14 +74,15 @@ Init ==
     /\ snap = disk
     /\ out = [n \in Node |-> [now |-> FALSE, ever |-> IF disk[n].adm THEN 1 ELSE 0, again |-> FALSE, twin |-> FALSE]]
     /\ acq = [a \in 1..Acqs |-> [begun |-> FALSE, done |-> FALSE, cfg |-> None, floor |-> NoToken,
-                                 votes |-> {}, acks |-> {}, tok |-> NoToken, at |-> 0, v |-> 0, f |-> NoToken, old |-> FALSE]]
+                                 votes |-> {}, acks |-> {}, tok |-> NoToken, at |-> 0, v |-> 0]]
     /\ rec = [k \in 1..Recs |-> [ph |-> "idle", kind |-> "recover", all |-> FALSE, cfg |-> None, tk |-> NoTickets,
                                  tr |-> NoTickets, rd |-> {}, mx |-> 0, mc |-> 0, e |-> 0,
                                  ack |-> NoTickets, ok |-> {}, up |-> {}]]
     /\ op = [o \in 1..Ops |-> [ph |-> "idle", old |-> None, f |-> None, tk |-> NoTickets, tr |-> NoTickets, q1 |-> {}, q2 |-> {}, mx |-> 0,
                                e |-> 0, ack |-> NoTickets, ok |-> {}]]
     /\ raises = {}
-    /\ db = [fence |-> NoToken, by |-> 0, writes |-> 0, stale |-> FALSE, lost |-> FALSE, over |-> FALSE]
+    /\ db = [fence |-> NoToken, by |-> 0, writes |-> 0, stale |-> FALSE, lost |-> FALSE,
+             ghost |-> NoGhost]
     /\ left = [lose |-> Losses, roll |-> Rollbacks, restart |-> Restarts]
 
 -------------------------------------------------------------------------------
@@ -187,18 +189,17 @@ Restore(a, n) ==
 (* What the row holds is how often it was written: who writes when it is not what *)
 (* he has read overwrites something.                                              *)
 (* acq[a].at: 0 nothing yet, 1 claimed, 2 claimed and read, 3 has an object that   *)
-(* he did not claim. Of that, .f is the fence that was loaded with it, and .old    *)
-(* whether somebody else has changed the fence since.                              *)
+(* he did not claim. acq[a].v is the write id that was read or loaded; ids are     *)
+(* numbers here. db.ghost is a COMMIT of which nobody has heard the answer: until  *)
+(* it ends it holds the row's lock, and whoever wants to write waits.              *)
 
-\* db is about to hold this fence, by a's doing.
-Fenced(a, fence) == [b \in 1..Acqs |-> IF b /= a /\ acq[b].at = 3 /\ fence /= db.fence
-                                       THEN [acq[b] EXCEPT !.old = TRUE] ELSE acq[b]]
+MayWrite == db.writes < 4 /\ (db.ghost = NoGhost \/ Broken("no_row_lock"))
 
 Claim(a) ==
     /\ With("guard") /\ acq[a].done /\ acq[a].at \in {0, 3} /\ ~Broken("no_claim")
-    /\ ~Below(acq[a].tok, db.fence)
+    /\ ~Below(acq[a].tok, db.fence) /\ db.ghost = NoGhost
     /\ db' = [db EXCEPT !.fence = acq[a].tok]
-    /\ acq' = [Fenced(a, acq[a].tok) EXCEPT ![a].at = 1, ![a].f = NoToken, ![a].old = FALSE]
+    /\ acq' = [acq EXCEPT ![a].at = 1, ![a].v = 0]
     /\ UNCHANGED <<run, disk, snap, out, rec, op, raises, left>>
 
 Read(a) ==
@@ -207,29 +208,48 @@ Read(a) ==
     /\ UNCHANGED <<run, disk, snap, out, rec, op, raises, db, left>>
 
 Write(a) ==
-    /\ With("guard") /\ acq[a].at = 2 /\ db.writes < 4
+    /\ With("guard") /\ acq[a].at = 2 /\ MayWrite
     /\ ~Below(acq[a].tok, db.fence) \/ Broken("no_guard")
     /\ LET fence == IF Below(db.fence, acq[a].tok) THEN acq[a].tok ELSE db.fence IN
-        /\ db' = [db EXCEPT !.fence = fence, !.writes = @ + 1, !.stale = @ \/ Below(acq[a].tok, db.fence),
-                            !.lost = @ \/ acq[a].v /= db.writes]
-        /\ acq' = [Fenced(a, fence) EXCEPT ![a].at = IF Broken("no_claim") THEN 0 ELSE 1]
+        db' = [db EXCEPT !.fence = fence, !.writes = @ + 1, !.stale = @ \/ Below(acq[a].tok, db.fence),
+                         !.lost = @ \/ acq[a].v /= db.writes]
+    /\ acq' = [acq EXCEPT ![a].at = IF Broken("no_claim") THEN 0 ELSE 1]
     /\ UNCHANGED <<run, disk, snap, out, rec, op, raises, left>>
 
 \* Without a claim: an object may be loaded at any time, also before the lock, and is kept after it was written.
 Load(a) ==
     /\ With("unclaimed") /\ acq[a].at \in {0, 3}
-    /\ acq' = [acq EXCEPT ![a].at = 3, ![a].v = db.writes, ![a].f = db.fence, ![a].old = FALSE]
+    /\ acq' = [acq EXCEPT ![a].at = 3, ![a].v = db.writes]
     /\ UNCHANGED <<run, disk, snap, out, rec, op, raises, db, left>>
 
-\* What the unit of work writes of it; that the loaded fence is not above the token is checked before anything is sent.
+\* What the unit of work writes of it: the row must have the write id that was loaded.
+MaySave(a) ==
+    /\ With("unclaimed") /\ acq[a].done /\ acq[a].at = 3 /\ MayWrite
+    /\ ~Below(acq[a].tok, db.fence)
+    /\ acq[a].v = db.writes \/ Broken("no_loaded")
+
 Save(a) ==
-    /\ With("unclaimed") /\ acq[a].done /\ acq[a].at = 3 /\ db.writes < 4
-    /\ IF Broken("no_loaded") THEN ~Below(acq[a].tok, db.fence)
-       ELSE ~Below(acq[a].tok, acq[a].f) /\ db.fence \in {acq[a].f, acq[a].tok}
-    /\ db' = [db EXCEPT !.fence = acq[a].tok, !.writes = @ + 1, !.over = @ \/ acq[a].old,
-                        !.lost = @ \/ (Broken("none_open") /\ acq[a].v /= db.writes)]
-    /\ acq' = [Fenced(a, acq[a].tok) EXCEPT ![a].v = db.writes + 1, ![a].f = acq[a].tok]
+    /\ MaySave(a)
+    /\ db' = [db EXCEPT !.fence = acq[a].tok, !.writes = @ + 1, !.lost = @ \/ acq[a].v /= db.writes]
+    /\ acq' = [acq EXCEPT ![a].v = db.writes + 1]
     /\ UNCHANGED <<run, disk, snap, out, rec, op, raises, left>>
+
+\* The same, and the answer to the COMMIT is lost. Nobody is made to load again, or to mint anew: wider than the guard.
+SaveInDoubt(a) ==
+    /\ With("doubt") /\ MaySave(a) /\ db.ghost = NoGhost
+    /\ db' = [db EXCEPT !.ghost = [tok |-> acq[a].tok, v |-> acq[a].v]]
+    /\ UNCHANGED <<run, disk, snap, out, acq, rec, op, raises, left>>
+
+GhostCommits ==
+    /\ db.ghost /= NoGhost
+    /\ db' = [db EXCEPT !.fence = db.ghost.tok, !.writes = @ + 1, !.lost = @ \/ db.ghost.v /= db.writes,
+                        !.ghost = NoGhost]
+    /\ UNCHANGED <<run, disk, snap, out, acq, rec, op, raises, left>>
+
+GhostEnds ==
+    /\ db.ghost /= NoGhost
+    /\ db' = [db EXCEPT !.ghost = NoGhost]
+    /\ UNCHANGED <<run, disk, snap, out, acq, rec, op, raises, left>>
 
 -------------------------------------------------------------------------------
 (* Tickets. The node makes each up anew (`id`); in the mutant the client does.    *)
@@ -574,10 +594,11 @@ Careless(n) ==
 -------------------------------------------------------------------------------
 Next ==
     \/ \E a \in 1..Acqs :
-        \/ Complete(a) \/ Claim(a) \/ Read(a) \/ Write(a) \/ Load(a) \/ Save(a)
+        \/ Complete(a) \/ Claim(a) \/ Read(a) \/ Write(a) \/ Load(a) \/ Save(a) \/ SaveInDoubt(a)
         \/ \E n \in Node : \/ Grant(a, n) \/ Confirm(a, n) \/ Release(a, n) \/ Restore(a, n)
                            \/ \E f \in Fingerprints : Begin(a, n, f)
                            \/ \E b \in 1..Acqs : Remint(a, b, n)
+    \/ GhostCommits \/ GhostEnds
     \/ \E k \in 1..Recs, n \in Node :
         \/ RecBeginMore(k, n) \/ BeginAgain(k, n) \/ RecRead(k, n) \/ RecPromise(k, n) \/ RecStill(k, n)
         \/ RecRaise(k, n) \/ Admit(k, n) \/ FinishLook(k, n) \/ FinishOpen(k, n)
@@ -595,9 +616,8 @@ Spec == Init /\ [][Next]_vars
 P1 == \A a, b \in 1..Acqs : a /= b /\ acq[a].done /\ acq[b].done => acq[a].tok /= acq[b].tok
 P2 == \A a \in 1..Acqs : acq[a].done => Below(acq[a].floor, acq[a].tok)
 NoStaleWrite == ~db.stale
-\* Of those who claim; a mutant, which must fail, asks it of all.
+\* Of those who claim, and of objects, claimed or not.
 NoLostUpdate == ~db.lost
-NoStaleRead == ~db.over
 \* Why recovery is right: whoever has forgotten what he did in an epoch never votes in it again. Within an epoch
 \* then nobody forgets, and the lock core is right; and the epoch is the upper half of the token.
 NeverAgain == \A n \in Node : ~out[n].again

@@ -87,6 +87,8 @@ RUNS = (
     Run("guard with claim, 2", feature="guard", tlc=True),
     Run("guard without claims", feature="guard,unclaimed", tlc=True),
     Run("guard without claims, 3 holders", acqs=3, maxg=3, feature="guard,unclaimed", long=True),
+    Run("COMMIT in doubt", feature="guard,unclaimed,doubt", tlc=True),
+    Run("COMMIT in doubt, REMINT", feature="guard,unclaimed,doubt,remint", tlc=True),
     Run("sealed, every node forgets", lose=3, long=True, feature="sealed"),
     Run("sealed, a majority forgets", lose=2, feature="sealed"),
     Run("init, 2 losses", ops=1, lose=2, feature="init"),
@@ -349,5 +351,5 @@ RUNS = (
     Run("M no claim", mutant="no_claim", feature="guard", tlc=True),
     Run("M no guard", mutant="no_guard", feature="guard", tlc=True),
     Run("M not what was loaded", mutant="no_loaded", feature="guard,unclaimed", tlc=True),
-    Run("M nothing stays open", mutant="none_open", feature="guard,unclaimed", tlc=True),
+    Run("M no row lock", mutant="no_row_lock", feature="guard,unclaimed,doubt", tlc=True),
 )

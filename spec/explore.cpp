@@ -42,7 +42,7 @@ struct Column {  // all that concerns one server: sorting columns is exact symme
     u8 op_tk[MAX_OPS], op_same[MAX_OPS], op_q1[MAX_OPS], op_q2[MAX_OPS], op_ack[MAX_OPS], op_ok[MAX_OPS];
     u32 votes[MAX_ACQS], acks[MAX_ACQS];  // bit 8e + g - 1
 };
-struct Acq { u8 begun, done, cfg, fe, fg, te, tg, at, v, le, lg, old; };  // le, lg: the fence that was loaded
+struct Acq { u8 begun, done, cfg, fe, fg, te, tg, at, v; };  // v: the write id that was loaded, which is a number here
 struct Rec { u8 ph, all, cfg, mx, mc, e, kind; };
 struct Op { u8 ph, l, old, f, mx, e; };
 struct State {
@@ -51,13 +51,13 @@ struct State {
     Rec rec[MAX_RECS];
     Op op[MAX_OPS];
     u16 raises;  // bit 4 * fingerprint + epoch
-    u8 fe, fg, by, writes, stale, lost, over, lose, roll, restart;
+    u8 fe, fg, by, writes, stale, lost, ge, gg, gv, lose, roll, restart;  // ge, gg, gv: token and loaded id of a COMMIT in doubt
 };
 
 static int N, A, K, O, MAXG, MAXE, SPARE = -1;  // SPARE: a server in no list, until it is somebody's double
 static int lists[4], n_lists;
-static bool hint, remint, sealed, restore_, guard, all_restarted, init_, only_outcome, unpromised, stray, once, descending, double_, finish, rise, reload, unclaimed;
-static bool mixed_epochs, no_ownership, no_own_limit, no_write_back, seal_le, restore_early, no_claim, no_guard, no_loaded, none_open, client_ticket,
+static bool hint, remint, sealed, restore_, guard, all_restarted, init_, only_outcome, unpromised, stray, once, descending, double_, finish, rise, reload, unclaimed, doubt;
+static bool mixed_epochs, no_ownership, no_own_limit, no_write_back, seal_le, restore_early, no_claim, no_guard, no_loaded, no_row_lock, client_ticket,
     ticket_unbound, closed_read, read_begin, no_promise_field, no_epoch, raise_first, admit_first, admit_lowers_p, no_ticket, no_next,
     one_pass, open_unpromised, ticket_apart, fixed_ids, no_past, any_incarnation, any_memory, init_unordered, init_one_look, admit_unraised, all_unraised, raise_double, finish_unpromised, one_look;
 
@@ -221,21 +221,23 @@ template <class Emit> static void remints(const State& s, int a, Emit emit) {
     }
 }
 
-// The row is about to have this fence, by a's doing.
-static void fenced(State& t, int a, int e, int g) {
-    for (int b = 0; b < A; b++)
-        if (b != a && t.acq[b].at == 3 && (t.fe != e || t.fg != g)) t.acq[b].old = 1;
-    t.fe = e, t.fg = g;
-}
-
 template <class Emit> static void storage(const State& s, Emit emit) {
+    bool pending = s.ge || s.gg;  // it holds the row's lock: whoever wants to write waits for its end
+    if (pending) {
+        State t = s;
+        t.fe = s.ge, t.fg = s.gg, t.writes++, t.lost |= s.gv != s.writes, t.ge = t.gg = t.gv = 0;
+        emit(t, "GhostCommits", 0, 0);
+        t = s;
+        t.ge = t.gg = t.gv = 0;
+        emit(t, "GhostEnds", 0, 0);
+    }
     for (int a = 0; a < A; a++) {
         const Acq& q = s.acq[a];
         bool not_below = !below(q.te, q.tg, s.fe, s.fg);
-        if (guard && q.done && (q.at == 0 || q.at == 3) && !no_claim && not_below) {
+        bool may_write = q.done && s.writes < 4 && (!pending || no_row_lock);
+        if (guard && q.done && (q.at == 0 || q.at == 3) && !no_claim && not_below && !pending) {
             State t = s;
-            fenced(t, a, q.te, q.tg);
-            t.acq[a].at = 1, t.acq[a].le = t.acq[a].lg = t.acq[a].old = 0;
+            t.fe = q.te, t.fg = q.tg, t.acq[a].at = 1, t.acq[a].v = 0;
             emit(t, "Claim", a + 1, 0);
         }
         if (guard && q.done && q.at == (no_claim ? 0 : 1)) {
@@ -243,26 +245,25 @@ template <class Emit> static void storage(const State& s, Emit emit) {
             t.acq[a].at = 2, t.acq[a].v = s.writes;
             emit(t, "Read", a + 1, 0);
         }
-        if (guard && q.at == 2 && s.writes < 4 && (not_below || no_guard)) {
+        if (guard && q.at == 2 && may_write && (not_below || no_guard)) {
             State t = s;
-            if (not_below) fenced(t, a, q.te, q.tg);
+            if (not_below) t.fe = q.te, t.fg = q.tg;
             t.writes++, t.stale |= !not_below, t.lost |= q.v != s.writes, t.acq[a].at = no_claim ? 0 : 1;
             emit(t, "Write", a + 1, 0);
         }
         if (unclaimed && (q.at == 0 || q.at == 3)) {
             State t = s;
-            Acq& u = t.acq[a];
-            u.at = 3, u.v = s.writes, u.le = s.fe, u.lg = s.fg, u.old = 0;
+            t.acq[a].at = 3, t.acq[a].v = s.writes;
             emit(t, "Load", a + 1, 0);
         }
-        bool as_loaded = (s.fe == q.le && s.fg == q.lg) || (s.fe == q.te && s.fg == q.tg);
-        if (unclaimed && q.done && q.at == 3 && s.writes < 4 && (no_loaded ? not_below : as_loaded && !below(q.te, q.tg, q.le, q.lg))) {
+        if (unclaimed && q.at == 3 && may_write && not_below && (q.v == s.writes || no_loaded)) {
             State t = s;
-            Acq& u = t.acq[a];
-            fenced(t, a, q.te, q.tg);
-            t.writes++, t.over |= q.old, t.lost |= none_open && q.v != s.writes;
-            u.v = t.writes, u.le = q.te, u.lg = q.tg;
+            t.fe = q.te, t.fg = q.tg, t.writes++, t.lost |= q.v != s.writes, t.acq[a].v = t.writes;
             emit(t, "Save", a + 1, 0);
+            if (!doubt || pending) continue;
+            t = s;
+            t.ge = q.te, t.gg = q.tg, t.gv = q.v;
+            emit(t, "SaveInDoubt", a + 1, 0);
         }
     }
 }
@@ -685,7 +686,6 @@ static const char* violated(const State& s) {
     }
     if (s.stale) return "NoStaleWrite";
     if (s.lost) return "NoLostUpdate";
-    if (s.over) return "NoStaleRead";
     if (sealed || only_outcome) return nullptr;
     for (int n = 0; n < N; n++)
         if (s.node[n].again) return "NeverAgain";
@@ -942,11 +942,11 @@ int main(int argc, char** argv) {
     std::map<std::string, bool*> flags = {
         {"hint", &hint}, {"remint", &remint}, {"sealed", &sealed}, {"restore", &restore_}, {"guard", &guard},
         {"all_restarted", &all_restarted}, {"init", &init_}, {"only_outcome", &only_outcome}, {"unpromised", &unpromised}, {"stray", &stray}, {"once", &once}, {"descending", &descending},
-        {"double", &double_}, {"finish", &finish}, {"rise", &rise}, {"reload", &reload}, {"unclaimed", &unclaimed}};
+        {"double", &double_}, {"finish", &finish}, {"rise", &rise}, {"reload", &reload}, {"unclaimed", &unclaimed}, {"doubt", &doubt}};
     std::map<std::string, bool*> rules = {
         {"mixed_epochs", &mixed_epochs}, {"no_ownership", &no_ownership}, {"no_own_limit", &no_own_limit},
         {"no_write_back", &no_write_back}, {"seal_le", &seal_le}, {"restore_early", &restore_early}, {"no_claim", &no_claim},
-        {"no_guard", &no_guard}, {"no_loaded", &no_loaded}, {"none_open", &none_open}, {"client_ticket", &client_ticket}, {"ticket_unbound", &ticket_unbound},
+        {"no_guard", &no_guard}, {"no_loaded", &no_loaded}, {"no_row_lock", &no_row_lock}, {"client_ticket", &client_ticket}, {"ticket_unbound", &ticket_unbound},
         {"closed_read", &closed_read}, {"read_begin", &read_begin}, {"no_promise_field", &no_promise_field},
         {"no_epoch", &no_epoch}, {"raise_first", &raise_first}, {"admit_first", &admit_first}, {"admit_lowers_p", &admit_lowers_p}, {"no_ticket", &no_ticket},
         {"no_next", &no_next}, {"one_pass", &one_pass}, {"open_unpromised", &open_unpromised}, {"ticket_apart", &ticket_apart},

@@ -7,6 +7,7 @@ listeners that raise until the transaction, or the savepoint, is rolled back. Ot
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from typing import Any, Final, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
@@ -95,9 +96,13 @@ def is_refused(connection: Connection) -> bool:
 
 
 def _roll_back_driver(connection: Connection) -> None:
-    """End the driver's transaction: a listener for "commit" that raises leaves it open."""
+    """End the driver's transaction: a listener for "commit" that raises leaves it open.
+
+    A connection that turns out to be lost has none.
+    """
     if not (connection.invalidated or isinstance(connection.get_transaction(), TwoPhaseTransaction)):
-        connection.dialect.do_rollback(connection.connection)
+        with suppress(Exception):
+            connection.dialect.do_rollback(connection.connection)
 
 
 def _stop(connection: Connection, *_: Any) -> None:
