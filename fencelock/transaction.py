@@ -252,7 +252,8 @@ class FencedTransaction(Generic[_S]):
         Where the connection is lost so that nobody knows whether the COMMIT took place, the token is minted
         anew, the gates are passed with it, and the body is called again, up to `retries` times. What the
         first one did may have been committed: the body finds out by looking, which it can once it is called.
-        Without gates (`gate=False`), it has to claim before it reads.
+        Without gates (`gate=False`), an object that it
+        has loaded before the first one's commit is refused with `StaleReadError`.
 
         Raises:
             CommitInDoubtError: the answer to the COMMIT was lost, and no retries are left.

@@ -111,7 +111,7 @@ STOREYS_OF_GUARD = (
     "_sqlalchemy",
     "dialects events sessions sqlite tables write_ids",
     "endings",
-    "_missing conditions leases",
+    "_missing conditions leases trigger_sql",
     "_connecting objects text triggers verdict",
     "_mapping statements",
     "_install",

@@ -43,7 +43,7 @@ def gate(
 
     It guards what rows cannot guard themselves: INSERTs, a DELETE followed by an INSERT, and whole
     aggregates of rows that are not fenced one by one. Until the transaction ends, no other holder passes
-    the gate of this resource, and this thread, task or greenlet writes under the lease in this session only.
+    the gate of this resource.
     Afterwards older holders never pass. Pass it before reading, as with `claim`. The fence table is part of
     your metadata once `fence_table(Base.metadata)` was called; migrate then.
 

@@ -102,7 +102,7 @@ def guarding(execute: _Execute) -> _Execute:
 
 
 def _follow(result: CursorResult[Any], statement: object, fenced: FencedTable | None) -> None:
-    """Have SQLAlchemy not expire the moved ids of a statement's objects: they follow it, see `loads`."""
+    """Have SQLAlchemy not expire the moved ids of a statement's objects: they follow it, see `objects`."""
     compiled: Any = result.context.compiled
     computed: list[Any] = compiled.postfetch if isinstance(statement, Update) else []
     if fenced is not None and fenced.write in computed:

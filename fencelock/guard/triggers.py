@@ -20,13 +20,10 @@ The names and texts are made here and nowhere else: `create_all`, the Alembic op
 it by hand all ask `create` and `drop`.
 """
 
-# ruff: noqa: S608 - names are quoted by the dialect, and the rest is written here
-
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 from sqlalchemy import MetaData, Table, event, text
@@ -40,177 +37,26 @@ from fencelock.guard import dialects
 from fencelock.guard._sqlalchemy import doubles_percents
 from fencelock.guard.endings import refuse
 from fencelock.guard.events import report
-from fencelock.guard.tables import FENCE_COLUMN, FENCE_TABLE, WRITE_COLUMN, FenceTrigger, trigger_of
+from fencelock.guard.tables import FENCE_TABLE, WRITE_COLUMN, FenceTrigger, trigger_of
+from fencelock.guard.trigger_sql import (
+    CREATE,
+    DROP,
+    FUNCTION,
+    IDS,
+    LOOK,
+    PLAIN,
+    RENEWAL,
+    STRICT,
+    STRICT_DELETE,
+    STRICT_TRUNCATE,
+    TRIGGERS,
+    Form,
+)
 
 __all__ = ["FenceDDL", "FenceTrigger", "create", "drop", "installed", "knows", "prepare"]
 
 _LONGEST_NAME: Final = 60
 """PostgreSQL cuts longer names, MariaDB refuses them."""
-
-_PLAIN: Final = "fence"
-_STRICT: Final = "strict"
-_STRICT_DELETE: Final = "strict_delete"
-_STRICT_TRUNCATE: Final = "strict_truncate"
-_IDS: Final = "ids"
-_FUNCTION: Final = "refuse"
-_RENEWAL: Final = "renew"
-_TRIGGERS: Final = (_PLAIN, _IDS, _STRICT, _STRICT_DELETE, _STRICT_TRUNCATE)
-_Form = Literal["fence", "ids", "strict", "strict_delete", "strict_truncate", "refuse", "renew"]
-
-_MASK: Final = 2**53 - 2
-"""Ids stay below 2**53, see `write_ids`."""
-
-_POSTGRESQL_FUNCTION: Final = f"""
-CREATE FUNCTION {{refuse}}() RETURNS trigger LANGUAGE plpgsql AS $fencelock$
-BEGIN
-    IF TG_OP = 'UPDATE' THEN
-        IF NEW.{FENCE_COLUMN} < OLD.{FENCE_COLUMN} THEN
-            RAISE EXCEPTION USING ERRCODE = '23000', TABLE = TG_TABLE_NAME, SCHEMA = TG_TABLE_SCHEMA,
-                MESSAGE = concat('fencelock: token ', NEW.{FENCE_COLUMN}, ' < ', OLD.{FENCE_COLUMN},
-                                 ' in ', TG_TABLE_NAME);
-        END IF;
-    END IF;
-    RAISE EXCEPTION USING ERRCODE = '23000', TABLE = TG_TABLE_NAME, SCHEMA = TG_TABLE_SCHEMA,
-        MESSAGE = concat('fencelock: ', TG_OP, ' without a token in ', TG_TABLE_NAME);
-END $fencelock$
-"""
-
-_POSTGRESQL_CARRIED: Final = "current_setting('fencelock.token', true)"
-
-_MARIADB_STALE: Final = f"""
-    IF COALESCE(NEW.{FENCE_COLUMN}, -1) < OLD.{FENCE_COLUMN} THEN
-        SET refusal = CONCAT('fencelock: token ', COALESCE(NEW.{FENCE_COLUMN}, -1), ' < ',
-                             OLD.{FENCE_COLUMN}, ' in ', {{label}});
-        SIGNAL SQLSTATE '23000' SET MESSAGE_TEXT = refusal;
-    END IF;
-"""
-
-# An upsert of MariaDB that the fence turns away writes the row as it is, so it gets here.
-_MARIADB_CARRIED_LESS: Final = f"""
-    IF COALESCE(@fencelock_token < OLD.{FENCE_COLUMN} AND @fencelock_at = NOW(6) + 0, FALSE) THEN
-        SET refusal = CONCAT('fencelock: token ', @fencelock_token, ' < ',
-                             OLD.{FENCE_COLUMN}, ' in ', {{label}});
-        SIGNAL SQLSTATE '23000' SET MESSAGE_TEXT = refusal;
-    END IF;
-"""
-
-_SQLITE_STALE: Final = f"""
-    SELECT RAISE(ABORT, {{stale}}) WHERE COALESCE(NEW.{FENCE_COLUMN}, -1) < OLD.{FENCE_COLUMN};
-"""
-
-_CREATE: Final[Mapping[str, Mapping[_Form, str]]] = {
-    "postgresql": {
-        "refuse": _POSTGRESQL_FUNCTION,
-        "renew": f"""
-CREATE FUNCTION {{renew}}() RETURNS trigger LANGUAGE plpgsql AS $fencelock$
-BEGIN
-    NEW.{WRITE_COLUMN} := 1 + CAST(
-        CAST('x' || right(CAST(gen_random_uuid() AS TEXT), 12) AS BIT(48)) AS BIGINT);
-    RETURN NEW;
-END $fencelock$
-""",
-        "ids": f"""
-CREATE TRIGGER {{ids}} BEFORE UPDATE ON {{table}} FOR EACH ROW WHEN (NEW.{WRITE_COLUMN} = OLD.{WRITE_COLUMN})
-EXECUTE FUNCTION {{renew}}()
-""",
-        "fence": f"""
-CREATE TRIGGER {{fence}} BEFORE UPDATE ON {{table}} FOR EACH ROW
-WHEN (NEW.{FENCE_COLUMN} < OLD.{FENCE_COLUMN})
-EXECUTE FUNCTION {{refuse}}()
-""",
-        "strict": f"""
-CREATE TRIGGER {{strict}} BEFORE UPDATE ON {{table}} FOR EACH ROW
-WHEN (
-    NEW.{FENCE_COLUMN} < OLD.{FENCE_COLUMN}
-    OR NEW.{FENCE_COLUMN} = OLD.{FENCE_COLUMN}
-    AND {_POSTGRESQL_CARRIED} IS DISTINCT FROM concat(NEW.{FENCE_COLUMN}, '@', statement_timestamp())
-)
-EXECUTE FUNCTION {{refuse}}()
-""",
-        "strict_delete": f"""
-CREATE TRIGGER {{strict_delete}} BEFORE DELETE ON {{table}} FOR EACH ROW
-WHEN (
-    NOT CASE WHEN split_part({_POSTGRESQL_CARRIED}, '@', 2) = concat(statement_timestamp())
-        THEN CAST(split_part({_POSTGRESQL_CARRIED}, '@', 1) AS BIGINT) >= OLD.{FENCE_COLUMN}
-        ELSE false END
-)
-EXECUTE FUNCTION {{refuse}}()
-""",
-        "strict_truncate": """
-CREATE TRIGGER {strict_truncate} BEFORE TRUNCATE ON {table} EXECUTE FUNCTION {refuse}()
-""",
-    },
-    "mysql": {
-        "ids": f"""
-CREATE TRIGGER {{ids}} BEFORE UPDATE ON {{table}} FOR EACH ROW SET NEW.{WRITE_COLUMN} =
-    IF(NEW.{WRITE_COLUMN} = OLD.{WRITE_COLUMN}, 1 + MOD(UUID_SHORT(), {_MASK}), NEW.{WRITE_COLUMN})
-""",
-        "fence": f"""
-CREATE TRIGGER {{fence}} BEFORE UPDATE ON {{table}} FOR EACH ROW BEGIN
-    DECLARE refusal VARCHAR(128) CHARACTER SET utf8mb4;{_MARIADB_STALE}END
-""",
-        "strict": f"""
-CREATE TRIGGER {{strict}} BEFORE UPDATE ON {{table}} FOR EACH ROW BEGIN
-    DECLARE refusal VARCHAR(128) CHARACTER SET utf8mb4;{_MARIADB_STALE}{_MARIADB_CARRIED_LESS}
-    IF NEW.{FENCE_COLUMN} = OLD.{FENCE_COLUMN} AND NOT COALESCE(
-        @fencelock_token = NEW.{FENCE_COLUMN} AND @fencelock_at = NOW(6) + 0, FALSE
-    ) THEN
-        SIGNAL SQLSTATE '23000' SET MESSAGE_TEXT = {{unfenced_update}};
-    END IF;
-END
-""",
-        "strict_delete": f"""
-CREATE TRIGGER {{strict_delete}} BEFORE DELETE ON {{table}} FOR EACH ROW BEGIN
-    IF NOT COALESCE(@fencelock_token >= OLD.{FENCE_COLUMN} AND @fencelock_at = NOW(6) + 0, FALSE) THEN
-        SIGNAL SQLSTATE '23000' SET MESSAGE_TEXT = {{unfenced_delete}};
-    END IF;
-END
-""",
-    },
-    "sqlite": {
-        "ids": f"""
-CREATE TRIGGER {{ids}} AFTER UPDATE ON {{bare_table}} FOR EACH ROW
-WHEN NEW.{WRITE_COLUMN} = OLD.{WRITE_COLUMN} BEGIN
-    UPDATE {{bare_table}} SET {WRITE_COLUMN} = 1 + (random() & {_MASK}) WHERE rowid = NEW.rowid;
-END
-""",
-        "fence": f"""
-CREATE TRIGGER {{fence}} BEFORE UPDATE ON {{bare_table}} FOR EACH ROW BEGIN{_SQLITE_STALE}END
-""",
-        "strict": f"""
-CREATE TRIGGER {{strict}} BEFORE UPDATE ON {{bare_table}} FOR EACH ROW BEGIN{_SQLITE_STALE}
-    SELECT RAISE(ABORT, {{unfenced_update}})
-    WHERE NEW.{FENCE_COLUMN} = OLD.{FENCE_COLUMN} AND NEW.{FENCE_COLUMN} IS NOT fencelock_token();
-END
-""",
-        "strict_delete": f"""
-CREATE TRIGGER {{strict_delete}} BEFORE DELETE ON {{bare_table}} FOR EACH ROW BEGIN
-    SELECT RAISE(ABORT, {{unfenced_delete}}) WHERE COALESCE(fencelock_token(), -1) < OLD.{FENCE_COLUMN};
-END
-""",
-    },
-}
-
-_DROP: Final = {
-    "postgresql": "DROP TRIGGER IF EXISTS {{{form}}} ON {{table}}",
-    "mysql": "DROP TRIGGER IF EXISTS {{{form}}}",
-    "sqlite": "DROP TRIGGER IF EXISTS {{{form}}}",
-}
-
-_LOOK: Final = {
-    "postgresql": """
-        SELECT tgname FROM pg_trigger
-        JOIN pg_class ON pg_class.oid = tgrelid JOIN pg_namespace ON pg_namespace.oid = relnamespace
-        WHERE relname = :table AND tgenabled IN ('O', 'A') AND NOT tgisinternal AND CASE
-            WHEN CAST(:schema AS TEXT) IS NULL THEN pg_table_is_visible(pg_class.oid)
-            ELSE nspname = CAST(:schema AS TEXT) END
-    """,
-    "mysql": """
-        SELECT trigger_name FROM information_schema.triggers
-        WHERE event_object_table = :table AND event_object_schema = COALESCE(:schema, DATABASE())
-    """,
-    "sqlite": "SELECT name FROM {schema}sqlite_master WHERE type = 'trigger' AND tbl_name = :table",
-}
 
 _REFUSED: Final = re.compile(
     r"fencelock: (?:token (?P<token>-?\d+) < (?P<current>\d+)|(?P<stale>a token below the fence)"
@@ -243,9 +89,9 @@ class FenceDDL(ExecutableDDLElement):
             "unfenced_update": _literal(f"fencelock: UPDATE without a token in {table.name}", preparer),
             "unfenced_delete": _literal(f"fencelock: DELETE without a token in {table.name}", preparer),
         }
-        for form in (*_TRIGGERS, _FUNCTION, _RENEWAL):
+        for form in (*TRIGGERS, FUNCTION, RENEWAL):
             named = Table(_name(table.name, form), MetaData(), schema=table.schema)
-            of_table = preparer.dialect.name == "postgresql" and form in _TRIGGERS
+            of_table = preparer.dialect.name == "postgresql" and form in TRIGGERS
             fields[form] = preparer.format_table(named, use_schema=not of_table)
         return self._template.format_map(fields)
 
@@ -288,7 +134,7 @@ def _table(table: Any, schema: str | None) -> Table:
 
 def knows(dialect: str) -> bool:
     """Tell whether there are triggers for a dialect."""
-    return dialect in {*_CREATE, "mariadb"}
+    return dialect in {*CREATE, "mariadb"}
 
 
 def create(
@@ -325,11 +171,11 @@ def create(
         ```
     """
     target = _table(table, schema)
-    forms: tuple[_Form, ...] = (_FUNCTION, _STRICT, _STRICT_DELETE, _STRICT_TRUNCATE)
+    forms: tuple[Form, ...] = (FUNCTION, STRICT, STRICT_DELETE, STRICT_TRUNCATE)
     if not strict:
         has_ids = ids and (WRITE_COLUMN in target.c if target.c else target.name != FENCE_TABLE)
-        forms = (_FUNCTION, _PLAIN, _RENEWAL, _IDS) if has_ids else (_FUNCTION, _PLAIN)
-    templates = _CREATE[_family(dialect)]
+        forms = (FUNCTION, PLAIN, RENEWAL, IDS) if has_ids else (FUNCTION, PLAIN)
+    templates = CREATE[_family(dialect)]
     made = [FenceDDL(templates[form], target) for form in forms if form in templates]
     return [*drop(target, dialect), *made]
 
@@ -341,12 +187,10 @@ def drop(table: Any, dialect: str, *, schema: str | None = None) -> list[FenceDD
     """
     target = _table(table, schema)
     family = _family(dialect)
-    forms = [form for form in _TRIGGERS if form in _CREATE[family]]
-    dropped = [FenceDDL(_DROP[family].format(form=form), target) for form in forms]
+    forms = [form for form in TRIGGERS if form in CREATE[family]]
+    dropped = [FenceDDL(DROP[family].format(form=form), target) for form in forms]
     if family == "postgresql":
-        dropped += [
-            FenceDDL(f"DROP FUNCTION IF EXISTS {{{each}}}()", target) for each in (_FUNCTION, _RENEWAL)
-        ]
+        dropped += [FenceDDL(f"DROP FUNCTION IF EXISTS {{{each}}}()", target) for each in (FUNCTION, RENEWAL)]
     return dropped
 
 
@@ -359,17 +203,17 @@ def installed(
     """
     family = _family(connection.dialect.name)
     found = _found(connection, table, schema)
-    forms = {form for form in _TRIGGERS if form in _CREATE[family] and _name(table, form) in found}
-    if forms >= {form for form in _CREATE[family] if form in _TRIGGERS} - {_PLAIN, _IDS}:
+    forms = {form for form in TRIGGERS if form in CREATE[family] and _name(table, form) in found}
+    if forms >= {form for form in CREATE[family] if form in TRIGGERS} - {PLAIN, IDS}:
         return "strict"
-    return _PLAIN in forms and (_IDS in forms or "fence")
+    return PLAIN in forms and (IDS in forms or "fence")
 
 
 def _found(connection: Connection, table: str, schema: str | None) -> set[str]:
     """Return the names of all triggers that a table has."""
     family = _family(connection.dialect.name)
     quoted = f"{connection.dialect.identifier_preparer.quote_schema(schema)}." if schema else ""
-    look = text(_LOOK[family].format(schema=quoted))
+    look = text(LOOK[family].format(schema=quoted))
     asked = {"table": table} if family == "sqlite" else {"table": table, "schema": schema}
     return set(connection.scalars(look, asked))
 
@@ -381,8 +225,8 @@ def drop_renamed(connection: Connection, table: str, *, schema: str | None = Non
     table may have the old name by now.
     """
     family = _family(connection.dialect.name)
-    own = {_name(table, form) for form in _TRIGGERS}
-    endings = tuple(f"_{form}" for form in _TRIGGERS)
+    own = {_name(table, form) for form in TRIGGERS}
+    endings = tuple(f"_{form}" for form in TRIGGERS)
     names = sorted(_found(connection, table, schema) - own)
     ours = [name for name in names if name.startswith("fencelock_") and name.endswith(endings)]
     preparer = connection.dialect.identifier_preparer
@@ -390,7 +234,7 @@ def drop_renamed(connection: Connection, table: str, *, schema: str | None = Non
     for name in ours:
         named = Table(name, MetaData(), schema=schema)
         quoted = preparer.format_table(named, use_schema=family != "postgresql")
-        template = _DROP[family].format(form="renamed").replace("{renamed}", _verbatim(quoted))
+        template = DROP[family].format(form="renamed").replace("{renamed}", _verbatim(quoted))
         dropped.append(FenceDDL(template, _table(table, schema)))
     return dropped
 

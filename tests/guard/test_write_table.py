@@ -110,8 +110,9 @@ A new row has no fence to compare with, so a stale holder's INSERT is written; w
 `gate` first, which turns him away. What SQLAlchemy does not see (bare cursors, `psql`, stored code) is for
 `conditional_update` and for triggers: see the sections below the table.
 
-A lambda's statement and that of `from_statement` are executed by themselves, if they write; the rows of an
-INSERT are given to `execute`, not to `values`.
+Refused on purpose: lambdas and `from_statement` that write, `values([…])`, several writes in one statement,
+prefixes, text with comments or half parentheses beside the condition, and any other table of a fenced one's
+name.
 
 | | way | no lease | stale | again | fresh |
 |---|---|---|---|---|---|

@@ -1,0 +1,178 @@
+"""What the triggers say in each family of databases; `triggers` fills in the names in braces.
+
+A trigger of MariaDB and SQLite is one statement; PostgreSQL has two functions beside its own.
+"""
+
+# ruff: noqa: S608 - names are quoted by the dialect, and the rest is written here
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, Literal
+
+from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN
+
+PLAIN: Final = "fence"
+STRICT: Final = "strict"
+STRICT_DELETE: Final = "strict_delete"
+STRICT_TRUNCATE: Final = "strict_truncate"
+IDS: Final = "ids"
+FUNCTION: Final = "refuse"
+RENEWAL: Final = "renew"
+TRIGGERS: Final = (PLAIN, IDS, STRICT, STRICT_DELETE, STRICT_TRUNCATE)
+Form = Literal["fence", "ids", "strict", "strict_delete", "strict_truncate", "refuse", "renew"]
+
+_MASK: Final = 2**53 - 2
+"""Ids stay below 2**53, see `write_ids`."""
+
+_POSTGRESQL_FUNCTION: Final = f"""
+CREATE FUNCTION {{refuse}}() RETURNS trigger LANGUAGE plpgsql AS $fencelock$
+BEGIN
+    IF TG_OP = 'UPDATE' THEN
+        IF NEW.{FENCE_COLUMN} < OLD.{FENCE_COLUMN} THEN
+            RAISE EXCEPTION USING ERRCODE = '23000', TABLE = TG_TABLE_NAME, SCHEMA = TG_TABLE_SCHEMA,
+                MESSAGE = concat('fencelock: token ', NEW.{FENCE_COLUMN}, ' < ', OLD.{FENCE_COLUMN},
+                                 ' in ', TG_TABLE_NAME);
+        END IF;
+    END IF;
+    RAISE EXCEPTION USING ERRCODE = '23000', TABLE = TG_TABLE_NAME, SCHEMA = TG_TABLE_SCHEMA,
+        MESSAGE = concat('fencelock: ', TG_OP, ' without a token in ', TG_TABLE_NAME);
+END $fencelock$
+"""
+
+_POSTGRESQL_CARRIED: Final = "current_setting('fencelock.token', true)"
+
+_MARIADB_STALE: Final = f"""
+    IF COALESCE(NEW.{FENCE_COLUMN}, -1) < OLD.{FENCE_COLUMN} THEN
+        SET refusal = CONCAT('fencelock: token ', COALESCE(NEW.{FENCE_COLUMN}, -1), ' < ',
+                             OLD.{FENCE_COLUMN}, ' in ', {{label}});
+        SIGNAL SQLSTATE '23000' SET MESSAGE_TEXT = refusal;
+    END IF;
+"""
+
+# An upsert of MariaDB that the fence turns away writes the row as it is, so it gets here.
+_MARIADB_CARRIED_LESS: Final = f"""
+    IF COALESCE(@fencelock_token < OLD.{FENCE_COLUMN} AND @fencelock_at = NOW(6) + 0, FALSE) THEN
+        SET refusal = CONCAT('fencelock: token ', @fencelock_token, ' < ',
+                             OLD.{FENCE_COLUMN}, ' in ', {{label}});
+        SIGNAL SQLSTATE '23000' SET MESSAGE_TEXT = refusal;
+    END IF;
+"""
+
+_SQLITE_STALE: Final = f"""
+    SELECT RAISE(ABORT, {{stale}}) WHERE COALESCE(NEW.{FENCE_COLUMN}, -1) < OLD.{FENCE_COLUMN};
+"""
+
+CREATE: Final[Mapping[str, Mapping[Form, str]]] = {
+    "postgresql": {
+        "refuse": _POSTGRESQL_FUNCTION,
+        "renew": f"""
+CREATE FUNCTION {{renew}}() RETURNS trigger LANGUAGE plpgsql AS $fencelock$
+BEGIN
+    NEW.{WRITE_COLUMN} := 1 + CAST(
+        CAST('x' || right(CAST(gen_random_uuid() AS TEXT), 12) AS BIT(48)) AS BIGINT);
+    RETURN NEW;
+END $fencelock$
+""",
+        "ids": f"""
+CREATE TRIGGER {{ids}} BEFORE UPDATE ON {{table}} FOR EACH ROW WHEN (NEW.{WRITE_COLUMN} = OLD.{WRITE_COLUMN})
+EXECUTE FUNCTION {{renew}}()
+""",
+        "fence": f"""
+CREATE TRIGGER {{fence}} BEFORE UPDATE ON {{table}} FOR EACH ROW
+WHEN (NEW.{FENCE_COLUMN} < OLD.{FENCE_COLUMN})
+EXECUTE FUNCTION {{refuse}}()
+""",
+        "strict": f"""
+CREATE TRIGGER {{strict}} BEFORE UPDATE ON {{table}} FOR EACH ROW
+WHEN (
+    NEW.{FENCE_COLUMN} < OLD.{FENCE_COLUMN}
+    OR NEW.{FENCE_COLUMN} = OLD.{FENCE_COLUMN}
+    AND {_POSTGRESQL_CARRIED} IS DISTINCT FROM concat(NEW.{FENCE_COLUMN}, '@', statement_timestamp())
+)
+EXECUTE FUNCTION {{refuse}}()
+""",
+        "strict_delete": f"""
+CREATE TRIGGER {{strict_delete}} BEFORE DELETE ON {{table}} FOR EACH ROW
+WHEN (
+    NOT CASE WHEN split_part({_POSTGRESQL_CARRIED}, '@', 2) = concat(statement_timestamp())
+        THEN CAST(split_part({_POSTGRESQL_CARRIED}, '@', 1) AS BIGINT) >= OLD.{FENCE_COLUMN}
+        ELSE false END
+)
+EXECUTE FUNCTION {{refuse}}()
+""",
+        "strict_truncate": """
+CREATE TRIGGER {strict_truncate} BEFORE TRUNCATE ON {table} EXECUTE FUNCTION {refuse}()
+""",
+    },
+    "mysql": {
+        "ids": f"""
+CREATE TRIGGER {{ids}} BEFORE UPDATE ON {{table}} FOR EACH ROW SET NEW.{WRITE_COLUMN} =
+    IF(NEW.{WRITE_COLUMN} = OLD.{WRITE_COLUMN}, 1 + MOD(UUID_SHORT(), {_MASK}), NEW.{WRITE_COLUMN})
+""",
+        "fence": f"""
+CREATE TRIGGER {{fence}} BEFORE UPDATE ON {{table}} FOR EACH ROW BEGIN
+    DECLARE refusal VARCHAR(128) CHARACTER SET utf8mb4;{_MARIADB_STALE}END
+""",
+        "strict": f"""
+CREATE TRIGGER {{strict}} BEFORE UPDATE ON {{table}} FOR EACH ROW BEGIN
+    DECLARE refusal VARCHAR(128) CHARACTER SET utf8mb4;{_MARIADB_STALE}{_MARIADB_CARRIED_LESS}
+    IF NEW.{FENCE_COLUMN} = OLD.{FENCE_COLUMN} AND NOT COALESCE(
+        @fencelock_token = NEW.{FENCE_COLUMN} AND @fencelock_at = NOW(6) + 0, FALSE
+    ) THEN
+        SIGNAL SQLSTATE '23000' SET MESSAGE_TEXT = {{unfenced_update}};
+    END IF;
+END
+""",
+        "strict_delete": f"""
+CREATE TRIGGER {{strict_delete}} BEFORE DELETE ON {{table}} FOR EACH ROW BEGIN
+    IF NOT COALESCE(@fencelock_token >= OLD.{FENCE_COLUMN} AND @fencelock_at = NOW(6) + 0, FALSE) THEN
+        SIGNAL SQLSTATE '23000' SET MESSAGE_TEXT = {{unfenced_delete}};
+    END IF;
+END
+""",
+    },
+    "sqlite": {
+        "ids": f"""
+CREATE TRIGGER {{ids}} AFTER UPDATE ON {{bare_table}} FOR EACH ROW
+WHEN NEW.{WRITE_COLUMN} = OLD.{WRITE_COLUMN} BEGIN
+    UPDATE {{bare_table}} SET {WRITE_COLUMN} = 1 + (random() & {_MASK}) WHERE rowid = NEW.rowid;
+END
+""",
+        "fence": f"""
+CREATE TRIGGER {{fence}} BEFORE UPDATE ON {{bare_table}} FOR EACH ROW BEGIN{_SQLITE_STALE}END
+""",
+        "strict": f"""
+CREATE TRIGGER {{strict}} BEFORE UPDATE ON {{bare_table}} FOR EACH ROW BEGIN{_SQLITE_STALE}
+    SELECT RAISE(ABORT, {{unfenced_update}})
+    WHERE NEW.{FENCE_COLUMN} = OLD.{FENCE_COLUMN} AND NEW.{FENCE_COLUMN} IS NOT fencelock_token();
+END
+""",
+        "strict_delete": f"""
+CREATE TRIGGER {{strict_delete}} BEFORE DELETE ON {{bare_table}} FOR EACH ROW BEGIN
+    SELECT RAISE(ABORT, {{unfenced_delete}}) WHERE COALESCE(fencelock_token(), -1) < OLD.{FENCE_COLUMN};
+END
+""",
+    },
+}
+
+DROP: Final = {
+    "postgresql": "DROP TRIGGER IF EXISTS {{{form}}} ON {{table}}",
+    "mysql": "DROP TRIGGER IF EXISTS {{{form}}}",
+    "sqlite": "DROP TRIGGER IF EXISTS {{{form}}}",
+}
+
+LOOK: Final = {
+    "postgresql": """
+        SELECT tgname FROM pg_trigger
+        JOIN pg_class ON pg_class.oid = tgrelid JOIN pg_namespace ON pg_namespace.oid = relnamespace
+        WHERE relname = :table AND tgenabled IN ('O', 'A') AND NOT tgisinternal AND CASE
+            WHEN CAST(:schema AS TEXT) IS NULL THEN pg_table_is_visible(pg_class.oid)
+            ELSE nspname = CAST(:schema AS TEXT) END
+    """,
+    "mysql": """
+        SELECT trigger_name FROM information_schema.triggers
+        WHERE event_object_table = :table AND event_object_schema = COALESCE(:schema, DATABASE())
+    """,
+    "sqlite": "SELECT name FROM {schema}sqlite_master WHERE type = 'trigger' AND tbl_name = :table",
+}
