@@ -20,6 +20,7 @@ from sqlalchemy.orm.exc import StaleDataError
 
 from fencelock.errors import StaleReadError, StaleTokenError
 from fencelock.guard import FencedModel, bind, claim
+from fencelock.guard.objects import new_stamp
 from fencelock.lease import Lease
 
 TOKENS = (1, 2, 3)
@@ -186,7 +187,9 @@ def test_no_update_is_lost_and_none_refused_without_need(engine: Engine, model: 
 
 def test_without_the_write_id_updates_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant: the condition asks only that the fence is not above the token."""
-    monkeypatch.setattr("fencelock.guard.objects.loaded_id", lambda *_: None)
+    monkeypatch.setattr(
+        "fencelock.guard.objects.new_stamp", lambda write_id, token, _loaded: new_stamp(write_id, token, None)
+    )
     engine = create_engine("sqlite://")
     Base.metadata.create_all(engine)
 
