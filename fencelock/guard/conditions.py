@@ -41,7 +41,7 @@ from sqlalchemy.types import TypeDecorator
 
 from fencelock.errors import UnfencedWriteError
 from fencelock.guard._sqlalchemy import keeps_order, options_of, prefixes_of, values_in, where_of, with_where
-from fencelock.guard.dialects import TOKEN_BIND, CarriedToken, SameText, is_text
+from fencelock.guard.dialects import TOKEN_BIND, CarriedToken, holds, is_text
 from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN, FencedTable
 from fencelock.guard.write_ids import LIMIT, moved
 
@@ -249,6 +249,9 @@ def _is_balanced(text: str) -> bool:
 MOVE_BIND: Final = "fencelock_move"
 """Name of the parameter by which a statement moves the write ids of what it writes."""
 
+_LOOKED_UP: Final = "fencelock_of_"
+"""How the parameters begin that carry what the session knows of a row."""
+
 Kind: TypeAlias = Literal["objects", "blind", "core", "explicit", "claim"]
 """Whose statement it is.
 
@@ -274,6 +277,7 @@ class Form:
             that one execution may write many rows.
         naming: the parameters that make the resource's name, one for each column of the template; None where
             the statement does not tell them.
+        looked_up: attributes whose values the session knows, by those of them that the guard has added.
         loaded: the parameter that says which write id a row must have; None where any will do.
         moves: whether it moves write ids, by a parameter; else an UPDATE sets one.
         moves_name: a column of the resource's name that the statement itself assigns.
@@ -288,6 +292,7 @@ class Form:
     where: tuple[ColumnElement[bool], ...]
     key: tuple[BindParameter[Any], ...]
     naming: tuple[BindParameter[Any], ...] | None
+    looked_up: Mapping[str, str]
     loaded: BindParameter[Any] | None
     moves: bool
     moves_name: str | None
@@ -326,7 +331,7 @@ def _made(statement: Any, fenced: FencedTable, kind: Kind) -> Form:
 
     It says that the fence is not above the token and, for objects, that the write id is the one that was
     loaded. And that the row is guarded by the resource that the token is of, as far as the WHERE clause does
-    not say so by itself: see `SameText`.
+    not say so by itself: see `SameText` for text, and `_looked_up` for rows named by their key alone.
     """
     source = statement.table if isinstance(statement.table, AliasedReturnsRows) else fenced.table
     assigned = [column for column, _ in values_in(statement)]
@@ -346,7 +351,12 @@ def _made(statement: Any, fenced: FencedTable, kind: Kind) -> Form:
     pinned = pins(where, source, (*fenced.table.primary_key, *columns.values()))
     key = tuple([pinned[column.key] for column in fenced.table.primary_key if column.key in pinned])
     is_keyed = bool(key) and len(key) == len(fenced.table.primary_key)
-    naming = tuple([pinned[column.key] for column in columns.values() if column.key in pinned])
+    looked_up = _looked_up(fenced, pinned) if kind == "core" and is_keyed else {}
+    naming = tuple(
+        pinned.get(column.key, bindparam(f"{_LOOKED_UP}{column.key}", type_=column.type))
+        for column in columns.values()
+        if column.key in pinned or looked_up
+    )
     if kind in {"objects", "blind"}:
         loaded = bindparam(LOADED_BIND, type_=BigInteger)
         statement = statement.where(write == (loaded if kind == "objects" else func.coalesce(loaded, write)))
@@ -358,7 +368,7 @@ def _made(statement: Any, fenced: FencedTable, kind: Kind) -> Form:
     if len(naming) == len(columns) and kind in {"core", "claim"}:
         named = zip(columns.values(), naming, strict=True)
         statement = statement.where(
-            *[SameText(source.c[column.key], bind) for column, bind in named if is_text(column)]
+            *[holds(source.c[column.key], bind) for column, bind in named if _is_open(column, bind)]
         )
     if fenced.strict:
         statement = statement.where(CarriedToken())
@@ -374,6 +384,7 @@ def _made(statement: Any, fenced: FencedTable, kind: Kind) -> Form:
         where=tuple(where),
         key=key if is_keyed else (),
         naming=naming if len(naming) == len(columns) else None,
+        looked_up=looked_up,
         loaded=next(
             (found for part in own if (found := compared(part, write, operators.eq)) is not None), None
         ),
@@ -392,3 +403,22 @@ def moving(statement: Update, fenced: FencedTable, by: Any) -> Update:
     source = statement.table if isinstance(statement.table, AliasedReturnsRows) else fenced.table
     write = source.c[fenced.write.key]
     return statement.values({write.key: (write + by) % literal_column(str(LIMIT), BigInteger)})
+
+
+def _looked_up(fenced: FencedTable, pinned: Mapping[str, BindParameter[Any]]) -> dict[str, str]:
+    """Return the attributes that name the resource of a row, by the parameters that shall carry them.
+
+    Where the primary key is pinned and does not tell the resource, the session knows the row, or did: the row
+    may have been deleted and another inserted with its key, which another resource guards. So what it knows
+    becomes a parameter of the statement, for the database to compare.
+    """
+    mappers = fenced.mappers()
+    columns = [column for column in fenced.template.columns.values() if column.key not in pinned]
+    if not mappers:
+        return {}
+    return {f"{_LOOKED_UP}{column.key}": mappers[0].get_property_by_column(column).key for column in columns}
+
+
+def _is_open(column: ColumnElement[Any], bind: BindParameter[Any]) -> bool:
+    """Tell whether the WHERE clause does not say yet that a row is guarded by this very resource."""
+    return is_text(column) or bind.key.startswith(_LOOKED_UP)

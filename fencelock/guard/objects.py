@@ -271,12 +271,6 @@ class _Watch:
         return False
 
 
-def naming_values(fenced: FencedTable, state: _State) -> tuple[Any, ...] | None:
-    """Return the values that name the resource of an object's row, or None where one is not known."""
-    columns = fenced.template.columns.values()
-    return loaded_values(tuple([state.mapper.get_property_by_column(each).key for each in columns]), state)
-
-
 def loaded_values(names: tuple[str, ...], state: _State) -> tuple[Any, ...] | None:
     """Return attributes as they were loaded, or None where one is not known."""
     assigned = state.committed_state if state.key is not None else {}

@@ -49,7 +49,7 @@ from fencelock.guard.dialects import TOKEN_BIND, ready, take_back
 from fencelock.guard.endings import refuse
 from fencelock.guard.events import report
 from fencelock.guard.leases import Tokens, begin_writing, report_refusal
-from fencelock.guard.objects import Stamp, flush_of, is_deleted, naming_values, new_stamp, object_of
+from fencelock.guard.objects import Stamp, flush_of, is_deleted, loaded_values, new_stamp, object_of
 from fencelock.guard.sessions import is_bypassed, note_moved, refuse_bypass
 from fencelock.guard.tables import WRITE_COLUMN, FencedTable, fenced_table, sub_table_of, underlying
 from fencelock.guard.text import GUARDED, guard_text
@@ -237,7 +237,8 @@ def _stamp_rows(
     for given in rows:
         row = dict(given)
         if isinstance(token, Tokens):
-            row[TOKEN_BIND] = _token_of(form, token, row)
+            state = object_of(connection, fenced, form.identity(row)) if form.looked_up else None
+            row[TOKEN_BIND] = _token_of(form, token, row, state)
         else:
             row[TOKEN_BIND] = token
         if form.assigns:
@@ -249,13 +250,14 @@ def _stamp_rows(
     return stamped
 
 
-def _token_of(form: Form, tokens: Tokens, row: Row, state: Any = None) -> int:
-    """Return the token of a row that the WHERE clause names, or of an object that the session knows."""
+def _token_of(form: Form, tokens: Tokens, row: dict[str, Any], state: Any) -> int:
+    """Return the token of a row that the WHERE clause names, or that the session knows."""
     template = form.fenced.template
-    if form.naming is not None:
+    if state is not None and form.looked_up:
+        values = loaded_values(tuple(form.looked_up.values()), state)
+        row.update(zip(form.looked_up, values or (), strict=False))
+    if form.naming is not None and row.keys() >= form.looked_up.keys():
         return tokens.of_row(values_of(form.naming, row))
-    if state is not None and (values := naming_values(form.fenced, state)) is not None:
-        return tokens.of_row(values)
     tokens.need_some()
     raise UnfencedWriteError(
         f"this statement does not say which resource guards the rows it writes: {form.fenced.name!r} is "
