@@ -80,10 +80,10 @@ class Writing:
 
     Attributes:
         born: the resources of rows that it has inserted before anybody could lock them.
-        committing: whether its COMMIT may have been sent.
         gates: which it has passed, and who did so: each as (resource, owner).
         has_transaction: whether the driver was seen to hold a transaction open.
         remembered: the leases it was written under so far, by resource.
+        shard: the shard of the objects that are written in it.
         transaction: returns SQLAlchemy's object, which may be gone.
     """
 
@@ -96,12 +96,14 @@ class Writing:
         "gates",
         "has_transaction",
         "remembered",
+        "shard",
         "transaction",
     )
 
     def __init__(self, transaction: Transaction) -> None:
         self.transaction = ref(transaction)
         self.has_transaction = False
+        self.shard: object = None
         self.remembered: dict[str, Lease] = {}
         self.gates: set[tuple[str, object]] = set()
         self.born: set[str] = set()

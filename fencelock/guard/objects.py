@@ -24,7 +24,7 @@ from sqlalchemy.types import TypeEngine
 from fencelock.errors import FenceError, UnfencedWriteError
 from fencelock.guard._sqlalchemy import always_load, cache_of, executes_flush, left_out_of
 from fencelock.guard.events import report
-from fencelock.guard.leases import Tokens
+from fencelock.guard.leases import Tokens, open_writing
 from fencelock.guard.sessions import is_bypassed, join, moved_by, owner_of
 from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN, FencedTable, fenced_table
 from fencelock.guard.write_ids import MIXED, moved, new_write_id
@@ -105,7 +105,8 @@ def object_of(connection: Connection, fenced: FencedTable, key: tuple[Any, ...])
     session = owner_of(connection)
     if session is None:
         return None
-    shard = session.info.get(_SHARD)
+    writing = open_writing(connection)
+    shard = None if writing is None else writing.shard
     for mapper in fenced.mappers():
         known = session.identity_map.get(mapper.identity_key_from_primary_key(key, identity_token=shard))
         if known is not None:
@@ -116,10 +117,6 @@ def object_of(connection: Connection, fenced: FencedTable, key: tuple[Any, ...])
         if fenced.table in state.mapper.tables and tuple(state.mapper.primary_key_from_instance(new)) == key:
             return state
     return None
-
-
-_SHARD: Final = "fencelock.shard"
-"""Where a session has the shard of the object that it has stamped last."""
 
 
 def watch_mapper(mapper: Mapper[Any], fenced: FencedTable) -> None:
@@ -195,9 +192,10 @@ class _Watch:
     def _tokens(self, connection: Connection, state: _State) -> Tokens | None:
         session = state.session
         assert session is not None  # noqa: S101  an object that is being flushed has one
-        if state.identity_token is not None:
-            session.info[_SHARD] = state.identity_token
-        return _tokens(session, connection, self._fenced)
+        tokens = _tokens(session, connection, self._fenced)
+        if tokens is not None:
+            tokens.writing.shard = state.identity_token
+        return tokens
 
     def _stamp(self, tokens: Tokens, state: _State, current: Mapping[str, Any]) -> Stamp:
         """Return the stamp for an object that has a row.
