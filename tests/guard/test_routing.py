@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Delete, Engine, ForeignKey, Insert, Update, create_engine, insert, select
+from sqlalchemy import Delete, Engine, ForeignKey, Insert, Update, create_engine, delete, insert, select
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.ext.horizontal_shard import ShardedSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship, selectinload
@@ -222,6 +222,19 @@ class TestShards:
             known.balance += 1
             session.commit()
             assert known.balance == balance + 1
+
+    def test_one_flush_deletes_in_both_shards(self, session: Session, shards: dict[str, Engine]) -> None:
+        """A DELETE brings the key alone: its object is found in the shard that its connection writes to."""
+        for engine in shards.values():
+            with engine.begin() as connection:
+                connection.execute(delete(Note))
+        accounts = [session.get_one(Account, identity) for identity in (1, 2)]
+        for account in accounts:
+            session.delete(account)
+        session.commit()
+        for engine in shards.values():
+            with Session(engine) as plain:
+                assert plain.scalars(select(Account)).all() == []
 
     def test_rows_of_one_shard(self, session: Session) -> None:
         """`upsert` can tell by the keys, `claim_all` and `gate` cannot."""
