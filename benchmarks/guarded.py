@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from sqlalchemy import BigInteger, Identity, String, and_, delete, select, update
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
@@ -159,20 +159,28 @@ ENTRANTS = (
 )
 
 
+class Taken(NamedTuple):
+    """The seconds that something took, and those of them that this process computed."""
+
+    elapsed: float
+    cpu: float
+
+
 class Stopwatch:
     """Measures a block."""
 
-    seconds = 0.0
+    taken: Taken
 
     def __enter__(self) -> Self:
-        self._began = time.perf_counter()
+        self._began = Taken(time.perf_counter(), time.process_time())
         return self
 
     def __exit__(self, *details: object) -> None:
-        self.seconds = time.perf_counter() - self._began
+        cpu = time.process_time()
+        self.taken = Taken(time.perf_counter() - self._began.elapsed, cpu - self._began.cpu)
 
 
-def flush_updates(entrant: Entrant, rows: int, session: Session) -> float:
+def flush_updates(entrant: Entrant, rows: int, session: Session) -> Taken:
     """Change loaded objects, and flush."""
     for item in entrant.load(session, rows):
         item.value += 1
@@ -182,18 +190,18 @@ def flush_updates(entrant: Entrant, rows: int, session: Session) -> float:
         with session.no_autoflush:
             entrant.check(session, rows)
         session.flush()
-    return watch.seconds
+    return watch.taken
 
 
-def flush_inserts(entrant: Entrant, rows: int, session: Session) -> float:
+def flush_inserts(entrant: Entrant, rows: int, session: Session) -> Taken:
     """Add new objects, and flush."""
     session.add_all(entrant.model(name=f"name {number}", value=number) for number in range(rows))
     with Stopwatch() as watch:
         session.flush()
-    return watch.seconds
+    return watch.taken
 
 
-def flush_deletes(entrant: Entrant, rows: int, session: Session) -> float:
+def flush_deletes(entrant: Entrant, rows: int, session: Session) -> Taken:
     """Delete loaded objects, and flush."""
     for item in entrant.load(session, rows):
         session.delete(item)
@@ -201,10 +209,10 @@ def flush_deletes(entrant: Entrant, rows: int, session: Session) -> float:
         with session.no_autoflush:
             entrant.check(session, rows)
         session.flush()
-    return watch.seconds
+    return watch.taken
 
 
-def update_by_keys(entrant: Entrant, rows: int, session: Session) -> float:
+def update_by_keys(entrant: Entrant, rows: int, session: Session) -> Taken:
     """ORM bulk UPDATE by primary key: a list of dictionaries."""
     common = {"value": 5}
     if entrant.checks:
@@ -215,10 +223,10 @@ def update_by_keys(entrant: Entrant, rows: int, session: Session) -> float:
     with Stopwatch() as watch:
         entrant.check(session, rows)
         session.execute(update(entrant.model), changes)
-    return watch.seconds
+    return watch.taken
 
 
-def update_where(entrant: Entrant, rows: int, session: Session) -> float:
+def update_where(entrant: Entrant, rows: int, session: Session) -> Taken:
     """One UPDATE for all rows that match."""
     change: dict[str, Any] = {"value": entrant.model.value + 1}
     if entrant.checks:
@@ -227,26 +235,26 @@ def update_where(entrant: Entrant, rows: int, session: Session) -> float:
     with Stopwatch() as watch:
         entrant.check(session, rows)
         session.execute(statement, execution_options={"synchronize_session": False})
-    return watch.seconds
+    return watch.taken
 
 
-def delete_where(entrant: Entrant, rows: int, session: Session) -> float:
+def delete_where(entrant: Entrant, rows: int, session: Session) -> Taken:
     """One DELETE for all rows that match."""
     statement = delete(entrant.model).where(entrant.named(rows))
     with Stopwatch() as watch:
         entrant.check(session, rows)
         session.execute(statement, execution_options={"synchronize_session": False})
-    return watch.seconds
+    return watch.taken
 
 
-def load(entrant: Entrant, rows: int, session: Session) -> float:
+def load(entrant: Entrant, rows: int, session: Session) -> Taken:
     """Load objects, under a lease where there is one."""
     with Stopwatch() as watch:
         entrant.load(session, rows)
-    return watch.seconds
+    return watch.taken
 
 
-def claim_rows(entrant: Entrant, rows: int, session: Session) -> float:
+def claim_rows(entrant: Entrant, rows: int, session: Session) -> Taken:
     """Claim rows; who cannot locks them: a SELECT … FOR UPDATE, which keeps nobody off after COMMIT."""
     with Stopwatch() as watch:
         if not entrant.claims:
@@ -255,10 +263,10 @@ def claim_rows(entrant: Entrant, rows: int, session: Session) -> float:
             claim(session, entrant.model, 1)
         else:
             claim_all(session, select(entrant.model).where(entrant.first(rows)))
-    return watch.seconds
+    return watch.taken
 
 
-Case = Callable[[Entrant, int, Session], float]
+Case = Callable[[Entrant, int, Session], Taken]
 CASES: dict[str, Case] = {
     "flush of updates": flush_updates,
     "flush of inserts": flush_inserts,
@@ -271,7 +279,7 @@ CASES: dict[str, Case] = {
 }
 
 
-def perform(case: Case, entrant: Entrant, rows: int, session: Session) -> float:
+def perform(case: Case, entrant: Entrant, rows: int, session: Session) -> Taken:
     """Do what a case is about, in a session that may."""
     with entrant.holding():
         return case(entrant, rows, session)

@@ -30,7 +30,7 @@ from sqlalchemy import (
 from fencelock.guard import conditional_delete, conditional_update, fence_column, triggers, write_id_column
 from fencelock.guard.tables import FenceTrigger
 from tests.guard.rows import empty
-from tests.guard.write_docs import check_section
+from tests.guard.write_docs import check_section, grouped
 
 FENCE = 5
 TRIGGERS: tuple[FenceTrigger, ...] = (False, True, "strict")
@@ -176,12 +176,11 @@ STORED_GOES = {
 SECTION = """\
 ## What only a trigger sees: {database}
 
-Written by the tests (`tests/guard/test_trigger_table.py`), by a bare cursor of {driver}. The row's fence is
-5; who *leaves the fence* knows nothing of it, and who *lowers* it is a stale holder with token 4.
-**written**: the table has changed; **no row**: there was none to write; **stale** and **refused**: the error
-of a trigger.
+A bare cursor of {driver} writes to a row whose fence is 5 (`tests/guard/test_trigger_table.py`). A program
+that knows no fence leaves it, a stale holder with token 4 lowers it. **stale** and **refused** are errors of
+a trigger.
 
-| way | no trigger | plain trigger | strict trigger |
+| ways | no trigger | plain trigger | strict trigger |
 |---|---|---|---|
 """
 
@@ -294,12 +293,9 @@ def test_every_way_past_sqlalchemy_ends_as_the_docs_say(
 ) -> None:
     """What no Python sees is seen by the trigger, or stands in the docs as what it does not see."""
     columns = [outcomes(lone_engine, ways, trigger) for trigger in TRIGGERS]
-    rows = [
-        f"| {way.name} | {' | '.join(found)} |"
-        for way, found in zip(ways, zip(*columns, strict=True), strict=True)
-    ]
+    rows = [(way.name, tuple(found)) for way, found in zip(ways, zip(*columns, strict=True), strict=True)]
     driver = {"pysqlite": "sqlite3"}.get(lone_engine.dialect.driver, lone_engine.dialect.driver)
-    check_section(SECTION.format(database=database, driver=driver) + "\n".join(rows) + "\n")
+    check_section(SECTION.format(database=database, driver=driver) + grouped(rows))
     bare, _, strict = columns
     stale = [way.name for way, found in zip(ways, bare, strict=True) if found != "written"]
     assert stale == ["`conditional_update`, stale", "`conditional_delete`, stale"]

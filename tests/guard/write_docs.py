@@ -7,10 +7,27 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 DOCS: Final = Path(__file__).parents[2] / "docs" / "write-paths.md"
+
+Outcomes: TypeAlias = tuple[str, tuple[str, ...]]
+"""A way to write, and what became of it under each condition."""
+
+
+def grouped(ways: Iterable[Outcomes]) -> str:
+    """Return the rows of a table, one for all ways that end alike."""
+    alike: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for way, outcomes in ways:
+        kind, found, name = way.partition(": ")
+        alike.setdefault((kind if found else "", outcomes), []).append(name or way)
+    rows = [
+        f"| {kind and f'**{kind}** '}{' · '.join(names)} | {' | '.join(outcomes)} |\n"
+        for (kind, outcomes), names in alike.items()
+    ]
+    return "".join(rows)
 
 
 def check_section(section: str) -> None:
