@@ -1,9 +1,8 @@
 """The storage guard: makes the database refuse every write whose token is below the row's fence.
 
-The check and the write are one statement, `UPDATE … SET …, last_fencing_token = :token, last_write_id = :new
-WHERE … AND last_fencing_token <= :token`. Everything here is there so that no write can forget it. Where the
-unit of work writes an object, `AND last_write_id = :loaded` comes on top: the row must still be the one that
-the object was loaded from. Nothing here knows who grants the leases.
+`UPDATE … SET …, last_fencing_token = :token, last_write_id = :new WHERE … AND last_fencing_token <= :token`,
+for objects `AND last_write_id = :loaded` as well: check and write are one statement. Everything here is there
+so that no write can forget it. Nothing here knows who grants the leases.
 """
 
 from fencelock.guard.claim import claim, claim_all, claim_all_async, claim_async

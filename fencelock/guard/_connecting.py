@@ -1,8 +1,7 @@
 """Which of a session's databases a claim, a gate or an upsert goes to: the one that a write would go to.
 
-A session may send reads to a follower and writes to a leader, or each row to a shard of its own, in a
-`get_bind` of the application's. A claim is a write, and what it reads afterwards has to come from where it
-has claimed. So `get_bind` is given an UPDATE of the table for the reads too: it may know no other argument.
+A `get_bind` of the application's may send reads to a follower, or each row to a shard of its own. What a
+claim reads has to come from where it has claimed, so `get_bind` is given an UPDATE for the reads too.
 """
 
 from __future__ import annotations
@@ -25,13 +24,7 @@ from fencelock.guard.tables import FencedTable, fenced_table
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a session writes.
-
-    Attributes:
-        session: the session.
-        connection: in its transaction.
-        bind_arguments: of the queries that the session sends there, in `reading`.
-    """
+    """Where a session writes; `bind_arguments` are those of the queries that it sends there."""
 
     session: Session
     connection: Connection
@@ -72,14 +65,7 @@ def target_of(
 ) -> Target:
     """Return where a session writes rows of a model or a table.
 
-    Args:
-        session: the session.
-        written: the model's mapper, or the table.
-        bind_arguments: what the program adds to what `get_bind` is told.
-        identities: primary keys of the rows, which tell a `ShardedSession` the shard.
-
-    Raises:
-        TypeError: if that cannot be told.
+    The primary keys of the rows tell a `ShardedSession` the shard; TypeError says that it cannot be told.
     """
     own = dict(bind_arguments or {})
     if isinstance(written, Mapper):

@@ -1,10 +1,8 @@
 """Puts the guard in place, once. A process that has never defined a fenced table is left alone.
 
-A table does not know the engines that it will be used with, so SQLAlchemy's classes are told. UPDATE, DELETE,
-INSERT and text are taken where they execute themselves. A listener for the events of `Engine` would do the
-same by public names, and makes every statement of every engine 4 to 30 % slower, whether it is called or not.
-What comes by another way is seen, and refused, in the last look at each statement in `do_execute` and its
-sisters. These, and `handle_error`, are events of the dialect, which cost nothing to speak of.
+UPDATE, DELETE, INSERT and text are taken where they execute themselves, by private names: the events of
+`Engine` make every statement of every engine 4 to 30 % slower, whether it is called or not. Those of the
+dialect cost nothing to speak of, and have the last look at what comes by another way.
 """
 
 from __future__ import annotations

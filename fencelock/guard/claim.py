@@ -1,14 +1,8 @@
 """Claim before reading: raise the fence, take the lock, then read.
 
-An object that is written needs no claim, for its write id is compared. What a program decides on and does not
-write is not compared, and an act outside of the database cannot be undone. There the new holder reads, the
-paused old holder wakes up and writes (nothing newer has been seen yet, so it is accepted), and the new holder
-acts on what it has read. A claim closes this: one UPDATE raises the row's fence to the holder's token and
-takes the row lock. From then on the old holder is turned away, and what is read afterwards stays true until
-the transaction ends.
-
-Where that is sound, the UPDATE returns the row as well. Else a SELECT reads it afterwards. Nothing is
-remembered as claimed, because a rollback to a savepoint gives the row lock back.
+What a program decides on and does not write is not compared, and an act outside of the database cannot be
+undone. A claim turns the old holder away, and what is read afterwards stays true until the transaction ends.
+Nothing is remembered as claimed, because a rollback to a savepoint gives the row lock back.
 """
 
 from __future__ import annotations
@@ -81,12 +75,11 @@ def claim(
         session: where the object is to live.
         model: a fenced model.
         identity: the primary key as `Session.get` takes it: a value, a tuple or a dict.
-        nowait: raise the database's error at once if the row is locked (no effect on SQLite, which has no
-            row locks).
-        skip_locked: return None at once if the row is locked (no effect on SQLite).
-        bind_arguments: which database, for a session that has several and cannot tell by the model and the
-            key: what `Session.connection` takes, such as `{"shard_id": "asia"}`. A session that sends reads
-            and writes to different databases claims, and reads afterwards, where it writes.
+        nowait: raise the database's error at once if the row is locked (not on SQLite, which locks no rows).
+        skip_locked: return None at once if the row is locked (not on SQLite).
+        bind_arguments: which database, where the model and the key do not tell: what `Session.connection`
+            takes, such as `{"shard_id": "asia"}`. A session that sends reads and writes to different
+            databases claims, and reads afterwards, where it writes.
 
     Raises:
         StaleTokenError: if a newer holder has claimed or written the row.
@@ -130,9 +123,9 @@ def claim(
 def claim_all(session: _Session, statement: Select[Any], *, bind_arguments: _Bind = None) -> list[Any]:
     """Claim every row that a query finds, and return those that still match it once they are locked.
 
-    The rows are claimed in the order of their primary keys whatever the query's own order, so that two
-    holders who claim overlapping sets wait for each other instead of deadlocking. The result has the query's
-    order. Rows that come to match only while it works are not claimed and not returned.
+    The rows are claimed in the order of their primary keys, so that two holders of overlapping sets wait for
+    each other instead of deadlocking. The result has the query's order. Rows that come to match only while it
+    works are not claimed and not returned.
 
     As with `claim`, make it the first act of the transaction. On MariaDB and MySQL the query locks what it
     looks at, so that all reads afterwards are as new as the claim: give it an index to find its rows by, or
@@ -141,7 +134,7 @@ def claim_all(session: _Session, statement: Select[Any], *, bind_arguments: _Bin
 
     Args:
         session: where the objects are to live.
-        statement: a SELECT of one fenced model.
+        statement: a SELECT of one fenced model, such as `select(Item).where(Item.order_id == 1)`.
         bind_arguments: which database, as for `claim`; of a `ShardedSession`, one shard at a time.
 
     Raises:
@@ -149,11 +142,6 @@ def claim_all(session: _Session, statement: Select[Any], *, bind_arguments: _Bin
         UnfencedWriteError: if the lease of one of the rows is not held.
         LockLostError: if a lease is known to be lost.
         sqlalchemy.exc.InvalidRequestError: if autoflush is off, and the session has changes of the model.
-
-    Example:
-        ```python
-        items = claim_all(session, select(Item).where(Item.order_id == 1))
-        ```
     """
     session = session_of(session, "claim_all")
     mapper, fenced = fenced_model(_selected_model(statement))
@@ -199,17 +187,8 @@ async def claim_async(
 async def claim_async(session: _AsyncSession, model: type[T], identity: object, **options: Any) -> T | None:
     """Raise a row's fence, lock the row, and return it freshly loaded: `claim`, for an `AsyncSession`.
 
-    It takes the same arguments, makes the same promises and raises the same errors. Other tasks run while
-    the database works. As everywhere with asyncio, relationships that are not loaded cannot be looked at
-    afterwards without `await`.
-
-    Example:
-        ```python
-        async with fenced_lock("order:1"), AsyncSession(engine) as session:
-            order = await claim_async(session, Order, 1)
-            order.status = "paid"
-            await session.commit()
-        ```
+    It takes the same arguments and raises the same errors. Relationships that are not loaded cannot be looked
+    at afterwards without `await`, as everywhere with asyncio.
     """
     return await of_task(session).run_sync(lambda blocking: claim(blocking, model, identity, **options))
 
@@ -217,22 +196,12 @@ async def claim_async(session: _AsyncSession, model: type[T], identity: object, 
 async def claim_all_async(
     session: _AsyncSession, statement: Select[Any], *, bind_arguments: _Bind = None
 ) -> list[Any]:
-    """Claim every row that a query finds, and return them: `claim_all`, for an `AsyncSession`.
-
-    Example:
-        ```python
-        items = await claim_all_async(session, select(Item).where(Item.order_id == 1))
-        ```
-    """
+    """Claim every row that a query finds, and return them: `claim_all`, for an `AsyncSession`."""
     return await of_task(session).run_sync(claim_all, statement, bind_arguments=bind_arguments)
 
 
 def fenced_model(model: type[Any]) -> tuple[Mapper[Any], FencedTable]:
-    """Return what is known of a fenced model.
-
-    Raises:
-        TypeError: if it is no model, or has no fence.
-    """
+    """Return what is known of a fenced model; TypeError says that it is none."""
     try:
         mapper: Mapper[Any] = inspect(model)
         tables = mapper.tables
@@ -269,8 +238,7 @@ def _key_of(mapper: Mapper[Any], identity: object) -> _Key:
 def _naming_of(connection: Connection, fenced: FencedTable, key: _Key) -> _Key | None:
     """Return the values that name a row's resource; None if the row is needed to tell and is not there.
 
-    Reading it before the claim is safe, because what a resource's name is made of never changes, and the
-    claim compares it once more.
+    They never change, so it is safe to read them before the claim, which compares them once more.
     """
     if fenced.template.in_key:
         return _naming_in(fenced, key)
@@ -282,9 +250,8 @@ def _naming_of(connection: Connection, fenced: FencedTable, key: _Key) -> _Key |
 def _reading_now(query: Select[Any], connection: Connection) -> Select[Any]:
     """Make a query that comes before the lock take it, where it would take a snapshot of all tables instead.
 
-    The snapshot would be older than the lock that is waited for next, and so would be all that is read
-    after the claim. The lock is that of a writer: two who share one and want to write deadlock. A query that
-    says how it locks keeps its own way.
+    The snapshot would be older than the lock that is waited for next. The lock is that of a writer: two who
+    share one and want to write deadlock. A query that says how it locks keeps its own way.
     """
     is_as_wanted = locks_rows(query) or connection.dialect.name not in LOCKING_READS
     return query if is_as_wanted else query.with_for_update()
@@ -312,8 +279,7 @@ def _refuse_another_row(fenced: FencedTable, asked: str, key: Sequence[Any]) -> 
 def _claim_at_once(target: Target, mapper: Mapper[Any], fenced: FencedTable, row: _Key, token: int) -> Any:
     """Claim and load a row by one statement; return None if that is not possible, or has found no row.
 
-    PostgreSQL alone returns a row as a trigger leaves it. A listener for `do_orm_execute` may want to add
-    criteria to a SELECT.
+    PostgreSQL alone returns a row as a trigger leaves it. `do_orm_execute` may add criteria to a SELECT.
     """
     dialect: Any = target.connection.dialect
     shows_row = dialect.update_returning and (dialect.name == "postgresql" or not trigger_of(fenced.table))
@@ -378,8 +344,7 @@ def _parameters(row: _Key) -> dict[str, Any]:
 def _raise_fences(connection: Connection, fenced: FencedTable, rows: Sequence[_Key], token: int) -> None:
     """Raise the fence of rows and lock them, in this order; the guard adds the fence and the check.
 
-    A row is given by its primary key and the values that name its resource. Each has an execution of its own,
-    so that the database tells which of them has refused.
+    Each has an execution of its own, so that the database tells which of them has refused.
     """
     if "raising" not in fenced.statements:
         criteria = [*_has_key(fenced), *_is_named(fenced)]

@@ -1,8 +1,7 @@
 """UPDATE and DELETE of a fenced table with the condition, made once of each statement.
 
-The heart of the guard. It reads off a statement what it assigns, and which rows its WHERE clause says it is
-about. The token and the write ids travel as parameters, never inside the statement, so that SQLAlchemy's
-compiled cache, executemany and insertmanyvalues all keep working.
+The token and the write ids travel as parameters, never inside the statement, so that SQLAlchemy's compiled
+cache, executemany and insertmanyvalues all keep working.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ Row: TypeAlias = Mapping[str, Any]
 """The parameters of one execution of a statement."""
 
 LOADED_BIND: Final = "fencelock_loaded"
-"""Name of the parameter that carries the write id that was loaded into the condition; NULL lets any pass."""
+"""Carries the write id that was loaded into the condition; NULL lets any pass."""
 
 CLAIM_OPTION: Final = "fencelock_claim"
 """Execution option of a statement that only raises fences, and writes no row anew."""
@@ -97,8 +96,8 @@ def _conjuncts(clauses: Iterable[Any]) -> Iterator[Any]:
 def apart(part: Any) -> Any:
     """Return a part of a WHERE clause in parentheses, unless it plainly compares columns and parameters.
 
-    SQLAlchemy puts text in as it is, and an operator of the program's own (`op("OR", precedence=10)`) as
-    tightly as it says it binds: of `a = 1 OR b = 2`, what is added with AND would bind to `b = 2` alone.
+    What is added with AND to the text `a = 1 OR b = 2`, or to an `op("OR", precedence=10)`, would bind to
+    `b = 2` alone.
     """
     is_plain = isinstance(part, BinaryExpression) and not isinstance(part.operator, custom_op)
     return part if is_plain and all(map(_is_plain, (part.left, part.right))) else Grouping(part)
@@ -167,7 +166,7 @@ def unchanged_by_raising(table: Table) -> dict[Column[Any], Column[Any]]:
 
 
 def wants_token(statement: Any, rows: Iterable[Row]) -> bool:
-    """Tell whether an UPDATE or DELETE has the condition, and nobody has given it a token."""
+    """Tell whether an UPDATE or DELETE has the condition, and lacks its token."""
     return any(
         getattr(element, "key", None) == TOKEN_BIND and not all(TOKEN_BIND in row for row in rows)
         for part in where_of(statement)
@@ -186,12 +185,7 @@ def refuse_fence_assignment(keys: Iterable[str], fenced: FencedTable) -> None:
 
 
 def refuse_unguardable(statement: Any, fenced: FencedTable, source: FromClause) -> None:
-    """Refuse an UPDATE or DELETE that could write rows which the condition says nothing of.
-
-    Raises:
-        UnfencedWriteError: for a prefix, another write inside it, several tables, or text that could hide the
-            condition.
-    """
+    """Refuse an UPDATE or DELETE that could write rows which the condition says nothing of."""
     if prefixes_of(statement) or any(
         isinstance(each, UpdateBase) and each is not statement for each in visitors.iterate(statement)
     ):
@@ -247,16 +241,14 @@ def _is_balanced(text: str) -> bool:
 
 
 MOVE_BIND: Final = "fencelock_move"
-"""Name of the parameter by which a statement moves the write ids of what it writes."""
+"""Carries by how much a statement moves the write ids of what it writes."""
 
 _LOOKED_UP: Final = "fencelock_of_"
 """How the parameters begin that carry what the session knows of a row."""
 
 Kind: TypeAlias = Literal["objects", "blind", "core", "explicit", "claim"]
-"""Whose statement it is.
-
-"objects" is a flush's, "blind" one that does not know what all of its objects were loaded from. "core" is the
-program's own, "explicit" the same with a token that its caller vouches for. "claim" only raises fences.
+"""Whose statement it is: a flush's, or one of a flush that does not know what all objects were loaded from;
+the program's own, or that with a token that its caller vouches for; one that only raises fences.
 """
 
 _forms: WeakKeyDictionary[ClauseElement, dict[Kind, Form]] = WeakKeyDictionary()
@@ -265,25 +257,7 @@ _forms: WeakKeyDictionary[ClauseElement, dict[Kind, Form]] = WeakKeyDictionary()
 
 @dataclass(eq=False, slots=True)
 class Form:
-    """A statement with the condition, and how it names rows.
-
-    Attributes:
-        statement: the one to execute.
-        kind: whose it is.
-        fenced: the table.
-        source: the table, or the alias of it, that the statement writes to.
-        where: the criteria without the condition.
-        key: the parameters that the WHERE clause says the primary key equals; empty where one is missing, so
-            that one execution may write many rows.
-        naming: the parameters that make the resource's name, one for each column of the template; None where
-            the statement does not tell them.
-        looked_up: attributes whose values the session knows, by those of them that the guard has added.
-        loaded: the parameter that says which write id a row must have; None where any will do.
-        moves: whether it moves write ids, by a parameter; else an UPDATE sets one.
-        moves_name: a column of the resource's name that the statement itself assigns.
-        reads_more: whether what it writes may change which rows its WHERE clause is about.
-        assigns: whether it is an UPDATE; else it is a DELETE.
-    """
+    """A statement with the condition, and how it names rows."""
 
     statement: Any
     kind: Kind
@@ -327,11 +301,10 @@ def form_of(statement: Any, fenced: FencedTable, kind: Kind) -> Form:
 
 
 def _made(statement: Any, fenced: FencedTable, kind: Kind) -> Form:
-    """Add the condition to a statement.
+    """Add the condition to a statement: the fence is not above the token, the write id is the one loaded.
 
-    It says that the fence is not above the token and, for objects, that the write id is the one that was
-    loaded. And that the row is guarded by the resource that the token is of, as far as the WHERE clause does
-    not say so by itself: see `SameText` for text, and `_looked_up` for rows named by their key alone.
+    And the row is guarded by the resource that the token is of, as far as the WHERE clause does not say so by
+    itself: see `SameText` for text, and `_looked_up` for rows named by their key alone.
     """
     source = statement.table if isinstance(statement.table, AliasedReturnsRows) else fenced.table
     assigned = [column for column, _ in values_in(statement)]
@@ -408,9 +381,8 @@ def moving(statement: Update, fenced: FencedTable, by: Any) -> Update:
 def _looked_up(fenced: FencedTable, pinned: Mapping[str, BindParameter[Any]]) -> dict[str, str]:
     """Return the attributes that name the resource of a row, by the parameters that shall carry them.
 
-    Where the primary key is pinned and does not tell the resource, the session knows the row, or did: the row
-    may have been deleted and another inserted with its key, which another resource guards. So what it knows
-    becomes a parameter of the statement, for the database to compare.
+    Where the key does not tell the resource, the session knows the row, or did: it may have been deleted and
+    inserted again, for another resource. So what it knows becomes a parameter, for the database to compare.
     """
     mappers = fenced.mappers()
     columns = [column for column in fenced.template.columns.values() if column.key not in pinned]

@@ -1,17 +1,8 @@
 """What databases do each in their own way: comparing text exactly, and carrying a token to a trigger.
 
-A resource's name is exact: "stock:abc" and "stock:ABC" are two leases, whose tokens cannot be compared. The
-`=` of a column is what its collation says: MariaDB's default collations ignore case, accents and spaces at
-the end; SQLite has `COLLATE NOCASE`, PostgreSQL has citext and nondeterministic collations. Without more,
-the lease of "stock:ABC" would write the row "abc". So the guard compares once more, exactly, each text column
-that the resource's name is made of. The looser `=` stays in the statement and finds the row by its index.
-
-A trigger sees the row before and after, not the statement. Where the fence does not move, it cannot tell a
-holder's second write from that of a program which knows no fence at all, and of a DELETE it sees nothing. So
-for tables with a strict trigger the guard adds one more criterion to the WHERE clause, which is always true
-and leaves the token behind. It is good for this one statement. On PostgreSQL and MariaDB the time at which
-the statement began is noted with it, which is another one for the next statement. On SQLite, which has
-neither settings nor variables, two functions of the connection hold it, and the guard takes it back.
+"stock:abc" and "stock:ABC" are two leases, and collations may take the rows for one. So the guard compares
+once more, exactly; the looser `=` stays and finds the row by its index. A strict trigger sees rows and no
+statement, so a criterion that is always true leaves the token behind, good for this one statement.
 """
 
 from __future__ import annotations
@@ -66,14 +57,14 @@ CARRIERS: Final = {
     ),
     "mysql": "(@fencelock_token := {0}) >= 0 AND (@fencelock_at := NOW(6) + 0) > 0",
 }
-"""By dialect, the criterion around the token."""
+"""By dialect, the criterion around the token. SQLite has no variables: two functions hold it there."""
 CARRIERS["mariadb"] = CARRIERS["mysql"]
 
 LOCKING_READS: Final = frozenset({"mysql", "mariadb"})
 """Dialects whose plain SELECT reads an old snapshot under the default isolation level (REPEATABLE READ)."""
 
 TOKEN_BIND: Final = "fencelock_token"  # noqa: S105  no password
-"""Name of the parameter that carries the token into the condition."""
+"""Carries the token into the condition."""
 
 _OF_CONNECTION: Final = "fencelock.carried"
 

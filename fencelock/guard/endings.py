@@ -72,7 +72,7 @@ def _refuse_in(connection: Connection, scope: Transaction, message: str) -> None
 def refusing(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Have nothing come of a session's transaction, but a rollback, once this function has refused something.
 
-    The function's first argument is the session.
+    Its first argument is the session.
     """
 
     @wraps(function)
@@ -96,10 +96,7 @@ def is_refused(connection: Connection) -> bool:
 
 
 def _roll_back_driver(connection: Connection) -> None:
-    """End the driver's transaction: a listener for "commit" that raises leaves it open.
-
-    A connection that turns out to be lost has none.
-    """
+    """End the driver's transaction, if it has one: a listener for "commit" that raises leaves it open."""
     if not (connection.invalidated or isinstance(connection.get_transaction(), TwoPhaseTransaction)):
         with suppress(Exception):
             connection.dialect.do_rollback(connection.connection)

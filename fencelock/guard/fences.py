@@ -1,7 +1,7 @@
 """The fence table: one row per resource, which outlives every row that the resource guards.
 
-A row that does not exist yet, or not any more, has no fence. The resource's own row in this table has, and is
-never deleted; `gate` claims it. Apart from `claim` because migrations need the table and nothing else.
+A row that is not there has no fence, the resource's own row has; `gate` claims it. Apart from `claim` because
+migrations need the table and nothing else.
 """
 
 from __future__ import annotations
@@ -41,9 +41,8 @@ def fence_table(metadata: MetaData, *, schema: str | None = None, trigger: bool 
     Args:
         metadata: of the models.
         schema: where the table is.
-        trigger: have the database itself refuse whatever lowers a resource's fence, a restore of old rows for
-            instance; made by `create_all` and wanted by autogenerate, as for models. There is no strict one:
-            sealed locks are acquired by programs that know no models.
+        trigger: have the database itself refuse whatever lowers a resource's fence, as for models. There is
+            no strict one: sealed locks are acquired by programs that know no models.
 
     Raises:
         ValueError: if another trigger is asked for.

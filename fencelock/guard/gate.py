@@ -43,9 +43,8 @@ def gate(
 
     It guards what rows cannot guard themselves: INSERTs, a DELETE followed by an INSERT, and whole
     aggregates of rows that are not fenced one by one. Until the transaction ends, no other holder passes
-    the gate of this resource.
-    Afterwards older holders never pass. Pass it before reading, as with `claim`. The fence table is part of
-    your metadata once `fence_table(Base.metadata)` was called; migrate then.
+    the gate of this resource; afterwards older holders never pass. Pass it before reading, as with `claim`.
+    The fence table is part of your metadata once `fence_table(Base.metadata)` was called; migrate then.
 
     Args:
         session: whose transaction passes the gate.
@@ -91,14 +90,7 @@ async def gate_async(
     *,
     bind_arguments: Mapping[str, Any] | None = None,
 ) -> None:
-    """Claim the resource's own row in the fence table: `gate`, for an `AsyncSession`.
-
-    Example:
-        ```python
-        await gate_async(session, "order:1")
-        session.add(Item(order_id=1))
-        ```
-    """
+    """Claim the resource's own row in the fence table: `gate`, for an `AsyncSession`."""
     await of_task(session).run_sync(gate, resource, bind_arguments=bind_arguments)
 
 
@@ -166,11 +158,7 @@ def _at_gate_here(resource: str) -> Iterator[Transaction]:
 
 
 def refuse_to_wait_for_oneself(connection: Connection, resource: str) -> None:
-    """Refuse a gate that another open transaction of this very thread, task or greenlet has passed.
-
-    Raises:
-        FenceError: the database would wait for that transaction, which cannot go on meanwhile.
-    """
+    """Refuse a gate that another open transaction of this very thread, task or greenlet has passed."""
     for transaction in _at_gate_here(resource):
         other = transaction.connection
         if other is not connection and _is_same_database(other.engine, connection.engine):

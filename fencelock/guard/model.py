@@ -38,11 +38,10 @@ def fence_column(*, resource: str | None = None, trigger: FenceTrigger = False) 
     Args:
         resource: which lease guards a row, such as `"order:{id}"`: see `__fence_resource__`. A model of the
             table may say it instead.
-        trigger: whether `create_all` gives the table a trigger, and of which form (True or `"strict"`; see
-            `fencelock.guard.triggers`).
+        trigger: which trigger `create_all` gives the table: see `fencelock.guard.triggers`.
 
     Raises:
-        ValueError: if there is no such form.
+        ValueError: if there is no such trigger.
     """
     install()
     marks = {**FENCE_MARK, TRIGGER_MARK: check_trigger(trigger)}
@@ -64,18 +63,16 @@ class FencedModel:
     every UPDATE and DELETE that SQLAlchemy sends for the model's table carries
     `AND last_fencing_token <= :token`, and an UPDATE raises the fence, where the token is that of the lease
     held (`fenced_lock`, `bind`). Without a lease nothing is sent. Each write gives the row a new write id.
-    Both columns belong to the guard: what a program assigns to the attributes is replaced.
+    What the unit of work writes, it writes only over the write that the object was loaded from, or raises
+    `StaleReadError`. Both columns belong to the guard: what a program assigns to the attributes is replaced.
 
-    Set `__fence_trigger__ = True` for a trigger that refuses in the database itself what would lower a fence,
-    whoever writes, or to `"strict"` for one that refuses also what carries no token: `create_all` makes it,
-    and Alembic's autogenerate finds it missing (see `fencelock.guard.triggers`).
+    `__fence_resource__` says which lease guards a row: a format string over columns of the fenced table,
+    which must never change, and whose values the database gives back as they were given to it (no type that
+    changes case, say). A word without braces is one resource that guards the whole table.
 
-    Set `__fence_resource__` to say which lease guards a row: a format string over columns of the fenced
-    table, which must never change, and whose values the database gives back as they were given to it (no
-    type that changes case, say). A word without braces is one resource that guards the whole table.
-
-    What the unit of work writes, it writes only over the write that the object was loaded from:
-    `StaleReadError` says that the row was written since, by whichever holder.
+    `__fence_trigger__ = True` makes a trigger that refuses in the database itself what would lower a fence,
+    whoever writes; `"strict"` one that refuses also what carries no token: `create_all` makes it, and
+    Alembic's autogenerate finds it missing (see `fencelock.guard.triggers`).
 
     What it does not promise: that what you read and do not write is still true (see `claim`), and
     that a stale holder cannot INSERT, since a new row has no fence to compare with (see `gate`). What the
@@ -95,8 +92,8 @@ class FencedModel:
 
     Raises:
         FenceError: when the class is mapped, if it has no `__fence_resource__`.
-        ValueError: when the class is mapped, if `__fence_resource__` names what is no column of its table,
-            names one of a type whose equal values are written in several ways, or the table has no column
+        ValueError: when the class is mapped, if `__fence_resource__` names what is no column of its table, or
+            one whose equal values are written in several ways; if the table has no column
             `last_fencing_token` or the model calls it something else; or if there is no such trigger.
         TypeError: beside `MappedAsDataclass`, which takes `FencedDataclassModel`, and beside SQLModel, which
             takes the column alone: see docs/sqlmodel.md.

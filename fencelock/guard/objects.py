@@ -1,11 +1,9 @@
 """The unit of work: the write that an object was loaded from goes with it into its statement.
 
-`last_write_id` of an object is the write that it was loaded from. Before the object is written, it becomes a
-`Stamp`: the id of this write, which knows the id that it replaces, and the token. The parameters of the
-statement bring the stamp to `statements`. There is no other way between the two, save for statements whose
-parameters name a row by its key alone: their object is in the session's identity map.
-
-A change in a collection, a link table or a joined sub-table writes the base row, too.
+Before an object is written, its `last_write_id` becomes a `Stamp`: the id of this write, which knows the id
+that it replaces, and the token. The parameters bring it to `statements`; where they name a row by its key
+alone, the object is in the session's identity map. A change in a collection, a link table or a joined
+sub-table writes the base row, too.
 """
 
 from __future__ import annotations
@@ -42,12 +40,7 @@ _FLUSH: Final = "fencelock.flush"
 
 
 class Stamp(int):
-    """The id of a write.
-
-    Attributes:
-        loaded: the id that it replaces, which the row must still have; None where that is not known.
-        token: the token to write with.
-    """
+    """The id of a write, the id that it replaces (None where that is not known), and the token."""
 
     loaded: int | None
     token: int
@@ -64,12 +57,12 @@ def new_stamp(write_id: int, token: int, loaded: int | None) -> Stamp:
 
 
 def on_flush(session: Session, *_: object) -> None:
-    """Begin to collect the tokens of a flush: a listener for all sessions."""
+    """Begin to collect the tokens of a flush."""
     session.info[_FLUSH] = {}
 
 
 def on_undone(_session: Session, instance: object) -> None:
-    """Have an object whose row is not there have no fence: a listener for all sessions."""
+    """Have an object whose row is not there have no fence."""
     state: _State = inspect(instance)
     if any(map(fenced_table, state.mapper.tables)):
         for name in (FENCE_COLUMN, WRITE_COLUMN):
@@ -122,8 +115,8 @@ def object_of(connection: Connection, fenced: FencedTable, key: tuple[Any, ...])
 def watch_mapper(mapper: Mapper[Any], fenced: FencedTable) -> None:
     """Listen to the unit of work of a fenced model.
 
-    The mapper's events are used, not the session's `before_flush`: they see also what other listeners and
-    cascades have added to the flush, for each object, just before its columns are looked at.
+    The mapper's events see also what other listeners and cascades have added to the flush, for each object,
+    just before its columns are looked at. With retval SQLAlchemy calls them as they are.
     """
     watch = _Watch(mapper, fenced)
     # With retval SQLAlchemy calls them as they are; what they return is of no interest to it here.
@@ -151,7 +144,7 @@ class _Watch:
     def on_configured(self, mapper: Mapper[Any], _model: object) -> None:
         """Have UPDATEs be looked at after all listeners that are there by now: they may change more.
 
-        No flush knows the mapper yet, so nobody is going through its listeners.
+        No flush knows the mapper yet, so none is going through its listeners.
         """
         event.remove(mapper, "before_update", self.before_update)
         event.listen(mapper, "before_update", self.before_update, raw=True, retval=True)

@@ -43,11 +43,7 @@ _MOVED: Final = "fencelock.moved"
 
 
 def blocking(target: object) -> Session | Connection:
-    """Return the session or connection behind the asyncio and scoped facades.
-
-    Raises:
-        TypeError: if it is neither.
-    """
+    """Return the session or connection behind the asyncio and scoped facades."""
     registry = getattr(target, "registry", None)
     target = registry() if callable(registry) else target
     for attribute in ("sync_session", "sync_connection"):
@@ -58,11 +54,7 @@ def blocking(target: object) -> Session | Connection:
 
 
 def session_of(target: Session | scoped_session[Any], function: str) -> Session:
-    """Return the session behind the facade for scoped ones.
-
-    Raises:
-        TypeError: for anything else. For an `AsyncSession` it says what to write in place of this function.
-    """
+    """Return the session behind the facade for scoped ones; tell users of an `AsyncSession` what to write."""
     found = session_or_connection(target, function, "a Session")
     assert isinstance(found, Session)  # noqa: S101  nothing else is "a Session"
     return found
@@ -79,11 +71,7 @@ def session_or_connection(
     function: str,
     wanted: str = "a Session or a Connection",
 ) -> Session | Connection:
-    """Return what `session_of` does, and a connection as it is.
-
-    Raises:
-        TypeError: for anything else.
-    """
+    """Return what `session_of` does, and a connection as it is."""
     found = target.registry() if hasattr(target, "registry") else target
     if isinstance(found, Session) or (isinstance(found, Connection) and "Connection" in wanted):
         return found
@@ -100,7 +88,7 @@ def session_or_connection(
 
 
 def on_begin(session: Session, _transaction: object, connection: Connection) -> None:
-    """Note which session uses a connection, and the other way round: a listener for all sessions."""
+    """Note which session uses a connection, and the other way round."""
     join(connection, session)
     session.info.setdefault(_CONNECTIONS, WeakSet()).add(connection)
 
@@ -108,8 +96,7 @@ def on_begin(session: Session, _transaction: object, connection: Connection) -> 
 def join(connection: Connection, session: Session) -> None:
     """Note that the next statements on a connection are those of a session.
 
-    It is noted on the connection itself, where that costs next to nothing: every session of the process does
-    it for every transaction, and few of them ever write to a fenced table.
+    On the connection itself, where it costs next to nothing: every transaction of every session does it.
     """
     known: tuple[ReferenceType[Session], ...] = getattr(connection, _SESSIONS, ())
     if not known or known[-1]() is not session:
@@ -165,10 +152,9 @@ def bypass(target: AnySession) -> Iterator[None]:
     """Have what a session or connection executes in this block go around the guard.
 
     For seeds, repairs and tests, at times when no holder is at work: nothing is compared or refused. Rows get
-    new write ids all the same. Other threads and tasks are guarded as ever, also on the same connection. At
-    the end of the block, however it is left, everything is as before. Blocks may be inside each other; for
-    asyncio it is a plain `with`. What is pending in a session when the block ends is guarded when it is
-    flushed: flush in the block.
+    new write ids all the same. Other threads and tasks are guarded as ever, also on the same connection.
+    Blocks may be inside each other; for asyncio it is a plain `with`. What is pending in a session when the
+    block ends is guarded when it is flushed: flush in the block.
 
     Example:
         ```python
@@ -188,11 +174,7 @@ def bypass(target: AnySession) -> Iterator[None]:
 
 
 def is_bypassed(options: Mapping[str, Any], connection: Connection) -> bool:
-    """Tell whether a statement with these execution options goes around the guard on a connection.
-
-    Raises:
-        ValueError: if the option has a value that it does not know.
-    """
+    """Tell whether a statement with these execution options goes around the guard on a connection."""
     choice = options.get("fencelock")
     if choice not in (None, BYPASS):
         raise ValueError(f"the execution option fencelock is {BYPASS!r} or left away, not {choice!r}")
@@ -205,11 +187,7 @@ def is_bypassed(options: Mapping[str, Any], connection: Connection) -> bool:
 
 
 def refuse_bypass(options: Mapping[str, Any], connection: Connection) -> None:
-    """Refuse to do fenced work where everything passes unguarded.
-
-    Raises:
-        UnfencedWriteError: if these execution options say so, or a block of this connection.
-    """
+    """Refuse to do fenced work where everything passes unguarded."""
     if is_bypassed(options, connection):
         raise UnfencedWriteError(
             f"nothing can be claimed or written with a token under execution_options(fencelock={BYPASS!r}), "

@@ -59,11 +59,7 @@ def fenced_update(target: Any, *, loaded: int | BindParameter[int] | None = None
 def fenced_delete(target: Any, *, loaded: int | BindParameter[int] | None = None) -> Delete:
     """Return `delete(target)` with the condition that the row's fence is not above the token.
 
-    See `fenced_update`.
-
-    Raises:
-        ValueError: if the target has no column `last_fencing_token`, or `loaded` is no write id.
-        TypeError: if `loaded` is no int.
+    The arguments and errors are those of `fenced_update`.
     """
     return _conditional(delete(target), loaded)
 
@@ -183,8 +179,8 @@ def conditional_update(
 
     It writes the row only if its fence is not above the token, raises the fence, and gives the row a new
     write id, so the parameters are for one execution. Without values it does nothing but raise the fence and
-    lock the row: claim it so before reading it. A rowcount of 0 means that
-    the row is gone or that a newer holder has fenced it; either way, roll back.
+    lock the row: claim it so before reading it. A rowcount of 0 means that the row is gone or that a newer
+    holder has fenced it; either way, roll back.
 
     Names go into the SQL unquoted where `dialect` is not given, which every database understands, and only
     if they need no quotes: letters, digits and underscores, and no reserved word of any of the databases.
@@ -238,8 +234,8 @@ def conditional_delete(
 ) -> tuple[str, Any]:
     """Return the SQL and the parameters of a fenced DELETE, for a bare DB-API cursor.
 
-    See `conditional_update` for the arguments, what is returned and what is raised. The fence goes with the
-    row: a stale holder could insert it again, which only a gate or a trigger prevents.
+    The rest is as for `conditional_update`. The fence goes with the row: a stale holder could insert it
+    again, which only a gate or a trigger prevents.
     """
     write = _RawWrite(paramstyle, dialect, strict=strict)
     _check_raw({}, key, token)

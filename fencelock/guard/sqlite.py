@@ -1,12 +1,8 @@
-"""What SQLite needs before several processes can claim.
+"""What SQLite needs before several processes can claim: transactions that say at once that they will write.
 
-SQLite locks the whole database, and a transaction that has read before it writes cannot wait for that lock:
-it fails at once with "database is locked" (SQLITE_BUSY, SQLITE_BUSY_SNAPSHOT in WAL mode), whatever the
-timeout, because what it has read may already be out of date. A transaction that begins with a claim is safe
-as it is, since its first statement writes. One that reads first must say at its beginning that it will write.
-
-That is a choice for all of an engine's transactions, readers included, which then wait for each other; so the
-guard does not make it behind anybody's back. Apart from the rest because it concerns this one database.
+One that has read before it writes fails at once with "database is locked", whatever the timeout, because what
+it has read may be out of date. `BEGIN IMMEDIATE` is a choice for all of an engine's transactions, readers
+included, so the guard leaves it to the program.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
 """Executes UPDATE, DELETE and INSERT of a fenced table with the guard around them.
 
-Every UPDATE becomes `UPDATE … SET …, last_fencing_token = :token WHERE … AND last_fencing_token <= :token`,
-every DELETE gets the same condition, every INSERT the token. The check and the write are thereby one atomic
-act of the database.
-
 Which rows a statement may touch decides which lease is needed. It is read off the WHERE clause: where every
 column of `__fence_resource__` is compared with `==` to a value, the resource is known before anything is
 sent. Objects bring their token with them. Statements that leave it open are refused.
@@ -123,11 +119,7 @@ def _around(
     rows: Sequence[Row],
     options: Mapping[str, Any],
 ) -> Any:
-    """Return a statement that goes around the guard. An UPDATE gives what it writes new ids: others notice.
-
-    Raises:
-        UnfencedWriteError: if it wants a token all the same.
-    """
+    """Return a statement that goes around the guard. An UPDATE gives what it writes new ids all the same."""
     if TOKEN_OPTION in options or wants_token(statement, rows or [{}]):
         refuse_bypass(options, connection)
     if not isinstance(statement, Update) or fenced is None or fenced.write is None:
@@ -151,11 +143,7 @@ def _guarded(
     rows: Sequence[Row],
     options: Mapping[str, Any],
 ) -> tuple[Any, Sequence[Row], Verdict | None]:
-    """Return a statement with the condition, its parameters, and what tells afterwards if it was refused.
-
-    Raises:
-        FenceError: for a write that is refused.
-    """
+    """Return a statement with the condition, its parameters, and what tells afterwards if it was refused."""
     begin_writing(connection, options, fenced)
     token: int | None = options.get(TOKEN_OPTION)
     flush = flush_of(connection, fenced, options) if token is None else None
@@ -283,9 +271,6 @@ def _check_sub_table(
     """Let a flush write a joined sub-table, if it writes the fenced rows as well.
 
     It does not where only a relationship with `post_update` on the other side wants the sub-table changed.
-
-    Raises:
-        UnfencedWriteError: in any other case.
     """
     table = underlying(statement.table)
     flush = flush_of(connection, base, options)
@@ -313,15 +298,7 @@ def _check_sub_table(
 def stamp_insert(
     statement: Insert, fenced: FencedTable, rows: Sequence[Row], token: int | None, tokens: Tokens | None
 ) -> list[dict[str, Any]]:
-    """Return the rows of an INSERT with their tokens and write ids.
-
-    Args:
-        statement: the INSERT.
-        fenced: its table.
-        rows: the parameters of each execution.
-        token: where the caller gives one.
-        tokens: where he does not.
-    """
+    """Return the rows of an INSERT with their tokens and write ids."""
     if not inserts_plainly(statement) or statement.select is not None:
         raise UnfencedWriteError(
             f"only a plain INSERT into {fenced.name!r} can be stamped, with its rows as parameters: "
@@ -350,7 +327,7 @@ def stamp_insert(
 def _new_row_token(tokens: Tokens | None, row: Row) -> int:
     """Return the token to stamp a new row with.
 
-    Where the database makes the key, and the key makes the resource's name, nobody can have locked the
+    Where the database makes the key, and the key makes the resource's name, nothing can have locked the
     resource yet: some lease must be held, and the row begins with the fence 0, open to its first holder.
     """
     assert tokens is not None  # noqa: S101  the caller has given no token

@@ -1,11 +1,8 @@
-"""Which tables are fenced, and which resource guards each of their rows.
+"""Which tables are fenced, and which resource guards each of their rows. Nothing here executes anything.
 
-A fenced table is one whose column `last_fencing_token` carries the mark that `fence_column` puts on it; the
-models' mixins make their column with it. What the guard knows of such a table is kept in `Table.info`, so it
-lives and dies with the table, and a copy made by `to_metadata` takes it along.
-
-Nothing here executes anything: it answers questions about schema objects. "order:1" and "order:01" are two
-leases, so a value that names a resource is refused where the database would give it back otherwise.
+What the guard knows of a table is kept in `Table.info`, so it lives and dies with the table, and a copy made
+by `to_metadata` takes it along. "order:1" and "order:01" are two leases, so a value that names a resource is
+refused where the database would give it back otherwise.
 """
 
 from __future__ import annotations
@@ -61,23 +58,13 @@ FenceTrigger: TypeAlias = bool | Literal["strict"]
 
 @dataclass(frozen=True, slots=True)
 class ResourceTemplate:
-    """`__fence_resource__`: how the resource's name is made of a row's columns.
-
-    Attributes:
-        text: as the model has it, such as `"order:{id}"`.
-        columns: the column behind each name in braces.
-    """
+    """`__fence_resource__`, such as `"order:{id}"`, and the column behind each name in braces."""
 
     text: str
     columns: Mapping[str, Column[Any]]
 
     def render(self, values: Sequence[Any]) -> str:
-        """Return the name of the resource that guards the row with these values, one for each column.
-
-        Raises:
-            UnfencedWriteError: if a value is not spelt as the database would give it back.
-            ValueError: if the template cannot be rendered with it.
-        """
+        """Return the name of the resource that guards the row with these values, one for each column."""
         named = zip(self.columns.items(), values, strict=True)
         spelt = {name: spelling(column, value) for (name, column), value in named}
         try:
@@ -94,12 +81,7 @@ class ResourceTemplate:
 
     @classmethod
     def parse(cls, template: str, attributes: Mapping[str, Column[Any]], owner: str) -> ResourceTemplate:
-        """Return the template of the model `owner`, whose attributes lead to these columns.
-
-        Raises:
-            TypeError: if it is not a string.
-            ValueError: if it is not a format string, or names what is no column of the fenced table.
-        """
+        """Return the template of the model `owner`, whose attributes lead to these columns."""
         said = f"{owner}.__fence_resource__"
         if not isinstance(template, str):
             raise TypeError(f"{said} is a str such as 'order:{{id}}', not {type(template).__name__}")
@@ -137,9 +119,6 @@ def spelling(column: Column[Any], value: Any) -> Any:
     """Return a value as the database gives it back: the name of a row's resource must be one and the same.
 
     To a database "01", 1.0 and True may all equal the key 1, yet "order:01" is not the lease of "order:1".
-
-    Raises:
-        UnfencedWriteError: if it cannot be told from here.
     """
     try:
         return _spelling(column.type, value)
@@ -174,16 +153,7 @@ def _spelling(kind: TypeEngine[Any], value: Any) -> Any:
 
 @dataclass(eq=False, slots=True)
 class FencedTable:
-    """What the guard knows of one fenced table.
-
-    Attributes:
-        table: the table.
-        fence: its column `last_fencing_token`.
-        write: its column `last_write_id`, which only the fence table lacks.
-        template: how the resource of a row is named.
-        of_models: the base mappers of the models that it belongs to, as weak references.
-        statements: of claims and gates, which are made once.
-    """
+    """What the guard knows of one fenced table; only the fence table has no column `write`."""
 
     table: Table
     template: ResourceTemplate
@@ -240,8 +210,7 @@ def _note_name(table: Table) -> None:
 def note_column(column: Column[Any], parent: object) -> None:
     """Make a table known by its name as soon as it has its fence: a listener for all columns.
 
-    Its first write may well be one that is told by the table's name alone, such as text. The rest is found
-    out when the table is asked for: not all of its columns are there yet.
+    Its first write may be text, which has but the name. Not all of its columns are there yet for the rest.
     """
     if column.name == FENCE_COLUMN and "fencelock" in column.info and isinstance(parent, Table):
         _note_name(parent)
@@ -274,11 +243,7 @@ def trigger_of(table: Table) -> FenceTrigger:
 
 
 def check_trigger(wanted: object) -> FenceTrigger:
-    """Return what was asked for.
-
-    Raises:
-        ValueError: if there is no such trigger.
-    """
+    """Return what was asked for; ValueError says that there is no such trigger."""
     if wanted is True or wanted is False:
         return wanted
     if wanted == "strict":
@@ -294,11 +259,7 @@ def registered(table: Table | None) -> FencedTable | None:
 
 
 def fenced_table(target: object) -> FencedTable | None:
-    """Return what is known of a table (or an alias of one), or None if it is not fenced.
-
-    Raises:
-        FenceError: if it has a fence, and nothing says which resource guards a row.
-    """
+    """Return what is known of a table (or an alias of one), or None if it is not fenced."""
     table = target if type(target) is Table else underlying(target)
     fenced = registered(table)
     if fenced is not None or not isinstance(table, Table):
@@ -329,11 +290,7 @@ def underlying(target: object) -> Any:
 
 
 def check_write_column(table: Table, owner: str) -> None:
-    """Refuse a fenced table that has nowhere to note which write it has seen last.
-
-    Raises:
-        FenceError: if it is so.
-    """
+    """Refuse a fenced table that has nowhere to note which write it has seen last."""
     if WRITE_COLUMN not in table.c:
         raise FenceError(
             f"{owner} is fenced, and its table {table.name!r} has no column {WRITE_COLUMN!r}: add it to the "
@@ -345,17 +302,7 @@ def check_write_column(table: Table, owner: str) -> None:
 def template_of(
     table: Table, owner: str, attributes: Mapping[str, Column[Any]], said: str | None = None
 ) -> ResourceTemplate:
-    """Return how the resources of a table's rows are named: as its model says, or else its column.
-
-    Args:
-        table: has the column.
-        owner: the model or table, as errors name it.
-        attributes: the columns that the template may name.
-        said: what the model says.
-
-    Raises:
-        FenceError: if neither says it.
-    """
+    """Return how the resources of a table's rows are named: as its model says, or else its column."""
     text = said if said is not None else table.c[FENCE_COLUMN].info.get(RESOURCE_MARK)
     if text is None:
         raise FenceError(

@@ -67,9 +67,6 @@ def guard_text(
     """Return a text, its parameters and options: what carries the condition gets a new write id, and a mark.
 
     A strict trigger wants to see its token, too. Any other text is left as it is.
-
-    Raises:
-        UnfencedWriteError: if the token is missing among the parameters.
     """
     text, binds = statement.text, parameters_of(statement)
     table = guarded_table(text) if FENCE_COLUMN in text.lower() else None

@@ -23,7 +23,7 @@ TRIGGERS: Final = (PLAIN, IDS, STRICT, STRICT_DELETE, STRICT_TRUNCATE)
 Form = Literal["fence", "ids", "strict", "strict_delete", "strict_truncate", "refuse", "renew"]
 
 _MASK: Final = 2**53 - 2
-"""Ids stay below 2**53, see `write_ids`."""
+"""Ids stay below 2**53."""
 
 _POSTGRESQL_FUNCTION: Final = f"""
 CREATE FUNCTION {{refuse}}() RETURNS trigger LANGUAGE plpgsql AS $fencelock$

@@ -1,23 +1,8 @@
-"""Triggers: what the database itself refuses, whoever writes and by whatever way.
+"""Triggers, optional by table: what the database itself refuses, whoever writes and by whatever way.
 
-Python sees what passes through SQLAlchemy. A bare cursor, psql, a view, a stored function, a COPY into a
-staging table and the UPDATE that follows are seen by the database alone. A trigger is optional, table by
-table, in one of two forms.
-
-- Plain: the fence of a row never goes down. It stops a stale holder who writes his token unchecked, a program
-  that writes back all the columns that it has read, and a restore of old rows over new ones. And an UPDATE
-  that brings no write id gives its row a new one, so that whoever has loaded the row notices.
-- Strict: besides, an UPDATE must raise the fence or carry the token that the fence has, and a DELETE must
-  carry a token that is not below it. The statements of the guard do (see `dialects`); others are refused, so
-  a program that knows no fence can only read and insert. On PostgreSQL, TRUNCATE is refused as well.
-
-What they cannot see: an INSERT, which has no fence to compare with (`gate` is for that); REPLACE, which is a
-DELETE and an INSERT (a strict trigger of MariaDB sees the DELETE, one of SQLite does only with `PRAGMA
-recursive_triggers`); on MariaDB the rows that a foreign key changes or deletes by CASCADE or SET NULL, and
-TRUNCATE; links and joined sub-tables, which are other tables. Whoever may drop the trigger may do anything.
-
-The names and texts are made here and nowhere else: `create_all`, the Alembic operations and programs that do
-it by hand all ask `create` and `drop`.
+- Plain: the fence of a row never goes down, and an UPDATE that brings no write id gives its row a new one.
+- Strict: besides, an UPDATE must raise the fence or carry the token that the fence has, a DELETE must carry
+  one that is not below it, and PostgreSQL refuses TRUNCATE. docs/triggers.md says what they cannot see.
 """
 
 from __future__ import annotations
@@ -66,12 +51,9 @@ _NOT_PREPARED: Final = "no such function: fencelock_token"
 
 
 class FenceDDL(ExecutableDDLElement):
-    """One statement that makes or drops a part of a table's trigger.
+    """One statement that makes or drops a part of the trigger of `table`, of which it uses name and schema.
 
     `connection.execute()` takes it, and the SQL is `str(ddl.compile(dialect=engine.dialect))`.
-
-    Attributes:
-        table: the table, of which only the name and the schema are used.
     """
 
     def __init__(self, template: str, table: Table) -> None:
@@ -149,7 +131,7 @@ def create(
     With a strict trigger, the guard must know of it (`__fence_trigger__ = "strict"`, or
     `fence_column(trigger="strict")`), or its own second write with the same token is refused. For a bare
     cursor, `conditional_update(…, strict=True)` makes statements that carry the token. On SQLite, a strict
-    trigger refuses every connection that nobody has given its functions: see `prepare`.
+    trigger refuses every connection that `prepare` has not given its functions.
 
     Args:
         table: its name, or a `Table` or a model.
@@ -183,7 +165,7 @@ def create(
 def drop(table: Any, dialect: str, *, schema: str | None = None) -> list[FenceDDL]:
     """Return the statements that take a table's trigger away, of either form; none is no error.
 
-    Args and errors are those of `create`.
+    The arguments and errors are those of `create`.
     """
     target = _table(table, schema)
     family = _family(dialect)
@@ -221,8 +203,7 @@ def _found(connection: Connection, table: str, schema: str | None) -> set[str]:
 def drop_renamed(connection: Connection, table: str, *, schema: str | None = None) -> list[FenceDDL]:
     """Return the statements that take away the triggers that a table still has from an earlier name of its.
 
-    Databases rename a table and leave the names of its triggers. PostgreSQL's function stays, as another
-    table may have the old name by now.
+    Databases leave the names. PostgreSQL's function stays, as another table may have the old name by now.
     """
     family = _family(connection.dialect.name)
     own = {_name(table, form) for form in TRIGGERS}
@@ -246,9 +227,9 @@ def _verbatim(sql: str) -> str:
 def prepare(connection: Any) -> None:
     """Let a bare connection of `sqlite3` write to tables with a strict trigger.
 
-    SQLAlchemy's connections get it from the guard. It adds the functions `fencelock_carry` and
-    `fencelock_token`, which the statements of `conditional_update(…, strict=True)` and the triggers call. On
-    this one database a token that was carried stays, on this connection, until the next one is.
+    It adds the functions `fencelock_carry` and `fencelock_token`, which the statements of
+    `conditional_update(…, strict=True)` and the triggers call; SQLAlchemy's connections get them from the
+    guard. A token that was carried stays, on this connection, until the next one is.
     """
     dialects.prepare(connection)
 

@@ -45,12 +45,10 @@ def upsert(
 
     All or nothing: where one is turned away, nothing of the transaction (or of the innermost savepoint) can
     be committed any more. The rows are written in the order of their keys, so that two who write the same
-    ones wait for each other.
-    Objects that the session has of them are expired. Columns that a row does not name keep their values, or
-    get their defaults in a new row; `onupdate` has no effect, as SQLAlchemy has it for ON CONFLICT.
-
-    As with any INSERT, a stale holder may bring back a row that was deleted: pass the `gate` first where that
-    matters.
+    ones wait for each other. Objects that the session has of them are expired. Columns that a row does not
+    name keep their values, or get their defaults in a new row; `onupdate` has no effect, as SQLAlchemy has it
+    for ON CONFLICT. As with any INSERT, a stale holder may bring back a row that was deleted: pass the `gate`
+    first where that matters.
 
     Args:
         session: whose transaction writes them. With an `AsyncSession`: `await session.run_sync(upsert, …)`.
@@ -214,11 +212,7 @@ def _lets_pass(fenced: FencedTable, new: Any) -> ColumnElement[bool]:
 def _check(
     connection: Connection, fenced: FencedTable, rows: Mapping[_Key, Mapping[str, Any]], token: int
 ) -> Iterator[_Key]:
-    """Yield the primary keys, as the database has them, of rows that were written with a token.
-
-    Raises:
-        FenceError: if one has not been.
-    """
+    """Yield the primary keys, as the database has them, of rows that were written with a token."""
     key = tuple(fenced.table.primary_key)
     template = fenced.template
     naming = tuple(template.columns.values())

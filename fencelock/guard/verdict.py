@@ -28,12 +28,7 @@ _T = TypeVar("_T")
 class Verdict:
     """Asks the database why executions of a guarded write have written fewer rows than they named.
 
-    Attributes:
-        form: the statement.
-        rows: the parameters of each execution.
-        connection: what has executed it, or is about to.
-        options: its execution options.
-        of_objects: whether a flush executes it, whose rows should all be there.
+    It is asked before it where `of_objects` says that a flush executes it, whose rows should all be there.
     """
 
     form: Form
@@ -64,10 +59,8 @@ class Verdict:
         """Return the error to raise before a statement is executed that would tell too little afterwards.
 
         One kind may change by what it writes which rows its WHERE clause is about: a child that was turned
-        away while the statement has changed its parent, say, by which the WHERE clause found it. Another is a
-        DELETE of objects where the driver does not count. The rows are locked, as the statement would have
-        done, so what is found here stays true; SQLite has no such locks, and nobody else writes once its
-        transaction has begun to.
+        away while its parent was changed, say. Another is a DELETE of objects that the driver does not count.
+        The rows are locked, so what is found stays true; SQLite has no such locks, and no second writer.
         """
         if self.form.reads_more:
             query = self._asked().where(*self.form.where).with_for_update(of=self.form.source)

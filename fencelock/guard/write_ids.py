@@ -1,7 +1,6 @@
 """Write ids: what an object was computed from. Each write gives its row a new one; they have no order.
 
-They come from the operating system, because `random` may be seeded alike in two processes, whose ids would be
-the same.
+They come from the operating system, because `random` may be seeded alike in two processes.
 """
 
 from __future__ import annotations
