@@ -6,6 +6,7 @@ so that no write can forget it. Nothing here knows who grants the leases.
 """
 
 from fencelock.guard.claim import claim, claim_all, claim_all_async, claim_async
+from fencelock.guard.dialects import begin_immediate
 from fencelock.guard.events import GuardEvent, forget, on_claim, on_stale, on_unfenced
 from fencelock.guard.fences import fence_table
 from fencelock.guard.gate import gate, gate_async
@@ -19,7 +20,6 @@ from fencelock.guard.sql import (
     fenced_delete,
     fenced_update,
 )
-from fencelock.guard.sqlite import begin_immediate
 from fencelock.guard.tables import FENCE_TABLE
 from fencelock.guard.upsert import upsert
 

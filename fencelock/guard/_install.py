@@ -13,7 +13,7 @@ from sqlalchemy import Column, TextClause, UpdateBase, event
 from sqlalchemy.engine import Engine
 from sqlalchemy.orm import Session
 
-from fencelock.guard import _missing, leases, objects, sessions, statements, text, triggers
+from fencelock.guard import leases, objects, sessions, statements, text, triggers
 from fencelock.guard._sqlalchemy import execute_by, hear_ends, load_with
 from fencelock.guard.tables import WRITE_COLUMN, note_column
 
@@ -37,10 +37,8 @@ def install() -> None:
 
 def listen() -> None:
     """Listen to the events that the guard needs."""
-    event.listen(Engine, "do_execute", text.do_execute, insert=True)
-    event.listen(Engine, "do_executemany", text.do_execute, insert=True)
-    event.listen(Engine, "do_execute_no_params", text.do_execute_no_params, insert=True)
-    event.listen(Engine, "handle_error", _missing.explain)
+    for name in ("do_execute", "do_executemany", "do_execute_no_params"):
+        event.listen(Engine, name, text.do_execute, insert=True)
     event.listen(Engine, "handle_error", triggers.explain)
     event.listen(Column, "after_parent_attach", note_column)
     event.listen(Session, "after_begin", sessions.on_begin)

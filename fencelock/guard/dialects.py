@@ -8,13 +8,28 @@ statement, so a criterion that is always true leaves the token behind, good for 
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import BigInteger, Boolean, ColumnElement, Enum, Select, String, TypeDecorator, bindparam
-from sqlalchemy.engine import Connection
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    ColumnElement,
+    Enum,
+    Select,
+    String,
+    TypeDecorator,
+    bindparam,
+    event,
+)
+from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
+
+from fencelock._engines import is_async_engine
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncEngine
 
 _FORMS: Final = {
     "sqlite": "{0} COLLATE BINARY = {1}",
@@ -86,27 +101,16 @@ def _compile_carried(element: CarriedToken, compiler: SQLCompiler, **options: An
     return f"({form.format(compiler.process(token, **options))})"
 
 
-class _Carried:
-    """The token that a connection's statement carries."""
+def prepare(connection: Any) -> list[int | None]:
+    """Give a connection of sqlite3 the functions that strict triggers call, and return what is carried."""
+    carried: list[int | None] = [None]
 
-    __slots__ = ("token",)
-
-    def __init__(self) -> None:
-        self.token: int | None = None
-
-    def carry(self, token: int) -> int:
-        self.token = token
+    def carry(token: int) -> int:
+        carried[0] = token
         return 1
 
-    def get(self) -> int | None:
-        return self.token
-
-
-def prepare(connection: Any) -> _Carried:
-    """Give a connection of sqlite3 the functions that strict triggers call."""
-    carried = _Carried()
-    connection.create_function("fencelock_carry", 1, carried.carry)
-    connection.create_function("fencelock_token", 0, carried.get)
+    connection.create_function("fencelock_carry", 1, carry)
+    connection.create_function("fencelock_token", 0, lambda: carried[0])
     return carried
 
 
@@ -122,9 +126,37 @@ def take_back(connection: Connection) -> None:
         return
     with suppress(NotImplementedError):  # so says a connection of no pool, by which a dialect looks around
         if _OF_CONNECTION in connection.info:
-            connection.info[_OF_CONNECTION].token = None
+            connection.info[_OF_CONNECTION][0] = None
 
 
 def newest(query: Select[Any], connection: Connection) -> Select[Any]:
     """Make a query read what is committed now, not what was when the transaction's snapshot was taken."""
     return query.with_for_update(read=True) if connection.dialect.name in LOCKING_READS else query
+
+
+def begin_immediate(engine: Engine | AsyncEngine) -> None:
+    """Make every transaction of a SQLite engine begin with `BEGIN IMMEDIATE`, before its first connection.
+
+    Transactions then take turns from their first statement, waiting up to the connection's `timeout`
+    (5 seconds unless `connect_args={"timeout": …}` says otherwise), and none fails half way. Use an engine
+    of its own for work that only reads.
+
+    Args:
+        engine: an engine of SQLite, also one for coroutines.
+
+    Raises:
+        ValueError: if the engine is not one of SQLite.
+    """
+    if is_async_engine(engine):
+        engine = engine.sync_engine
+    if engine.dialect.name != "sqlite":
+        raise ValueError(f"BEGIN IMMEDIATE is SQLite's, and this engine speaks to {engine.dialect.name}")
+
+    def on_connect(connection: Any, _record: object) -> None:
+        connection.isolation_level = None  # the driver shall not begin by itself: it would begin deferred
+
+    def on_begin(connection: Connection) -> None:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+    event.listen(engine, "connect", on_connect)
+    event.listen(engine, "begin", on_begin)

@@ -12,12 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from fencelock.errors import (
-    FenceError,
-    LockLostError,
-    StaleTokenError,
-    UnfencedWriteError,
-)
+from fencelock.errors import FenceError, LockLostError, StaleTokenError, UnfencedWriteError
 
 logger = logging.getLogger("fencelock.guard")
 logger.addHandler(logging.NullHandler())  # what is refused is an error as well: nobody has to read it twice
@@ -56,13 +51,6 @@ def on_stale(callback: _C) -> _C:
 
     Callbacks are to be quick, and must not use the session or connection; one that fails is logged, and
     changes nothing.
-
-    Example:
-        ```python
-        @on_stale
-        def count(event: GuardEvent) -> None:
-            stale_writes.labels(event.table).inc()
-        ```
     """
     return _add("stale", callback)
 

@@ -61,7 +61,7 @@ def gate(
         TypeError: if it cannot be told which of the session's databases has the gate.
     """
     install()
-    connection = begin_claim(session_of(session, "gate"), FENCES, bind_arguments).connection
+    connection = begin_claim(session_of(session, "gate"), FENCES, None, bind_arguments).connection
     fences = fences_of(connection)
     fenced = fenced_table(fences)
     assert fenced is not None  # noqa: S101  it is registered where it is defined
@@ -112,16 +112,13 @@ def _passing(fences: Table, dialect: str, *, returns: bool) -> Insert:
     A higher fence stays, and shuts the gate. One statement, because two deadlock: InnoDB's shared lock of a
     missed INSERT, or its gap lock of a missed UPDATE, is held by both contenders when each wants to write.
     """
-    fence = fences.c[FENCE_COLUMN]
-    made: Any
-    if dialect in LOCKING_READS:
-        made = mysql.insert(fences)
-        new = made.inserted[FENCE_COLUMN]
-        made = made.on_duplicate_key_update({FENCE_COLUMN: case((fence > new, fence), else_=new)})
+    fence, is_mysql = fences.c[FENCE_COLUMN], dialect in LOCKING_READS
+    made: Any = (mysql if is_mysql else postgresql if dialect == "postgresql" else sqlite).insert(fences)
+    new = (made.inserted if is_mysql else made.excluded)[FENCE_COLUMN]
+    higher = {FENCE_COLUMN: case((fence > new, fence), else_=new)}
+    if is_mysql:
+        made = made.on_duplicate_key_update(higher)
     else:
-        made = (postgresql if dialect == "postgresql" else sqlite).insert(fences)
-        new = made.excluded[FENCE_COLUMN]
-        higher = {FENCE_COLUMN: case((fence > new, fence), else_=new)}
         made = made.on_conflict_do_update(index_elements=["resource"], set_=higher)
     return made.returning(fence) if returns else made  # type: ignore[no-any-return]
 
@@ -147,13 +144,8 @@ def _at_gate_here(resource: str) -> Iterator[Transaction]:
     gate = resource, current_owner()
     for reference in _at_gates.keyrefs():
         writing = reference()
-        transaction = None if writing is None else writing.transaction()
-        if (
-            writing is not None
-            and transaction is not None
-            and transaction.is_active
-            and gate in writing.gates
-        ):
+        transaction = None if writing is None or gate not in writing.gates else writing.transaction()
+        if transaction is not None and transaction.is_active:
             yield transaction
 
 

@@ -1,9 +1,8 @@
-"""Which leases a transaction writes under.
+"""Which leases a transaction writes under: those that it was first written under, noted on its connection.
 
-A transaction remembers the leases that it was first written under, on its connection: the context variable
-does not reach other threads, leaks out of generators, and is empty once the block was left. An older lease
-stays in use where the context holds a newer one: another holder may have come between, and only the older
-token lets the database see it.
+The context variable does not reach other threads, leaks out of generators, and is empty once the block was
+left. An older lease stays in use where the context holds a newer one: another holder may have come between,
+and only the older token lets the database see it.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from fencelock.errors import FenceError, UnfencedWriteError
 from fencelock.guard._sqlalchemy import isolation_on_connect, refuse_inactive
 from fencelock.guard.events import report
 from fencelock.guard.sessions import blocking, join, owner_of
-from fencelock.guard.tables import FencedTable
-from fencelock.guard.write_ids import new_write_id
+from fencelock.guard.tables import FencedTable, new_write_id
 from fencelock.lease import Lease, held_leases, was_left
 
 if TYPE_CHECKING:
@@ -36,10 +34,7 @@ _WRITING: Final = "_fencelock_writing"
 """Where a connection has what its transaction writes under, or an earlier one did."""
 
 
-def bind(
-    target: AnySession,
-    *leases: Lease,
-) -> None:
+def bind(target: AnySession, *leases: Lease) -> None:
     """Hand leases to a session or connection: its writes are guarded by these, whatever the context holds.
 
     For code that the held leases do not reach by themselves: other threads, executors, generators; and for
@@ -50,14 +45,6 @@ def bind(
 
     It does not keep the lock: whoever took the lease still releases it, which waits for transactions that
     have been written under it by then, and for no others.
-
-    Example:
-        ```python
-        def work(lease: Lease) -> None:  # in a thread of its own
-            with Session(engine) as session:
-                bind(session, lease)
-                ...
-        ```
 
     Raises:
         TypeError: if what is bound is no lease, or is bound to something else than a session or connection.
@@ -73,36 +60,15 @@ def bind(
 
 
 class Writing:
-    """What one database transaction writes under.
-
-    Attributes:
-        born: the resources of rows that it has inserted before anybody could lock them.
-        gates: which it has passed, each as (resource, owner).
-        has_transaction: whether the driver was seen to hold a transaction open.
-        shard: the shard of the objects that are written in it.
-        transaction: returns SQLAlchemy's object, which may be gone.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "_bound",
-        "_mark",
-        "_needs",
-        "born",
-        "gates",
-        "has_transaction",
-        "remembered",
-        "shard",
-        "transaction",
-    )
+    """What one database transaction writes under; SQLAlchemy's object may be gone."""
 
     def __init__(self, transaction: Transaction) -> None:
         self.transaction = ref(transaction)
-        self.has_transaction = False
-        self.shard: object = None
-        self.remembered: dict[str, Lease] = {}
-        self.gates: set[tuple[str, object]] = set()
-        self.born: set[str] = set()
+        self.has_transaction = False  # whether the driver was seen to hold one open
+        self.shard: object = None  # of the objects that are written in it
+        self.remembered: dict[str, Lease] = {}  # by resource
+        self.gates: set[tuple[str, object]] = set()  # that it has passed, by resource and owner
+        self.born: set[str] = set()  # resources of rows that it has inserted before they could be locked
         self._bound: tuple[Lease, ...] | None = None
         self._needs: set[Lease] = set()
         # Stands for it in the leases: if they referred to it, it would never be thrown away.
@@ -130,8 +96,7 @@ class Writing:
         bound = ", ".join(repr(lease.resource) for lease in self._bound)
         return (
             f"{', '.join(map(repr, held))} {'is' if len(held) == 1 else 'are'} held here, but this session "
-            f"or connection is bound to a lease of {bound}, and only that counts: bind(session, lock.lease) "
-            f"binds the present one, and bind(session) undoes it"
+            f"or connection is bound to a lease of {bound}, and only that counts: bind(session) undoes it"
         )
 
     def need(self, lease: Lease) -> None:
@@ -292,20 +257,15 @@ class Tokens:
         """Refuse a write under no lease at all; the resource that it needed is named where it is known."""
         if self._candidates:
             return
-        hint = self.writing.bound_instead or NOT_INHERITED
-        if resource is not None and was_left(resource):
-            hint = (
-                "Where the block that held it was left before this write was sent, call flush() or commit() "
-                "inside the block"
-            )
         template = self.fenced.template
         if resource is None and not template.columns:
             resource = template.render(())
-        lock = (
-            f"fenced_lock({resource!r})"
-            if resource
-            else f"fenced_lock(…) of its resource, {template.text!r} with the row's values,"
-        )
+        hint = self.writing.bound_instead or NOT_INHERITED
+        lock = f"fenced_lock(…) of its resource, {template.text!r} with the row's values,"
+        if resource is not None:
+            lock = f"fenced_lock({resource!r})"
+            if was_left(resource):
+                hint = "Where its block was left before this write was sent, flush or commit inside the block"
         raise UnfencedWriteError(
             f"no lease is held for this write to {self.fenced.name!r}; acquire {lock} around it. {hint}"
         )

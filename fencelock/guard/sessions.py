@@ -38,7 +38,7 @@ _SESSIONS: Final = "_fencelock_sessions"
 _CONNECTIONS: Final = "fencelock.connections"
 """Where a session has the connections that it has begun on."""
 
-_MOVED: Final = "fencelock.moved"
+MOVED: Final = "fencelock.moved"
 """Where a session has by how much its last statement moves write ids."""
 
 
@@ -53,38 +53,25 @@ def blocking(target: object) -> Session | Connection:
     return target
 
 
-def session_of(target: Session | scoped_session[Any], function: str) -> Session:
+def session_of(target: Any, function: str, *, or_connection: bool = False) -> Session:
     """Return the session behind the facade for scoped ones; tell users of an `AsyncSession` what to write."""
-    found = session_or_connection(target, function, "a Session")
-    assert isinstance(found, Session)  # noqa: S101  nothing else is "a Session"
-    return found
+    found: Any = target.registry() if hasattr(target, "registry") else target
+    if isinstance(found, Session) or (or_connection and isinstance(found, Connection)):
+        return found  # type: ignore[return-value]
+    hint = ""
+    if type(target).__module__.startswith("sqlalchemy.ext.asyncio"):
+        way = "connection" if or_connection and hasattr(target, "sync_connection") else "session"
+        call = f"{way}{'()' if hasattr(target, 'registry') else ''}.run_sync({function}, …)"
+        twin = f"{function}_async(…)" if function in {"claim", "claim_all", "gate"} else call
+        hint = f"; in coroutines write `await {twin}`"
+    wanted = "a Session or a Connection" if or_connection else "a Session"
+    raise TypeError(f"{function} takes {wanted}, not {type(target).__name__}{hint}")
 
 
 def of_task(session: AsyncSession | async_scoped_session[Any]) -> AsyncSession:
     """Return the session behind the facade for scoped ones."""
     found: AsyncSession = session.registry() if hasattr(session, "registry") else session
     return found
-
-
-def session_or_connection(
-    target: Session | Connection | scoped_session[Any],
-    function: str,
-    wanted: str = "a Session or a Connection",
-) -> Session | Connection:
-    """Return what `session_of` does, and a connection as it is."""
-    found = target.registry() if hasattr(target, "registry") else target
-    if isinstance(found, Session) or (isinstance(found, Connection) and "Connection" in wanted):
-        return found
-    hint = ""
-    if type(target).__module__.startswith("sqlalchemy.ext.asyncio"):
-        twin = f"{function}_async" if function in {"claim", "claim_all", "gate"} else ""
-        way = "session()" if hasattr(target, "registry") else "session"
-        if hasattr(target, "sync_connection") and "Connection" in wanted:
-            way = "connection"
-        hint = (
-            f"; in coroutines write `await {twin or f'{way}.run_sync'}({'' if twin else f'{function}, '}…)`"
-        )
-    raise TypeError(f"{function} takes {wanted}, not {type(target).__name__}{hint}")
 
 
 def on_begin(session: Session, _transaction: object, connection: Connection) -> None:
@@ -94,10 +81,7 @@ def on_begin(session: Session, _transaction: object, connection: Connection) -> 
 
 
 def join(connection: Connection, session: Session) -> None:
-    """Note that the next statements on a connection are those of a session.
-
-    On the connection itself, where it costs next to nothing: every transaction of every session does it.
-    """
+    """Note, at next to no cost, that the next statements on a connection are those of a session."""
     known: tuple[ReferenceType[Session], ...] = getattr(connection, _SESSIONS, ())
     if not known or known[-1]() is not session:
         others = (each for each in known if each() not in (None, session))
@@ -107,14 +91,13 @@ def join(connection: Connection, session: Session) -> None:
 def owner_of(connection: Connection) -> Session | None:
     """Return the session whose statements a connection executes: that which flushes, or has begun last."""
     known: tuple[ReferenceType[Session], ...] = getattr(connection, _SESSIONS, ())
-    users = [each for reference in known if (each := reference()) is not None and uses(each, connection)]
+    users = [each for reference in known if (each := reference()) is not None and _uses(each, connection)]
     if len(users) > 1:
         users = [each for each in users if executes_flush(each)] or users
     return users[-1] if users else None
 
 
-def uses(session: Session, connection: Connection) -> bool:
-    """Tell whether a connection is one of a session's transaction."""
+def _uses(session: Session, connection: Connection) -> bool:
     return session.in_transaction() and connection in session.info.get(_CONNECTIONS, ())
 
 
@@ -131,13 +114,7 @@ def note_moved(connection: Connection, by: int) -> None:
     """Note by how much a statement moves write ids, for the objects that SQLAlchemy applies it to."""
     session = owner_of(connection)
     if session is not None:
-        session.info[_MOVED] = by
-
-
-def moved_by(session: Session | None) -> int:
-    """Return by how much the statement that is being applied to a session's objects moves their ids."""
-    found: int = 0 if session is None else session.info.get(_MOVED, 0)
-    return found
+        session.info[MOVED] = by
 
 
 BYPASS: Final = "bypass"
@@ -155,12 +132,6 @@ def bypass(target: AnySession) -> Iterator[None]:
     new write ids all the same. Other threads and tasks are guarded as ever, also on the same connection.
     Blocks may be inside each other; for asyncio it is a plain `with`. What is pending in a session when the
     block ends is guarded when it is flushed: flush in the block.
-
-    Example:
-        ```python
-        with fencelock.bypass(session):
-            session.execute(text("UPDATE orders SET status = 'new'"))
-        ```
 
     Raises:
         TypeError: for anything else than a session or connection.

@@ -10,10 +10,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from secrets import randbelow
 from string import Formatter
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypeAlias
 from uuid import UUID
-from weakref import ReferenceType, WeakSet, ref
+from weakref import ReferenceType, WeakSet
 
 from sqlalchemy import BigInteger, Column, DateTime, Enum, Float, Integer, Numeric, String, Table, Uuid, text
 from sqlalchemy.sql import FromClause
@@ -31,6 +32,20 @@ WRITE_COLUMN: Final = "last_write_id"
 FENCE_TABLE: Final = "fencelock_fences"
 TRANSLATED: Final = "schema_translate_map"
 """The execution option that says which schema tables are in."""
+LIMIT: Final = 2**53
+"""Write ids are below it, so that JSON and web forms bring them back as they were."""
+MIXED: Final = -1
+"""The write id of an object that is of two versions: no row has it."""
+
+
+def new_write_id() -> int:
+    """Return an id that no write has had; not from `random`, which may be seeded alike in two processes."""
+    return 1 + randbelow(LIMIT - 1)  # never 0, which rows have that were made without the guard
+
+
+def moved(write_id: int, by: int) -> int:
+    """Return the id that a statement which moves ids gives to a row with this one."""
+    return (write_id + by) % LIMIT if write_id >= 0 else MIXED
 
 
 class _Mark:
@@ -78,35 +93,6 @@ class ResourceTemplate:
     def in_key(self) -> bool:
         """Whether the primary key alone tells the resource."""
         return all(column.primary_key for column in self.columns.values())
-
-    @classmethod
-    def parse(cls, template: str, attributes: Mapping[str, Column[Any]], owner: str) -> ResourceTemplate:
-        """Return the template of the model `owner`, whose attributes lead to these columns."""
-        said = f"{owner}.__fence_resource__"
-        if not isinstance(template, str):
-            raise TypeError(f"{said} is a str such as 'order:{{id}}', not {type(template).__name__}")
-        said += f" = {template!r}"
-        try:
-            names = sorted({name for _, name, _, _ in Formatter().parse(template) if name is not None})
-        except ValueError as error:
-            raise ValueError(f"{said} is no format string: {error}") from error
-        if unknown := [name for name in names if name not in attributes]:
-            raise ValueError(
-                f"{said} names {', '.join(map(repr, unknown))}, but the columns of its fenced table are "
-                f"{', '.join(sorted(attributes))}"
-            )
-        if not names and OBJECT_IN_NAME.search(check_resource(template)):
-            raise ValueError(
-                f"{said} was filled when the class was made: write it without the f before its quotes, such "
-                f"as 'order:{{id}}'"
-            )
-        if loose := [each for each in names if _has_many_spellings(attributes[each].type)]:
-            raise ValueError(
-                f"{said} names {loose[0]!r}, whose equal values are written in several ways (1.0 and 1.00; "
-                f"'a' and 'A' of an enumeration), so that one row would have two names; use integers, text, "
-                f"UUIDs or dates"
-            )
-        return cls(template, {name: attributes[name] for name in names})
 
 
 def _has_many_spellings(kind: TypeEngine[Any]) -> bool:
@@ -158,27 +144,19 @@ class FencedTable:
     table: Table
     template: ResourceTemplate
     of_models: list[ReferenceType[Mapper[Any]]] = field(default_factory=list)
+    name: str = field(init=False)
     fence: Column[int] = field(init=False)
     write: Column[int] | None = field(init=False)
     statements: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        self.name = self.table.name
         self.fence = self.table.c[FENCE_COLUMN]
         self.write = self.table.c.get(WRITE_COLUMN)
 
     def mappers(self) -> list[Mapper[Any]]:
         """Return the base mappers of the models that it belongs to: mostly one."""
         return [mapper for reference in self.of_models if (mapper := reference()) is not None]
-
-    def note_mapper(self, mapper: Mapper[Any]) -> None:
-        """Note a model that it belongs to, by its base mapper."""
-        if mapper not in self.mappers():
-            self.of_models.append(ref(mapper))
-
-    @property
-    def name(self) -> str:
-        """The table's name as error messages and users know it."""
-        return self.table.name
 
     @property
     def strict(self) -> bool:
@@ -208,10 +186,7 @@ def _note_name(table: Table) -> None:
 
 
 def note_column(column: Column[Any], parent: object) -> None:
-    """Make a table known by its name as soon as it has its fence: a listener for all columns.
-
-    Its first write may be text, which has but the name. Not all of its columns are there yet for the rest.
-    """
+    """Make a table known by its name as soon as it has its fence: its first write may be text."""
     if column.name == FENCE_COLUMN and "fencelock" in column.info and isinstance(parent, Table):
         _note_name(parent)
 
@@ -244,10 +219,8 @@ def trigger_of(table: Table) -> FenceTrigger:
 
 def check_trigger(wanted: object) -> FenceTrigger:
     """Return what was asked for; ValueError says that there is no such trigger."""
-    if wanted is True or wanted is False:
+    if wanted is True or wanted is False or wanted == "strict":
         return wanted
-    if wanted == "strict":
-        return "strict"
     raise ValueError(f"a fence's trigger is False, True or 'strict', not {wanted!r}")
 
 
@@ -270,13 +243,13 @@ def fenced_table(target: object) -> FencedTable | None:
     check_write_column(table, table.name)
     original: FencedTable | None = table.info.get(_FENCED)
     if original is None:  # a Core table, met for the first time
-        return register(FencedTable(table, template_of(table, table.name, dict(table.c.items()))))
+        return register(FencedTable(table, template_of(table, table.name)))
     columns = {name: table.c[column.key] for name, column in original.template.columns.items()}
     template = ResourceTemplate(original.template.text, columns)
     return register(FencedTable(table, template, list(original.of_models)))
 
 
-def sub_table_of(target: object) -> FencedTable | None:
+def base_of(target: object) -> FencedTable | None:
     """Return the fenced table whose rows this table completes, if it is such a one."""
     found: FencedTable | None = getattr(underlying(target), "info", {}).get(_SUB_TABLE_OF)
     return found
@@ -300,14 +273,39 @@ def check_write_column(table: Table, owner: str) -> None:
 
 
 def template_of(
-    table: Table, owner: str, attributes: Mapping[str, Column[Any]], said: str | None = None
+    table: Table, owner: str, attributes: Mapping[str, Column[Any]] | None = None, said: str | None = None
 ) -> ResourceTemplate:
     """Return how the resources of a table's rows are named: as its model says, or else its column."""
-    text = said if said is not None else table.c[FENCE_COLUMN].info.get(RESOURCE_MARK)
-    if text is None:
+    attributes = dict(table.c.items()) if attributes is None else attributes
+    template: Any = said if said is not None else table.c[FENCE_COLUMN].info.get(RESOURCE_MARK)
+    if template is None:
         raise FenceError(
             f"{owner} is fenced and does not say which lease guards a row: write "
             f'__fence_resource__ = "order:{{id}}" in the model, with columns of its table in braces, or '
             f'fence_column(resource="order:{{id}}") in Core; a word without braces stands for the whole table'
         )
-    return ResourceTemplate.parse(text, attributes, owner)
+    where = f"{owner}.__fence_resource__"
+    if not isinstance(template, str):
+        raise TypeError(f"{where} is a str such as 'order:{{id}}', not {type(template).__name__}")
+    where += f" = {template!r}"
+    try:
+        names = sorted({name for _, name, _, _ in Formatter().parse(template) if name is not None})
+    except ValueError as error:
+        raise ValueError(f"{where} is no format string: {error}") from error
+    if unknown := [name for name in names if name not in attributes]:
+        raise ValueError(
+            f"{where} names {', '.join(map(repr, unknown))}, but the columns of its fenced table are "
+            f"{', '.join(sorted(attributes))}"
+        )
+    if not names and OBJECT_IN_NAME.search(check_resource(template)):
+        raise ValueError(
+            f"{where} was filled when the class was made: write it without the f before its quotes, such "
+            f"as 'order:{{id}}'"
+        )
+    if loose := [each for each in names if _has_many_spellings(attributes[each].type)]:
+        raise ValueError(
+            f"{where} names {loose[0]!r}, whose equal values are written in several ways (1.0 and 1.00; "
+            f"'a' and 'A' of an enumeration), so that one row would have two names; use integers, text, "
+            f"UUIDs or dates"
+        )
+    return ResourceTemplate(template, {name: attributes[name] for name in names})
