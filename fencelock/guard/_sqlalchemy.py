@@ -19,7 +19,7 @@ from sqlalchemy.orm import InstanceState, Mapper, loading
 
 executes_flush = attrgetter("_warn_on_events")
 """Whether a session executes the statements of a flush; a bulk operation is none."""
-refuse_inactive = methodcaller("_invalid_transaction")
+refuse_inactive: Callable[[Connection], Any] = methodcaller("_invalid_transaction")
 """Raises what executing on a connection raises whose transaction is not active."""
 options_to_execute = attrgetter("_execution_options")
 """The execution options of a statement or connection, without a copy."""

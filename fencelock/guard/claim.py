@@ -101,7 +101,6 @@ def claim(
         found: T | None = _claim_at_once(target, mapper, fenced, (*key, *naming), token)
         if found is None:
             _raise_fences(connection, fenced, [(*key, *naming)], token)
-        if found is None:
             found = next(iter(_load(target, select(model), fenced, [key])), None)
         if found is not None and getattr(found, FENCE_COLUMN) == token:
             template, loaded = fenced.template, mapper.primary_key_from_instance(found)
@@ -258,20 +257,11 @@ def _claim_at_once(target: Target, mapper: Mapper[Any], fenced: FencedTable, row
         return None
     if mapper not in fenced.statements:
         fenced.statements[mapper] = _claiming(mapper, fenced)
-    if fenced.statements[mapper] is None:
+    statement = fenced.statements[mapper]
+    if statement is None:
         return None
-    options = {
-        "populate_existing": True,
-        "synchronize_session": False,
-        "fencelock": BYPASS,
-        CLAIM_OPTION: True,
-    }
-    return target.session.scalar(
-        fenced.statements[mapper],
-        {**_parameters(row), TOKEN_BIND: token},
-        execution_options=options,
-        bind_arguments=target.bind_arguments,
-    )
+    parameters = {**_parameters(row), TOKEN_BIND: token}
+    return target.session.scalar(statement, parameters, bind_arguments=target.bind_arguments)
 
 
 def _claiming(mapper: Mapper[Any], fenced: FencedTable) -> Update | None:
@@ -293,7 +283,9 @@ def _claiming(mapper: Mapper[Any], fenced: FencedTable) -> Update | None:
     if fenced.strict:
         criteria.append(CarriedToken())
     values = {**unchanged_by_raising(fenced.table), fenced.fence: token}
-    return update(mapper.class_).where(*criteria).values(values).returning(mapper.class_)
+    options = {"fencelock": BYPASS, CLAIM_OPTION: True, "synchronize_session": False}
+    claiming = update(mapper.class_).where(*criteria).values(values).returning(mapper.class_)
+    return claiming.execution_options(populate_existing=True, **options)
 
 
 def _criteria(fenced: FencedTable, *, named: bool = False) -> list[Any]:

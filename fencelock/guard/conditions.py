@@ -55,13 +55,8 @@ def key_of(column: Any) -> str:
 
 
 def values_of(binds: Iterable[sa.BindParameter[Any]], row: Row) -> tuple[Any, ...]:
-    """Return the values of parameters in one execution."""
-    return tuple(
-        [
-            row[bind.key] if bind.key in row else bind.effective_value  # noqa: SIM401  it may be a callable
-            for bind in binds
-        ]
-    )
+    """Return the values of parameters in one execution; the value of its own may be a callable."""
+    return tuple([row[bind.key] if bind.key in row else bind.effective_value for bind in binds])  # noqa: SIM401
 
 
 def criteria_of(clauses: Iterable[Any]) -> Iterator[Any]:

@@ -103,11 +103,8 @@ def _uses(session: Session, connection: Connection) -> bool:
 
 def connections_of(session: Session) -> list[Connection]:
     """Return the connections of a session's transaction."""
-    return [
-        each
-        for each in session.info.get(_CONNECTIONS, ())
-        if session.in_transaction() and each.in_transaction()
-    ]
+    begun = session.info.get(_CONNECTIONS, ()) if session.in_transaction() else ()
+    return [each for each in begun if each.in_transaction()]
 
 
 def note_moved(connection: Connection, by: int) -> None:

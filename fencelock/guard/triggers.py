@@ -198,11 +198,11 @@ def drop_renamed(connection: Connection, table: str, *, schema: str | None = Non
     family = _family(connection.dialect.name)
     own = {_name(table, form) for form in sql.TRIGGERS}
     endings = tuple(f"_{form}" for form in sql.TRIGGERS)
-    names = sorted(_found(connection, table, schema) - own)
-    ours = [name for name in names if name.startswith("fencelock_") and name.endswith(endings)]
     preparer = connection.dialect.identifier_preparer
     dropped = []
-    for name in ours:
+    for name in sorted(_found(connection, table, schema) - own):
+        if not (name.startswith("fencelock_") and name.endswith(endings)):
+            continue
         named = Table(name, MetaData(), schema=schema)
         quoted = preparer.format_table(named, use_schema=family != "postgresql")
         verbatim = quoted.replace("{", "{{").replace("}", "}}")
