@@ -1,12 +1,12 @@
 """The storage guard: makes the database refuse every write whose token is below the row's fence.
 
-The check and the write are one statement, `UPDATE … SET …, last_fencing_token = :token, last_write_id = :new
-WHERE … AND last_fencing_token <= :token`. Everything here is there so that no write can forget it. Where the
-unit of work writes an object, `AND last_write_id = :loaded` comes on top: the row must still be the one that
-the object was loaded from. Nothing here knows who grants the leases.
+`UPDATE … SET …, last_fencing_token = :token, last_write_id = :new WHERE … AND last_fencing_token <= :token`,
+for objects `AND last_write_id = :loaded` as well: check and write are one statement. Everything here is there
+so that no write can forget it. Nothing here knows who grants the leases.
 """
 
 from fencelock.guard.claim import claim, claim_all, claim_all_async, claim_async
+from fencelock.guard.dialects import begin_immediate
 from fencelock.guard.events import GuardEvent, forget, on_claim, on_stale, on_unfenced
 from fencelock.guard.fences import fence_table
 from fencelock.guard.gate import gate, gate_async
@@ -20,7 +20,6 @@ from fencelock.guard.sql import (
     fenced_delete,
     fenced_update,
 )
-from fencelock.guard.sqlite import begin_immediate
 from fencelock.guard.tables import FENCE_TABLE
 from fencelock.guard.upsert import upsert
 

@@ -1,16 +1,14 @@
 """Which of a session's databases a claim, a gate or an upsert goes to: the one that a write would go to.
 
-A session may send reads to a follower and writes to a leader, or each row to a shard of its own, in a
-`get_bind` of the application's. A claim is a write, and what it reads afterwards has to come from where it
-has claimed. So `get_bind` is given an UPDATE of the table for the reads too: it may know no other argument.
+A `get_bind` of the application's may send reads to a follower, or each row to a shard of its own. A claim
+reads where it has claimed, so `get_bind` is given an UPDATE for the reads too: it may know no other argument.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import Table, update
 from sqlalchemy.engine import Connection
@@ -20,89 +18,58 @@ from sqlalchemy.orm import Mapper, Session
 
 from fencelock.guard.leases import Tokens, begin_writing
 from fencelock.guard.sessions import join, refuse_bypass
-from fencelock.guard.tables import FencedTable, fenced_table
+from fencelock.guard.tables import FencedTable
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Where a session writes.
-
-    Attributes:
-        session: the session.
-        connection: in its transaction.
-        bind_arguments: of the queries that the session sends there, in `reading`.
-    """
+class Target(NamedTuple):
+    """Where a session writes; `bind_arguments` are those of the queries that it sends there."""
 
     session: Session
     connection: Connection
     bind_arguments: dict[str, Any]
 
-    @property
-    def shard(self) -> object:
-        """Which one, of a `ShardedSession`; else None."""
-        return self.bind_arguments.get("shard_id")
-
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Have the session read from where it writes, what it loads eagerly as well."""
         session, chosen_by = self.session, self.session.get_bind
-        if self.shard is not None or chosen_by == Session.get_bind.__get__(session):
+        if isinstance(session, ShardedSession) or chosen_by == Session.get_bind.__get__(session):
             yield
             return
 
         def as_a_write(mapper: Any = None, **arguments: Any) -> Any:
             if mapper is not None:
-                arguments["clause"] = update(_written_table(mapper.mapper))
+                arguments["clause"] = update(mapper.mapper.tables[0])
             return chosen_by(mapper=mapper, **arguments)
 
-        before = {name: own for name, own in vars(session).items() if name == "get_bind"}
+        own = {"get_bind": chosen_by} if "get_bind" in vars(session) else {}
         vars(session)["get_bind"] = as_a_write
         try:
             yield
         finally:
             del vars(session)["get_bind"]
-            vars(session).update(before)
+            vars(session).update(own)
 
 
 def target_of(
     session: Session,
-    written: Mapper[Any] | Table,
-    bind_arguments: Mapping[str, Any] | None = None,
-    identities: Iterable[tuple[Any, ...]] = (),
+    table: Table,
+    mapper: Mapper[Any] | None,
+    bind_arguments: Mapping[str, Any] | None,
+    identities: Iterable[tuple[Any, ...]],
 ) -> Target:
-    """Return where a session writes rows of a model or a table.
-
-    Args:
-        session: the session.
-        written: the model's mapper, or the table.
-        bind_arguments: what the program adds to what `get_bind` is told.
-        identities: primary keys of the rows, which tell a `ShardedSession` the shard.
-
-    Raises:
-        TypeError: if that cannot be told.
-    """
-    own = dict(bind_arguments or {})
-    if isinstance(written, Mapper):
-        arguments = {"mapper": written, "clause": update(_written_table(written)), **own}
-    else:
-        arguments = {"clause": update(written), **own}
-    if isinstance(session, ShardedSession) and "shard_id" not in own:
-        own["shard_id"] = _shard_of(session, arguments.get("mapper"), identities)
+    """Return where a session writes rows of a table; their keys tell a `ShardedSession` the shard."""
+    arguments: dict[str, Any] = {"mapper": mapper, "clause": update(table), **(bind_arguments or {})}
+    if isinstance(session, ShardedSession) and "shard_id" not in arguments:
+        arguments["shard_id"] = _shard_of(session, arguments["mapper"], identities)
     try:
-        connection = session.connection(bind_arguments={**arguments, **own})
+        connection = session.connection(bind_arguments={**arguments})
     except UnboundExecutionError as error:
         raise TypeError(
             "this session has no one database, for instance because of binds=: say which, with "
             "bind_arguments={'mapper': <a model of the same database>}"
         ) from error
     join(connection, session)
-    return Target(session, connection, own)
-
-
-def _written_table(mapper: Mapper[Any]) -> Table:
-    """Return the table of a model that has the fence; or the first, of a model without one."""
-    tables = [table for table in mapper.tables if isinstance(table, Table)]
-    return next(filter(fenced_table, tables), tables[0])
+    return Target(session, connection, arguments)
 
 
 def _shard_of(session: ShardedSession, mapper: Any, identities: Iterable[tuple[Any, ...]]) -> object:
@@ -123,21 +90,21 @@ def _shard_of(session: ShardedSession, mapper: Any, identities: Iterable[tuple[A
 
 def begin_claim(
     session: Session,
-    written: Mapper[Any] | Table,
+    table: Table,
+    mapper: Mapper[Any] | None,
     bind_arguments: Mapping[str, Any] | None,
     identities: Sequence[tuple[Any, ...]] = (),
 ) -> Target:
     """Flush, and return where the session writes; refuse what a claim would overwrite, or could not guard."""
     if session.autoflush:
         session.flush()
-    if isinstance(written, Mapper):
-        model = written.base_mapper.class_
-        if any(isinstance(changed, model) for changed in session.dirty):
-            raise InvalidRequestError(
-                f"the session has changes of {model.__name__} that a claim could overwrite; claim it before "
-                f"changing it, or flush first"
-            )
-    target = target_of(session, written, bind_arguments, identities)
+    model: Any = None if mapper is None else mapper.base_mapper.class_
+    if model is not None and any(isinstance(changed, model) for changed in session.dirty):
+        raise InvalidRequestError(
+            f"the session has changes of {model.__name__} that a claim could overwrite; claim it before "
+            f"changing it, or flush first"
+        )
+    target = target_of(session, table, mapper, bind_arguments, identities)
     refuse_bypass(target.connection.get_execution_options(), target.connection)
     return target
 

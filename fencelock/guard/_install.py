@@ -1,10 +1,8 @@
 """Puts the guard in place, once. A process that has never defined a fenced table is left alone.
 
-A table does not know the engines that it will be used with, so SQLAlchemy's classes are told. UPDATE, DELETE,
-INSERT and text are taken where they execute themselves. A listener for the events of `Engine` would do the
-same by public names, and makes every statement of every engine 4 to 30 % slower, whether it is called or not.
-What comes by another way is seen, and refused, in the last look at each statement in `do_execute` and its
-sisters. These, and `handle_error`, are events of the dialect, which cost nothing to speak of.
+UPDATE, DELETE, INSERT and text are taken where they execute themselves, by private names: the events of
+`Engine` make every statement of every engine 4 to 30 % slower, whether it is called or not. Those of the
+dialect cost nothing to speak of, and have the last look at what comes by another way.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from sqlalchemy import Column, TextClause, UpdateBase, event
 from sqlalchemy.engine import Engine
 from sqlalchemy.orm import Session
 
-from fencelock.guard import _missing, leases, objects, sessions, statements, text, triggers
+from fencelock.guard import leases, objects, sessions, statements, text, triggers
 from fencelock.guard._sqlalchemy import execute_by, hear_ends, load_with
 from fencelock.guard.tables import WRITE_COLUMN, note_column
 
@@ -39,10 +37,8 @@ def install() -> None:
 
 def listen() -> None:
     """Listen to the events that the guard needs."""
-    event.listen(Engine, "do_execute", text.do_execute, insert=True)
-    event.listen(Engine, "do_executemany", text.do_execute, insert=True)
-    event.listen(Engine, "do_execute_no_params", text.do_execute_no_params, insert=True)
-    event.listen(Engine, "handle_error", _missing.explain)
+    for name in ("do_execute", "do_executemany", "do_execute_no_params"):
+        event.listen(Engine, name, text.do_execute, insert=True)
     event.listen(Engine, "handle_error", triggers.explain)
     event.listen(Column, "after_parent_attach", note_column)
     event.listen(Session, "after_begin", sessions.on_begin)

@@ -1,4 +1,4 @@
-"""Private names of SQLAlchemy that have no public twin, each in a function that says what it is for.
+"""Private names of SQLAlchemy that have no public twin, each behind a name that says what it is for.
 
 The version of SQLAlchemy is capped because of them. `tests/guard/test_private_names.py` shows that each does
 what is relied on.
@@ -8,25 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
+from operator import attrgetter, methodcaller
 from typing import Any
 
 from sqlalchemy import Delete, Insert, Select, TextClause, Update
 from sqlalchemy.engine import Connection, CursorResult, Transaction
-from sqlalchemy.orm import InstanceState, Mapper, Session, loading
+from sqlalchemy.orm import InstanceState, Mapper, loading
 
 # ruff: noqa: SLF001
 
-# Sessions and transactions.
-
-
-def executes_flush(session: Session) -> bool:
-    """Tell whether a session executes the statements of a flush; a bulk operation is none."""
-    return session._warn_on_events
-
-
-def refuse_inactive(connection: Connection) -> None:
-    """Raise what executing on a connection raises whose transaction is not active."""
-    connection._invalid_transaction()
+executes_flush = attrgetter("_warn_on_events")
+"""Whether a session executes the statements of a flush; a bulk operation is none."""
+refuse_inactive: Callable[[Connection], Any] = methodcaller("_invalid_transaction")
+"""Raises what executing on a connection raises whose transaction is not active."""
+options_to_execute = attrgetter("_execution_options")
+"""The execution options of a statement or connection, without a copy."""
+prefixes_of = attrgetter("_prefixes")
+"""What prefix_with() has added to a statement."""
+options_of = attrgetter("_with_options")
+"""What options() has added to a statement."""
+parameters_of = attrgetter("_bindparams")
+"""The parameters of a text by name."""
+doubles_percents = attrgetter("_double_percents")
+"""Whether an identifier preparer writes a percent sign twice for this driver."""
+cache_of = attrgetter("_compiled_cache")
+"""The cache of a mapper's own statements: none but the unit of work's are executed with it."""
 
 
 def isolation_on_connect(dialect: Any) -> str | None:
@@ -58,9 +64,6 @@ def hear_ends(heard: Callable[..., object]) -> None:
         setattr(Transaction, name, telling(getattr(Transaction, name), commits=name == "commit"))
 
 
-# The execution of statements.
-
-
 def execute_by(kind: Any, around: Callable[[Any], Any]) -> None:
     """Have statements of a kind execute themselves by what this returns for the way they do it now."""
     kind._execute_on_connection = around(kind._execute_on_connection)
@@ -71,14 +74,6 @@ def execute_unguarded(
 ) -> CursorResult[Any]:
     """Execute a statement as it would do itself, with these execution options."""
     return connection._execute_clauseelement(statement, rows, options)
-
-
-def options_to_execute(target: Any) -> Any:
-    """Return the execution options of a statement or connection, without a copy."""
-    return target._execution_options
-
-
-# The parts of statements.
 
 
 def where_of(statement: Any) -> tuple[Any, ...]:
@@ -106,16 +101,6 @@ def keeps_order(statement: Any) -> bool:
     return bool(old or getattr(statement, "_maintain_values_ordering", None))
 
 
-def prefixes_of(statement: Update | Delete) -> tuple[Any, ...]:
-    """Return what prefix_with() has added."""
-    return statement._prefixes
-
-
-def options_of(statement: Update | Delete) -> tuple[Any, ...]:
-    """Return what options() has added."""
-    return statement._with_options
-
-
 def inserts_plainly(statement: Insert) -> bool:
     """Tell whether an INSERT touches no row that exists, and its rows are parameters."""
     return not (statement._post_values_clause is not None or statement._prefixes or statement._multi_values)
@@ -126,29 +111,11 @@ def locks_rows(query: Select[Any]) -> bool:
     return query._for_update_arg is not None
 
 
-def parameters_of(statement: TextClause) -> Mapping[str, Any]:
-    """Return the parameters of a text by name."""
-    return statement._bindparams
-
-
 def with_text(statement: TextClause, text: str) -> TextClause:
     """Return a text with the same parameters and other words."""
     made = statement._generate()
     made.text = text
     return made
-
-
-def doubles_percents(preparer: Any) -> bool:
-    """Tell whether a percent sign is written twice for this driver."""
-    return bool(preparer._double_percents)
-
-
-# Mappers.
-
-
-def cache_of(mapper: Mapper[Any]) -> object:
-    """Return the compiled cache of the unit of work's own statements: none but those are executed with it."""
-    return mapper._compiled_cache
 
 
 def equal_to_parents(mapper: Mapper[Any]) -> Iterable[tuple[Any, Any]]:

@@ -1,14 +1,8 @@
 """Claim before reading: raise the fence, take the lock, then read.
 
-An object that is written needs no claim, for its write id is compared. What a program decides on and does not
-write is not compared, and an act outside of the database cannot be undone. There the new holder reads, the
-paused old holder wakes up and writes (nothing newer has been seen yet, so it is accepted), and the new holder
-acts on what it has read. A claim closes this: one UPDATE raises the row's fence to the holder's token and
-takes the row lock. From then on the old holder is turned away, and what is read afterwards stays true until
-the transaction ends.
-
-Where that is sound, the UPDATE returns the row as well. Else a SELECT reads it afterwards. Nothing is
-remembered as claimed, because a rollback to a savepoint gives the row lock back.
+What a program decides on and does not write is not compared, and an act outside of the database cannot be
+undone. A claim turns the old holder away, and what is read afterwards stays true until the transaction ends.
+Nothing is remembered as claimed, because a rollback to a savepoint gives the row lock back.
 """
 
 from __future__ import annotations
@@ -18,7 +12,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, overload
 
-from sqlalchemy import BigInteger, Select, Table, Update, bindparam, inspect, select, update
+from sqlalchemy import BigInteger, Select, Update, bindparam, inspect, select, update
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import NoInspectionAvailable, NoResultFound
 from sqlalchemy.orm import Mapper, Session, scoped_session
@@ -43,7 +37,7 @@ _Bind: TypeAlias = Mapping[str, Any] | None
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
 
-    _AsyncSession: TypeAlias = AsyncSession | async_scoped_session[Any]
+    _Async: TypeAlias = AsyncSession | async_scoped_session[Any]
 
 _LOADED_LATER: Final = frozenset({"select", True, "raise", "raise_on_sql", "write_only", "dynamic"})
 """Values of `relationship(lazy=)` that add nothing to the statement that loads an object."""
@@ -81,12 +75,11 @@ def claim(
         session: where the object is to live.
         model: a fenced model.
         identity: the primary key as `Session.get` takes it: a value, a tuple or a dict.
-        nowait: raise the database's error at once if the row is locked (no effect on SQLite, which has no
-            row locks).
-        skip_locked: return None at once if the row is locked (no effect on SQLite).
-        bind_arguments: which database, for a session that has several and cannot tell by the model and the
-            key: what `Session.connection` takes, such as `{"shard_id": "asia"}`. A session that sends reads
-            and writes to different databases claims, and reads afterwards, where it writes.
+        nowait: raise the database's error at once if the row is locked (not on SQLite, which locks no rows).
+        skip_locked: return None at once if the row is locked (not on SQLite).
+        bind_arguments: which database, where the model and the key do not tell: what `Session.connection`
+            takes, such as `{"shard_id": "asia"}`. A session that sends reads and writes to different
+            databases claims, and reads afterwards, where it writes.
 
     Raises:
         StaleTokenError: if a newer holder has claimed or written the row.
@@ -94,19 +87,11 @@ def claim(
         LockLostError: if the lease is known to be lost.
         sqlalchemy.exc.NoResultFound: if there is no such row.
         sqlalchemy.exc.InvalidRequestError: if autoflush is off, and the session has changes of the model.
-
-    Example:
-        ```python
-        with fenced_lock("order:1"), Session(engine) as session:
-            order = claim(session, Order, 1)
-            order.status = "paid"
-            session.commit()
-        ```
     """
     session = session_of(session, "claim")
     mapper, fenced = fenced_model(model)
     key = _key_of(mapper, identity)
-    target = begin_claim(session, mapper, bind_arguments, [key])
+    target = begin_claim(session, fenced.table, mapper, bind_arguments, [key])
     connection = target.connection
     if (nowait or skip_locked) and not _try_lock(connection, fenced, key, skip_locked=skip_locked):
         return None
@@ -116,12 +101,16 @@ def claim(
         found: T | None = _claim_at_once(target, mapper, fenced, (*key, *naming), token)
         if found is None:
             _raise_fences(connection, fenced, [(*key, *naming)], token)
-        if found is None:
             found = next(iter(_load(target, select(model), fenced, [key])), None)
         if found is not None and getattr(found, FENCE_COLUMN) == token:
-            resource = fenced.template.render(naming)
-            _refuse_another_row(fenced, resource, mapper.primary_key_from_instance(found))
-            report_claim(fenced.name, key, resource, token)
+            template, loaded = fenced.template, mapper.primary_key_from_instance(found)
+            asked = template.render(naming)
+            if template.in_key and (actual := template.render(_naming_in(fenced, loaded))) != asked:
+                raise UnfencedWriteError(  # its type changes what it is given, to lower case for instance
+                    f"{asked!r} was asked for and led to the row of {fenced.name!r} that {actual!r} guards; "
+                    f"lock it by the name that the row itself has"
+                )
+            report_claim(fenced.name, key, asked, token)
             return found  # else it was inserted after the UPDATE
     raise NoResultFound(f"there is no {mapper.class_.__name__} with the primary key {key!r} to claim")
 
@@ -130,9 +119,9 @@ def claim(
 def claim_all(session: _Session, statement: Select[Any], *, bind_arguments: _Bind = None) -> list[Any]:
     """Claim every row that a query finds, and return those that still match it once they are locked.
 
-    The rows are claimed in the order of their primary keys whatever the query's own order, so that two
-    holders who claim overlapping sets wait for each other instead of deadlocking. The result has the query's
-    order. Rows that come to match only while it works are not claimed and not returned.
+    The rows are claimed in the order of their primary keys, so that two holders of overlapping sets wait for
+    each other instead of deadlocking. The result has the query's order. Rows that come to match only while it
+    works are not claimed and not returned.
 
     As with `claim`, make it the first act of the transaction. On MariaDB and MySQL the query locks what it
     looks at, so that all reads afterwards are as new as the claim: give it an index to find its rows by, or
@@ -141,7 +130,7 @@ def claim_all(session: _Session, statement: Select[Any], *, bind_arguments: _Bin
 
     Args:
         session: where the objects are to live.
-        statement: a SELECT of one fenced model.
+        statement: a SELECT of one fenced model, such as `select(Item).where(Item.order_id == 1)`.
         bind_arguments: which database, as for `claim`; of a `ShardedSession`, one shard at a time.
 
     Raises:
@@ -149,16 +138,11 @@ def claim_all(session: _Session, statement: Select[Any], *, bind_arguments: _Bin
         UnfencedWriteError: if the lease of one of the rows is not held.
         LockLostError: if a lease is known to be lost.
         sqlalchemy.exc.InvalidRequestError: if autoflush is off, and the session has changes of the model.
-
-    Example:
-        ```python
-        items = claim_all(session, select(Item).where(Item.order_id == 1))
-        ```
     """
     session = session_of(session, "claim_all")
     mapper, fenced = fenced_model(_selected_model(statement))
     columns = (*fenced.table.primary_key, *fenced.template.columns.values())
-    target = begin_claim(session, mapper, bind_arguments)
+    target = begin_claim(session, fenced.table, mapper, bind_arguments)
     connection = target.connection
     query = _reading_now(statement.with_only_columns(*columns, maintain_column_froms=True), connection)
     with target.reading():
@@ -180,59 +164,30 @@ def claim_all(session: _Session, statement: Select[Any], *, bind_arguments: _Bin
 
 @overload
 async def claim_async(
-    session: _AsyncSession,
-    model: type[T],
-    identity: object,
-    *,
-    nowait: bool = ...,
-    bind_arguments: _Bind = ...,
+    session: _Async, model: type[T], identity: object, *, nowait: bool = ..., bind_arguments: _Bind = ...
 ) -> T: ...
 @overload
 async def claim_async(
-    session: _AsyncSession,
-    model: type[T],
-    identity: object,
-    *,
-    skip_locked: bool,
-    bind_arguments: _Bind = ...,
+    session: _Async, model: type[T], identity: object, *, skip_locked: bool, bind_arguments: _Bind = ...
 ) -> T | None: ...
-async def claim_async(session: _AsyncSession, model: type[T], identity: object, **options: Any) -> T | None:
+async def claim_async(session: _Async, model: type[T], identity: object, **options: Any) -> T | None:
     """Raise a row's fence, lock the row, and return it freshly loaded: `claim`, for an `AsyncSession`.
 
-    It takes the same arguments, makes the same promises and raises the same errors. Other tasks run while
-    the database works. As everywhere with asyncio, relationships that are not loaded cannot be looked at
-    afterwards without `await`.
-
-    Example:
-        ```python
-        async with fenced_lock("order:1"), AsyncSession(engine) as session:
-            order = await claim_async(session, Order, 1)
-            order.status = "paid"
-            await session.commit()
-        ```
+    It takes the same arguments and raises the same errors. Relationships that are not loaded cannot be looked
+    at afterwards without `await`, as everywhere with asyncio.
     """
     return await of_task(session).run_sync(lambda blocking: claim(blocking, model, identity, **options))
 
 
 async def claim_all_async(
-    session: _AsyncSession, statement: Select[Any], *, bind_arguments: _Bind = None
+    session: _Async, statement: Select[Any], *, bind_arguments: _Bind = None
 ) -> list[Any]:
-    """Claim every row that a query finds, and return them: `claim_all`, for an `AsyncSession`.
-
-    Example:
-        ```python
-        items = await claim_all_async(session, select(Item).where(Item.order_id == 1))
-        ```
-    """
+    """Claim every row that a query finds, and return them: `claim_all`, for an `AsyncSession`."""
     return await of_task(session).run_sync(claim_all, statement, bind_arguments=bind_arguments)
 
 
 def fenced_model(model: type[Any]) -> tuple[Mapper[Any], FencedTable]:
-    """Return what is known of a fenced model.
-
-    Raises:
-        TypeError: if it is no model, or has no fence.
-    """
+    """Return what is known of a fenced model; TypeError says that it is none."""
     try:
         mapper: Mapper[Any] = inspect(model)
         tables = mapper.tables
@@ -267,14 +222,10 @@ def _key_of(mapper: Mapper[Any], identity: object) -> _Key:
 
 
 def _naming_of(connection: Connection, fenced: FencedTable, key: _Key) -> _Key | None:
-    """Return the values that name a row's resource; None if the row is needed to tell and is not there.
-
-    Reading it before the claim is safe, because what a resource's name is made of never changes, and the
-    claim compares it once more.
-    """
+    """Return the values that name a row's resource, and never change; None if the row tells, and is gone."""
     if fenced.template.in_key:
         return _naming_in(fenced, key)
-    query = select(*fenced.template.columns.values()).where(*_has_key(fenced))
+    query = select(*fenced.template.columns.values()).where(*_criteria(fenced))
     row = connection.execute(_reading_now(query, connection), _parameters(key)).first()
     return None if row is None else tuple(row)
 
@@ -282,9 +233,8 @@ def _naming_of(connection: Connection, fenced: FencedTable, key: _Key) -> _Key |
 def _reading_now(query: Select[Any], connection: Connection) -> Select[Any]:
     """Make a query that comes before the lock take it, where it would take a snapshot of all tables instead.
 
-    The snapshot would be older than the lock that is waited for next, and so would be all that is read
-    after the claim. The lock is that of a writer: two who share one and want to write deadlock. A query that
-    says how it locks keeps its own way.
+    The snapshot would be older than the lock that is waited for next. The lock is that of a writer: two who
+    share one and want to write deadlock. A query that says how it locks keeps its own way.
     """
     is_as_wanted = locks_rows(query) or connection.dialect.name not in LOCKING_READS
     return query if is_as_wanted else query.with_for_update()
@@ -296,95 +246,64 @@ def _naming_in(fenced: FencedTable, key: Sequence[Any]) -> _Key:
     return tuple(by_column[column] for column in fenced.template.columns.values())
 
 
-def _refuse_another_row(fenced: FencedTable, asked: str, key: Sequence[Any]) -> None:
-    """Refuse a row whose key is another one than was asked for, because its type changes what it is given.
-
-    A `TypeDecorator` that lowers case finds "main" where "MAIN" was asked for; their resources are two.
-    """
-    template = fenced.template
-    if template.in_key and (loaded := template.render(_naming_in(fenced, key))) != asked:
-        raise UnfencedWriteError(
-            f"{asked!r} was asked for and led to the row of {fenced.name!r} that {loaded!r} guards; lock "
-            f"it by the name that the row itself has"
-        )
-
-
 def _claim_at_once(target: Target, mapper: Mapper[Any], fenced: FencedTable, row: _Key, token: int) -> Any:
     """Claim and load a row by one statement; return None if that is not possible, or has found no row.
 
-    PostgreSQL alone returns a row as a trigger leaves it. A listener for `do_orm_execute` may want to add
-    criteria to a SELECT.
+    PostgreSQL alone returns a row as a trigger leaves it. `do_orm_execute` may add criteria to a SELECT.
     """
     dialect: Any = target.connection.dialect
     shows_row = dialect.update_returning and (dialect.name == "postgresql" or not trigger_of(fenced.table))
     if not shows_row or target.session.dispatch.do_orm_execute:
         return None
     if mapper not in fenced.statements:
-        fenced.statements[mapper] = _claiming(mapper, fenced) if _is_plain(mapper, fenced.table) else None
-    if fenced.statements[mapper] is None:
+        fenced.statements[mapper] = _claiming(mapper, fenced)
+    statement = fenced.statements[mapper]
+    if statement is None:
         return None
-    return target.session.scalar(
-        fenced.statements[mapper],
-        {**_parameters(row), TOKEN_BIND: token},
-        execution_options={
-            "fencelock": BYPASS,
-            CLAIM_OPTION: True,
-            "populate_existing": True,
-            "synchronize_session": False,
-        },
-        bind_arguments=target.bind_arguments,
-    )
+    parameters = {**_parameters(row), TOKEN_BIND: token}
+    return target.session.scalar(statement, parameters, bind_arguments=target.bind_arguments)
 
 
-def _is_plain(mapper: Mapper[Any], table: Table) -> bool:
-    """Tell whether the columns of one row of its table are all that loads an object."""
-    return (
-        mapper.local_table is table
+def _claiming(mapper: Mapper[Any], fenced: FencedTable) -> Update | None:
+    """Return the statement that claims and returns a row; None where more than that loads an object."""
+    is_plain = (
+        mapper.local_table is fenced.table
         and mapper.inherits is None
         and mapper.polymorphic_on is None
-        and all(table.c.contains_column(each.columns[0]) for each in mapper.column_attrs)
+        and all(fenced.table.c.contains_column(each.columns[0]) for each in mapper.column_attrs)
         and all(each.lazy in _LOADED_LATER for each in mapper.relationships)
     )
-
-
-def _claiming(mapper: Mapper[Any], fenced: FencedTable) -> Update:
-    """Return the statement that raises the fence of a row, unless it is higher, and returns the row."""
+    if not is_plain:
+        return None
     token = bindparam(TOKEN_BIND, type_=BigInteger)
-    is_named = _is_named(fenced)
-    criteria = [*_has_key(fenced), *is_named, fenced.fence <= token]
+    criteria = _criteria(fenced, named=True)
+    is_named = criteria[len(fenced.table.primary_key) :]
     criteria += [SameText(each.left, each.right) for each in is_named if is_text(each.left)]
+    criteria.append(fenced.fence <= token)
     if fenced.strict:
         criteria.append(CarriedToken())
     values = {**unchanged_by_raising(fenced.table), fenced.fence: token}
-    return update(mapper.class_).where(*criteria).values(values).returning(mapper.class_)
+    options = {"fencelock": BYPASS, CLAIM_OPTION: True, "synchronize_session": False}
+    claiming = update(mapper.class_).where(*criteria).values(values).returning(mapper.class_)
+    return claiming.execution_options(populate_existing=True, **options)
 
 
-def _has_key(fenced: FencedTable) -> list[Any]:
-    """Return the criteria for a row with the primary key that the parameters have."""
-    return [column == bindparam(f"key_{at}") for at, column in enumerate(fenced.table.primary_key)]
-
-
-def _is_named(fenced: FencedTable) -> list[Any]:
-    """Return the criteria for a row whose resource is named by the values that the parameters have."""
-    columns = enumerate(fenced.template.columns.values(), len(fenced.table.primary_key))
+def _criteria(fenced: FencedTable, *, named: bool = False) -> list[Any]:
+    """Return the criteria for the row with a primary key; and with values that name its resource."""
+    naming = fenced.template.columns.values() if named else ()
+    columns = enumerate([*fenced.table.primary_key, *naming])
     return [column == bindparam(f"key_{at}") for at, column in columns]
 
 
 def _parameters(row: _Key) -> dict[str, Any]:
-    """Return a primary key, and the values that name the resource, as the parameters of these criteria."""
     return {f"key_{at}": value for at, value in enumerate(row)}
 
 
 def _raise_fences(connection: Connection, fenced: FencedTable, rows: Sequence[_Key], token: int) -> None:
-    """Raise the fence of rows and lock them, in this order; the guard adds the fence and the check.
-
-    A row is given by its primary key and the values that name its resource. Each has an execution of its own,
-    so that the database tells which of them has refused.
-    """
+    """Raise fences in this order, each by an execution of its own, which tells the row that has refused."""
     if "raising" not in fenced.statements:
-        criteria = [*_has_key(fenced), *_is_named(fenced)]
-        raising = update(fenced.table).where(*criteria).values(unchanged_by_raising(fenced.table))
-        fenced.statements["raising"] = raising
+        raising = update(fenced.table).where(*_criteria(fenced, named=True))
+        fenced.statements["raising"] = raising.values(unchanged_by_raising(fenced.table))
     connection.execute(
         fenced.statements["raising"],
         [*map(_parameters, rows)],
@@ -394,7 +313,7 @@ def _raise_fences(connection: Connection, fenced: FencedTable, rows: Sequence[_K
 
 def _try_lock(connection: Connection, fenced: FencedTable, key: _Key, *, skip_locked: bool) -> bool:
     """Lock the row without waiting; return whether it is ours, or gone."""
-    row = select(*fenced.table.primary_key).where(*_has_key(fenced))
+    row = select(*fenced.table.primary_key).where(*_criteria(fenced))
     locking = row.with_for_update(nowait=not skip_locked, skip_locked=skip_locked, key_share=True)
     is_ours = connection.execute(locking, _parameters(key)).first() is not None
     return is_ours or connection.execute(row, _parameters(key)).first() is None

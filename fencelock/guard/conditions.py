@@ -1,55 +1,40 @@
 """UPDATE and DELETE of a fenced table with the condition, made once of each statement.
 
-The heart of the guard. It reads off a statement what it assigns, and which rows its WHERE clause says it is
-about. The token and the write ids travel as parameters, never inside the statement, so that SQLAlchemy's
-compiled cache, executemany and insertmanyvalues all keep working.
+The token and the write ids travel as parameters, never inside the statement, so that SQLAlchemy's compiled
+cache, executemany and insertmanyvalues all keep working.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Final, Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import (
-    BigInteger,
-    Column,
-    ColumnClause,
-    SelectBase,
-    Table,
-    TextClause,
-    Update,
-    UpdateBase,
-    bindparam,
-    func,
-    literal_column,
-)
+import sqlalchemy as sa
 from sqlalchemy.orm.util import LoaderCriteriaOption
-from sqlalchemy.sql import ClauseElement, ColumnElement, FromClause, operators, visitors
-from sqlalchemy.sql.elements import (
-    BinaryExpression,
-    BindParameter,
-    BooleanClauseList,
-    Grouping,
-    UnaryExpression,
-)
+from sqlalchemy.sql import operators, visitors
 from sqlalchemy.sql.operators import custom_op
-from sqlalchemy.sql.selectable import AliasedReturnsRows
-from sqlalchemy.types import TypeDecorator
 
 from fencelock.errors import UnfencedWriteError
 from fencelock.guard._sqlalchemy import keeps_order, options_of, prefixes_of, values_in, where_of, with_where
 from fencelock.guard.dialects import TOKEN_BIND, CarriedToken, holds, is_text
-from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN, FencedTable
-from fencelock.guard.write_ids import LIMIT, moved
+from fencelock.guard.tables import FENCE_COLUMN, LIMIT, WRITE_COLUMN, FencedTable, moved
 
 Row: TypeAlias = Mapping[str, Any]
 """The parameters of one execution of a statement."""
+Rows: TypeAlias = Sequence[Row]
+Options: TypeAlias = Mapping[str, Any]
+"""Execution options."""
 
+MOVE_BIND: Final = "fencelock_move"
+"""Carries by how much a statement moves the write ids of what it writes."""
+_LOOKED_UP: Final = "fencelock_of_"
+"""How the parameters begin that carry what the session knows of a row."""
 LOADED_BIND: Final = "fencelock_loaded"
-"""Name of the parameter that carries the write id that was loaded into the condition; NULL lets any pass."""
+"""Carries the write id that was loaded into the condition; NULL lets any pass."""
 
 CLAIM_OPTION: Final = "fencelock_claim"
 """Execution option of a statement that only raises fences, and writes no row anew."""
@@ -69,27 +54,18 @@ def key_of(column: Any) -> str:
     return key
 
 
-def values_of(binds: Iterable[BindParameter[Any]], row: Row) -> tuple[Any, ...]:
-    """Return the values of parameters in one execution."""
-    return tuple(
-        [
-            row[bind.key] if bind.key in row else bind.effective_value  # noqa: SIM401  it may be a callable
-            for bind in binds
-        ]
-    )
+def values_of(binds: Iterable[sa.BindParameter[Any]], row: Row) -> tuple[Any, ...]:
+    """Return the values of parameters in one execution; the value of its own may be a callable."""
+    return tuple([row[bind.key] if bind.key in row else bind.effective_value for bind in binds])  # noqa: SIM401
 
 
-def criteria_of(statement: Any) -> list[Any]:
-    """Return the parts of the WHERE clause, all of which must be true for a row to be written."""
-    return list(_conjuncts(where_of(statement)))
-
-
-def _conjuncts(clauses: Iterable[Any]) -> Iterator[Any]:
+def criteria_of(clauses: Iterable[Any]) -> Iterator[Any]:
+    """Yield the parts of a WHERE clause, all of which must be true for a row to be written."""
     for clause in clauses:
-        if isinstance(clause, Grouping):
-            yield from _conjuncts([clause.element])
-        elif isinstance(clause, BooleanClauseList) and clause.operator is operators.and_:
-            yield from _conjuncts(clause.clauses)
+        if isinstance(clause, sa.Grouping):
+            yield from criteria_of([clause.element])
+        elif isinstance(clause, sa.BooleanClauseList) and clause.operator is operators.and_:
+            yield from criteria_of(clause.clauses)
         else:
             yield clause
 
@@ -97,67 +73,67 @@ def _conjuncts(clauses: Iterable[Any]) -> Iterator[Any]:
 def apart(part: Any) -> Any:
     """Return a part of a WHERE clause in parentheses, unless it plainly compares columns and parameters.
 
-    SQLAlchemy puts text in as it is, and an operator of the program's own (`op("OR", precedence=10)`) as
-    tightly as it says it binds: of `a = 1 OR b = 2`, what is added with AND would bind to `b = 2` alone.
+    What is added with AND to the text `a = 1 OR b = 2`, or to an `op("OR", precedence=10)`, would bind to
+    `b = 2` alone.
     """
-    is_plain = isinstance(part, BinaryExpression) and not isinstance(part.operator, custom_op)
-    return part if is_plain and all(map(_is_plain, (part.left, part.right))) else Grouping(part)
-
-
-def _is_plain(side: Any) -> bool:
-    return isinstance(side, BindParameter) or (isinstance(side, ColumnClause) and not side.is_literal)
+    is_plain = (
+        isinstance(part, sa.BinaryExpression)
+        and not isinstance(part.operator, custom_op)
+        and all(
+            isinstance(side, sa.BindParameter) or (isinstance(side, sa.ColumnClause) and not side.is_literal)
+            for side in (part.left, part.right)
+        )
+    )
+    return part if is_plain else sa.Grouping(part)
 
 
 def pins(
-    parts: Iterable[Any], source: FromClause, columns: Iterable[Column[Any]]
-) -> dict[str, BindParameter[Any]]:
+    parts: Iterable[Any], source: sa.FromClause, columns: Iterable[sa.Column[Any]]
+) -> dict[str, sa.BindParameter[Any]]:
     """Return, by the column's key, the parameter that a WHERE clause says one of these columns equals."""
     keys: dict[Any, str] = {source.c[column.key]: column.key for column in columns}
     found = {}
     for part in parts:
-        if isinstance(part, BinaryExpression) and part.operator is operators.eq:
+        if isinstance(part, sa.BinaryExpression) and part.operator is operators.eq:
             for column, value in ((part.left, part.right), (part.right, part.left)):
-                if isinstance(value, BindParameter) and column in keys and not _transformed(value, column):
-                    found[keys[column]] = value
+                if isinstance(value, sa.BindParameter) and column in keys:
+                    # A parameter of a type of its own may send something else than its value.
+                    kinds = [isinstance(each.type, sa.TypeDecorator) for each in (value, column)]
+                    if kinds != [True, False]:
+                        found[keys[column]] = value
     return found
 
 
-def _transformed(value: BindParameter[Any], column: ColumnElement[Any]) -> bool:
-    """Tell whether a parameter's own type may send something else than its value."""
-    return isinstance(value.type, TypeDecorator) and not isinstance(column.type, TypeDecorator)
-
-
-def is_condition(part: Any, fence: ColumnElement[int]) -> bool:
-    """Tell whether this is the condition `fence <= token` and nothing else, as `fenced_update` builds it."""
-    found = compared(part, fence, operators.le)
-    return found is not None and found.key == TOKEN_BIND
-
-
-def compared(part: Any, column: ColumnElement[int] | None, operator: object) -> BindParameter[int] | None:
+def compared(
+    part: Any, column: sa.ColumnElement[int] | None, operator: object
+) -> sa.BindParameter[int] | None:
     """Return the parameter that a part of a WHERE clause compares a column with, if it does that alone."""
     is_so = (
-        isinstance(part, BinaryExpression)
+        isinstance(part, sa.BinaryExpression)
         and part.operator is operator
-        and isinstance(part.right, BindParameter)
+        and isinstance(part.right, sa.BindParameter)
         and hash(part.left) == hash(column)  # annotated columns hash like the original
     )
     return part.right if is_so else None
 
 
-def reads_more(parts: Iterable[Any], source: FromClause) -> bool:
+def reads_more(parts: Iterable[Any], source: sa.FromClause) -> bool:
     """Tell whether a WHERE clause asks for anything besides the row itself: other rows, tables, or text.
 
     What the statement writes may change the answer, be it to the rows of its own table that a subquery reads.
     """
-    for element in (element for part in parts for element in visitors.iterate(part)):
-        if isinstance(element, TextClause | SelectBase):
-            return True
-        if isinstance(element, ColumnClause) and (element.is_literal or hash(element.table) != hash(source)):
-            return True
-    return False
+    return any(
+        isinstance(element, sa.TextClause | sa.SelectBase)
+        or (
+            isinstance(element, sa.ColumnClause)
+            and (element.is_literal or hash(element.table) != hash(source))
+        )
+        for part in parts
+        for element in visitors.iterate(part)
+    )
 
 
-def unchanged_by_raising(table: Table) -> dict[Column[Any], Column[Any]]:
+def unchanged_by_raising(table: sa.Table) -> dict[sa.Column[Any], sa.Column[Any]]:
     """Return what an UPDATE assigns that only raises a fence, so that `onupdate` changes nothing."""
     return {
         column: column
@@ -167,7 +143,7 @@ def unchanged_by_raising(table: Table) -> dict[Column[Any], Column[Any]]:
 
 
 def wants_token(statement: Any, rows: Iterable[Row]) -> bool:
-    """Tell whether an UPDATE or DELETE has the condition, and nobody has given it a token."""
+    """Tell whether an UPDATE or DELETE has the condition, and lacks its token."""
     return any(
         getattr(element, "key", None) == TOKEN_BIND and not all(TOKEN_BIND in row for row in rows)
         for part in where_of(statement)
@@ -185,22 +161,28 @@ def refuse_fence_assignment(keys: Iterable[str], fenced: FencedTable) -> None:
         )
 
 
-def refuse_unguardable(statement: Any, fenced: FencedTable, source: FromClause) -> None:
-    """Refuse an UPDATE or DELETE that could write rows which the condition says nothing of.
+def refuse_moving(fenced: FencedTable, keys: Container[str], names: Container[str] = ()) -> None:
+    """Refuse to change a column that the resource's name is made of, given by its key or its attribute."""
+    template = fenced.template
+    for name, column in template.columns.items():
+        if column.key in keys or name in names:
+            raise UnfencedWriteError(
+                f"{name} of {fenced.name!r} must not change: {template.text!r} is made of it, and "
+                f"no one lease guards a row both before and after; delete the row and insert another"
+            )
 
-    Raises:
-        UnfencedWriteError: for a prefix, another write inside it, several tables, or text that could hide the
-            condition.
-    """
+
+def refuse_unguardable(statement: Any, fenced: FencedTable, source: sa.FromClause) -> None:
+    """Refuse an UPDATE or DELETE that could write rows which the condition says nothing of."""
     if prefixes_of(statement) or any(
-        isinstance(each, UpdateBase) and each is not statement for each in visitors.iterate(statement)
+        isinstance(each, sa.UpdateBase) and each is not statement for each in visitors.iterate(statement)
     ):
         raise UnfencedWriteError(
             f"a write to {fenced.name!r} takes no prefix_with(), and no other write inside it, in a WITH "
             f"clause for instance: make that a statement of its own"
         )
     own = hash(source), hash(fenced.table)
-    for column, _ in values_in(statement) if isinstance(statement, Update) else ():
+    for column, _ in values_in(statement) if isinstance(statement, sa.Update) else ():
         if hash(getattr(column, "table", source)) not in own:
             raise UnfencedWriteError(
                 f"an UPDATE of several tables, or of one under two names, cannot be guarded; update "
@@ -214,10 +196,10 @@ def refuse_unguardable(statement: Any, fenced: FencedTable, source: FromClause) 
             )
     for clause in (statement, *(value for _, value in values_in(statement))):
         for text in _texts_in(clause):
-            bare = (
-                text if "\\" in text else _QUOTED.sub("", text)
-            )  # backslashes end strings in some modes only
-            if _CUTS_OFF.search(bare) or not _is_balanced(bare):
+            # Backslashes end strings in some modes only.
+            bare = text if "\\" in text else _QUOTED.sub("", text)
+            depths = [0, *accumulate((sign == "(") - (sign == ")") for sign in bare)]
+            if _CUTS_OFF.search(bare) or min(depths) < 0 or depths[-1]:
                 raise UnfencedWriteError(
                     f"the text {text!r} could cut off the condition of an UPDATE or DELETE of a fenced "
                     f"table, or write by itself: leave comments, semicolons, half parentheses and writes "
@@ -227,80 +209,44 @@ def refuse_unguardable(statement: Any, fenced: FencedTable, source: FromClause) 
 
 def _texts_in(clause: Any) -> Iterator[str]:
     """Yield what goes into the statement as it is written."""
-    for element in visitors.iterate(clause) if isinstance(clause, ClauseElement) else ():
-        if isinstance(element, TextClause):
+    for element in visitors.iterate(clause) if isinstance(clause, sa.ClauseElement) else ():
+        if isinstance(element, sa.TextClause):
             yield element.text
-        elif isinstance(element, ColumnClause) and element.is_literal:
+        elif isinstance(element, sa.ColumnClause) and element.is_literal:
             yield element.name
-        elif isinstance(element, BinaryExpression | UnaryExpression):
+        elif isinstance(element, sa.BinaryExpression | sa.UnaryExpression):
             operators_in = element.operator, getattr(element, "modifier", None)
             yield from (each.opstring for each in operators_in if isinstance(each, custom_op))
 
 
-def _is_balanced(text: str) -> bool:
-    depth = 0
-    for sign in text:
-        depth += (sign == "(") - (sign == ")")
-        if depth < 0:
-            return False
-    return depth == 0
-
-
-MOVE_BIND: Final = "fencelock_move"
-"""Name of the parameter by which a statement moves the write ids of what it writes."""
-
-_LOOKED_UP: Final = "fencelock_of_"
-"""How the parameters begin that carry what the session knows of a row."""
-
 Kind: TypeAlias = Literal["objects", "blind", "core", "explicit", "claim"]
-"""Whose statement it is.
-
-"objects" is a flush's, "blind" one that does not know what all of its objects were loaded from. "core" is the
-program's own, "explicit" the same with a token that its caller vouches for. "claim" only raises fences.
+"""Whose statement it is: a flush's, or one of a flush that does not know what all objects were loaded from;
+the program's own, or that with a token that its caller vouches for; one that only raises fences.
 """
 
-_forms: WeakKeyDictionary[ClauseElement, dict[Kind, Form]] = WeakKeyDictionary()
+_forms: WeakKeyDictionary[sa.ClauseElement, dict[Kind, Form]] = WeakKeyDictionary()
 """By statement. SQLAlchemy's own statements are the same objects at each flush."""
 
 
 @dataclass(eq=False, slots=True)
 class Form:
-    """A statement with the condition, and how it names rows.
-
-    Attributes:
-        statement: the one to execute.
-        kind: whose it is.
-        fenced: the table.
-        source: the table, or the alias of it, that the statement writes to.
-        where: the criteria without the condition.
-        key: the parameters that the WHERE clause says the primary key equals; empty where one is missing, so
-            that one execution may write many rows.
-        naming: the parameters that make the resource's name, one for each column of the template; None where
-            the statement does not tell them.
-        looked_up: attributes whose values the session knows, by those of them that the guard has added.
-        loaded: the parameter that says which write id a row must have; None where any will do.
-        moves: whether it moves write ids, by a parameter; else an UPDATE sets one.
-        moves_name: a column of the resource's name that the statement itself assigns.
-        reads_more: whether what it writes may change which rows its WHERE clause is about.
-        assigns: whether it is an UPDATE; else it is a DELETE.
-    """
+    """A statement with the condition, and how it names rows."""
 
     statement: Any
     kind: Kind
     fenced: FencedTable
-    source: FromClause
-    where: tuple[ColumnElement[bool], ...]
-    key: tuple[BindParameter[Any], ...]
-    naming: tuple[BindParameter[Any], ...] | None
-    looked_up: Mapping[str, str]
-    loaded: BindParameter[Any] | None
-    moves: bool
-    moves_name: str | None
-    reads_more: bool
-    assigns: bool
+    source: sa.FromClause
+    where: tuple[sa.ColumnElement[bool], ...]  # without the condition
+    key: tuple[sa.BindParameter[Any], ...]  # equal to the primary key; empty where one is missing
+    naming: tuple[sa.BindParameter[Any], ...] | None  # of the resource; None where it does not tell them
+    looked_up: Mapping[str, str]  # attributes that the session knows, by the parameters that carry them
+    loaded: sa.BindParameter[Any] | None  # says which write id a row must have; None where any will do
+    moves: bool  # write ids, by a parameter; else an UPDATE sets one
+    reads_more: bool  # what it writes may change which rows its WHERE clause is about
+    assigns: bool  # an UPDATE; else a DELETE
 
     @property
-    def write(self) -> ColumnElement[int] | None:
+    def write(self) -> sa.ColumnElement[int] | None:
         """The column of the write id; None in the fence table."""
         return None if self.fenced.write is None else self.source.c[self.fenced.write.key]
 
@@ -327,55 +273,67 @@ def form_of(statement: Any, fenced: FencedTable, kind: Kind) -> Form:
 
 
 def _made(statement: Any, fenced: FencedTable, kind: Kind) -> Form:
-    """Add the condition to a statement.
+    """Add the condition to a statement: the fence is not above the token, the write id is the one loaded.
 
-    It says that the fence is not above the token and, for objects, that the write id is the one that was
-    loaded. And that the row is guarded by the resource that the token is of, as far as the WHERE clause does
-    not say so by itself: see `SameText` for text, and `_looked_up` for rows named by their key alone.
+    And the row is guarded by the resource that the token is of, as far as the WHERE clause does not say so by
+    itself: see `SameText` for text, and `looked_up` for rows named by their key alone.
     """
-    source = statement.table if isinstance(statement.table, AliasedReturnsRows) else fenced.table
+    source = statement.table if isinstance(statement.table, sa.AliasedReturnsRows) else fenced.table
     assigned = [column for column, _ in values_in(statement)]
     if kind != "claim":
         refuse_fence_assignment(map(key_of, assigned), fenced)
     refuse_unguardable(statement, fenced, source)
-    fence, assigns = source.c[fenced.fence.key], isinstance(statement, Update)
+    fence, assigns = source.c[fenced.fence.key], isinstance(statement, sa.Update)
     write: Any = None if fenced.write is None else source.c[fenced.write.key]
-    parts = criteria_of(statement)
     where: list[Any] = []
     own: list[Any] = []
-    for part in parts:
-        is_own = is_condition(part, fence) or compared(part, write, operators.eq) is not None
+    has_token, given = False, None
+    for part in criteria_of(where_of(statement)):
+        token, loaded = compared(part, fence, operators.le), compared(part, write, operators.eq)
+        is_token = token is not None and token.key == TOKEN_BIND  # as `fenced_update` builds it
+        has_token, given = has_token or is_token, loaded if given is None else given
+        is_own = is_token or loaded is not None
         (own if is_own else where).append(part if is_own else apart(part))
     statement = with_where(statement, (*where, *own))
     columns = fenced.template.columns
     pinned = pins(where, source, (*fenced.table.primary_key, *columns.values()))
     key = tuple([pinned[column.key] for column in fenced.table.primary_key if column.key in pinned])
     is_keyed = bool(key) and len(key) == len(fenced.table.primary_key)
-    looked_up = _looked_up(fenced, pinned) if kind == "core" and is_keyed else {}
+    # Where the key does not tell the resource, the session knows the row, or did: it may have been deleted
+    # and inserted again, for another one. So what it knows is a parameter, for the database to compare.
+    looked_up = {
+        f"{_LOOKED_UP}{column.key}": mapper.get_property_by_column(column).key
+        for mapper in fenced.mappers()[:1]
+        for column in columns.values()
+        if kind == "core" and is_keyed and column.key not in pinned
+    }
     naming = tuple(
-        pinned.get(column.key, bindparam(f"{_LOOKED_UP}{column.key}", type_=column.type))
+        pinned.get(column.key, sa.bindparam(f"{_LOOKED_UP}{column.key}", type_=column.type))
         for column in columns.values()
         if column.key in pinned or looked_up
     )
     if kind in {"objects", "blind"}:
-        loaded = bindparam(LOADED_BIND, type_=BigInteger)
-        statement = statement.where(write == (loaded if kind == "objects" else func.coalesce(loaded, write)))
+        by: Any = sa.bindparam(LOADED_BIND, type_=sa.BigInteger)
+        statement = statement.where(write == (by if kind == "objects" else sa.func.coalesce(by, write)))
     moves = assigns and write is not None and kind in {"core", "explicit"} and not keeps_order(statement)
     if moves:
-        statement = moving(statement, fenced, bindparam(MOVE_BIND, type_=BigInteger))
-    if not any(is_condition(part, fence) for part in own):
-        statement = statement.where(fence <= bindparam(TOKEN_BIND, type_=BigInteger))
+        statement = moving(statement, fenced, sa.bindparam(MOVE_BIND, type_=sa.BigInteger))
+    if not has_token:
+        statement = statement.where(fence <= sa.bindparam(TOKEN_BIND, type_=sa.BigInteger))
     if len(naming) == len(columns) and kind in {"core", "claim"}:
         named = zip(columns.values(), naming, strict=True)
         statement = statement.where(
-            *[holds(source.c[column.key], bind) for column, bind in named if _is_open(column, bind)]
+            *[
+                holds(source.c[column.key], bind)
+                for column, bind in named
+                if is_text(column) or bind.key.startswith(_LOOKED_UP)
+            ]
         )
     if fenced.strict:
         statement = statement.where(CarriedToken())
-    keys = {key_of(column) for column in assigned}
-    names = {
-        name for name in assigned if isinstance(name, str)
-    }  # attributes may be called like other columns
+    if assigns:  # attributes may be called like other columns
+        names = {name for name in assigned if isinstance(name, str)}
+        refuse_moving(fenced, {key_of(column) for column in assigned}, names)
     return Form(
         statement=statement,
         kind=kind,
@@ -385,40 +343,16 @@ def _made(statement: Any, fenced: FencedTable, kind: Kind) -> Form:
         key=key if is_keyed else (),
         naming=naming if len(naming) == len(columns) else None,
         looked_up=looked_up,
-        loaded=next(
-            (found for part in own if (found := compared(part, write, operators.eq)) is not None), None
-        ),
+        loaded=given,
         moves=moves,
-        moves_name=next(
-            (name for name, column in columns.items() if column.key in keys or name in names), None
-        ),
         reads_more=not is_keyed and reads_more(where, source),
         assigns=assigns,
     )
 
 
-def moving(statement: Update, fenced: FencedTable, by: Any) -> Update:
+def moving(statement: sa.Update, fenced: FencedTable, by: Any) -> sa.Update:
     """Have a statement move the ids of what it writes: an object follows if it was of the version found."""
     assert fenced.write is not None  # noqa: S101  the fence table has none, and is not written so
-    source = statement.table if isinstance(statement.table, AliasedReturnsRows) else fenced.table
+    source = statement.table if isinstance(statement.table, sa.AliasedReturnsRows) else fenced.table
     write = source.c[fenced.write.key]
-    return statement.values({write.key: (write + by) % literal_column(str(LIMIT), BigInteger)})
-
-
-def _looked_up(fenced: FencedTable, pinned: Mapping[str, BindParameter[Any]]) -> dict[str, str]:
-    """Return the attributes that name the resource of a row, by the parameters that shall carry them.
-
-    Where the primary key is pinned and does not tell the resource, the session knows the row, or did: the row
-    may have been deleted and another inserted with its key, which another resource guards. So what it knows
-    becomes a parameter of the statement, for the database to compare.
-    """
-    mappers = fenced.mappers()
-    columns = [column for column in fenced.template.columns.values() if column.key not in pinned]
-    if not mappers:
-        return {}
-    return {f"{_LOOKED_UP}{column.key}": mappers[0].get_property_by_column(column).key for column in columns}
-
-
-def _is_open(column: ColumnElement[Any], bind: BindParameter[Any]) -> bool:
-    """Tell whether the WHERE clause does not say yet that a row is guarded by this very resource."""
-    return is_text(column) or bind.key.startswith(_LOOKED_UP)
+    return statement.values({write.key: (write + by) % sa.literal_column(str(LIMIT), sa.BigInteger)})

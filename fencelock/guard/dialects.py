@@ -1,29 +1,35 @@
 """What databases do each in their own way: comparing text exactly, and carrying a token to a trigger.
 
-A resource's name is exact: "stock:abc" and "stock:ABC" are two leases, whose tokens cannot be compared. The
-`=` of a column is what its collation says: MariaDB's default collations ignore case, accents and spaces at
-the end; SQLite has `COLLATE NOCASE`, PostgreSQL has citext and nondeterministic collations. Without more,
-the lease of "stock:ABC" would write the row "abc". So the guard compares once more, exactly, each text column
-that the resource's name is made of. The looser `=` stays in the statement and finds the row by its index.
-
-A trigger sees the row before and after, not the statement. Where the fence does not move, it cannot tell a
-holder's second write from that of a program which knows no fence at all, and of a DELETE it sees nothing. So
-for tables with a strict trigger the guard adds one more criterion to the WHERE clause, which is always true
-and leaves the token behind. It is good for this one statement. On PostgreSQL and MariaDB the time at which
-the statement began is noted with it, which is another one for the next statement. On SQLite, which has
-neither settings nor variables, two functions of the connection hold it, and the guard takes it back.
+"stock:abc" and "stock:ABC" are two leases, and collations may take the rows for one. So the guard compares
+once more, exactly; the looser `=` stays and finds the row by its index. A strict trigger sees rows and no
+statement, so a criterion that is always true leaves the token behind, good for this one statement.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import BigInteger, Boolean, ColumnElement, Enum, Select, String, TypeDecorator, bindparam
-from sqlalchemy.engine import Connection
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    ColumnElement,
+    Enum,
+    Select,
+    String,
+    TypeDecorator,
+    bindparam,
+    event,
+)
+from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
+
+from fencelock._engines import is_async_engine
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncEngine
 
 _FORMS: Final = {
     "sqlite": "{0} COLLATE BINARY = {1}",
@@ -66,14 +72,14 @@ CARRIERS: Final = {
     ),
     "mysql": "(@fencelock_token := {0}) >= 0 AND (@fencelock_at := NOW(6) + 0) > 0",
 }
-"""By dialect, the criterion around the token."""
+"""By dialect, the criterion around the token. SQLite has no variables: two functions hold it there."""
 CARRIERS["mariadb"] = CARRIERS["mysql"]
 
 LOCKING_READS: Final = frozenset({"mysql", "mariadb"})
 """Dialects whose plain SELECT reads an old snapshot under the default isolation level (REPEATABLE READ)."""
 
 TOKEN_BIND: Final = "fencelock_token"  # noqa: S105  no password
-"""Name of the parameter that carries the token into the condition."""
+"""Carries the token into the condition."""
 
 _OF_CONNECTION: Final = "fencelock.carried"
 
@@ -95,27 +101,16 @@ def _compile_carried(element: CarriedToken, compiler: SQLCompiler, **options: An
     return f"({form.format(compiler.process(token, **options))})"
 
 
-class _Carried:
-    """The token that a connection's statement carries."""
+def prepare(connection: Any) -> list[int | None]:
+    """Give a connection of sqlite3 the functions that strict triggers call, and return what is carried."""
+    carried: list[int | None] = [None]
 
-    __slots__ = ("token",)
-
-    def __init__(self) -> None:
-        self.token: int | None = None
-
-    def carry(self, token: int) -> int:
-        self.token = token
+    def carry(token: int) -> int:
+        carried[0] = token
         return 1
 
-    def get(self) -> int | None:
-        return self.token
-
-
-def prepare(connection: Any) -> _Carried:
-    """Give a connection of sqlite3 the functions that strict triggers call."""
-    carried = _Carried()
-    connection.create_function("fencelock_carry", 1, carried.carry)
-    connection.create_function("fencelock_token", 0, carried.get)
+    connection.create_function("fencelock_carry", 1, carry)
+    connection.create_function("fencelock_token", 0, lambda: carried[0])
     return carried
 
 
@@ -131,9 +126,37 @@ def take_back(connection: Connection) -> None:
         return
     with suppress(NotImplementedError):  # so says a connection of no pool, by which a dialect looks around
         if _OF_CONNECTION in connection.info:
-            connection.info[_OF_CONNECTION].token = None
+            connection.info[_OF_CONNECTION][0] = None
 
 
 def newest(query: Select[Any], connection: Connection) -> Select[Any]:
     """Make a query read what is committed now, not what was when the transaction's snapshot was taken."""
     return query.with_for_update(read=True) if connection.dialect.name in LOCKING_READS else query
+
+
+def begin_immediate(engine: Engine | AsyncEngine) -> None:
+    """Make every transaction of a SQLite engine begin with `BEGIN IMMEDIATE`, before its first connection.
+
+    Transactions then take turns from their first statement, waiting up to the connection's `timeout`
+    (5 seconds unless `connect_args={"timeout": …}` says otherwise), and none fails half way. Use an engine
+    of its own for work that only reads.
+
+    Args:
+        engine: an engine of SQLite, also one for coroutines.
+
+    Raises:
+        ValueError: if the engine is not one of SQLite.
+    """
+    if is_async_engine(engine):
+        engine = engine.sync_engine
+    if engine.dialect.name != "sqlite":
+        raise ValueError(f"BEGIN IMMEDIATE is SQLite's, and this engine speaks to {engine.dialect.name}")
+
+    def on_connect(connection: Any, _record: object) -> None:
+        connection.isolation_level = None  # the driver shall not begin by itself: it would begin deferred
+
+    def on_begin(connection: Connection) -> None:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+    event.listen(engine, "connect", on_connect)
+    event.listen(engine, "begin", on_begin)

@@ -48,32 +48,24 @@ def refuse(connection: Connection, refusal: FenceError | LockLostError) -> None:
         scope = savepoint or each.get_transaction()
         if scope is not None and scope.is_active and not is_refused(each):
             what = "transaction" if savepoint is None else "savepoint"
-            _refuse_in(
-                each,
-                scope,
+            is_new = each not in _refused
+            message = (
                 f"nothing of this {what} can be committed, because the guard has refused some of it: call "
-                f"rollback(), then begin again. The refusal was: {refusal}",
+                f"rollback(), then begin again. The refusal was: {refusal}"
             )
-
-
-def _refuse_in(connection: Connection, scope: Transaction, message: str) -> None:
-    is_new = connection not in _refused
-    _refused[connection] = scope, message
-    if scope is connection.get_transaction():
-        _roll_back_driver(connection)  # frees the row locks at once
-    if is_new:
-        for name in _STOPPED:
-            event.listen(connection, name, _stop)
-        for name in _FREED_BY:
-            event.listen(connection, name, _free)
-        event.listen(connection, "release_savepoint", _stop_release)
+            _refused[each] = scope, message
+            if savepoint is None:
+                _roll_back_driver(each)  # frees the row locks at once
+            if is_new:
+                for name in _STOPPED:
+                    event.listen(each, name, _stop)
+                for name in _FREED_BY:
+                    event.listen(each, name, _free)
+                event.listen(each, "release_savepoint", _stop_release)
 
 
 def refusing(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Have nothing come of a session's transaction, but a rollback, once this function has refused something.
-
-    The function's first argument is the session.
-    """
+    """Have nothing come of the transaction of its first argument, a session, once this has refused."""
 
     @wraps(function)
     def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -96,10 +88,7 @@ def is_refused(connection: Connection) -> bool:
 
 
 def _roll_back_driver(connection: Connection) -> None:
-    """End the driver's transaction: a listener for "commit" that raises leaves it open.
-
-    A connection that turns out to be lost has none.
-    """
+    """End the driver's transaction, if it has one: a listener for "commit" that raises leaves it open."""
     if not (connection.invalidated or isinstance(connection.get_transaction(), TwoPhaseTransaction)):
         with suppress(Exception):
             connection.dialect.do_rollback(connection.connection)

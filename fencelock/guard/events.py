@@ -1,10 +1,8 @@
-"""What the guard does, for whoever wants to see it: callbacks to hang metrics on, and records in the log.
+"""What the guard does: callbacks to hang metrics on, and records in the log.
 
-A refusal is told once, where it happens, in the thread (and task) that it happens in, before the transaction
-is rolled back. Callbacks are to be quick, and must not use the session or connection; one that fails is
-logged, and changes nothing. The log records of `fencelock.guard` have the same facts as attributes
-(`record.table`, `record.resource`, `record.token`, `record.fence`): a warning for what was refused, and for
-claims a record on the level DEBUG.
+A refusal is told once, in its own thread and task, before the transaction is rolled back. The log records of
+`fencelock.guard` have the facts as attributes (`record.table`, `.resource`, `.token`, `.fence`): a warning
+for what was refused, and for claims a record on the level DEBUG.
 """
 
 from __future__ import annotations
@@ -14,12 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from fencelock.errors import (
-    FenceError,
-    LockLostError,
-    StaleTokenError,
-    UnfencedWriteError,
-)
+from fencelock.errors import FenceError, LockLostError, StaleTokenError, UnfencedWriteError
 
 logger = logging.getLogger("fencelock.guard")
 logger.addHandler(logging.NullHandler())  # what is refused is an error as well: nobody has to read it twice
@@ -56,21 +49,14 @@ _REPORTED: Final = "_fencelock_reported"
 def on_stale(callback: _C) -> _C:
     """Call a function whenever the database has turned a stale token away; may be used as a decorator.
 
-    Example:
-        ```python
-        @on_stale
-        def count(event: GuardEvent) -> None:
-            stale_writes.labels(event.table).inc()
-        ```
+    Callbacks are to be quick, and must not use the session or connection; one that fails is logged, and
+    changes nothing.
     """
     return _add("stale", callback)
 
 
 def on_unfenced(callback: _C) -> _C:
-    """Call a function whenever a write without its lease was refused; may be used as a decorator.
-
-    That includes those for which several leases could be meant.
-    """
+    """Call a function whenever a write without its lease was refused; may be used as a decorator."""
     return _add("unfenced", callback)
 
 

@@ -1,7 +1,7 @@
 """The fence table: one row per resource, which outlives every row that the resource guards.
 
-A row that does not exist yet, or not any more, has no fence. The resource's own row in this table has, and is
-never deleted; `gate` claims it. Apart from `claim` because migrations need the table and nothing else.
+A row that is not there has no fence, the resource's own row has; `gate` claims it. Apart from `claim` because
+migrations need the table and nothing else.
 """
 
 from __future__ import annotations
@@ -12,18 +12,9 @@ from sqlalchemy import Column, MetaData, String, Table
 from sqlalchemy.engine import Connection
 
 from fencelock._databases import RESOURCE
+from fencelock.guard import tables
 from fencelock.guard._install import install
-from fencelock.guard.tables import (
-    FENCE_COLUMN,
-    FENCE_TABLE,
-    TRANSLATED,
-    TRIGGER_MARK,
-    FencedTable,
-    ResourceTemplate,
-    fenced_table,
-    new_column,
-    register,
-)
+from fencelock.guard.tables import FENCE_COLUMN, FENCE_TABLE
 
 SEAL_COLUMN: Final = "sealed_by"
 
@@ -41,9 +32,8 @@ def fence_table(metadata: MetaData, *, schema: str | None = None, trigger: bool 
     Args:
         metadata: of the models.
         schema: where the table is.
-        trigger: have the database itself refuse whatever lowers a resource's fence, a restore of old rows for
-            instance; made by `create_all` and wanted by autogenerate, as for models. There is no strict one:
-            sealed locks are acquired by programs that know no models.
+        trigger: have the database itself refuse whatever lowers a resource's fence, as for models. There is
+            no strict one: sealed locks are acquired by programs that know no models.
 
     Raises:
         ValueError: if another trigger is asked for.
@@ -54,13 +44,13 @@ def fence_table(metadata: MetaData, *, schema: str | None = None, trigger: bool 
     _schemas.add(table.schema)
     if trigger:
         install()
-        table.c[FENCE_COLUMN].info[TRIGGER_MARK] = True
+        table.c[FENCE_COLUMN].info[tables.TRIGGER_MARK] = True
     return table
 
 
 def fences_of(connection: Connection) -> Table:
     """Return the fence table that a connection's gates and seals are in."""
-    translated = connection.get_execution_options().get(TRANSLATED) or {}
+    translated = connection.get_execution_options().get(tables.TRANSLATED) or {}
     if len(_schemas) != 1 or None in translated:
         return FENCES
     (schema,) = _schemas
@@ -72,13 +62,15 @@ def _define(metadata: MetaData, schema: str | None) -> Table:
         FENCE_TABLE,
         metadata,
         Column("resource", RESOURCE, primary_key=True),
-        new_column(FENCE_COLUMN, {}),
+        tables.new_column(FENCE_COLUMN, {}),
         Column(SEAL_COLUMN, String(32)),
         schema=schema,
         keep_existing=True,
     )
-    if fenced_table(table) is None:
-        register(FencedTable(table, ResourceTemplate("{resource}", {"resource": table.c.resource})))
+    if tables.fenced_table(table) is None:
+        tables.register(
+            tables.FencedTable(table, tables.ResourceTemplate("{resource}", {"resource": table.c.resource}))
+        )
     return table
 
 

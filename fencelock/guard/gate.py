@@ -43,9 +43,8 @@ def gate(
 
     It guards what rows cannot guard themselves: INSERTs, a DELETE followed by an INSERT, and whole
     aggregates of rows that are not fenced one by one. Until the transaction ends, no other holder passes
-    the gate of this resource.
-    Afterwards older holders never pass. Pass it before reading, as with `claim`. The fence table is part of
-    your metadata once `fence_table(Base.metadata)` was called; migrate then.
+    the gate of this resource; afterwards older holders never pass. Pass it before reading, as with `claim`.
+    The fence table is part of your metadata once `fence_table(Base.metadata)` was called; migrate then.
 
     Args:
         session: whose transaction passes the gate.
@@ -62,7 +61,7 @@ def gate(
         TypeError: if it cannot be told which of the session's databases has the gate.
     """
     install()
-    connection = begin_claim(session_of(session, "gate"), FENCES, bind_arguments).connection
+    connection = begin_claim(session_of(session, "gate"), FENCES, None, bind_arguments).connection
     fences = fences_of(connection)
     fenced = fenced_table(fences)
     assert fenced is not None  # noqa: S101  it is registered where it is defined
@@ -91,14 +90,7 @@ async def gate_async(
     *,
     bind_arguments: Mapping[str, Any] | None = None,
 ) -> None:
-    """Claim the resource's own row in the fence table: `gate`, for an `AsyncSession`.
-
-    Example:
-        ```python
-        await gate_async(session, "order:1")
-        session.add(Item(order_id=1))
-        ```
-    """
+    """Claim the resource's own row in the fence table: `gate`, for an `AsyncSession`."""
     await of_task(session).run_sync(gate, resource, bind_arguments=bind_arguments)
 
 
@@ -120,16 +112,13 @@ def _passing(fences: Table, dialect: str, *, returns: bool) -> Insert:
     A higher fence stays, and shuts the gate. One statement, because two deadlock: InnoDB's shared lock of a
     missed INSERT, or its gap lock of a missed UPDATE, is held by both contenders when each wants to write.
     """
-    fence = fences.c[FENCE_COLUMN]
-    made: Any
-    if dialect in LOCKING_READS:
-        made = mysql.insert(fences)
-        new = made.inserted[FENCE_COLUMN]
-        made = made.on_duplicate_key_update({FENCE_COLUMN: case((fence > new, fence), else_=new)})
+    fence, is_mysql = fences.c[FENCE_COLUMN], dialect in LOCKING_READS
+    made: Any = (mysql if is_mysql else postgresql if dialect == "postgresql" else sqlite).insert(fences)
+    new = (made.inserted if is_mysql else made.excluded)[FENCE_COLUMN]
+    higher = {FENCE_COLUMN: case((fence > new, fence), else_=new)}
+    if is_mysql:
+        made = made.on_duplicate_key_update(higher)
     else:
-        made = (postgresql if dialect == "postgresql" else sqlite).insert(fences)
-        new = made.excluded[FENCE_COLUMN]
-        higher = {FENCE_COLUMN: case((fence > new, fence), else_=new)}
         made = made.on_conflict_do_update(index_elements=["resource"], set_=higher)
     return made.returning(fence) if returns else made  # type: ignore[no-any-return]
 
@@ -155,22 +144,13 @@ def _at_gate_here(resource: str) -> Iterator[Transaction]:
     gate = resource, current_owner()
     for reference in _at_gates.keyrefs():
         writing = reference()
-        transaction = None if writing is None else writing.transaction()
-        if (
-            writing is not None
-            and transaction is not None
-            and transaction.is_active
-            and gate in writing.gates
-        ):
+        transaction = None if writing is None or gate not in writing.gates else writing.transaction()
+        if transaction is not None and transaction.is_active:
             yield transaction
 
 
 def refuse_to_wait_for_oneself(connection: Connection, resource: str) -> None:
-    """Refuse a gate that another open transaction of this very thread, task or greenlet has passed.
-
-    Raises:
-        FenceError: the database would wait for that transaction, which cannot go on meanwhile.
-    """
+    """Refuse a gate that another open transaction of this very thread, task or greenlet has passed."""
     for transaction in _at_gate_here(resource):
         other = transaction.connection
         if other is not connection and _is_same_database(other.engine, connection.engine):

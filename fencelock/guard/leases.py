@@ -1,11 +1,8 @@
-"""Which leases a transaction writes under.
+"""Which leases a transaction writes under: those that it was first written under, noted on its connection.
 
-A database transaction remembers the leases that it was first written under. The context variable behind
-`held_leases` does not reach other threads, leaks out of suspended generators, and is empty once the block was
-left. So what is remembered hangs on the connection, wherever the code runs.
-
-An older lease of a resource stays in use where the context holds a newer one by now: the transaction has read
-under the older one, another holder may have come between, and only the older token lets the database see it.
+The context variable does not reach other threads, leaks out of generators, and is empty once the block was
+left. An older lease stays in use where the context holds a newer one: another holder may have come between,
+and only the older token lets the database see it.
 """
 
 from __future__ import annotations
@@ -24,8 +21,7 @@ from fencelock.errors import FenceError, UnfencedWriteError
 from fencelock.guard._sqlalchemy import isolation_on_connect, refuse_inactive
 from fencelock.guard.events import report
 from fencelock.guard.sessions import blocking, join, owner_of
-from fencelock.guard.tables import FencedTable
-from fencelock.guard.write_ids import new_write_id
+from fencelock.guard.tables import FencedTable, new_write_id
 from fencelock.lease import Lease, held_leases, was_left
 
 if TYPE_CHECKING:
@@ -38,29 +34,17 @@ _WRITING: Final = "_fencelock_writing"
 """Where a connection has what its transaction writes under, or an earlier one did."""
 
 
-def bind(
-    target: AnySession,
-    *leases: Lease,
-) -> None:
+def bind(target: AnySession, *leases: Lease) -> None:
     """Hand leases to a session or connection: its writes are guarded by these, whatever the context holds.
 
     For code that the held leases do not reach by themselves: other threads, executors, generators; and for
     tokens that come from elsewhere (`Lease("order:1", token)`). It lasts as long as the session or
     connection, or until the next `bind`; without leases it undoes an earlier one. A transaction that is
-    already open forgets the leases that it was written under before. Of sessions that share a connection,
-    the one that has begun or flushed on it last is taken for the one whose statement it is: bind the same
-    leases to each, or give each a connection of its own.
+    already open forgets the leases that it was written under before. Sessions that share a connection want
+    the same leases, because the one that has begun or flushed on it last counts.
 
     It does not keep the lock: whoever took the lease still releases it, which waits for transactions that
     have been written under it by then, and for no others.
-
-    Example:
-        ```python
-        def work(lease: Lease) -> None:  # in a thread of its own
-            with Session(engine) as session:
-                bind(session, lease)
-                ...
-        ```
 
     Raises:
         TypeError: if what is bound is no lease, or is bound to something else than a session or connection.
@@ -76,37 +60,15 @@ def bind(
 
 
 class Writing:
-    """What one database transaction writes under.
-
-    Attributes:
-        born: the resources of rows that it has inserted before anybody could lock them.
-        gates: which it has passed, and who did so: each as (resource, owner).
-        has_transaction: whether the driver was seen to hold a transaction open.
-        remembered: the leases it was written under so far, by resource.
-        shard: the shard of the objects that are written in it.
-        transaction: returns SQLAlchemy's object, which may be gone.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "_bound",
-        "_mark",
-        "_needs",
-        "born",
-        "gates",
-        "has_transaction",
-        "remembered",
-        "shard",
-        "transaction",
-    )
+    """What one database transaction writes under; SQLAlchemy's object may be gone."""
 
     def __init__(self, transaction: Transaction) -> None:
         self.transaction = ref(transaction)
-        self.has_transaction = False
-        self.shard: object = None
-        self.remembered: dict[str, Lease] = {}
-        self.gates: set[tuple[str, object]] = set()
-        self.born: set[str] = set()
+        self.has_transaction = False  # whether the driver was seen to hold one open
+        self.shard: object = None  # of the objects that are written in it
+        self.remembered: dict[str, Lease] = {}  # by resource
+        self.gates: set[tuple[str, object]] = set()  # that it has passed, by resource and owner
+        self.born: set[str] = set()  # resources of rows that it has inserted before they could be locked
         self._bound: tuple[Lease, ...] | None = None
         self._needs: set[Lease] = set()
         # Stands for it in the leases: if they referred to it, it would never be thrown away.
@@ -134,8 +96,7 @@ class Writing:
         bound = ", ".join(repr(lease.resource) for lease in self._bound)
         return (
             f"{', '.join(map(repr, held))} {'is' if len(held) == 1 else 'are'} held here, but this session "
-            f"or connection is bound to a lease of {bound}, and only that counts: bind(session, lock.lease) "
-            f"binds the present one, and bind(session) undoes it"
+            f"or connection is bound to a lease of {bound}, and only that counts: bind(session) undoes it"
         )
 
     def need(self, lease: Lease) -> None:
@@ -145,11 +106,7 @@ class Writing:
             lease.need(self._mark)
 
     def remember(self, resource: str, lease: Lease) -> None:
-        """Note that the transaction is written under the lease of a resource.
-
-        Raises:
-            UnfencedWriteError: if it has been given back, and waits for transactions of before at most.
-        """
+        """Note that the transaction is written under the lease of a resource, unless that was given back."""
         if self.remembered.get(resource) is not lease:
             self.need(lease)
             if not lease.usable:  # it was when the flush began
@@ -190,10 +147,7 @@ def _call_each(calls: Iterable[Callable[[], object]]) -> None:
 
 
 def writing_on(connection: Connection) -> Writing:
-    """Return what the connection's transaction writes under, beginning one where there is none.
-
-    SQLAlchemy would begin it a moment later, when the statement is executed.
-    """
+    """Return what the connection's transaction writes under, beginning one as executing would do."""
     transaction = connection.get_transaction() or connection.begin()
     if not transaction.is_active:
         refuse_inactive(connection)  # what executing would do, before anything is noted
@@ -212,13 +166,7 @@ def open_writing(connection: Connection) -> Writing | None:
 
 
 def on_end(transaction: Transaction, error: BaseException | None, *, commits: bool) -> None:
-    """Hear how any transaction or savepoint has ended, or that an attempt to end it has failed.
-
-    Args:
-        transaction: the one.
-        error: with which it has ended.
-        commits: whether it was to be committed.
-    """
+    """Hear how any transaction or savepoint has ended, or that an attempt to end it has failed."""
     writing: Writing | None = getattr(transaction.connection, _WRITING, None)
     if writing is None or transaction.is_active or writing.transaction() is not transaction:
         return
@@ -253,11 +201,7 @@ def report_refusal(connection: Connection, error: FenceError) -> None:
 
 
 def begin_writing(connection: Connection, options: Mapping[str, Any], fenced: FencedTable) -> Writing:
-    """Return what the connection's transaction writes under; refuse a connection that has none.
-
-    Raises:
-        UnfencedWriteError: if each statement would be committed by itself.
-    """
+    """Return what the connection's transaction writes under; refuse a connection that has none."""
     writing = writing_on(connection)
     if not writing.has_transaction:
         if _commits_by_itself(connection, options):
@@ -287,21 +231,11 @@ NOT_INHERITED: Final = (
     "Leases follow into tasks and asyncio.to_thread, but not into other threads or executors: there, hand "
     "one over with bind(session, lock.lease)"
 )
-"""What to say to one who holds no lease, and may believe that he does."""
+"""What to say where no lease is held."""
 
 
 class Tokens:
-    """The tokens for the rows of one statement, or of one flush.
-
-    Args:
-        connection: what executes it.
-        fenced: the table that it writes.
-        claiming: whether it is about to claim the rows, which takes a lease of each.
-
-    Attributes:
-        write_id: the id of these writes.
-        writing: what the connection's transaction writes under.
-    """
+    """The tokens for the rows of one statement, or of one flush; `claiming` takes a lease of each row."""
 
     __slots__ = ("_candidates", "_claiming", "_found", "_used", "fenced", "write_id", "writing")
 
@@ -315,36 +249,23 @@ class Tokens:
         self._used: list[Lease] = []
 
     def check(self) -> None:
-        """Refuse to go on under a lease that has ended meanwhile.
-
-        Raises:
-            LockLostError: if one of them has.
-        """
+        """Refuse to go on under a lease that has ended meanwhile: LockLostError."""
         for lease in self._used:
             lease.token_to_write()
 
     def need_some(self, resource: str | None = None) -> None:
-        """Refuse a write under no lease at all; the resource that it needed is named where it is known.
-
-        Raises:
-            UnfencedWriteError: if none is held.
-        """
+        """Refuse a write under no lease at all; the resource that it needed is named where it is known."""
         if self._candidates:
             return
-        hint = self.writing.bound_instead or NOT_INHERITED
-        if resource is not None and was_left(resource):
-            hint = (
-                "Where the block that held it was left before this write was sent, call flush() or commit() "
-                "inside the block"
-            )
         template = self.fenced.template
         if resource is None and not template.columns:
             resource = template.render(())
-        lock = (
-            f"fenced_lock({resource!r})"
-            if resource
-            else f"fenced_lock(…) of its resource, {template.text!r} with the row's values,"
-        )
+        hint = self.writing.bound_instead or NOT_INHERITED
+        lock = f"fenced_lock(…) of its resource, {template.text!r} with the row's values,"
+        if resource is not None:
+            lock = f"fenced_lock({resource!r})"
+            if was_left(resource):
+                hint = "Where its block was left before this write was sent, flush or commit inside the block"
         raise UnfencedWriteError(
             f"no lease is held for this write to {self.fenced.name!r}; acquire {lock} around it. {hint}"
         )
@@ -352,13 +273,8 @@ class Tokens:
     def of_new_row(self) -> int:
         """Return the fence 0 for a row whose resource nobody can have locked yet: the database names it.
 
-        That is a row without a key so far; and until the transaction ends, for nobody else sees it, the row
-        with its new key, and what hangs on it.
-
-        Which of the leases it is written under cannot be told, so all of them are waited for.
-
-        Raises:
-            UnfencedWriteError: if none is held.
+        That is a row without a key so far, and until the transaction ends what hangs on it. All leases are
+        waited for, because it cannot be told which of them it is written under.
         """
         self.need_some()
         for lease in self._candidates.values():
@@ -366,12 +282,7 @@ class Tokens:
         return 0
 
     def of_row(self, values: tuple[Any, ...]) -> int:
-        """Return the token of the resource that guards the row with these values, as the template has them.
-
-        Raises:
-            UnfencedWriteError: if that resource's lease is not among those held.
-            LockLostError: if the lease is known to be lost.
-        """
+        """Return the token of the resource that guards the row with these values of the template."""
         token = self._found.get(values)
         if token is None:
             token = self._found[values] = self._look_up(values)

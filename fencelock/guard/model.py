@@ -7,29 +7,24 @@ are unhashable.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, ClassVar, Final
+from weakref import ref
 
-from sqlalchemy import BigInteger, Column, event, text
+from sqlalchemy import BigInteger, Column, Join, Table, event, text
 from sqlalchemy.orm import Mapped, MappedAsDataclass, Mapper, mapped_column
 
+from fencelock.guard import tables
 from fencelock.guard._install import install
-from fencelock.guard._mapping import on_any_mapped, on_mapped
-from fencelock.guard.tables import (
-    FENCE_COLUMN,
-    FENCE_MARK,
-    RESOURCE_MARK,
-    TRIGGER_MARK,
-    WRITE_COLUMN,
-    WRITE_MARK,
-    FenceTrigger,
-    check_trigger,
-    new_column,
-)
+from fencelock.guard._sqlalchemy import equal_to_parents
+from fencelock.guard.objects import watch_mapper
+from fencelock.guard.tables import FENCE_COLUMN
 
 _AT_THE_END: Final = 1000
+_ZERO: Final = text("0")
 
 
-def fence_column(*, resource: str | None = None, trigger: FenceTrigger = False) -> Column[int]:
+def fence_column(*, resource: str | None = None, trigger: tables.FenceTrigger = False) -> Column[int]:
     """Return the column that makes a Core `Table`, or the table of an imperative mapping, a fenced one.
 
     It is `last_fencing_token BIGINT NOT NULL DEFAULT 0`, and stands beside `write_id_column()`. Declarative
@@ -38,15 +33,16 @@ def fence_column(*, resource: str | None = None, trigger: FenceTrigger = False) 
     Args:
         resource: which lease guards a row, such as `"order:{id}"`: see `__fence_resource__`. A model of the
             table may say it instead.
-        trigger: whether `create_all` gives the table a trigger, and of which form (True or `"strict"`; see
-            `fencelock.guard.triggers`).
+        trigger: which trigger `create_all` gives the table: see `fencelock.guard.triggers`.
 
     Raises:
-        ValueError: if there is no such form.
+        ValueError: if there is no such trigger.
     """
     install()
-    marks = {**FENCE_MARK, TRIGGER_MARK: check_trigger(trigger)}
-    return new_column(FENCE_COLUMN, marks if resource is None else {**marks, RESOURCE_MARK: resource})
+    marks = {**tables.FENCE_MARK, tables.TRIGGER_MARK: tables.check_trigger(trigger)}
+    return tables.new_column(
+        FENCE_COLUMN, marks if resource is None else {**marks, tables.RESOURCE_MARK: resource}
+    )
 
 
 def write_id_column() -> Column[int]:
@@ -54,7 +50,7 @@ def write_id_column() -> Column[int]:
 
     It is `last_write_id BIGINT NOT NULL DEFAULT 0`. Each guarded write gives the row a new random number.
     """
-    return new_column(WRITE_COLUMN, WRITE_MARK)
+    return tables.new_column(tables.WRITE_COLUMN, tables.WRITE_MARK)
 
 
 class FencedModel:
@@ -64,25 +60,20 @@ class FencedModel:
     every UPDATE and DELETE that SQLAlchemy sends for the model's table carries
     `AND last_fencing_token <= :token`, and an UPDATE raises the fence, where the token is that of the lease
     held (`fenced_lock`, `bind`). Without a lease nothing is sent. Each write gives the row a new write id.
-    Both columns belong to the guard: what a program assigns to the attributes is replaced.
+    What the unit of work writes, it writes only over the write that the object was loaded from, or raises
+    `StaleReadError`. Both columns belong to the guard: what a program assigns to the attributes is replaced.
 
-    Set `__fence_trigger__ = True` for a trigger that refuses in the database itself what would lower a fence,
-    whoever writes, or to `"strict"` for one that refuses also what carries no token: `create_all` makes it,
-    and Alembic's autogenerate finds it missing (see `fencelock.guard.triggers`).
+    `__fence_resource__` says which lease guards a row: a format string over columns of the fenced table,
+    which must never change, and whose values the database gives back as they were given to it (no type that
+    changes case, say). A word without braces is one resource that guards the whole table.
 
-    Set `__fence_resource__` to say which lease guards a row: a format string over columns of the fenced
-    table, which must never change, and whose values the database gives back as they were given to it (no
-    type that changes case, say). A word without braces is one resource that guards the whole table.
+    `__fence_trigger__ = True` makes a trigger that refuses in the database itself what would lower a fence,
+    whoever writes; `"strict"` one that refuses also what carries no token: `create_all` makes it, and
+    Alembic's autogenerate finds it missing (see `fencelock.guard.triggers`).
 
-    What the unit of work writes, it writes only over the write that the object was loaded from:
-    `StaleReadError` says that the row was written since, by whichever holder.
-
-    What it does not promise: that what you read and do not write is still true (see `claim`), and
-    that a stale holder cannot INSERT, since a new row has no fence to compare with (see `gate`). What the
-    database does by itself goes unseen: foreign keys with ON DELETE CASCADE or SET NULL, triggers, stored
-    functions. A link in a many-to-many table is guarded where a relationship of the fenced model changes (or
-    one with `back_populates` to it). Changed or deleted with an object of the other model, it is not, and
-    neither are the places that an `ordering_list` keeps in the children: fence that model, too.
+    docs/correctness.md says what stays open: what you read and do not write (see `claim`), an INSERT by a
+    stale holder (see `gate`), what the database does by itself (ON DELETE CASCADE and SET NULL, triggers,
+    stored functions), and links and `ordering_list` places that only the other model's relationship writes.
 
     Example:
         ```python
@@ -95,20 +86,21 @@ class FencedModel:
 
     Raises:
         FenceError: when the class is mapped, if it has no `__fence_resource__`.
-        ValueError: when the class is mapped, if `__fence_resource__` names what is no column of its table,
-            names one of a type whose equal values are written in several ways, or the table has no column
+        ValueError: when the class is mapped, if `__fence_resource__` names what is no column of its table, or
+            one whose equal values are written in several ways; if the table has no column
             `last_fencing_token` or the model calls it something else; or if there is no such trigger.
         TypeError: beside `MappedAsDataclass`, which takes `FencedDataclassModel`, and beside SQLModel, which
             takes the column alone: see docs/sqlmodel.md.
     """
 
     __fence_resource__: ClassVar[str]
-    __fence_trigger__: ClassVar[FenceTrigger] = False
+    __fence_trigger__: ClassVar[tables.FenceTrigger] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         if issubclass(cls, MappedAsDataclass):
             raise TypeError(f"{cls.__name__} is a dataclass: use FencedDataclassModel instead of FencedModel")
-        if _is_of_pydantic(cls) and not any(
+        is_of_pydantic = any(each.__module__.partition(".")[0] == "pydantic" for each in cls.__mro__)
+        if is_of_pydantic and not any(
             FENCE_COLUMN in vars(each) for each in cls.__mro__ if not issubclass(FencedModel, each)
         ):
             raise TypeError(
@@ -120,20 +112,10 @@ class FencedModel:
         super().__init_subclass__(**options)
 
     last_fencing_token: Mapped[int] = mapped_column(
-        FENCE_COLUMN,
-        BigInteger,
-        nullable=False,
-        server_default=text("0"),
-        info=FENCE_MARK,
-        sort_order=_AT_THE_END,
+        BigInteger, server_default=_ZERO, info=tables.FENCE_MARK, sort_order=_AT_THE_END
     )
     last_write_id: Mapped[int] = mapped_column(
-        WRITE_COLUMN,
-        BigInteger,
-        nullable=False,
-        server_default=text("0"),
-        info=WRITE_MARK,
-        sort_order=_AT_THE_END,
+        BigInteger, server_default=_ZERO, info=tables.WRITE_MARK, sort_order=_AT_THE_END
     )
 
 
@@ -144,25 +126,21 @@ class FencedDataclassModel(MappedAsDataclass):
     """
 
     __fence_resource__: ClassVar[str]
-    __fence_trigger__: ClassVar[FenceTrigger] = False
+    __fence_trigger__: ClassVar[tables.FenceTrigger] = False
 
     last_fencing_token: Mapped[int] = mapped_column(
-        FENCE_COLUMN,
         BigInteger,
-        nullable=False,
-        server_default=text("0"),
-        info=FENCE_MARK,
+        server_default=_ZERO,
+        info=tables.FENCE_MARK,
         sort_order=_AT_THE_END,
         init=False,
         repr=False,
         compare=False,
     )
     last_write_id: Mapped[int] = mapped_column(
-        WRITE_COLUMN,
         BigInteger,
-        nullable=False,
-        server_default=text("0"),
-        info=WRITE_MARK,
+        server_default=_ZERO,
+        info=tables.WRITE_MARK,
         sort_order=_AT_THE_END,
         init=False,
         repr=False,
@@ -170,22 +148,88 @@ class FencedDataclassModel(MappedAsDataclass):
     )
 
 
-def _is_of_pydantic(model: type[Any]) -> bool:
-    """Tell whether a model is one of SQLModel, without loading what it is made with."""
-    return any(each.__module__.partition(".")[0] == "pydantic" for each in model.__mro__)
-
-
 def _on_mapped(mapper: Mapper[Any], model: type[Any]) -> None:
-    install()
-    on_mapped(mapper, model)
+    """Make the tables of a mapped model known to the guard, if one is fenced, or is said to be.
 
-
-def _on_any_mapped(mapper: Mapper[Any], model: type[Any]) -> None:
-    if getattr(model, "__fence_resource__", None) is not None:
+    A model without the mixin may be: whoever maps a `Table` with a `fence_column()` has collections, links
+    and joined sub-tables guarded, too. One that is mapped to a query, as an `AbstractConcreteBase` is, has
+    no rows of its own: where it writes, the statements are guarded like any others.
+    """
+    said = getattr(model, "__fence_resource__", None)
+    says_so = said is not None or issubclass(model, FencedModel | FencedDataclassModel)
+    if says_so:
         install()
-    on_any_mapped(mapper, model)
+    is_fenced = says_so or any(map(tables.fenced_table, mapper.tables))
+    if not is_fenced or not isinstance(mapper.persist_selectable, Table | Join):
+        return
+    base = _base_table(mapper, model)
+    _refuse_another_name(mapper, base)
+    _refuse_another_key(mapper, model, base)
+    if trigger := tables.check_trigger(getattr(model, "__fence_trigger__", False)):
+        base.c[FENCE_COLUMN].info[tables.TRIGGER_MARK] = trigger
+    tables.check_write_column(base, model.__name__)
+    fenced = tables.registered(base)
+    if fenced is None or said is not None:  # else another model of the same table has said it
+        columns: Iterable[tuple[str, Any]] = mapper.columns.items()  # column_attrs would configure mappers
+        attributes = {name: column for name, column in columns if getattr(column, "table", None) is base}
+        template = tables.template_of(base, model.__name__, attributes, said)
+        if fenced is None:
+            fenced = tables.register(tables.FencedTable(base, template))
+        elif template.text != fenced.template.text:
+            raise ValueError(
+                f"{model.__name__}.__fence_resource__ differs from that of another model of table "
+                f"{base.name!r}; the same rows cannot be guarded by two resources"
+            )
+    for table in mapper.tables:
+        if isinstance(table, Table) and table is not base:
+            tables.register_sub_table(table, fenced)
+    if mapper.base_mapper not in fenced.mappers():
+        fenced.of_models.append(ref(mapper.base_mapper))
+    watch_mapper(mapper, fenced)
 
 
-for _mixin in (FencedModel, FencedDataclassModel):
-    event.listen(_mixin, "after_mapper_constructed", _on_mapped, propagate=True)
-event.listen(Mapper, "after_mapper_constructed", _on_any_mapped)
+def _base_table(mapper: Mapper[Any], model: type[Any]) -> Table:
+    for table in mapper.tables:
+        if isinstance(table, Table) and FENCE_COLUMN in table.c:
+            table.c[FENCE_COLUMN].info.update(tables.FENCE_MARK)
+            return table
+    raise ValueError(
+        f"{model.__name__} is to be fenced, but its table {mapper.local_table.description!r} has no column "
+        f"{FENCE_COLUMN!r}; add it to the Table with fence_column(), and to the database with a migration"
+    )
+
+
+def _refuse_another_name(mapper: Mapper[Any], base: Table) -> None:
+    """Refuse a model, or a parent in the same table, whose objects would be loaded without their fence."""
+    for each in mapper.iterate_to_root():
+        if base not in each.tables or FENCE_COLUMN in each.columns:
+            continue
+        name = each.class_.__name__
+        if each is not mapper:
+            raise ValueError(
+                f"{mapper.class_.__name__} is to be fenced, and shares the table {base.name!r} with {name}, "
+                f"which it inherits from and which has no {FENCE_COLUMN}: have {name} inherit FencedModel, "
+                f"or give it the column by fence_column(), for what guards a table guards all its rows"
+            )
+        raise ValueError(
+            f"{name} maps the column {FENCE_COLUMN!r} under another name, or not at all; the guard "
+            f"stamps objects through the attribute of this very name"
+        )
+
+
+def _refuse_another_key(mapper: Mapper[Any], model: type[Any], base: Table) -> None:
+    """Refuse a model that names its rows by another key than its table."""
+    of_table, of_model = list(base.primary_key), list(mapper.primary_key)
+    for each in reversed(list(mapper.iterate_to_root())):  # a joined one's are its parent's, equal to its own
+        equal = dict(equal_to_parents(each))
+        of_model = [column if column.table is base else equal.get(column, column) for column in of_model]
+    if of_model != of_table:
+        raise ValueError(
+            f"{model.__name__} names its rows by {[column.key for column in mapper.primary_key]!r}, and the "
+            f"primary key of its fenced table {base.name!r} is {[each.key for each in base.primary_key]!r}; "
+            f"by it the guard knows what was loaded of a row, so have both be the same, in the same order "
+            f"(see primary_key in __mapper_args__)"
+        )
+
+
+event.listen(Mapper, "after_mapper_constructed", _on_mapped)

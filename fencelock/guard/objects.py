@@ -1,17 +1,13 @@
 """The unit of work: the write that an object was loaded from goes with it into its statement.
 
-`last_write_id` of an object is the write that it was loaded from. Before the object is written, it becomes a
-`Stamp`: the id of this write, which knows the id that it replaces, and the token. The parameters of the
-statement bring the stamp to `statements`. There is no other way between the two, save for statements whose
-parameters name a row by its key alone: their object is in the session's identity map.
-
-A change in a collection, a link table or a joined sub-table writes the base row, too.
+Before an object is written, its `last_write_id` becomes a `Stamp`. The parameters bring it to `statements`;
+where they name a row by its key alone, the object is in the session's identity map. A change in a collection,
+a link table or a joined sub-table writes the base row, too.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import event, inspect
@@ -19,15 +15,14 @@ from sqlalchemy.engine import Connection
 from sqlalchemy.orm import InstanceState, Mapper, Session
 from sqlalchemy.orm.base import INCLUDE_PENDING_MUTATIONS, NO_VALUE, PASSIVE_NO_INITIALIZE
 from sqlalchemy.sql.schema import ScalarElementColumnDefault
-from sqlalchemy.types import TypeEngine
 
 from fencelock.errors import FenceError, UnfencedWriteError
+from fencelock.guard import tables
 from fencelock.guard._sqlalchemy import always_load, cache_of, executes_flush, left_out_of
 from fencelock.guard.events import report
 from fencelock.guard.leases import Tokens, open_writing
-from fencelock.guard.sessions import is_bypassed, join, moved_by, owner_of
-from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN, FencedTable, fenced_table
-from fencelock.guard.write_ids import MIXED, moved, new_write_id
+from fencelock.guard.sessions import MOVED, is_bypassed, join, owner_of
+from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN, FencedTable, fenced_table, moved, new_write_id
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -42,12 +37,7 @@ _FLUSH: Final = "fencelock.flush"
 
 
 class Stamp(int):
-    """The id of a write.
-
-    Attributes:
-        loaded: the id that it replaces, which the row must still have; None where that is not known.
-        token: the token to write with.
-    """
+    """The id of a write, the id that it replaces (None where that is not known), and the token."""
 
     loaded: int | None
     token: int
@@ -64,12 +54,12 @@ def new_stamp(write_id: int, token: int, loaded: int | None) -> Stamp:
 
 
 def on_flush(session: Session, *_: object) -> None:
-    """Begin to collect the tokens of a flush: a listener for all sessions."""
+    """Begin to collect the tokens of a flush."""
     session.info[_FLUSH] = {}
 
 
 def on_undone(_session: Session, instance: object) -> None:
-    """Have an object whose row is not there have no fence: a listener for all sessions."""
+    """Have an object whose row is not there have no fence."""
     state: _State = inspect(instance)
     if any(map(fenced_table, state.mapper.tables)):
         for name in (FENCE_COLUMN, WRITE_COLUMN):
@@ -120,41 +110,37 @@ def object_of(connection: Connection, fenced: FencedTable, key: tuple[Any, ...])
 
 
 def watch_mapper(mapper: Mapper[Any], fenced: FencedTable) -> None:
-    """Listen to the unit of work of a fenced model.
+    """Listen to the unit of work of a fenced model, and to what is loaded of it.
 
-    The mapper's events are used, not the session's `before_flush`: they see also what other listeners and
-    cascades have added to the flush, for each object, just before its columns are looked at.
+    The mapper's events see also what other listeners and cascades have added to the flush, for each object,
+    just before its columns are looked at. With retval SQLAlchemy calls them as they are.
     """
     watch = _Watch(mapper, fenced)
-    # With retval SQLAlchemy calls them as they are; what they return is of no interest to it here.
     for name in ("before_insert", "after_insert", "before_update", "before_delete"):
         event.listen(mapper, name, getattr(watch, name), raw=True, retval=True)
     event.listen(mapper, "mapper_configured", watch.on_configured)
+    event.listen(mapper.class_manager, "refresh", _on_refresh, raw=True)
 
 
 class _Watch:
     """Stamps the objects of one mapper."""
 
-    __slots__ = ("_aging", "_comparing", "_fenced", "_in_row", "_key", "_naming")
+    __slots__ = ("_aging", "_fenced", "_naming")
 
     def __init__(self, mapper: Mapper[Any], fenced: FencedTable) -> None:
         columns: list[tuple[str, Any]] = list(mapper.columns.items())
         own = {column: key for key, column in columns if getattr(column, "table", None) is fenced.table}
-        guards = {FENCE_COLUMN, WRITE_COLUMN}
+        key = {mapper.get_property_by_column(column).key for column in mapper.primary_key}
         self._fenced = fenced
-        self._key = {mapper.get_property_by_column(column).key for column in mapper.primary_key}
-        self._in_row = frozenset(own.values()) - guards
-        self._aging = set(mapper.columns.keys()) - self._key - guards
-        self._comparing: dict[str, Callable[[Any, Any], Any]] = {}
+        self._aging = set(mapper.columns.keys()) - key - {FENCE_COLUMN, WRITE_COLUMN}
         self._naming = tuple(own[column] for column in fenced.template.columns.values())
 
-    def on_configured(self, mapper: Mapper[Any], _model: object) -> None:
-        """Have UPDATEs be looked at after all listeners that are there by now: they may change more.
-
-        No flush knows the mapper yet, so nobody is going through its listeners.
-        """
+    def on_configured(self, mapper: Mapper[Any], model: Any) -> None:
+        """Have UPDATEs looked at after all listeners that are there by now: they may change more."""
         event.remove(mapper, "before_update", self.before_update)
         event.listen(mapper, "before_update", self.before_update, raw=True, retval=True)
+        always_load(mapper, mapper.columns[WRITE_COLUMN])
+        event.listen(getattr(model, WRITE_COLUMN), "set", _on_set, retval=True)
 
     def before_insert(self, _mapper: object, connection: Connection, state: _State) -> None:
         tokens = self._tokens(connection, state)
@@ -167,13 +153,13 @@ class _Watch:
 
     def after_insert(self, _mapper: object, connection: Connection, state: _State) -> None:
         if state.dict.get(FENCE_COLUMN) == 0 and (tokens := self._tokens(connection, state)) is not None:
-            values = self._values(state)
+            values = loaded_values(self._naming, state)
             if values is not None:
                 tokens.writing.born.add(self._fenced.template.render(values))
 
     def before_update(self, _mapper: object, connection: Connection, state: _State) -> None:
         current = state.dict
-        if not self._writes_row(state, current) and not _has_changed(state, current):
+        if not _has_changed(state, current):
             state.committed_state.pop(FENCE_COLUMN, None)  # of an object that was merged, and claimed since
             return
         tokens = self._tokens(connection, state)
@@ -205,7 +191,7 @@ class _Watch:
         """
         token = self._token_for(tokens, state)  # which may load an expired object
         loaded = current.get(WRITE_COLUMN)
-        if loaded is None and any(was_loaded(state, key) for key in self._aging):
+        if loaded is None and any(_was_loaded(state, key) for key in self._aging):
             error = UnfencedWriteError(
                 f"this {state.mapper.class_.__name__} was loaded without {WRITE_COLUMN}, so that its age is "
                 f"not known: load that with the rest, or load it again"
@@ -217,56 +203,28 @@ class _Watch:
     def _token_for(self, tokens: Tokens, state: _State) -> int:
         """Return the token to write an object with."""
         try:
-            values = self._values(state)
-            if values is None:
-                values = self._defaults(state)
-            if values is not None:
-                return tokens.of_row(values)
-            self._refuse_null(state)
-            return tokens.of_new_row()
+            values = loaded_values(self._naming, state)
+            return self._unnamed(tokens, state) if values is None else tokens.of_row(values)
         except FenceError as error:
             report(error, table=self._fenced.name)
             raise
 
-    def _values(self, state: _State) -> tuple[Any, ...] | None:
-        """Return what names the resource, as it was loaded; None where a value is not known."""
-        return loaded_values(self._naming, state)
-
-    def _defaults(self, state: _State) -> tuple[Any, ...] | None:
-        """Return the same for a new row that leaves some of them to the defaults of their columns."""
-        values = []
-        for name, column in zip(self._naming, self._fenced.template.columns.values(), strict=True):
-            value = state.dict.get(name)
-            if value is None and isinstance(column.default, ScalarElementColumnDefault):
-                value = column.default.arg
-            values.append(value)
-        return None if state.key is not None or None in values else tuple(values)
-
-    def _refuse_null(self, state: _State) -> None:
-        """Refuse a row whose resource has no name, and will have none."""
-        template = self._fenced.template
+    def _unnamed(self, tokens: Tokens, state: _State) -> int:
+        """Return the token of a row that defaults or the database name; refuse one that will have no name."""
+        template, is_new, values = self._fenced.template, state.key is None, []
         for name, column in zip(self._naming, template.columns.values(), strict=True):
-            comes_later = state.key is None and (
-                column.primary_key or column.default is not None or column.server_default is not None
-            )
-            if state.dict.get(name) is None and column.nullable and not comes_later:
+            value = state.dict.get(name)
+            if value is None and is_new and isinstance(column.default, ScalarElementColumnDefault):
+                value = column.default.arg
+            makes = column.primary_key or column.default is not None or column.server_default is not None
+            if value is None and column.nullable and not (is_new and makes):
                 raise UnfencedWriteError(
                     f"{name} of this row of {self._fenced.name!r} is NULL, so that {template.text!r} names "
                     f"no resource and no lease can guard the row: name the resource by columns that are "
                     f"never NULL, such as the primary key, or give {name} a value that stands for none"
                 )
-
-    def _writes_row(self, state: _State, current: Mapping[str, Any]) -> bool:
-        """Tell whether the unit of work will write the fenced row of a dirty object by itself."""
-        comparing = self._comparing
-        if not comparing:  # for the first time: the attributes have been made since the mapper was
-            known: Mapping[str, Any] = state.manager
-            comparing.update({key: _comparison(known[key].impl) for key in self._in_row & known.keys()})
-        for key, loaded in state.committed_state.items():
-            is_equal = comparing.get(key)
-            if is_equal is not None and is_equal(current.get(key), loaded) is not True:
-                return True
-        return False
+            values.append(value)
+        return tokens.of_row(tuple(values)) if is_new and None not in values else tokens.of_new_row()
 
 
 def loaded_values(names: tuple[str, ...], state: _State) -> tuple[Any, ...] | None:
@@ -284,21 +242,9 @@ def loaded_values(names: tuple[str, ...], state: _State) -> tuple[Any, ...] | No
     return tuple(values)
 
 
-def is_deleted(state: _State) -> bool:
-    """Tell whether the flush is going to delete the row of an object."""
-    session, instance = state.session, state.obj()
-    return session is not None and instance is not None and instance in session.deleted
-
-
-def was_loaded(state: _State, key: str) -> bool:
+def _was_loaded(state: _State, key: str) -> bool:
     """Tell whether an object has, or had before it was assigned to, an attribute's value of the database."""
     return key in state.dict and state.committed_state.get(key) is not NO_VALUE
-
-
-def _comparison(attribute: Any) -> Callable[[Any, Any], Any]:
-    """Return what tells whether two values of an attribute are equal, as the unit of work does."""
-    by_type = attribute.is_equal
-    return operator.eq if getattr(by_type, "__func__", None) is TypeEngine.compare_values else by_type
 
 
 def _has_changed(state: _State, current: dict[str, Any]) -> bool:
@@ -317,29 +263,18 @@ def _has_changed(state: _State, current: dict[str, Any]) -> bool:
     return False
 
 
-def watch_loads(mapper: Mapper[Any]) -> None:
-    """Listen to what is loaded of a fenced model, and assigned to its write ids."""
-    event.listen(mapper, "mapper_configured", _on_configured)
-    event.listen(mapper.class_manager, "refresh", _on_refresh, raw=True)
-
-
-def _on_configured(mapper: Mapper[Any], model: Any) -> None:
-    always_load(mapper, mapper.columns[WRITE_COLUMN])
-    event.listen(getattr(model, WRITE_COLUMN), "set", _on_set, retval=True)
-
-
 def _on_set(_target: object, value: Any, old: Any, _initiator: object) -> Any:
     """Have an assignment, or a merge, of another version leave an object that is of neither."""
     if not isinstance(value, int):
-        return MIXED
-    return value if value == old or not isinstance(old, int) else MIXED
+        return tables.MIXED
+    return value if value == old or not isinstance(old, int) else tables.MIXED
 
 
 def _on_refresh(state: InstanceState[Any], context: Any, names: Collection[str] | None) -> None:
     """Have an object of which only a part is loaded anew be of two versions; or follow a statement."""
     current = state.dict
     if context is None:  # an UPDATE by criteria is applied to the objects that it has matched
-        by = moved_by(state.session)
+        by = 0 if state.session is None else state.session.info.get(MOVED, 0)
         if by and isinstance(current.get(WRITE_COLUMN), int):
             current[WRITE_COLUMN] = moved(current[WRITE_COLUMN], by)
         return
@@ -350,5 +285,5 @@ def _on_refresh(state: InstanceState[Any], context: Any, names: Collection[str] 
         left_out = left_out_of(context, state.mapper)
     else:
         left_out = set(state.mapper.columns.keys()) - set(names) if WRITE_COLUMN in names else set()
-    if any(was_loaded(state, key) for key in left_out):
-        current[WRITE_COLUMN] = MIXED
+    if any(_was_loaded(state, key) for key in left_out):
+        current[WRITE_COLUMN] = tables.MIXED

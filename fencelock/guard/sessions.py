@@ -38,16 +38,12 @@ _SESSIONS: Final = "_fencelock_sessions"
 _CONNECTIONS: Final = "fencelock.connections"
 """Where a session has the connections that it has begun on."""
 
-_MOVED: Final = "fencelock.moved"
+MOVED: Final = "fencelock.moved"
 """Where a session has by how much its last statement moves write ids."""
 
 
 def blocking(target: object) -> Session | Connection:
-    """Return the session or connection behind the asyncio and scoped facades.
-
-    Raises:
-        TypeError: if it is neither.
-    """
+    """Return the session or connection behind the asyncio and scoped facades."""
     registry = getattr(target, "registry", None)
     target = registry() if callable(registry) else target
     for attribute in ("sync_session", "sync_connection"):
@@ -57,15 +53,19 @@ def blocking(target: object) -> Session | Connection:
     return target
 
 
-def session_of(target: Session | scoped_session[Any], function: str) -> Session:
-    """Return the session behind the facade for scoped ones.
-
-    Raises:
-        TypeError: for anything else. For an `AsyncSession` it says what to write in place of this function.
-    """
-    found = session_or_connection(target, function, "a Session")
-    assert isinstance(found, Session)  # noqa: S101  nothing else is "a Session"
-    return found
+def session_of(target: Any, function: str, *, or_connection: bool = False) -> Session:
+    """Return the session behind the facade for scoped ones; tell users of an `AsyncSession` what to write."""
+    found: Any = target.registry() if hasattr(target, "registry") else target
+    if isinstance(found, Session) or (or_connection and isinstance(found, Connection)):
+        return found  # type: ignore[return-value]
+    hint = ""
+    if type(target).__module__.startswith("sqlalchemy.ext.asyncio"):
+        way = "connection" if or_connection and hasattr(target, "sync_connection") else "session"
+        call = f"{way}{'()' if hasattr(target, 'registry') else ''}.run_sync({function}, …)"
+        twin = f"{function}_async(…)" if function in {"claim", "claim_all", "gate"} else call
+        hint = f"; in coroutines write `await {twin}`"
+    wanted = "a Session or a Connection" if or_connection else "a Session"
+    raise TypeError(f"{function} takes {wanted}, not {type(target).__name__}{hint}")
 
 
 def of_task(session: AsyncSession | async_scoped_session[Any]) -> AsyncSession:
@@ -74,43 +74,14 @@ def of_task(session: AsyncSession | async_scoped_session[Any]) -> AsyncSession:
     return found
 
 
-def session_or_connection(
-    target: Session | Connection | scoped_session[Any],
-    function: str,
-    wanted: str = "a Session or a Connection",
-) -> Session | Connection:
-    """Return what `session_of` does, and a connection as it is.
-
-    Raises:
-        TypeError: for anything else.
-    """
-    found = target.registry() if hasattr(target, "registry") else target
-    if isinstance(found, Session) or (isinstance(found, Connection) and "Connection" in wanted):
-        return found
-    hint = ""
-    if type(target).__module__.startswith("sqlalchemy.ext.asyncio"):
-        twin = f"{function}_async" if function in {"claim", "claim_all", "gate"} else ""
-        way = "session()" if hasattr(target, "registry") else "session"
-        if hasattr(target, "sync_connection") and "Connection" in wanted:
-            way = "connection"
-        hint = (
-            f"; in coroutines write `await {twin or f'{way}.run_sync'}({'' if twin else f'{function}, '}…)`"
-        )
-    raise TypeError(f"{function} takes {wanted}, not {type(target).__name__}{hint}")
-
-
 def on_begin(session: Session, _transaction: object, connection: Connection) -> None:
-    """Note which session uses a connection, and the other way round: a listener for all sessions."""
+    """Note which session uses a connection, and the other way round."""
     join(connection, session)
     session.info.setdefault(_CONNECTIONS, WeakSet()).add(connection)
 
 
 def join(connection: Connection, session: Session) -> None:
-    """Note that the next statements on a connection are those of a session.
-
-    It is noted on the connection itself, where that costs next to nothing: every session of the process does
-    it for every transaction, and few of them ever write to a fenced table.
-    """
+    """Note, at next to no cost, that the next statements on a connection are those of a session."""
     known: tuple[ReferenceType[Session], ...] = getattr(connection, _SESSIONS, ())
     if not known or known[-1]() is not session:
         others = (each for each in known if each() not in (None, session))
@@ -120,37 +91,27 @@ def join(connection: Connection, session: Session) -> None:
 def owner_of(connection: Connection) -> Session | None:
     """Return the session whose statements a connection executes: that which flushes, or has begun last."""
     known: tuple[ReferenceType[Session], ...] = getattr(connection, _SESSIONS, ())
-    users = [each for reference in known if (each := reference()) is not None and uses(each, connection)]
+    users = [each for reference in known if (each := reference()) is not None and _uses(each, connection)]
     if len(users) > 1:
         users = [each for each in users if executes_flush(each)] or users
     return users[-1] if users else None
 
 
-def uses(session: Session, connection: Connection) -> bool:
-    """Tell whether a connection is one of a session's transaction."""
+def _uses(session: Session, connection: Connection) -> bool:
     return session.in_transaction() and connection in session.info.get(_CONNECTIONS, ())
 
 
 def connections_of(session: Session) -> list[Connection]:
     """Return the connections of a session's transaction."""
-    return [
-        each
-        for each in session.info.get(_CONNECTIONS, ())
-        if session.in_transaction() and each.in_transaction()
-    ]
+    begun = session.info.get(_CONNECTIONS, ()) if session.in_transaction() else ()
+    return [each for each in begun if each.in_transaction()]
 
 
 def note_moved(connection: Connection, by: int) -> None:
     """Note by how much a statement moves write ids, for the objects that SQLAlchemy applies it to."""
     session = owner_of(connection)
     if session is not None:
-        session.info[_MOVED] = by
-
-
-def moved_by(session: Session | None) -> int:
-    """Return by how much the statement that is being applied to a session's objects moves their ids."""
-    found: int = 0 if session is None else session.info.get(_MOVED, 0)
-    return found
+        session.info[MOVED] = by
 
 
 BYPASS: Final = "bypass"
@@ -165,16 +126,9 @@ def bypass(target: AnySession) -> Iterator[None]:
     """Have what a session or connection executes in this block go around the guard.
 
     For seeds, repairs and tests, at times when no holder is at work: nothing is compared or refused. Rows get
-    new write ids all the same. Other threads and tasks are guarded as ever, also on the same connection. At
-    the end of the block, however it is left, everything is as before. Blocks may be inside each other; for
-    asyncio it is a plain `with`. What is pending in a session when the block ends is guarded when it is
-    flushed: flush in the block.
-
-    Example:
-        ```python
-        with fencelock.bypass(session):
-            session.execute(text("UPDATE orders SET status = 'new'"))
-        ```
+    new write ids all the same. Other threads and tasks are guarded as ever, also on the same connection.
+    Blocks may be inside each other; for asyncio it is a plain `with`. What is pending in a session when the
+    block ends is guarded when it is flushed: flush in the block.
 
     Raises:
         TypeError: for anything else than a session or connection.
@@ -188,11 +142,7 @@ def bypass(target: AnySession) -> Iterator[None]:
 
 
 def is_bypassed(options: Mapping[str, Any], connection: Connection) -> bool:
-    """Tell whether a statement with these execution options goes around the guard on a connection.
-
-    Raises:
-        ValueError: if the option has a value that it does not know.
-    """
+    """Tell whether a statement with these execution options goes around the guard on a connection."""
     choice = options.get("fencelock")
     if choice not in (None, BYPASS):
         raise ValueError(f"the execution option fencelock is {BYPASS!r} or left away, not {choice!r}")
@@ -205,11 +155,7 @@ def is_bypassed(options: Mapping[str, Any], connection: Connection) -> bool:
 
 
 def refuse_bypass(options: Mapping[str, Any], connection: Connection) -> None:
-    """Refuse to do fenced work where everything passes unguarded.
-
-    Raises:
-        UnfencedWriteError: if these execution options say so, or a block of this connection.
-    """
+    """Refuse to do fenced work where everything passes unguarded."""
     if is_bypassed(options, connection):
         raise UnfencedWriteError(
             f"nothing can be claimed or written with a token under execution_options(fencelock={BYPASS!r}), "

@@ -18,21 +18,13 @@ from sqlalchemy.sql import FromClause
 from sqlalchemy.sql.elements import BindParameter
 from sqlalchemy.sql.selectable import AliasedReturnsRows
 
+from fencelock.guard import tables
 from fencelock.guard._install import install
 from fencelock.guard.conditions import LOADED_BIND, TOKEN_OPTION
 from fencelock.guard.dialects import CARRIERS, TOKEN_BIND
 from fencelock.guard.leases import note_token
-from fencelock.guard.sessions import session_or_connection
-from fencelock.guard.tables import (
-    FENCE_COLUMN,
-    WRITE_COLUMN,
-    FencedTable,
-    fenced_table,
-    register,
-    template_of,
-    underlying,
-)
-from fencelock.guard.write_ids import LIMIT, new_write_id
+from fencelock.guard.sessions import session_of
+from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN, FencedTable, new_write_id
 from fencelock.token import check as check_token
 
 
@@ -59,11 +51,7 @@ def fenced_update(target: Any, *, loaded: int | BindParameter[int] | None = None
 def fenced_delete(target: Any, *, loaded: int | BindParameter[int] | None = None) -> Delete:
     """Return `delete(target)` with the condition that the row's fence is not above the token.
 
-    See `fenced_update`.
-
-    Raises:
-        ValueError: if the target has no column `last_fencing_token`, or `loaded` is no write id.
-        TypeError: if `loaded` is no int.
+    The arguments and errors are those of `fenced_update`.
     """
     return _conditional(delete(target), loaded)
 
@@ -94,17 +82,10 @@ def execute_fenced(
         ValueError: if the table has no fence, or the token is not 1 … 2**63 - 1.
         TypeError: if the token is no int, the statement no UPDATE, DELETE or INSERT, or the connection one
             for coroutines.
-
-    Example:
-        ```python
-        paid = fenced_update(Order).where(Order.id == 1).values(status="paid")
-        if execute_fenced(connection, paid, token=token).rowcount == 0:
-            print("no such order")
-        ```
     """
     if not isinstance(statement, Update | Delete | Insert):
         raise TypeError(f"execute_fenced takes an UPDATE, DELETE or INSERT, not {type(statement).__name__}")
-    connection = session_or_connection(connection, "execute_fenced")
+    connection = session_of(connection, "execute_fenced", or_connection=True)
     _known(statement.table)
     options = {} if token is None else {TOKEN_OPTION: check_token(token)}
     if token is not None:
@@ -132,7 +113,7 @@ def _loaded(write_id: int | BindParameter[int]) -> BindParameter[int]:
         return write_id
     if not isinstance(write_id, int):
         raise TypeError(f"loaded is the row's write id, an int or a bindparam, not {type(write_id).__name__}")
-    if not 0 <= write_id < LIMIT:
+    if not 0 <= write_id < tables.LIMIT:
         raise ValueError(f"loaded is the row's write id, 0 … 2**53 - 1, not {write_id}")
     return bindparam(LOADED_BIND, write_id, type_=BigInteger)
 
@@ -140,16 +121,16 @@ def _loaded(write_id: int | BindParameter[int]) -> BindParameter[int]:
 def _known(target: FromClause) -> FencedTable:
     """Return what is known of a fenced table; a `Table` with the column is known from now on."""
     install()
-    fenced = fenced_table(target)
+    fenced = tables.fenced_table(target)
     if fenced is not None:
         return fenced
-    table = underlying(target)
+    table = tables.underlying(target)
     if not isinstance(table, Table) or FENCE_COLUMN not in table.c:
         raise ValueError(
             f"{getattr(table, 'name', target)!r} is not fenced: it has no column {FENCE_COLUMN!r}; give the "
             f"model the mixin FencedModel, or the Table a fence_column()"
         )
-    return register(FencedTable(table, template_of(table, table.name, dict(table.c.items()))))
+    return tables.register(FencedTable(table, tables.template_of(table, table.name)))
 
 
 _QUOTES: Final[Mapping[str, str]] = {"postgresql": '"', "mysql": "`", "mariadb": "`", "sqlite": '"'}
@@ -183,12 +164,8 @@ def conditional_update(
 
     It writes the row only if its fence is not above the token, raises the fence, and gives the row a new
     write id, so the parameters are for one execution. Without values it does nothing but raise the fence and
-    lock the row: claim it so before reading it. A rowcount of 0 means that
-    the row is gone or that a newer holder has fenced it; either way, roll back.
-
-    Names go into the SQL unquoted where `dialect` is not given, which every database understands, and only
-    if they need no quotes: letters, digits and underscores, and no reserved word of any of the databases.
-    With `dialect` they are always quoted, in its way.
+    lock the row: claim it so before reading it. A rowcount of 0 means that the row is gone or that a newer
+    holder has fenced it; either way, roll back.
 
     Args:
         table: its name, with the schema before a dot where needed; or a `Table`, or a model.
@@ -198,6 +175,7 @@ def conditional_update(
         paramstyle: as PEP 249 calls it, in the `paramstyle` of the driver's module (psycopg and PyMySQL
             `"pyformat"`, sqlite3 `"qmark"`), or `"numeric_dollar"`, as asyncpg has it.
         dialect: `"postgresql"`, `"mysql"`, `"mariadb"` or `"sqlite"`: quote the names for this database.
+            Without it they must need no quotes: letters, digits and underscores, and no reserved word.
         strict: carry the token for a strict trigger (see `fencelock.guard.triggers`), which takes a dialect.
 
     Returns:
@@ -208,22 +186,13 @@ def conditional_update(
             the values or the key name `last_fencing_token`; a name needs quotes; the style is unknown; it is
             to be strict without a dialect.
         TypeError: if the token is no int.
-
-    Example:
-        ```python
-        sql, params = conditional_update("orders", {"status": "paid"}, {"id": 1}, token)
-        if cursor.execute(sql, params).rowcount == 0: ...
-        ```
     """
     write = _RawWrite(paramstyle, dialect, strict=strict)
-    fence = write.name(FENCE_COLUMN)
     _check_raw(values, key, token)
-    assignments = [f"{write.name(column)} = {write.bind(value)}" for column, value in values.items()]
-    assignments.append(f"{fence} = {write.bind(token)}")
-    if values:
-        assignments.append(f"{write.name(WRITE_COLUMN)} = {write.bind(new_write_id())}")
+    write_id = {WRITE_COLUMN: new_write_id()} if values else {}
+    sets = ", ".join(write.equal({**values, FENCE_COLUMN: token, **write_id}))
     where = write.where(key, token)
-    sql = f"UPDATE {write.table(table)} SET {', '.join(assignments)} WHERE {where}"  # noqa: S608  see name()
+    sql = f"UPDATE {write.table(table)} SET {sets} WHERE {where}"  # noqa: S608  see name()
     return sql, write.parameters()
 
 
@@ -238,8 +207,8 @@ def conditional_delete(
 ) -> tuple[str, Any]:
     """Return the SQL and the parameters of a fenced DELETE, for a bare DB-API cursor.
 
-    See `conditional_update` for the arguments, what is returned and what is raised. The fence goes with the
-    row: a stale holder could insert it again, which only a gate or a trigger prevents.
+    The rest is as for `conditional_update`. The fence goes with the row: a stale holder could insert it
+    again, which only a gate or a trigger prevents.
     """
     write = _RawWrite(paramstyle, dialect, strict=strict)
     _check_raw({}, key, token)
@@ -250,9 +219,7 @@ def conditional_delete(
 def _check_raw(values: Mapping[str, Any], key: Mapping[str, Any], token: int) -> None:
     check_token(token)
     if not key:
-        raise ValueError(
-            "without a key the statement would write every row; name the columns that identify it"
-        )
+        raise ValueError("without a key the statement writes every row; name the columns that identify it")
     if missing := [column for column, value in key.items() if value is None]:
         raise ValueError(f"no row has {missing[0]} = NULL; the key needs a value for it")
     if not {FENCE_COLUMN, WRITE_COLUMN}.isdisjoint({*values, *key}):
@@ -285,10 +252,13 @@ class _RawWrite:
             return {f"p{number}": value for number, value in enumerate(self._values, 1)}
         return tuple(self._values)
 
+    def equal(self, columns: Mapping[str, Any]) -> list[str]:
+        """Return what assigns these values, or compares with them."""
+        return [f"{self.name(column)} = {self.bind(value)}" for column, value in columns.items()]
+
     def where(self, key: Mapping[str, Any], token: int) -> str:
         """Return the criteria: the key, and the condition on the fence."""
-        equal = [f"{self.name(column)} = {self.bind(value)}" for column, value in key.items()]
-        criteria = [*equal, f"{self.name(FENCE_COLUMN)} <= {self.bind(token)}"]
+        criteria = [*self.equal(key), f"{self.name(FENCE_COLUMN)} <= {self.bind(token)}"]
         if self._carrier:
             criteria.append(self._carrier.format(self.bind(token)))
         return " AND ".join(criteria)
@@ -306,7 +276,5 @@ class _RawWrite:
             quoted = f"{self._quote}{name.replace(self._quote, self._quote * 2)}{self._quote}"
             return quoted.replace("%", "%%") if self._paramstyle in {"format", "pyformat"} else quoted
         if not _PLAIN_NAME.fullmatch(name) or name.lower() in _RESERVED:
-            raise ValueError(
-                f"the name {name!r} needs quotes, which differ by database; say which with dialect="
-            )
+            raise ValueError(f"the name {name!r} needs quotes, which differ by database; give dialect=")
         return name

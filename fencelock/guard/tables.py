@@ -1,11 +1,8 @@
-"""Which tables are fenced, and which resource guards each of their rows.
+"""Which tables are fenced, and which resource guards each of their rows. Nothing here executes anything.
 
-A fenced table is one whose column `last_fencing_token` carries the mark that `fence_column` puts on it; the
-models' mixins make their column with it. What the guard knows of such a table is kept in `Table.info`, so it
-lives and dies with the table, and a copy made by `to_metadata` takes it along.
-
-Nothing here executes anything: it answers questions about schema objects. "order:1" and "order:01" are two
-leases, so a value that names a resource is refused where the database would give it back otherwise.
+What the guard knows of a table is kept in `Table.info`, so it lives and dies with the table, and a copy made
+by `to_metadata` takes it along. "order:1" and "order:01" are two leases, so a value that names a resource is
+refused where the database would give it back otherwise.
 """
 
 from __future__ import annotations
@@ -13,10 +10,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from secrets import randbelow
 from string import Formatter
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypeAlias
 from uuid import UUID
-from weakref import ReferenceType, WeakSet, ref
+from weakref import ReferenceType, WeakSet
 
 from sqlalchemy import BigInteger, Column, DateTime, Enum, Float, Integer, Numeric, String, Table, Uuid, text
 from sqlalchemy.sql import FromClause
@@ -34,6 +32,20 @@ WRITE_COLUMN: Final = "last_write_id"
 FENCE_TABLE: Final = "fencelock_fences"
 TRANSLATED: Final = "schema_translate_map"
 """The execution option that says which schema tables are in."""
+LIMIT: Final = 2**53
+"""Write ids are below it, so that JSON and web forms bring them back as they were."""
+MIXED: Final = -1
+"""The write id of an object that is of two versions: no row has it."""
+
+
+def new_write_id() -> int:
+    """Return an id that no write has had; not from `random`, which may be seeded alike in two processes."""
+    return 1 + randbelow(LIMIT - 1)  # never 0, which rows have that were made without the guard
+
+
+def moved(write_id: int, by: int) -> int:
+    """Return the id that a statement which moves ids gives to a row with this one."""
+    return (write_id + by) % LIMIT if write_id >= 0 else MIXED
 
 
 class _Mark:
@@ -61,23 +73,13 @@ FenceTrigger: TypeAlias = bool | Literal["strict"]
 
 @dataclass(frozen=True, slots=True)
 class ResourceTemplate:
-    """`__fence_resource__`: how the resource's name is made of a row's columns.
-
-    Attributes:
-        text: as the model has it, such as `"order:{id}"`.
-        columns: the column behind each name in braces.
-    """
+    """`__fence_resource__`, such as `"order:{id}"`, and the column behind each name in braces."""
 
     text: str
     columns: Mapping[str, Column[Any]]
 
     def render(self, values: Sequence[Any]) -> str:
-        """Return the name of the resource that guards the row with these values, one for each column.
-
-        Raises:
-            UnfencedWriteError: if a value is not spelt as the database would give it back.
-            ValueError: if the template cannot be rendered with it.
-        """
+        """Return the name of the resource that guards the row with these values, one for each column."""
         named = zip(self.columns.items(), values, strict=True)
         spelt = {name: spelling(column, value) for (name, column), value in named}
         try:
@@ -92,40 +94,6 @@ class ResourceTemplate:
         """Whether the primary key alone tells the resource."""
         return all(column.primary_key for column in self.columns.values())
 
-    @classmethod
-    def parse(cls, template: str, attributes: Mapping[str, Column[Any]], owner: str) -> ResourceTemplate:
-        """Return the template of the model `owner`, whose attributes lead to these columns.
-
-        Raises:
-            TypeError: if it is not a string.
-            ValueError: if it is not a format string, or names what is no column of the fenced table.
-        """
-        said = f"{owner}.__fence_resource__"
-        if not isinstance(template, str):
-            raise TypeError(f"{said} is a str such as 'order:{{id}}', not {type(template).__name__}")
-        said += f" = {template!r}"
-        try:
-            names = sorted({name for _, name, _, _ in Formatter().parse(template) if name is not None})
-        except ValueError as error:
-            raise ValueError(f"{said} is no format string: {error}") from error
-        if unknown := [name for name in names if name not in attributes]:
-            raise ValueError(
-                f"{said} names {', '.join(map(repr, unknown))}, but the columns of its fenced table are "
-                f"{', '.join(sorted(attributes))}"
-            )
-        if not names and OBJECT_IN_NAME.search(check_resource(template)):
-            raise ValueError(
-                f"{said} was filled when the class was made: write it without the f before its quotes, such "
-                f"as 'order:{{id}}'"
-            )
-        if loose := [each for each in names if _has_many_spellings(attributes[each].type)]:
-            raise ValueError(
-                f"{said} names {loose[0]!r}, whose equal values are written in several ways (1.0 and 1.00; "
-                f"'a' and 'A' of an enumeration), so that one row would have two names; use integers, text, "
-                f"UUIDs or dates"
-            )
-        return cls(template, {name: attributes[name] for name in names})
-
 
 def _has_many_spellings(kind: TypeEngine[Any]) -> bool:
     if isinstance(kind, Enum):  # MariaDB compares members regardless of case, and of spaces at the end
@@ -137,9 +105,6 @@ def spelling(column: Column[Any], value: Any) -> Any:
     """Return a value as the database gives it back: the name of a row's resource must be one and the same.
 
     To a database "01", 1.0 and True may all equal the key 1, yet "order:01" is not the lease of "order:1".
-
-    Raises:
-        UnfencedWriteError: if it cannot be told from here.
     """
     try:
         return _spelling(column.type, value)
@@ -174,41 +139,24 @@ def _spelling(kind: TypeEngine[Any], value: Any) -> Any:
 
 @dataclass(eq=False, slots=True)
 class FencedTable:
-    """What the guard knows of one fenced table.
-
-    Attributes:
-        table: the table.
-        fence: its column `last_fencing_token`.
-        write: its column `last_write_id`, which only the fence table lacks.
-        template: how the resource of a row is named.
-        of_models: the base mappers of the models that it belongs to, as weak references.
-        statements: of claims and gates, which are made once.
-    """
+    """What the guard knows of one fenced table; only the fence table has no column `write`."""
 
     table: Table
     template: ResourceTemplate
     of_models: list[ReferenceType[Mapper[Any]]] = field(default_factory=list)
+    name: str = field(init=False)
     fence: Column[int] = field(init=False)
     write: Column[int] | None = field(init=False)
     statements: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        self.name = self.table.name
         self.fence = self.table.c[FENCE_COLUMN]
         self.write = self.table.c.get(WRITE_COLUMN)
 
     def mappers(self) -> list[Mapper[Any]]:
         """Return the base mappers of the models that it belongs to: mostly one."""
         return [mapper for reference in self.of_models if (mapper := reference()) is not None]
-
-    def note_mapper(self, mapper: Mapper[Any]) -> None:
-        """Note a model that it belongs to, by its base mapper."""
-        if mapper not in self.mappers():
-            self.of_models.append(ref(mapper))
-
-    @property
-    def name(self) -> str:
-        """The table's name as error messages and users know it."""
-        return self.table.name
 
     @property
     def strict(self) -> bool:
@@ -238,11 +186,7 @@ def _note_name(table: Table) -> None:
 
 
 def note_column(column: Column[Any], parent: object) -> None:
-    """Make a table known by its name as soon as it has its fence: a listener for all columns.
-
-    Its first write may well be one that is told by the table's name alone, such as text. The rest is found
-    out when the table is asked for: not all of its columns are there yet.
-    """
+    """Make a table known by its name as soon as it has its fence: its first write may be text."""
     if column.name == FENCE_COLUMN and "fencelock" in column.info and isinstance(parent, Table):
         _note_name(parent)
 
@@ -274,15 +218,9 @@ def trigger_of(table: Table) -> FenceTrigger:
 
 
 def check_trigger(wanted: object) -> FenceTrigger:
-    """Return what was asked for.
-
-    Raises:
-        ValueError: if there is no such trigger.
-    """
-    if wanted is True or wanted is False:
+    """Return what was asked for; ValueError says that there is no such trigger."""
+    if wanted is True or wanted is False or wanted == "strict":
         return wanted
-    if wanted == "strict":
-        return "strict"
     raise ValueError(f"a fence's trigger is False, True or 'strict', not {wanted!r}")
 
 
@@ -294,11 +232,7 @@ def registered(table: Table | None) -> FencedTable | None:
 
 
 def fenced_table(target: object) -> FencedTable | None:
-    """Return what is known of a table (or an alias of one), or None if it is not fenced.
-
-    Raises:
-        FenceError: if it has a fence, and nothing says which resource guards a row.
-    """
+    """Return what is known of a table (or an alias of one), or None if it is not fenced."""
     table = target if type(target) is Table else underlying(target)
     fenced = registered(table)
     if fenced is not None or not isinstance(table, Table):
@@ -309,13 +243,13 @@ def fenced_table(target: object) -> FencedTable | None:
     check_write_column(table, table.name)
     original: FencedTable | None = table.info.get(_FENCED)
     if original is None:  # a Core table, met for the first time
-        return register(FencedTable(table, template_of(table, table.name, dict(table.c.items()))))
+        return register(FencedTable(table, template_of(table, table.name)))
     columns = {name: table.c[column.key] for name, column in original.template.columns.items()}
     template = ResourceTemplate(original.template.text, columns)
     return register(FencedTable(table, template, list(original.of_models)))
 
 
-def sub_table_of(target: object) -> FencedTable | None:
+def base_of(target: object) -> FencedTable | None:
     """Return the fenced table whose rows this table completes, if it is such a one."""
     found: FencedTable | None = getattr(underlying(target), "info", {}).get(_SUB_TABLE_OF)
     return found
@@ -329,11 +263,7 @@ def underlying(target: object) -> Any:
 
 
 def check_write_column(table: Table, owner: str) -> None:
-    """Refuse a fenced table that has nowhere to note which write it has seen last.
-
-    Raises:
-        FenceError: if it is so.
-    """
+    """Refuse a fenced table that has nowhere to note which write it has seen last."""
     if WRITE_COLUMN not in table.c:
         raise FenceError(
             f"{owner} is fenced, and its table {table.name!r} has no column {WRITE_COLUMN!r}: add it to the "
@@ -343,24 +273,39 @@ def check_write_column(table: Table, owner: str) -> None:
 
 
 def template_of(
-    table: Table, owner: str, attributes: Mapping[str, Column[Any]], said: str | None = None
+    table: Table, owner: str, attributes: Mapping[str, Column[Any]] | None = None, said: str | None = None
 ) -> ResourceTemplate:
-    """Return how the resources of a table's rows are named: as its model says, or else its column.
-
-    Args:
-        table: has the column.
-        owner: the model or table, as errors name it.
-        attributes: the columns that the template may name.
-        said: what the model says.
-
-    Raises:
-        FenceError: if neither says it.
-    """
-    text = said if said is not None else table.c[FENCE_COLUMN].info.get(RESOURCE_MARK)
-    if text is None:
+    """Return how the resources of a table's rows are named: as its model says, or else its column."""
+    attributes = dict(table.c.items()) if attributes is None else attributes
+    template: Any = said if said is not None else table.c[FENCE_COLUMN].info.get(RESOURCE_MARK)
+    if template is None:
         raise FenceError(
             f"{owner} is fenced and does not say which lease guards a row: write "
             f'__fence_resource__ = "order:{{id}}" in the model, with columns of its table in braces, or '
             f'fence_column(resource="order:{{id}}") in Core; a word without braces stands for the whole table'
         )
-    return ResourceTemplate.parse(text, attributes, owner)
+    where = f"{owner}.__fence_resource__"
+    if not isinstance(template, str):
+        raise TypeError(f"{where} is a str such as 'order:{{id}}', not {type(template).__name__}")
+    where += f" = {template!r}"
+    try:
+        names = sorted({name for _, name, _, _ in Formatter().parse(template) if name is not None})
+    except ValueError as error:
+        raise ValueError(f"{where} is no format string: {error}") from error
+    if unknown := [name for name in names if name not in attributes]:
+        raise ValueError(
+            f"{where} names {', '.join(map(repr, unknown))}, but the columns of its fenced table are "
+            f"{', '.join(sorted(attributes))}"
+        )
+    if not names and OBJECT_IN_NAME.search(check_resource(template)):
+        raise ValueError(
+            f"{where} was filled when the class was made: write it without the f before its quotes, such "
+            f"as 'order:{{id}}'"
+        )
+    if loose := [each for each in names if _has_many_spellings(attributes[each].type)]:
+        raise ValueError(
+            f"{where} names {loose[0]!r}, whose equal values are written in several ways (1.0 and 1.00; "
+            f"'a' and 'A' of an enumeration), so that one row would have two names; use integers, text, "
+            f"UUIDs or dates"
+        )
+    return ResourceTemplate(template, {name: attributes[name] for name in names})

@@ -21,8 +21,7 @@ from fencelock.guard.endings import refuse
 from fencelock.guard.events import report
 from fencelock.guard.leases import note_token
 from fencelock.guard.sessions import is_bypassed
-from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN, fenced_names, is_strict
-from fencelock.guard.write_ids import new_write_id
+from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN, fenced_names, is_strict, new_write_id
 from fencelock.token import check as check_token
 
 TOKEN: Final = "fencing_token"  # noqa: S105  no password
@@ -67,9 +66,6 @@ def guard_text(
     """Return a text, its parameters and options: what carries the condition gets a new write id, and a mark.
 
     A strict trigger wants to see its token, too. Any other text is left as it is.
-
-    Raises:
-        UnfencedWriteError: if the token is missing among the parameters.
     """
     text, binds = statement.text, parameters_of(statement)
     table = guarded_table(text) if FENCE_COLUMN in text.lower() else None
@@ -116,13 +112,14 @@ def guarded_table(text: str) -> str | None:
     return name.strip('"`').lower() if is_guarded else None
 
 
-def do_execute(_cursor: object, statement: str, _parameters: object, context: Any) -> None:
-    """Refuse a statement that may write to a fenced table and was not guarded."""
+def do_execute(_cursor: object, statement: str, *rest: Any) -> None:
+    """Refuse a statement that may write to a fenced table and was not guarded; its context comes last."""
+    context = rest[-1]
     if context is None or GUARDED in context.execution_options:
         return
-    if (statement.startswith("SELECT") and ";" not in statement) or is_bypassed(
-        context.execution_options, context.root_connection
-    ):
+    if statement.startswith("SELECT") and ";" not in statement:
+        return
+    if is_bypassed(context.execution_options, context.root_connection):
         return
     if context.isddl and _DEFINES.match(statement) and not isinstance(context.compiled.statement, DDL):
         return
@@ -142,11 +139,6 @@ def _unguarded_error(name: str) -> UnfencedWriteError:
         f"{FENCE_COLUMN} = :{TOKEN} and {WRITE_COLUMN} = :{WRITE_ID}, which the guard fills in; or, if no "
         f"fence is wanted, execution_options(fencelock='bypass')"
     )
-
-
-def do_execute_no_params(cursor: object, statement: str, context: Any) -> None:
-    """Do the same where there are no parameters."""
-    do_execute(cursor, statement, None, context)
 
 
 @lru_cache(maxsize=1000)

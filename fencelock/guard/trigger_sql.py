@@ -12,18 +12,11 @@ from typing import Final, Literal
 
 from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN
 
-PLAIN: Final = "fence"
-STRICT: Final = "strict"
-STRICT_DELETE: Final = "strict_delete"
-STRICT_TRUNCATE: Final = "strict_truncate"
-IDS: Final = "ids"
-FUNCTION: Final = "refuse"
-RENEWAL: Final = "renew"
-TRIGGERS: Final = (PLAIN, IDS, STRICT, STRICT_DELETE, STRICT_TRUNCATE)
+TRIGGERS: Final = ("fence", "ids", "strict", "strict_delete", "strict_truncate")
 Form = Literal["fence", "ids", "strict", "strict_delete", "strict_truncate", "refuse", "renew"]
 
 _MASK: Final = 2**53 - 2
-"""Ids stay below 2**53, see `write_ids`."""
+"""Ids stay below 2**53."""
 
 _POSTGRESQL_FUNCTION: Final = f"""
 CREATE FUNCTION {{refuse}}() RETURNS trigger LANGUAGE plpgsql AS $fencelock$

@@ -1,23 +1,8 @@
-"""Triggers: what the database itself refuses, whoever writes and by whatever way.
+"""Triggers, optional by table: what the database itself refuses, whoever writes and by whatever way.
 
-Python sees what passes through SQLAlchemy. A bare cursor, psql, a view, a stored function, a COPY into a
-staging table and the UPDATE that follows are seen by the database alone. A trigger is optional, table by
-table, in one of two forms.
-
-- Plain: the fence of a row never goes down. It stops a stale holder who writes his token unchecked, a program
-  that writes back all the columns that it has read, and a restore of old rows over new ones. And an UPDATE
-  that brings no write id gives its row a new one, so that whoever has loaded the row notices.
-- Strict: besides, an UPDATE must raise the fence or carry the token that the fence has, and a DELETE must
-  carry a token that is not below it. The statements of the guard do (see `dialects`); others are refused, so
-  a program that knows no fence can only read and insert. On PostgreSQL, TRUNCATE is refused as well.
-
-What they cannot see: an INSERT, which has no fence to compare with (`gate` is for that); REPLACE, which is a
-DELETE and an INSERT (a strict trigger of MariaDB sees the DELETE, one of SQLite does only with `PRAGMA
-recursive_triggers`); on MariaDB the rows that a foreign key changes or deletes by CASCADE or SET NULL, and
-TRUNCATE; links and joined sub-tables, which are other tables. Whoever may drop the trigger may do anything.
-
-The names and texts are made here and nowhere else: `create_all`, the Alembic operations and programs that do
-it by hand all ask `create` and `drop`.
+- Plain: the fence of a row never goes down, and an UPDATE that brings no write id gives its row a new one.
+- Strict: besides, an UPDATE must raise the fence or carry the token that the fence has, a DELETE must carry
+  one that is not below it, and PostgreSQL refuses TRUNCATE. docs/triggers.md says what they cannot see.
 """
 
 from __future__ import annotations
@@ -30,28 +15,16 @@ from sqlalchemy import MetaData, Table, event, text
 from sqlalchemy.engine import Connection, ExceptionContext
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.schema import ExecutableDDLElement
-from sqlalchemy.sql.compiler import DDLCompiler, IdentifierPreparer
+from sqlalchemy.sql.compiler import DDLCompiler
 
 from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
 from fencelock.guard import dialects
+from fencelock.guard import trigger_sql as sql
 from fencelock.guard._sqlalchemy import doubles_percents
 from fencelock.guard.endings import refuse
 from fencelock.guard.events import report
-from fencelock.guard.tables import FENCE_TABLE, WRITE_COLUMN, FenceTrigger, trigger_of
-from fencelock.guard.trigger_sql import (
-    CREATE,
-    DROP,
-    FUNCTION,
-    IDS,
-    LOOK,
-    PLAIN,
-    RENEWAL,
-    STRICT,
-    STRICT_DELETE,
-    STRICT_TRUNCATE,
-    TRIGGERS,
-    Form,
-)
+from fencelock.guard.tables import FENCE_COLUMN, FENCE_TABLE, WRITE_COLUMN, FenceTrigger, trigger_of
+from fencelock.guard.trigger_sql import Form
 
 __all__ = ["FenceDDL", "FenceTrigger", "create", "drop", "installed", "knows", "prepare"]
 
@@ -62,43 +35,42 @@ _REFUSED: Final = re.compile(
     r"fencelock: (?:token (?P<token>-?\d+) < (?P<current>\d+)|(?P<stale>a token below the fence)"
     r"|(?P<operation>\w+) without a token) in (?P<table>.+)"
 )
+_MISSING_TABLE: Final = re.compile(r"no such table|^relation .* does not exist|doesn't exist", re.IGNORECASE)
+#: SQLAlchemy finds out by DESCRIBE, and the error of that, whether MariaDB has a table.
+_USES_ROWS: Final = re.compile(r"\s*(?:insert|update|delete|select)\b", re.IGNORECASE)
+_MISSING_COLUMN: Final = re.compile(
+    r"no such column|no column named|unknown column|column .* does not exist|undefined column", re.IGNORECASE
+)
 _NOT_PREPARED: Final = "no such function: fencelock_token"
 
 
 class FenceDDL(ExecutableDDLElement):
-    """One statement that makes or drops a part of a table's trigger.
+    """One statement that makes or drops a part of the trigger of `table`, of which it uses name and schema.
 
     `connection.execute()` takes it, and the SQL is `str(ddl.compile(dialect=engine.dialect))`.
-
-    Attributes:
-        table: the table, of which only the name and the schema are used.
     """
 
     def __init__(self, template: str, table: Table) -> None:
-        self._template = template.strip()
-        self.table = table
-
-    def render(self, preparer: IdentifierPreparer) -> str:
-        """Return the statement, with names as this database quotes them."""
-        table = self.table
-        fields = {
-            "table": preparer.format_table(table),
-            "bare_table": preparer.format_table(table, use_schema=False),
-            "label": _literal(table.name, preparer),
-            "stale": _literal(f"fencelock: a token below the fence in {table.name}", preparer),
-            "unfenced_update": _literal(f"fencelock: UPDATE without a token in {table.name}", preparer),
-            "unfenced_delete": _literal(f"fencelock: DELETE without a token in {table.name}", preparer),
-        }
-        for form in (*TRIGGERS, FUNCTION, RENEWAL):
-            named = Table(_name(table.name, form), MetaData(), schema=table.schema)
-            of_table = preparer.dialect.name == "postgresql" and form in TRIGGERS
-            fields[form] = preparer.format_table(named, use_schema=not of_table)
-        return self._template.format_map(fields)
+        self.template, self.table = template.strip(), table
 
 
 @compiles(FenceDDL)
 def _compile(ddl: FenceDDL, compiler: DDLCompiler, **_: Any) -> str:
-    return ddl.render(compiler.preparer)
+    """Return the statement, with names as this database quotes them."""
+    table, preparer = ddl.table, compiler.preparer
+    fields = {
+        "table": preparer.format_table(table),
+        "bare_table": preparer.format_table(table, use_schema=False),
+        "label": _literal(table.name, preparer),
+        "stale": _literal(f"fencelock: a token below the fence in {table.name}", preparer),
+        "unfenced_update": _literal(f"fencelock: UPDATE without a token in {table.name}", preparer),
+        "unfenced_delete": _literal(f"fencelock: DELETE without a token in {table.name}", preparer),
+    }
+    for form in (*sql.TRIGGERS, "refuse", "renew"):
+        named = Table(_name(table.name, form), MetaData(), schema=table.schema)
+        of_table = preparer.dialect.name == "postgresql" and form in sql.TRIGGERS
+        fields[form] = preparer.format_table(named, use_schema=not of_table)
+    return ddl.template.format_map(fields)
 
 
 def _literal(value: str, preparer: Any) -> str:
@@ -134,7 +106,7 @@ def _table(table: Any, schema: str | None) -> Table:
 
 def knows(dialect: str) -> bool:
     """Tell whether there are triggers for a dialect."""
-    return dialect in {*CREATE, "mariadb"}
+    return dialect in {*sql.CREATE, "mariadb"}
 
 
 def create(
@@ -149,7 +121,7 @@ def create(
     With a strict trigger, the guard must know of it (`__fence_trigger__ = "strict"`, or
     `fence_column(trigger="strict")`), or its own second write with the same token is refused. For a bare
     cursor, `conditional_update(…, strict=True)` makes statements that carry the token. On SQLite, a strict
-    trigger refuses every connection that nobody has given its functions: see `prepare`.
+    trigger refuses every connection that `prepare` has not given its functions.
 
     Args:
         table: its name, or a `Table` or a model.
@@ -171,11 +143,11 @@ def create(
         ```
     """
     target = _table(table, schema)
-    forms: tuple[Form, ...] = (FUNCTION, STRICT, STRICT_DELETE, STRICT_TRUNCATE)
+    forms: tuple[Form, ...] = ("refuse", "strict", "strict_delete", "strict_truncate")
     if not strict:
         has_ids = ids and (WRITE_COLUMN in target.c if target.c else target.name != FENCE_TABLE)
-        forms = (FUNCTION, PLAIN, RENEWAL, IDS) if has_ids else (FUNCTION, PLAIN)
-    templates = CREATE[_family(dialect)]
+        forms = ("refuse", "fence", "renew", "ids") if has_ids else ("refuse", "fence")
+    templates = sql.CREATE[_family(dialect)]
     made = [FenceDDL(templates[form], target) for form in forms if form in templates]
     return [*drop(target, dialect), *made]
 
@@ -183,14 +155,14 @@ def create(
 def drop(table: Any, dialect: str, *, schema: str | None = None) -> list[FenceDDL]:
     """Return the statements that take a table's trigger away, of either form; none is no error.
 
-    Args and errors are those of `create`.
+    The arguments and errors are those of `create`.
     """
     target = _table(table, schema)
     family = _family(dialect)
-    forms = [form for form in TRIGGERS if form in CREATE[family]]
-    dropped = [FenceDDL(DROP[family].format(form=form), target) for form in forms]
+    forms = [form for form in sql.TRIGGERS if form in sql.CREATE[family]]
+    dropped = [FenceDDL(sql.DROP[family].format(form=form), target) for form in forms]
     if family == "postgresql":
-        dropped += [FenceDDL(f"DROP FUNCTION IF EXISTS {{{each}}}()", target) for each in (FUNCTION, RENEWAL)]
+        dropped += [FenceDDL(f"DROP FUNCTION IF EXISTS {{{each}}}()", target) for each in ("refuse", "renew")]
     return dropped
 
 
@@ -203,17 +175,17 @@ def installed(
     """
     family = _family(connection.dialect.name)
     found = _found(connection, table, schema)
-    forms = {form for form in TRIGGERS if form in CREATE[family] and _name(table, form) in found}
-    if forms >= {form for form in CREATE[family] if form in TRIGGERS} - {PLAIN, IDS}:
+    forms = {form for form in sql.TRIGGERS if form in sql.CREATE[family] and _name(table, form) in found}
+    if forms >= {form for form in sql.CREATE[family] if form in sql.TRIGGERS} - {"fence", "ids"}:
         return "strict"
-    return PLAIN in forms and (IDS in forms or "fence")
+    return "fence" in forms and ("ids" in forms or "fence")
 
 
 def _found(connection: Connection, table: str, schema: str | None) -> set[str]:
     """Return the names of all triggers that a table has."""
     family = _family(connection.dialect.name)
     quoted = f"{connection.dialect.identifier_preparer.quote_schema(schema)}." if schema else ""
-    look = text(LOOK[family].format(schema=quoted))
+    look = text(sql.LOOK[family].format(schema=quoted))
     asked = {"table": table} if family == "sqlite" else {"table": table, "schema": schema}
     return set(connection.scalars(look, asked))
 
@@ -221,34 +193,30 @@ def _found(connection: Connection, table: str, schema: str | None) -> set[str]:
 def drop_renamed(connection: Connection, table: str, *, schema: str | None = None) -> list[FenceDDL]:
     """Return the statements that take away the triggers that a table still has from an earlier name of its.
 
-    Databases rename a table and leave the names of its triggers. PostgreSQL's function stays, as another
-    table may have the old name by now.
+    Databases leave the names. PostgreSQL's function stays, as another table may have the old name by now.
     """
     family = _family(connection.dialect.name)
-    own = {_name(table, form) for form in TRIGGERS}
-    endings = tuple(f"_{form}" for form in TRIGGERS)
-    names = sorted(_found(connection, table, schema) - own)
-    ours = [name for name in names if name.startswith("fencelock_") and name.endswith(endings)]
+    own = {_name(table, form) for form in sql.TRIGGERS}
+    endings = tuple(f"_{form}" for form in sql.TRIGGERS)
     preparer = connection.dialect.identifier_preparer
     dropped = []
-    for name in ours:
+    for name in sorted(_found(connection, table, schema) - own):
+        if not (name.startswith("fencelock_") and name.endswith(endings)):
+            continue
         named = Table(name, MetaData(), schema=schema)
         quoted = preparer.format_table(named, use_schema=family != "postgresql")
-        template = DROP[family].format(form="renamed").replace("{renamed}", _verbatim(quoted))
+        verbatim = quoted.replace("{", "{{").replace("}", "}}")
+        template = sql.DROP[family].format(form="renamed").replace("{renamed}", verbatim)
         dropped.append(FenceDDL(template, _table(table, schema)))
     return dropped
-
-
-def _verbatim(sql: str) -> str:
-    return sql.replace("{", "{{").replace("}", "}}")
 
 
 def prepare(connection: Any) -> None:
     """Let a bare connection of `sqlite3` write to tables with a strict trigger.
 
-    SQLAlchemy's connections get it from the guard. It adds the functions `fencelock_carry` and
-    `fencelock_token`, which the statements of `conditional_update(…, strict=True)` and the triggers call. On
-    this one database a token that was carried stays, on this connection, until the next one is.
+    It adds the functions `fencelock_carry` and `fencelock_token`, which the statements of
+    `conditional_update(…, strict=True)` and the triggers call; SQLAlchemy's connections get them from the
+    guard. A token that was carried stays, on this connection, until the next one is.
     """
     dialects.prepare(connection)
 
@@ -275,18 +243,38 @@ def watch_tables() -> None:
 
 
 def explain(context: ExceptionContext) -> None:
-    """Turn a trigger's refusal into the error that the guard would have raised."""
+    """Say what a trigger has refused, or what to do where a column of the guard or its table is missing."""
     error = context.original_exception
     if context.connection is not None:
         dialects.take_back(context.connection)
     message = str(error.args[-1]).splitlines()[0] if error.args and str(error.args[-1]) else ""
-    if "fencelock" not in message:
-        return
-    refusal = _refusal(message)
+    refusal = _refusal(message) if "fencelock" in message else None
+    # Only the first line: those that follow quote the statement, which names the column anyway.
+    refusal = refusal or _lack(str(error).partition("\n")[0], context.statement or "")
     if refusal is not None:
         if context.connection is not None:
             refuse(context.connection, refusal)
         raise refusal from error
+
+
+def _lack(message: str, statement: str) -> FenceError | None:
+    """Return what to do where the database lacks what its own error does not explain; None for all others."""
+    if FENCE_TABLE in message and _MISSING_TABLE.search(message) and _USES_ROWS.match(statement):
+        return FenceError(
+            f"the database lacks the table {FENCE_TABLE!r}, where gates and sealed locks keep their fences "
+            f"({message}): call fence_table(Base.metadata) beside your models, then "
+            f"Base.metadata.create_all(engine), or op.create_fence_table() in a migration; or pass no gate "
+            f"(gate=False), and claim before you read"
+        )
+    for column, operation in ((FENCE_COLUMN, "add_fence"), (WRITE_COLUMN, "add_write_id")):
+        if column in message and _MISSING_COLUMN.search(message):
+            return FenceError(
+                f"the database lacks the column {column!r} of a fenced model ({message}); add it with a "
+                f'migration: op.{operation}("<table>"), which fencelock[alembic] brings, or '
+                f'op.add_column("<table>", sa.Column("{column}", sa.BigInteger(), nullable=False, '
+                f'server_default=sa.text("0")))'
+            )
+    return None
 
 
 def _refusal(message: str) -> FenceError | None:
@@ -303,7 +291,7 @@ def _refusal(message: str) -> FenceError | None:
         return None
     elif refused["operation"]:
         refusal = UnfencedWriteError(
-            f"the trigger of {table!r} has refused {_article(refused['operation'])} that carries no token; "
+            f"the trigger of {table!r} has refused the {refused['operation']}, which carries no token; "
             f"write under a lease and through the guard, whose models say __fence_trigger__ = 'strict'; or "
             f"with conditional_update(…, strict=True)"
         )
@@ -312,7 +300,3 @@ def _refusal(message: str) -> FenceError | None:
         refusal = StaleTokenError(table, None, token or 0, current, detail="refused by the table's trigger")
     report(refusal, table=table)
     return refusal
-
-
-def _article(operation: str) -> str:
-    return f"an {operation}" if operation == "UPDATE" else f"a {operation}"

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, islice
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, Insert, Table, and_, func, select
+from sqlalchemy import ColumnElement, Insert, and_, func, select
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.engine import Connection
 from sqlalchemy.orm import Mapper, Session, scoped_session
@@ -20,15 +20,13 @@ from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
 from fencelock.guard._connecting import target_of
 from fencelock.guard._install import install
 from fencelock.guard.claim import fenced_model
-from fencelock.guard.dialects import CarriedToken, holds, is_text, newest, ready, take_back
+from fencelock.guard.dialects import LOCKING_READS, CarriedToken, holds, is_text, newest, ready, take_back
 from fencelock.guard.endings import refusing
 from fencelock.guard.leases import Tokens, begin_writing, report_refusal
 from fencelock.guard.sessions import BYPASS, session_of
-from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN, FencedTable, spelling
+from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN, FencedTable, new_write_id, spelling
 from fencelock.guard.verdict import KEYS_PER_QUERY, is_one_of, without_fence
-from fencelock.guard.write_ids import new_write_id
 
-_MYSQL: Final = frozenset({"mysql", "mariadb"})
 _OWN: Final = frozenset({FENCE_COLUMN, WRITE_COLUMN})
 _Key = tuple[Any, ...]
 
@@ -45,12 +43,10 @@ def upsert(
 
     All or nothing: where one is turned away, nothing of the transaction (or of the innermost savepoint) can
     be committed any more. The rows are written in the order of their keys, so that two who write the same
-    ones wait for each other.
-    Objects that the session has of them are expired. Columns that a row does not name keep their values, or
-    get their defaults in a new row; `onupdate` has no effect, as SQLAlchemy has it for ON CONFLICT.
-
-    As with any INSERT, a stale holder may bring back a row that was deleted: pass the `gate` first where that
-    matters.
+    ones wait for each other. Objects that the session has of them are expired. Columns that a row does not
+    name keep their values, or get their defaults in a new row; `onupdate` has no effect, as SQLAlchemy has it
+    for ON CONFLICT. As with any INSERT, a stale holder may bring back a row that was deleted: pass the `gate`
+    first where that matters.
 
     Args:
         session: whose transaction writes them. With an `AsyncSession`: `await session.run_sync(upsert, …)`.
@@ -69,13 +65,6 @@ def upsert(
         ValueError: if a row lacks its key, names what is no column or the fence, or is given twice.
         TypeError: if the model has no fence, or its rows are in several tables.
         NotImplementedError: on a database other than PostgreSQL, SQLite, MariaDB and MySQL.
-
-    Example:
-        ```python
-        with fenced_lock("prices"), Session(engine) as session:
-            upsert(session, Price, [{"sku": "pen", "cents": 120}, {"sku": "ink", "cents": 900}])
-            session.commit()
-        ```
     """
     install()
     session = session_of(session, "upsert")
@@ -87,7 +76,7 @@ def upsert(
     if session.autoflush:
         session.flush()
     by_key = _by_key(mapper, fenced, rows)
-    target = target_of(session, mapper, bind_arguments, by_key)
+    target = target_of(session, fenced.table, mapper, bind_arguments, by_key)
     connection = target.connection
     begin_writing(connection, connection.get_execution_options(), fenced)
     tokens = Tokens(connection, fenced)
@@ -107,18 +96,13 @@ def upsert(
         connection.execute(statement, stamped, execution_options={"fencelock": BYPASS})
     take_back(connection)
     try:
-        written = [
-            identity
-            for token in dict.fromkeys(token_of.values())
-            for identity in _check(
-                connection, fenced, {key: by_key[key] for key in by_key if token_of[key] == token}, token
-            )
-        ]
+        written = list(_check(connection, fenced, by_key, token_of))
     except FenceError as error:
         report_refusal(connection, error)
         raise
+    shard = target.bind_arguments.get("shard_id")
     for identity in written:
-        key_in_session = mapper.identity_key_from_primary_key(identity, identity_token=target.shard)
+        key_in_session = mapper.identity_key_from_primary_key(identity, identity_token=shard)
         known = session.identity_map.get(key_in_session)
         if known is not None:
             session.expire(known)
@@ -168,31 +152,21 @@ def _statement(dialect: str, fenced: FencedTable, row: Mapping[str, Any]) -> Ins
     table = fenced.table
     kept = {column.key for column in _identifying(fenced)}
     names = [name for name in row if name not in kept]
-    if dialect in _MYSQL:
-        return _of_mysql(table, fenced, names)
+    own = [column.key for column in (fenced.write, fenced.fence) if column is not None]
+    if dialect in LOCKING_READS:
+        made = mysql.insert(table)
+        new, passes = made.inserted, _lets_pass(fenced, made.inserted)
+        # The fence comes last, because MariaDB assigns from left to right.
+        assigned = [(name, func.if_(passes, new[name], table.c[name])) for name in (*names, *own)]
+        return made.on_duplicate_key_update(assigned)
     if dialect not in {"postgresql", "sqlite"}:
         raise NotImplementedError(f"upsert knows PostgreSQL, SQLite, MariaDB and MySQL, not {dialect}")
     statement = postgresql.insert(table) if dialect == "postgresql" else sqlite.insert(table)
     new = statement.excluded
     return statement.on_conflict_do_update(
         index_elements=list(table.primary_key),
-        set_={name: new[name] for name in (*names, *_own(fenced))},
+        set_={name: new[name] for name in (*names, *own)},
         where=_lets_pass(fenced, new),
-    )
-
-
-def _own(fenced: FencedTable) -> list[str]:
-    """Return the columns that the guard writes, the fence last."""
-    return [column.key for column in (fenced.write, fenced.fence) if column is not None]
-
-
-def _of_mysql(table: Table, fenced: FencedTable, names: Sequence[str]) -> Insert:
-    statement = mysql.insert(table)
-    new = statement.inserted
-    passes = _lets_pass(fenced, new)
-    *others, fence = _own(fenced)  # the fence comes last, because MariaDB assigns from left to right
-    return statement.on_duplicate_key_update(
-        [(name, func.if_(passes, new[name], table.c[name])) for name in (*names, *others, fence)]
     )
 
 
@@ -212,13 +186,12 @@ def _lets_pass(fenced: FencedTable, new: Any) -> ColumnElement[bool]:
 
 
 def _check(
-    connection: Connection, fenced: FencedTable, rows: Mapping[_Key, Mapping[str, Any]], token: int
+    connection: Connection,
+    fenced: FencedTable,
+    rows: Mapping[_Key, Mapping[str, Any]],
+    token_of: Mapping[_Key, int],
 ) -> Iterator[_Key]:
-    """Yield the primary keys, as the database has them, of rows that were written with a token.
-
-    Raises:
-        FenceError: if one has not been.
-    """
+    """Yield the primary keys, as the database has them, of rows that were written with their tokens."""
     key = tuple(fenced.table.primary_key)
     template = fenced.template
     naming = tuple(template.columns.values())
@@ -227,11 +200,12 @@ def _check(
     while some := tuple(islice(keys, KEYS_PER_QUERY)):
         query = newest(select(*key, fenced.fence, *naming).where(is_one_of(key, some)), connection)
         found = connection.execute(query).all()
-        resources = {each: _resource(fenced, rows[each]) for each in some}
+        resources = {each: template.render([rows[each][column.key] for column in naming]) for each in some}
+        tokens = {resources[each]: token_of[each] for each in some}
         for row in found:
-            identity, current, named = tuple(row[: len(key)]), row[len(key)], row[len(key) + 1 :]
-            actual = template.render(named)
-            asked = {resources[identity]} if identity in resources else set(resources.values())
+            identity, current = tuple(row[: len(key)]), row[len(key)]
+            actual = template.render(row[len(key) + 1 :])
+            asked = {resources[identity]} if identity in resources else tokens
             if actual not in asked:  # before the fence, which may be equal by chance
                 raise UnfencedWriteError(
                     f"{fenced.name}{identity!r} is guarded by {actual!r}, and not by what the row to "
@@ -239,8 +213,8 @@ def _check(
                 )
             if current is None:
                 raise without_fence(fenced, identity)
-            if current != token:
-                raise StaleTokenError(fenced.name, identity, token, current)
+            if current != tokens[actual]:
+                raise StaleTokenError(fenced.name, identity, tokens[actual], current)
             yield identity
         written = {tuple([row[at] for at in texts]) for row in found}
         if len(found) < len(some) or not written <= {tuple([each[at] for at in texts]) for each in some}:
@@ -248,7 +222,3 @@ def _check(
                 f"not all rows were written to {fenced.name!r}: others have the same values in a unique "
                 f"column, or keys that the database takes for the same"
             )
-
-
-def _resource(fenced: FencedTable, row: Mapping[str, Any]) -> str:
-    return fenced.template.render([row[column.key] for column in fenced.template.columns.values()])

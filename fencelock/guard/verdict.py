@@ -6,9 +6,9 @@ and write ids of the rows that the statement has named, and they are compared he
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from sqlalchemy import Select, literal, not_, or_, select, tuple_
 from sqlalchemy.engine import Connection, CursorResult
@@ -21,19 +21,12 @@ from fencelock.guard.tables import FENCE_COLUMN, TRANSLATED, FencedTable
 
 KEYS_PER_QUERY: Final = 500
 
-_T = TypeVar("_T")
-
 
 @dataclass(eq=False, slots=True)
 class Verdict:
     """Asks the database why executions of a guarded write have written fewer rows than they named.
 
-    Attributes:
-        form: the statement.
-        rows: the parameters of each execution.
-        connection: what has executed it, or is about to.
-        options: its execution options.
-        of_objects: whether a flush executes it, whose rows should all be there.
+    It is asked before it where `of_objects` says that a flush executes it, whose rows should all be there.
     """
 
     form: Form
@@ -53,21 +46,24 @@ class Verdict:
         if is_counted and result.rowcount == len(self.rows):
             return None
         there = self._there()
-        refusal = next(filter(None, (self._error(found, row) for found, row in self._matched(there))), None)
+        by_key = {self.form.identity(row): row for row in self.rows}
+        for found in there:
+            row = by_key.get(found[: len(self.form.key)])  # None where the key has another spelling
+            for each in self.rows if row is None else [row]:
+                if (refusal := self._error(found, each)) is not None:
+                    return refusal
         is_short = is_counted and result.rowcount < len(self.rows)
-        is_gone = self.form.assigns and len(there) < len(self.rows) and not self._moves_key()
-        if refusal is None and self.of_objects and (is_short or (is_gone and not is_counted)):
-            return self._missed(there)
-        return refusal
+        moves_key = any(column.key in self.rows[0] for column in self.form.fenced.table.primary_key)
+        is_gone = self.form.assigns and len(there) < len(self.rows) and not moves_key
+        is_missed = self.of_objects and (is_short or (is_gone and not is_counted))
+        return self._missed(there) if is_missed else None
 
     def foreseen(self) -> FenceError | None:
         """Return the error to raise before a statement is executed that would tell too little afterwards.
 
         One kind may change by what it writes which rows its WHERE clause is about: a child that was turned
-        away while the statement has changed its parent, say, by which the WHERE clause found it. Another is a
-        DELETE of objects where the driver does not count. The rows are locked, as the statement would have
-        done, so what is found here stays true; SQLite has no such locks, and nobody else writes once its
-        transaction has begun to.
+        away while its parent was changed, say. Another is a DELETE of objects that the driver does not count.
+        The rows are locked, so what is found stays true; SQLite has no such locks, and no second writer.
         """
         if self.form.reads_more:
             query = self._asked().where(*self.form.where).with_for_update(of=self.form.source)
@@ -75,11 +71,8 @@ class Verdict:
                 for found in self._execute(query, row):
                     if (error := self._error(found, row)) is not None:
                         return error
-        if (
-            self.of_objects
-            and self.form.key
-            and not (self.form.assigns or self._counts(self.connection.dialect))
-        ):
+        deletes_objects = self.of_objects and self.form.key and not self.form.assigns
+        if deletes_objects and not self._counts(self.connection.dialect):
             there = self._there(lock=True)
             return self._missed(there) if len(there) < len(self.rows) else None
         return None
@@ -88,10 +81,6 @@ class Verdict:
         """Tell whether the driver says how many rows these executions have written."""
         is_sane = dialect.supports_sane_rowcount
         return bool(is_sane and (len(self.rows) == 1 or dialect.supports_sane_multi_rowcount))
-
-    def _moves_key(self) -> bool:
-        """Tell whether the rows that were written have other keys now."""
-        return any(column.key in self.rows[0] for column in self.form.fenced.table.primary_key)
 
     def _unkeyed(self) -> FenceError | None:
         """Return the error for a row that matches the WHERE clause and that the condition turns away."""
@@ -112,22 +101,12 @@ class Verdict:
         """Return what `_asked` tells of those rows that are there."""
         found: list[tuple[Any, ...]] = []
         key = [self.form.source.c[column.key] for column in self.form.fenced.table.primary_key]
-        for some in batched(self.rows, KEYS_PER_QUERY):
+        for start in range(0, len(self.rows), KEYS_PER_QUERY):
+            some = self.rows[start : start + KEYS_PER_QUERY]
             query = self._asked().where(is_one_of(key, map(self.form.identity, some)))
             query = query.with_for_update() if lock else newest(query, self.connection)
             found += self._execute(query, {})
         return found
-
-    def _matched(self, there: Iterable[tuple[Any, ...]]) -> Iterator[tuple[tuple[Any, ...], Row]]:
-        """Yield rows that are there with the parameters of their execution.
-
-        The database may take another spelling of a key for the same: such a row is compared with each.
-        """
-        by_key = {self.form.identity(row): row for row in self.rows}
-        width = len(self.form.key)
-        for found in there:
-            row = by_key.get(found[:width])
-            yield from ((found, each) for each in ((row,) if row is not None else self.rows))
 
     def _naming(self) -> list[ColumnElement[Any]]:
         """Return the columns that name the resource, if the statement tells their values."""
@@ -154,9 +133,8 @@ class Verdict:
         width = len(fenced.table.primary_key)
         identity, (current, write_id), named = found[:width], found[width : width + 2], found[width + 2 :]
         if named:
-            asked, actual = (
-                fenced.template.render(values) for values in (values_of(self.form.naming or (), row), named)
-            )
+            asked = fenced.template.render(values_of(self.form.naming or (), row))
+            actual = fenced.template.render(named)
             if asked != actual:
                 return UnfencedWriteError(
                     f"{fenced.name}{identity!r} is guarded by {actual!r}, not by {asked!r} as this write has "
@@ -173,27 +151,16 @@ class Verdict:
         return StaleReadError(fenced.name, known, token, current, accepted[0])
 
     def _missed(self, there: Sequence[tuple[Any, ...]]) -> StaleReadError | None:
-        """Return the error for an object whose row was not written, though no fence has turned it away.
-
-        Mostly the row is gone. A row that is there was changed between the statement and the question why.
-        """
+        """Return the error for an object whose row is gone, or was changed before it was asked for."""
         fenced = self.form.fenced
         if not self.form.assigns and not all(each.confirm_deleted_rows for each in fenced.mappers()):
             return None
-        row = self.rows[0]
-        token = row[TOKEN_BIND]
+        row, token = self.rows[0], self.rows[0][TOKEN_BIND]
         if len(self.rows) > 1:
-            return StaleReadError(
-                fenced.name, None, token, token if len(there) == len(self.rows) else None, None
-            )
+            current = token if len(there) == len(self.rows) else None
+            return StaleReadError(fenced.name, None, token, current, None)
         current = there[0][len(self.form.key)] if there else None
         return StaleReadError(fenced.name, self.form.identity(row), token, current, row.get(LOADED_BIND))
-
-
-def batched(all_of: Sequence[_T], count: int) -> Iterator[list[_T]]:
-    """Return these things, as many at a time; `itertools` has it from Python 3.12."""
-    for start in range(0, len(all_of), count):
-        yield list(all_of[start : start + count])
 
 
 def without_fence(fenced: FencedTable, identity: tuple[Any, ...]) -> FenceError:

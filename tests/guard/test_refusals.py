@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -771,6 +772,7 @@ def test_table_that_was_plain_is_known_as_soon_as_a_fenced_one_has_its_name(engi
         with engine.connect() as connection, pytest.raises(UnfencedWriteError, match="re_becomes"):
             connection.execute(update(plain).where(plain.c.id == 1), {"note": "y"})
         del fenced
+        gc.collect()  # a table and its columns refer to each other
     finally:
         late.drop_all(engine)
 

@@ -10,7 +10,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from fencelock.errors import StaleReadError
 from fencelock.guard import FencedModel, bind, claim
-from fencelock.guard.write_ids import LIMIT
+from fencelock.guard.tables import LIMIT
 from fencelock.lease import Lease
 from tests.guard.rows import empty
 
