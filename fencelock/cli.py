@@ -34,6 +34,8 @@ from fencelock.settings import DATABASE, factory_of
 from fencelock.token import epoch_above
 from fencelock.torture.command import torture
 
+DEFAULT_NAMESPACE = "fencelock"
+
 app = typer.Typer(
     help="Locks that mint fencing tokens, and a database that refuses stale writers.",
     no_args_is_help=True,
@@ -125,7 +127,7 @@ def init(
         bool,
         typer.Option("--allow-eviction", help="Also nodes that drop keys when their memory is full."),
     ] = False,
-    namespace: Annotated[str, typer.Option(help="Prefix of every key on the nodes.")] = "fencelock",
+    namespace: Annotated[str, typer.Option(help="Prefix of every key on the nodes.")] = DEFAULT_NAMESPACE,
 ) -> None:
     """Make a database's table of leases, or initialise N blank nodes; once in their life.
 
@@ -152,7 +154,7 @@ def init(
     said = "initialised" if done else "had been initialised before"
     said += "" if done or above is not None else "; nothing was changed"
     console.print(f"{count} {'node' if count == 1 else 'nodes'} {said}")
-    _tell_what_next(urls, above, console)
+    _tell_what_next(urls, above, console, namespace)
 
 
 def _init_database(url: str, above: int | None, console: Console) -> None:
@@ -165,11 +167,20 @@ def _init_database(url: str, above: int | None, console: Console) -> None:
     _tell_what_next([url], above, console)
 
 
-def _tell_what_next(urls: list[str], above: int | None, console: Console) -> None:
+def _tell_what_next(
+    urls: list[str], above: int | None, console: Console, namespace: str = DEFAULT_NAMESPACE
+) -> None:
     if above:
         epoch = epoch_above(above)
         console.print(f"Tokens are of epoch {epoch} or later now, above all that was granted up to {above}")
-    console.print(f"Tell your programs: export FENCELOCK_URL={_shown(urls)}", markup=False)
+    _tell_programs(urls, namespace, console)
+
+
+def _tell_programs(urls: list[str], namespace: str, console: Console) -> None:
+    setting = f"export FENCELOCK_URL={_shown(urls)}"
+    if namespace != DEFAULT_NAMESPACE:
+        setting = f'fencelock.configure("{_shown(urls)}", namespace="{namespace}")'
+    console.print(f"Tell your programs: {setting}", markup=False)
 
 
 @contextmanager
@@ -235,7 +246,7 @@ def nodes(
     if context.invoked_subcommand is not None:
         context.obj = (current, namespace)
         return
-    urls, namespace = _present(current), namespace or "fencelock"
+    urls, namespace = _present(current), namespace or DEFAULT_NAMESPACE
     with _errors_as_sentences(), Redlock(urls, namespace=namespace, recover=False) as quorum:
         if wait:
             quorum.recover()
@@ -313,7 +324,7 @@ def _change(present: list[str], wanted: list[str], namespace: str) -> None:
     done: Change = change_nodes(
         present,
         wanted,
-        namespace=namespace or "fencelock",
+        namespace=namespace or DEFAULT_NAMESPACE,
         tell=lambda sentence: console.print(f"… {sentence}"),
     )
     console.print(
@@ -323,7 +334,7 @@ def _change(present: list[str], wanted: list[str], namespace: str) -> None:
     )
     for address, what in done.left_out.items():
         console.print(f"{address} does not vote yet: {what}", style="yellow", markup=False)
-    console.print(f"Tell your programs: export FENCELOCK_URL={_shown(wanted)}", markup=False)
+    _tell_programs(wanted, namespace or DEFAULT_NAMESPACE, console)
 
 
 @app.command()

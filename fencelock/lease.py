@@ -213,7 +213,8 @@ class Lease:
                 raise CommitInDoubtError(
                     f"the connection was lost during the COMMIT of a transaction that was written under the "
                     f"lease of {self._resource!r} with token {self._fencing_token}, so it may still be "
-                    f"committed: roll back, call lock.remint(), and load again what you write"
+                    f"committed: roll back, call remint() on the lock (or lock again), and load again "
+                    f"what you write"
                 )
         return self._fencing_token
 

@@ -14,7 +14,7 @@ from sqlalchemy.engine import Engine
 from sqlalchemy.orm import Session
 
 from fencelock.guard import leases, objects, sessions, statements, text, triggers
-from fencelock.guard._sqlalchemy import execute_by, hear_ends, load_with
+from fencelock.guard._sqlalchemy import execute_by, hear_ends, hear_merges, load_with
 from fencelock.guard.tables import WRITE_COLUMN, note_column
 
 _lock = Lock()
@@ -31,6 +31,7 @@ def install() -> None:
             execute_by(kind, statements.guarding)
         hear_ends(leases.on_end)
         load_with(WRITE_COLUMN)
+        hear_merges(WRITE_COLUMN, objects.on_merged)
         listen()
         _installed = True
 

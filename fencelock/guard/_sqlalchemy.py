@@ -13,7 +13,7 @@ from typing import Any
 
 from sqlalchemy import Delete, Insert, Select, TextClause, Update
 from sqlalchemy.engine import Connection, CursorResult, Transaction
-from sqlalchemy.orm import InstanceState, Mapper, loading
+from sqlalchemy.orm import ColumnProperty, InstanceState, Mapper, loading
 
 # ruff: noqa: SLF001
 
@@ -159,6 +159,22 @@ def load_with(name: str) -> None:
     for function, around in (("load_scalar_attributes", with_names), ("load_on_ident", with_refreshed)):
         own = function if hasattr(loading, function) else f"_{function}"  # SQLAlchemy 2.0, or 2.1
         setattr(loading, own, around(getattr(loading, own)))
+
+
+def hear_merges(name: str, heard: Callable[..., None]) -> None:
+    """Call `heard(state, values, state, values)` when an attribute of this name was merged.
+
+    SQLAlchemy has no event for `Session.merge()`. The method is public; replacing it is not.
+    """
+    merge: Callable[..., None] = ColumnProperty.merge
+
+    @wraps(merge)
+    def merging(prop: ColumnProperty[Any], session: object, *given: Any) -> None:
+        merge(prop, session, *given)
+        if prop.key == name:
+            heard(*given[:4])
+
+    setattr(ColumnProperty, "merge", merging)  # noqa: B010  mypy knows no other way
 
 
 def left_out_of(context: Any, mapper: Mapper[Any]) -> set[str]:

@@ -22,7 +22,14 @@ from fencelock.guard._sqlalchemy import always_load, cache_of, executes_flush, l
 from fencelock.guard.events import report
 from fencelock.guard.leases import Tokens, open_writing
 from fencelock.guard.sessions import MOVED, is_bypassed, join, owner_of
-from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN, FencedTable, fenced_table, moved, new_write_id
+from fencelock.guard.tables import (
+    FENCE_COLUMN,
+    WRITE_COLUMN,
+    FencedTable,
+    fenced_table,
+    moved,
+    new_write_id,
+)
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -268,6 +275,15 @@ def _on_set(_target: object, value: Any, old: Any, _initiator: object) -> Any:
     if not isinstance(value, int):
         return tables.MIXED
     return value if value == old or not isinstance(old, int) else tables.MIXED
+
+
+def on_merged(given: _State, values: Mapping[str, Any], into: _State, current: dict[str, Any]) -> None:
+    """Have an object be of no version into which one was merged that had been loaded without its write id."""
+    if WRITE_COLUMN not in values and any(map(fenced_table, into.mapper.tables)):
+        keys = {into.mapper.get_property_by_column(column).key for column in into.mapper.primary_key}
+        columns = set(into.mapper.columns.keys()) - keys - {FENCE_COLUMN}
+        if any(_was_loaded(given, key) for key in columns):
+            current[WRITE_COLUMN] = tables.MIXED
 
 
 def _on_refresh(state: InstanceState[Any], context: Any, names: Collection[str] | None) -> None:

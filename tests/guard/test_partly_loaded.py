@@ -296,3 +296,24 @@ def test_a_bypassed_update_does_not_move_objects_by_an_earlier_step() -> None:
         order.balance += 1
         with pytest.raises(StaleReadError):
             session.commit()
+
+
+@pytest.mark.parametrize("load", [of_columns, of_text])
+def test_object_without_its_write_id_that_is_merged_overwrites_nothing(
+    database: Engine, load: Callable[[Session], Any]
+) -> None:
+    """As one of a cache that is older than the column. What is read again is right."""
+    with Session(database) as session:
+        old = load(session)
+    with fenced(database, 6) as session:
+        session.get_one(Order, 1).balance = 10
+        session.commit()
+    with fenced(database, 7) as session:
+        order = session.merge(old)
+        order.balance += 1
+        with pytest.raises(StaleReadError):
+            session.commit()
+        session.rollback()
+        order.balance += 1
+        session.commit()
+        assert order.balance == 11
