@@ -19,7 +19,7 @@ from typing import Any
 import hiredis
 import redis
 
-from fencelock.authority.redlock.node import SCRIPTS
+from fencelock.authority.redlock.wire.codec import SCRIPTS
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import redis
 
-from fencelock.authority.redlock.node import read_answer
+from fencelock.authority.redlock.wire.codec import read_answer
 from fencelock.authority.redlock.protocol import (
     Answer,
     Bid,

@@ -308,7 +308,7 @@ def seconds_behind_killed_processes(authority: Redlock, waiter: Redlock, nodes: 
         return second.result(10) - released
 
 
-@pytest.mark.usefixtures("never_look", "dialling")
+@pytest.mark.usefixtures("never_look")
 def test_connections_that_break_under_one_who_waits_are_opened_again(
     authority: Redlock, waiter: Redlock, nodes: Nodes
 ) -> None:

@@ -543,7 +543,7 @@ def test_loop_that_ends_while_ears_are_opened_leaves_no_connection(
         assert eventually(lambda: connections_to(nodes) <= 1)
 
 
-@pytest.mark.usefixtures("never_look", "dialling")
+@pytest.mark.usefixtures("never_look")
 def test_connections_that_break_under_a_task_that_waits_are_opened_again(
     authority: Redlock, client: Redlock, nodes: Nodes, run: Run
 ) -> None:
