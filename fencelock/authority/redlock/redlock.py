@@ -361,8 +361,10 @@ class Redlock(Locking):
 
     def _releasing(self, grant: Grant) -> Generator[protocol.Request, Any, bool | None]:
         granted: protocol.Granted = grant.proof
-        self._wanted.pop(granted.bid.nonce, None)
-        return (yield from protocol.release(self._see(), granted))
+        try:
+            return (yield from protocol.release(self._see(), granted))
+        finally:  # not before: a late grant has its RELEASE behind it, and another one must not come first
+            self._wanted.pop(granted.bid.nonce, None)
 
     def _initialising(
         self, base: int | None, max_ttl: float | None, epoch: int = 0, *, allow_eviction: bool = False

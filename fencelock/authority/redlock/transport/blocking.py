@@ -333,16 +333,13 @@ class SharedConnections:
             connection = self._nodes.connection(index)
             if connection is None:
                 continue
-            spoilt, connection.spoilt = connection.spoilt, True
+            connection.spoilt = True  # until `received` has dealt with all that was read
             try:
                 data = read_from(self._sockets[index])
             except OSError as error:
                 self._nodes.broken(index, _broken(error), now)
                 continue
-            connection.spoilt = spoilt
-            if data is None:
-                continue
-            for place in self._nodes.received(index, data, now):
+            for place in self._nodes.received(index, data or b"", now):
                 for waiting in self._waits:
                     if isinstance(waiting, _WaitForCall) and waiting.place == place:
                         waiting.ring()

@@ -278,8 +278,9 @@ class NodeConnections:
         for nonce, undo in list(itertools.islice(node.owed.items(), _PORTION)):
             if len(connection.unanswered) >= _PORTION:
                 return
-            self._put_undo(connection, undo, now)
-            del node.owed[nonce]
+            if not self._is_wanted(nonce):  # else it is kept for when that is over
+                self._put_undo(connection, undo, now)
+                del node.owed[nonce]
 
     def _put_undo(self, connection: Connection, undo: Command, now: float) -> None:
         """Release what is left behind, if it is not wanted and no RELEASE of it is under way."""
