@@ -22,10 +22,6 @@ import redis
 from fencelock import token
 from fencelock.authority.redlock import protocol
 from fencelock.authority.redlock.change import Plan, change
-from fencelock.authority.redlock.transport.blocking import read_from, write_to
-from fencelock.authority.redlock.transport.connector import Node
-from fencelock.authority.redlock.wire import codec
-from fencelock.authority.redlock.wire.connection import Connection, PendingReply
 from fencelock.authority.redlock.protocol import (
     Answer,
     Answers,
@@ -42,6 +38,10 @@ from fencelock.authority.redlock.protocol import (
 )
 from fencelock.authority.redlock.recovery import Surroundings, recover, rise
 from fencelock.authority.redlock.redlock import Redlock
+from fencelock.authority.redlock.transport.blocking import read_from, write_to
+from fencelock.authority.redlock.transport.connector import Node
+from fencelock.authority.redlock.wire import codec
+from fencelock.authority.redlock.wire.connection import Connection, PendingReply
 from fencelock.embedded import Node as Server
 
 NODE_KEY = "{fencelock}"

@@ -115,7 +115,7 @@ def test_restarted_node_votes_again_over_the_same_sockets(
 
 def link_to(authority: Redlock, node: int) -> object:
     """Return what the authority speaks to a node over."""
-    return authority._pool._idle[-1]._seats[node].link
+    return authority._connections._nodes.connection(node)
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -66,11 +66,9 @@ def test_every_vote_proves_its_server(service: Watched) -> None:
         authority.init()
         with authority.lock("r"):
             pass
-        channels = authority._pool.lend()
-        link = channels._seats[0].link
-        assert link is not None
-        assert link.identity.replid
-        channels.close()
+        connection = authority._connections._nodes.connection(0)
+        assert connection is not None
+        assert connection.identity.replid
 
 
 def test_client_of_a_service_is_a_node(service: Watched) -> None:

@@ -384,9 +384,11 @@ class LoopConnections:
         loop = self._open_loop()
         if isinstance(opened, UnusableError):
             self._nodes.failed(index, opened.answer, now)
-        elif self._closed or loop is None:
-            opened.sock.close()
-        elif self._nodes.connected(index, opened.identity, now, hears=opened.hears) is None:
+        elif (
+            self._closed
+            or loop is None
+            or self._nodes.connected(index, opened.identity, now, hears=opened.hears) is None
+        ):
             opened.sock.close()
         else:
             self._sockets[index] = opened.sock

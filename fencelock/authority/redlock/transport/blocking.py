@@ -391,9 +391,9 @@ class SharedConnections:
             now = time.monotonic()
             if isinstance(opened, UnusableError):
                 self._nodes.failed(index, opened.answer, now)
-            elif self._closed:
-                opened.sock.close()
-            elif self._nodes.connected(index, opened.identity, now, hears=opened.hears) is None:
+            elif (
+                self._closed or self._nodes.connected(index, opened.identity, now, hears=opened.hears) is None
+            ):
                 opened.sock.close()
             else:
                 descriptor = opened.sock.fileno()
