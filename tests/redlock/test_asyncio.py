@@ -163,7 +163,6 @@ def test_loop_that_is_closed_without_farewell_leaves_no_socket_behind(
             task._log_destroy_pending = False  # type: ignore[attr-defined] # it is, and we know
             loop.close()
         authority._connections.close()
-        authority._connections = authority._connect()
         assert eventually(lambda: connections_to(nodes) == 1)
         if next_loop:
             asyncio.run(take(authority, "other"))

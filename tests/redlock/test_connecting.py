@@ -66,7 +66,7 @@ def test_connection_is_opened_once(nodes: Nodes) -> None:
     opened: list[Opened | UnusableError] = []
     done = threading.Event()
 
-    def take(connection: Opened | UnusableError) -> None:
+    def take(_: Connector, connection: Opened | UnusableError) -> None:
         opened.append(connection)
         done.set()
 

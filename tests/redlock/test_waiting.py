@@ -407,7 +407,7 @@ def test_uncontended_acquisition_leaves_no_thread_and_no_key(authority: Redlock,
         other.lock("r", timeout=0).acquire()
     assert eventually(lambda: _threads() <= before)
     with redis.Redis.from_url(nodes[0].url) as client:
-        assert sorted(client.keys("*")) == [name.encode() for name in OF_THE_NODE]
+        assert eventually(lambda: sorted(client.keys("*")) == [name.encode() for name in OF_THE_NODE])
 
 
 def _threads() -> set[threading.Thread]:

@@ -146,8 +146,7 @@ class Redlock(Locking):
     def close(self) -> None:
         """Close the connections. Leases that are held end by themselves; using it again connects again."""
         self._check_process()
-        connections, self._connections = self._connections, self._connect()
-        connections.close()
+        self._connections.close()
         recoverer, self._recoverer = self._recoverer, Recoverer(self._connect, self._recovering)
         recoverer.close()
         self.aio._close_everywhere()  # noqa: SLF001 - its other face

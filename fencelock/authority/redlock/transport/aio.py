@@ -357,7 +357,9 @@ class LoopConnections:
                 loop.remove_writer(sock.fileno())
         sock.close()
 
-    def _connected_there(self, index: int, opened: Opened | UnusableError) -> None:
+    def _connected_there(
+        self, index: int, _connector: Connector, opened: Opened | UnusableError
+    ) -> None:
         """Have the loop use a connection; called in the connecting thread."""
         self._arrived[index] = opened
         loop = self._loop()

@@ -157,10 +157,11 @@ class SharedConnections:
         names = [node.name for node in nodes]
         self._nodes = NodeConnections(names, self, self.queue, jitter=random.random, **options)
         channel = f"{node_key}:w:{client}"
-        self._connectors = [
+        self._new_connectors = lambda: [
             Connector(node, node_key, channel, partial(self._connected, index))
             for index, node in enumerate(nodes)
         ]
+        self._connectors = self._new_connectors()
         self._sockets: dict[int, socket.socket] = {}
         self._by_descriptor: dict[int, int] = {}
         self._poll = new_poll()
@@ -229,14 +230,12 @@ class SharedConnections:
             self._inside.discard(thread)
 
     def close(self) -> None:
-        """Close every connection; what waits for answers is told."""
+        """Close every connection; what waits for answers is told. Using these again opens others."""
         with self._mutex:
             self._closed = True
+            self._connectors = self._new_connectors()  # what the former ones open is closed
             self._nodes.close(time.monotonic())
-            for waiting in self._waits:
-                waiting.ring()
             self._changed.notify_all()
-            self._stir()
             self._stop_stirring()
         if self._of_handlers is not None:
             self._of_handlers.close()
@@ -256,7 +255,7 @@ class SharedConnections:
             with self._mutex:
                 self._waits[waiting] = None
                 now = time.monotonic()
-                if (due := waiting.due()) <= now or self._closed:
+                if (due := waiting.due()) <= now:
                     self._end(waiting)
                     return now
                 if reads := self._reader is None or self._reader.over:
@@ -291,7 +290,7 @@ class SharedConnections:
             with self._mutex:
                 now = time.monotonic()
                 due = waiting.due()
-                if due <= now or self._closed:
+                if due <= now:
                     return
                 if is_in_line:  # the nodes that are away are to call as well
                     due = min(due, self._nodes.open_absent(now))
@@ -311,11 +310,11 @@ class SharedConnections:
 
     def _await_connections(self, request: Broadcast) -> None:
         """Open what is not open; wait only while less than a majority is."""
-        if not self._nodes.absent or self._closed:
+        if not self._nodes.absent:
             return
         began = now = time.monotonic()
         self._nodes.open_absent(now)
-        while (left := self._nodes.worth_waiting_until(began, request, now) - now) > 0 and not self._closed:
+        while (left := self._nodes.worth_waiting_until(began, request, now) - now) > 0:
             self._changed.wait(left)
             now = time.monotonic()
 
@@ -366,6 +365,7 @@ class SharedConnections:
 
     def connect(self, node: int) -> None:
         """Begin to connect to a node."""
+        self._closed = False
         try:
             self._connectors[node].begin()
         except RuntimeError as error:
@@ -384,16 +384,16 @@ class SharedConnections:
         self._poll.unregister(descriptor)
         sock.close()
 
-    def _connected(self, index: int, opened: Opened | UnusableError) -> None:
+    def _connected(self, index: int, connector: Connector, opened: Opened | UnusableError) -> None:
         """Use a connection that has been opened; called in the connecting thread."""
         with self._mutex:
-            self._connectors[index].end()
+            connector.end()
             now = time.monotonic()
+            is_stale = connector is not self._connectors[index]  # these were closed in between
             if isinstance(opened, UnusableError):
-                self._nodes.failed(index, opened.answer, now)
-            elif (
-                self._closed or self._nodes.connected(index, opened.identity, now, hears=opened.hears) is None
-            ):
+                if not is_stale:
+                    self._nodes.failed(index, opened.answer, now)
+            elif is_stale or not self._nodes.connected(index, opened.identity, now, hears=opened.hears):
                 opened.sock.close()
             else:
                 descriptor = opened.sock.fileno()
@@ -411,7 +411,7 @@ class SharedConnections:
         self._poll.register(ends[0].fileno(), select.POLLIN)
 
     def _stop_stirring(self) -> None:
-        """Close what was made to stir the reader, if these are closed and none is left."""
+        """Close what was made to stir the reader, if the connections are closed and there is no reader."""
         if self._closed and self._stirring is not None and (self._reader is None or self._reader.over):
             for end in self._stirring:
                 end.close()

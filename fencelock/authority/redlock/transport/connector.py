@@ -154,11 +154,16 @@ class Connector:
         node: the node.
         node_key: key of its hash, which is read while connecting.
         channel: what to subscribe to.
-        done: told of the connection, or why there is none; called in the connecting thread.
+        done: told by which connector a connection was opened, and of it, or why there is none; called in the
+            connecting thread.
     """
 
     def __init__(
-        self, node: Node, node_key: str, channel: str, done: Callable[[Opened | UnusableError], None]
+        self,
+        node: Node,
+        node_key: str,
+        channel: str,
+        done: Callable[[Connector, Opened | UnusableError], None],
     ) -> None:
         self._node = node
         self._node_key = node_key
@@ -196,7 +201,7 @@ class Connector:
         except UnusableError as error:
             opened = error
         self._is_done = True
-        self._done(opened)
+        self._done(self, opened)
 
 
 def _joined(failures: list[tuple[Server, UnusableError]]) -> UnusableError:

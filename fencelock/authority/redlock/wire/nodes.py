@@ -193,6 +193,7 @@ class NodeConnections:
         """
         node = self._nodes[index]
         node.failures = 0
+        self._on_identity(index, identity)
         if (old := node.connection) is not None:
             if old.identity.run_id == identity.run_id and not is_lost(old, now):
                 return None
@@ -206,7 +207,6 @@ class NodeConnections:
         self.absent -= 1
         if hears:
             self.queue.listen(index)
-        self._on_identity(index, identity)
         self._put_owed(node, connection, now)
         return connection
 
