@@ -175,6 +175,7 @@ class LoopConnections:
         now = time.monotonic()
         if now - self._last_read > FRESH:
             self._read_all(now)
+            self._flush()  # in a turn that is so long, others have waited for its end
         if self._nodes.absent:
             await self._await_connections(request, loop)
         began = time.monotonic()
@@ -357,9 +358,7 @@ class LoopConnections:
                 loop.remove_writer(sock.fileno())
         sock.close()
 
-    def _connected_there(
-        self, index: int, _connector: Connector, opened: Opened | UnusableError
-    ) -> None:
+    def _connected_there(self, index: int, _connector: Connector, opened: Opened | UnusableError) -> None:
         """Have the loop use a connection; called in the connecting thread."""
         self._arrived[index] = opened
         loop = self._loop()

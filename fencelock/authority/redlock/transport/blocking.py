@@ -324,17 +324,17 @@ class SharedConnections:
         """Read from the sockets on which something has arrived."""
         self._last_read = now = time.monotonic()
         for descriptor, _ in ready:
-            index = self._by_descriptor.get(descriptor)
-            if index is None:
-                if self._stirring is not None and descriptor == self._stirring[0].fileno():
-                    self._stirring[0].recv(READ_SIZE)
+            if self._stirring is not None and descriptor == self._stirring[0].fileno():
+                self._stirring[0].recv(READ_SIZE)
                 continue
-            connection = self._nodes.connection(index)
-            if connection is None:
+            index = self._by_descriptor.get(descriptor, -1)
+            sock, connection = self._sockets.get(index), self._nodes.connection(index)
+            if sock is None or connection is None or sock.fileno() != descriptor:
+                self._poll.unregister(descriptor)  # closing it was interrupted
                 continue
             connection.spoilt = True  # until `received` has dealt with all that was read
             try:
-                data = read_from(self._sockets[index])
+                data = read_from(sock)
             except OSError as error:
                 self._nodes.broken(index, _broken(error), now)
                 continue
@@ -413,6 +413,7 @@ class SharedConnections:
     def _stop_stirring(self) -> None:
         """Close what was made to stir the reader, if the connections are closed and there is no reader."""
         if self._closed and self._stirring is not None and (self._reader is None or self._reader.over):
+            self._poll.unregister(self._stirring[0].fileno())
             for end in self._stirring:
                 end.close()
             self._stirring = None
