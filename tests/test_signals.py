@@ -9,6 +9,7 @@ import json
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any, cast
 
 import hiredis

@@ -312,7 +312,7 @@ def test_node_that_hangs_hears_of_every_lock_that_it_is_to_grant(nodes: Nodes, r
         assert all(await asyncio.gather(*map(authority.aio.release, grants)))
         nonces = {grant.proof.bid.nonce for grant in grants}
         assert all(map(hung.releases, nonces))
-        known.broken(0, Answer(Said.UNREACHABLE, detail="gone"), time.monotonic())
+        known.broken(0, Answer(Said.UNREACHABLE, detail="gone"))
         await asyncio.gather(*(take(authority, f"other{number}") for number in range(800)))
         assert known._nodes[0].owed.keys() >= nonces
         nodes[0].resume()
@@ -332,7 +332,7 @@ async def release_while_away(authority: Redlock, nodes: Nodes) -> NodeConnection
     known = authority.aio._here()._nodes
     assert await soon(lambda: (hung := known.connection(0)) is not None and not hung.unanswered)
     nodes[0].pause()
-    known.broken(0, Answer(Said.UNREACHABLE, detail="gone"), time.monotonic())
+    known.broken(0, Answer(Said.UNREACHABLE, detail="gone"))
     assert await authority.aio.release(mine) is True
     assert mine.proof.bid.nonce in known._nodes[0].owed
     return known

@@ -457,7 +457,7 @@ def lose_connection(authority: Redlock, node: int) -> None:
     """Break the connection to a node, for a blocking driver."""
     connections: SharedConnections = authority._connections
     with connections._mutex:
-        connections._nodes.broken(node, link_failure(), time.monotonic())
+        connections._nodes.broken(node, link_failure())
 
 
 def test_many_threads_share_one_redlock(authority: Redlock, nodes: Nodes) -> None:

@@ -319,7 +319,7 @@ def test_recovery_ends_when_nothing_is_left_to_do(nodes: Nodes, connect: MakeRed
     nodes[0].restart(keep_data=False)
     assert votes_again(authority)
     assert eventually(lambda: not threads())
-    assert authority._recoverer._channels is None
+    assert authority._recoverer._connections is None
 
 
 def test_forked_child_recovers_nothing_unasked(nodes: Nodes, connect: MakeRedlock) -> None:

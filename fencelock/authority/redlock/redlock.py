@@ -424,7 +424,7 @@ class Redlock(Locking):
         return run(generator, self._connections.own())
 
     def _run_apart(self, generator: Generator[protocol.Request, Any, _T]) -> _T:
-        """Run what an operator asks for, over connections of its own: WAITAOF occupies one for two seconds."""
+        """Run what an operator asks for, over connections of its own: WAITAOF takes one for two seconds."""
         connections = self._connect()
         try:
             return run(generator, connections)

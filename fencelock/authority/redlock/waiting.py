@@ -74,8 +74,8 @@ class Line:
     def expect(self, place: str, nonce: str, now: float) -> str:
         """Count the calls for a bid from now on; return its place, a new one where it is empty.
 
-        Said before each bid, because a call may come before its answer does. The end of another's claim is still
-        to come: no node calls again for that.
+        Said before each bid, because a call may come before its answer does. The end of another's claim is
+        still to come: no node calls again for that.
         """
         place = place or self.new_place()
         known = self._places.get(place)

@@ -1,8 +1,8 @@
 """The asyncio driver: all tasks of a loop share one connection to each node, which the loop reads.
 
-What is asked within one turn of the loop leaves in one write for each node. A loop knows its connections by its
-readers and timers, and they know it by a weak reference only, so that a loop that is thrown away can go. Where a
-loop is shut down as `asyncio.run` does it, they are closed before it is.
+What is asked within one turn of the loop leaves in one write for each node. A loop knows its connections by
+its readers and timers, and they know it by a weak reference only, so that a loop that is thrown away can go.
+Where a loop is shut down as `asyncio.run` does it, they are closed before it is.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class LoopConnections:
             for pending in self._pending:
                 pending.over = True  # no task can be resumed any more
         self._flush()
-        self._nodes.close(time.monotonic())
+        self._nodes.close()
         self._close_arrived()
 
     def leave_to_parent(self) -> None:
@@ -255,11 +255,11 @@ class LoopConnections:
             data = read_from(self._sockets[index])
             called = [] if data is None else self._nodes.received(index, data, now)
         except OSError as error:
-            self._nodes.broken(index, _broken(error), now)
+            self._nodes.broken(index, _broken(error))
             self._open_again()
         except BaseException:
             connection.spoilt = True
-            self._nodes.drop_spoilt(now)
+            self._nodes.drop_spoilt()
             raise
         else:
             for place in called:
@@ -294,11 +294,11 @@ class LoopConnections:
         try:
             is_complete = write_to(self._sockets[index], connection)
         except OSError as error:
-            self._nodes.broken(index, _broken(error), time.monotonic())
+            self._nodes.broken(index, _broken(error))
             return
         except BaseException:
             connection.spoilt = True
-            self._nodes.drop_spoilt(time.monotonic())
+            self._nodes.drop_spoilt()
             raise
         if is_complete == (index in self._congested) and (loop := self._open_loop()) is not None:
             if is_complete:

@@ -1,12 +1,13 @@
-"""The blocking driver: all threads share one connection to each node, and the thread that waits reads for all.
+"""The blocking driver: threads share one connection to each node, and one that waits reads for all.
 
-No thread stays in the background. Of the threads that wait for answers, or in line for a lock, one reads for all and
-wakes the others. Its own wait over, it leaves that to another. So nothing is left to end when nothing waits, in a
-forked child, or while the interpreter goes down. A RELEASE is always behind its ACQUIRE on one connection.
+No thread stays in the background. Of the threads that wait for answers, or in line for a lock, one reads for
+all and wakes the others. Its own wait over, it leaves that to another. So nothing is left to end when nothing
+waits, in a forked child, or while the interpreter goes down. A RELEASE is always behind its ACQUIRE on one
+connection.
 
-A signal handler may lock while the thread that it has interrupted is in the midst of this. It uses connections of
-its own then, because the interrupted frame cannot go on before it. Where it raises, the connections are dropped on
-which answers could be taken for others, and another thread takes over the reading.
+A signal handler may lock while the thread that it has interrupted is in the midst of this. It uses
+connections of its own then, because the interrupted frame cannot go on before it. Where it raises, the
+connections are dropped on which answers could be taken for others, and another thread takes over the reading.
 """
 
 from __future__ import annotations
@@ -156,11 +157,7 @@ class SharedConnections:
         self.queue = Line(client, len(nodes), random.random)
         names = [node.name for node in nodes]
         self._nodes = NodeConnections(names, self, self.queue, jitter=random.random, **options)
-        channel = f"{node_key}:w:{client}"
-        self._new_connectors = lambda: [
-            Connector(node, node_key, channel, partial(self._connected, index))
-            for index, node in enumerate(nodes)
-        ]
+        self._addresses = nodes, node_key, f"{node_key}:w:{client}"
         self._connectors = self._new_connectors()
         self._sockets: dict[int, socket.socket] = {}
         self._by_descriptor: dict[int, int] = {}
@@ -172,6 +169,13 @@ class SharedConnections:
         self._inside: set[int] = set()
         self._of_handlers: SharedConnections | None = None
         self._closed = False
+
+    def _new_connectors(self) -> list[Connector]:
+        nodes, node_key, channel = self._addresses
+        return [
+            Connector(node, node_key, channel, partial(self._connected, index))
+            for index, node in enumerate(nodes)
+        ]
 
     def own(self) -> SharedConnections:
         """Return the connections that the calling frame may use.
@@ -234,7 +238,7 @@ class SharedConnections:
         with self._mutex:
             self._closed = True
             self._connectors = self._new_connectors()  # what the former ones open is closed
-            self._nodes.close(time.monotonic())
+            self._nodes.close()
             self._changed.notify_all()
             self._stop_stirring()
         if self._of_handlers is not None:
@@ -279,7 +283,7 @@ class SharedConnections:
 
     def _clean_up(self, waiting: _Wait | None) -> None:
         """Put in order what an exception from outside has interrupted."""
-        self._nodes.drop_spoilt(time.monotonic())
+        self._nodes.drop_spoilt()
         if waiting is not None:
             self._end(waiting)
 
@@ -336,7 +340,7 @@ class SharedConnections:
             try:
                 data = read_from(sock)
             except OSError as error:
-                self._nodes.broken(index, _broken(error), now)
+                self._nodes.broken(index, _broken(error))
                 continue
             for place in self._nodes.received(index, data or b"", now):
                 for waiting in self._waits:
@@ -349,7 +353,7 @@ class SharedConnections:
             self._write(index)
 
     def _write(self, index: int) -> None:
-        """Write what has been put into a connection; what is too much follows when the node has answered some."""
+        """Write what a connection has to say; what is too much follows when the node has answered some."""
         connection = self._nodes.connection(index)
         if connection is None or not connection.outgoing:
             return
@@ -357,7 +361,7 @@ class SharedConnections:
         try:
             write_to(self._sockets[index], connection)
         except OSError as error:
-            self._nodes.broken(index, _broken(error), time.monotonic())
+            self._nodes.broken(index, _broken(error))
             return
         connection.spoilt = spoilt
 

@@ -1,7 +1,8 @@
 """Opens connections to a node, and learns which server process answers.
 
-redis-py connects, with its TLS, ACL and socket settings. Afterwards the bare socket belongs to a transport. Opening
-blocks, so a thread does it that ends with it: a node that hangs while it is connected to costs nobody anything.
+redis-py connects, with its TLS, ACL and socket settings. Afterwards the bare socket belongs to a transport.
+Opening blocks, so a thread does it that ends with it: a node that hangs while it is connected to costs nobody
+anything.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Commands as bytes, and replies as answers: RESP, by hiredis.
 
-Everyday commands are calls of scripts by their digest. Each ends with two arguments of the connection that it goes
-out over: the server process that the connection was opened to, and its replication id.
+Everyday commands are calls of scripts by their digest. Each ends with two arguments of the connection that it
+goes out over: the server process that the connection was opened to, and its replication id.
 """
 
 from __future__ import annotations

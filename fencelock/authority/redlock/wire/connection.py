@@ -1,9 +1,9 @@
 """One connection to a node: which commands it has not answered, and what is still to be written.
 
-It moves no bytes. Whoever owns the socket hands in what has arrived and writes `outgoing`. A token is safe only if
-the answers on a connection come from the server process that was there when it was opened. So the process belongs
-to the connection for good, and nothing here resends on another one. A client that silently reconnected after its
-node had been killed was granted the same counter twice.
+It moves no bytes. Whoever owns the socket hands in what has arrived and writes `outgoing`. A token is safe
+only if the answers on a connection come from the server process that was there when it was opened. So the
+process belongs to the connection for good, and nothing here resends on another one. A client that silently
+reconnected after its node had been killed was granted the same counter twice.
 """
 
 from __future__ import annotations

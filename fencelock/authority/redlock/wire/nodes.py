@@ -1,11 +1,12 @@
 """The connections to the N nodes: which of them may be asked, and what becomes of answers that come too late.
 
-It moves no bytes, knows no clock and waits for nothing. Inputs are `ask`, `connected`, `failed`, `received` and
-`broken`, each with the time. Outputs are the calls of a `Transport`, and what stands in `Connection.outgoing`.
-Threads, event loops and the simulator run the same of it.
+It moves no bytes, knows no clock and waits for nothing. Inputs are `ask`, `connected`, `failed`, `received`
+and `broken`, each with the time. Outputs are the calls of a `Transport`, and what stands in
+`Connection.outgoing`. Threads, event loops and the simulator run the same of it.
 
-Nothing that an acquisition has locked and nobody wants may stay: a late grant is released where it arrives. A RELEASE
-that finds no connection, or may have been lost with one, goes out with the next connection to that node.
+Nothing that an acquisition has locked and nobody wants may stay: a late grant is released where it arrives. A
+RELEASE that finds no connection, or may have been lost with one, goes out with the next connection to that
+node.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Transport(Protocol):
     """What moves the bytes. No call waits."""
 
     def connect(self, node: int) -> None:
-        """Begin to connect to a node, unless that is going on; `connected` or `failed` is called in the end."""
+        """Begin to connect to a node, unless that is going on; `connected` or `failed` ends it."""
 
     def is_connecting(self, node: int) -> bool:
         """Tell whether that is going on."""
@@ -79,15 +80,12 @@ class NodeConnections:
     """One connection to each node. Not for two threads at once.
 
     Args:
-        names: the nodes' addresses, for messages.
-        transport: moves the bytes.
-        queue: hears what the nodes publish.
-        is_wanted: tells whether the acquisition with a nonce is wanted still; a late grant of any other is released.
-        on_identity: told of the server process whenever a connection has been opened.
+        names: the nodes' addresses, for messages. transport: moves the bytes. queue: hears what the nodes
+        publish. is_wanted: tells whether the acquisition with a nonce is wanted still; a late grant of any
+        other is released. on_identity: told of the server process whenever a connection has been opened.
         on_trouble: told when an answer shows that a node has forgotten, restarted, or is in another epoch.
-        connect_timeout: seconds that a node may take to accept a connection.
-        patience: seconds after which a node that owes an answer is asked no more.
-        jitter: returns a random number between 0 and 1.
+        connect_timeout: seconds that a node may take to accept a connection. patience: seconds after which a
+        node that owes an answer is asked no more. jitter: returns a random number between 0 and 1.
     """
 
     def __init__(
@@ -197,7 +195,7 @@ class NodeConnections:
         if (old := node.connection) is not None:
             if old.identity.run_id == identity.run_id and not is_lost(old, now):
                 return None
-            self.broken(index, Answer(Said.UNREACHABLE, detail="another connection has taken its place"), now)
+            self.broken(index, Answer(Said.UNREACHABLE, detail="another connection has taken its place"))
         for other, its in enumerate(self._nodes):
             if its.connection is not None and its.connection.identity.run_id == identity.run_id:
                 node.failure = Answer(Said.CONFIG, detail=f"the same server as {self._names[other]}")
@@ -227,12 +225,12 @@ class NodeConnections:
             for pending, answer in connection.received(data, now):
                 self._take(index, connection, pending, answer, now)
         except MalformedReplyError as error:
-            self.broken(index, Answer(Said.ERROR, detail=f"it does not speak like a node: {error}"), now)
+            self.broken(index, Answer(Said.ERROR, detail=f"it does not speak like a node: {error}"))
             return []
         called = [self.queue.note(index, message, now) for message in connection.published]
         connection.published.clear()
         if connection.leads_elsewhere:
-            self.broken(index, Answer(Said.UNREACHABLE, detail="another server has taken over"), now)
+            self.broken(index, Answer(Said.UNREACHABLE, detail="another server has taken over"))
         elif node.owed:
             self._put_owed(node, connection, now)
         return called
@@ -240,6 +238,15 @@ class NodeConnections:
     def _take(
         self, index: int, connection: Connection, pending: PendingReply, answer: Answer, now: float
     ) -> None:
+        answer = self._heed(index, connection, answer, now)
+        if pending.broadcast is not None and not pending.broadcast.over:
+            pending.broadcast.add_reply(index, answer)
+        elif answer.said in MAKES_LOCKS:
+            for undo in undoing(pending.command, answer):
+                self._put_undo(connection, undo, now)
+
+    def _heed(self, index: int, connection: Connection, answer: Answer, now: float) -> Answer:
+        """Take notice of what an answer says about its node; return the answer, or what is wrong with it."""
         said = answer.said
         if said is Said.GRANTED:
             if answer.epoch != self._epoch:
@@ -247,7 +254,7 @@ class NodeConnections:
                     self._on_trouble()
                 self._epoch = answer.epoch
         elif said in _ADMITTING:
-            answer = self._met_again(index, connection, answer)
+            return self._met_again(index, connection, answer)
         elif said in _FORGETFUL:
             self._on_trouble()
             # What was replaced may go on to say so on this connection for ever.
@@ -257,11 +264,7 @@ class NodeConnections:
                 self._transport.connect(index)
         elif leads_elsewhere(answer):
             connection.leads_elsewhere = True
-        if pending.broadcast is not None and not pending.broadcast.over:
-            pending.broadcast.add_reply(index, answer)
-        elif said in MAKES_LOCKS:
-            for undo in undoing(pending.command, answer):
-                self._put_undo(connection, undo, now)
+        return answer
 
     def _met_again(self, index: int, connection: Connection, answer: Answer) -> Answer:
         try:
@@ -287,7 +290,7 @@ class NodeConnections:
         if not self._is_wanted(undo.nonce) and not connection.releases(undo.nonce):
             connection.put(PendingReply(None, undo, now), pack(undo))
 
-    def broken(self, index: int, failure: Answer, now: float) -> None:
+    def broken(self, index: int, failure: Answer) -> None:
         """Give up a node's connection: what it owes is answered with the failure, and released later."""
         node = self._nodes[index]
         node.failure = failure
@@ -302,16 +305,16 @@ class NodeConnections:
             if broadcast is not None and not broadcast.over:
                 broadcast.add_reply(index, failure)
 
-    def drop_spoilt(self, now: float) -> None:
+    def drop_spoilt(self) -> None:
         """Give up the connections on which answers could be taken for others."""
         for index, node in enumerate(self._nodes):
             if node.connection is not None and node.connection.spoilt:
-                self.broken(index, Answer(Said.UNREACHABLE, detail="using it was interrupted"), now)
+                self.broken(index, Answer(Said.UNREACHABLE, detail="using it was interrupted"))
 
-    def close(self, now: float) -> None:
+    def close(self) -> None:
         """Give up all connections."""
         for index in range(len(self._nodes)):
-            self.broken(index, Answer(Said.UNREACHABLE, detail="the connection was closed here"), now)
+            self.broken(index, Answer(Said.UNREACHABLE, detail="the connection was closed here"))
 
 
 def is_lost(connection: Connection, now: float) -> bool:
