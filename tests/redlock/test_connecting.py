@@ -8,6 +8,7 @@ from contextlib import closing
 
 import pytest
 
+from fencelock import Redlock
 from fencelock.authority.redlock.protocol import Answer, Said
 from fencelock.authority.redlock.transport.connector import Connector, Node, Opened, UnusableError
 from fencelock.authority.redlock.waiting import Line
@@ -75,10 +76,10 @@ def test_connection_is_opened_once(nodes: Nodes) -> None:
         connector.begin()
     assert done.wait(5.0)
     connector.begin()
-    assert connector.is_busy
+    assert connector.is_busy is True
     assert connections_to(nodes) == 1
     connector.end()
-    assert not connector.is_busy
+    assert [connector.is_busy] == [False]
     (connection,) = opened
     assert isinstance(connection, Opened)
     assert connection.hears
@@ -88,8 +89,6 @@ def test_connection_is_opened_once(nodes: Nodes) -> None:
 @pytest.mark.usefixtures("authority")
 def test_connection_that_is_open_after_the_end_is_closed(nodes: Nodes) -> None:
     """Closed while connecting: it is taken into use by nothing."""
-    from fencelock.authority.redlock.redlock import Redlock  # noqa: PLC0415 - only here
-
     with closing(SlowDoor(nodes[0].port)) as door:
         before = connections_to(nodes)
         client = Redlock(f"redis://127.0.0.1:{door.port}", connect_timeout=30.0)
