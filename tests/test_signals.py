@@ -28,9 +28,13 @@ class Interrupted(Exception): pass
 
 armed = False
 
-def interrupt(*_):
+def is_at_the_first_instruction(frame):
+    # Of __exit__: there a handler that raises leaves the lock to its ttl, because nothing has run yet.
+    return frame.f_code.co_name == "__exit__" and frame.f_lineno == frame.f_code.co_firstlineno
+
+def interrupt(_, frame):
     global armed
-    if armed:
+    if armed and not is_at_the_first_instruction(frame):
         armed = False
         raise Interrupted
 
@@ -310,7 +314,7 @@ def test_a_handler_that_strikes_where_something_is_begun(nodes: Nodes, does: str
     assert said["admitted"]
 
 
-@pytest.mark.parametrize("name", ["renewal", "recovery", "connect", "lost", "release", "paying"])
+@pytest.mark.parametrize("name", ["renewal", "recovery", "connect", "lost", "release"])
 def test_what_a_handler_raises_where_a_thread_has_begun_comes_out(nodes: Nodes, name: str) -> None:
     """Python's own `Thread.start` has a KeyError of its own instead."""
     urls = [node.url for node in nodes[:3]]
