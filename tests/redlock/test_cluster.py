@@ -289,7 +289,9 @@ def test_one_who_waits_listens_where_the_keys_have_gone(make_cluster: Callable[.
     cluster = make_cluster(2)
 
     def is_heard(own: Redlock) -> bool:
-        return own._listener._channel.encode() in ask(cluster.primary(), "PUBSUB", "CHANNELS")
+        return own._connections._connectors[0]._channel.encode() in ask(
+            cluster.primary(), "PUBSUB", "CHANNELS"
+        )
 
     with Redlock(cluster.url(), **PATIENT) as holder, Redlock(cluster.url(), **PATIENT) as waiter:
         holder.init(base=0, max_ttl=MAX_TTL)

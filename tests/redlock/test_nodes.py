@@ -29,9 +29,9 @@ from redis.retry import Retry
 import fencelock
 from fencelock import Redlock
 from fencelock.authority.redlock import membership
-from fencelock.authority.redlock.blocking import run
-from fencelock.authority.redlock.node import Node
 from fencelock.authority.redlock.protocol import Bid, Failed, Sleep, attempt
+from fencelock.authority.redlock.transport.blocking import run
+from fencelock.authority.redlock.transport.connector import Node
 from fencelock.embedded import Nodes
 from fencelock.errors import (
     AuthorityError,
@@ -230,9 +230,9 @@ def test_votes_prove_their_server_once_there_has_been_a_replica(make_nodes: Call
     primary, replica = make_nodes(2)
 
     def replid_of_a_vote() -> str:
-        link = Node(primary.url, 1.0, verify_votes=False).open(NODE_KEY)
-        link.close()
-        return link.identity.replid
+        opened = Node(primary.url, 1.0, verify_votes=False).open(NODE_KEY, f"{NODE_KEY}:w:1")
+        opened.sock.close()
+        return opened.identity.replid
 
     def has_replicas(count: int) -> bool:
         facts: Any = admin.info("replication")
@@ -344,13 +344,11 @@ def test_second_name_of_a_server_that_connects_late_gets_no_second_vote(nodes: N
         with Redlock(names, connect_timeout=0.5, outage_grace=0.0) as wrong:
             with pytest.raises(AuthorityError):
                 wrong.lock("r", timeout=0).acquire()
-            channels = wrong._pool.lend()
             time.sleep(0.3)
             fleet = wrong._see()
             door.open.set()
             time.sleep(0.3)
-            wrong._pool.give_back(channels)
-            outcome = run(attempt(fleet, Bid.of(fleet, ("r",), "nonce", 5.0)), wrong._pool)
+            outcome = run(attempt(fleet, Bid.of(fleet, ("r",), "nonce", 5.0)), wrong._connections)
             assert isinstance(outcome, Failed)
         door.close()
 
@@ -441,7 +439,7 @@ def interrupted_init(urls: list[str], rounds: int) -> None:
             max_ttl=membership.DEFAULT_MAX_TTL,
             patience=2.0,
         )
-        channels = authority._pool.lend()
+        channels = authority._connect()
         request = next(generator)
         while rounds:
             if isinstance(request, Sleep):  # not every connection is there yet

@@ -20,7 +20,7 @@ import redis.asyncio.sentinel
 import redis.sentinel
 
 from fencelock import Redlock
-from fencelock.authority.redlock import node
+from fencelock.authority.redlock.transport import connector
 from fencelock.embedded import LOOPBACK, Nodes
 from fencelock.errors import FencelockError, QuorumError
 from fencelock.token import MAX_COUNTER, split
@@ -66,11 +66,9 @@ def test_every_vote_proves_its_server(service: Watched) -> None:
         authority.init()
         with authority.lock("r"):
             pass
-        channels = authority._pool.lend()
-        link = channels._seats[0].link
-        assert link is not None
-        assert link.identity.replid
-        channels.close()
+        connection = authority._connections._nodes.connection(0)
+        assert connection is not None
+        assert connection.identity.replid
 
 
 def test_client_of_a_service_is_a_node(service: Watched) -> None:
@@ -139,6 +137,8 @@ def test_majority_of_the_sentinels_has_to_answer(watch: Callable[..., Watched]) 
     service = watch()
     with Redlock(service.url(), **PATIENT) as authority:
         authority.init(base=0)
+        with authority.lock("other"):
+            pass
         service.kill_sentinel(0)
         with Redlock(service.url(), **PATIENT) as other, other.lock("r") as token:
             assert token == 1
@@ -283,8 +283,8 @@ def test_failover_and_failback_past_an_open_connection(
     Every vote proves the server; one that asks only the socket is refused as well, for the memory is another.
     """
     if not verified:
-        identify = node._identify
-        monkeypatch.setattr(node, "_identify", lambda *a, **o: replace(identify(*a, **o), replid=""))
+        identify = connector._identify
+        monkeypatch.setattr(connector, "_identify", lambda *a, **o: replace(identify(*a, **o), replid=""))
     first, second = make_nodes(2, settings={"repl-diskless-sync-delay": "0"})
     ask(second, "REPLICAOF", first.host, first.port)
     assert eventually(lambda: fact(second, "master_link_status") == "up")

@@ -113,9 +113,11 @@ class Server:
     connection_class: Any
     settings: Mapping[str, Any]
 
-    def new_connection(self) -> Any:
+    def new_connection(self, protocol: int = 3) -> Any:
         """Return a connection that has not been opened."""
-        return self.connection_class(**{"command_packer": _TextPacker(), **self.settings})
+        return self.connection_class(
+            **{"command_packer": _TextPacker(), **self.settings, "protocol": protocol}
+        )
 
     def at(self, host: str, port: int) -> Server:
         """Return another address with the same settings."""
@@ -330,7 +332,7 @@ def _ask_sentinel(sentinel: Server, service: str) -> tuple[int, tuple[str, int]]
         LookupError: it does not know the service.
         RedisError, OSError: it cannot be reached, or is no sentinel.
     """
-    connection = sentinel.new_connection()
+    connection = sentinel.new_connection(protocol=2)
     try:
         connection.connect()
         connection.send_command("SENTINEL", "MASTER", service)
@@ -429,7 +431,6 @@ def _new_server(connection_class: Any, settings: Mapping[str, Any], timeout: flo
         connection_class,
         {
             **{name: value for name, value in settings.items() if name not in _NOT_OURS},
-            "protocol": 2,
             "retry": Retry(NoBackoff(), 0),
             "socket_connect_timeout": timeout,
             "socket_timeout": timeout,
