@@ -102,8 +102,6 @@ def test_client_of_a_cluster_is_a_node(cluster: Cluster) -> None:
             assert token == 1
         assert remapped
         assert greeted
-    asynchronous = redis.asyncio.RedisCluster(host="127.0.0.1", port=first.port)
-    with Redlock(asynchronous) as authority:
         grant = asyncio.run(authority.aio.acquire(("r",), ttl=5, timeout=0))
         assert grant.tokens == (2,)
         assert authority.release(grant) is True

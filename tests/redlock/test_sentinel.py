@@ -73,13 +73,12 @@ def test_every_vote_proves_its_server(service: Watched) -> None:
 
 def test_client_of_a_service_is_a_node(service: Watched) -> None:
     """Made by `master_for`, for blocking and for asyncio code."""
-    worlds: Any = redis.sentinel, redis.asyncio.sentinel  # redis-py has no types for these
-    blocking, manager = (world.Sentinel(service.sentinel_addresses, socket_timeout=2) for world in worlds)
-    with Redlock(blocking.master_for(service.name(), decode_responses=True, protocol=3)) as authority:
+    world: Any = redis.sentinel  # redis-py has no types for it
+    manager = world.Sentinel(service.sentinel_addresses, socket_timeout=2)
+    with Redlock(manager.master_for(service.name(), decode_responses=True, protocol=3)) as authority:
         authority.init(base=0)
         with authority.lock("r") as token:
             assert token == 1
-    with Redlock(manager.master_for(service.name())) as authority:
         grant = asyncio.run(authority.aio.acquire(("r",), ttl=5, timeout=0))
         assert grant.tokens == (2,)
         assert authority.release(grant) is True
