@@ -719,6 +719,34 @@ def test_blocks_that_are_left_in_another_order(authority: Redlock, rival: Redloc
     assert take(rival, timeout=0)
 
 
+@pytest.mark.parametrize("handler_does", ["lock", "close"])
+def test_handler_that_interrupts_a_wait_may_use_the_authority(
+    blocking: Redlock, nodes: Nodes, handler_does: str
+) -> None:
+    """It locks over connections of its own, because the interrupted wait cannot go on before it."""
+    tokens = []
+
+    def handle(*_: object) -> None:
+        if handler_does == "lock":
+            tokens.append(take(blocking, "of the handler", timeout=5))
+        else:
+            blocking.close()
+            tokens.append(1)
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with Redlock(nodes.urls) as rival, rival.lock("r"):
+            timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+            timer.start()
+            with pytest.raises(LockTimeoutError):
+                take(blocking, timeout=1)
+            timer.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert len(tokens) == 1
+    assert take(blocking, timeout=5) > 0
+
+
 def test_keyboard_interrupt_while_waiting_leaves_no_lock(blocking: Redlock, nodes: Nodes) -> None:
     """Ctrl-C during the wait for another holder."""
     with Redlock(nodes.urls) as rival, blocking.lock("r"):

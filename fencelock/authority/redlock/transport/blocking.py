@@ -166,7 +166,9 @@ class SharedConnections:
         self._reader: _Wait | None = None
         self._waits: dict[_Wait, None] = {}
         self._last_read = 0.0
+        #: Threads that are in the midst of using these.
         self._inside: set[int] = set()
+        self._closes_later = False
         self._of_handlers: SharedConnections | None = None
         self._closed = False
 
@@ -213,7 +215,7 @@ class SharedConnections:
                 self._clean_up(pending.waiting)
             raise
         finally:
-            self._inside.discard(thread)
+            self._leave(thread)
 
     def _close_pending(self, pending: PendingBroadcast) -> Answers:
         with self._mutex:
@@ -231,10 +233,21 @@ class SharedConnections:
                 self._clean_up(waiting)
             raise
         finally:
-            self._inside.discard(thread)
+            self._leave(thread)
+
+    def _leave(self, thread: int) -> None:
+        self._inside.discard(thread)
+        if self._closes_later:
+            self.close()
 
     def close(self) -> None:
-        """Close every connection; what waits for answers is told. Using these again opens others."""
+        """Close every connection; what waits for answers is told. Using these again opens others.
+
+        In a signal handler, the frame that it has interrupted closes them when it has done with them.
+        """
+        self._closes_later = threading.get_ident() in self._inside
+        if self._closes_later:
+            return
         with self._mutex:
             self._closed = True
             self._connectors = self._new_connectors()  # what the former ones open is closed
@@ -389,7 +402,8 @@ class SharedConnections:
         sock.close()
 
     def _connected(self, index: int, connector: Connector, opened: Opened | UnusableError) -> None:
-        """Use a connection that has been opened; called in the connecting thread."""
+        """Use a connection that has been opened; called in the connecting thread, which ends with it."""
+        self._inside.add(threading.get_ident())  # for what the garbage collector may call here
         with self._mutex:
             connector.end()
             now = time.monotonic()
@@ -407,6 +421,7 @@ class SharedConnections:
                 self._write(index)
             self._changed.notify_all()
         self._stir()
+        self._inside.discard(threading.get_ident())
 
     def _make_stirring(self) -> None:
         self._stirring = ends = socket.socketpair()
