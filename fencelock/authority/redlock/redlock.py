@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar, cast
+from weakref import WeakValueDictionary
 
 from fencelock import token
 from fencelock._checks import check_seconds, check_ttl
-from fencelock._weakly import WeakValues
 from fencelock.authority.base import Grant, Locking, Wish, in_use, named
 from fencelock.authority.redlock import membership, protocol, recovery, survey
 from fencelock.authority.redlock.aio import AsyncRedlock
@@ -131,7 +131,7 @@ class Redlock(Locking):
         self._recollection = Recollection(self._names)
         self._seen: tuple[object, protocol.Fleet] | None = None
         # Of acquisitions under way and grants in use. Grants that are let expire leave by themselves.
-        self._wanted: WeakValues[str, protocol.Bid] = WeakValues()
+        self._wanted: WeakValueDictionary[str, protocol.Bid] = WeakValueDictionary()
         self._connections = self._connect()
         self._recoverer = Recoverer(self._connect, self._recovering)
 
@@ -552,7 +552,7 @@ class _Bids:
         self,
         resources: tuple[str, ...],
         ttl: float,
-        wanted: WeakValues[str, protocol.Bid],
+        wanted: WeakValueDictionary[str, protocol.Bid],
         waiter: Waiter | None,
         instead_of: protocol.Granted | None = None,
         above: tuple[int, ...] = (),
@@ -583,7 +583,7 @@ class _Bids:
         elif self._hints:
             bid = bid.not_below(self._hint_epoch, self._hints)
         self._latest = fleet, bid
-        self._wanted.add(nonce, bid)
+        self._wanted[nonce] = bid
         return bid
 
     def hint(self, epoch: int) -> None:
