@@ -424,18 +424,19 @@ class SharedConnections:
         self._inside.discard(threading.get_ident())
 
     def _make_stirring(self) -> None:
-        self._stirring = ends = socket.socketpair()
+        ends = socket.socketpair()
         for end in ends:
             end.setblocking(False)  # noqa: FBT003 - the standard library's signature
         self._poll.register(ends[0].fileno(), select.POLLIN)
+        self._stirring = ends  # not before: what is not registered cannot be unregistered
 
     def _stop_stirring(self) -> None:
         """Close what was made to stir the reader, if the connections are closed and there is no reader."""
         if self._closed and self._stirring is not None and (self._reader is None or self._reader.over):
-            self._poll.unregister(self._stirring[0].fileno())
-            for end in self._stirring:
+            ends, self._stirring = self._stirring, None
+            self._poll.unregister(ends[0].fileno())
+            for end in ends:
                 end.close()
-            self._stirring = None
 
     def _stir(self) -> None:
         """Have the thread that reads look around."""
