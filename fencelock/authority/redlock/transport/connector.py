@@ -11,6 +11,7 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -124,11 +125,13 @@ class Node:
             connection = server.new_connection()
             try:
                 connection = _connect(server, connection)
+                _send_questions(connection, node_key, channel)
                 info = _read_info(connection)
-                identity = _identify(connection, info, node_key, verify_votes=self._verify_votes)
-                _bring_scripts(connection)
+                identity = _identify(connection, info, verify_votes=self._verify_votes)
+                known = _read_known_scripts(connection)
+                hears = _is_subscribed(connection)
+                _bring_scripts(connection, known)
                 self._place.settle(server, _others(connection, info, server))
-                hears = _subscribe(connection, node_key, channel)
             except UnusableError:
                 connection.disconnect()
                 raise
@@ -250,8 +253,19 @@ def _connect(server: Server, connection: Any) -> Any:
     return connection
 
 
+def _send_questions(connection: Any, node_key: str, channel: str) -> None:
+    """Ask all that has to be known, in one round trip; the answers are read in this order."""
+    questions: list[tuple[str, ...]] = [
+        ("INFO",),
+        ("HMGET", node_key, "id", "members"),
+        ("SCRIPT EXISTS", *(DIGESTS[name] for name in EVERYDAY)),
+    ]
+    if connection.protocol not in {2, "2"}:
+        questions += ("SUBSCRIBE", channel), ("HMGET", node_key, "id")
+    connection.send_packed_command(connection.pack_commands(questions))
+
+
 def _read_info(connection: Any) -> dict[str, str]:
-    connection.send_command("INFO")
     info = dict(
         line.split(":", 1)
         for line in connection.read_response().decode(errors="replace").splitlines()
@@ -265,9 +279,8 @@ def _read_info(connection: Any) -> dict[str, str]:
     return info
 
 
-def _identify(connection: Any, info: dict[str, str], node_key: str, *, verify_votes: bool) -> Identity:
+def _identify(connection: Any, info: dict[str, str], *, verify_votes: bool) -> Identity:
     # Before its role matters: a replica in a cluster says where its primary is.
-    connection.send_command("HMGET", node_key, "id", "members")
     node_id, members = connection.read_response()
     if info.get("role") not in {"master", None}:
         # Who was sent here by a sentinel has come in the midst of a failover.
@@ -309,31 +322,35 @@ def _others(connection: Any, info: dict[str, str], server: Server) -> list[tuple
         return []  # this user may not: then those that were named have to do
 
 
-def _bring_scripts(connection: Any) -> None:
+def _read_known_scripts(connection: Any) -> list[int]:
+    """Tell of each everyday script whether the node knows it."""
+    try:
+        known: list[int] = connection.read_response()
+    except ResponseError:  # this user may not ask: then each is brought along when it is first called
+        return [1] * len(EVERYDAY)
+    return known
+
+
+def _bring_scripts(connection: Any, known: list[int]) -> None:
     """Give a node the everyday scripts that it does not know.
 
     Otherwise the first ACQUIRE is answered with NOSCRIPT; where a majority has granted before that is read,
     the node would have no lock, for as long as nobody reads.
     """
-    try:
-        connection.send_command("SCRIPT EXISTS", *(DIGESTS[name] for name in EVERYDAY))
-        for name, known in zip(EVERYDAY, connection.read_response(), strict=True):
-            if not known:
+    with suppress(ResponseError):  # this user may not
+        for name, is_known in zip(EVERYDAY, known, strict=True):
+            if not is_known:
                 connection.send_command("SCRIPT LOAD", SCRIPTS[name])
                 connection.read_response()
-    except ResponseError:
-        return  # this user may not: then each is brought along when it is first called
 
 
-def _subscribe(connection: Any, node_key: str, channel: str) -> bool:
-    """Subscribe to a channel; tell whether what is published there arrives, beside the answers."""
+def _is_subscribed(connection: Any) -> bool:
+    """Tell whether what is published arrives, beside the answers."""
     if connection.protocol in {2, "2"}:
         return False
-    connection.send_command("SUBSCRIBE", channel)
-    connection.send_command("HMGET", node_key, "id")
     try:
         connection.read_response()  # of HMGET, because the confirmation comes beside the answers
-    except ResponseError:  # this user may not
+    except ResponseError:  # this user may not subscribe
         connection.read_response()
         return False
     return True
