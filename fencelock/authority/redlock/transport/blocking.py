@@ -253,6 +253,7 @@ class SharedConnections:
             self._connectors = self._new_connectors()  # what the former ones open is closed
             self._nodes.close()
             self._changed.notify_all()
+            self._stir()
             self._stop_stirring()
         if self._of_handlers is not None:
             self._of_handlers.close()
@@ -347,7 +348,8 @@ class SharedConnections:
             index = self._by_descriptor.get(descriptor, -1)
             sock, connection = self._sockets.get(index), self._nodes.connection(index)
             if sock is None or connection is None or sock.fileno() != descriptor:
-                self._poll.unregister(descriptor)  # closing it was interrupted
+                with suppress(KeyError):  # it was closed meanwhile; else closing it was interrupted
+                    self._poll.unregister(descriptor)
                 continue
             connection.spoilt = True  # until `received` has dealt with all that was read
             try:
@@ -375,6 +377,7 @@ class SharedConnections:
             write_to(self._sockets[index], connection)
         except OSError as error:
             self._nodes.broken(index, _broken(error))
+            self._stir()  # the thread that reads may be one that has waited for this node
             return
         connection.spoilt = spoilt
 
