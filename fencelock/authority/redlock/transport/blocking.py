@@ -34,7 +34,7 @@ from fencelock.authority.redlock.wire.nodes import NodeConnections
 
 _T = TypeVar("_T")
 
-READ_SIZE: Final = 65536
+READ_SIZE: Final = 1024
 #: Seconds after which connections are looked at before they are used: they may be gone, or have old answers.
 FRESH: Final = 0.01
 #: How often a lock is looked at that cannot be waited for.
@@ -361,7 +361,8 @@ class SharedConnections:
                 for waiting in self._waits:
                     if isinstance(waiting, _WaitForCall) and waiting.place == place:
                         waiting.ring()
-            self._write(index)
+            if connection.outgoing:
+                self._write(index)
 
     def _write_all(self) -> None:
         for index in range(len(self._connectors)):

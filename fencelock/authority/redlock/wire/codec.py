@@ -10,7 +10,6 @@ import hashlib
 import importlib.resources
 import math
 import re
-from collections.abc import Iterator
 from typing import Any, Final
 
 import hiredis
@@ -113,25 +112,26 @@ class Replies:
     def __init__(self) -> None:
         self._reader = hiredis.Reader()
 
-    def read(self, data: bytes) -> Iterator[Answer | bytes | None]:
-        """Yield the answers that have arrived; what was published, as bytes; None where a script is unknown.
+    def read(self, data: bytes) -> list[Answer | bytes | None]:
+        """Return the answers that have arrived; what was published, as bytes; None where a script is unknown.
 
         Raises:
             MalformedReplyError: if it is none of these.
         """
         reader = self._reader
+        found: list[Answer | bytes | None] = []
         try:
             reader.feed(data)
             while (reply := reader.gets()) is not False:
-                if isinstance(reply, hiredis.PushNotification):
-                    if reply[0] == b"message":
-                        yield reply[2]
-                elif type(reply) is list or not str(reply).startswith("NOSCRIPT"):
-                    yield read_answer(reply)
-                else:
-                    yield None
+                if type(reply) is list:
+                    found.append(read_answer(reply))
+                elif not isinstance(reply, hiredis.PushNotification):
+                    found.append(None if str(reply).startswith("NOSCRIPT") else read_answer(reply))
+                elif reply[0] == b"message":
+                    found.append(reply[2])
         except (hiredis.HiredisError, LookupError, TypeError, ValueError) as error:
             raise MalformedReplyError(repr(error)) from error
+        return found
 
 
 def read_answer(reply: Any) -> Answer:
@@ -142,6 +142,8 @@ def read_answer(reply: Any) -> Answer:
         reason = text.rpartition(": -")[2] if text.startswith("ERR Error running script") else text
         return Answer(Said.UNREACHABLE if reason.startswith(PASSING_ERRORS) else Said.ERROR, detail=reason)
     word = reply[0]
+    if word == b"GRANTED":  # first, because most are that or bare
+        return Answer(Said.GRANTED, reply[1], tuple(reply[2:]))
     if (bare := _BARE.get(word)) is not None:
         return bare
     said = _SAID[word]

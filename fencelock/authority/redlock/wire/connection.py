@@ -187,5 +187,5 @@ class Connection:
 
     def take_outgoing(self) -> bytes:
         """Return what is to be written now."""
-        data, self.outgoing = b"".join(self.outgoing), []
-        return data
+        outgoing, self.outgoing = self.outgoing, []
+        return outgoing[0] if len(outgoing) == 1 else b"".join(outgoing)

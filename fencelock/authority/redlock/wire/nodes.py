@@ -41,6 +41,8 @@ _MOST_UNANSWERED: Final = 50_000
 MAKES_LOCKS: Final = frozenset({Said.GRANTED, Said.EXTENDED, Said.AMNESIA, Said.RESTARTED})
 _ADMITTING: Final = frozenset({Said.ADMITTED, Said.OPENED})
 _FORGETFUL: Final = frozenset({Said.AMNESIA, Said.RESTARTED})
+#: Answers that say something about the node itself.
+_NEWS: Final = _ADMITTING | _FORGETFUL | {Said.UNREACHABLE, Said.ERROR}
 
 
 class Transport(Protocol):
@@ -223,7 +225,13 @@ class NodeConnections:
             return []
         try:
             for pending, answer in connection.received(data, now):
-                self._take(index, connection, pending, answer, now)
+                if answer.said in _NEWS or (answer.said is Said.GRANTED and answer.epoch != self._epoch):
+                    answer = self._heed(index, connection, answer, now)  # noqa: PLW2901 - it may be no good
+                if pending.broadcast is not None and not pending.broadcast.over:
+                    pending.broadcast.add_reply(index, answer)
+                elif answer.said in MAKES_LOCKS:
+                    for undo in undoing(pending.command, answer):
+                        self._put_undo(connection, undo, now)
         except MalformedReplyError as error:
             self.broken(index, Answer(Said.ERROR, detail=f"it does not speak like a node: {error}"))
             return []
@@ -235,24 +243,13 @@ class NodeConnections:
             self._put_owed(node, connection, now)
         return called
 
-    def _take(
-        self, index: int, connection: Connection, pending: PendingReply, answer: Answer, now: float
-    ) -> None:
-        answer = self._heed(index, connection, answer, now)
-        if pending.broadcast is not None and not pending.broadcast.over:
-            pending.broadcast.add_reply(index, answer)
-        elif answer.said in MAKES_LOCKS:
-            for undo in undoing(pending.command, answer):
-                self._put_undo(connection, undo, now)
-
     def _heed(self, index: int, connection: Connection, answer: Answer, now: float) -> Answer:
         """Take notice of what an answer says about its node; return the answer, or what is wrong with it."""
         said = answer.said
         if said is Said.GRANTED:
-            if answer.epoch != self._epoch:
-                if self._epoch is not None:  # some nodes have moved on; others may lag behind
-                    self._on_trouble()
-                self._epoch = answer.epoch
+            if self._epoch is not None:  # some nodes have moved on; others may lag behind
+                self._on_trouble()
+            self._epoch = answer.epoch
         elif said in _ADMITTING:
             return self._met_again(index, connection, answer)
         elif said in _FORGETFUL:
