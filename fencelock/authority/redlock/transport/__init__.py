@@ -1,1 +1,0 @@
-"""What opens sockets and moves bytes between them and `wire`."""
