@@ -26,15 +26,13 @@ from fencelock.authority.database.database import Database
 from fencelock.authority.redlock.change import Change
 from fencelock.authority.redlock.operator import change_nodes
 from fencelock.authority.redlock.places import split_urls, without_password
-from fencelock.authority.redlock.redlock import Redlock
+from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
 from fencelock.authority.redlock.survey import NodeState, NodeStatus
 from fencelock.errors import FencelockError
 from fencelock.max_fence import highest_fence
 from fencelock.settings import DATABASE, factory_of
 from fencelock.token import epoch_above
 from fencelock.torture.command import torture
-
-DEFAULT_NAMESPACE = "fencelock"
 
 app = typer.Typer(
     help="Locks that mint fencing tokens, and a database that refuses stale writers.",

@@ -49,6 +49,14 @@ def test_init_makes_blank_nodes_usable(nodes: Nodes) -> None:
             assert token == 2
 
 
+def test_init_tells_programs_the_namespace_that_is_not_the_default(nodes: Nodes) -> None:
+    """FENCELOCK_URL does not carry it, so a program that has only that would find blank nodes."""
+    url = nodes[0].url
+    said = fencelock("init", url, "--namespace", "shop").stderr.replace("\n", "")
+    assert f'fencelock.configure("{url}", namespace="shop")' in said
+    assert "FENCELOCK_URL" not in said
+
+
 def test_init_does_not_pass_over_a_node_that_restarted(make_nodes: Callable[..., Nodes]) -> None:
     """It has its data, but must not vote: that all is well would be the wrong answer."""
     nodes = make_nodes(1, appendfsync="always")

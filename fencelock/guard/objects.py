@@ -17,13 +17,13 @@ from sqlalchemy.orm.base import INCLUDE_PENDING_MUTATIONS, NO_VALUE, PASSIVE_NO_
 from sqlalchemy.sql.schema import ScalarElementColumnDefault
 
 from fencelock.errors import FenceError, UnfencedWriteError
-from fencelock.guard import tables
 from fencelock.guard._sqlalchemy import always_load, cache_of, executes_flush, left_out_of
 from fencelock.guard.events import report
 from fencelock.guard.leases import Tokens, open_writing
 from fencelock.guard.sessions import MOVED, is_bypassed, join, owner_of
 from fencelock.guard.tables import (
     FENCE_COLUMN,
+    MIXED,
     WRITE_COLUMN,
     FencedTable,
     fenced_table,
@@ -129,6 +129,12 @@ def watch_mapper(mapper: Mapper[Any], fenced: FencedTable) -> None:
     event.listen(mapper.class_manager, "refresh", _on_refresh, raw=True)
 
 
+def _aging_of(mapper: Mapper[Any]) -> set[str]:
+    """Return the columns whose loaded values another write may have changed since."""
+    keys = {mapper.get_property_by_column(column).key for column in mapper.primary_key}
+    return set(mapper.columns.keys()) - keys - {FENCE_COLUMN, WRITE_COLUMN}
+
+
 class _Watch:
     """Stamps the objects of one mapper."""
 
@@ -137,9 +143,8 @@ class _Watch:
     def __init__(self, mapper: Mapper[Any], fenced: FencedTable) -> None:
         columns: list[tuple[str, Any]] = list(mapper.columns.items())
         own = {column: key for key, column in columns if getattr(column, "table", None) is fenced.table}
-        key = {mapper.get_property_by_column(column).key for column in mapper.primary_key}
         self._fenced = fenced
-        self._aging = set(mapper.columns.keys()) - key - {FENCE_COLUMN, WRITE_COLUMN}
+        self._aging = _aging_of(mapper)
         self._naming = tuple(own[column] for column in fenced.template.columns.values())
 
     def on_configured(self, mapper: Mapper[Any], model: Any) -> None:
@@ -273,17 +278,15 @@ def _has_changed(state: _State, current: dict[str, Any]) -> bool:
 def _on_set(_target: object, value: Any, old: Any, _initiator: object) -> Any:
     """Have an assignment, or a merge, of another version leave an object that is of neither."""
     if not isinstance(value, int):
-        return tables.MIXED
-    return value if value == old or not isinstance(old, int) else tables.MIXED
+        return MIXED
+    return value if value == old or not isinstance(old, int) else MIXED
 
 
 def on_merged(given: _State, values: Mapping[str, Any], into: _State, current: dict[str, Any]) -> None:
     """Have an object be of no version into which one was merged that had been loaded without its write id."""
-    if WRITE_COLUMN not in values and any(map(fenced_table, into.mapper.tables)):
-        keys = {into.mapper.get_property_by_column(column).key for column in into.mapper.primary_key}
-        columns = set(into.mapper.columns.keys()) - keys - {FENCE_COLUMN}
-        if any(_was_loaded(given, key) for key in columns):
-            current[WRITE_COLUMN] = tables.MIXED
+    is_unknown = WRITE_COLUMN not in values and any(map(fenced_table, into.mapper.tables))
+    if is_unknown and any(_was_loaded(given, key) for key in _aging_of(into.mapper)):
+        current[WRITE_COLUMN] = MIXED
 
 
 def _on_refresh(state: InstanceState[Any], context: Any, names: Collection[str] | None) -> None:
@@ -302,4 +305,4 @@ def _on_refresh(state: InstanceState[Any], context: Any, names: Collection[str] 
     else:
         left_out = set(state.mapper.columns.keys()) - set(names) if WRITE_COLUMN in names else set()
     if any(_was_loaded(state, key) for key in left_out):
-        current[WRITE_COLUMN] = tables.MIXED
+        current[WRITE_COLUMN] = MIXED

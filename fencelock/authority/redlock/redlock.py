@@ -40,7 +40,7 @@ from fencelock.errors import (
 
 _T = TypeVar("_T")
 
-_NAMESPACE = "fencelock"
+DEFAULT_NAMESPACE = "fencelock"
 #: Grants that are extended in one round trip. A node does nothing else meanwhile: about a millisecond.
 BATCH = 500
 _MOST_RISES = 3
@@ -97,7 +97,7 @@ class Redlock(Locking):
         self,
         nodes: Source | Sequence[Source],
         *,
-        namespace: str = _NAMESPACE,
+        namespace: str = DEFAULT_NAMESPACE,
         node_timeout: float = 1.0,
         connect_timeout: float = 2.0,
         outage_grace: float = 2.0,
@@ -528,7 +528,7 @@ class Redlock(Locking):
 
     def _init_command(self) -> str:
         """Return what to type; passwords are left for whoever types it."""
-        namespace = "" if self._namespace == _NAMESPACE else f" --namespace {self._namespace}"
+        namespace = "" if self._namespace == DEFAULT_NAMESPACE else f" --namespace {self._namespace}"
         return f"fencelock init{namespace} {' '.join(node.url_to_type for node in self._nodes)}"
 
     def _check_distinct(self) -> None:
