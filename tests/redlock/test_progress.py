@@ -20,7 +20,10 @@ from tests.redlock.stage import Bidder, fleet_of
 def test_contenders_all_get_their_turns(
     nodes: Nodes, count: int, contenders: int, *, deaf: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Starting together, each with connections of its own, within a bound; also where nobody hears calls."""
+    """Starting together, each with connections of its own, within a bound; also where nobody hears calls.
+
+    The bounds of connecting are wide: 64 clients open 320 connections at once, which takes seconds on two cores.
+    """
     if deaf and (contenders == 64 or count % 2):
         pytest.skip("looking with even numbers of nodes is the hard case; 64 who look are merely slow")
     if deaf:
@@ -35,7 +38,7 @@ def test_contenders_all_get_their_turns(
 
     def work() -> None:
         try:
-            with Redlock(urls) as authority:
+            with Redlock(urls, connect_timeout=10, outage_grace=10) as authority:
                 barrier.wait(20)
                 for _ in range(turns):
                     with authority.lock("r", timeout=20) as token:
