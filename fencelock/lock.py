@@ -388,87 +388,6 @@ class _Entry:
         return _release(over[0]) if len(over) == 1 else _release_each(over)
 
 
-class _Leave:
-    """What a `with` calls at its end. It asks for it before it enters, and drops it when it is over."""
-
-    __slots__ = ("__weakref__", "lock", "net")
-
-    def __init__(self, lock: FencedLock[Any]) -> None:
-        self.lock = lock
-        self.net: _Net | None = _Net(self, _catch)
-        lock._nets.add(self.net)
-
-    def __call__(
-        self,
-        exc_type: type[BaseException] | None,  # noqa: ARG002 - as `with` has it
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,  # noqa: ARG002 - the same
-    ) -> None:
-        lock, net, entry = self.lock, self.net, None
-        try:
-            if net is not None:
-                lock._nets.discard(net)  # so that it catches nothing
-                self.net = None
-            entry = lock._block_to_leave(net)
-            lost = _block(lock._exit(entry))
-        except BaseException:
-            # A signal handler's, at any line. Until `entry` is known nothing is left, and it is found again.
-            if (entry := entry or lock._block_to_leave(net)) is not None:
-                _block(lock._take_back(entry))
-            raise
-        lock._complain(lost, exc_value)
-
-
-class _Net(ref[_Leave]):
-    """Catches a block that nobody leaves.
-
-    A signal handler may raise at the first instruction of `_Leave.__call__`, before its `try`, and nobody
-    calls again. Then the block is left when the traceback is dropped, and `_Leave` with it. (A `__del__`
-    would do that too. But it would run behind each block, and swallow what a handler raises in it.)
-    """
-
-    __slots__ = ("lock", "others", "owner")
-
-    def __init__(self, leave: _Leave, callback: Callable[[Any], None]) -> None:
-        super().__init__(leave, callback)  # type: ignore[call-arg]  # the stub has `__new__` only
-        self.lock = leave.lock
-        self.owner = current_owner()
-        self.others = tuple(leave.lock._blocks)
-
-    def blocks(self) -> Iterator[_Entry]:
-        """Yield the block that it is for, and those that were entered in it and not left yet."""
-        blocks = tuple(self.lock._blocks)
-        return (entry for entry in blocks if entry.owner == self.owner and entry not in self.others)
-
-
-def _catch(net: _Net) -> None:
-    if net not in net.lock._nets:  # it was left
-        return
-    net.lock._nets.discard(net)
-    for entry in net.blocks():
-        net.lock._forget(entry)
-        for hold in entry.let_go():
-            remove(hold)  # before another thread runs: nobody is to enter it again
-            _give_back_apart(_release(hold))
-
-
-class _LeaveOfEach:
-    """The `__exit__` of a lock, another one for each `with`."""
-
-    def __get__(self, lock: FencedLock[Any] | None, kind: object) -> Callable[..., None]:
-        return _leave if lock is None else _Leave(lock)
-
-
-def _leave(
-    lock: FencedLock[Any],
-    exc_type: type[BaseException] | None,
-    exc_value: BaseException | None,
-    traceback: TracebackType | None,
-) -> None:
-    """Do as `FencedLock.__exit__`, for an ExitStack, which takes that from the class."""
-    _Leave(lock)(exc_type, exc_value, traceback)
-
-
 class FencedLock(Generic[_Token]):
     """A lock on one or several resources; a context manager that yields the fencing token.
 
@@ -492,7 +411,6 @@ class FencedLock(Generic[_Token]):
         self._entries: list[_Entry] = []
         #: Entered by `with` and not left yet. Its body may have released it, so that it is no entry any more.
         self._blocks: list[_Entry] = []
-        self._nets: set[_Net] = set()
         self._listeners: tuple[Callable[[Lease], object], ...] = ()
 
     def __repr__(self) -> str:
@@ -784,11 +702,10 @@ class FencedLock(Generic[_Token]):
         self._blocks.append(entry)
         return entry.tokens  # type: ignore[no-any-return]
 
-    def _block_to_leave(self, net: _Net | None = None) -> _Entry | None:
-        """Return what this thread, task or greenlet leaves next: the block of a `with`, where it is known."""
-        own = None if net is None else next(net.blocks(), None)
-        # The third: it was acquired, and handed over to an ExitStack.
-        return own or _last_of_ours(self._blocks) or _last_of_ours(self._entries)
+    def _block_to_leave(self) -> _Entry | None:
+        """Return what this thread, task or greenlet leaves next."""
+        # The second: it was acquired, and handed over to an ExitStack.
+        return _last_of_ours(self._blocks) or _last_of_ours(self._entries)
 
     def _exit(self, entry: _Entry | None) -> _Steps[_Loss | None]:
         """Leave a block, unless its body has released it; return as `_leave` does."""
@@ -814,17 +731,22 @@ class FencedLock(Generic[_Token]):
             _block(self._take_back(entry))
             raise
 
-    if TYPE_CHECKING:
-
-        def __exit__(
-            self,
-            exc_type: type[BaseException] | None,
-            exc_value: BaseException | None,
-            traceback: TracebackType | None,
-        ) -> None: ...
-
-    else:
-        __exit__ = _LeaveOfEach()
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        entry = None
+        try:
+            entry = self._block_to_leave()
+            lost = _block(self._exit(entry))
+        except BaseException:
+            # A signal handler's, at any line. Until `entry` is known nothing is left, and it is found again.
+            if (entry := entry or self._block_to_leave()) is not None:
+                _block(self._take_back(entry))
+            raise
+        self._complain(lost, exc_value)
 
     async def __aenter__(self) -> _Token:
         entry = _Entry()

@@ -35,8 +35,6 @@ from fencelock._owners import running_loop
 from fencelock.authority.base import Authority, Grant, Wish
 from fencelock.errors import AuthorityError, FencelockError, LockLostError
 
-#: Seconds after which new holds are planned, all at once: most are given back by then, and cost nothing here.
-_SOON = 0.05
 _PARTS = 16
 _SHORTEST_PAUSE = 0.01
 _IDLE = 30.0
@@ -108,21 +106,13 @@ class Agenda:
     def __init__(self) -> None:
         self._steps: dict[float, set[Callable[[], Renewable | None]]] = {}
         self._times: list[float] = []
-        self._newcomers: set[Callable[[], Renewable | None]] = set()
-        self._admits_at = math.inf
         self.next_at = math.inf
         # Another one in every process, or all would ask the nodes at the same moments.
         self._phase = random.random()  # noqa: S311 - no secret
 
     def enter(self, hold: Renewable, now: float) -> None:
-        """Plan the first look at a hold: soon, where there is time."""
-        if hold.ttl < 20 * _SOON:
-            self.plan(hold, *first_look(hold, now))
-            return
-        if not self._newcomers:
-            self._admits_at = now + _SOON
-            self.next_at = min(self.next_at, self._admits_at)
-        self._newcomers.add(hold.itself)
+        """Plan the first look at a hold."""
+        self.plan(hold, *first_look(hold, now))
 
     def plan(self, hold: Renewable, at: float, interval: float) -> None:
         """Look at a hold at that time, or up to a sixteenth of the interval later; and at no other."""
@@ -136,23 +126,17 @@ class Agenda:
 
     def strike(self, hold: Renewable) -> None:
         """Take a hold off the agenda."""
-        self._newcomers.discard(hold.itself)
         if (holds := self._steps.get(hold.planned)) is not None:
             holds.discard(hold.itself)
 
     def take(self, now: float) -> list[Renewable]:
         """Take off, and return, what is to be looked at now."""
-        if now >= self._admits_at:
-            newcomers, self._newcomers, self._admits_at = self._newcomers, set(), math.inf
-            for reference in list(newcomers):  # made in one step, as below
-                if (hold := reference()) is not None and not hold.over:
-                    self.plan(hold, *first_look(hold, now))
         due: list[Renewable] = []
         while self._times and (self._times[0] <= now or not self._steps.get(self._times[0])):
             references = self._steps.pop(heapq.heappop(self._times), ())
             # A copy, made in one step: another thread may strike one.
             due += [hold for reference in list(references) if (hold := reference()) is not None]
-        self.next_at = min(self._admits_at, self._times[0] if self._times else math.inf)
+        self.next_at = self._times[0] if self._times else math.inf
         return due
 
 

@@ -204,3 +204,27 @@ except TypeError as error:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert "takes a sessionmaker, a scoped_session or an engine, not 'no engine'" in result.stdout
+
+
+REDLOCK = PACKAGE / "authority" / "redlock"
+PURE = [REDLOCK / "protocol.py", REDLOCK / "waiting.py", *sorted((REDLOCK / "wire").glob("*.py"))]
+#: What a pure room is given as arguments: the time, chance and bytes.
+IMPURE = {"time", "random", "secrets", "socket", "ssl", "select", "threading", "asyncio", "os"}
+
+
+@pytest.mark.parametrize("path", PURE, ids=lambda path: path.stem)
+def test_pure_rooms_know_no_clock_no_chance_and_no_socket(path: Path) -> None:
+    """So threads, event loops and the simulator run the same of them."""
+    imported = imports_of(path)
+    assert not IMPURE & {name.partition(".")[0] for name in imported}
+    above = ("transport", "places", "redlock", "aio", "recoverer", "operator")
+    assert not [name for name in imported if name.startswith(tuple(f"{_REDLOCK}.{room}" for room in above))]
+
+
+_REDLOCK = "fencelock.authority.redlock"
+
+
+def test_what_moves_bytes_knows_no_authority() -> None:
+    """Connections are told what they need to know of it by functions."""
+    for path in (REDLOCK / "transport").glob("*.py"):
+        assert not [name for name in imports_of(path) if name.startswith(f"{_REDLOCK}.redlock")]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from fencelock.authority.redlock import protocol
-from fencelock.authority.redlock.ears import Ear
 from tests.polling import IMPATIENT
 from tests.redlock.views import Run
 
@@ -37,27 +35,6 @@ def no_noise(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     yield
     gc.collect()
     assert not [record.getMessage() for record in caplog.records if record.name == "asyncio"]
-
-
-@pytest.fixture
-def one_tick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is asked within one tick goes out at its end, on a slow machine too: no tick counts as long."""
-    monkeypatch.setattr("fencelock.authority.redlock.multiplex.FRESH", 60.0)
-
-
-@pytest.fixture(params=["swift", "slow"])
-def dialling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How long it takes to begin to open one node's connection: slow is until another may be tried."""
-    if request.param == "swift":
-        return
-    dial = Ear.dial
-
-    def patched(ear: Ear, *arguments: Any) -> None:
-        dial(ear, *arguments)
-        time.sleep(0.06)
-
-    monkeypatch.setattr(Ear, "_pause", lambda ear, _: 0.01 if ear.number == 4 else 0.04)
-    monkeypatch.setattr(Ear, "dial", patched)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import redis
 
 from fencelock import Redlock
 from fencelock.authority.redlock import redlock
-from fencelock.authority.redlock.node import eviction_of
+from fencelock.authority.redlock.transport.connector import eviction_of
 from fencelock.embedded import Nodes
 from fencelock.errors import AuthorityError
 from tests.test_cli import fencelock
@@ -116,7 +116,7 @@ def test_init_says_where_it_cannot_tell(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A service that hides its configuration is initialised all the same."""
-    monkeypatch.setattr("fencelock.authority.redlock.node.eviction_of", lambda _: None)
+    monkeypatch.setattr("fencelock.authority.redlock.transport.connector.eviction_of", lambda _: None)
     with Redlock(nodes.urls[0]) as authority:
         assert authority.init()
     assert f"{nodes.urls[0]}: its INFO does not tell" in caplog.text

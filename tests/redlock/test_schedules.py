@@ -359,7 +359,7 @@ def test_link_of_a_restarted_node_is_broken(make_nodes: Callable[..., Nodes]) ->
     stage = Stage(servers.urls)
     servers[0].restart(keep_data=True)
     bidder = stage.bidder()
-    with pytest.raises(Exception, match="broke"):
+    with pytest.raises(Exception, match="closed by the node"):
         bidder.deliver(stage.nodes, 0)
     stage.close()
 

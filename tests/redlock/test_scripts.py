@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import redis
 
-from fencelock.authority.redlock.node import read_answer
 from fencelock.authority.redlock.protocol import (
     Answer,
     Bid,
@@ -23,6 +22,7 @@ from fencelock.authority.redlock.protocol import (
     undoing,
 )
 from fencelock.authority.redlock.redlock import Redlock
+from fencelock.authority.redlock.wire.codec import read_answer
 from fencelock.embedded import Node
 from fencelock.token import MAX_COUNTER
 from tests.redlock.stage import NODE_KEY, RealNode, fleet_of, stripe_of

@@ -171,7 +171,7 @@ class Client:
         halves = [token.split(each) for each in above]
         hints = tuple([counter + 1 if its == epoch else 0 for its, counter in halves])
         waiter = Waiter(
-            Ears(process), lambda: process.now, lambda: process.now, fair=fair, patient=timeout != 0
+            process.line, lambda: process.now, lambda: process.now, fair=fair, patient=timeout != 0
         )
         task = self._task
         assert task is not None
@@ -193,11 +193,6 @@ class Client:
             return bid
 
         try:
-            fleet = process.see()
-            bid = new_bid(fleet)
-            opened = protocol.Opened(fleet, bid, (yield protocol.opening(fleet, bid)))
-            if (granted := protocol.at_once(opened)) is not None:
-                return granted
             return (
                 yield from protocol.acquire(
                     process.see,
@@ -206,7 +201,6 @@ class Client:
                     grace=0.5,
                     jitter=self._random.random,
                     granted_meanwhile=waiter.granted,
-                    opened=opened,
                 )
             )
         except FencelockError as error:
@@ -474,30 +468,3 @@ class Client:
         yield from self._commit(transaction)
         yield Sleep(self.weather.work)
         yield from self._update(hold, row, base)
-
-
-class Ears:
-    """What hears the nodes' calls for a process: `waiting.Ears` over its line."""
-
-    def __init__(self, process: Process) -> None:
-        self._process = process
-        self._line = process.line
-
-    @property
-    def hears(self) -> bool:
-        """Whether a majority of the nodes could call."""
-        return self._line.hears
-
-    def expect(self, place: str, nonce: str) -> str:
-        """Count the calls for a bid from now on; return its place, a new one where it is empty."""
-        place = place or self._line.new_place()
-        self._line.expect(place, nonce, self._process.now)
-        return place
-
-    def granted(self, place: str) -> protocol.Answers:
-        """Return the nodes that have granted the present bid of a place while it waited."""
-        return self._line.granted(place)
-
-    def leave(self, place: str) -> None:
-        """Forget a place whose acquisition is over."""
-        self._line.leave(place)

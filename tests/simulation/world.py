@@ -31,8 +31,9 @@ from fencelock.authority.redlock.protocol import (
 )
 from fencelock.authority.redlock.recollection import Recollection
 from fencelock.authority.redlock.recovery import Surroundings, recover
-from fencelock.authority.redlock.seats import MAKES_LOCKS, Ballot
 from fencelock.authority.redlock.waiting import Line
+from fencelock.authority.redlock.wire.connection import PendingBroadcast
+from fencelock.authority.redlock.wire.nodes import MAKES_LOCKS
 from fencelock.errors import FencelockError
 from tests.simulation.node import BLANK, Disk, ModelNode
 from tests.simulation.weather import Weather
@@ -136,7 +137,7 @@ class Task:
         self.name = name
         self.program = program
         self.then = then
-        self.ballot: Ballot | None = None
+        self.ballot: PendingBroadcast | None = None
         self.began = 0.0
         #: Counts sleeps and statements: whatever belongs to an earlier one comes too late.
         self.sleeping = 0
@@ -150,7 +151,7 @@ class Message(NamedTuple):
     """A command on its way to a server process, and who waits for the answer."""
 
     task: Task
-    ballot: Ballot
+    ballot: PendingBroadcast
     seat: int
     server: Server
     run: int
@@ -412,12 +413,12 @@ class World:
     def _broadcast(self, task: Task, request: Broadcast) -> Round | None:
         process = task.process
         began = process.now
-        ballot = Ballot(request)
+        ballot = PendingBroadcast(request)
         for index in request.nodes:
             server = self.servers[process.seats[index]]
             run = process.runs[index]
             if run != server.node.run or server.down or (self.cut and self._is_cut(process, index)):
-                ballot.hear(index, _UNREACHABLE)
+                ballot.add_reply(index, _UNREACHABLE)
                 if request.command.script == "release":
                     process.owed[index][request.command.nonce] = request.command
                 self.dial(process, index)
@@ -479,7 +480,7 @@ class World:
             return
         if index in ballot.answers:
             return
-        ballot.hear(index, answer)
+        ballot.add_reply(index, answer)
         if ballot.complete:
             self._count(task, ballot)
 
@@ -496,14 +497,14 @@ class World:
         elif self.servers[process.seats[message.seat]] is message.server:
             self._undo(process, message.seat, message.command, None)
 
-    def _give_up(self, task: Task, ballot: Ballot) -> None:
+    def _give_up(self, task: Task, ballot: PendingBroadcast) -> None:
         if task.ballot is ballot and not ballot.over:
             if task.process.frozen_until > self.now:  # what has arrived meanwhile is read first
                 self.at(task.process.frozen_until, self._give_up, task, ballot)
             else:
                 self._count(task, ballot)
 
-    def _count(self, task: Task, ballot: Ballot) -> None:
+    def _count(self, task: Task, ballot: PendingBroadcast) -> None:
         self._go_on(task, Round(task.began, task.process.now, ballot.close()))
 
     def _undo(self, process: Process, index: int, command: Command, answer: Answer | None) -> None:

@@ -20,8 +20,6 @@ from typing import Any, Final
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 import redis
-import redis.asyncio
-import redis.asyncio.sentinel
 import redis.sentinel
 from redis.backoff import NoBackoff
 from redis.connection import HiredisRespSerializer
@@ -29,7 +27,7 @@ from redis.exceptions import MovedError, RedisError, ResponseError
 from redis.retry import Retry
 
 #: What a node is made of.
-Source = str | redis.Redis | redis.RedisCluster | redis.asyncio.Redis | redis.asyncio.RedisCluster
+Source = str | redis.Redis | redis.RedisCluster
 
 #: Settings of a client's pool that would make a connection do things by itself.
 _NOT_OURS = frozenset(
@@ -53,22 +51,11 @@ _NOT_OURS = frozenset(
         "retry_on_timeout",
     }
 )
-#: Connections are opened in threads, in asyncio code too: TLS, ACL and sockets are set the same way. Where
-#: the primary is, a connection to it does not ask by itself.
-_BLOCKING_TWINS: Final[dict[Any, Any]] = {
-    redis.asyncio.Connection: redis.Connection,
-    redis.asyncio.SSLConnection: redis.SSLConnection,
-    redis.asyncio.UnixDomainSocketConnection: redis.UnixDomainSocketConnection,
+#: A connection to a primary does not ask the sentinels by itself.
+_PLAIN: Final[dict[Any, Any]] = {
     redis.sentinel.SentinelManagedConnection: redis.Connection,
     redis.sentinel.SentinelManagedSSLConnection: redis.SSLConnection,
-    redis.asyncio.sentinel.SentinelManagedConnection: redis.Connection,
-    redis.asyncio.sentinel.SentinelManagedSSLConnection: redis.SSLConnection,
 }
-_SENTINEL_POOLS: Final = (
-    redis.sentinel.SentinelConnectionPool,
-    redis.asyncio.sentinel.SentinelConnectionPool,
-)
-_CLUSTERS: Final = (redis.RedisCluster, redis.asyncio.RedisCluster)
 _GROUP_URL: Final = re.compile(r"(?P<scheme>rediss?)\+(?P<kind>sentinel|cluster)://(?P<rest>.*)", re.DOTALL)
 _SENTINEL_PORT: Final = 26379
 _PORT: Final = 6379
@@ -113,9 +100,11 @@ class Server:
     connection_class: Any
     settings: Mapping[str, Any]
 
-    def new_connection(self) -> Any:
+    def new_connection(self, protocol: int = 3) -> Any:
         """Return a connection that has not been opened."""
-        return self.connection_class(**{"command_packer": _TextPacker(), **self.settings})
+        return self.connection_class(
+            **{"command_packer": _TextPacker(), **self.settings, "protocol": protocol}
+        )
 
     def at(self, host: str, port: int) -> Server:
         """Return another address with the same settings."""
@@ -330,7 +319,7 @@ def _ask_sentinel(sentinel: Server, service: str) -> tuple[int, tuple[str, int]]
         LookupError: it does not know the service.
         RedisError, OSError: it cannot be reached, or is no sentinel.
     """
-    connection = sentinel.new_connection()
+    connection = sentinel.new_connection(protocol=2)
     try:
         connection.connect()
         connection.send_command("SENTINEL", "MASTER", service)
@@ -400,22 +389,21 @@ def place_of(source: Source, timeout: float) -> Place:
         return (_sentinels_of if group["kind"] == "sentinel" else _cluster_of)(source, group, timeout)
     if isinstance(source, redis.RedisCluster):
         return _place_of_cluster(source, timeout)
-    if isinstance(source, redis.asyncio.RedisCluster):
-        return _place_of_asyncio_cluster(source, timeout)
-    if not isinstance(source, (redis.Redis, redis.asyncio.Redis)):
+    if not isinstance(source, redis.Redis):
         raise TypeError(
-            f"a node is a URL ({_FORMS}), or a client of redis-py: redis.Redis, redis.RedisCluster, or their "
-            f"twins of redis.asyncio; not {type(source).__name__}"
+            f"a node is a URL ({_FORMS}), or a client of redis-py, redis.Redis or redis.RedisCluster, in "
+            f"asyncio code too; not {type(source).__module__}.{type(source).__name__}"
         )
     pool: Any = source.connection_pool
-    if isinstance(pool, _SENTINEL_POOLS):
+    if isinstance(pool, redis.sentinel.SentinelConnectionPool):
         return _place_of_service(pool, timeout)
     return Servers([_server_of_pool(pool, timeout)], is_cluster=False)
 
 
 def is_source(value: object) -> bool:
     """Whether this is one node, and no list of them."""
-    return isinstance(value, (str, redis.Redis, redis.asyncio.Redis, *_CLUSTERS))
+    is_client = type(value).__module__.startswith("redis.")  # also one of asyncio, which is refused then
+    return is_client or isinstance(value, (str, redis.Redis, redis.RedisCluster))
 
 
 def split_urls(text: str) -> list[str]:
@@ -429,7 +417,6 @@ def _new_server(connection_class: Any, settings: Mapping[str, Any], timeout: flo
         connection_class,
         {
             **{name: value for name, value in settings.items() if name not in _NOT_OURS},
-            "protocol": 2,
             "retry": Retry(NoBackoff(), 0),
             "socket_connect_timeout": timeout,
             "socket_timeout": timeout,
@@ -543,21 +530,14 @@ def _cluster_of(url: str, group: re.Match[str], timeout: float) -> Servers:
 
 def _server_of_pool(pool: Any, timeout: float) -> Server:
     """Return the server that the connections of a client's pool go to."""
-    theirs, settings = pool.connection_class, pool.connection_kwargs
-    if isinstance(pool, redis.ConnectionPool) and not isinstance(pool, _SENTINEL_POOLS):
-        return _new_server(theirs, settings, timeout, f"<client with {theirs.__name__}>")
-    return _new_server(_twin_of(theirs, settings), settings, timeout, f"<client with {theirs.__name__}>")
-
-
-def _twin_of(theirs: Any, settings: Mapping[str, Any]) -> Any:
-    """Return the class of plain blocking connections that connects as this one does."""
-    on_connect = settings.get("redis_connect_func")
-    if theirs not in _BLOCKING_TWINS or (on_connect and theirs.__module__.startswith("redis.asyncio")):
+    theirs = pool.connection_class
+    plain = _PLAIN.get(theirs, theirs)
+    if issubclass(plain, redis.sentinel.SentinelManagedConnection):
         raise TypeError(
             f"this client connects in a way of its own ({theirs.__name__}), which cannot be repeated here: "
-            "name the node by its URL, or by a redis.Redis client"
+            "name the node by its URL"
         )
-    return _BLOCKING_TWINS[theirs]
+    return _new_server(plain, pool.connection_kwargs, timeout, f"<client with {theirs.__name__}>")
 
 
 def _place_of_service(pool: Any, timeout: float) -> Sentinels:
@@ -595,18 +575,3 @@ def _place_of_cluster(client: redis.RedisCluster, timeout: float) -> Servers:
         is_cluster=True,
         remap=getattr(manager, "address_remap", None),
     )
-
-
-def _place_of_asyncio_cluster(client: redis.asyncio.RedisCluster, timeout: float) -> Servers:
-    """Return the same for a client of redis.asyncio, which need not have connected yet."""
-    manager: Any = client.nodes_manager
-    named: list[Any] = list(getattr(client, "startup_nodes", None) or manager.startup_nodes.values())
-    servers = []
-    for node in named:
-        # That one is the client's own, and at most has it read from replicas.
-        settings = {
-            name: value for name, value in node.connection_kwargs.items() if name != "redis_connect_func"
-        }
-        twin = _twin_of(node.connection_class, settings)
-        servers.append(_new_server(twin, settings, timeout, "<client of a cluster>").at(node.host, node.port))
-    return Servers(servers, is_cluster=True, remap=getattr(manager, "address_remap", None))

@@ -3,8 +3,7 @@
 The algorithm, top to bottom, with no sockets, no clock and no threads. Each operation is a generator: it
 yields a *request* (`Broadcast` a command, or `Sleep`) and is sent what came of it (a `Round`, or the time
 after sleeping). A blocking driver, an asyncio driver and a simulator run the very same generators, so
-what is proven is what ships. Mostly there is nothing to decide: then the asyncio driver does with what the
-generators themselves begin and end with, `opening` and `at_once`, `closing` and `released`.
+what is proven is what ships.
 
 How a quorum mints one token. Every node grants from a counter of its own, so that a majority may hand
 out the same number twice: client A gets {n0: 1, n1: 1}, B gets {n1: 2, n2: 1}, and C gets {n2: 2, n0: 2},
@@ -63,8 +62,6 @@ class Said(enum.Enum):
     RELEASED = "released"
     EXTENDED = "extended"
     RESTORED = "had no lock, and has made it again"
-    MERGED = "told what it did about each of several commands"
-    SINGLY = "did nothing, and wants each command by itself"
     TICKET = "waiting to be admitted"
     OPENED = "opened"
     ADMITTED = "admitted"
@@ -149,8 +146,7 @@ class Broadcast(NamedTuple):
     """Request: send `command` to `nodes`, and resume once `enough` holds or `patience` is over.
 
     Answers that come later are not lost: whoever runs this reads them, and releases a grant that came
-    for an acquisition that had been given up. With fewer answers than `least`, `enough` never holds. Where
-    most of the nodes say what is `hoped` for, in the same words and before anybody else speaks, it holds.
+    for an acquisition that had been given up. With fewer answers than `least`, `enough` never holds.
     Before it is sent, connections to a majority may be waited for, until `links_until` by the driver's clock.
     """
 
@@ -159,20 +155,15 @@ class Broadcast(NamedTuple):
     enough: Callable[[Answers], bool]
     patience: float
     least: int = 1
-    hoped: Said | None = None
     links_until: float = math.inf
 
 
 class Round(NamedTuple):
-    """What came of a `Broadcast`: an answer for each node it went to, and when it began and ended.
-
-    Where a majority said what was `hoped` for, in the same words and before anybody else, `alike` is that.
-    """
+    """What came of a `Broadcast`: an answer for each node it went to, and when it began and ended."""
 
     began: float
     ended: float
     answers: Answers
-    alike: Answer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,23 +374,6 @@ class Failed:
         return max((a.ttl for a in self.answers.values() if a.said is Said.HELD), default=None)
 
 
-class Opened(NamedTuple):
-    """A bid whose `opening` has been answered."""
-
-    fleet: Fleet
-    bid: Bid
-    heard: Round
-
-
-def opening(fleet: Fleet, bid: Bid, links_until: float = math.inf) -> Broadcast:
-    """Return what a bid begins with: ACQUIRE, to everybody."""
-    patience = min(fleet.patience, bid.ttl)
-    command = _acquire_command(bid, fleet)
-    return Broadcast(
-        command, fleet.everybody, fleet.enough_granted, patience, fleet.quorum, Said.GRANTED, links_until
-    )
-
-
 class Deadlines(NamedTuple):
     """What an acquisition may take that finds no connections.
 
@@ -421,20 +395,6 @@ class Deadlines(NamedTuple):
         return min(until, self.began + max(self.timeout, LEAST_FOR_LINKS))
 
 
-def at_once(opened: Opened) -> Granted | None:
-    """Return what a bid has come to if nothing is left to decide: a majority has granted the same, in time.
-
-    Mostly that is so. Otherwise `acquire` goes on from there.
-    """
-    fleet, bid, heard = opened
-    same = heard.alike or _same_grant(heard.answers, fleet.quorum)
-    if same is None:
-        return None
-    # The validity counts from before the first request to after the last answer.
-    expires_at = heard.began + bid.ttl - bid.drift
-    return Granted(bid, same.epoch, same.counters, expires_at) if expires_at > heard.ended else None
-
-
 def acquire(
     see: Callable[[], Fleet],
     new_bid: Callable[[Fleet], Bid],
@@ -443,7 +403,6 @@ def acquire(
     grace: float,
     jitter: Callable[[], float],
     granted_meanwhile: Callable[[], Answers] = dict,
-    opened: Opened | None = None,
     deadlines: Deadlines | None = None,
 ) -> Generator[Request, Any, Granted]:
     """Bid until a quorum grants, or until the time is over.
@@ -455,7 +414,6 @@ def acquire(
         grace: seconds to go on without a quorum before giving up, so that a short outage is survived.
         jitter: returns a random number between 0 and 1.
         granted_meanwhile: returns the nodes that have granted the latest bid while it waited.
-        opened: the first bid, if that has been made already.
         deadlines: where the time for connections counts too.
 
     Raises:
@@ -469,10 +427,10 @@ def acquire(
     tries = 0
     alone = False
     while True:
-        fleet, bid, heard = opened or _unopened(see(), new_bid)
-        opened = None
+        fleet = see()
+        bid = new_bid(fleet)
         links_until = math.inf if deadlines is None else deadlines.links_until(last_quorum)
-        outcome = yield from attempt(fleet, bid, alone=alone, heard=heard, links_until=links_until)
+        outcome = yield from attempt(fleet, bid, alone=alone, links_until=links_until)
         if isinstance(outcome, Granted):
             return outcome
         if not outcome.stands:
@@ -500,33 +458,31 @@ def acquire(
             return granted
 
 
-def _unopened(fleet: Fleet, new_bid: Callable[[Fleet], Bid]) -> tuple[Fleet, Bid, None]:
-    return fleet, new_bid(fleet), None
-
-
 def attempt(
     fleet: Fleet,
     bid: Bid,
     *,
     alone: bool = False,
-    heard: Round | None = None,
     links_until: float = math.inf,
 ) -> Generator[Broadcast, Round, Granted | Failed]:
     """Make one bid: ACQUIRE, and CONFIRM where the counters disagree.
 
-    With `heard`, the bid's `opening` has been answered already.
-
     With `alone`, the first node of the fixed order that answers is asked before all the others. Two (or
     four) clients that keep splitting the votes of an even number of nodes would otherwise do so for ever.
     """
-    request = opening(fleet, bid, links_until)
+    request = Broadcast(
+        _acquire_command(bid, fleet),
+        fleet.everybody,
+        fleet.enough_granted,
+        min(fleet.patience, bid.ttl),
+        fleet.quorum,
+        links_until,
+    )
     earlier: dict[int, Answer] = {}
     began: float | None = None
     if alone:
         for node in fleet.order:
-            first = yield request._replace(
-                nodes=[node], enough=lambda new: len(new) == 1, least=1, hoped=None
-            )
+            first = yield request._replace(nodes=[node], enough=lambda new: len(new) == 1, least=1)
             began = first.began if began is None else began
             earlier.update(first.answers)
             if earlier[node].said is Said.GRANTED:
@@ -536,14 +492,16 @@ def attempt(
     if earlier:
         others = [node for node in fleet.everybody if node not in earlier]
         enough, least = _enough_granted(fleet, earlier), fleet.quorum - len(earlier)
-        request = request._replace(nodes=others, enough=enough, least=least, hoped=None)
-    everyone = heard or (yield request)
+        request = request._replace(nodes=others, enough=enough, least=least)
+    everyone = yield request
     began = everyone.began if began is None else began
     answers = {**earlier, **everyone.answers}
+    # The validity counts from before the first request to after the last answer.
+    expires_at = began + bid.ttl - bid.drift
 
-    granted = at_once(Opened(fleet, bid, Round(began, everyone.ended, answers)))
-    if granted is not None:
-        return granted
+    same = _same_grant(answers, fleet.quorum)
+    if same is not None and expires_at > everyone.ended:  # mostly that is so
+        return Granted(bid, same.epoch, same.counters, expires_at)
     grants = len(_largest_epoch(answers)[1])
     if grants < fleet.quorum:
         contended = _can_vote(fleet, answers)
@@ -553,7 +511,6 @@ def attempt(
     epoch, counters, ended = yield from _decide(fleet, bid, answers, everyone.ended)
     if counters is None:
         return Failed(bid, answers, began, ended, contended=_can_vote(fleet, answers))
-    expires_at = began + bid.ttl - bid.drift
     if expires_at <= ended:
         return Failed(bid, answers, began, ended, contended=True, late=True)
     return Granted(bid, epoch, counters, expires_at)
@@ -616,19 +573,10 @@ def release(fleet: Fleet, granted: Granted) -> Generator[Broadcast, Round, bool 
     Returns True if a majority still held it for us, False if that can no longer be, None if too few
     nodes answered to tell; in that case the lock ends by itself with its ttl.
     """
-    return released(fleet, (yield closing(fleet, granted)))
-
-
-def closing(fleet: Fleet, granted: Granted) -> Broadcast:
-    """Return the one request of a `release`."""
     command = _release_command(fleet, granted.bid, granted.epoch, granted.counters)
     least = len(fleet.names) - fleet.quorum + 1
-    return Broadcast(command, fleet.everybody, fleet.enough_released, fleet.patience, least, Said.RELEASED)
-
-
-def released(fleet: Fleet, done: Round) -> bool | None:
-    """Return what a `release` has come to."""
-    if done.alike or _count(Said.RELEASED, done.answers) >= fleet.quorum:
+    done = yield Broadcast(command, fleet.everybody, fleet.enough_released, fleet.patience, least)
+    if _count(Said.RELEASED, done.answers) >= fleet.quorum:
         return True
     # RELEASE refuses nobody. Voters that do not know the lock and blank nodes are not added up: see EXTEND.
     gone = max(_count(Said.LOST, done.answers), _count(Said.AMNESIA, done.answers))

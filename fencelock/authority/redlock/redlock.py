@@ -10,25 +10,25 @@ import random
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar, cast
+from weakref import WeakValueDictionary
 
 from fencelock import token
 from fencelock._checks import check_seconds, check_ttl
-from fencelock._weakly import WeakValues
 from fencelock.authority.base import Grant, Locking, Wish, in_use, named
 from fencelock.authority.redlock import membership, protocol, recovery, survey
 from fencelock.authority.redlock.aio import AsyncRedlock
-from fencelock.authority.redlock.blocking import Channels, Pool, run
-from fencelock.authority.redlock.listening import Listener
-from fencelock.authority.redlock.multiplex import Lines
-from fencelock.authority.redlock.node import Identity, Node
 from fencelock.authority.redlock.places import Source, is_source, split_urls
 from fencelock.authority.redlock.recollection import Recollection
 from fencelock.authority.redlock.recoverer import Recoverer
 from fencelock.authority.redlock.survey import NodeStatus
+from fencelock.authority.redlock.transport.aio import LoopConnections
+from fencelock.authority.redlock.transport.blocking import SharedConnections, run
+from fencelock.authority.redlock.transport.connector import Node
 from fencelock.authority.redlock.waiting import Waiter
+from fencelock.authority.redlock.wire.connection import Identity
 from fencelock.authority.stepped import warn_of_blocked_loop
 from fencelock.errors import (
     AuthorityError,
@@ -131,10 +131,9 @@ class Redlock(Locking):
         self._recollection = Recollection(self._names)
         self._seen: tuple[object, protocol.Fleet] | None = None
         # Of acquisitions under way and grants in use. Grants that are let expire leave by themselves.
-        self._wanted: WeakValues[str, protocol.Bid] = WeakValues()
-        self._pool = Pool(self._make_channels)
-        self._recoverer = Recoverer(self._make_channels, self._recovering)
-        self._listener = Listener(self._nodes, self._node_key)
+        self._wanted: WeakValueDictionary[str, protocol.Bid] = WeakValueDictionary()
+        self._connections = self._connect()
+        self._recoverer = Recoverer(self._connect, self._recovering)
 
     def __repr__(self) -> str:
         return f"<Redlock {', '.join(self._names)} namespace={self._namespace!r}>"
@@ -147,12 +146,9 @@ class Redlock(Locking):
     def close(self) -> None:
         """Close the connections. Leases that are held end by themselves; using it again connects again."""
         self._check_process()
-        pool, self._pool = self._pool, Pool(self._make_channels)
-        pool.close()
-        recoverer, self._recoverer = self._recoverer, Recoverer(self._make_channels, self._recovering)
+        self._connections.close()
+        recoverer, self._recoverer = self._recoverer, Recoverer(self._connect, self._recovering)
         recoverer.close()
-        listener, self._listener = self._listener, Listener(self._nodes, self._node_key)
-        listener.close()
         self.aio._close_everywhere()  # noqa: SLF001 - its other face
 
     def acquire(
@@ -174,16 +170,16 @@ class Redlock(Locking):
             ValueError: the ttl is longer than these nodes allow.
         """
         self._check_process()
-        listener = self._listener
-        waiter = Waiter(listener, time.monotonic, time.time, fair=fair, patient=timeout != 0)
+        connections = self._connections.own()
+        waiter = Waiter(connections.queue, time.monotonic, time.time, fair=fair, patient=timeout != 0)
         bids = self._new_bids(resources, ttl, waiter, above=above)
 
         def wait(seconds: float) -> None:
             warn_of_blocked_loop(named(resources))
-            listener.wait(waiter.place, seconds)
+            connections.wait(waiter.place, seconds)
 
         try:
-            return run(self._acquiring(bids, timeout), self._pool, wait)
+            return run(self._acquiring(bids, timeout), connections, wait)
         except BaseException as error:
             for undo in bids.give_up(error):
                 self._run(undo)
@@ -246,7 +242,7 @@ class Redlock(Locking):
             ValueError: for a base, ttl or token out of range.
         """
         epoch = 0 if above is None else token.epoch_above(above)
-        return self._run(self._initialising(base, max_ttl, epoch, allow_eviction=allow_eviction))
+        return self._run_apart(self._initialising(base, max_ttl, epoch, allow_eviction=allow_eviction))
 
     def remains(self) -> dict[str, tuple[str, ...]]:
         """Return the nodes that remember a list which has lost its majority, with the addresses of that list.
@@ -254,7 +250,7 @@ class Redlock(Locking):
         Raises:
             QuorumError: a node did not answer.
         """
-        return self._run(membership.remains(self._names, self._node_key, self._node_timeout))
+        return self._run_apart(membership.remains(self._names, self._node_key, self._node_timeout))
 
     def clear(self) -> int:
         """Delete what the namespace has left on the nodes: what they remember, locks, queues. No other key.
@@ -267,14 +263,14 @@ class Redlock(Locking):
         Raises:
             QuorumError: a node did not answer.
         """
-        return self._run(membership.clear(self._names, self._node_key, self._node_timeout))
+        return self._run_apart(membership.clear(self._names, self._node_key, self._node_timeout))
 
     def status(self) -> tuple[NodeStatus, ...]:
         """Ask every node how it stands, and return that in the order of `nodes`.
 
         Takes as long as `node_timeout` where one cannot be reached.
         """
-        return self._run(self._asking())
+        return self._run_apart(self._asking())
 
     def recover(self) -> bool:
         """Admit nodes again that restarted or forgot, after waiting for the longest lease to pass.
@@ -284,7 +280,7 @@ class Redlock(Locking):
         Returns:
             True when nothing is left to do; False where nothing can be done, as `status` tells.
         """
-        return self._run(recovery.recover(self._around()))
+        return self._run_apart(recovery.recover(self._around()))
 
     def _asking(self) -> Generator[protocol.Request, Any, tuple[NodeStatus, ...]]:
         nodes = range(len(self._names))
@@ -311,28 +307,12 @@ class Redlock(Locking):
         return _Bids(resources, ttl, self._wanted, waiter, instead_of, above)
 
     def _acquiring(self, bids: _Bids, timeout: float | None) -> Generator[protocol.Request, Any, Grant]:
-        deadlines = self._deadlines(timeout)
-        if not bids.above:
-            grant = bids.settle((yield bids.open(self._see(), deadlines)))
-            if grant is not None:
-                return grant
-        return (yield from self._going_on(bids, deadlines))
-
-    def _deadlines(self, timeout: float | None) -> protocol.Deadlines:
-        """Return those of an acquisition that begins now."""
-        return protocol.Deadlines(time.monotonic(), timeout, max(self._connect_timeout, self._outage_grace))
-
-    def _going_on(
-        self, bids: _Bids, deadlines: protocol.Deadlines
-    ) -> Generator[protocol.Request, Any, Grant]:
-        """Acquire with what has become of the first bid, if one has been made."""
         initialised = False
-        timeout = deadlines.timeout
         while True:
             try:
                 if bids.above:
                     yield from self._rising(bids)
-                    deadlines = self._deadlines(timeout)
+                outage = max(self._connect_timeout, self._outage_grace)
                 granted = yield from protocol.acquire(
                     self._see,
                     bids.next,
@@ -340,8 +320,7 @@ class Redlock(Locking):
                     grace=self._outage_grace,
                     jitter=random.random,
                     granted_meanwhile=bids.granted_meanwhile,
-                    opened=bids.take_opened(),
-                    deadlines=deadlines,
+                    deadlines=protocol.Deadlines(time.monotonic(), timeout, outage),
                 )
                 return bids.won(granted)
             except NodesNotInitialisedError:
@@ -349,7 +328,6 @@ class Redlock(Locking):
                     raise
             initialised = True
             yield from self._initialising(None, None)
-            deadlines = self._deadlines(timeout)
 
     def _rising(self, bids: _Bids) -> Generator[protocol.Request, Any, None]:
         """Bring the nodes where they can grant tokens above those that the bids must exceed."""
@@ -380,16 +358,12 @@ class Redlock(Locking):
         self._wanted.pop(granted.bid.nonce, None)
         return bids.won((yield from protocol.remint(self._see, bids.next, granted, jitter=random.random)))
 
-    def _closing(self, grant: Grant) -> tuple[protocol.Fleet, protocol.Broadcast]:
-        """Return the one request that `_releasing` has, and the fleet that it is for."""
-        granted: protocol.Granted = grant.proof
-        self._wanted.pop(granted.bid.nonce, None)
-        fleet = self._see()
-        return fleet, protocol.closing(fleet, granted)
-
     def _releasing(self, grant: Grant) -> Generator[protocol.Request, Any, bool | None]:
-        fleet, request = self._closing(grant)
-        return protocol.released(fleet, (yield request))
+        granted: protocol.Granted = grant.proof
+        try:
+            return (yield from protocol.release(self._see(), granted))
+        finally:  # not before: a late grant has its RELEASE behind it, and another one must not come first
+            self._wanted.pop(granted.bid.nonce, None)
 
     def _initialising(
         self, base: int | None, max_ttl: float | None, epoch: int = 0, *, allow_eviction: bool = False
@@ -445,32 +419,35 @@ class Redlock(Locking):
                 "nothing else uses. --allow-eviction (allow_eviction=True) initialises it as it is"
             )
 
-    def _run(
-        self,
-        generator: Generator[protocol.Request, Any, _T],
-        wait: Callable[[float], None] = time.sleep,
-    ) -> _T:
+    def _run(self, generator: Generator[protocol.Request, Any, _T]) -> _T:
         self._check_process()
-        return run(generator, self._pool, wait)
+        return run(generator, self._connections.own())
+
+    def _run_apart(self, generator: Generator[protocol.Request, Any, _T]) -> _T:
+        """Run what an operator asks for, over connections of its own: WAITAOF takes one for two seconds."""
+        connections = self._connect()
+        try:
+            return run(generator, connections)
+        finally:
+            connections.close()
 
     def _check_process(self) -> None:
         if self._pid != os.getpid():
-            self._pool.leave_to_parent()
+            self._connections.leave_to_parent()
             self._recoverer.leave_to_parent()
-            self._listener.leave_to_parent()
             self.aio._leave_to_parent()  # noqa: SLF001 - its other face
             self._start_over()
 
-    def _make_channels(self) -> Channels:
-        return Channels(self._nodes, self._node_key, **self._seating())
+    def _connect(self) -> SharedConnections:
+        return SharedConnections(self._nodes, self._node_key, **self._wiring())
 
-    def _make_lines(self, loop: asyncio.AbstractEventLoop) -> Lines:
-        return Lines(loop, self._nodes, self._node_key, **self._seating())
+    def _connect_in(self, loop: asyncio.AbstractEventLoop) -> LoopConnections:
+        return LoopConnections(loop, self._nodes, self._node_key, **self._wiring())
 
-    def _seating(self) -> dict[str, Any]:
+    def _wiring(self) -> dict[str, Any]:
         return {
             "on_identity": self._meet,
-            "is_open": self._wanted.__contains__,
+            "is_wanted": self._wanted.__contains__,
             "on_trouble": self._hear,
             "connect_timeout": self._connect_timeout,
             "patience": self._node_timeout,
@@ -564,7 +541,6 @@ class _Bids:
         "_hints",
         "_instead_of",
         "_latest",
-        "_opened",
         "_resources",
         "_ttl",
         "_waiter",
@@ -576,7 +552,7 @@ class _Bids:
         self,
         resources: tuple[str, ...],
         ttl: float,
-        wanted: WeakValues[str, protocol.Bid],
+        wanted: WeakValueDictionary[str, protocol.Bid],
         waiter: Waiter | None,
         instead_of: protocol.Granted | None = None,
         above: tuple[int, ...] = (),
@@ -591,25 +567,6 @@ class _Bids:
         self._hint_epoch = 0
         self._hints: tuple[int, ...] = ()
         self._latest: tuple[protocol.Fleet, protocol.Bid] | None = None
-        self._opened: protocol.Opened | None = None
-
-    def open(self, fleet: protocol.Fleet, deadlines: protocol.Deadlines) -> protocol.Broadcast:
-        """Make the first bid; return what it begins with."""
-        return protocol.opening(fleet, self.next(fleet), deadlines.links_until(deadlines.began))
-
-    def settle(self, heard: protocol.Round) -> Grant | None:
-        """Return the grant that the first bid has come to, if nothing is left to decide."""
-        assert self._latest is not None  # noqa: S101 - it was opened
-        opened = protocol.Opened(*self._latest, heard)
-        if (granted := protocol.at_once(opened)) is not None:
-            return self.won(granted)
-        self._opened = opened
-        return None
-
-    def take_opened(self) -> protocol.Opened | None:
-        """Return the first bid if it was opened and not settled; once."""
-        opened, self._opened = self._opened, None
-        return opened
 
     def next(self, fleet: protocol.Fleet) -> protocol.Bid:
         """Return a new bid, and forget the one before."""
@@ -626,7 +583,7 @@ class _Bids:
         elif self._hints:
             bid = bid.not_below(self._hint_epoch, self._hints)
         self._latest = fleet, bid
-        self._wanted.add(nonce, bid)
+        self._wanted[nonce] = bid
         return bid
 
     def hint(self, epoch: int) -> None:
