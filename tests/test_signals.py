@@ -357,9 +357,11 @@ def test_a_timeout_error_of_a_handler_does_not_shift_the_answers(nodes: Nodes) -
         authority.init(base=0)
         with authority.lock("a"):
             pass
-        sockets = authority._connections._sockets
-        for index in (0, 1):
-            sockets[index] = cast("socket.socket", _InterruptedSocket(sockets[index]))
+        links = authority._connections._links
+        for descriptor, link in list(links.items()):
+            if link.node in {0, 1}:
+                interrupted = cast("socket.socket", _InterruptedSocket(link.sock))
+                links[descriptor] = link._replace(sock=interrupted)
         tokens = []
         for _ in range(5):
             with authority.lock("a", timeout=5) as token:

@@ -70,9 +70,9 @@ class RealNode:
         self._open()
 
     def _open(self) -> None:
-        opened = self.node.open(NODE_KEY, f"{NODE_KEY}:w:tests")
+        opened = self.node.open(NODE_KEY)
         self.sock = opened.sock
-        self.link = Connection(opened.identity)
+        self.link = Connection(0, opened.identity, None, pushes=opened.pushes)
 
     def close(self) -> None:
         """Close both connections."""

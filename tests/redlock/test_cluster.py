@@ -287,7 +287,7 @@ def test_one_who_waits_listens_where_the_keys_have_gone(make_cluster: Callable[.
     cluster = make_cluster(2)
 
     def is_heard(own: Redlock) -> bool:
-        return own._connections._connectors[0]._channel.encode() in ask(
+        return str(own._connections._nodes._subscribe.arguments[0]).encode() in ask(
             cluster.primary(), "PUBSUB", "CHANNELS"
         )
 

@@ -44,6 +44,7 @@ def test_node_that_stays_away_for_hours_is_tried_as_often_as_ever() -> None:
         ["redis://node"],
         transport,
         Line("client", 1, random.random),
+        "channel",
         is_wanted=lambda _: True,
         on_identity=lambda *_: None,
         on_trouble=lambda: None,
@@ -71,7 +72,7 @@ def test_connection_is_opened_once(nodes: Nodes) -> None:
         opened.append(connection)
         done.set()
 
-    connector = Connector(Node(nodes.urls[0], 2.0, verify_votes=False), NODE_KEY, "{n}:w:1", take)
+    connector = Connector(Node(nodes.urls[0], 2.0, verify_votes=False), NODE_KEY, take)
     for _ in range(5):
         connector.begin()
     assert done.wait(5.0)
@@ -82,7 +83,7 @@ def test_connection_is_opened_once(nodes: Nodes) -> None:
     assert [connector.is_busy] == [False]
     (connection,) = opened
     assert isinstance(connection, Opened)
-    assert connection.hears
+    assert connection.pushes
     connection.sock.close()
 
 

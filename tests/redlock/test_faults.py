@@ -803,8 +803,8 @@ def test_node_that_is_owed_more_than_its_socket_takes_is_told_all(
     node = blocking._connections._nodes._nodes[0]
     opened = Node.open
 
-    def open_narrow(node: Node, node_key: str, channel: str) -> Opened:
-        connection = opened(node, node_key, channel)
+    def open_narrow(node: Node, node_key: str) -> Opened:
+        connection = opened(node, node_key)
         connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         return connection
 

@@ -229,7 +229,7 @@ def test_votes_prove_their_server_once_there_has_been_a_replica(make_nodes: Call
     primary, replica = make_nodes(2)
 
     def replid_of_a_vote() -> str:
-        opened = Node(primary.url, 1.0, verify_votes=False).open(NODE_KEY, f"{NODE_KEY}:w:1")
+        opened = Node(primary.url, 1.0, verify_votes=False).open(NODE_KEY)
         opened.sock.close()
         return opened.identity.replid
 

@@ -16,7 +16,6 @@ import redis
 
 from fencelock import Redlock
 from fencelock.authority.redlock.protocol import Answer, Said
-from fencelock.authority.redlock.transport.blocking import _WaitForCall
 from fencelock.authority.redlock.waiting import HESITATION, Line
 from fencelock.embedded import Nodes
 from fencelock.errors import LockTimeoutError
@@ -158,12 +157,7 @@ def seconds_until_handed_over(holder: Redlock, waiter: Redlock, timeout: float =
     thread = threading.Thread(target=wait)
     with holder.lock("r", ttl=30):
         thread.start()
-        assert eventually(
-            lambda: (
-                any(isinstance(each, _WaitForCall) for each in list(waiter._connections._waits))
-                or not thread.is_alive()
-            )
-        )
+        assert eventually(lambda: bool(waiter._connections._in_line) or not thread.is_alive())
         time.sleep(0.2)
     released = time.monotonic()
     thread.join()

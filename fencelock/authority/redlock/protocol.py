@@ -72,6 +72,7 @@ class Said(enum.Enum):
     CLEARED = "deleted what was left"
     SHUT = "closed in favour of the next list"
     ON_DISK = "has written it to its disk"
+    SUBSCRIBED = "publishes its calls to this connection"
     NOT_ON_DISK = "has not written it to its disk in time"
     EARLY = "stays out until the locks that it has forgotten have ended"
     NO_TICKET = "lost its ticket: it restarted or was flushed in between"
@@ -140,6 +141,10 @@ class Command(NamedTuple):
 #: No script, but WAITAOF of newer servers: when it answers, what this socket was told before is on the disk.
 #: A server without it, or without a file, says so in an error. The ms to wait come last.
 SYNC = Command("sync", "", (), (1, 0, 2000))
+
+
+#: No script, either: what is published on the channel that it names comes over this connection from now on.
+SUBSCRIBE = "subscribe"
 
 
 class Broadcast(NamedTuple):
@@ -940,6 +945,8 @@ def _count(said: Said, answers: Answers) -> int:
 
 def _pause(outcome: Failed, tries: int, random: float) -> float:
     """Seconds until the next try: longer from try to try, never the same for two contenders."""
+    if tries == 1 and outcome.contended and not outcome.split:
+        return 0.0  # the next stands in line
     ends = [answer.ttl for answer in outcome.answers.values() if answer.said is Said.HELD]
     if outcome.waits_for_a_call:
         # The nodes will call; should they not, or should the one before us never come, look again. Locks that

@@ -132,6 +132,8 @@ class Line:
 class Waiter:
     """One acquisition's part in waiting: whether it stands in line, and where.
 
+    Its first bid does not: most often the lock is free, and then a node has less to do.
+
     Args:
         queue: hears the nodes' calls.
         clock: returns the time in seconds; it goes evenly.
@@ -143,7 +145,7 @@ class Waiter:
         place: under which it is called; empty as long as it has none.
     """
 
-    __slots__ = ("_began", "_clock", "_fair", "_patient", "_queue", "_since", "place")
+    __slots__ = ("_began", "_clock", "_fair", "_has_bid", "_patient", "_queue", "_since", "place")
 
     def __init__(
         self,
@@ -160,11 +162,13 @@ class Waiter:
         self._patient = patient
         self._began = clock()
         self._since = wall()
+        self._has_bid = False
         self.place = ""
 
     def turn(self, nonce: str) -> Turn | None:
         """Return how the next bid behaves; from now on calls for it count."""
-        if self._patient and self._queue.hears:
+        is_first, self._has_bid = not self._has_bid, True
+        if self._patient and not is_first and self._queue.hears:
             self.place = self._queue.expect(self.place, nonce, self._clock())
             return Turn(self.place, self._clock() - self._began, self._since, self._fair)
         return Turn(fair=True) if self._fair else None

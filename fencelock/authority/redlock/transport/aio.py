@@ -95,10 +95,10 @@ class LoopConnections:
         client = secrets.token_hex(8)
         self.queue = Line(client, len(nodes), random.random)
         names = [node.name for node in nodes]
-        self._nodes = NodeConnections(names, self, self.queue, jitter=random.random, **options)
         channel = f"{node_key}:w:{client}"
+        self._nodes = NodeConnections(names, self, self.queue, channel, jitter=random.random, **options)
         self._connectors = [
-            Connector(node, node_key, channel, partial(self._connected_there, index))
+            Connector(node, node_key, partial(self._connected_there, index))
             for index, node in enumerate(nodes)
         ]
         self._sockets: dict[int, socket.socket] = {}
@@ -208,6 +208,8 @@ class LoopConnections:
         now = time.monotonic()
         resting = _InLine(loop)
         resting.end_by(min(now + seconds, self.queue.due(place)), now)
+        if self._nodes.listen(now):
+            self._flush()
         if place:
             self._in_line[place] = resting
             self._open_later(self._nodes.open_absent(now), now)
@@ -388,7 +390,7 @@ class LoopConnections:
         elif (
             self._closed
             or loop is None
-            or self._nodes.connected(index, opened.identity, now, hears=opened.hears) is None
+            or self._nodes.connected(index, opened.identity, now, pushes=opened.pushes) is None
         ):
             opened.sock.close()
         else:

@@ -12,6 +12,7 @@ connections are dropped on which answers could be taken for others, and another 
 
 from __future__ import annotations
 
+import math
 import random
 import secrets
 import select
@@ -22,10 +23,10 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from fencelock._owners import blocks_greenlets
-from fencelock.authority.redlock.protocol import Answer, Answers, Broadcast, Request, Round, Said
+from fencelock.authority.redlock.protocol import Answer, Broadcast, Request, Round, Said
 from fencelock.authority.redlock.transport.connector import Connector, Node, Opened, UnusableError
 from fencelock.authority.redlock.transport.polling import new_poll
 from fencelock.authority.redlock.waiting import Line
@@ -65,76 +66,71 @@ def write_to(sock: socket.socket, connection: Connection) -> bool:
     Raises:
         OSError: the connection is broken.
     """
-    data = connection.take_outgoing()
+    outgoing = connection.outgoing
     try:
-        sent = sock.send(data)
+        del outgoing[: sock.send(outgoing)]
     except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
-        sent = 0
-    if sent < len(data):
-        connection.outgoing.insert(0, data[sent:])
-    return sent == len(data)
+        return False
+    return not outgoing
 
 
-class _Wait:
+class _Wait(Protocol):
     """A wait of one thread: for answers, or to be called.
 
     Attributes:
-        deadline: when it is over in any case.
         bell: what the thread sleeps on while another one reads for it.
         over: whether it has ended.
     """
 
-    __slots__ = ("bell", "deadline", "over")
-
-    def __init__(self, deadline: float) -> None:
-        self.deadline = deadline
-        self.bell = threading.Lock()
-        self.bell.acquire()
-        self.over = False
+    bell: threading.Lock | None
+    over: bool
 
     def due(self) -> float:
         """Return when it is over as far as is known now."""
-        return self.deadline
-
-    def ring(self) -> None:
-        """Wake the thread."""
-        with suppress(RuntimeError):  # it is awake
-            self.bell.release()
 
 
-class _WaitForAnswers(_Wait):
-    __slots__ = ("broadcast",)
-
-    def __init__(self, deadline: float, broadcast: PendingBroadcast) -> None:
-        super().__init__(deadline)
-        self.broadcast = broadcast
-
-    def due(self) -> float:
-        return 0.0 if self.broadcast.complete else self.deadline
-
-
-class _WaitForCall(_Wait):
-    __slots__ = ("place", "queue")
-
-    def __init__(self, deadline: float, queue: Line, place: str) -> None:
-        super().__init__(deadline)
-        self.queue = queue
-        self.place = place
-
-    def due(self) -> float:
-        return min(self.deadline, self.queue.due(self.place))
-
-
-class _Pending(PendingBroadcast):
-    __slots__ = ("waiting",)
+class _WaitForAnswers(PendingBroadcast):
+    __slots__ = ("bell", "deadline")
 
     def __init__(self, request: Broadcast) -> None:
         super().__init__(request)
-        self.waiting: _Wait | None = None
+        self.bell: threading.Lock | None = None
+        self.deadline = -math.inf
+
+    def due(self) -> float:
+        return -math.inf if self.complete else self.deadline
 
     def wake(self) -> None:
-        if self.waiting is not None:
-            self.waiting.ring()
+        _ring(self)
+
+
+class _WaitForCall:
+    __slots__ = ("_deadline", "_place", "_queue", "bell", "over")
+
+    def __init__(self, deadline: float, queue: Line, place: str) -> None:
+        self.bell: threading.Lock | None = None
+        self.over = False
+        self._deadline = deadline
+        self._queue = queue
+        self._place = place
+
+    def due(self) -> float:
+        return min(self._deadline, self._queue.due(self._place))
+
+
+def _ring(waiting: _Wait) -> None:
+    """Wake the thread that waits, if it sleeps."""
+    if waiting.bell is not None:
+        with suppress(RuntimeError):  # it is awake
+            waiting.bell.release()
+
+
+class _Link(NamedTuple):
+    """A connection that is open."""
+
+    node: int
+    sock: socket.socket
+    connection: Connection
 
 
 class SharedConnections:
@@ -142,7 +138,7 @@ class SharedConnections:
 
     Args:
         nodes: where the nodes are.
-        node_key: key of a node's hash; the channel of this client begins with it.
+        node_key: key of a node's hash; the channel on which the nodes call begins with it.
         options: those of `NodeConnections`.
 
     Attributes:
@@ -156,15 +152,17 @@ class SharedConnections:
         client = secrets.token_hex(8)
         self.queue = Line(client, len(nodes), random.random)
         names = [node.name for node in nodes]
-        self._nodes = NodeConnections(names, self, self.queue, jitter=random.random, **options)
-        self._addresses = nodes, node_key, f"{node_key}:w:{client}"
+        channel = f"{node_key}:w:{client}"
+        self._nodes = NodeConnections(names, self, self.queue, channel, jitter=random.random, **options)
+        self._addresses = nodes, node_key
         self._connectors = self._new_connectors()
-        self._sockets: dict[int, socket.socket] = {}
-        self._by_descriptor: dict[int, int] = {}
+        #: By descriptor.
+        self._links: dict[int, _Link] = {}
         self._poll = new_poll()
         self._stirring: tuple[socket.socket, socket.socket] | None = None
         self._reader: _Wait | None = None
-        self._waits: dict[_Wait, None] = {}
+        self._sleeping: dict[_Wait, None] = {}
+        self._in_line: dict[str, _WaitForCall] = {}
         self._last_read = 0.0
         #: Threads that are in the midst of using these.
         self._inside: set[int] = set()
@@ -173,10 +171,9 @@ class SharedConnections:
         self._closed = False
 
     def _new_connectors(self) -> list[Connector]:
-        nodes, node_key, channel = self._addresses
+        nodes, node_key = self._addresses
         return [
-            Connector(node, node_key, channel, partial(self._connected, index))
-            for index, node in enumerate(nodes)
+            Connector(node, node_key, partial(self._connected, index)) for index, node in enumerate(nodes)
         ]
 
     def own(self) -> SharedConnections:
@@ -194,32 +191,24 @@ class SharedConnections:
 
     def broadcast(self, request: Broadcast) -> Round:
         """Send a command to its nodes, and wait until there are answers enough."""
-        pending = _Pending(request)
+        waiting = _WaitForAnswers(request)
         thread = threading.get_ident()
         try:
             self._inside.add(thread)
             with self._mutex:
-                self._look_around()
-                self._await_connections(request)
-                began = time.monotonic()
-                self._nodes.ask(pending, request, began)
+                began = self._await_connections(request)
+                self._nodes.ask(waiting, request, began)
+                if request.patience > 0.0:
+                    waiting.deadline = began + request.patience
                 self._write_all()
-            ended = began
-            if not pending.complete and request.patience > 0.0:
-                pending.waiting = _WaitForAnswers(began + request.patience, pending)
-                ended = self._wait(pending.waiting)
-            return Round(began, ended, self._close_pending(pending))
+            return Round(began, self._wait(waiting), waiting.close())
         except BaseException:
             with self._mutex:
-                pending.close()
-                self._clean_up(pending.waiting)
+                waiting.close()
+                self._clean_up(waiting)
             raise
         finally:
             self._leave(thread)
-
-    def _close_pending(self, pending: PendingBroadcast) -> Answers:
-        with self._mutex:
-            return pending.close()
 
     def wait(self, place: str, seconds: float) -> None:
         """Return when the nodes call the place, at the latest after so many seconds."""
@@ -227,12 +216,17 @@ class SharedConnections:
         thread = threading.get_ident()
         try:
             self._inside.add(thread)
+            with self._mutex:
+                self._in_line[place] = waiting
+                if self._nodes.listen(time.monotonic()):
+                    self._write_all()
             self._wait(waiting)
         except BaseException:
             with self._mutex:
                 self._clean_up(waiting)
             raise
         finally:
+            self._in_line.pop(place, None)
             self._leave(thread)
 
     def _leave(self, thread: int) -> None:
@@ -260,7 +254,7 @@ class SharedConnections:
 
     def leave_to_parent(self) -> None:
         """In a forked child: close its copies of the sockets, by no lock that a thread may have held."""
-        for sock in (*self._sockets.values(), *(self._stirring or ())):
+        for sock in (*(link.sock for link in self._links.values()), *(self._stirring or ())):
             sock.close()
         if self._of_handlers is not None:
             self._of_handlers.leave_to_parent()
@@ -269,88 +263,80 @@ class SharedConnections:
 
     def _wait(self, waiting: _Wait) -> float:
         """Read for all until a wait is over, or sleep while another thread reads; return when it is over."""
+        ready: Sequence[tuple[int, int]] = ()
         while True:
             with self._mutex:
-                self._waits[waiting] = None
                 now = time.monotonic()
+                if ready:
+                    self._read(ready, now)
                 if (due := waiting.due()) <= now:
                     self._end(waiting)
                     return now
-                if reads := self._reader is None or self._reader.over:
-                    self._reader = waiting
-            if reads:
-                self._read_for_all(waiting)
+                bell = self._bell_to_sleep_on(waiting)
+                if self._nodes.absent:  # the nodes that are away are to answer and call as well
+                    due = min(due, self._nodes.open_absent(now))
+            if bell is None:
+                ready = self._poll.poll(max(0.0, due - now) * 1000)
             else:
-                _await(waiting.bell, min(due - now, threading.TIMEOUT_MAX))
+                ready = ()
+                _await(bell, min(due - now, threading.TIMEOUT_MAX))
+
+    def _bell_to_sleep_on(self, waiting: _Wait) -> threading.Lock | None:
+        """Return what wakes a thread whose wait goes on; None if it is the one that reads for all."""
+        if self._reader is None or self._reader.over:
+            self._reader = waiting
+            self._sleeping.pop(waiting, None)
+            if self._stirring is None:
+                self._make_stirring()
+        elif self._reader is not waiting and waiting.bell is None:
+            waiting.bell = threading.Lock()
+            waiting.bell.acquire()
+            self._sleeping[waiting] = None
+        return None if self._reader is waiting else waiting.bell
 
     def _end(self, waiting: _Wait) -> None:
         """Note that a wait is over, and have another thread read if nobody does."""
         waiting.over = True
-        self._waits.pop(waiting, None)
+        self._sleeping.pop(waiting, None)
         if self._reader is waiting:
             self._reader = None
         if self._reader is None or self._reader.over:
             self._stop_stirring()
-            for other in self._waits:
-                other.ring()
+            for other in self._sleeping:
+                _ring(other)
                 return
 
-    def _clean_up(self, waiting: _Wait | None) -> None:
+    def _clean_up(self, waiting: _Wait) -> None:
         """Put in order what an exception from outside has interrupted."""
         self._nodes.drop_spoilt()
-        if waiting is not None:
-            self._end(waiting)
+        self._end(waiting)
 
-    def _read_for_all(self, waiting: _Wait) -> None:
-        """Read until this thread's own wait is over."""
-        is_in_line = isinstance(waiting, _WaitForCall)
-        while True:
-            with self._mutex:
-                now = time.monotonic()
-                due = waiting.due()
-                if due <= now:
-                    return
-                if is_in_line:  # the nodes that are away are to call as well
-                    due = min(due, self._nodes.open_absent(now))
-                if self._stirring is None:
-                    self._make_stirring()
-            ready = self._poll.poll(max(0.0, due - now) * 1000)
-            with self._mutex:
-                self._read(ready)
-
-    def _look_around(self) -> None:
-        """Read what has arrived while nobody has: old answers, and behind them the end of a connection."""
-        now = time.monotonic()
+    def _await_connections(self, request: Broadcast) -> float:
+        """Return the time when commands may be put; wait only while less than a majority can be asked."""
+        now = began = time.monotonic()
         if now - self._last_read > FRESH and (self._reader is None or self._reader.over):
+            # Read what has arrived while nobody did: old answers, and behind them the end of a connection.
             while ready := self._poll.poll(0):
-                self._read(ready)
-            self._last_read = now
-
-    def _await_connections(self, request: Broadcast) -> None:
-        """Open what is not open; wait only while less than a majority is."""
-        if not self._nodes.absent:
-            return
-        began = now = time.monotonic()
-        self._nodes.open_absent(now)
-        while (left := self._nodes.worth_waiting_until(began, request, now) - now) > 0:
-            self._changed.wait(left)
-            now = time.monotonic()
+                self._read(ready, now)
+            self._last_read = now = time.monotonic()
+        if self._nodes.absent:
+            self._nodes.open_absent(now)
+            while (left := self._nodes.worth_waiting_until(began, request, now) - now) > 0:
+                self._changed.wait(left)
+                now = time.monotonic()
+        return now
 
     # Moving bytes. With the mutex held.
 
-    def _read(self, ready: Sequence[tuple[int, int]]) -> None:
+    def _read(self, ready: Sequence[tuple[int, int]], now: float) -> None:
         """Read from the sockets on which something has arrived."""
-        self._last_read = now = time.monotonic()
+        self._last_read = now
         for descriptor, _ in ready:
-            if self._stirring is not None and descriptor == self._stirring[0].fileno():
-                self._stirring[0].recv(READ_SIZE)
+            link = self._links.get(descriptor)
+            if link is None:
+                self._read_no_link(descriptor)
                 continue
-            index = self._by_descriptor.get(descriptor, -1)
-            sock, connection = self._sockets.get(index), self._nodes.connection(index)
-            if sock is None or connection is None or sock.fileno() != descriptor:
-                with suppress(KeyError):  # it was closed meanwhile; else closing it was interrupted
-                    self._poll.unregister(descriptor)
-                continue
+            index, sock, connection = link
             connection.spoilt = True  # until `received` has dealt with all that was read
             try:
                 data = read_from(sock)
@@ -358,24 +344,30 @@ class SharedConnections:
                 self._nodes.broken(index, _broken(error))
                 continue
             for place in self._nodes.received(index, data or b"", now):
-                for waiting in self._waits:
-                    if isinstance(waiting, _WaitForCall) and waiting.place == place:
-                        waiting.ring()
+                if place in self._in_line:
+                    _ring(self._in_line[place])
             if connection.outgoing:
-                self._write(index)
+                self._write(link)
+
+    def _read_no_link(self, descriptor: int) -> None:
+        """Read what has stirred the reader; or forget a socket that was closed meanwhile."""
+        if self._stirring is not None and descriptor == self._stirring[0].fileno():
+            self._stirring[0].recv(READ_SIZE)
+        else:
+            with suppress(KeyError):  # else closing it was interrupted
+                self._poll.unregister(descriptor)
 
     def _write_all(self) -> None:
-        for index in range(len(self._connectors)):
-            self._write(index)
+        for link in tuple(self._links.values()):
+            if link.connection.outgoing:
+                self._write(link)
 
-    def _write(self, index: int) -> None:
+    def _write(self, link: _Link) -> None:
         """Write what a connection has to say; what is too much follows when the node has answered some."""
-        connection = self._nodes.connection(index)
-        if connection is None or not connection.outgoing:
-            return
+        index, sock, connection = link
         spoilt, connection.spoilt = connection.spoilt, True
         try:
-            write_to(self._sockets[index], connection)
+            write_to(sock, connection)
         except OSError as error:
             self._nodes.broken(index, _broken(error))
             self._stir()  # the thread that reads may be one that has waited for this node
@@ -399,11 +391,11 @@ class SharedConnections:
 
     def disconnect(self, node: int) -> None:
         """Close the socket of a node's connection."""
-        sock = self._sockets.pop(node)
-        descriptor = sock.fileno()
-        self._by_descriptor.pop(descriptor, None)
-        self._poll.unregister(descriptor)
-        sock.close()
+        for descriptor, link in tuple(self._links.items()):
+            if link.node == node:
+                del self._links[descriptor]
+                self._poll.unregister(descriptor)
+                link.sock.close()
 
     def _connected(self, index: int, connector: Connector, opened: Opened | UnusableError) -> None:
         """Use a connection that has been opened; called in the connecting thread, which ends with it."""
@@ -415,14 +407,15 @@ class SharedConnections:
             if isinstance(opened, UnusableError):
                 if not is_stale:
                     self._nodes.failed(index, opened.answer, now)
-            elif is_stale or not self._nodes.connected(index, opened.identity, now, hears=opened.hears):
+            elif is_stale or not (
+                connection := self._nodes.connected(index, opened.identity, now, pushes=opened.pushes)
+            ):
                 opened.sock.close()
             else:
                 descriptor = opened.sock.fileno()
-                self._sockets[index] = opened.sock
-                self._by_descriptor[descriptor] = index
+                self._links[descriptor] = link = _Link(index, opened.sock, connection)
                 self._poll.register(descriptor, select.POLLIN)
-                self._write(index)
+                self._write(link)
             self._changed.notify_all()
         self._stir()
         self._inside.discard(threading.get_ident())

@@ -61,12 +61,12 @@ class Opened:
     Attributes:
         sock: the socket; it does not block.
         identity: the server process that answered.
-        hears: whether what is published on the channel arrives here.
+        pushes: whether it can bring what is published, beside the answers.
     """
 
     sock: socket.socket
     identity: Identity
-    hears: bool
+    pushes: bool
 
 
 class Node:
@@ -93,8 +93,8 @@ class Node:
         self.name = self._place.url()
         self.url_to_type = self._place.url(self._place.login)
 
-    def open(self, node_key: str, channel: str) -> Opened:
-        """Connect, learn which server answers, and subscribe to a channel.
+    def open(self, node_key: str) -> Opened:
+        """Connect, and learn which server answers.
 
         Raises:
             UnusableError: with what to report as the node's answer.
@@ -106,7 +106,7 @@ class Node:
                 if server.address in tried:
                     continue
                 try:
-                    return self._open(server, node_key, channel, tried)
+                    return self._open(server, node_key, tried)
                 except UnusableError as error:
                     failures.append((server, error))
         except Nowhere as error:
@@ -115,7 +115,7 @@ class Node:
             raise failures[0][1]
         raise _joined(failures)
 
-    def _open(self, server: Server, node_key: str, channel: str, tried: set[str]) -> Opened:
+    def _open(self, server: Server, node_key: str, tried: set[str]) -> Opened:
         """Connect to a server; in a cluster, to the one where it says that the keys are.
 
         Several may name one that is gone: it is tried once.
@@ -125,11 +125,10 @@ class Node:
             connection = server.new_connection()
             try:
                 connection = _connect(server, connection)
-                _send_questions(connection, node_key, channel)
+                _send_questions(connection, node_key)
                 info = _read_info(connection)
                 identity = _identify(connection, info, verify_votes=self._verify_votes)
                 known = _read_known_scripts(connection)
-                hears = _is_subscribed(connection)
                 _bring_scripts(connection, known)
                 self._place.settle(server, _others(connection, info, server))
             except UnusableError:
@@ -147,7 +146,7 @@ class Node:
                 sock: socket.socket = connection._sock  # noqa: SLF001 - redis-py has no public name for it
                 connection._sock = None  # noqa: SLF001
                 sock.setblocking(False)  # noqa: FBT003 - the standard library's signature
-                return Opened(sock, identity, hears)
+                return Opened(sock, identity, connection.protocol not in {2, "2"})
         raise UnusableError(Said.UNREACHABLE, f"its cluster sends to {server.address}, which has been tried")
 
 
@@ -157,7 +156,6 @@ class Connector:
     Args:
         node: the node.
         node_key: key of its hash, which is read while connecting.
-        channel: what to subscribe to.
         done: told by which connector a connection was opened, and of it, or why there is none; called in the
             connecting thread.
     """
@@ -166,12 +164,10 @@ class Connector:
         self,
         node: Node,
         node_key: str,
-        channel: str,
         done: Callable[[Connector, Opened | UnusableError], None],
     ) -> None:
         self._node = node
         self._node_key = node_key
-        self._channel = channel
         self._done = done
         self._thread: threading.Thread | None = None
         self._is_done = False
@@ -201,7 +197,7 @@ class Connector:
     def _open(self) -> None:
         opened: Opened | UnusableError
         try:
-            opened = self._node.open(self._node_key, self._channel)
+            opened = self._node.open(self._node_key)
         except UnusableError as error:
             opened = error
         self._is_done = True
@@ -253,15 +249,13 @@ def _connect(server: Server, connection: Any) -> Any:
     return connection
 
 
-def _send_questions(connection: Any, node_key: str, channel: str) -> None:
+def _send_questions(connection: Any, node_key: str) -> None:
     """Ask all that has to be known, in one round trip; the answers are read in this order."""
-    questions: list[tuple[str, ...]] = [
+    questions = [
         ("INFO",),
         ("HMGET", node_key, "id", "members"),
         ("SCRIPT EXISTS", *(DIGESTS[name] for name in EVERYDAY)),
     ]
-    if connection.protocol not in {2, "2"}:
-        questions += ("SUBSCRIBE", channel), ("HMGET", node_key, "id")
     connection.send_packed_command(connection.pack_commands(questions))
 
 
@@ -342,15 +336,3 @@ def _bring_scripts(connection: Any, known: list[int]) -> None:
             if not is_known:
                 connection.send_command("SCRIPT LOAD", SCRIPTS[name])
                 connection.read_response()
-
-
-def _is_subscribed(connection: Any) -> bool:
-    """Tell whether what is published arrives, beside the answers."""
-    if connection.protocol in {2, "2"}:
-        return False
-    try:
-        connection.read_response()  # of HMGET, because the confirmation comes beside the answers
-    except ResponseError:  # this user may not subscribe
-        connection.read_response()
-        return False
-    return True

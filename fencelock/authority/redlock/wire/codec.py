@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import hiredis
 
-from fencelock.authority.redlock.protocol import SYNC, Answer, Command, Said
+from fencelock.authority.redlock.protocol import SUBSCRIBE, SYNC, Answer, Command, Said
 
 #: Error replies of a server that is starting, about to be promoted, or no longer the one to ask.
 PASSING_ERRORS: Final = (
@@ -69,17 +69,15 @@ SCRIPTS: Final = _load_scripts()
 DIGESTS: Final = {
     name: hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest() for name, text in SCRIPTS.items()
 }
+#: Commands that are no scripts.
+_WORDS: Final = {SYNC.script: "WAITAOF", SUBSCRIBE: "SUBSCRIBE"}
 EVERYDAY: Final = ("acquire", "confirm", "release", "extend")
-
-
-class MalformedReplyError(Exception):
-    """What answers does not speak like a node."""
 
 
 def pack(command: Command) -> bytes:
     """Return the part of a command that is the same for every node."""
-    if command.script == SYNC.script:
-        return b"*%d\r\n%b" % (1 + len(command.arguments), pack_words("WAITAOF", *command.arguments))
+    if (word := _WORDS.get(command.script)) is not None:
+        return b"*%d\r\n%b" % (1 + len(command.arguments), pack_words(word, *command.arguments))
     return _pack_call(command, "EVALSHA", DIGESTS[command.script])
 
 
@@ -106,32 +104,14 @@ def pack_words(*words: str | int) -> bytes:
     return packed[packed.index(b"\n") + 1 :]
 
 
-class Replies:
-    """Reads the replies of one connection."""
-
-    def __init__(self) -> None:
-        self._reader = hiredis.Reader()
-
-    def read(self, data: bytes) -> list[Answer | bytes | None]:
-        """Return the answers that have arrived; what was published, as bytes; None where a script is unknown.
-
-        Raises:
-            MalformedReplyError: if it is none of these.
-        """
-        reader = self._reader
-        found: list[Answer | bytes | None] = []
-        try:
-            reader.feed(data)
-            while (reply := reader.gets()) is not False:
-                if type(reply) is list:
-                    found.append(read_answer(reply))
-                elif not isinstance(reply, hiredis.PushNotification):
-                    found.append(None if str(reply).startswith("NOSCRIPT") else read_answer(reply))
-                elif reply[0] == b"message":
-                    found.append(reply[2])
-        except (hiredis.HiredisError, LookupError, TypeError, ValueError) as error:
-            raise MalformedReplyError(repr(error)) from error
-        return found
+def read_reply(reply: Any) -> Answer | bytes | None:
+    """Return the answer that a reply is; what was published, as bytes; None where a script is unknown."""
+    if not isinstance(reply, hiredis.PushNotification):
+        return None if str(reply).startswith("NOSCRIPT") else read_answer(reply)
+    if reply[0] == b"subscribe":  # the only answer to that
+        return Answer(Said.SUBSCRIBED)
+    published: bytes = reply[2] if reply[0] == b"message" else b""
+    return published
 
 
 def read_answer(reply: Any) -> Answer:

@@ -9,15 +9,29 @@ reconnected after its node had been killed was granted the same counter twice.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
+import hiredis
+
 from fencelock.authority.redlock.membership import Membership
 from fencelock.authority.redlock.protocol import Answer, Answers, Broadcast, Command, Said
-from fencelock.authority.redlock.wire.codec import Replies, pack_with_script, pack_words
+from fencelock.authority.redlock.wire.codec import pack_with_script, pack_words, read_answer, read_reply
 
 _SILENT: Final = Answer(Said.SILENT)
+#: Answers that say something about the node itself.
+_NEWS: Final = frozenset(
+    {
+        Said.ADMITTED,
+        Said.OPENED,
+        Said.AMNESIA,
+        Said.RESTARTED,
+        Said.UNREACHABLE,
+        Said.ERROR,
+        Said.SUBSCRIBED,
+    }
+)
+_LOCKING: Final = frozenset({"acquire", "release"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +88,19 @@ class PendingBroadcast:
     __slots__ = ("_enough", "_least", "_nodes", "answers", "complete", "over")
 
     def __init__(self, request: Broadcast) -> None:
-        self._nodes, self._enough, self._least = request.nodes, request.enough, request.least
+        _, self._nodes, self._enough, _, self._least, _ = request
         self.answers: dict[int, Answer] = {}
         self.complete = False
         self.over = False
 
     def add_reply(self, node: int, answer: Answer) -> None:
         """Note a node's answer, or why there is none."""
-        self.answers[node] = answer
-        count = len(self.answers)
+        answers = self.answers
+        answers[node] = answer
+        count = len(answers)
         if count < self._least or self.complete:
             return
-        if count == len(self._nodes) or self._enough(self.answers):
+        if count == len(self._nodes) or self._enough(answers):
             self.complete = True
             self.wake()
 
@@ -100,92 +115,103 @@ class PendingBroadcast:
         return dict.fromkeys(self._nodes, _SILENT) | self.answers
 
 
+class MalformedReplyError(Exception):
+    """What answers does not speak like a node."""
+
+
 class Connection:
     """The state of one connection.
 
     Attributes:
         identity: the server process that it was opened to.
+        epoch: in which the nodes have granted last; None if they have not.
+        pushes: whether it can bring what is published, beside the answers.
         unanswered: what has been sent and not been answered, in that order.
         outgoing: what is still to be written.
         published: messages that have arrived on the channel of this client, to be taken away.
-        leads_elsewhere: whether an answer has said that another server has taken over.
         spoilt: whether an exception from outside, such as a signal handler's, has struck in the middle of a
             change: then answers could be taken for others, and it must not be used any more.
     """
 
     __slots__ = (
+        "_index",
+        "_latest",
         "_own_arguments",
-        "_replies",
-        "_under_way",
+        "_reader",
+        "epoch",
         "identity",
-        "leads_elsewhere",
         "outgoing",
         "published",
+        "pushes",
         "spoilt",
         "unanswered",
     )
 
-    def __init__(self, identity: Identity) -> None:
+    def __init__(self, index: int, identity: Identity, epoch: int | None, *, pushes: bool) -> None:
         self.identity = identity
+        self.epoch = epoch
+        self.pushes = pushes
         self.unanswered: deque[PendingReply] = deque()
-        self.outgoing: list[bytes] = []
+        self.outgoing = bytearray()
         self.published: list[bytes] = []
-        self.leads_elsewhere = False
         self.spoilt = False
-        self._replies = Replies()
+        self._index = index
+        self._reader = hiredis.Reader()
         self._own_arguments = pack_words(identity.run_id, identity.replid)
-        #: By script and nonce, how many are unanswered.
-        self._under_way: dict[tuple[str, str], int] = {}
+        #: By nonce: the last script under way, of those that begin and end a lock.
+        self._latest: dict[str, str] = {}
 
     def put(self, pending: PendingReply, packed: bytes) -> None:
         """Take a command, whose common part has been packed."""
         spoilt, self.spoilt = self.spoilt, True
         self.unanswered.append(pending)
-        command = pending.command
-        kind = command.script, command.nonce
-        self._under_way[kind] = self._under_way.get(kind, 0) + 1
-        # All scripts have a key.
-        self.outgoing.append(packed + self._own_arguments if command.keys else packed)
+        script, nonce, keys, _ = pending.command
+        if script in _LOCKING:
+            self._latest[nonce] = script
+        self.outgoing += packed
+        if keys:  # all scripts have one
+            self.outgoing += self._own_arguments
         self.spoilt = spoilt  # where an earlier one was interrupted, it stays so
 
     def releases(self, nonce: str) -> bool:
         """Tell whether a RELEASE of that nonce is under way."""
-        return ("release", nonce) in self._under_way
+        return self._latest.get(nonce) == "release"
 
     def may_still_grant(self, nonce: str) -> bool:
-        """Tell whether an ACQUIRE of that nonce is under way."""
-        return ("acquire", nonce) in self._under_way
+        """Tell whether an ACQUIRE of that nonce is under way, with no RELEASE behind it."""
+        return self._latest.get(nonce) == "acquire"
 
-    def received(self, data: bytes, now: float) -> Iterator[tuple[PendingReply, Answer]]:
-        """Yield the answers that have arrived, with what they answer.
+    def received(self, data: bytes, now: float) -> list[tuple[PendingReply, Answer]]:
+        """Hand on what is waited for; return what says something about the node, or comes too late.
 
         A command whose script the node does not know is put here again, with its text.
 
         Raises:
             MalformedReplyError: if what answers is no node.
         """
-        self.spoilt = True
-        for reply in self._replies.read(data):
-            if isinstance(reply, bytes):
-                self.published.append(reply)
-                continue
-            pending = self._answered()
-            if reply is None:
+        unusual = []
+        reader, index = self._reader, self._index
+        try:
+            reader.feed(data)
+            while (reply := reader.gets()) is not False:
+                answer = read_answer(reply) if type(reply) is list else read_reply(reply)
+                if isinstance(answer, bytes):
+                    self.published.append(answer)
+                    continue
+                pending = self.unanswered.popleft()
                 broadcast, command, _ = pending
-                # On the same connection, because another may lead to another server process.
-                self.put(PendingReply(broadcast, command, now), pack_with_script(command))
-            else:
-                yield pending, reply
-        self.spoilt = False
-
-    def _answered(self) -> PendingReply:
-        pending = self.unanswered.popleft()
-        kind = pending.command.script, pending.command.nonce
-        if left := self._under_way.pop(kind) - 1:
-            self._under_way[kind] = left
-        return pending
-
-    def take_outgoing(self) -> bytes:
-        """Return what is to be written now."""
-        outgoing, self.outgoing = self.outgoing, []
-        return outgoing[0] if len(outgoing) == 1 else b"".join(outgoing)
+                if self._latest.get(command.nonce) == command.script:
+                    del self._latest[command.nonce]
+                if answer is None:
+                    # On the same connection, because another may lead to another server process.
+                    self.put(PendingReply(broadcast, command, now), pack_with_script(command))
+                    continue
+                said = answer.said
+                is_news = said in _NEWS or (said is Said.GRANTED and answer.epoch != self.epoch)
+                if is_news or broadcast is None or broadcast.over:
+                    unusual.append((pending, answer))
+                else:
+                    broadcast.add_reply(index, answer)
+        except (hiredis.HiredisError, LookupError, TypeError, ValueError) as error:
+            raise MalformedReplyError(repr(error)) from error
+        return unusual

@@ -16,10 +16,16 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol
 
-from fencelock.authority.redlock.protocol import Answer, Broadcast, Command, Said, undoing
+from fencelock.authority.redlock.protocol import SUBSCRIBE, Answer, Broadcast, Command, Said, undoing
 from fencelock.authority.redlock.waiting import Line
-from fencelock.authority.redlock.wire.codec import MalformedReplyError, leads_elsewhere, pack
-from fencelock.authority.redlock.wire.connection import Connection, Identity, PendingBroadcast, PendingReply
+from fencelock.authority.redlock.wire.codec import leads_elsewhere, pack
+from fencelock.authority.redlock.wire.connection import (
+    Connection,
+    Identity,
+    MalformedReplyError,
+    PendingBroadcast,
+    PendingReply,
+)
 from fencelock.errors import MembershipError
 
 _SHORTEST_BACKOFF: Final = 0.05
@@ -41,8 +47,6 @@ _MOST_UNANSWERED: Final = 50_000
 MAKES_LOCKS: Final = frozenset({Said.GRANTED, Said.EXTENDED, Said.AMNESIA, Said.RESTARTED})
 _ADMITTING: Final = frozenset({Said.ADMITTED, Said.OPENED})
 _FORGETFUL: Final = frozenset({Said.AMNESIA, Said.RESTARTED})
-#: Answers that say something about the node itself.
-_NEWS: Final = _ADMITTING | _FORGETFUL | {Said.UNREACHABLE, Said.ERROR}
 
 
 class Transport(Protocol):
@@ -82,12 +86,17 @@ class NodeConnections:
     """One connection to each node. Not for two threads at once.
 
     Args:
-        names: the nodes' addresses, for messages. transport: moves the bytes. queue: hears what the nodes
-        publish. is_wanted: tells whether the acquisition with a nonce is wanted still; a late grant of any
-        other is released. on_identity: told of the server process whenever a connection has been opened.
+        names: the nodes' addresses, for messages.
+        transport: moves the bytes.
+        queue: hears what the nodes publish.
+        channel: what they publish that on.
+        is_wanted: tells whether the acquisition with a nonce is wanted still; a late grant of any other is
+            released.
+        on_identity: told of the server process whenever a connection has been opened.
         on_trouble: told when an answer shows that a node has forgotten, restarted, or is in another epoch.
-        connect_timeout: seconds that a node may take to accept a connection. patience: seconds after which a
-        node that owes an answer is asked no more. jitter: returns a random number between 0 and 1.
+        connect_timeout: seconds that a node may take to accept a connection.
+        patience: seconds after which a node that owes an answer is asked no more.
+        jitter: returns a random number between 0 and 1.
     """
 
     def __init__(
@@ -95,6 +104,7 @@ class NodeConnections:
         names: Sequence[str],
         transport: Transport,
         queue: Line,
+        channel: str,
         *,
         is_wanted: Callable[[str], bool],
         on_identity: Callable[[int, Identity], None],
@@ -118,6 +128,8 @@ class NodeConnections:
         self._epoch: int | None = None
         self._has_asked = False
         self._majority_at: float | None = None
+        self._subscribe = Command(SUBSCRIBE, "", (), (channel,))
+        self._listens = False
 
     def connection(self, node: int) -> Connection | None:
         """Return the connection to a node, if there is one."""
@@ -159,8 +171,10 @@ class NodeConnections:
             connection = node.connection
             if connection is None:
                 broadcast.add_reply(index, node.failure)
-            elif (silence := self._silence(connection, now)) is None or (
-                is_release and connection.may_still_grant(command.nonce)
+            elif (
+                not connection.unanswered
+                or (silence := self._silence(connection, now)) is None
+                or (is_release and connection.may_still_grant(command.nonce))
             ):
                 connection.put(pending, packed)
                 continue
@@ -186,11 +200,20 @@ class NodeConnections:
         if is_lost(connection, now) and self._nodes[index].retry_at <= now:
             self._transport.connect(index)
 
-    def connected(self, index: int, identity: Identity, now: float, *, hears: bool) -> Connection | None:
-        """Take a connection that has been opened into use; return None where it is to be closed instead.
+    def listen(self, now: float) -> bool:
+        """Have the nodes' calls arrive from now on; return whether there is something to write for that."""
+        was_deaf, self._listens = not self._listens, True
+        if was_deaf:
+            for node in self._nodes:
+                self._put_subscribe(node.connection, now)
+        return was_deaf
 
-        `hears` tells whether it is subscribed to the channel of this client.
-        """
+    def _put_subscribe(self, connection: Connection | None, now: float) -> None:
+        if connection is not None and connection.pushes:
+            connection.put(PendingReply(None, self._subscribe, now), pack(self._subscribe))
+
+    def connected(self, index: int, identity: Identity, now: float, *, pushes: bool) -> Connection | None:
+        """Take a connection that has been opened into use; return None where it is to be closed instead."""
         node = self._nodes[index]
         node.failures = 0
         self._on_identity(index, identity)
@@ -203,10 +226,10 @@ class NodeConnections:
                 node.failure = Answer(Said.CONFIG, detail=f"the same server as {self._names[other]}")
                 node.retry_at = now + LONGEST_BACKOFF
                 return None
-        node.connection = connection = Connection(identity)
+        node.connection = connection = Connection(index, identity, self._epoch, pushes=pushes)
         self.absent -= 1
-        if hears:
-            self.queue.listen(index)
+        if self._listens:
+            self._put_subscribe(connection, now)
         self._put_owed(node, connection, now)
         return connection
 
@@ -218,38 +241,48 @@ class NodeConnections:
         pause = min(LONGEST_BACKOFF, _SHORTEST_BACKOFF * 2.0**node.failures)
         node.retry_at = now + pause * (0.5 + 0.5 * self._jitter())
 
-    def received(self, index: int, data: bytes, now: float) -> list[str]:
-        """Hand on what is waited for, and deal with the rest; return the places in line that were called."""
+    def received(self, index: int, data: bytes, now: float) -> Sequence[str]:
+        """Hand on what is waited for, and deal with the rest; return the places in line that were called.
+
+        Until this returns, the connection counts as spoilt.
+        """
         node = self._nodes[index]
         if (connection := node.connection) is None:
-            return []
+            return ()
+        connection.spoilt = True
         try:
-            for pending, answer in connection.received(data, now):
-                if answer.said in _NEWS or (answer.said is Said.GRANTED and answer.epoch != self._epoch):
-                    answer = self._heed(index, connection, answer, now)  # noqa: PLW2901 - it may be no good
-                if pending.broadcast is not None and not pending.broadcast.over:
-                    pending.broadcast.add_reply(index, answer)
-                elif answer.said in MAKES_LOCKS:
-                    for undo in undoing(pending.command, answer):
-                        self._put_undo(connection, undo, now)
+            unusual = connection.received(data, now)
         except MalformedReplyError as error:
             self.broken(index, Answer(Said.ERROR, detail=f"it does not speak like a node: {error}"))
-            return []
-        called = [self.queue.note(index, message, now) for message in connection.published]
-        connection.published.clear()
-        if connection.leads_elsewhere:
+            return ()
+        moved = False
+        for pending, answer in unusual:
+            moved = moved or leads_elsewhere(answer)
+            answer = self._heed(index, connection, answer, now)  # noqa: PLW2901 - it may be no good
+            broadcast = pending.broadcast
+            if broadcast is not None and not broadcast.over:
+                broadcast.add_reply(index, answer)
+            elif answer.said in MAKES_LOCKS:
+                for undo in undoing(pending.command, answer):
+                    self._put_undo(connection, undo, now)
+        connection.spoilt = False
+        if moved:
             self.broken(index, Answer(Said.UNREACHABLE, detail="another server has taken over"))
         elif node.owed:
             self._put_owed(node, connection, now)
-        return called
+        if not connection.published:
+            return ()
+        published, connection.published = connection.published, []
+        return [self.queue.note(index, message, now) for message in published]
 
     def _heed(self, index: int, connection: Connection, answer: Answer, now: float) -> Answer:
         """Take notice of what an answer says about its node; return the answer, or what is wrong with it."""
         said = answer.said
         if said is Said.GRANTED:
-            if self._epoch is not None:  # some nodes have moved on; others may lag behind
-                self._on_trouble()
-            self._epoch = answer.epoch
+            if answer.epoch != self._epoch:
+                self._note_epoch(answer.epoch)
+        elif said is Said.SUBSCRIBED:
+            self.queue.listen(index)
         elif said in _ADMITTING:
             return self._met_again(index, connection, answer)
         elif said in _FORGETFUL:
@@ -259,9 +292,15 @@ class NodeConnections:
             if connection.identity.replid and now >= node.retry_at:
                 node.retry_at = now + LONGEST_BACKOFF
                 self._transport.connect(index)
-        elif leads_elsewhere(answer):
-            connection.leads_elsewhere = True
         return answer
+
+    def _note_epoch(self, epoch: int) -> None:
+        if self._epoch is not None:  # some nodes have moved on; others may lag behind
+            self._on_trouble()
+        self._epoch = epoch
+        for node in self._nodes:
+            if node.connection is not None:
+                node.connection.epoch = epoch
 
     def _met_again(self, index: int, connection: Connection, answer: Answer) -> Answer:
         try:
