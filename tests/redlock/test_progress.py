@@ -22,7 +22,7 @@ def test_contenders_all_get_their_turns(
 ) -> None:
     """Starting together, each with connections of its own, within a bound; also where nobody hears calls.
 
-    The bounds of connecting are wide: 64 clients open 320 connections at once. That takes seconds on two cores.
+    The bounds of connecting are wide. On two cores, 64 clients take seconds to open 320 connections at once.
     """
     if deaf and (contenders == 64 or count % 2):
         pytest.skip("looking with even numbers of nodes is the hard case; 64 who look are merely slow")

@@ -945,8 +945,8 @@ def _count(said: Said, answers: Answers) -> int:
 
 def _pause(outcome: Failed, tries: int, random: float) -> float:
     """Seconds until the next try: longer from try to try, never the same for two contenders."""
-    if tries == 1 and outcome.contended and not outcome.split:
-        return 0.0  # the next stands in line
+    if tries == 1 and outcome.contended and not outcome.split and not outcome.bid.stands_in_line:
+        return 0.0  # the next one does
     ends = [answer.ttl for answer in outcome.answers.values() if answer.said is Said.HELD]
     if outcome.waits_for_a_call:
         # The nodes will call; should they not, or should the one before us never come, look again. Locks that

@@ -53,6 +53,8 @@ class Line:
         self._numbers = itertools.count(1)
         self._listening: set[int] = set()
         self._places: dict[str, _Place] = {}
+        #: Whether the last acquisition had to wait. Then the next one will, mostly.
+        self.waits = False
 
     @property
     def hears(self) -> bool:
@@ -132,7 +134,8 @@ class Line:
 class Waiter:
     """One acquisition's part in waiting: whether it stands in line, and where.
 
-    Its first bid does not: most often the lock is free, and then a node has less to do.
+    Its first bid does not, if the last acquisition of this client had not to wait: most often the lock is free,
+    and then a node has less to do.
 
     Args:
         queue: hears the nodes' calls.
@@ -145,7 +148,7 @@ class Waiter:
         place: under which it is called; empty as long as it has none.
     """
 
-    __slots__ = ("_began", "_clock", "_fair", "_has_bid", "_patient", "_queue", "_since", "place")
+    __slots__ = ("_began", "_clock", "_fair", "_bids", "_has_waited", "_patient", "_queue", "_since", "place")
 
     def __init__(
         self,
@@ -162,22 +165,25 @@ class Waiter:
         self._patient = patient
         self._began = clock()
         self._since = wall()
-        self._has_bid = False
+        self._bids = 0
+        self._has_waited = False
         self.place = ""
 
     def turn(self, nonce: str) -> Turn | None:
         """Return how the next bid behaves; from now on calls for it count."""
-        is_first, self._has_bid = not self._has_bid, True
-        if self._patient and not is_first and self._queue.hears:
+        self._bids += 1
+        if self._patient and (self._bids > 1 or self._queue.waits) and self._queue.hears:
             self.place = self._queue.expect(self.place, nonce, self._clock())
             return Turn(self.place, self._clock() - self._began, self._since, self._fair)
         return Turn(fair=True) if self._fair else None
 
     def granted(self) -> Answers:
         """Return the nodes that have granted the present bid while it waited."""
+        self._has_waited = True
         return self._queue.granted(self.place)
 
     def leave(self) -> None:
         """Forget the place: the acquisition is over."""
+        self._queue.waits = self._has_waited or self._bids > 1
         if self.place:
             self._queue.leave(self.place)

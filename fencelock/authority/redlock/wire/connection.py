@@ -21,15 +21,7 @@ from fencelock.authority.redlock.wire.codec import pack_with_script, pack_words,
 _SILENT: Final = Answer(Said.SILENT)
 #: Answers that say something about the node itself.
 _NEWS: Final = frozenset(
-    {
-        Said.ADMITTED,
-        Said.OPENED,
-        Said.AMNESIA,
-        Said.RESTARTED,
-        Said.UNREACHABLE,
-        Said.ERROR,
-        Said.SUBSCRIBED,
-    }
+    {Said.ADMITTED, Said.OPENED, Said.AMNESIA, Said.RESTARTED, Said.UNREACHABLE, Said.ERROR}
 )
 _LOCKING: Final = frozenset({"acquire", "release"})
 

@@ -204,13 +204,15 @@ class NodeConnections:
         """Have the nodes' calls arrive from now on; return whether there is something to write for that."""
         was_deaf, self._listens = not self._listens, True
         if was_deaf:
-            for node in self._nodes:
-                self._put_subscribe(node.connection, now)
+            for index, node in enumerate(self._nodes):
+                self._put_subscribe(index, node.connection, now)
         return was_deaf
 
-    def _put_subscribe(self, connection: Connection | None, now: float) -> None:
+    def _put_subscribe(self, index: int, connection: Connection | None, now: float) -> None:
+        """Subscribe. What is put behind it may count on the calls already; a node that refuses says so."""
         if connection is not None and connection.pushes:
             connection.put(PendingReply(None, self._subscribe, now), pack(self._subscribe))
+            self.queue.listen(index)
 
     def connected(self, index: int, identity: Identity, now: float, *, pushes: bool) -> Connection | None:
         """Take a connection that has been opened into use; return None where it is to be closed instead."""
@@ -229,7 +231,7 @@ class NodeConnections:
         node.connection = connection = Connection(index, identity, self._epoch, pushes=pushes)
         self.absent -= 1
         if self._listens:
-            self._put_subscribe(connection, now)
+            self._put_subscribe(index, connection, now)
         self._put_owed(node, connection, now)
         return connection
 
@@ -259,6 +261,8 @@ class NodeConnections:
         for pending, answer in unusual:
             moved = moved or leads_elsewhere(answer)
             answer = self._heed(index, connection, answer, now)  # noqa: PLW2901 - it may be no good
+            if answer.said is Said.ERROR and pending.command == self._subscribe:
+                self.queue.go_deaf(index)
             broadcast = pending.broadcast
             if broadcast is not None and not broadcast.over:
                 broadcast.add_reply(index, answer)
@@ -281,8 +285,6 @@ class NodeConnections:
         if said is Said.GRANTED:
             if answer.epoch != self._epoch:
                 self._note_epoch(answer.epoch)
-        elif said is Said.SUBSCRIBED:
-            self.queue.listen(index)
         elif said in _ADMITTING:
             return self._met_again(index, connection, answer)
         elif said in _FORGETFUL:
