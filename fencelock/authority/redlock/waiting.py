@@ -134,8 +134,8 @@ class Line:
 class Waiter:
     """One acquisition's part in waiting: whether it stands in line, and where.
 
-    Its first bid does not, if the last acquisition of this client had not to wait: most often the lock is free,
-    and then a node has less to do.
+    Its first bid does not, if the last acquisition of this client had not to wait: then the lock is mostly
+    free, and a node has less to do.
 
     Args:
         queue: hears the nodes' calls.
@@ -148,7 +148,7 @@ class Waiter:
         place: under which it is called; empty as long as it has none.
     """
 
-    __slots__ = ("_began", "_clock", "_fair", "_bids", "_has_waited", "_patient", "_queue", "_since", "place")
+    __slots__ = ("_began", "_bids", "_clock", "_fair", "_has_waited", "_patient", "_queue", "_since", "place")
 
     def __init__(
         self,

@@ -35,7 +35,10 @@ from fencelock.authority.redlock.wire.nodes import NodeConnections
 
 _T = TypeVar("_T")
 
+#: Bytes that are read at first: mostly enough, and room for them is quickly made.
 READ_SIZE: Final = 1024
+_MUCH: Final = 65536
+_NOTHING: Final = (BlockingIOError, ssl.SSLWantReadError)
 #: Seconds after which connections are looked at before they are used: they may be gone, or have old answers.
 FRESH: Final = 0.01
 #: How often a lock is looked at that cannot be waited for.
@@ -50,13 +53,15 @@ def read_from(sock: socket.socket) -> bytes | None:
     """
     try:
         data = sock.recv(READ_SIZE)
-        # With TLS, data may wait inside the socket object where no poll sees it.
-        while isinstance(sock, ssl.SSLSocket) and sock.pending():
-            data += sock.recv(READ_SIZE)
-    except (BlockingIOError, ssl.SSLWantReadError):
+    except _NOTHING:
         return None
     if not data:
         raise ConnectionResetError("closed by the node")
+    # With TLS, data may wait inside the socket object where no poll sees it.
+    if len(data) == READ_SIZE or isinstance(sock, ssl.SSLSocket):
+        with suppress(*_NOTHING):
+            while more := sock.recv(_MUCH):
+                data += more
     return data
 
 

@@ -257,20 +257,10 @@ class NodeConnections:
         except MalformedReplyError as error:
             self.broken(index, Answer(Said.ERROR, detail=f"it does not speak like a node: {error}"))
             return ()
-        moved = False
         for pending, answer in unusual:
-            moved = moved or leads_elsewhere(answer)
-            answer = self._heed(index, connection, answer, now)  # noqa: PLW2901 - it may be no good
-            if answer.said is Said.ERROR and pending.command == self._subscribe:
-                self.queue.go_deaf(index)
-            broadcast = pending.broadcast
-            if broadcast is not None and not broadcast.over:
-                broadcast.add_reply(index, answer)
-            elif answer.said in MAKES_LOCKS:
-                for undo in undoing(pending.command, answer):
-                    self._put_undo(connection, undo, now)
+            self._deal_with(index, connection, pending, answer, now)
         connection.spoilt = False
-        if moved:
+        if any(leads_elsewhere(answer) for _, answer in unusual):
             self.broken(index, Answer(Said.UNREACHABLE, detail="another server has taken over"))
         elif node.owed:
             self._put_owed(node, connection, now)
@@ -278,6 +268,20 @@ class NodeConnections:
             return ()
         published, connection.published = connection.published, []
         return [self.queue.note(index, message, now) for message in published]
+
+    def _deal_with(
+        self, index: int, connection: Connection, pending: PendingReply, answer: Answer, now: float
+    ) -> None:
+        """Deal with an answer that says something about its node, or comes too late."""
+        answer = self._heed(index, connection, answer, now)
+        broadcast, command, _ = pending
+        if broadcast is not None and not broadcast.over:
+            broadcast.add_reply(index, answer)
+        elif answer.said in MAKES_LOCKS:
+            for undo in undoing(command, answer):
+                self._put_undo(connection, undo, now)
+        elif answer.said is Said.ERROR and command == self._subscribe:
+            self.queue.go_deaf(index)
 
     def _heed(self, index: int, connection: Connection, answer: Answer, now: float) -> Answer:
         """Take notice of what an answer says about its node; return the answer, or what is wrong with it."""
