@@ -169,8 +169,8 @@ class SharedConnections:
         self._sleeping: dict[_Wait, None] = {}
         self._in_line: dict[str, _WaitForCall] = {}
         self._last_read = 0.0
-        #: Threads that are in the midst of using these.
-        self._inside: set[int] = set()
+        #: Threads that are in the midst of using these, and what for. One whose end was interrupted stays.
+        self._inside: dict[int, _Wait] = {}
         self._closes_later = False
         self._of_handlers: SharedConnections | None = None
         self._closed = False
@@ -186,11 +186,16 @@ class SharedConnections:
 
         In a signal handler they are others, where it has interrupted a frame that is using these.
         """
-        if threading.get_ident() not in self._inside:
+        if not self._is_inside():
             return self
         if self._of_handlers is None:
             self._of_handlers = self._again()
         return self._of_handlers.own()
+
+    def _is_inside(self) -> bool:
+        """Tell whether a frame below is using these: a wait goes on, or ends and may still hold the mutex."""
+        waiting = self._inside.get(threading.get_ident())
+        return waiting is not None and (not waiting.over or self._mutex.locked())
 
     # What callers do.
 
@@ -199,7 +204,7 @@ class SharedConnections:
         waiting = _WaitForAnswers(request)
         thread = threading.get_ident()
         try:
-            self._inside.add(thread)
+            self._inside[thread] = waiting
             with self._mutex:
                 began = self._await_connections(request)
                 self._nodes.ask(waiting, request, began)
@@ -220,7 +225,7 @@ class SharedConnections:
         waiting = _WaitForCall(time.monotonic() + seconds, self.queue, place)
         thread = threading.get_ident()
         try:
-            self._inside.add(thread)
+            self._inside[thread] = waiting
             with self._mutex:
                 self._in_line[place] = waiting
                 if self._nodes.listen(time.monotonic()):
@@ -235,7 +240,7 @@ class SharedConnections:
             self._leave(thread)
 
     def _leave(self, thread: int) -> None:
-        self._inside.discard(thread)
+        self._inside.pop(thread, None)
         if self._closes_later:
             self.close()
 
@@ -244,7 +249,7 @@ class SharedConnections:
 
         In a signal handler, the frame that it has interrupted closes them when it has done with them.
         """
-        self._closes_later = threading.get_ident() in self._inside
+        self._closes_later = self._is_inside()
         if self._closes_later:
             return
         with self._mutex:
@@ -404,7 +409,10 @@ class SharedConnections:
 
     def _connected(self, index: int, connector: Connector, opened: Opened | UnusableError) -> None:
         """Use a connection that has been opened; called in the connecting thread, which ends with it."""
-        self._inside.add(threading.get_ident())  # for what the garbage collector may call here
+        thread = threading.get_ident()
+        self._inside[thread] = _WaitForCall(
+            0.0, self.queue, ""
+        )  # for what the garbage collector may call here
         with self._mutex:
             connector.end()
             now = time.monotonic()
@@ -423,7 +431,7 @@ class SharedConnections:
                 self._write(link)
             self._changed.notify_all()
         self._stir()
-        self._inside.discard(threading.get_ident())
+        self._leave(thread)
 
     def _make_stirring(self) -> None:
         ends = socket.socketpair()
