@@ -525,10 +525,12 @@ def test_connections_that_break_under_a_task_that_waits_are_opened_again(
         grant = hold(authority)
         task = asyncio.ensure_future(take_and_tell(client, timeout=15.0))
         assert await soon(lambda: bool(listener_of(client)._in_line))
+        connections = listener_of(client)._nodes
+        before = set(map(connections.connection, range(5)))
         for node in reversed(nodes):
             with redis.Redis.from_url(node.url) as admin:
                 admin.client_kill_filter(_type="pubsub")
-        assert await soon(lambda: heard_by(client) < 5)
+        assert await soon(lambda: not before & set(map(connections.connection, range(5))))
         assert await soon(lambda: heard_by(client) == 5)
         authority.release(grant)
         released = time.monotonic()
