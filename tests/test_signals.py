@@ -198,7 +198,7 @@ print(json.dumps({"said": said}))
 _STRUCK = """
 import faulthandler, os, redis
 from fencelock import Redlock, fenced_lock
-from fencelock.authority.redlock import redlock
+from fencelock.authority.redlock.view import MembershipView
 from fencelock.settings import default_authority
 
 faulthandler.dump_traceback_later(30, exit=True)
@@ -229,9 +229,9 @@ signal.signal(signal.SIGUSR1, handle)
 if where == "configure":
     before(Redlock, "_start_over")
 elif where == "look":
-    before(Redlock, "_check_distinct")
+    before(MembershipView, "_check_distinct")
 elif where == "meet":
-    before(redlock.Recollection, "note")
+    before(MembershipView, "note")
 else:
     with fenced_lock("warm", ttl=1):
         pass

@@ -14,13 +14,14 @@ from functools import partial
 from typing import Any
 
 from fencelock import token
-from fencelock.authority.redlock import protocol, recovery
-from fencelock.authority.redlock.protocol import Bid, Fleet, Granted, Sleep
+from fencelock.authority.redlock import operations, protocol, recovery
+from fencelock.authority.redlock.operations import Acquisition
+from fencelock.authority.redlock.protocol import Granted, Sleep
 from fencelock.authority.redlock.waiting import Waiter
 from fencelock.errors import FencelockError, LockLostError, QuorumError
 from tests.simulation.judge import Judge
 from tests.simulation.storage import Stale, Storage, Transaction
-from tests.simulation.world import IDLE, Ask, Connection, Process, Program, Task
+from tests.simulation.world import IDLE, Ask, ConnectionLost, Process, Program, Task
 
 _HINTED_TRIES = 3
 
@@ -163,54 +164,39 @@ class Client:
         fair: bool,
     ) -> Generator[Any, Any, Granted]:
         process = self.process
-        epoch: int | None = 0
+        epoch: int | None = None
         if above:
             epoch = yield from recovery.rise(process.around(), max(above))
             if epoch is None:
                 raise QuorumError("too few nodes vote to bring them above the fence", nodes={})
-        halves = [token.split(each) for each in above]
-        hints = tuple([counter + 1 if its == epoch else 0 for its, counter in halves])
         waiter = Waiter(
             process.line, lambda: process.now, lambda: process.now, fair=fair, patient=timeout != 0
         )
-        task = self._task
-        assert task is not None
-        latest: list[str] = []
-
-        def new_bid(fleet: Fleet) -> Bid:
-            process.wanted.difference_update(latest)
-            nonce = self.world.new_word() if self._habits.new_nonces else process.name
-            turn = waiter.turn(nonce)
-            if task.place != waiter.place:
-                task.place = waiter.place
-                self.world.in_line[waiter.place] = task
-            bid = Bid.of(fleet, resources, nonce, ttl, turn)
-            if hints:
-                bid = bid.not_below(epoch or 0, hints)
-            latest[:] = [nonce]
-            process.wanted.add(nonce)
-            self._floors = self._judge.floors(resources)
-            return bid
-
+        acquisition = Acquisition(
+            resources, ttl, process.wanted, partial(self._new_nonce, resources), waiter, above=above
+        )
+        if epoch is not None:
+            acquisition.hint(epoch)
+        assert self._task is not None
+        self._task.waiter = waiter
         try:
-            return (
-                yield from protocol.acquire(
-                    process.see,
-                    new_bid,
-                    timeout=timeout,
-                    grace=0.5,
-                    jitter=self._random.random,
-                    granted_meanwhile=waiter.granted,
-                )
+            grant = yield from acquisition.acquire(
+                process.see, timeout=timeout, grace=0.5, jitter=self._random.random
             )
         except FencelockError as error:
-            process.wanted.difference_update(latest)
+            for undo in acquisition.give_up(error):
+                yield from undo
             self._judge.failed(process.name, error)
             raise
         finally:
-            waiter.leave()
-            self.world.in_line.pop(task.place, None)
-            task.place = ""
+            self.world.in_line.pop(waiter.place, None)
+            self._task.waiter = None
+        return grant.proof  # type: ignore[no-any-return]
+
+    def _new_nonce(self, resources: tuple[str, ...]) -> str:
+        """Return a nonce. The tokens that are out by now are below that of its bid."""
+        self._floors = self._judge.floors(resources)
+        return self.world.new_word() if self._habits.new_nonces else self.process.name
 
     def _learn(self, hold: Hold) -> None:
         if self.world.trace is not None:
@@ -228,7 +214,7 @@ class Client:
                 fences = yield Ask(
                     f"SEAL {hold.tokens}", partial(self._storage.seal, hold.resources, hold.tokens, nonce)
                 )
-            except Connection:
+            except ConnectionLost:
                 if self.process.now < hold.granted.expires_at:
                     continue  # the same nonce finds out
                 raise QuorumError("it was not sealed in time", nodes={}) from None
@@ -272,23 +258,17 @@ class Client:
             yield Sleep(0.001)
         hold.busy = hold.minting = True
         old = hold.granted
-        self.process.wanted.discard(old.bid.nonce)
-        latest: list[str] = []
-
-        def new_bid(fleet: Fleet) -> Bid:
-            process, nonce = self.process, self.world.new_word()
-            process.wanted.difference_update(latest)
-            latest[:] = [nonce]
-            process.wanted.add(nonce)
-            self._floors = self._judge.floors(old.bid.resources)
-            return Bid.of(fleet, old.bid.resources, nonce, old.bid.ttl).anew(old)
-
+        bid = old.bid
+        nonce = partial(self._new_nonce, bid.resources)
+        acquisition = Acquisition(bid.resources, bid.ttl, self.process.wanted, nonce, instead_of=old)
         try:
-            granted = yield from protocol.remint(self.process.see, new_bid, old, jitter=self._random.random)
-        except LockLostError:
+            grant = yield from acquisition.remint(self.process.see, old, jitter=self._random.random)
+        except LockLostError as error:
+            for undo in acquisition.give_up(error):
+                yield from undo
             hold.lost = True
             raise
-        hold.adopt(granted)
+        hold.adopt(grant.proof)
         hold.busy = hold.minting = False
         self._judge.reminted += 1
         if not self.weather.sealed or not self._habits.keeps_seal:
@@ -302,8 +282,7 @@ class Client:
         # Of an extension under way, which is not waited for here, the end releases as well.
         valid = hold.is_valid() and not hold.busy
         hold.released = True
-        self.process.wanted.discard(hold.granted.bid.nonce)
-        ours = yield from protocol.release(self.process.see(), hold.granted)
+        ours = yield from operations.release(self.process.see, self.process.wanted, hold.granted)
         if valid and ours is False:
             self._judge.ended(hold, "it was not there any more when it was given back")
         return ours
@@ -323,7 +302,7 @@ class Client:
                 yield Sleep(0.05 * (0.5 + chance()))
                 continue
             self.completed += 1
-            with suppress(FencelockError, Connection):
+            with suppress(FencelockError, ConnectionLost):
                 yield from self._use(hold)
             if hold.transaction is not None:
                 self._storage.roll_back(hold.transaction)
@@ -356,7 +335,7 @@ class Client:
             write = self._write_at_once if dice < 0.25 else self._append
         try:
             yield from write(hold, work)
-        except Connection:
+        except ConnectionLost:
             yield from self._find_out(hold)
 
     def _begin(self, hold: Hold) -> Transaction:

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from fencelock.authority.redlock import change, protocol, recovery
-from fencelock.authority.redlock.recollection import Recollection
 from fencelock.authority.redlock.survey import Standing
+from fencelock.authority.redlock.view import MembershipView
 from tests.simulation import weaker, world
 from tests.simulation.client import Habits
 from tests.simulation.judge import STUCK
@@ -261,7 +261,7 @@ MUTANTS = (
     Mutant(
         "a blank node's list is forgotten",
         "what a node has said about the list stands until it names another",
-        patches=(Patch(Recollection, "note", weaker.forgetful_note),),
+        patches=(Patch(MembershipView, "note", weaker.forgetful_note),),
         run=Rolling,
     ),
     Mutant(

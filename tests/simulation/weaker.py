@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 from fencelock.authority.redlock import protocol, recovery
 from fencelock.authority.redlock.membership import Membership
 from fencelock.authority.redlock.protocol import Answer, Answers, Bid, Broadcast, Command, Fleet, Round, Said
-from fencelock.authority.redlock.recollection import Recollection
 from fencelock.authority.redlock.survey import Standing, Standings, read
+from fencelock.authority.redlock.view import MembershipView
 from tests.simulation.node import Lock, ModelNode
 
 
@@ -253,13 +253,11 @@ def still_extended_all_gone(fleet: Fleet, answers: Answers, index: int) -> bool 
     return None if len(fleet.names) - gone >= fleet.quorum else False
 
 
-_shipped_note = Recollection.note
+_shipped_note = MembershipView.note
 
 
-def forgetful_note(
-    recollection: Recollection, node: int, node_id: str, membership: Membership | None
-) -> bool:
-    """Let go of what a node has said when it comes back blank: instead of `Recollection.note`."""
+def forgetful_note(view: MembershipView, node: int, node_id: str, membership: Membership | None) -> None:
+    """Let go of what a node has said when it comes back blank: instead of `MembershipView.note`."""
     if membership is None:
-        return recollection._said.pop(node, None) is not None
-    return _shipped_note(recollection, node, node_id, membership)
+        view._said.pop(node, None)
+    _shipped_note(view, node, node_id, membership)

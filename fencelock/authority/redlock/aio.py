@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 import time
 from collections.abc import Generator, Sequence
@@ -59,7 +60,7 @@ class AsyncRedlock(AsyncClosing):
         """
         connections = self._here()
         waiter = Waiter(connections.queue, time.monotonic, time.time, fair=fair, patient=timeout != 0)
-        bids = self._redlock._new_bids(resources, ttl, waiter, above=above)
+        acquisition = self._redlock._new_acquisition(resources, ttl, waiter, above=above)
 
         async def wait(seconds: float) -> LoopConnections:
             nonlocal connections
@@ -68,9 +69,9 @@ class AsyncRedlock(AsyncClosing):
             return connections
 
         try:
-            return await run(self._redlock._acquiring(bids, timeout), connections, wait)
+            return await run(self._redlock._acquiring(acquisition, timeout), connections, wait)
         except BaseException as error:
-            for undo in bids.give_up(error):
+            for undo in acquisition.give_up(error):
                 tell(undo, connections)
             raise
 
@@ -86,12 +87,13 @@ class AsyncRedlock(AsyncClosing):
 
     async def remint(self, grant: Grant, ttl: float) -> Grant:
         """Exchange a grant for one with larger tokens: see `Authority.remint`."""
-        bids = self._redlock._new_bids(grant.resources, ttl, None, instead_of=grant.proof)
+        acquisition = self._redlock._new_acquisition(grant.resources, ttl, instead_of=grant.proof)
         connections = self._here()
+        steps = acquisition.remint(self._redlock._see, grant.proof, jitter=random.random)
         try:
-            return await run(self._redlock._reminting(bids, grant), connections)
+            return await run(steps, connections)
         except BaseException as error:
-            for undo in bids.give_up(error):
+            for undo in acquisition.give_up(error):
                 tell(undo, connections)
             raise
 

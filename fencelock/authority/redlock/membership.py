@@ -10,7 +10,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fencelock import token
@@ -96,6 +96,34 @@ class Membership:
                 "initialised them"
             )
         return membership
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """The server process that answered when a connection was opened.
+
+    Attributes:
+        run_id: random id of the server process; a restart changes it.
+        replid: its replication id, where every vote must prove it again; otherwise empty.
+        node_id: the node's own id, given when it was initialised; empty while it is blank.
+        membership: the list that it belongs to; None while it is blank.
+        eviction: the policy by which it drops keys when its memory is full; empty if it drops none; None
+            where it does not tell.
+    """
+
+    run_id: str
+    replid: str
+    node_id: str
+    membership: Membership | None
+    eviction: str | None = ""
+
+    def admitted(self, node_id: str, members: str) -> Identity:
+        """Return the same server process, as a member of a list.
+
+        Raises:
+            MembershipError: if the list cannot be read.
+        """
+        return replace(self, node_id=node_id, membership=Membership.from_json(members))
 
 
 def default_base() -> int:

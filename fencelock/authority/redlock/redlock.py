@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import random
 import secrets
@@ -18,22 +17,22 @@ from weakref import WeakValueDictionary
 from fencelock import token
 from fencelock._checks import check_seconds, check_ttl
 from fencelock.authority.base import Grant, Locking, Wish, in_use, named
-from fencelock.authority.redlock import membership, protocol, recovery, survey
+from fencelock.authority.redlock import membership, operations, protocol, recovery, survey
 from fencelock.authority.redlock.aio import AsyncRedlock
+from fencelock.authority.redlock.membership import Identity
+from fencelock.authority.redlock.operations import Acquisition
 from fencelock.authority.redlock.places import Source, is_source, split_urls
-from fencelock.authority.redlock.recollection import Recollection
 from fencelock.authority.redlock.recoverer import Recoverer
 from fencelock.authority.redlock.survey import NodeStatus
 from fencelock.authority.redlock.transport.aio import LoopConnections
 from fencelock.authority.redlock.transport.blocking import SharedConnections, run
 from fencelock.authority.redlock.transport.connector import Node
+from fencelock.authority.redlock.view import MembershipView
 from fencelock.authority.redlock.waiting import Waiter
-from fencelock.authority.redlock.wire.connection import Identity
 from fencelock.authority.stepped import warn_of_blocked_loop
 from fencelock.errors import (
     AuthorityError,
     FencelockError,
-    MembershipError,
     NodesNotInitialisedError,
     QuorumError,
 )
@@ -126,10 +125,8 @@ class Redlock(Locking):
     def _start_over(self) -> None:
         """Begin without connections: at first, and in a forked child."""
         self._pid = os.getpid()
-        self._news = object()
-        self._identities: dict[int, Identity] = {}
-        self._recollection = Recollection(self._names)
-        self._seen: tuple[object, protocol.Fleet] | None = None
+        self._view = MembershipView(self._names, self._node_key, self._node_timeout, self._init_command())
+        self._see = self._view.see
         # Of acquisitions under way and grants in use. Grants that are let expire leave by themselves.
         self._wanted: WeakValueDictionary[str, protocol.Bid] = WeakValueDictionary()
         self._connections = self._connect()
@@ -172,16 +169,16 @@ class Redlock(Locking):
         self._check_process()
         connections = self._connections.own()
         waiter = Waiter(connections.queue, time.monotonic, time.time, fair=fair, patient=timeout != 0)
-        bids = self._new_bids(resources, ttl, waiter, above=above)
+        acquisition = self._new_acquisition(resources, ttl, waiter, above=above)
 
         def wait(seconds: float) -> None:
             warn_of_blocked_loop(named(resources))
             connections.wait(waiter.place, seconds)
 
         try:
-            return run(self._acquiring(bids, timeout), connections, wait)
+            return run(self._acquiring(acquisition, timeout), connections, wait)
         except BaseException as error:
-            for undo in bids.give_up(error):
+            for undo in acquisition.give_up(error):
                 self._run(undo)
             raise
 
@@ -198,11 +195,11 @@ class Redlock(Locking):
     def remint(self, grant: Grant, ttl: float) -> Grant:
         """Exchange a grant for one with larger tokens: see `Authority.remint`."""
         self._check_process()
-        bids = self._new_bids(grant.resources, ttl, None, instead_of=grant.proof)
+        acquisition = self._new_acquisition(grant.resources, ttl, instead_of=grant.proof)
         try:
-            return self._run(self._reminting(bids, grant))
+            return self._run(acquisition.remint(self._see, grant.proof, jitter=random.random))
         except BaseException as error:
-            for undo in bids.give_up(error):
+            for undo in acquisition.give_up(error):
                 self._run(undo)
             raise
 
@@ -290,61 +287,63 @@ class Redlock(Locking):
 
     def _with_eviction(self, node: int, status: NodeStatus) -> NodeStatus:
         """Return how a node stands, and how it evicts keys if it does."""
-        identity = self._identities.get(node)
+        identity = self._view.identities.get(node)
         if identity is None or not identity.eviction:
             return status
         evicts = f"evicts keys ({identity.eviction})"
         return replace(status, detail=f"{status.detail}; {evicts}" if status.detail else evicts)
 
-    def _new_bids(
+    def _new_acquisition(
         self,
         resources: tuple[str, ...],
         ttl: float,
-        waiter: Waiter | None,
+        waiter: Waiter | None = None,
         instead_of: protocol.Granted | None = None,
         above: tuple[int, ...] = (),
-    ) -> _Bids:
-        return _Bids(resources, ttl, self._wanted, waiter, instead_of, above)
+    ) -> Acquisition:
+        return Acquisition(resources, ttl, self._wanted, _new_nonce, waiter, instead_of, above)
 
-    def _acquiring(self, bids: _Bids, timeout: float | None) -> Generator[protocol.Request, Any, Grant]:
+    def _acquiring(
+        self, acquisition: Acquisition, timeout: float | None
+    ) -> Generator[protocol.Request, Any, Grant]:
         initialised = False
         while True:
             try:
-                if bids.above:
-                    yield from self._rising(bids)
+                if acquisition.above:
+                    yield from self._rising(acquisition)
                 outage = max(self._connect_timeout, self._outage_grace)
-                granted = yield from protocol.acquire(
-                    self._see,
-                    bids.next,
-                    timeout=timeout,
-                    grace=self._outage_grace,
-                    jitter=random.random,
-                    granted_meanwhile=bids.granted_meanwhile,
-                    deadlines=protocol.Deadlines(time.monotonic(), timeout, outage),
+                return (
+                    yield from acquisition.acquire(
+                        self._see,
+                        timeout=timeout,
+                        grace=self._outage_grace,
+                        jitter=random.random,
+                        deadlines=protocol.Deadlines(time.monotonic(), timeout, outage),
+                    )
                 )
-                return bids.won(granted)
             except NodesNotInitialisedError:
                 if initialised or os.environ.get("FENCELOCK_AUTO_INIT") != "1":
                     raise
             initialised = True
             yield from self._initialising(None, None)
 
-    def _rising(self, bids: _Bids) -> Generator[protocol.Request, Any, None]:
+    def _rising(self, acquisition: Acquisition) -> Generator[protocol.Request, Any, None]:
         """Bring the nodes where they can grant tokens above those that the bids must exceed."""
-        epoch = yield from recovery.rise(self._around(), max(bids.above))
+        above = max(acquisition.above)
+        epoch = yield from recovery.rise(self._around(), above)
         if epoch is None:
             raise QuorumError(
-                f"the storage has seen token {max(bids.above)}, and too few nodes vote or answer to bring "
+                f"the storage has seen token {above}, and too few nodes vote or answer to bring "
                 "them above it; `fencelock nodes` tells how they stand"
             )
-        bids.hint(epoch)
+        acquisition.hint(epoch)
 
     def _extending(
         self, wishes: Sequence[Wish]
     ) -> Generator[protocol.Request, Any, list[Grant | FencelockError]]:
         fleet = self._see()
         for _, ttl in wishes:
-            _check_max_ttl(ttl, fleet)
+            operations.check_max_ttl(ttl, fleet)
         ends = yield from protocol.extend(fleet, [(grant.proof, ttl) for grant, ttl in wishes])
         return [_prolonged(grant, end) for (grant, _), end in zip(wishes, ends, strict=True)]
 
@@ -353,17 +352,8 @@ class Redlock(Locking):
         """Yield what is extended at once."""
         return (wishes[start : start + BATCH] for start in range(0, len(wishes), BATCH))
 
-    def _reminting(self, bids: _Bids, grant: Grant) -> Generator[protocol.Request, Any, Grant]:
-        granted: protocol.Granted = grant.proof
-        self._wanted.pop(granted.bid.nonce, None)
-        return bids.won((yield from protocol.remint(self._see, bids.next, granted, jitter=random.random)))
-
     def _releasing(self, grant: Grant) -> Generator[protocol.Request, Any, bool | None]:
-        granted: protocol.Granted = grant.proof
-        try:
-            return (yield from protocol.release(self._see(), granted))
-        finally:  # not before: a late grant has its RELEASE behind it, and another one must not come first
-            self._wanted.pop(granted.bid.nonce, None)
+        return operations.release(self._see, self._wanted, grant.proof)
 
     def _initialising(
         self, base: int | None, max_ttl: float | None, epoch: int = 0, *, allow_eviction: bool = False
@@ -402,7 +392,7 @@ class Redlock(Locking):
         nodes = range(len(self._names))
         standings, _ = yield from survey.read(self._node_key, nodes, self._node_timeout)
         for node, standing in standings.items():
-            identity = self._identities.get(node)
+            identity = self._view.identities.get(node)
             if identity is None or not standing.blank or identity.eviction == "":
                 continue
             eviction = identity.eviction
@@ -467,164 +457,17 @@ class Redlock(Locking):
         )
 
     def _meet(self, node: int, identity: Identity) -> None:
-        """Note who answers for a node; the view of the fleet is made anew.
-
-        There is no lock here: a signal handler that locks may have struck whoever would hold it, and wait for
-        the nodes that are met in other threads.
-        """
-        if self._identities.get(node) != identity:
-            self._identities[node] = identity
-            self._recollection.note(node, identity.node_id, identity.membership)
-            if identity.eviction and identity.membership is not None:
-                _warn_of_eviction(self._names[node], identity.eviction)
-            self._news = object()
-
-    def _see(self) -> protocol.Fleet:
-        """Return the fleet as it is known now.
-
-        Raises:
-            MembershipError: two of the nodes are one, or the nodes were initialised as another number.
-        """
-        seen, news = self._seen, self._news
-        if seen is None or seen[0] is not news:
-            seen = self._seen = news, self._look()
-        return seen[1]
-
-    def _look(self) -> protocol.Fleet:
-        self._check_distinct()
-        known = self._recollection.membership()
-        return protocol.Fleet(
-            names=self._names,
-            node_key=self._node_key,
-            fingerprint=known.fingerprint if known is not None else "",
-            order=self._recollection.order(),
-            max_ttl=known.max_ttl if known is not None else math.inf,
-            patience=self._node_timeout,
-            init_command=self._init_command(),
-        )
+        if self._view.meet(node, identity) and identity.eviction and identity.membership is not None:
+            _warn_of_eviction(self._names[node], identity.eviction)
 
     def _init_command(self) -> str:
         """Return what to type; passwords are left for whoever types it."""
         namespace = "" if self._namespace == DEFAULT_NAMESPACE else f" --namespace {self._namespace}"
         return f"fencelock init{namespace} {' '.join(node.url_to_type for node in self._nodes)}"
 
-    def _check_distinct(self) -> None:
-        """Refuse two addresses of one server: it would have two votes.
 
-        By the process only. Two servers may say the same id: one of them holds the other's data.
-        """
-        seen: dict[str, int] = {}
-        for node, identity in list(self._identities.items()):
-            other = seen.setdefault(identity.run_id, node)
-            if other != node:
-                raise MembershipError(
-                    f"{self._names[other]} and {self._names[node]} are the same server, which "
-                    "would have two votes: name each node once (databases of one server are one node)"
-                )
-
-
-class _Bids:
-    """The bids of one acquisition: one at a time is wanted, and the last may have to be given up.
-
-    Args:
-        resources: what is acquired, in the order of the caller.
-        ttl: seconds.
-        wanted: where bids are noted whose late grants must not be released.
-        waiter: knows the acquisition's place among those who wait; None where nobody waits.
-        instead_of: what the bids take over.
-        above: a token for each resource that the new one must exceed; empty for none.
-    """
-
-    __slots__ = (
-        "_canonical",
-        "_hint_epoch",
-        "_hints",
-        "_instead_of",
-        "_latest",
-        "_resources",
-        "_ttl",
-        "_waiter",
-        "_wanted",
-        "above",
-    )
-
-    def __init__(  # noqa: PLR0917 - all of them are what an acquisition is about
-        self,
-        resources: tuple[str, ...],
-        ttl: float,
-        wanted: WeakValueDictionary[str, protocol.Bid],
-        waiter: Waiter | None,
-        instead_of: protocol.Granted | None = None,
-        above: tuple[int, ...] = (),
-    ) -> None:
-        self._resources = resources
-        self._canonical = resources if len(resources) == 1 else tuple(sorted(resources))
-        self._ttl = ttl
-        self._wanted = wanted
-        self._waiter = waiter
-        self._instead_of = instead_of
-        self.above = above
-        self._hint_epoch = 0
-        self._hints: tuple[int, ...] = ()
-        self._latest: tuple[protocol.Fleet, protocol.Bid] | None = None
-
-    def next(self, fleet: protocol.Fleet) -> protocol.Bid:
-        """Return a new bid, and forget the one before."""
-        _check_max_ttl(self._ttl, fleet)
-        if self._latest is not None:
-            self._forget()
-        # Drawn at this moment: two processes that were restored from one snapshot would have had the same in
-        # advance, and a node would take the bid of one for that of the other, resent.
-        nonce = os.urandom(16).hex()
-        turn = self._waiter.turn(nonce) if self._waiter is not None else None
-        bid = protocol.Bid.of(fleet, self._canonical, nonce, self._ttl, turn)
-        if self._instead_of is not None:
-            bid = bid.anew(self._instead_of)
-        elif self._hints:
-            bid = bid.not_below(self._hint_epoch, self._hints)
-        self._latest = fleet, bid
-        self._wanted[nonce] = bid
-        return bid
-
-    def hint(self, epoch: int) -> None:
-        """Have the next bids exceed what they must in this epoch, in which the nodes vote now."""
-        halves = dict(zip(self._resources, map(token.split, self.above), strict=True))
-        self._hint_epoch = epoch
-        self._hints = tuple(
-            halves[resource][1] + 1 if halves[resource][0] == epoch else 0 for resource in self._canonical
-        )
-
-    def granted_meanwhile(self) -> protocol.Answers:
-        """Return the nodes that have granted the latest bid while it waited."""
-        return self._waiter.granted() if self._waiter is not None else {}
-
-    def won(self, granted: protocol.Granted) -> Grant:
-        """Return the grant that a bid has come to."""
-        self._wait_no_longer()
-        if len(self._resources) == 1:  # most often
-            (counter,) = granted.counters
-            tokens: tuple[int, ...] = (token.compose(granted.epoch, counter),)
-        else:
-            counters = dict(zip(self._canonical, granted.counters, strict=True))
-            tokens = tuple(token.compose(granted.epoch, counters[resource]) for resource in self._resources)
-        return Grant(self._resources, tokens, granted.expires_at, granted)
-
-    def give_up(self, error: BaseException) -> Iterator[Generator[protocol.Request, Any, None]]:
-        """Yield what is still to be run, now that the acquisition has ended with an error."""
-        self._forget()
-        self._wait_no_longer()
-        # Errors of ours come after the bid was abandoned. Anything else has interrupted it, such as a
-        # signal handler or a cancellation, and nobody else would release it.
-        if self._latest is not None and not isinstance(error, FencelockError):
-            yield protocol.abandon(*self._latest)
-
-    def _wait_no_longer(self) -> None:
-        if self._waiter is not None:
-            self._waiter.leave()
-
-    def _forget(self) -> None:
-        if self._latest is not None:
-            self._wanted.pop(self._latest[1].nonce, None)
+def _new_nonce() -> str:
+    return os.urandom(16).hex()
 
 
 def _sources(nodes: Source | Sequence[Source]) -> list[Source]:
@@ -643,15 +486,6 @@ def _prolonged(grant: Grant, end: float | FencelockError) -> Grant | FencelockEr
         return end
     granted: protocol.Granted = replace(grant.proof, expires_at=end)
     return replace(grant, expires_at=end, proof=granted)
-
-
-def _check_max_ttl(ttl: float, fleet: protocol.Fleet) -> None:
-    if ttl > fleet.max_ttl:
-        raise ValueError(
-            f"a ttl of {ttl:g} s is longer than the {fleet.max_ttl:g} s that these nodes were initialised "
-            "for: a node that lost its memory stays out for no longer than that. Use a shorter one and "
-            "extend it in time, or initialise with a larger --max-ttl"
-        )
 
 
 def _check_namespace(namespace: str) -> str:

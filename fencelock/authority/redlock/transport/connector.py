@@ -28,6 +28,7 @@ from redis.exceptions import (
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from fencelock import _threads
+from fencelock.authority.redlock.membership import Identity
 from fencelock.authority.redlock.places import (
     Nowhere,
     Place,
@@ -39,7 +40,6 @@ from fencelock.authority.redlock.places import (
 )
 from fencelock.authority.redlock.protocol import Answer, Said
 from fencelock.authority.redlock.wire.codec import DIGESTS, EVERYDAY, PASSING_ERRORS, SCRIPTS
-from fencelock.authority.redlock.wire.connection import Identity
 from fencelock.errors import MembershipError
 
 #: The same errors as redis-py has them, which takes the first word away.

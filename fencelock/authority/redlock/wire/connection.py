@@ -9,12 +9,11 @@ reconnected after its node had been killed was granted the same counter twice.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 import hiredis
 
-from fencelock.authority.redlock.membership import Membership
+from fencelock.authority.redlock.membership import Identity
 from fencelock.authority.redlock.protocol import Answer, Answers, Broadcast, Command, Said
 from fencelock.authority.redlock.wire.codec import pack_with_script, pack_words, read_answer, read_reply
 
@@ -24,34 +23,6 @@ _NEWS: Final = frozenset(
     {Said.ADMITTED, Said.OPENED, Said.AMNESIA, Said.RESTARTED, Said.UNREACHABLE, Said.ERROR}
 )
 _LOCKING: Final = frozenset({"acquire", "release"})
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """The server process that answered when a connection was opened.
-
-    Attributes:
-        run_id: random id of the server process; a restart changes it.
-        replid: its replication id, where every vote must prove it again; otherwise empty.
-        node_id: the node's own id, given when it was initialised; empty while it is blank.
-        membership: the list that it belongs to; None while it is blank.
-        eviction: the policy by which it drops keys when its memory is full; empty if it drops none; None
-            where it does not tell.
-    """
-
-    run_id: str
-    replid: str
-    node_id: str
-    membership: Membership | None
-    eviction: str | None = ""
-
-    def admitted(self, node_id: str, members: str) -> Identity:
-        """Return the same server process, as a member of a list.
-
-        Raises:
-            MembershipError: if the list cannot be read.
-        """
-        return replace(self, node_id=node_id, membership=Membership.from_json(members))
 
 
 class PendingReply(NamedTuple):
@@ -182,7 +153,7 @@ class Connection:
             MalformedReplyError: if what answers is no node.
         """
         unusual = []
-        reader, index = self._reader, self._index
+        reader = self._reader
         try:
             reader.feed(data)
             while (reply := reader.gets()) is not False:
@@ -191,19 +162,25 @@ class Connection:
                     self.published.append(answer)
                     continue
                 pending = self.unanswered.popleft()
-                broadcast, command, _ = pending
-                if self._latest.get(command.nonce) == command.script:
-                    del self._latest[command.nonce]
                 if answer is None:
                     # On the same connection, because another may lead to another server process.
-                    self.put(PendingReply(broadcast, command, now), pack_with_script(command))
-                    continue
-                said = answer.said
-                is_news = said in _NEWS or (said is Said.GRANTED and answer.epoch != self.epoch)
-                if is_news or broadcast is None or broadcast.over:
+                    again = PendingReply(pending.broadcast, pending.command, now)
+                    self.put(again, pack_with_script(pending.command))
+                elif self.answered(pending, answer):
                     unusual.append((pending, answer))
-                else:
-                    broadcast.add_reply(index, answer)
         except (hiredis.HiredisError, LookupError, TypeError, ValueError) as error:
             raise MalformedReplyError(repr(error)) from error
         return unusual
+
+    def answered(self, pending: PendingReply, answer: Answer) -> bool:
+        """Hand an answer on to what waits for it; tell whether it has to be looked at besides."""
+        broadcast, command, _ = pending
+        if self._latest.get(command.nonce) == command.script:
+            del self._latest[command.nonce]
+        said = answer.said
+        if said in _NEWS or (said is Said.GRANTED and answer.epoch != self.epoch):
+            return True
+        if broadcast is None or broadcast.over:
+            return True
+        broadcast.add_reply(self._index, answer)
+        return False

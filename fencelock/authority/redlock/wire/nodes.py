@@ -16,12 +16,12 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol
 
+from fencelock.authority.redlock.membership import Identity
 from fencelock.authority.redlock.protocol import SUBSCRIBE, Answer, Broadcast, Command, Said, undoing
 from fencelock.authority.redlock.waiting import Line
 from fencelock.authority.redlock.wire.codec import leads_elsewhere, pack
 from fencelock.authority.redlock.wire.connection import (
     Connection,
-    Identity,
     MalformedReplyError,
     PendingBroadcast,
     PendingReply,
@@ -97,6 +97,7 @@ class NodeConnections:
         connect_timeout: seconds that a node may take to accept a connection.
         patience: seconds after which a node that owes an answer is asked no more.
         jitter: returns a random number between 0 and 1.
+        new_connection: makes a connection, as `Connection` does.
     """
 
     def __init__(
@@ -107,11 +108,12 @@ class NodeConnections:
         channel: str,
         *,
         is_wanted: Callable[[str], bool],
-        on_identity: Callable[[int, Identity], None],
+        on_identity: Callable[[int, Identity], object],
         on_trouble: Callable[[], None],
         connect_timeout: float,
         patience: float,
         jitter: Callable[[], float],
+        new_connection: Callable[..., Connection] = Connection,
     ) -> None:
         self.queue = queue
         #: How many nodes have no connection.
@@ -125,6 +127,7 @@ class NodeConnections:
         self._connect_timeout = connect_timeout
         self._patience = patience
         self._jitter = jitter
+        self._new_connection = new_connection
         self._epoch: int | None = None
         self._has_asked = False
         self._majority_at: float | None = None
@@ -228,7 +231,7 @@ class NodeConnections:
                 node.failure = Answer(Said.CONFIG, detail=f"the same server as {self._names[other]}")
                 node.retry_at = now + LONGEST_BACKOFF
                 return None
-        node.connection = connection = Connection(index, identity, self._epoch, pushes=pushes)
+        node.connection = connection = self._new_connection(index, identity, self._epoch, pushes=pushes)
         self.absent -= 1
         if self._listens:
             self._put_subscribe(index, connection, now)
