@@ -16,7 +16,7 @@ import redis
 
 from fencelock import Redlock
 from fencelock.authority.redlock.protocol import Answer, Said
-from fencelock.authority.redlock.waiting import HESITATION, Line
+from fencelock.authority.redlock.waiting import HESITATION, Line, Waiter
 from fencelock.embedded import Nodes
 from fencelock.errors import LockTimeoutError
 from tests.polling import eventually
@@ -112,6 +112,31 @@ class TestLine:
         line.listen(1)
         heard.append(line.hears)
         assert heard == [True, False, True]
+
+    def test_a_call_ends_no_sleep_when_its_place_is_gone(self, line: Line) -> None:
+        """A bidder that was called, and hears no majority any more, would come back at once for ever."""
+        waiter = Waiter(line, lambda: 0.0, lambda: 0.0, fair=False, patient=True)
+        waiter.turn("first")
+        turn = waiter.turn("second")
+        assert turn is not None
+        assert turn.place == waiter.place == "c.1"
+        line.note(0, b"1", 0.0)
+        line.note(2, b"1", 0.0)
+        assert line.due(waiter.place) == 0.0
+        line.go_deaf(0)
+        line.go_deaf(2)
+        assert waiter.turn("third") is None
+        assert line.due(waiter.place) == math.inf
+
+    def test_first_bid_stands_in_line_where_the_last_acquisition_had_to_wait(self, line: Line) -> None:
+        """Otherwise the lock is mostly free."""
+        places = []
+        for bids in (1, 2, 1, 1):
+            waiter = Waiter(line, lambda: 0.0, lambda: 0.0, fair=False, patient=True)
+            turns = [waiter.turn("nonce") for _ in range(bids)]
+            places.append(turns[0] is not None)
+            waiter.leave()
+        assert places == [False, False, True, False]
 
     def test_no_place_is_given_twice(self, line: Line) -> None:
         """It names the client and one acquisition of it."""

@@ -175,6 +175,7 @@ class Waiter:
         if self._patient and (self._bids > 1 or self._queue.waits) and self._queue.hears:
             self.place = self._queue.expect(self.place, nonce, self._clock())
             return Turn(self.place, self._clock() - self._began, self._since, self._fair)
+        self._leave_line()  # a call from before would end every sleep at once
         return Turn(fair=True) if self._fair else None
 
     def granted(self) -> Answers:
@@ -185,5 +186,9 @@ class Waiter:
     def leave(self) -> None:
         """Forget the place: the acquisition is over."""
         self._queue.waits = self._has_waited or self._bids > 1
+        self._leave_line()
+
+    def _leave_line(self) -> None:
         if self.place:
             self._queue.leave(self.place)
+            self.place = ""
