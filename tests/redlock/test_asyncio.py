@@ -146,7 +146,8 @@ def test_loop_that_is_closed_without_farewell_leaves_no_socket_behind(
     """Tasks still wait, and nobody cancels them: the next loop closes everything, or the end of the first."""
 
     async def wait(resource: str) -> None:
-        await authority.aio.acquire((resource,), ttl=30, timeout=None)
+        # Fair, because another bid may be granted while it waits, for nobody.
+        await authority.aio.acquire((resource,), ttl=30, timeout=None, fair=True)
 
     def hears_all() -> bool:
         return not authority.aio._here()._nodes.absent
@@ -159,7 +160,7 @@ def test_loop_that_is_closed_without_farewell_leaves_no_socket_behind(
         with authority.lock(resource):
             task = loop.create_task(wait(resource))
             assert loop.run_until_complete(soon(hears_all))
-            loop.run_until_complete(asyncio.sleep(0.2))  # a bid that is fresh may be granted while it waits
+            loop.run_until_complete(asyncio.sleep(0.2))
             task._log_destroy_pending = False  # type: ignore[attr-defined] # it is, and we know
             loop.close()
         authority._connections.close()
