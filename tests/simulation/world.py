@@ -235,7 +235,8 @@ class Process:
             on_identity=view.meet,
             on_trouble=self.hear_of_trouble,
             connect_timeout=PATIENCE,
-            patience=PATIENCE,
+            # Some ask on a node that has owed an answer for long: then more is under way at the same time.
+            patience=PATIENCE if self.world.random.random() < 0.5 else IDLE,
             jitter=self.world.random.random,
             new_connection=partial(Link, self),
         )
