@@ -26,7 +26,8 @@ from typing import Any
 from fencelock.authority.redlock import change, protocol, recovery
 from fencelock.authority.redlock.survey import Standing
 from fencelock.authority.redlock.view import MembershipView
-from tests.simulation import weaker, world
+from fencelock.authority.redlock.wire import nodes
+from tests.simulation import weaker
 from tests.simulation.client import Habits
 from tests.simulation.judge import STUCK
 from tests.simulation.node import ModelNode
@@ -143,7 +144,7 @@ MUTANTS = (
     Mutant(
         "undo without its stripe",
         "whoever gives a lock back names its counter, from which the node may grant it to who waits",
-        patches=(Patch(world, "undoing", weaker.undoing_no_stripe),),
+        patches=(Patch(nodes, "undoing", weaker.undoing_no_stripe),),
         control=_SCHEDULES + "undo_without_its_stripe_hands_out_a_token_from_below",
     ),
     _node("RELEASE of anybody's lock", "RELEASE deletes a lock only if it is ours", weaker.ReleasesAnybodys),
