@@ -17,7 +17,7 @@ import pytest
 import redis
 
 from fencelock import Redlock
-from fencelock.authority.redlock.protocol import SYNC, Command
+from fencelock.authority.redlock.protocol.messages import SYNC, Command
 from fencelock.authority.redlock.wire.codec import pack
 from fencelock.embedded import Nodes
 
@@ -44,7 +44,7 @@ signal.signal(signal.SIGALRM, interrupt)
 #: Packs a command with numbers for two seconds, while a handler raises after each 50 microseconds.
 _PACKING = """
 from fencelock.authority.redlock.wire.codec import pack
-from fencelock.authority.redlock.protocol import Command
+from fencelock.authority.redlock.protocol.messages import Command
 
 command = Command("extend", "", ("{fencelock}:n", "a", "b"), tuple(range(10**9, 10**9 + 200)))
 count, until = 0, time.monotonic() + 2

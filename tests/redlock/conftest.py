@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fencelock.authority.redlock import protocol
+from fencelock.authority.redlock.protocol import acquire, bids
 from tests.polling import IMPATIENT
 from tests.redlock.views import Run
 
@@ -40,9 +40,9 @@ def no_noise(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 @pytest.fixture
 def never_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """One who stands in line looks after 20 s only: nothing but a call can explain an early success."""
-    pause = protocol._pause
+    pause = acquire.next_pause
 
-    def patched(outcome: protocol.Failed, tries: int, random: float) -> float:
+    def patched(outcome: bids.Failed, tries: int, random: float) -> float:
         return 20.0 if outcome.waits_for_a_call else pause(outcome, tries, random)
 
-    monkeypatch.setattr(protocol, "_pause", patched)
+    monkeypatch.setattr(acquire, "next_pause", patched)

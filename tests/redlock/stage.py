@@ -20,22 +20,19 @@ from typing import Any, Protocol
 import redis
 
 from fencelock import token
-from fencelock.authority.redlock import protocol
 from fencelock.authority.redlock.change import Plan, change
-from fencelock.authority.redlock.protocol import (
+from fencelock.authority.redlock.protocol import acquire, undo
+from fencelock.authority.redlock.protocol.bids import Bid, Failed, Granted, Turn
+from fencelock.authority.redlock.protocol.messages import (
     Answer,
     Answers,
-    Bid,
     Broadcast,
     Command,
-    Failed,
-    Fleet,
-    Granted,
     Request,
     Round,
     Said,
-    Turn,
 )
+from fencelock.authority.redlock.protocol.nodeset import Fleet
 from fencelock.authority.redlock.recovery import Surroundings, recover, rise
 from fencelock.authority.redlock.redlock import Redlock
 from fencelock.authority.redlock.transport.blocking import read_from, write_to
@@ -159,7 +156,7 @@ class Bidder:
     ) -> None:
         self.fleet = fleet
         self.bid = Bid.of(fleet, tuple(sorted(resources)), nonce or f"nonce-{next(_nonces)}", ttl, turn)
-        self._generator = protocol.attempt(fleet, self.bid, alone=alone)
+        self._generator = acquire.attempt(fleet, self.bid, alone=alone)
         self.outcome: Granted | Failed | None = None
         self.answers: dict[int, Answer] = {}
         self.request: Broadcast = next(self._generator)
@@ -196,8 +193,8 @@ class Bidder:
         """Return the RELEASE that follows: with the decided values, or without."""
         if isinstance(self.outcome, Granted):
             granted = self.outcome
-            return protocol._release_command(self.fleet, self.bid, granted.epoch, granted.counters)
-        return protocol._release_command(self.fleet, self.bid, 0, (0,) * len(self.bid.resources))
+            return undo.release_command(self.fleet, self.bid, granted.epoch, granted.counters)
+        return undo.release_command(self.fleet, self.bid, 0, (0,) * len(self.bid.resources))
 
 
 class Stage:

@@ -21,7 +21,7 @@ import pytest
 
 from fencelock import Redlock
 from fencelock.authority.base import Grant
-from fencelock.authority.redlock.protocol import Answer, Said
+from fencelock.authority.redlock.protocol.messages import Answer, Said
 from fencelock.authority.redlock.wire import nodes as wire_nodes
 from fencelock.authority.redlock.wire.nodes import NodeConnections
 from fencelock.embedded import Nodes

@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 
 from fencelock import Redlock
-from fencelock.authority.redlock.protocol import Answer, Said
+from fencelock.authority.redlock.protocol.messages import Answer, Said
 from fencelock.authority.redlock.transport.connector import Connector, Node, Opened, UnusableError
 from fencelock.authority.redlock.waiting import Line
 from fencelock.authority.redlock.wire.nodes import LONGEST_BACKOFF, NodeConnections

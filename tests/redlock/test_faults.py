@@ -29,7 +29,7 @@ import redis
 
 from fencelock import FencedLock, Redlock
 from fencelock.authority.base import Grant, Wish
-from fencelock.authority.redlock.protocol import Answer, Command, Said
+from fencelock.authority.redlock.protocol.messages import Answer, Command, Said
 from fencelock.authority.redlock.transport.blocking import SharedConnections
 from fencelock.authority.redlock.transport.connector import Node, Opened
 from fencelock.authority.redlock.wire import nodes as wire_nodes

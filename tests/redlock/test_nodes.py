@@ -28,7 +28,9 @@ from redis.retry import Retry
 import fencelock
 from fencelock import Redlock
 from fencelock.authority.redlock import membership
-from fencelock.authority.redlock.protocol import Bid, Failed, Sleep, attempt
+from fencelock.authority.redlock.protocol.acquire import attempt
+from fencelock.authority.redlock.protocol.bids import Bid, Failed
+from fencelock.authority.redlock.protocol.messages import Sleep
 from fencelock.authority.redlock.transport.blocking import run
 from fencelock.authority.redlock.transport.connector import Node
 from fencelock.embedded import Nodes

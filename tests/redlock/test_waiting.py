@@ -15,7 +15,7 @@ import pytest
 import redis
 
 from fencelock import Redlock
-from fencelock.authority.redlock.protocol import Answer, Said
+from fencelock.authority.redlock.protocol.messages import Answer, Said
 from fencelock.authority.redlock.waiting import HESITATION, Line, Waiter
 from fencelock.embedded import Nodes
 from fencelock.errors import LockTimeoutError

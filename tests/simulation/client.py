@@ -14,9 +14,11 @@ from functools import partial
 from typing import Any
 
 from fencelock import token
-from fencelock.authority.redlock import operations, protocol, recovery
+from fencelock.authority.redlock import operations, recovery
 from fencelock.authority.redlock.operations import Acquisition
-from fencelock.authority.redlock.protocol import Granted, Sleep
+from fencelock.authority.redlock.protocol import holding, undo
+from fencelock.authority.redlock.protocol.bids import Granted
+from fencelock.authority.redlock.protocol.messages import Sleep
 from fencelock.authority.redlock.waiting import Waiter
 from fencelock.errors import FencelockError, LockLostError, QuorumError
 from tests.simulation.judge import Judge
@@ -240,7 +242,7 @@ class Client:
                 continue
             granted = hold.granted
             hold.busy = True
-            (end,) = yield from protocol.extend(self.process.see(), [(granted, ttl)])
+            (end,) = yield from holding.extend(self.process.see(), [(granted, ttl)])
             hold.busy = False
             part = 20 if isinstance(end, QuorumError) else 3
             if isinstance(end, LockLostError):
@@ -250,7 +252,7 @@ class Client:
             elif not isinstance(end, FencelockError) and hold.granted is granted:
                 hold.granted = replace(granted, expires_at=end)
             if hold.is_over():
-                yield from protocol.abandon(self.process.see(), granted.bid)
+                yield from undo.abandon(self.process.see(), granted.bid)
 
     def _remint(self, hold: Hold) -> Program:
         """Exchange the token for a larger one."""

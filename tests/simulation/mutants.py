@@ -23,7 +23,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from fencelock.authority.redlock import change, protocol, recovery
+from fencelock.authority.redlock import change, recovery
+from fencelock.authority.redlock.protocol import acquire, holding
 from fencelock.authority.redlock.survey import Standing
 from fencelock.authority.redlock.view import MembershipView
 from fencelock.authority.redlock.wire import nodes
@@ -107,7 +108,7 @@ MUTANTS = (
         "no write-back",
         "a maximum is decided only when a majority stands at it",
         Kept(node=weaker.WithoutCatchingUp),
-        (Patch(protocol, "_decide", weaker.maximum_without_write_back),),
+        (Patch(acquire, "_decide", weaker.maximum_without_write_back),),
         control=_SCHEDULES + "maximum_without_write_back_gives_a_token_twice",
     ),
     _node(
@@ -125,7 +126,7 @@ MUTANTS = (
     Mutant(
         "mixed epochs",
         "votes of different epochs are never added up",
-        patches=(Patch(protocol, "_largest_epoch", weaker.mixed_epochs),),
+        patches=(Patch(acquire, "largest_epoch", weaker.mixed_epochs),),
         control=_SCHEDULES + "votes_of_two_epochs_added_up_give_a_token_twice",
     ),
     _habit("one nonce for all", "every bid has a nonce of its own", new_nonces=False),
@@ -268,7 +269,7 @@ MUTANTS = (
     Mutant(
         "all that forgot are added up",
         "who has just been admitted and who is blank are not added up against a lease",
-        patches=(Patch(protocol, "_still_extended", weaker.still_extended_all_gone),),
+        patches=(Patch(holding, "_still_extended", weaker.still_extended_all_gone),),
         control=_SCHEDULES + "nodes_that_forgot_one_after_the_other_are_not_added_up",
         run=Rolling,
     ),

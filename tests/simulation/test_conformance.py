@@ -16,7 +16,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from fencelock.authority.redlock.protocol import Answer, Bid, Command, Said
+from fencelock.authority.redlock.protocol.bids import Bid
+from fencelock.authority.redlock.protocol.messages import Answer, Command, Said
 from fencelock.authority.redlock.wire.codec import SCRIPTS
 from fencelock.embedded import Node
 from fencelock.token import MAX_COUNTER

@@ -19,7 +19,15 @@ from typing import Any
 
 from fencelock.authority.redlock.membership import Identity, Membership
 from fencelock.authority.redlock.operations import Wanted
-from fencelock.authority.redlock.protocol import SUBSCRIBE, Answer, Broadcast, Command, Round, Said, Sleep
+from fencelock.authority.redlock.protocol.messages import (
+    SUBSCRIBE,
+    Answer,
+    Broadcast,
+    Command,
+    Round,
+    Said,
+    Sleep,
+)
 from fencelock.authority.redlock.recovery import Surroundings, recover
 from fencelock.authority.redlock.view import MembershipView
 from fencelock.authority.redlock.waiting import Line, Waiter

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from fencelock.authority.base import AsyncClosing, Grant, Wish
-from fencelock.authority.redlock import protocol
+from fencelock.authority.redlock.protocol import messages
 from fencelock.authority.redlock.survey import NodeStatus
 from fencelock.authority.redlock.transport.aio import LoopConnections, run, tell
 from fencelock.authority.redlock.waiting import Waiter
@@ -129,7 +129,7 @@ class AsyncRedlock(AsyncClosing):
         if connections is not None:
             connections.close()
 
-    async def _run(self, generator: Generator[protocol.Request, Any, _T]) -> _T:
+    async def _run(self, generator: Generator[messages.Request, Any, _T]) -> _T:
         return await run(generator, self._here())
 
     def _here(self) -> LoopConnections:

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from fencelock.authority.redlock.membership import Membership
-from fencelock.authority.redlock.protocol import Answers, Command, Request, Said, Sleep
+from fencelock.authority.redlock.protocol.messages import Answers, Command, Request, Said, Sleep
 from fencelock.authority.redlock.survey import Standing, Standings, ask, read, synced
 from fencelock.errors import MembershipError, QuorumError
 

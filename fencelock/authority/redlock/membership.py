@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fencelock import token
-from fencelock.authority.redlock.protocol import STRIPES, Answer, Command, Request, Said
+from fencelock.authority.redlock.protocol.messages import STRIPES, Answer, Command, Request, Said
 from fencelock.authority.redlock.survey import Standing, ask, read, synced
 from fencelock.errors import MembershipError, QuorumError
 
@@ -124,16 +123,6 @@ class Identity:
             MembershipError: if the list cannot be read.
         """
         return replace(self, node_id=node_id, membership=Membership.from_json(members))
-
-
-def default_base() -> int:
-    """Where counters start unless told otherwise: Unix milliseconds.
-
-    A fleet that is initialised again after losing everything then starts above its old tokens, if no
-    epoch above 0 was used, clocks are sane, and no stripe averaged 1,000 leases a second. Defence in
-    depth, no guarantee.
-    """
-    return time.time_ns() // 1_000_000
 
 
 def check_base(base: int) -> int:

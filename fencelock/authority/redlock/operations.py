@@ -10,8 +10,10 @@ from typing import Any
 
 from fencelock import token
 from fencelock.authority.base import Grant
-from fencelock.authority.redlock import protocol
-from fencelock.authority.redlock.protocol import Answers, Bid, Deadlines, Fleet, Granted, Request
+from fencelock.authority.redlock.protocol import acquire, holding, undo
+from fencelock.authority.redlock.protocol.bids import Bid, Deadlines, Granted
+from fencelock.authority.redlock.protocol.messages import Answers, Request
+from fencelock.authority.redlock.protocol.nodeset import Fleet
 from fencelock.authority.redlock.waiting import Waiter
 from fencelock.errors import FencelockError
 
@@ -107,8 +109,8 @@ class Acquisition:
         jitter: Callable[[], float],
         deadlines: Deadlines | None = None,
     ) -> Generator[Request, Any, Grant]:
-        """Bid until a quorum grants: see `protocol.acquire`."""
-        granted = yield from protocol.acquire(
+        """Bid until a quorum grants: see `acquire.acquire`."""
+        granted = yield from acquire.acquire(
             see,
             self.next_bid,
             timeout=timeout,
@@ -122,9 +124,9 @@ class Acquisition:
     def remint(
         self, see: Callable[[], Fleet], granted: Granted, *, jitter: Callable[[], float]
     ) -> Generator[Request, Any, Grant]:
-        """Exchange a grant for one with larger tokens: see `protocol.remint`."""
+        """Exchange a grant for one with larger tokens: see `holding.remint`."""
         self._wanted.pop(granted.bid.nonce, None)
-        return self._won((yield from protocol.remint(see, self.next_bid, granted, jitter=jitter)))
+        return self._won((yield from holding.remint(see, self.next_bid, granted, jitter=jitter)))
 
     def give_up(self, error: BaseException) -> Iterator[Generator[Request, Any, None]]:
         """Yield what is still to be run, now that the acquisition has ended with an error."""
@@ -133,7 +135,7 @@ class Acquisition:
         # Errors of ours come after the bid was abandoned. Anything else has interrupted it, such as a
         # signal handler or a cancellation, and nobody else would release it.
         if self._latest is not None and not isinstance(error, FencelockError):
-            yield protocol.abandon(*self._latest)
+            yield undo.abandon(*self._latest)
 
     def _granted_meanwhile(self) -> Answers:
         """Return the nodes that have granted the latest bid while it waited."""
@@ -162,9 +164,9 @@ class Acquisition:
 def release(
     see: Callable[[], Fleet], wanted: Wanted, granted: Granted
 ) -> Generator[Request, Any, bool | None]:
-    """Give a lock back: see `protocol.release`."""
+    """Give a lock back: see `holding.release`."""
     try:
-        return (yield from protocol.release(see(), granted))
+        return (yield from holding.release(see(), granted))
     finally:  # not before: a late grant has its RELEASE behind it, and another one must not come first
         wanted.pop(granted.bid.nonce, None)
 

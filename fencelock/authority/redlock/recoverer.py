@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from fencelock import _threads
-from fencelock.authority.redlock.protocol import Broadcast, Request
+from fencelock.authority.redlock.protocol.messages import Broadcast, Request
 from fencelock.authority.redlock.transport.blocking import SharedConnections
 from fencelock.errors import FencelockError
 

@@ -47,7 +47,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fencelock.authority.redlock.membership import Membership
-from fencelock.authority.redlock.protocol import Answer, Answers, Command, Request, Said, Sleep
+from fencelock.authority.redlock.protocol.messages import Answer, Answers, Command, Request, Said, Sleep
 from fencelock.authority.redlock.survey import (
     NodeState,
     NodeStatus,

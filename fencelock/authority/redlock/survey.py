@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fencelock.authority.redlock.protocol import (
+from fencelock.authority.redlock.protocol.messages import (
     PASSING,
     SYNC,
     Answer,

@@ -16,7 +16,7 @@ import math
 from collections import Counter
 
 from fencelock.authority.redlock.membership import Identity, Membership
-from fencelock.authority.redlock.protocol import Fleet
+from fencelock.authority.redlock.protocol.nodeset import Fleet
 from fencelock.errors import MembershipError
 
 

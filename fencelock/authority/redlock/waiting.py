@@ -20,7 +20,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fencelock.authority.redlock.protocol import Answer, Answers, Said, Turn
+from fencelock.authority.redlock.protocol.bids import Turn
+from fencelock.authority.redlock.protocol.messages import Answer, Answers, Said
 
 #: Seconds after which a place acts that only some of the nodes have called; about half to one and a half.
 HESITATION = 0.02

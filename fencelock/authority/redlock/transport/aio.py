@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Generator, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from fencelock.authority.redlock.protocol import Answer, Broadcast, Request, Round, Said
+from fencelock.authority.redlock.protocol.messages import Answer, Broadcast, Request, Round, Said
 from fencelock.authority.redlock.transport.blocking import FRESH, read_from, write_to
 from fencelock.authority.redlock.transport.connector import Connector, Node, Opened, UnusableError
 from fencelock.authority.redlock.waiting import Line

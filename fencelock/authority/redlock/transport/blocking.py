@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from fencelock._owners import blocks_greenlets
-from fencelock.authority.redlock.protocol import Answer, Broadcast, Request, Round, Said
+from fencelock.authority.redlock.protocol.messages import Answer, Broadcast, Request, Round, Said
 from fencelock.authority.redlock.transport.connector import Connector, Node, Opened, UnusableError
 from fencelock.authority.redlock.transport.polling import new_poll
 from fencelock.authority.redlock.waiting import Line

@@ -38,7 +38,7 @@ from fencelock.authority.redlock.places import (
     place_of,
     redirection,
 )
-from fencelock.authority.redlock.protocol import Answer, Said
+from fencelock.authority.redlock.protocol.messages import Answer, Said
 from fencelock.authority.redlock.wire.codec import DIGESTS, EVERYDAY, PASSING_ERRORS, SCRIPTS
 from fencelock.errors import MembershipError
 

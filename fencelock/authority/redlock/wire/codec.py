@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import hiredis
 
-from fencelock.authority.redlock.protocol import SUBSCRIBE, SYNC, Answer, Command, Said
+from fencelock.authority.redlock.protocol.messages import SUBSCRIBE, SYNC, Answer, Command, Said
 
 #: Error replies of a server that is starting, about to be promoted, or no longer the one to ask.
 PASSING_ERRORS: Final = (

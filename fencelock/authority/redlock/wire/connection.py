@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import hiredis
 
 from fencelock.authority.redlock.membership import Identity
-from fencelock.authority.redlock.protocol import Answer, Answers, Broadcast, Command, Said
+from fencelock.authority.redlock.protocol.messages import Answer, Answers, Broadcast, Command, Said
 from fencelock.authority.redlock.wire.codec import pack_with_script, pack_words, read_answer, read_reply
 
 _SILENT: Final = Answer(Said.SILENT)

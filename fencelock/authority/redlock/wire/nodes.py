@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol
 
 from fencelock.authority.redlock.membership import Identity
-from fencelock.authority.redlock.protocol import SUBSCRIBE, Answer, Broadcast, Command, Said, undoing
+from fencelock.authority.redlock.protocol.messages import SUBSCRIBE, Answer, Broadcast, Command, Said
+from fencelock.authority.redlock.protocol.undo import undoing
 from fencelock.authority.redlock.waiting import Line
 from fencelock.authority.redlock.wire.codec import leads_elsewhere, pack
 from fencelock.authority.redlock.wire.connection import (
