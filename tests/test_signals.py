@@ -171,7 +171,7 @@ def use():
         if name == "fencelock-release":
             _give_back_apart(iter(()))
 
-from fencelock.lock import _give_back_apart
+from fencelock.lock.releasing import _give_back_apart
 from fencelock.renewal import _tell_apart as tell_apart
 
 signal.signal(signal.SIGUSR1, handle)
