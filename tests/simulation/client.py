@@ -1,6 +1,6 @@
 """What a client does: it acquires, holds, extends, writes, mints anew and releases, for ever.
 
-The steps are those of `lock.py`, `renewal.py` and the guard, with the generators that ship; what those parts
+The steps are those of `lock`, `renewal` and the guard, with the generators that ship; what those parts
 do besides (threads, contexts, SQL) is not simulated. A client never looks whether its lease is still valid
 before it writes: a process that has been paused cannot.
 """
