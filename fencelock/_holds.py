@@ -18,7 +18,7 @@ from fencelock.authority.base import Authority, Grant
 from fencelock.lease import Lease, note_ended, note_held
 
 if TYPE_CHECKING:
-    from fencelock.renewal import Renewer
+    from fencelock.renewal.schedule import Renewer
     from fencelock.sealing import Sealer
 
 

@@ -24,7 +24,8 @@ from fencelock._holds import Hold
 from fencelock.authority.base import Grant
 from fencelock.embedded import Nodes
 from fencelock.errors import LockLostError, QuorumError
-from fencelock.renewal import Agenda, Renewable, first_look, for_thread, tend
+from fencelock.renewal.schedule import Agenda, Renewable, first_look, tend
+from fencelock.renewal.thread import for_thread
 from tests.polling import IMPATIENT, eventually
 from tests.redlock.stage import NODE_KEY
 
@@ -563,7 +564,7 @@ def test_renewing_thread_ends_when_it_is_idle_and_comes_back(
     authority: Redlock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It keeps nothing alive: neither a process nor a Redlock."""
-    monkeypatch.setattr("fencelock.renewal._IDLE", 0.1)
+    monkeypatch.setattr("fencelock.renewal.thread._IDLE", 0.1)
     renewer = for_thread(authority)
     for _ in range(2):
         with authority.lock("r", ttl=0.2):

@@ -167,12 +167,12 @@ def handle(*_):
 def use():
     with fenced_lock("r", ttl=0.9, timeout=5):
         if name == "fencelock-lost":
-            tell_apart([])
+            _tell_apart([])
         if name == "fencelock-release":
             _give_back_apart(iter(()))
 
 from fencelock.lock.releasing import _give_back_apart
-from fencelock.renewal import _tell_apart as tell_apart
+from fencelock.renewal.thread import _tell_apart
 
 signal.signal(signal.SIGUSR1, handle)
 if name == "fencelock-recovery":

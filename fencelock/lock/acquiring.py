@@ -11,7 +11,6 @@ from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack
 from weakref import ref
 
-from fencelock import renewal
 from fencelock._checks import check_choice, check_max_hold, check_timeout, check_ttl
 from fencelock._holds import Hold, find
 from fencelock._owners import running_loop
@@ -34,6 +33,8 @@ from fencelock.lock.steps import (
     ask_to_release,
     ask_to_remint,
 )
+from fencelock.renewal.loop import for_loop
+from fencelock.renewal.schedule import tell
 from fencelock.settings import default_authority
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ class LockSteps(Generic[Token]):
 
     def _hold(self, authority: Authority, grant: Grant, owner: object, renewers: Renewers) -> Hold:
         hold = Hold(authority, grant, owner, ttl=self._ttl, max_hold=self._max_hold)
-        if renewers is renewal.for_loop and (loop := running_loop()) is not None:
+        if renewers is for_loop and (loop := running_loop()) is not None:
             hold.loop = ref(loop)
         if self._renew:
             hold.renewer = renewers(authority)
@@ -189,7 +190,7 @@ class LockSteps(Generic[Token]):
                 yield asked
                 (outcome,) = asked.answer
                 if isinstance(outcome, LockLostError):
-                    renewal.tell(hold.lose(str(outcome)))
+                    tell(hold.lose(str(outcome)))
                 if not isinstance(outcome, Grant):
                     raise outcome
                 check_still_held(hold)

@@ -6,13 +6,13 @@ import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fencelock import renewal
 from fencelock._holds import Hold, add
 from fencelock._owners import current_owner
 from fencelock.errors import LockLostError
 from fencelock.lease import Lease
 from fencelock.lock.releasing import Loss, release_each, release_hold, waits_for_transactions
 from fencelock.lock.steps import Call, Steps
+from fencelock.renewal.schedule import tell
 
 
 class Entry:
@@ -122,4 +122,4 @@ def note_remint(hold: Hold, asked: Call | None, *, sealed: bool) -> None:
     elif asked is not None:
         hold.grant = asked.answer or hold.grant  # what was not sealed is still to be given back
         # The old token may be nobody's any more.
-        renewal.tell(hold.lose("a new token was asked for, and none came"))
+        tell(hold.lose("a new token was asked for, and none came"))

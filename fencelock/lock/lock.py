@@ -11,7 +11,6 @@ from collections.abc import Callable
 from types import EllipsisType, TracebackType
 from typing import TYPE_CHECKING, Generic, Unpack, overload
 
-from fencelock import renewal
 from fencelock.authority.base import Authority, make_locks_with
 from fencelock.errors import LockTimeoutError
 from fencelock.lease import Lease
@@ -19,6 +18,8 @@ from fencelock.lock.acquiring import LockSteps, Token
 from fencelock.lock.entry import Entry, check_listener
 from fencelock.lock.options import DEFAULT_TTL, AllLockSettings, IfLost
 from fencelock.lock.steps import run_blocking, run_waiting
+from fencelock.renewal.loop import for_loop
+from fencelock.renewal.thread import for_thread
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -73,7 +74,7 @@ class FencedLock(LockSteps[Token]):
         """
         entry = Entry()
         try:
-            return run_blocking(self._acquire(entry, timeout, renewal.for_thread)).leases[0]
+            return run_blocking(self._acquire(entry, timeout, for_thread)).leases[0]
         except BaseException:
             run_blocking(self._take_back(entry))
             raise
@@ -146,7 +147,7 @@ class FencedLock(LockSteps[Token]):
     def __enter__(self) -> Token:
         entry = Entry()
         try:
-            return self._begin_block(run_blocking(self._acquire(entry, ..., renewal.for_thread)))
+            return self._begin_block(run_blocking(self._acquire(entry, ..., for_thread)))
         except BaseException:
             run_blocking(self._take_back(entry))
             raise
@@ -171,7 +172,7 @@ class FencedLock(LockSteps[Token]):
     async def __aenter__(self) -> Token:
         entry = Entry()
         try:
-            return self._begin_block(await run_waiting(self._acquire(entry, ..., renewal.for_loop)))
+            return self._begin_block(await run_waiting(self._acquire(entry, ..., for_loop)))
         except BaseException:
             await run_waiting(self._take_back(entry))
             raise
@@ -203,7 +204,7 @@ class AsyncLock(Generic[Token]):
         """Wait for the lock and return its lease: see `FencedLock.acquire`."""
         entry = Entry()
         try:
-            return (await run_waiting(self._lock._acquire(entry, timeout, renewal.for_loop))).leases[0]
+            return (await run_waiting(self._lock._acquire(entry, timeout, for_loop))).leases[0]
         except BaseException:
             await run_waiting(self._lock._take_back(entry))
             raise

@@ -10,12 +10,13 @@ import logging
 import threading
 from typing import NamedTuple
 
-from fencelock import _threads, renewal
+from fencelock import _threads
 from fencelock._holds import Hold, remove
 from fencelock._owners import running_loop
 from fencelock.errors import AuthorityError, LockLostError
 from fencelock.lease import Lease, note_ended
 from fencelock.lock.steps import Steps, StopRenewal, ask_to_release, releases, run_blocking, run_waiting
+from fencelock.renewal.schedule import follow_release, tell
 
 logger = logging.getLogger("fencelock.lock")
 
@@ -145,7 +146,7 @@ def keep_renewed(hold: Hold) -> None:
 def go_on_holding(hold: Hold) -> Steps[None]:
     """Have a hold renewed again that was stopped; or given back, if somebody else released it meanwhile."""
     if hold.released:
-        for grant in renewal.follow_release(hold):
+        for grant in follow_release(hold):
             yield ask_to_release(hold.authority, grant)
     elif not hold.over:
         keep_renewed(hold)
@@ -191,7 +192,7 @@ def release_hold(hold: Hold) -> Steps[Loss | None]:
 
 def _loss_of(hold: Hold) -> Loss:
     """Return how a lease is to be reported that ended before it was given back, and tell its listeners."""
-    renewal.tell(hold.calls_when_lost())
+    tell(hold.calls_when_lost())
     leases = hold.leases
     ended = f"the lease of {name_of(hold)} (token {hold.grant.tokens[0]}) ended before the work did"
     if reason := leases[0].why_lost:

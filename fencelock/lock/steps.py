@@ -12,12 +12,12 @@ import time
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fencelock import renewal
 from fencelock._holds import Hold, owners_of
 from fencelock._owners import switches_greenlets, waits_in_vain_for
 from fencelock.authority.base import Authority, Grant
 from fencelock.errors import LockTimeoutError
 from fencelock.lease import held_leases
+from fencelock.renewal.schedule import Renewer
 
 if TYPE_CHECKING:
     from fencelock.authority.base import Seal
@@ -157,7 +157,7 @@ class StopRenewal(_Step):
 
     __slots__ = ("hold", "renewer")
 
-    def __init__(self, renewer: renewal.Renewer, hold: Hold) -> None:
+    def __init__(self, renewer: Renewer, hold: Hold) -> None:
         self.renewer = renewer
         self.hold = hold
 
@@ -230,7 +230,7 @@ class SealStep(_Step):
 Steps = Generator[Call | StopRenewal | EndReleases | CheckStep | SealStep, None, _T]
 
 
-Renewers = Callable[[Authority], renewal.Renewer]
+Renewers = Callable[[Authority], Renewer]
 
 
 def run_blocking(steps: Steps[_T]) -> _T:
