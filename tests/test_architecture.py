@@ -197,6 +197,13 @@ def test_pure_rooms_know_no_clock_no_chance_and_no_socket(path: Path) -> None:
 _REDLOCK = "fencelock.authority.redlock"
 
 
+def test_each_room_of_the_lock_is_small() -> None:
+    """One sitting is enough to read it."""
+    rooms = [*PACKAGE.glob("lock/*.py"), *PACKAGE.glob("renewal/*.py"), *REDLOCK.rglob("*.py")]
+    lines = {path: path.read_text().count("\n") for path in rooms}
+    assert not {path.name: count for path, count in lines.items() if count > 400}
+
+
 def test_what_moves_bytes_knows_no_authority() -> None:
     """Connections are told what they need to know of it by functions."""
     for path in (REDLOCK / "transport").glob("*.py"):

@@ -35,8 +35,8 @@ from fencelock.authority.redlock.protocol.messages import (
 from fencelock.authority.redlock.protocol.nodeset import Fleet
 from fencelock.authority.redlock.recovery import Surroundings, recover, rise
 from fencelock.authority.redlock.redlock import Redlock
-from fencelock.authority.redlock.transport.blocking import read_from, write_to
 from fencelock.authority.redlock.transport.connector import Node
+from fencelock.authority.redlock.transport.sockets import read_from, write_to
 from fencelock.authority.redlock.wire import codec
 from fencelock.authority.redlock.wire.connection import Connection, PendingReply
 from fencelock.embedded import Node as Server

@@ -16,10 +16,11 @@ import pytest
 import redis
 
 from fencelock import Redlock
+from fencelock.authority.redlock.administration import statuses
 from fencelock.authority.redlock.membership import Membership
 from fencelock.authority.redlock.operator import change_nodes
 from fencelock.authority.redlock.protocol.messages import Answer, Said
-from fencelock.authority.redlock.recovery import Roll, statuses
+from fencelock.authority.redlock.recovery import Roll
 from fencelock.authority.redlock.survey import NodeState, Standing
 from fencelock.authority.redlock.view import MembershipView
 from fencelock.embedded import Node, Nodes

@@ -11,7 +11,8 @@ import redis.asyncio.sentinel
 import redis.sentinel
 
 from fencelock import Redlock
-from fencelock.authority.redlock.places import Nowhere, place_of, split_urls, without_password
+from fencelock.authority.redlock.endpoints.places import Nowhere
+from fencelock.authority.redlock.endpoints.sources import place_of, split_urls, without_password
 
 
 @pytest.mark.parametrize(

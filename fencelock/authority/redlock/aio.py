@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from fencelock.authority.base import AsyncClosing, Grant, Wish
+from fencelock.authority.redlock import operations
 from fencelock.authority.redlock.protocol import messages
 from fencelock.authority.redlock.survey import NodeStatus
 from fencelock.authority.redlock.transport.aio import LoopConnections, run, tell
 from fencelock.authority.redlock.waiting import Waiter
-from fencelock.errors import AuthorityError, FencelockError
+from fencelock.errors import FencelockError
 
 if TYPE_CHECKING:
     from fencelock.authority.redlock.redlock import Redlock
@@ -77,13 +78,7 @@ class AsyncRedlock(AsyncClosing):
 
     async def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
         """Extend grants: see `Authority.extend_many`."""
-        outcomes: list[Grant | FencelockError] = []
-        for batch in self._redlock._batches(wishes):
-            try:
-                outcomes += await self._run(self._redlock._extending(batch))
-            except AuthorityError as error:
-                outcomes += [error] * len(batch)
-        return outcomes
+        return await self._run(operations.extend(self._redlock._see, wishes))
 
     async def remint(self, grant: Grant, ttl: float) -> Grant:
         """Exchange a grant for one with larger tokens: see `Authority.remint`."""

@@ -5,17 +5,21 @@ Threads, event loops and the simulator run the same of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, MutableMapping
-from typing import Any
+from collections.abc import Callable, Generator, Iterator, MutableMapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
 
 from fencelock import token
-from fencelock.authority.base import Grant
+from fencelock.authority.base import Grant, Wish
 from fencelock.authority.redlock.protocol import acquire, holding, undo
 from fencelock.authority.redlock.protocol.bids import Bid, Deadlines, Granted
 from fencelock.authority.redlock.protocol.messages import Answers, Request
 from fencelock.authority.redlock.protocol.nodeset import Fleet
 from fencelock.authority.redlock.waiting import Waiter
-from fencelock.errors import FencelockError
+from fencelock.errors import AuthorityError, FencelockError
+
+#: Grants that are extended in one round trip. A node does nothing else meanwhile: about a millisecond.
+BATCH: Final = 500
 
 #: By nonce: the bids of acquisitions under way and of grants in use. Late grants of others are released.
 Wanted = MutableMapping[str, Bid]
@@ -159,6 +163,32 @@ class Acquisition:
     def _forget(self) -> None:
         if self._latest is not None:
             self._wanted.pop(self._latest[1].nonce, None)
+
+
+def extend(
+    see: Callable[[], Fleet], wishes: Sequence[Wish]
+) -> Generator[Request, Any, list[Grant | FencelockError]]:
+    """Let grants live on, so many in one round trip: see `Authority.extend_many`."""
+    outcomes: list[Grant | FencelockError] = []
+    for start in range(0, len(wishes), BATCH):
+        batch = wishes[start : start + BATCH]
+        try:
+            fleet = see()
+            for _, ttl in batch:
+                check_max_ttl(ttl, fleet)
+            ends = yield from holding.extend(fleet, [(grant.proof, ttl) for grant, ttl in batch])
+        except AuthorityError as error:
+            outcomes += [error] * len(batch)
+        else:
+            outcomes += [_extended(grant, end) for (grant, _), end in zip(batch, ends, strict=True)]
+    return outcomes
+
+
+def _extended(grant: Grant, end: float | FencelockError) -> Grant | FencelockError:
+    """Return a grant with the end that the protocol has found, or why there is none."""
+    if isinstance(end, FencelockError):
+        return end
+    return replace(grant, expires_at=end, proof=replace(grant.proof, expires_at=end))
 
 
 def release(

@@ -9,20 +9,19 @@ import random
 import secrets
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import replace
-from typing import Any, ClassVar, TypeVar, cast
+from collections.abc import Generator, Sequence
+from typing import Any, ClassVar, TypeVar
 from weakref import WeakValueDictionary
 
 from fencelock import token
-from fencelock._checks import check_seconds, check_ttl
+from fencelock._checks import check_seconds
 from fencelock.authority.base import Grant, Locking, Wish, in_use, named
-from fencelock.authority.redlock import membership, operations, recovery, survey
+from fencelock.authority.redlock import administration, membership, operations, recovery
 from fencelock.authority.redlock.aio import AsyncRedlock
+from fencelock.authority.redlock.endpoints.sources import Source, sources_of
 from fencelock.authority.redlock.membership import Identity
 from fencelock.authority.redlock.operations import Acquisition
-from fencelock.authority.redlock.places import Source, is_source, split_urls
-from fencelock.authority.redlock.protocol import bids, holding, messages
+from fencelock.authority.redlock.protocol import bids, messages
 from fencelock.authority.redlock.recoverer import Recoverer
 from fencelock.authority.redlock.survey import NodeStatus
 from fencelock.authority.redlock.transport.aio import LoopConnections
@@ -32,7 +31,6 @@ from fencelock.authority.redlock.view import MembershipView
 from fencelock.authority.redlock.waiting import Waiter
 from fencelock.authority.stepped import warn_of_blocked_loop
 from fencelock.errors import (
-    AuthorityError,
     FencelockError,
     NodesNotInitialisedError,
     QuorumError,
@@ -41,28 +39,8 @@ from fencelock.errors import (
 _T = TypeVar("_T")
 
 DEFAULT_NAMESPACE = "fencelock"
-#: Grants that are extended in one round trip. A node does nothing else meanwhile: about a millisecond.
-BATCH = 500
-_MOST_RISES = 3
 
 logger = logging.getLogger(__name__)
-
-#: Nodes that evict keys, of which this process has warned.
-_warned_of_eviction: set[str] = set()
-
-
-def _what_eviction_does(policy: str) -> str:
-    gone = "held locks" if policy.startswith("volatile") else "held locks and the record of its tokens"
-    return f"drops keys when its memory is full (maxmemory-policy {policy}): {gone} may be gone at any moment"
-
-
-def _warn_of_eviction(name: str, policy: str) -> None:
-    """Tell, once for each node."""
-    if name not in _warned_of_eviction:
-        _warned_of_eviction.add(name)
-        logger.warning(
-            "%s %s. Type there: CONFIG SET maxmemory-policy noeviction", name, _what_eviction_does(policy)
-        )
 
 
 class Redlock(Locking):
@@ -104,7 +82,7 @@ class Redlock(Locking):
         verify: str = "auto",
         recover: bool = True,
     ) -> None:
-        sources = _sources(nodes)
+        sources = sources_of(nodes)
         if verify not in {"auto", "vote"}:
             raise ValueError(f"verify is 'auto' or 'vote', not {verify!r}")
         self._node_timeout = check_seconds("node_timeout", node_timeout)
@@ -185,13 +163,7 @@ class Redlock(Locking):
 
     def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
         """Extend grants: see `Authority.extend_many`."""
-        outcomes: list[Grant | FencelockError] = []
-        for batch in self._batches(wishes):
-            try:
-                outcomes += self._run(self._extending(batch))
-            except AuthorityError as error:
-                outcomes += [error] * len(batch)
-        return outcomes
+        return self._run(operations.extend(self._see, wishes))
 
     def remint(self, grant: Grant, ttl: float) -> Grant:
         """Exchange a grant for one with larger tokens: see `Authority.remint`."""
@@ -268,7 +240,7 @@ class Redlock(Locking):
 
         Takes as long as `node_timeout` where one cannot be reached.
         """
-        return self._run_apart(self._asking())
+        return self._run_apart(administration.ask(self._around(), self._view))
 
     def recover(self) -> bool:
         """Admit nodes again that restarted or forgot, after waiting for the longest lease to pass.
@@ -279,20 +251,6 @@ class Redlock(Locking):
             True when nothing is left to do; False where nothing can be done, as `status` tells.
         """
         return self._run_apart(recovery.recover(self._around()))
-
-    def _asking(self) -> Generator[messages.Request, Any, tuple[NodeStatus, ...]]:
-        nodes = range(len(self._names))
-        standings, answers = yield from survey.read(self._node_key, nodes, self._node_timeout)
-        found = recovery.statuses(self._names, standings, answers)
-        return tuple(self._with_eviction(node, status) for node, status in enumerate(found))
-
-    def _with_eviction(self, node: int, status: NodeStatus) -> NodeStatus:
-        """Return how a node stands, and how it evicts keys if it does."""
-        identity = self._view.identities.get(node)
-        if identity is None or not identity.eviction:
-            return status
-        evicts = f"evicts keys ({identity.eviction})"
-        return replace(status, detail=f"{status.detail}; {evicts}" if status.detail else evicts)
 
     def _new_acquisition(
         self,
@@ -339,20 +297,6 @@ class Redlock(Locking):
             )
         acquisition.hint(epoch)
 
-    def _extending(
-        self, wishes: Sequence[Wish]
-    ) -> Generator[messages.Request, Any, list[Grant | FencelockError]]:
-        fleet = self._see()
-        for _, ttl in wishes:
-            operations.check_max_ttl(ttl, fleet)
-        ends = yield from holding.extend(fleet, [(grant.proof, ttl) for grant, ttl in wishes])
-        return [_prolonged(grant, end) for (grant, _), end in zip(wishes, ends, strict=True)]
-
-    @staticmethod
-    def _batches(wishes: Sequence[Wish]) -> Iterator[Sequence[Wish]]:
-        """Yield what is extended at once."""
-        return (wishes[start : start + BATCH] for start in range(0, len(wishes), BATCH))
-
     def _releasing(self, grant: Grant) -> Generator[messages.Request, Any, bool | None]:
         return operations.release(self._see, self._wanted, grant.proof)
 
@@ -360,55 +304,15 @@ class Redlock(Locking):
         self, base: int | None, max_ttl: float | None, epoch: int = 0, *, allow_eviction: bool = False
     ) -> Generator[messages.Request, Any, bool]:
         base = _default_base() if base is None else membership.check_base(base)
-        if max_ttl is not None:
-            check_ttl(max_ttl)
-        if not allow_eviction:
-            yield from self._checking_eviction()
-        try:
-            _, done = yield from membership.initialise(
-                self._names,
-                self._node_key,
-                new_word=lambda: secrets.token_hex(16),
-                base=base,
-                max_ttl=max_ttl,
-                patience=self._connect_timeout,
-                epoch=epoch,
-            )
-        except QuorumError:
-            self._see()  # two names of one server have a better error
-            raise
-        for _ in range(_MOST_RISES if epoch else 0):  # another may be at work on the same nodes
-            last = token.compose(epoch - 1, token.MAX_COUNTER)
-            if (yield from recovery.rise(self._around(), last)) is not None:
-                return done
-        if epoch:
-            raise QuorumError(
-                f"too few of these nodes vote or answer to bring them to epoch {epoch}, above what the "
-                "storage has seen: run the same command again; `fencelock nodes` tells how they stand"
-            )
-        return done
-
-    def _checking_eviction(self) -> Generator[messages.Request, Any, None]:
-        """Refuse blank nodes that drop keys when their memory is full."""
-        nodes = range(len(self._names))
-        standings, _ = yield from survey.read(self._node_key, nodes, self._node_timeout)
-        for node, standing in standings.items():
-            identity = self._view.identities.get(node)
-            if identity is None or not standing.blank or identity.eviction == "":
-                continue
-            eviction = identity.eviction
-            if eviction is None:
-                logger.warning(
-                    "%s: its INFO does not tell whether it evicts keys: see to it that its maxmemory-policy "
-                    "is noeviction",
-                    self._names[node],
-                )
-                continue
-            raise AuthorityError(
-                f"{self._names[node]} {_what_eviction_does(eviction)}. Type there: CONFIG SET "
-                "maxmemory-policy noeviction (and keep that in its configuration), or take a Redis that "
-                "nothing else uses. --allow-eviction (allow_eviction=True) initialises it as it is"
-            )
+        return administration.initialise(
+            self._around(),
+            self._view,
+            base=base,
+            max_ttl=max_ttl,
+            epoch=epoch,
+            patience=self._connect_timeout,
+            allow_eviction=allow_eviction,
+        )
 
     def _run(self, generator: Generator[messages.Request, Any, _T]) -> _T:
         self._check_process()
@@ -459,7 +363,7 @@ class Redlock(Locking):
 
     def _meet(self, node: int, identity: Identity) -> None:
         if self._view.meet(node, identity) and identity.eviction and identity.membership is not None:
-            _warn_of_eviction(self._names[node], identity.eviction)
+            administration.warn_of_eviction(self._names[node], identity.eviction)
 
     def _init_command(self) -> str:
         """Return what to type; passwords are left for whoever types it."""
@@ -479,24 +383,6 @@ def _default_base() -> int:
 
 def _new_nonce() -> str:
     return os.urandom(16).hex()
-
-
-def _sources(nodes: Source | Sequence[Source]) -> list[Source]:
-    if isinstance(nodes, str):
-        sources: list[Source] = [*split_urls(nodes)]
-    else:
-        sources = [cast("Source", nodes)] if is_source(nodes) else list(cast("Sequence[Source]", nodes))
-    if not sources:
-        raise ValueError("no nodes are named; write redis://host1:6379,redis://host2:6379,redis://host3:6379")
-    return sources
-
-
-def _prolonged(grant: Grant, end: float | FencelockError) -> Grant | FencelockError:
-    """Return a grant with the end that the protocol has found, or why there is none."""
-    if isinstance(end, FencelockError):
-        return end
-    granted: bids.Granted = replace(grant.proof, expires_at=end)
-    return replace(grant, expires_at=end, proof=granted)
 
 
 def _check_namespace(namespace: str) -> str:

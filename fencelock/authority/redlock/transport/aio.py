@@ -21,8 +21,10 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from fencelock.authority.redlock.protocol.messages import Answer, Broadcast, Request, Round, Said
-from fencelock.authority.redlock.transport.blocking import FRESH, read_from, write_to
+from fencelock.authority.redlock.transport.blocking import FRESH
 from fencelock.authority.redlock.transport.connector import Connector, Node, Opened, UnusableError
+from fencelock.authority.redlock.transport.sockets import broken_by, read_from, write_to
+from fencelock.authority.redlock.transport.tasks import InLine, PendingOfTask
 from fencelock.authority.redlock.waiting import Line
 from fencelock.authority.redlock.wire.connection import PendingBroadcast
 from fencelock.authority.redlock.wire.nodes import NodeConnections
@@ -31,56 +33,6 @@ _T = TypeVar("_T")
 
 #: Seconds by which a patience may be exceeded, so that one look serves many broadcasts.
 _SLACK: Final = 0.01
-
-
-class _Pending(PendingBroadcast):
-    """A broadcast whose task waits.
-
-    Attributes:
-        deadline: when its patience ends.
-        woken: what the task waits for; None as soon as it does not, because it knows the loop.
-    """
-
-    __slots__ = ("deadline", "woken")
-
-    def __init__(self, request: Broadcast, deadline: float, woken: asyncio.Future[None] | None) -> None:
-        super().__init__(request)
-        self.deadline = deadline
-        self.woken = woken
-
-    def wake(self) -> None:
-        if self.woken is not None and not self.woken.done():
-            self.woken.set_result(None)
-
-
-class _InLine:
-    """A task that waits in line: what resumes it, and when that happens at the latest."""
-
-    __slots__ = ("__weakref__", "_alarm", "_due", "woken")
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.woken = loop.create_future()
-        self._due = math.inf
-        self._alarm: asyncio.TimerHandle | None = None
-
-    def end_by(self, due: float, now: float) -> None:
-        """Resume the task at that time, if it would not be sooner."""
-        if due <= now:
-            self.wake()
-        elif due < self._due:
-            self.cancel_alarm()
-            self._due = due
-            self._alarm = self.woken.get_loop().call_later(due - now, self.wake)
-
-    def wake(self) -> None:
-        """Resume the task, unless it is on its way already."""
-        if not self.woken.done():
-            self.woken.set_result(None)
-
-    def cancel_alarm(self) -> None:
-        """Leave nothing behind in the loop."""
-        if self._alarm is not None:
-            self._alarm.cancel()
 
 
 class LoopConnections:
@@ -107,9 +59,9 @@ class LoopConnections:
         self._congested: set[int] = set()
         self._loop = weakref.ref(loop)
         self._pid = os.getpid()
-        self._pending: set[_Pending] = set()
+        self._pending: set[PendingOfTask] = set()
         self._newcomers: set[asyncio.Future[None]] = set()
-        self._in_line: weakref.WeakValueDictionary[str, _InLine] = weakref.WeakValueDictionary()
+        self._in_line: weakref.WeakValueDictionary[str, InLine] = weakref.WeakValueDictionary()
         self._flush_is_due = False
         self._looks_at = math.inf
         self._opens_at = math.inf
@@ -179,7 +131,7 @@ class LoopConnections:
         if self._nodes.absent:
             await self._await_connections(request, loop)
         began = time.monotonic()
-        pending = _Pending(request, began + request.patience, loop.create_future())
+        pending = PendingOfTask(request, began + request.patience, loop.create_future())
         self._nodes.ask(pending, request, began)
         self._flush_soon(loop)
         try:
@@ -206,7 +158,7 @@ class LoopConnections:
         """Return when the nodes call the place, at the latest after so many seconds."""
         loop = asyncio.get_running_loop()
         now = time.monotonic()
-        resting = _InLine(loop)
+        resting = InLine(loop)
         resting.end_by(min(now + seconds, self.queue.due(place)), now)
         if self._nodes.listen(now):
             self._flush()
@@ -257,7 +209,7 @@ class LoopConnections:
             data = read_from(self._sockets[index])
             called = [] if data is None else self._nodes.received(index, data, now)
         except OSError as error:
-            self._nodes.broken(index, _broken(error))
+            self._nodes.broken(index, broken_by(error))
             self._open_again()
         except BaseException:
             connection.spoilt = True
@@ -296,7 +248,7 @@ class LoopConnections:
         try:
             is_complete = write_to(self._sockets[index], connection)
         except OSError as error:
-            self._nodes.broken(index, _broken(error))
+            self._nodes.broken(index, broken_by(error))
             return
         except BaseException:
             connection.spoilt = True
@@ -401,10 +353,6 @@ class LoopConnections:
             if not newcomer.done():
                 newcomer.set_result(None)
         self._open_again()
-
-
-def _broken(error: OSError) -> Answer:
-    return Answer(Said.UNREACHABLE, detail=f"the connection broke: {error}")
 
 
 async def run(

@@ -12,122 +12,36 @@ connections are dropped on which answers could be taken for others, and another 
 
 from __future__ import annotations
 
-import math
 import random
 import secrets
 import select
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
-from fencelock._owners import blocks_greenlets
 from fencelock.authority.redlock.protocol.messages import Answer, Broadcast, Request, Round, Said
 from fencelock.authority.redlock.transport.connector import Connector, Node, Opened, UnusableError
 from fencelock.authority.redlock.transport.polling import new_poll
+from fencelock.authority.redlock.transport.sockets import READ_SIZE, broken_by, read_from, write_to
+from fencelock.authority.redlock.transport.waits import (
+    Wait,
+    WaitForAnswers,
+    WaitForCall,
+    ring,
+    sleep_until_rung,
+)
 from fencelock.authority.redlock.waiting import Line
-from fencelock.authority.redlock.wire.connection import Connection, PendingBroadcast
+from fencelock.authority.redlock.wire.connection import Connection
 from fencelock.authority.redlock.wire.nodes import NodeConnections
 
 _T = TypeVar("_T")
 
-#: Bytes that are read at first: mostly enough, and room for them is quickly made.
-READ_SIZE: Final = 1024
-_MUCH: Final = 65536
-_NOTHING: Final = (BlockingIOError, ssl.SSLWantReadError)
 #: Seconds after which connections are looked at before they are used: they may be gone, or have old answers.
 FRESH: Final = 0.01
-#: How often a lock is looked at that cannot be waited for.
-_GLANCE: Final = 0.01
-
-
-def read_from(sock: socket.socket) -> bytes | None:
-    """Return what has arrived; None where that is nothing.
-
-    Raises:
-        OSError: the connection is broken.
-    """
-    try:
-        data = sock.recv(READ_SIZE)
-    except _NOTHING:
-        return None
-    if not data:
-        raise ConnectionResetError("closed by the node")
-    # With TLS, data may wait inside the socket object where no poll sees it.
-    if len(data) == READ_SIZE or isinstance(sock, ssl.SSLSocket):
-        with suppress(*_NOTHING):
-            while more := sock.recv(_MUCH):
-                data += more
-    return data
-
-
-def write_to(sock: socket.socket, connection: Connection) -> bool:
-    """Write as much as the socket takes; return whether that was all.
-
-    Raises:
-        OSError: the connection is broken.
-    """
-    outgoing = connection.outgoing
-    try:
-        del outgoing[: sock.send(outgoing)]
-    except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
-        return False
-    return not outgoing
-
-
-class _Wait(Protocol):
-    """A wait of one thread: for answers, or to be called.
-
-    Attributes:
-        bell: what the thread sleeps on while another one reads for it.
-        over: whether it has ended.
-    """
-
-    bell: threading.Lock | None
-    over: bool
-
-    def due(self) -> float:
-        """Return when it is over as far as is known now."""
-
-
-class _WaitForAnswers(PendingBroadcast):
-    __slots__ = ("bell", "deadline")
-
-    def __init__(self, request: Broadcast) -> None:
-        super().__init__(request)
-        self.bell: threading.Lock | None = None
-        self.deadline = -math.inf
-
-    def due(self) -> float:
-        return -math.inf if self.complete else self.deadline
-
-    def wake(self) -> None:
-        _ring(self)
-
-
-class _WaitForCall:
-    __slots__ = ("_deadline", "_place", "_queue", "bell", "over")
-
-    def __init__(self, deadline: float, queue: Line, place: str) -> None:
-        self.bell: threading.Lock | None = None
-        self.over = False
-        self._deadline = deadline
-        self._queue = queue
-        self._place = place
-
-    def due(self) -> float:
-        return min(self._deadline, self._queue.due(self._place))
-
-
-def _ring(waiting: _Wait) -> None:
-    """Wake the thread that waits, if it sleeps."""
-    if waiting.bell is not None:
-        with suppress(RuntimeError):  # it is awake
-            waiting.bell.release()
 
 
 class _Link(NamedTuple):
@@ -165,12 +79,12 @@ class SharedConnections:
         self._links: dict[int, _Link] = {}
         self._poll = new_poll()
         self._stirring: tuple[socket.socket, socket.socket] | None = None
-        self._reader: _Wait | None = None
-        self._sleeping: dict[_Wait, None] = {}
-        self._in_line: dict[str, _WaitForCall] = {}
+        self._reader: Wait | None = None
+        self._sleeping: dict[Wait, None] = {}
+        self._in_line: dict[str, WaitForCall] = {}
         self._last_read = 0.0
         #: Threads that are in the midst of using these, and what for. One whose end was interrupted stays.
-        self._inside: dict[int, _Wait] = {}
+        self._inside: dict[int, Wait] = {}
         self._closes_later = False
         self._of_handlers: SharedConnections | None = None
         self._closed = False
@@ -201,7 +115,7 @@ class SharedConnections:
 
     def broadcast(self, request: Broadcast) -> Round:
         """Send a command to its nodes, and wait until there are answers enough."""
-        waiting = _WaitForAnswers(request)
+        waiting = WaitForAnswers(request)
         thread = threading.get_ident()
         try:
             self._inside[thread] = waiting
@@ -222,7 +136,7 @@ class SharedConnections:
 
     def wait(self, place: str, seconds: float) -> None:
         """Return when the nodes call the place, at the latest after so many seconds."""
-        waiting = _WaitForCall(time.monotonic() + seconds, self.queue, place)
+        waiting = WaitForCall(time.monotonic() + seconds, self.queue, place)
         thread = threading.get_ident()
         try:
             self._inside[thread] = waiting
@@ -271,7 +185,7 @@ class SharedConnections:
 
     # Waiting.
 
-    def _wait(self, waiting: _Wait) -> float:
+    def _wait(self, waiting: Wait) -> float:
         """Read for all until a wait is over, or sleep while another thread reads; return when it is over."""
         ready: Sequence[tuple[int, int]] = ()
         while True:
@@ -289,9 +203,9 @@ class SharedConnections:
                 ready = self._poll.poll(max(0.0, due - now) * 1000)
             else:
                 ready = ()
-                _await(bell, min(due - now, threading.TIMEOUT_MAX))
+                sleep_until_rung(bell, min(due - now, threading.TIMEOUT_MAX))
 
-    def _bell_to_sleep_on(self, waiting: _Wait) -> threading.Lock | None:
+    def _bell_to_sleep_on(self, waiting: Wait) -> threading.Lock | None:
         """Return what wakes a thread whose wait goes on; None if it is the one that reads for all."""
         if self._reader is None or self._reader.over:
             self._reader = waiting
@@ -304,7 +218,7 @@ class SharedConnections:
             self._sleeping[waiting] = None
         return None if self._reader is waiting else waiting.bell
 
-    def _end(self, waiting: _Wait) -> None:
+    def _end(self, waiting: Wait) -> None:
         """Note that a wait is over, and have another thread read if nobody does."""
         waiting.over = True
         self._sleeping.pop(waiting, None)
@@ -313,10 +227,10 @@ class SharedConnections:
         if self._reader is None or self._reader.over:
             self._stop_stirring()
             for other in self._sleeping:
-                _ring(other)
+                ring(other)
                 return
 
-    def _clean_up(self, waiting: _Wait) -> None:
+    def _clean_up(self, waiting: Wait) -> None:
         """Put in order what an exception from outside has interrupted."""
         self._nodes.drop_spoilt()
         self._end(waiting)
@@ -351,11 +265,11 @@ class SharedConnections:
             try:
                 data = read_from(sock)
             except OSError as error:
-                self._nodes.broken(index, _broken(error))
+                self._nodes.broken(index, broken_by(error))
                 continue
             for place in self._nodes.received(index, data or b"", now):
                 if place in self._in_line:
-                    _ring(self._in_line[place])
+                    ring(self._in_line[place])
             if connection.outgoing:
                 self._write(link)
 
@@ -379,7 +293,7 @@ class SharedConnections:
         try:
             write_to(sock, connection)
         except OSError as error:
-            self._nodes.broken(index, _broken(error))
+            self._nodes.broken(index, broken_by(error))
             self._stir()  # the thread that reads may be one that has waited for this node
             return
         connection.spoilt = spoilt
@@ -410,7 +324,7 @@ class SharedConnections:
     def _connected(self, index: int, connector: Connector, opened: Opened | UnusableError) -> None:
         """Use a connection that has been opened; called in the connecting thread, which ends with it."""
         thread = threading.get_ident()
-        self._inside[thread] = _WaitForCall(
+        self._inside[thread] = WaitForCall(
             0.0, self.queue, ""
         )  # for what the garbage collector may call here
         with self._mutex:
@@ -453,21 +367,6 @@ class SharedConnections:
         if self._stirring is not None:
             with suppress(OSError):  # its buffer is full, or it has been closed meanwhile
                 self._stirring[1].send(b".")
-
-
-def _broken(error: OSError) -> Answer:
-    return Answer(Said.UNREACHABLE, detail=f"the connection broke: {error}")
-
-
-def _await(bell: threading.Lock, seconds: float) -> None:
-    """Return when a bell has been rung, at the latest after so many seconds."""
-    if blocks_greenlets(bell.acquire) and not blocks_greenlets(time.sleep):
-        # `threading` alone is not patched: the greenlet that is to ring could never run.
-        deadline = time.monotonic() + seconds
-        while not bell.acquire(blocking=False) and (left := deadline - time.monotonic()) > 0:
-            time.sleep(min(_GLANCE, left))
-    else:
-        bell.acquire(timeout=seconds)
 
 
 def run(

@@ -28,16 +28,15 @@ from redis.exceptions import (
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from fencelock import _threads
-from fencelock.authority.redlock.membership import Identity
-from fencelock.authority.redlock.places import (
+from fencelock.authority.redlock.endpoints.places import (
     Nowhere,
     Place,
     Server,
-    Source,
     members_of_cluster,
-    place_of,
     redirection,
 )
+from fencelock.authority.redlock.endpoints.sources import Source, place_of
+from fencelock.authority.redlock.membership import Identity
 from fencelock.authority.redlock.protocol.messages import Answer, Said
 from fencelock.authority.redlock.wire.codec import DIGESTS, EVERYDAY, PASSING_ERRORS, SCRIPTS
 from fencelock.errors import MembershipError
