@@ -189,8 +189,8 @@ def in_bulk(arena: Arena) -> None:
     ]
     columns = ("at once", *(f"{count} node{'s' * (count > 1)}" for count in fleets))
     note = (
-        "Acquired and released, per second, by bare sockets that wait for all nodes, all commands merged into"
-        " one. The last column is the most that these scripts make of the nodes and of this machine, where"
+        "Acquired and released, per second, by bare sockets that wait for all nodes, all commands in one"
+        " piece. The last column is the most that these scripts make of the nodes and of this machine, where"
         " the client does next to nothing."
     )
     arena.add(Section("The ceiling: the same scripts in bulk", columns, rows, note))

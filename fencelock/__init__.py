@@ -47,7 +47,7 @@ from fencelock.guard import (
     upsert,
 )
 from fencelock.lease import Lease
-from fencelock.lock import AsyncLock, FencedLock, fenced_lock
+from fencelock.lock.lock import AsyncLock, FencedLock, fenced_lock
 from fencelock.settings import configure
 from fencelock.transaction import AsyncFencedTransaction, FencedTransaction, fenced_transaction
 

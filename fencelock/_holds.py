@@ -12,14 +12,13 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
-from weakref import ReferenceType, ref
+from weakref import ReferenceType, WeakValueDictionary, ref
 
-from fencelock._weakly import WeakValues
 from fencelock.authority.base import Authority, Grant
 from fencelock.lease import Lease, note_ended, note_held
 
 if TYPE_CHECKING:
-    from fencelock.renewal import Renewer
+    from fencelock.renewal.schedule import Renewer
     from fencelock.sealing import Sealer
 
 
@@ -195,7 +194,7 @@ def _calling(listener: Callable[[Lease], object], lease: Lease) -> Callable[[], 
 
 _Key = tuple[Authority, object, str]
 #: Weak: a lock object that was thrown away while it was held is nobody's to enter again.
-_holds: WeakValues[_Key, Hold] = WeakValues()
+_holds: WeakValueDictionary[_Key, Hold] = WeakValueDictionary()
 
 
 def find(authority: Authority, owner: object, resource: str) -> Hold | None:
@@ -204,15 +203,14 @@ def find(authority: Authority, owner: object, resource: str) -> Hold | None:
     A lost hold is not entered again: work inside it would believe in a token that another holder may have
     exceeded. It is acquired anew, with a token of its own.
     """
-    reference = _holds.get((authority, owner, resource))
-    hold = reference() if reference is not None else None
+    hold = _holds.get((authority, owner, resource))
     return None if hold is None or hold.inherited or hold.lost else hold
 
 
 def add(hold: Hold) -> None:
     """Note a hold, and its leases in the current context; again has no effect."""
     for resource in hold.grant.resources:
-        _holds.add((hold.authority, hold.owner, resource), hold)
+        _holds[hold.authority, hold.owner, resource] = hold
     note_held(*hold.leases)
 
 
@@ -223,21 +221,16 @@ def remove(hold: Hold) -> None:
     note_ended(*hold.leases)
     for resource in hold.grant.resources:
         key = (hold.authority, hold.owner, resource)
-        if _holds.has(key, hold):
+        if _holds.get(key) is hold:
             _holds.pop(key, None)  # a signal handler may have been here
 
 
 def owners_of(authority: Authority, resources: Iterable[str]) -> list[object]:
     """Return who in this process holds one of these."""
     wanted = set(resources)
-    return [
-        owner
-        for (its, owner, resource), reference in list(_holds.items())
-        if its is authority and resource in wanted and reference() is not None
-    ]
+    return [owner for its, owner, resource in list(_holds) if its is authority and resource in wanted]
 
 
 def everything_held() -> list[Hold]:
     """Return all that this process holds."""
-    holds = dict.fromkeys(reference() for reference in list(_holds.values()))
-    return [hold for hold in holds if hold is not None and not hold.inherited]
+    return [hold for hold in dict.fromkeys(_holds.values()) if not hold.inherited]

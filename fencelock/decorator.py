@@ -8,7 +8,8 @@ import string
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, Unpack, cast
 
-from fencelock.lock import AllLockSettings, FencedLock, fenced_lock
+from fencelock.lock.lock import FencedLock, fenced_lock
+from fencelock.lock.options import AllLockSettings
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

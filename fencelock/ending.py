@@ -17,7 +17,7 @@ from types import FrameType
 
 from fencelock._holds import everything_held
 from fencelock.authority.base import in_use
-from fencelock.lock import give_back
+from fencelock.lock.releasing import give_back
 
 #: Seconds that giving back may take at the end of the process; what is left ends by itself.
 _PATIENCE = 2.0

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
 
     from fencelock.authority.database.database import Database
-    from fencelock.authority.redlock.places import Source
+    from fencelock.authority.redlock.endpoints.sources import Source
     from fencelock.authority.redlock.redlock import Redlock
 
 _Authority = TypeVar("_Authority", bound=Authority)

@@ -104,7 +104,7 @@ def test_no_circle_joins_settings_lock_and_authorities() -> None:
     """What an authority needs leads back to neither of them."""
     for room in ("authority", "renewal"):
         reached = reached_from(name for name in MODULES if name.startswith(f"fencelock.{room}"))
-        assert not {"fencelock.settings", "fencelock.lock", "fencelock._holds"} & reached, room
+        assert not {"fencelock.settings", "fencelock.lock.lock", "fencelock._holds"} & reached, room
 
 
 STOREYS_OF_GUARD = (
@@ -141,41 +141,6 @@ def test_each_room_of_the_guard_is_small() -> None:
     assert not {name: count for name, count in lines.items() if count > 450}
 
 
-def test_protocol_knows_no_sockets_no_clock_and_no_threads() -> None:
-    """It is pure: what is proven by simulation is what ships."""
-    allowed = {
-        "__future__",
-        "collections",
-        "dataclasses",
-        "enum",
-        "fencelock",
-        "functools",
-        "math",
-        "typing",
-        "zlib",
-    }
-    names = imports_of(PACKAGE / "authority" / "redlock" / "protocol.py")
-    assert {name.split(".")[0] for name in names} <= allowed
-    assert {name.rpartition(".")[0] for name in names if name.startswith("fencelock.")} == {
-        "fencelock.authority.base",
-        "fencelock.errors",
-    }
-
-
-@pytest.mark.parametrize("module", ["survey", "recovery", "change"])
-def test_recovery_and_change_of_nodes_are_as_pure_as_the_protocol(module: str) -> None:
-    """They run in a simulator of a thousand schedules, and in a thread on real nodes."""
-    names = imports_of(PACKAGE / "authority" / "redlock" / f"{module}.py")
-    allowed = {"__future__", "collections", "dataclasses", "enum", "fencelock", "typing"}
-    assert {name.split(".")[0] for name in names} <= allowed
-    redlock = "fencelock.authority.redlock"
-    assert {name.rpartition(".")[0] for name in names if name.startswith("fencelock.")} <= {
-        "fencelock.errors",
-        "fencelock.token",
-        *(f"{redlock}.{room}" for room in ("membership", "protocol", "survey")),
-    }
-
-
 def test_public_names_are_listed_and_documented() -> None:
     """`fencelock.__all__` lists all that is visible, and each name in it says what it promises."""
     assert {"FencedLock", "Lease", "Redlock", "configure", "fenced_lock"} <= set(fencelock.__all__)
@@ -204,3 +169,42 @@ except TypeError as error:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert "takes a sessionmaker, a scoped_session or an engine, not 'no engine'" in result.stdout
+
+
+REDLOCK = PACKAGE / "authority" / "redlock"
+#: What the simulator runs; what is proven there is what ships.
+PURE = [
+    *(
+        REDLOCK / f"{room}.py"
+        for room in ["membership", "survey", "recovery", "change", "operations", "view", "waiting"]
+    ),
+    *sorted((REDLOCK / "protocol").glob("*.py")),
+    *sorted((REDLOCK / "wire").glob("*.py")),
+]
+#: What a pure room is given as arguments: the time, chance and bytes.
+IMPURE = {"time", "random", "secrets", "socket", "ssl", "select", "threading", "asyncio", "os"}
+
+
+@pytest.mark.parametrize("path", PURE, ids=lambda path: path.stem)
+def test_pure_rooms_know_no_clock_no_chance_and_no_socket(path: Path) -> None:
+    """So threads, event loops and the simulator run the same of them."""
+    imported = imports_of(path)
+    assert not IMPURE & {name.partition(".")[0] for name in imported}
+    above = ("transport", "places", "redlock", "aio", "recoverer", "operator")
+    assert not [name for name in imported if name.startswith(tuple(f"{_REDLOCK}.{room}" for room in above))]
+
+
+_REDLOCK = "fencelock.authority.redlock"
+
+
+def test_each_room_of_the_lock_is_small() -> None:
+    """One sitting is enough to read it."""
+    rooms = [*PACKAGE.glob("lock/*.py"), *PACKAGE.glob("renewal/*.py"), *REDLOCK.rglob("*.py")]
+    lines = {path: path.read_text().count("\n") for path in rooms}
+    assert not {path.name: count for path, count in lines.items() if count > 400}
+
+
+def test_what_moves_bytes_knows_no_authority() -> None:
+    """Connections are told what they need to know of it by functions."""
+    for path in (REDLOCK / "transport").glob("*.py"):
+        assert not [name for name in imports_of(path) if name.startswith(f"{_REDLOCK}.redlock")]

@@ -496,10 +496,10 @@ def test_who_enters_first_keeps_what_a_transaction_lets_go(
     """The schedule by itself: the holder enters between the look at the blocks and the release."""
     if accounts.dialect.name == "sqlite":
         pytest.skip("SQLite's connections stay in their threads")
-    from fencelock import lock as module  # noqa: PLC0415 - the place where the schedule is made
+    from fencelock.lock import releasing as module  # noqa: PLC0415 - the place where the schedule is made
 
     reached, entered = threading.Event(), threading.Event()
-    release = module._release
+    release = module.release_hold
 
     def late(hold: Hold) -> object:
         if threading.current_thread() is committing:
@@ -510,7 +510,7 @@ def test_who_enters_first_keeps_what_a_transaction_lets_go(
     with Session(accounts) as session:
         with authority.lock("account:1"):
             withdraw(session)
-        monkeypatch.setattr(module, "_release", late)
+        monkeypatch.setattr(module, "release_hold", late)
         committing = threading.Thread(target=session.commit, daemon=True)
         committing.start()
         assert reached.wait(5)

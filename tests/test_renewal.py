@@ -24,7 +24,8 @@ from fencelock._holds import Hold
 from fencelock.authority.base import Grant
 from fencelock.embedded import Nodes
 from fencelock.errors import LockLostError, QuorumError
-from fencelock.renewal import Agenda, Renewable, first_look, for_thread, tend
+from fencelock.renewal.schedule import Agenda, Renewable, first_look, tend
+from fencelock.renewal.thread import for_thread
 from tests.polling import IMPATIENT, eventually
 from tests.redlock.stage import NODE_KEY
 
@@ -563,7 +564,7 @@ def test_renewing_thread_ends_when_it_is_idle_and_comes_back(
     authority: Redlock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It keeps nothing alive: neither a process nor a Redlock."""
-    monkeypatch.setattr("fencelock.renewal._IDLE", 0.1)
+    monkeypatch.setattr("fencelock.renewal.thread._IDLE", 0.1)
     renewer = for_thread(authority)
     for _ in range(2):
         with authority.lock("r", ttl=0.2):
@@ -673,22 +674,17 @@ def test_agenda_looks_at_nothing_early_and_forgets_what_is_struck() -> None:
     assert seen == set(wanted) - {struck.hold}
 
 
-def test_agenda_plans_newcomers_together_and_forgets_who_has_left() -> None:
-    """Nothing is to be done for 0.05 s, however many come; who has left by then is not planned."""
+def test_agenda_looks_at_many_together_and_forgets_the_released() -> None:
+    """What is entered within a sixteenth of the interval is looked at in one batch."""
     agenda = Agenda()
     works = [Clockwork(ttl=30.0) for _ in range(4)]
     now = works[-1].now
-    for number, work in enumerate(works):
-        agenda.enter(work.hold, now + number / 100)
-        assert agenda.next_at == pytest.approx(now + 0.05)
+    for work in works:
+        agenda.enter(work.hold, now)
     agenda.strike(works[0].hold)
-    works[1].hold.leases[0].release()
-    assert agenda.take(now + 0.04) == []
-    assert agenda.next_at == pytest.approx(now + 0.05)
-    assert agenda.take(now + 0.05) == []
-    assert [work.hold.planned < float("inf") for work in works] == [False, False, True, True]
-    assert 10.0 <= agenda.next_at - now < 10.0 + 0.05 + 10.0 / 16
-    assert set(agenda.take(now + 11.0)) == {works[2].hold, works[3].hold}
+    assert 10.0 <= agenda.next_at - now < 10.0 + 10.0 / 16
+    assert set(agenda.take(now + 11.0)) == {work.hold for work in works[1:]}
+    assert agenda.next_at == float("inf")
 
 
 def test_threads_release_while_others_hold(authority: Redlock) -> None:

@@ -30,7 +30,7 @@ from fencelock import (
     gate,
     sealing,
 )
-from fencelock.authority.redlock.protocol import Broadcast, Request
+from fencelock.authority.redlock.protocol.messages import Broadcast, Request
 from fencelock.authority.redlock.recovery import rise
 from fencelock.embedded import Nodes
 from fencelock.guard.fences import FENCES

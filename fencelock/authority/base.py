@@ -17,7 +17,8 @@ from fencelock.errors import FencelockError, LockTimeoutError
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from fencelock.lock import FencedLock, LockSettings
+    from fencelock.lock.lock import FencedLock
+    from fencelock.lock.options import LockSettings
 
 
 @dataclass(slots=True, unsafe_hash=True)

@@ -17,7 +17,7 @@ from typing import Any, Final
 from fencelock.authority.base import Authority
 from fencelock.errors import FencelockError
 from fencelock.lease import Lease
-from fencelock.lock import FencedLock, fenced_lock
+from fencelock.lock.lock import FencedLock, fenced_lock
 from fencelock.torture.history import HELD_UP, Acquisition, Failure, Release
 from fencelock.torture.journal import Journal
 

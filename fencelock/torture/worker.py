@@ -28,7 +28,7 @@ from fencelock.authority.base import Authority
 from fencelock.authority.redlock.redlock import Redlock
 from fencelock.errors import FencelockError, LockError, LockLostError
 from fencelock.lease import Lease
-from fencelock.lock import FencedLock, fenced_lock
+from fencelock.lock.lock import FencedLock, fenced_lock
 from fencelock.torture.history import Acquisition, Failure, Release, Style
 from fencelock.torture.journal import Journal
 from fencelock.torture.keeper import Keeper

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from fencelock.authority.redlock import protocol
-from fencelock.authority.redlock.ears import Ear
+from fencelock.authority.redlock.protocol import acquire, bids
 from tests.polling import IMPATIENT
 from tests.redlock.views import Run
 
@@ -40,32 +38,11 @@ def no_noise(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 @pytest.fixture
-def one_tick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is asked within one tick goes out at its end, on a slow machine too: no tick counts as long."""
-    monkeypatch.setattr("fencelock.authority.redlock.multiplex.FRESH", 60.0)
-
-
-@pytest.fixture(params=["swift", "slow"])
-def dialling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How long it takes to begin to open one node's connection: slow is until another may be tried."""
-    if request.param == "swift":
-        return
-    dial = Ear.dial
-
-    def patched(ear: Ear, *arguments: Any) -> None:
-        dial(ear, *arguments)
-        time.sleep(0.06)
-
-    monkeypatch.setattr(Ear, "_pause", lambda ear, _: 0.01 if ear.number == 4 else 0.04)
-    monkeypatch.setattr(Ear, "dial", patched)
-
-
-@pytest.fixture
 def never_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """One who stands in line looks after 20 s only: nothing but a call can explain an early success."""
-    pause = protocol._pause
+    pause = acquire.next_pause
 
-    def patched(outcome: protocol.Failed, tries: int, random: float) -> float:
+    def patched(outcome: bids.Failed, tries: int, random: float) -> float:
         return 20.0 if outcome.waits_for_a_call else pause(outcome, tries, random)
 
-    monkeypatch.setattr(protocol, "_pause", patched)
+    monkeypatch.setattr(acquire, "next_pause", patched)

@@ -10,7 +10,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from fencelock.authority.redlock.protocol import Answer, Bid, Command, Failed, Fleet, Granted
+from fencelock.authority.redlock.protocol.bids import Bid, Failed, Granted
+from fencelock.authority.redlock.protocol.messages import Answer, Command
+from fencelock.authority.redlock.protocol.nodeset import Fleet
 from fencelock.token import compose
 from tests.redlock.stage import Bidder, fleet_of
 from tests.simulation.node import ModelNode

@@ -20,26 +20,25 @@ from typing import Any, Protocol
 import redis
 
 from fencelock import token
-from fencelock.authority.redlock import node as nodes
-from fencelock.authority.redlock import protocol
 from fencelock.authority.redlock.change import Plan, change
-from fencelock.authority.redlock.node import Link, Node
-from fencelock.authority.redlock.protocol import (
+from fencelock.authority.redlock.protocol import acquire, undo
+from fencelock.authority.redlock.protocol.bids import Bid, Failed, Granted, Turn
+from fencelock.authority.redlock.protocol.messages import (
     Answer,
     Answers,
-    Bid,
     Broadcast,
     Command,
-    Failed,
-    Fleet,
-    Granted,
     Request,
     Round,
     Said,
-    Turn,
 )
+from fencelock.authority.redlock.protocol.nodeset import Fleet
 from fencelock.authority.redlock.recovery import Surroundings, recover, rise
 from fencelock.authority.redlock.redlock import Redlock
+from fencelock.authority.redlock.transport.connector import Node
+from fencelock.authority.redlock.transport.sockets import read_from, write_to
+from fencelock.authority.redlock.wire import codec
+from fencelock.authority.redlock.wire.connection import Connection, PendingReply
 from fencelock.embedded import Node as Server
 
 NODE_KEY = "{fencelock}"
@@ -65,30 +64,35 @@ class RealNode:
         self.client = redis.Redis.from_url(url, decode_responses=True)
         self.node = Node(url, 2.0, verify_votes=False)
         self.scripts = dict(scripts or {})
-        self.link: Link = self.node.open(NODE_KEY)
+        self._open()
+
+    def _open(self) -> None:
+        opened = self.node.open(NODE_KEY)
+        self.sock = opened.sock
+        self.link = Connection(0, opened.identity, None, pushes=opened.pushes)
 
     def close(self) -> None:
         """Close both connections."""
-        self.link.close()
+        self.sock.close()
         self.client.close()
 
     def reconnect(self) -> None:
         """Open a new link, as a client does after the node has restarted."""
-        self.link.close()
-        self.link = self.node.open(NODE_KEY)
+        self.sock.close()
+        self._open()
 
     def execute(self, command: Command) -> Answer:
         """Send the command, and wait for its answer."""
         text = self.scripts.get(command.script)
-        packed = nodes.pack(command) if text is None else nodes._pack(command, "EVAL", text)
-        self.link.send((None, command, 0.0), packed)
+        packed = codec.pack(command) if text is None else codec._pack_call(command, "EVAL", text)
+        self.link.put(PendingReply(None, command, 0.0), packed)
         poll = select.poll()
-        poll.register(self.link.descriptor, select.POLLIN)
+        poll.register(self.sock.fileno(), select.POLLIN)
         while True:
+            write_to(self.sock, self.link)
             assert poll.poll(5000), f"{self.node.name} does not answer"
-            for _, answer in self.link.receive(0.0):
+            for _, answer in self.link.received(read_from(self.sock) or b"", 0.0):
                 return answer
-            self.link.flush()
 
     def remember(self) -> dict[str, str]:
         """Return what stands in the node's hash, as a file on its disk would have it."""
@@ -152,7 +156,7 @@ class Bidder:
     ) -> None:
         self.fleet = fleet
         self.bid = Bid.of(fleet, tuple(sorted(resources)), nonce or f"nonce-{next(_nonces)}", ttl, turn)
-        self._generator = protocol.attempt(fleet, self.bid, alone=alone)
+        self._generator = acquire.attempt(fleet, self.bid, alone=alone)
         self.outcome: Granted | Failed | None = None
         self.answers: dict[int, Answer] = {}
         self.request: Broadcast = next(self._generator)
@@ -189,8 +193,8 @@ class Bidder:
         """Return the RELEASE that follows: with the decided values, or without."""
         if isinstance(self.outcome, Granted):
             granted = self.outcome
-            return protocol._release_command(self.fleet, self.bid, granted.epoch, granted.counters)
-        return protocol._release_command(self.fleet, self.bid, 0, (0,) * len(self.bid.resources))
+            return undo.release_command(self.fleet, self.bid, granted.epoch, granted.counters)
+        return undo.release_command(self.fleet, self.bid, 0, (0,) * len(self.bid.resources))
 
 
 class Stage:
@@ -330,7 +334,7 @@ def operator(stations: Sequence[RealNode], wanted: Sequence[int]) -> Actor:
 
 def without(script: str, line: str, instead: str = "") -> dict[str, str]:
     """Return a mutant of a shipped script, in which one piece of text is gone."""
-    text = nodes.SCRIPTS[script]
+    text = codec.SCRIPTS[script]
     assert text.count(line) == 1, f"{line!r} stands {text.count(line)} times in {script}"
     return {script: text.replace(line, instead)}
 

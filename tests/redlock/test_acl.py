@@ -95,7 +95,7 @@ def wait(authority: Redlock) -> None:
 
 
 async def crowd(authority: Redlock) -> None:
-    """Lock much at one time, so that commands are merged; and one thing, so that tasks stand in line."""
+    """Lock much at one time, and one thing so that tasks stand in line."""
 
     async def one(resource: str) -> None:
         async with authority.lock(resource, ttl=1, timeout=10):

@@ -10,8 +10,8 @@ import pytest
 import redis
 
 from fencelock import Redlock
-from fencelock.authority.redlock import redlock
-from fencelock.authority.redlock.node import eviction_of
+from fencelock.authority.redlock import administration
+from fencelock.authority.redlock.transport.connector import eviction_of
 from fencelock.embedded import Nodes
 from fencelock.errors import AuthorityError
 from tests.test_cli import fencelock
@@ -28,7 +28,7 @@ def node(make_nodes: Callable[..., Nodes]) -> Nodes:
 @pytest.fixture(autouse=True)
 def first_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing has been warned of yet."""
-    monkeypatch.setattr(redlock, "_warned_of_eviction", set())
+    monkeypatch.setattr(administration, "_warned_of_eviction", set())
 
 
 def configure(nodes: Nodes, **settings: str) -> None:
@@ -116,7 +116,7 @@ def test_init_says_where_it_cannot_tell(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A service that hides its configuration is initialised all the same."""
-    monkeypatch.setattr("fencelock.authority.redlock.node.eviction_of", lambda _: None)
+    monkeypatch.setattr("fencelock.authority.redlock.transport.connector.eviction_of", lambda _: None)
     with Redlock(nodes.urls[0]) as authority:
         assert authority.init()
     assert f"{nodes.urls[0]}: its INFO does not tell" in caplog.text

@@ -13,14 +13,16 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+import redis
 
 from fencelock import Redlock
+from fencelock.authority.redlock.administration import statuses
 from fencelock.authority.redlock.membership import Membership
 from fencelock.authority.redlock.operator import change_nodes
-from fencelock.authority.redlock.protocol import Answer, Said
-from fencelock.authority.redlock.recollection import Recollection
-from fencelock.authority.redlock.recovery import Roll, statuses
+from fencelock.authority.redlock.protocol.messages import Answer, Said
+from fencelock.authority.redlock.recovery import Roll
 from fencelock.authority.redlock.survey import NodeState, Standing
+from fencelock.authority.redlock.view import MembershipView
 from fencelock.embedded import Node, Nodes
 from fencelock.errors import FencelockError, MembershipError
 from fencelock.lease import Lease
@@ -50,9 +52,17 @@ def by_replication(node: Node, fellow: Node) -> None:
     promote(node)
 
 
+def saves(node: Node) -> bool:
+    """Have a node write its file; False where it is about to write it by itself."""
+    try:
+        return bool(ask(node, "SAVE"))
+    except redis.ResponseError:
+        return False
+
+
 def by_file(node: Node, fellow: Node) -> None:
     """Start a node again with its fellow's file."""
-    ask(fellow, "SAVE")
+    assert eventually(lambda: saves(fellow))
     node.kill()
     shutil.copy(fellow._folder / "dump.rdb", node._folder / "dump.rdb")
     node.start()
@@ -248,7 +258,11 @@ def test_status_says_why_a_node_gets_no_seat() -> None:
 
 def test_order_rests_on_addresses() -> None:
     """Two clients have the same, though one was told by a node that had a fellow's data."""
-    right, wrong, by_other_names = Recollection(NAMES), Recollection(NAMES), Recollection(("X", "Y", "Z"))
+    right, wrong, by_other_names = (
+        MembershipView(NAMES),
+        MembershipView(NAMES),
+        MembershipView(("X", "Y", "Z")),
+    )
     for node, (said, stale) in enumerate(zip("abc", "cbc", strict=True)):
         right.note(node, said, LIST)
         wrong.note(node, stale, LIST)

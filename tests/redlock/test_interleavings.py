@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from fencelock.authority.redlock import protocol
+from fencelock.authority.redlock.protocol import acquire
 from tests.redlock.model import History, World, node_with
 from tests.simulation.node import ModelNode
 from tests.simulation.weaker import (
@@ -64,11 +64,11 @@ def test_weaker_nodes_are_caught(mutant: type[ModelNode]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "mutant"), [("_decide", maximum_without_write_back), ("_largest_epoch", mixed_epochs)]
+    ("name", "mutant"), [("_decide", maximum_without_write_back), ("largest_epoch", mixed_epochs)]
 )
 def test_weaker_clients_are_caught(
     name: str, mutant: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Controls: a maximum that is not written back, or epochs that are added up, break a promise."""
-    monkeypatch.setattr(protocol, name, mutant)
+    monkeypatch.setattr(acquire, name, mutant)
     assert first_violation()

@@ -11,7 +11,7 @@ import pytest
 from fencelock.authority.redlock import membership
 from fencelock.authority.redlock.change import Plan, change
 from fencelock.authority.redlock.membership import Membership, initialise
-from fencelock.authority.redlock.protocol import Broadcast, Command
+from fencelock.authority.redlock.protocol.messages import Broadcast, Command
 from fencelock.authority.redlock.recovery import Surroundings, recover
 from fencelock.authority.redlock.survey import Standing, ask
 from fencelock.errors import FencelockError

@@ -22,16 +22,17 @@ from typing import Any
 import pytest
 import redis
 import redis.asyncio
-from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
 import fencelock
 from fencelock import Redlock
 from fencelock.authority.redlock import membership
-from fencelock.authority.redlock.blocking import run
-from fencelock.authority.redlock.node import Node
-from fencelock.authority.redlock.protocol import Bid, Failed, Sleep, attempt
+from fencelock.authority.redlock.protocol.acquire import attempt
+from fencelock.authority.redlock.protocol.bids import Bid, Failed
+from fencelock.authority.redlock.protocol.messages import Sleep
+from fencelock.authority.redlock.transport.blocking import run
+from fencelock.authority.redlock.transport.connector import Node
 from fencelock.embedded import Nodes
 from fencelock.errors import (
     AuthorityError,
@@ -230,9 +231,9 @@ def test_votes_prove_their_server_once_there_has_been_a_replica(make_nodes: Call
     primary, replica = make_nodes(2)
 
     def replid_of_a_vote() -> str:
-        link = Node(primary.url, 1.0, verify_votes=False).open(NODE_KEY)
-        link.close()
-        return link.identity.replid
+        opened = Node(primary.url, 1.0, verify_votes=False).open(NODE_KEY)
+        opened.sock.close()
+        return opened.identity.replid
 
     def has_replicas(count: int) -> bool:
         facts: Any = admin.info("replication")
@@ -344,13 +345,11 @@ def test_second_name_of_a_server_that_connects_late_gets_no_second_vote(nodes: N
         with Redlock(names, connect_timeout=0.5, outage_grace=0.0) as wrong:
             with pytest.raises(AuthorityError):
                 wrong.lock("r", timeout=0).acquire()
-            channels = wrong._pool.lend()
             time.sleep(0.3)
             fleet = wrong._see()
             door.open.set()
             time.sleep(0.3)
-            wrong._pool.give_back(channels)
-            outcome = run(attempt(fleet, Bid.of(fleet, ("r",), "nonce", 5.0)), wrong._pool)
+            outcome = run(attempt(fleet, Bid.of(fleet, ("r",), "nonce", 5.0)), wrong._connections)
             assert isinstance(outcome, Failed)
         door.close()
 
@@ -441,7 +440,7 @@ def interrupted_init(urls: list[str], rounds: int) -> None:
             max_ttl=membership.DEFAULT_MAX_TTL,
             patience=2.0,
         )
-        channels = authority._pool.lend()
+        channels = authority._connect()
         request = next(generator)
         while rounds:
             if isinstance(request, Sleep):  # not every connection is there yet
@@ -614,85 +613,13 @@ def test_existing_clients_serve_as_nodes(
         assert client.ping()
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"decode_responses": True, "protocol": 3, "health_check_interval": 1},
-        {"retry": AsyncRetry(ExponentialBackoff(), 3), "retry_on_error": [ConnectionError]},
-        {"username": "worker", "password": "pw", "client_name": "mine", "socket_keepalive": True},
-        {"single_connection_client": True},
-    ],
-    ids=["plain", "everything", "retrying", "acl", "single"],
-)
-def test_existing_asyncio_clients_serve_as_nodes(nodes: Nodes, settings: dict[str, Any]) -> None:
-    """For blocking and for asyncio code; the clients themselves are not touched."""
-    with ExitStack() as stack:
-        for node in nodes[:3]:
-            admin = stack.enter_context(redis.Redis.from_url(node.url))
-            admin.acl_setuser(
-                "worker", enabled=True, passwords=["+pw"], keys=["*"], channels=["*"], commands=["+@all"]
-            )
-            stack.callback(admin.acl_deluser, "worker")
-        clients = [redis.asyncio.Redis(host="127.0.0.1", port=node.port, **settings) for node in nodes[:3]]
-        authority = stack.enter_context(Redlock(clients))
-        authority.init(base=0)
-        with authority.lock("r") as token:
-            assert token == 1
-
-        async def main() -> None:
-            grant = await authority.aio.acquire(("r",), ttl=5, timeout=0)
-            assert grant.tokens == (2,)
-            await authority.aio.release(grant)
-            for client in clients:
-                assert await client.ping()
-                await client.aclose()
-
-        asyncio.run(main())
-
-
-def test_asyncio_client_with_tls_is_a_node(nodes: Nodes, tls_door: Callable[[int], TlsDoor]) -> None:
-    """Its certificates count: the right authority's are accepted, others are not."""
-    door = tls_door(nodes[0].port)
-    trusting: dict[str, Any] = {"ssl": True, "ssl_ca_certs": str(door.certificate)}
-    client = redis.asyncio.Redis(host="localhost", port=door.port, **trusting)
-    with Redlock(client) as authority:
-        assert authority.nodes == (f"rediss://localhost:{door.port}",)
-        authority.init(base=0)
-        with authority.lock("r") as token:
-            assert token == 1
-        grant = asyncio.run(authority.aio.acquire(("a",), ttl=5, timeout=0))
-        assert authority.release(grant) is True
-    error = failure_of(Redlock(redis.asyncio.Redis(host="localhost", port=door.port, ssl=True)))
-    assert "certificate" in str(error).lower()
-
-
-def test_asyncio_client_on_a_unix_socket_is_a_node(
-    make_nodes: Callable[..., Nodes], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """As the URL is."""
-    path = str(tmp_path_factory.mktemp("s") / "n.sock")
-    make_nodes(1, settings={"unixsocket": path})
-    with Redlock(redis.asyncio.Redis(unix_socket_path=path)) as authority:
-        assert authority.nodes == (f"unix://{path}",)
-        authority.init(base=0)
-        with authority.lock("r") as token:
-            assert token == 1
-
-
-def test_asyncio_client_that_connects_in_its_own_way_is_refused() -> None:
-    """What it does cannot be repeated by a blocking connection, and must not be left out silently."""
-
-    class Mine(redis.asyncio.Connection):
-        pass
-
-    async def greet(_: object) -> None:
-        pass
-
-    pool = redis.asyncio.ConnectionPool(connection_class=Mine, host="h")
-    for client in (redis.asyncio.Redis(connection_pool=pool), redis.asyncio.Redis(redis_connect_func=greet)):
-        with pytest.raises(TypeError, match="in a way of its own"):
-            Redlock(client)
+@pytest.mark.parametrize("client", [redis.asyncio.Redis, redis.asyncio.RedisCluster])
+def test_asyncio_client_is_refused(client: Any) -> None:
+    """Connections are opened by blocking ones, in asyncio code too: the error names what serves."""
+    with pytest.raises(TypeError, match=r"redis\.Redis or redis\.RedisCluster, in asyncio code too"):
+        Redlock(client(host="h"))
+    with pytest.raises(TypeError, match="in asyncio code too"):
+        Redlock([client(host="h")])
 
 
 class TlsDoor:

@@ -11,7 +11,8 @@ import redis.asyncio.sentinel
 import redis.sentinel
 
 from fencelock import Redlock
-from fencelock.authority.redlock.places import Nowhere, place_of, split_urls, without_password
+from fencelock.authority.redlock.endpoints.places import Nowhere
+from fencelock.authority.redlock.endpoints.sources import place_of, split_urls, without_password
 
 
 @pytest.mark.parametrize(
@@ -102,9 +103,9 @@ def test_same_service_twice_is_one_node() -> None:
         Redlock("redis+sentinel://a,b/main,redis+sentinel://b,a/main")
 
 
-@pytest.mark.parametrize("world", [redis.sentinel, redis.asyncio.sentinel])
-def test_client_of_a_service_is_named_as_its_url_is(world: Any) -> None:
+def test_client_of_a_service_is_named_as_its_url_is() -> None:
     """So that a blank node is known to all clients under one address."""
+    world: Any = redis.sentinel
     manager = world.Sentinel([("s2", 26379), ("s1", 1)], sentinel_kwargs={"password": "secret"})
     for client, name in (
         (manager.master_for("main"), "redis+sentinel://s1:1,s2:26379/main"),
@@ -125,14 +126,6 @@ def test_client_of_a_service_that_connects_in_its_own_way_is_refused() -> None:
     manager = world.Sentinel([("s1", 26379)])
     with pytest.raises(TypeError, match="in a way of its own"):
         Redlock(manager.master_for("main", connection_class=Mine))
-
-
-def test_asyncio_client_of_a_cluster_is_named_as_its_url_is() -> None:
-    """It has not connected yet."""
-    client = redis.asyncio.RedisCluster(host="c1", port=7, password="secret")
-    assert Redlock(client).nodes == ("redis+cluster://c1:7",)
-    secure = redis.asyncio.RedisCluster.from_url("rediss://c1:7")
-    assert Redlock([secure]).nodes == ("rediss+cluster://c1:7",)
 
 
 def test_socket_into_a_cluster_leads_no_further_than_its_server() -> None:

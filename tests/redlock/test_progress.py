@@ -8,7 +8,9 @@ import time
 import pytest
 
 from fencelock import Redlock
-from fencelock.authority.redlock.protocol import Answer, Bid, Failed, Said, attempt
+from fencelock.authority.redlock.protocol.acquire import attempt
+from fencelock.authority.redlock.protocol.bids import Bid, Failed
+from fencelock.authority.redlock.protocol.messages import Answer, Said
 from fencelock.authority.redlock.waiting import Line
 from fencelock.embedded import Nodes
 from tests.redlock.stage import Bidder, fleet_of

@@ -8,7 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from fencelock.authority.redlock.protocol import Answer, Bid, Said, Turn, _acquire_command, undoing
+from fencelock.authority.redlock.protocol.acquire import _acquire_command
+from fencelock.authority.redlock.protocol.bids import Bid, Turn
+from fencelock.authority.redlock.protocol.messages import Answer, Said
+from fencelock.authority.redlock.protocol.undo import undoing
 from fencelock.embedded import Node
 from fencelock.token import MAX_COUNTER
 from tests.polling import eventually

@@ -115,7 +115,7 @@ def test_restarted_node_votes_again_over_the_same_sockets(
 
 def link_to(authority: Redlock, node: int) -> object:
     """Return what the authority speaks to a node over."""
-    return authority._pool._idle[-1]._seats[node].link
+    return authority._connections._nodes.connection(node)
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -319,7 +319,7 @@ def test_recovery_ends_when_nothing_is_left_to_do(nodes: Nodes, connect: MakeRed
     nodes[0].restart(keep_data=False)
     assert votes_again(authority)
     assert eventually(lambda: not threads())
-    assert authority._recoverer._channels is None
+    assert authority._recoverer._connections is None
 
 
 def test_forked_child_recovers_nothing_unasked(nodes: Nodes, connect: MakeRedlock) -> None:

@@ -17,7 +17,7 @@ from fencelock import token
 from fencelock.authority.redlock import change as changing
 from fencelock.authority.redlock import recovery
 from fencelock.authority.redlock.membership import DEFAULT_MAX_TTL, Membership, initialise
-from fencelock.authority.redlock.protocol import Command, Said
+from fencelock.authority.redlock.protocol.messages import Command, Said
 from fencelock.authority.redlock.survey import Standing, ask, read
 from fencelock.embedded import Nodes
 from fencelock.errors import MembershipError

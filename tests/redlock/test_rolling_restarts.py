@@ -155,7 +155,7 @@ def takes(client: Redlock) -> bool:
 
 def blank_to(client: Redlock) -> int:
     """Return how many nodes were blank when the client connected to them."""
-    return sum(identity.membership is None for identity in client._identities.values())
+    return sum(identity.membership is None for identity in client._view.identities.values())
 
 
 def admitted(client: Redlock) -> bool:

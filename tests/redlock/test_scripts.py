@@ -8,21 +8,14 @@ from dataclasses import replace
 import pytest
 import redis
 
-from fencelock.authority.redlock.node import read_answer
-from fencelock.authority.redlock.protocol import (
-    Answer,
-    Bid,
-    Command,
-    Fleet,
-    Said,
-    Turn,
-    _acquire_command,
-    _extend_command,
-    _pairs,
-    _release_command,
-    undoing,
-)
+from fencelock.authority.redlock.protocol.acquire import _acquire_command
+from fencelock.authority.redlock.protocol.bids import Bid, Turn, in_pairs
+from fencelock.authority.redlock.protocol.holding import _extend_command
+from fencelock.authority.redlock.protocol.messages import Answer, Command, Said
+from fencelock.authority.redlock.protocol.nodeset import Fleet
+from fencelock.authority.redlock.protocol.undo import release_command, undoing
 from fencelock.authority.redlock.redlock import Redlock
+from fencelock.authority.redlock.wire.codec import read_answer
 from fencelock.embedded import Node
 from fencelock.token import MAX_COUNTER
 from tests.redlock.stage import NODE_KEY, RealNode, fleet_of, stripe_of
@@ -49,7 +42,7 @@ class Scripts:
     ) -> Answer:
         """ACQUIRE."""
         bid = Bid.of(self.fleet, tuple(sorted(resources)), nonce, ttl)
-        pairs = _pairs(bid.stripes, [hint] * len(resources))
+        pairs = in_pairs(bid.stripes, [hint] * len(resources))
         arguments = (self.fleet.fingerprint, nonce, bid.ttl_ms, epoch, *pairs)
         return self.real.execute(Command("acquire", nonce, bid.keys, arguments))
 
@@ -62,12 +55,12 @@ class Scripts:
         """RELEASE as one who waits in line, and goes on with that or not."""
         bid = Bid.of(self.fleet, tuple(sorted(resources)), nonce, 30.0, turn)
         nothing = [0] * len(resources)
-        return self.real.execute(_release_command(self.fleet, bid, 0, nothing, stay=stay))
+        return self.real.execute(release_command(self.fleet, bid, 0, nothing, stay=stay))
 
     def confirm(self, nonce: str, counters: dict[str, int], *, epoch: int = 0) -> Answer:
         """CONFIRM the values of some resources."""
         bid = Bid.of(self.fleet, tuple(sorted(counters)), nonce, 30.0)
-        pairs = _pairs(bid.stripes, [counters[resource] for resource in bid.resources])
+        pairs = in_pairs(bid.stripes, [counters[resource] for resource in bid.resources])
         return self.real.execute(
             Command("confirm", nonce, bid.keys, (self.fleet.fingerprint, nonce, epoch, *pairs))
         )
@@ -76,7 +69,7 @@ class Scripts:
         """RELEASE with the decided values of some resources."""
         bid = Bid.of(self.fleet, tuple(sorted(counters)), nonce, 30.0)
         decided = [counters[resource] for resource in bid.resources]
-        return self.real.execute(_release_command(self.fleet, bid, epoch, decided))
+        return self.real.execute(release_command(self.fleet, bid, epoch, decided))
 
     def extend(self, nonce: str, *resources: str, ttl: float = 30.0) -> Answer:
         """EXTEND one grant."""
@@ -234,7 +227,7 @@ def test_release_in_another_epoch_or_list_changes_no_counter(scripts: Scripts) -
     assert scripts.release("n", {"r": 90}, epoch=3).said is Said.RELEASED
     assert scripts.counter("r") == 1
     bid = Bid.of(fleet_of("another list", 1), ("r",), "n", 1.0)
-    scripts.real.execute(_release_command(fleet_of("another list", 1), bid, 0, [90]))
+    scripts.real.execute(release_command(fleet_of("another list", 1), bid, 0, [90]))
     assert scripts.counter("r") == 1
 
 
@@ -325,10 +318,10 @@ def test_late_answers_tell_what_they_left_behind(scripts: Scripts) -> None:
     waits = replace(bids[0], turn=turn)
     (undo,) = undoing(_acquire_command(waits, scripts.fleet), None)
     assert undo.arguments == (*both[0].arguments, "client.1", 2_000_000, "")
-    release = _release_command(scripts.fleet, waits, 0, (0, 0))
+    release = release_command(scripts.fleet, waits, 0, (0, 0))
     assert undoing(release, None) == [release._replace(arguments=(*release.arguments[:-1], ""))]
     assert undoing(release, Answer(Said.LOST)) == []
-    plain = _release_command(scripts.fleet, bids[0], 0, (1, 2))
+    plain = release_command(scripts.fleet, bids[0], 0, (1, 2))
     assert undoing(plain, None) == [plain]
 
 

@@ -20,7 +20,7 @@ import redis.asyncio.sentinel
 import redis.sentinel
 
 from fencelock import Redlock
-from fencelock.authority.redlock import node
+from fencelock.authority.redlock.transport import connector
 from fencelock.embedded import LOOPBACK, Nodes
 from fencelock.errors import FencelockError, QuorumError
 from fencelock.token import MAX_COUNTER, split
@@ -66,22 +66,19 @@ def test_every_vote_proves_its_server(service: Watched) -> None:
         authority.init()
         with authority.lock("r"):
             pass
-        channels = authority._pool.lend()
-        link = channels._seats[0].link
-        assert link is not None
-        assert link.identity.replid
-        channels.close()
+        connection = authority._connections._nodes.connection(0)
+        assert connection is not None
+        assert connection.identity.replid
 
 
 def test_client_of_a_service_is_a_node(service: Watched) -> None:
     """Made by `master_for`, for blocking and for asyncio code."""
-    worlds: Any = redis.sentinel, redis.asyncio.sentinel  # redis-py has no types for these
-    blocking, manager = (world.Sentinel(service.sentinel_addresses, socket_timeout=2) for world in worlds)
-    with Redlock(blocking.master_for(service.name(), decode_responses=True, protocol=3)) as authority:
+    world: Any = redis.sentinel  # redis-py has no types for it
+    manager = world.Sentinel(service.sentinel_addresses, socket_timeout=2)
+    with Redlock(manager.master_for(service.name(), decode_responses=True, protocol=3)) as authority:
         authority.init(base=0)
         with authority.lock("r") as token:
             assert token == 1
-    with Redlock(manager.master_for(service.name())) as authority:
         grant = asyncio.run(authority.aio.acquire(("r",), ttl=5, timeout=0))
         assert grant.tokens == (2,)
         assert authority.release(grant) is True
@@ -139,6 +136,8 @@ def test_majority_of_the_sentinels_has_to_answer(watch: Callable[..., Watched]) 
     service = watch()
     with Redlock(service.url(), **PATIENT) as authority:
         authority.init(base=0)
+        with authority.lock("other"):
+            pass
         service.kill_sentinel(0)
         with Redlock(service.url(), **PATIENT) as other, other.lock("r") as token:
             assert token == 1
@@ -283,8 +282,8 @@ def test_failover_and_failback_past_an_open_connection(
     Every vote proves the server; one that asks only the socket is refused as well, for the memory is another.
     """
     if not verified:
-        identify = node._identify
-        monkeypatch.setattr(node, "_identify", lambda *a, **o: replace(identify(*a, **o), replid=""))
+        identify = connector._identify
+        monkeypatch.setattr(connector, "_identify", lambda *a, **o: replace(identify(*a, **o), replid=""))
     first, second = make_nodes(2, settings={"repl-diskless-sync-delay": "0"})
     ask(second, "REPLICAOF", first.host, first.port)
     assert eventually(lambda: fact(second, "master_link_status") == "up")

@@ -15,8 +15,8 @@ import pytest
 import redis
 
 from fencelock import Redlock
-from fencelock.authority.redlock.protocol import Answer, Said
-from fencelock.authority.redlock.waiting import HESITATION, Line
+from fencelock.authority.redlock.protocol.messages import Answer, Said
+from fencelock.authority.redlock.waiting import HESITATION, Line, Waiter
 from fencelock.embedded import Nodes
 from fencelock.errors import LockTimeoutError
 from tests.polling import eventually
@@ -113,6 +113,30 @@ class TestLine:
         heard.append(line.hears)
         assert heard == [True, False, True]
 
+    def test_a_call_ends_no_sleep_when_its_place_is_gone(self, line: Line) -> None:
+        """A bidder that was called, and hears no majority any more, would come back at once for ever."""
+        waiter = Waiter(line, lambda: 0.0, lambda: 0.0, fair=False, patient=True)
+        waiter.turn("first")
+        turn = waiter.turn("second")
+        assert turn is not None
+        assert turn.place == waiter.place == "c.1"
+        for node in range(3):
+            line.note(node, b"1", 0.0)
+        assert line.due(waiter.place) == 0.0
+        line.go_deaf(0)
+        assert waiter.turn("third") is None
+        assert line.due(waiter.place) == math.inf
+
+    def test_first_bid_stands_in_line_where_the_last_acquisition_had_to_wait(self, line: Line) -> None:
+        """Otherwise the lock is mostly free."""
+        places = []
+        for bids in (1, 2, 1, 1):
+            waiter = Waiter(line, lambda: 0.0, lambda: 0.0, fair=False, patient=True)
+            turns = [waiter.turn("nonce") for _ in range(bids)]
+            places.append(turns[0] is not None)
+            waiter.leave()
+        assert places == [False, False, True, False]
+
     def test_no_place_is_given_twice(self, line: Line) -> None:
         """It names the client and one acquisition of it."""
         places = [line.new_place() for _ in range(3)]
@@ -139,7 +163,7 @@ def start_listening(waiter: Redlock, holder: Redlock, nodes: int = 5) -> None:
 
 def heard_by(client: Redlock) -> int:
     """Return how many nodes a client listens to."""
-    return len(client._listener._line._listening)
+    return len(client._connections.queue._listening)
 
 
 def seconds_until_handed_over(holder: Redlock, waiter: Redlock, timeout: float = 3.0) -> float:
@@ -157,7 +181,7 @@ def seconds_until_handed_over(holder: Redlock, waiter: Redlock, timeout: float =
     thread = threading.Thread(target=wait)
     with holder.lock("r", ttl=30):
         thread.start()
-        assert eventually(lambda: bool(waiter._listener._bells) or not thread.is_alive())
+        assert eventually(lambda: bool(waiter._connections._in_line) or not thread.is_alive())
         time.sleep(0.2)
     released = time.monotonic()
     thread.join()
@@ -231,7 +255,7 @@ def test_user_who_may_not_listen_waits_by_looking(authority: Redlock, nodes: Nod
         with Redlock(urls) as deaf:
             assert seconds_until_handed_over(authority, deaf, timeout=5.0) < 2.0
             assert heard_by(deaf) == 0
-            assert not deaf._listener.hears
+            assert not deaf._connections.queue.hears
             with authority.lock("r"), pytest.raises(LockTimeoutError):
                 deaf.lock("r", timeout=0.3).acquire()
         with redis.Redis.from_url(nodes[0].url) as client:
@@ -308,7 +332,7 @@ def seconds_behind_killed_processes(authority: Redlock, waiter: Redlock, nodes: 
         return second.result(10) - released
 
 
-@pytest.mark.usefixtures("never_look", "dialling")
+@pytest.mark.usefixtures("never_look")
 def test_connections_that_break_under_one_who_waits_are_opened_again(
     authority: Redlock, waiter: Redlock, nodes: Nodes
 ) -> None:
@@ -392,18 +416,16 @@ def test_waiting_for_several_resources_never_deadlocks(nodes: Nodes, authority: 
         assert eventually(lambda: sorted(client.keys("*")) == [name.encode() for name in OF_THE_NODE], 10)
 
 
-def test_uncontended_acquisition_opens_no_listener(authority: Redlock, nodes: Nodes) -> None:
-    """Who never waits pays nothing: no connection, no thread, no key."""
+def test_uncontended_acquisition_leaves_no_thread_and_no_key(authority: Redlock, nodes: Nodes) -> None:
+    """Nothing is left behind on a node for a client that never waits."""
     before = _threads()
     with authority.lock("r"):
         pass
     with authority.lock("r"), Redlock(nodes.urls) as other, pytest.raises(LockTimeoutError):
         other.lock("r", timeout=0).acquire()
-    assert authority._listener._poll is None
     assert eventually(lambda: _threads() <= before)
     with redis.Redis.from_url(nodes[0].url) as client:
-        assert client.pubsub_channels() == []
-        assert sorted(client.keys("*")) == [name.encode() for name in OF_THE_NODE]
+        assert eventually(lambda: sorted(client.keys("*")) == [name.encode() for name in OF_THE_NODE])
 
 
 def _threads() -> set[threading.Thread]:

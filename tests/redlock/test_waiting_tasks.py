@@ -19,9 +19,7 @@ import redis
 
 from fencelock import Redlock
 from fencelock.authority.base import Grant
-from fencelock.authority.redlock import loop_listening
-from fencelock.authority.redlock.ears import Ear
-from fencelock.authority.redlock.loop_listening import LoopListener
+from fencelock.authority.redlock.transport.aio import LoopConnections
 from fencelock.authority.redlock.waiting import Line
 from fencelock.embedded import Nodes
 from fencelock.errors import FencelockError, LockTimeoutError
@@ -62,14 +60,14 @@ def hold(authority: Redlock, resource: str = "r") -> Grant:
     pytest.fail(f"{resource!r} is never held on every node")
 
 
-def listener_of(client: Redlock) -> LoopListener:
+def listener_of(client: Redlock) -> LoopConnections:
     """Return what hears for the running loop."""
-    return client.aio._lines_here().listener
+    return client.aio._here()
 
 
 def heard_by(client: Redlock) -> int:
     """Return how many nodes the running loop listens to."""
-    return len(listener_of(client)._line._listening)
+    return len(listener_of(client).queue._listening)
 
 
 async def start_listening(client: Redlock, holder: Redlock, nodes: int = 5) -> None:
@@ -89,7 +87,7 @@ async def seconds_until_handed_over(holder: Redlock, client: Redlock, timeout: f
     """Let a task wait for another client; return how long after the release it has the lock."""
     grant = hold(holder)
     task = asyncio.ensure_future(take_and_tell(client, timeout))
-    assert not listener_of(client).hears or await soon(lambda: bool(listener_of(client)._resting))
+    assert not listener_of(client).queue.hears or await soon(lambda: bool(listener_of(client)._in_line))
     await asyncio.sleep(0.2)
     holder.release(grant)
     released = time.monotonic()
@@ -137,12 +135,12 @@ def test_call_that_comes_before_the_wait_begins_is_not_missed(
     authority: Redlock, client: Redlock, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The release falls between the answers to the bid and the wait."""
-    wait = LoopListener.wait
+    wait = LoopConnections.wait
 
-    async def late(listener: LoopListener, place: str, seconds: float) -> None:
+    async def late(listener: LoopConnections, place: str, seconds: float) -> None:
         if place:
             authority.release(grants.pop())
-            assert await soon(lambda: listener._line.due(place) < time.monotonic())
+            assert await soon(lambda: listener.queue.due(place) < time.monotonic())
         await wait(listener, place, seconds)
 
     grants: list[Grant] = []
@@ -150,7 +148,7 @@ def test_call_that_comes_before_the_wait_begins_is_not_missed(
     async def main() -> None:
         await start_listening(client, authority)
         grants.append(hold(authority))
-        monkeypatch.setattr(LoopListener, "wait", late)
+        monkeypatch.setattr(LoopConnections, "wait", late)
         began = time.monotonic()
         assert await take_and_tell(client, timeout=3.0) - began < 1.0
 
@@ -177,7 +175,7 @@ def test_fifty_tasks_take_turns_without_a_herd(
 ) -> None:
     """Whoever is called bids, the others are quiet; those who look (the control) ask far more often."""
     if not hears:
-        monkeypatch.setattr(LoopListener, "_dial_absent", lambda *_: None)
+        monkeypatch.setattr(Line, "listen", lambda *_: None)
 
     async def work() -> int:
         grant = await client.aio.acquire(("r",), ttl=30.0, timeout=60.0)
@@ -235,8 +233,8 @@ def test_cancelled_task_leaves_its_place(authority: Redlock, client: Redlock, no
         await asyncio.wait(tasks)
         assert await soon(lambda: all_wait(nodes, 0), 3.0)  # they end after 5
         listener = listener_of(client)
-        assert not listener._resting
-        assert not listener._line._places
+        assert not listener._in_line
+        assert not listener.queue._places
         authority.release(grant)
         assert await becomes_free(nodes)
 
@@ -247,25 +245,25 @@ def test_lock_that_is_granted_while_its_task_is_cancelled_is_released(
     authority: Redlock, client: Redlock, nodes: Nodes, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bid that waits on the nodes is granted by the release; the task is cancelled before it can resume."""
-    readable = LoopListener._readable
+    readable = LoopConnections._readable
     tasks: list[asyncio.Future[Any]] = []
     granted = []
 
-    def cancelling(listener: LoopListener, ear: Ear) -> None:
-        readable(listener, ear)
-        for place in list(listener._resting):
-            if len(listener.granted(place)) >= 3:
+    def cancelling(listener: LoopConnections, index: int) -> None:
+        readable(listener, index)
+        for place in list(listener._in_line):
+            if len(listener.queue.granted(place)) >= 3:
                 granted.append(place)
                 tasks[-1].cancel()
 
-    monkeypatch.setattr(LoopListener, "_readable", cancelling)
+    monkeypatch.setattr(LoopConnections, "_readable", cancelling)
 
     async def main() -> None:
         await start_listening(client, authority)
         for _ in range(10):
             grant = hold(authority)
             tasks.append(asyncio.ensure_future(client.aio.acquire(("r",), ttl=60.0, timeout=30.0)))
-            assert await soon(lambda: bool(listener_of(client)._resting))
+            assert await soon(lambda: bool(listener_of(client)._in_line))
             assert authority.release(grant)
             await asyncio.wait(tasks[-1:])
             if not tasks[-1].cancelled():
@@ -308,8 +306,8 @@ def test_storm_of_cancelled_tasks_that_wait_leaves_nothing(
         assert await becomes_free(nodes)
         assert heard_by(client) == 5
         listener = listener_of(client)
-        assert not listener._resting
-        assert not listener._line._places
+        assert not listener._in_line
+        assert not listener.queue._places
         for resource, seen in tokens.items():
             assert await take(client, resource, timeout=0) > max(seen)
             assert await soon(lambda resource=resource: waiting_on(nodes[0].url, resource) == 0)  # type: ignore[misc]
@@ -351,7 +349,7 @@ def test_tasks_wait_by_looking_where_most_nodes_are_silent(
             deaf = aio._redlock
             assert await seconds_until_handed_over(authority, deaf, timeout=5.0) < 2.0
             assert await soon(lambda: heard_by(deaf) == 2)
-            assert not listener_of(deaf).hears
+            assert not listener_of(deaf).queue.hears
             assert await seconds_until_handed_over(authority, deaf, timeout=5.0) < 2.0
             grant = hold(authority)
             with pytest.raises(LockTimeoutError):
@@ -390,7 +388,7 @@ def test_tasks_of_two_loops_and_threads_hand_the_lock_to_each_other(
     def block() -> None:
         resource = f"warm-up-{threading.get_ident()}"
         grant = hold(authority, resource)
-        while not client._listener.hears:
+        while not client._connections.queue.hears:
             with pytest.raises(LockTimeoutError):
                 client.acquire((resource,), ttl=30.0, timeout=0.2)
         authority.release(grant)
@@ -419,7 +417,7 @@ def test_forked_child_waits_with_ears_of_its_own(authority: Redlock, client: Red
         await start_listening(client, authority)
         grant = hold(authority)
         task = asyncio.ensure_future(take_and_tell(client))
-        assert await soon(lambda: bool(listener_of(client)._resting))
+        assert await soon(lambda: bool(listener_of(client)._in_line))
         child = os.fork()
         if child == 0:
             os._exit(exit_code_of_child(client))
@@ -448,52 +446,28 @@ def exit_code_of_child(client: Redlock) -> int:
     return 2
 
 
-def listening_threads() -> list[str]:
-    """Return the names of the threads that open connections for calls."""
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("fencelock-listen")]
+def connecting_threads() -> list[str]:
+    """Return the names of the threads that open connections."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("fencelock-connect")]
 
 
-def test_who_never_waits_opens_nothing(authority: Redlock, client: Redlock, nodes: Nodes, run: Run) -> None:
-    """One connection a node, no thread; also where an acquisition fails at once."""
+def test_one_connection_to_each_node_is_all(
+    authority: Redlock, client: Redlock, nodes: Nodes, run: Run
+) -> None:
+    """Also where tasks wait; no thread, timer or task is left in the loop."""
 
     async def main() -> None:
         before = connections_to(nodes)
         await take(client)
-        grant = hold(authority)
-        with pytest.raises(LockTimeoutError):
-            await client.aio.acquire(("r",), ttl=30, timeout=0)
-        authority.release(grant)
         assert await soon(lambda: connections_to(nodes) == before + 1)
-        assert not listening_threads()
+        await start_listening(client, authority)
+        assert connections_to(nodes) == before + 1
+        assert not connecting_threads()
+        timers = getattr(asyncio.get_running_loop(), "_scheduled", [])  # of asyncio's own loop
+        assert not [timer for timer in timers if "_InLine." in repr(timer) and not timer.cancelled()]
+        assert len(asyncio.all_tasks()) == 1
 
     run(main())
-
-
-def test_connections_for_calls_are_closed_when_nobody_waits(
-    authority: Redlock, client: Redlock, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After a while; then neither a timer nor a task is left in the loop. Who waits next opens them again."""
-    monkeypatch.setattr(loop_listening, "IDLE", 0.5)
-
-    async def main() -> None:
-        before = connections_to(nodes)
-        await start_listening(client, authority)
-        assert await soon(lambda: connections_to(nodes) == before + 2)
-        grant = hold(authority)
-        task = asyncio.ensure_future(take_and_tell(client))
-        links = [ear.link for ear in listener_of(client)._ears]
-        await asyncio.sleep(1.5)
-        assert links == [ear.link for ear in listener_of(client)._ears], "closed under one who waits"
-        authority.release(grant)
-        await task
-        timers = asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
-        assert not [timer for timer in timers if "_Rest." in repr(timer) and not timer.cancelled()]
-        assert await soon(lambda: connections_to(nodes) == before + 1)
-        assert len(asyncio.all_tasks()) == 1
-        assert await soon(lambda: not [timer for timer in timers if "LoopListener." in repr(timer)])
-        await start_listening(client, authority)
-
-    asyncio.run(main())
 
 
 def test_closing_lets_tasks_that_wait_go_on(
@@ -505,7 +479,7 @@ def test_closing_lets_tasks_that_wait_go_on(
         await start_listening(client, authority)
         grant = hold(authority)
         task = asyncio.ensure_future(take_and_tell(client))
-        assert await soon(lambda: bool(listener_of(client)._resting))
+        assert await soon(lambda: bool(listener_of(client)._in_line))
         await client.aio.close()
         await asyncio.sleep(0.1)
         authority.release(grant)
@@ -517,33 +491,30 @@ def test_closing_lets_tasks_that_wait_go_on(
     run(main())
 
 
-def test_loop_that_ends_while_ears_are_opened_leaves_no_connection(
+def test_loop_that_ends_while_connections_are_opened_leaves_none(
     make_nodes: Callable[..., Nodes], run: Run
 ) -> None:
-    """They come up when nobody is there any more; the tasks that waited were cancelled with their loop."""
+    """They come up when the loop is gone; the tasks that waited were cancelled with it."""
     nodes = make_nodes(1)  # of its own: other tests leave connections behind for a while
     with closing(SlowDoor(nodes[0].port)) as door, Redlock(nodes.urls[0]) as holder:
         holder.init(base=0)
-        door.open.set()
-        client = Redlock(f"redis://127.0.0.1:{door.port}")
+        client = Redlock(f"redis://127.0.0.1:{door.port}", connect_timeout=5.0)
 
         async def main() -> None:
-            await take(client)
-            door.open.clear()
             hold(holder)
             task = asyncio.ensure_future(take_and_tell(client))
-            assert await soon(lambda: bool(listening_threads()))
+            assert await soon(lambda: bool(connecting_threads()))
             await asyncio.sleep(0.1)
             del task
 
         run(main())
         door.open.set()
-        assert eventually(lambda: not listening_threads())
+        assert eventually(lambda: not connecting_threads())
         client.close()
         assert eventually(lambda: connections_to(nodes) <= 1)
 
 
-@pytest.mark.usefixtures("never_look", "dialling")
+@pytest.mark.usefixtures("never_look")
 def test_connections_that_break_under_a_task_that_waits_are_opened_again(
     authority: Redlock, client: Redlock, nodes: Nodes, run: Run
 ) -> None:
@@ -553,11 +524,13 @@ def test_connections_that_break_under_a_task_that_waits_are_opened_again(
         await start_listening(client, authority)
         grant = hold(authority)
         task = asyncio.ensure_future(take_and_tell(client, timeout=15.0))
-        assert await soon(lambda: bool(listener_of(client)._resting))
+        assert await soon(lambda: bool(listener_of(client)._in_line))
+        connections = listener_of(client)._nodes
+        before = set(map(connections.connection, range(5)))
         for node in reversed(nodes):
             with redis.Redis.from_url(node.url) as admin:
                 admin.client_kill_filter(_type="pubsub")
-        assert await soon(lambda: heard_by(client) < 5)
+        assert await soon(lambda: not before & set(map(connections.connection, range(5))))
         assert await soon(lambda: heard_by(client) == 5)
         authority.release(grant)
         released = time.monotonic()

@@ -1,6 +1,6 @@
 """What a client does: it acquires, holds, extends, writes, mints anew and releases, for ever.
 
-The steps are those of `lock.py`, `renewal.py` and the guard, with the generators that ship; what those parts
+The steps are those of `lock`, `renewal` and the guard, with the generators that ship; what those parts
 do besides (threads, contexts, SQL) is not simulated. A client never looks whether its lease is still valid
 before it writes: a process that has been paused cannot.
 """
@@ -14,13 +14,16 @@ from functools import partial
 from typing import Any
 
 from fencelock import token
-from fencelock.authority.redlock import protocol, recovery
-from fencelock.authority.redlock.protocol import Bid, Fleet, Granted, Sleep
+from fencelock.authority.redlock import operations, recovery
+from fencelock.authority.redlock.operations import Acquisition
+from fencelock.authority.redlock.protocol import holding, undo
+from fencelock.authority.redlock.protocol.bids import Granted
+from fencelock.authority.redlock.protocol.messages import Sleep
 from fencelock.authority.redlock.waiting import Waiter
 from fencelock.errors import FencelockError, LockLostError, QuorumError
 from tests.simulation.judge import Judge
 from tests.simulation.storage import Stale, Storage, Transaction
-from tests.simulation.world import IDLE, Ask, Connection, Process, Program, Task
+from tests.simulation.world import IDLE, Ask, ConnectionLost, Process, Program, Task
 
 _HINTED_TRIES = 3
 
@@ -163,60 +166,39 @@ class Client:
         fair: bool,
     ) -> Generator[Any, Any, Granted]:
         process = self.process
-        epoch: int | None = 0
+        epoch: int | None = None
         if above:
             epoch = yield from recovery.rise(process.around(), max(above))
             if epoch is None:
                 raise QuorumError("too few nodes vote to bring them above the fence", nodes={})
-        halves = [token.split(each) for each in above]
-        hints = tuple([counter + 1 if its == epoch else 0 for its, counter in halves])
         waiter = Waiter(
-            Ears(process), lambda: process.now, lambda: process.now, fair=fair, patient=timeout != 0
+            process.line, lambda: process.now, lambda: process.now, fair=fair, patient=timeout != 0
         )
-        task = self._task
-        assert task is not None
-        latest: list[str] = []
-
-        def new_bid(fleet: Fleet) -> Bid:
-            process.wanted.difference_update(latest)
-            nonce = self.world.new_word() if self._habits.new_nonces else process.name
-            turn = waiter.turn(nonce)
-            if task.place != waiter.place:
-                task.place = waiter.place
-                self.world.in_line[waiter.place] = task
-            bid = Bid.of(fleet, resources, nonce, ttl, turn)
-            if hints:
-                bid = bid.not_below(epoch or 0, hints)
-            latest[:] = [nonce]
-            process.wanted.add(nonce)
-            self._floors = self._judge.floors(resources)
-            return bid
-
+        acquisition = Acquisition(
+            resources, ttl, process.wanted, partial(self._new_nonce, resources), waiter, above=above
+        )
+        if epoch is not None:
+            acquisition.hint(epoch)
+        assert self._task is not None
+        self._task.waiter = waiter
         try:
-            fleet = process.see()
-            bid = new_bid(fleet)
-            opened = protocol.Opened(fleet, bid, (yield protocol.opening(fleet, bid)))
-            if (granted := protocol.at_once(opened)) is not None:
-                return granted
-            return (
-                yield from protocol.acquire(
-                    process.see,
-                    new_bid,
-                    timeout=timeout,
-                    grace=0.5,
-                    jitter=self._random.random,
-                    granted_meanwhile=waiter.granted,
-                    opened=opened,
-                )
+            grant = yield from acquisition.acquire(
+                process.see, timeout=timeout, grace=0.5, jitter=self._random.random
             )
         except FencelockError as error:
-            process.wanted.difference_update(latest)
+            for undo in acquisition.give_up(error):
+                yield from undo
             self._judge.failed(process.name, error)
             raise
         finally:
-            waiter.leave()
-            self.world.in_line.pop(task.place, None)
-            task.place = ""
+            self.world.in_line.pop(waiter.place, None)
+            self._task.waiter = None
+        return grant.proof  # type: ignore[no-any-return]
+
+    def _new_nonce(self, resources: tuple[str, ...]) -> str:
+        """Return a nonce. The tokens that are out by now are below that of its bid."""
+        self._floors = self._judge.floors(resources)
+        return self.world.new_word() if self._habits.new_nonces else self.process.name
 
     def _learn(self, hold: Hold) -> None:
         if self.world.trace is not None:
@@ -234,7 +216,7 @@ class Client:
                 fences = yield Ask(
                     f"SEAL {hold.tokens}", partial(self._storage.seal, hold.resources, hold.tokens, nonce)
                 )
-            except Connection:
+            except ConnectionLost:
                 if self.process.now < hold.granted.expires_at:
                     continue  # the same nonce finds out
                 raise QuorumError("it was not sealed in time", nodes={}) from None
@@ -260,7 +242,7 @@ class Client:
                 continue
             granted = hold.granted
             hold.busy = True
-            (end,) = yield from protocol.extend(self.process.see(), [(granted, ttl)])
+            (end,) = yield from holding.extend(self.process.see(), [(granted, ttl)])
             hold.busy = False
             part = 20 if isinstance(end, QuorumError) else 3
             if isinstance(end, LockLostError):
@@ -270,7 +252,7 @@ class Client:
             elif not isinstance(end, FencelockError) and hold.granted is granted:
                 hold.granted = replace(granted, expires_at=end)
             if hold.is_over():
-                yield from protocol.abandon(self.process.see(), granted.bid)
+                yield from undo.abandon(self.process.see(), granted.bid)
 
     def _remint(self, hold: Hold) -> Program:
         """Exchange the token for a larger one."""
@@ -278,23 +260,17 @@ class Client:
             yield Sleep(0.001)
         hold.busy = hold.minting = True
         old = hold.granted
-        self.process.wanted.discard(old.bid.nonce)
-        latest: list[str] = []
-
-        def new_bid(fleet: Fleet) -> Bid:
-            process, nonce = self.process, self.world.new_word()
-            process.wanted.difference_update(latest)
-            latest[:] = [nonce]
-            process.wanted.add(nonce)
-            self._floors = self._judge.floors(old.bid.resources)
-            return Bid.of(fleet, old.bid.resources, nonce, old.bid.ttl).anew(old)
-
+        bid = old.bid
+        nonce = partial(self._new_nonce, bid.resources)
+        acquisition = Acquisition(bid.resources, bid.ttl, self.process.wanted, nonce, instead_of=old)
         try:
-            granted = yield from protocol.remint(self.process.see, new_bid, old, jitter=self._random.random)
-        except LockLostError:
+            grant = yield from acquisition.remint(self.process.see, old, jitter=self._random.random)
+        except LockLostError as error:
+            for undo in acquisition.give_up(error):
+                yield from undo
             hold.lost = True
             raise
-        hold.adopt(granted)
+        hold.adopt(grant.proof)
         hold.busy = hold.minting = False
         self._judge.reminted += 1
         if not self.weather.sealed or not self._habits.keeps_seal:
@@ -308,8 +284,7 @@ class Client:
         # Of an extension under way, which is not waited for here, the end releases as well.
         valid = hold.is_valid() and not hold.busy
         hold.released = True
-        self.process.wanted.discard(hold.granted.bid.nonce)
-        ours = yield from protocol.release(self.process.see(), hold.granted)
+        ours = yield from operations.release(self.process.see, self.process.wanted, hold.granted)
         if valid and ours is False:
             self._judge.ended(hold, "it was not there any more when it was given back")
         return ours
@@ -329,7 +304,7 @@ class Client:
                 yield Sleep(0.05 * (0.5 + chance()))
                 continue
             self.completed += 1
-            with suppress(FencelockError, Connection):
+            with suppress(FencelockError, ConnectionLost):
                 yield from self._use(hold)
             if hold.transaction is not None:
                 self._storage.roll_back(hold.transaction)
@@ -362,7 +337,7 @@ class Client:
             write = self._write_at_once if dice < 0.25 else self._append
         try:
             yield from write(hold, work)
-        except Connection:
+        except ConnectionLost:
             yield from self._find_out(hold)
 
     def _begin(self, hold: Hold) -> Transaction:
@@ -474,30 +449,3 @@ class Client:
         yield from self._commit(transaction)
         yield Sleep(self.weather.work)
         yield from self._update(hold, row, base)
-
-
-class Ears:
-    """What hears the nodes' calls for a process: `waiting.Ears` over its line."""
-
-    def __init__(self, process: Process) -> None:
-        self._process = process
-        self._line = process.line
-
-    @property
-    def hears(self) -> bool:
-        """Whether a majority of the nodes could call."""
-        return self._line.hears
-
-    def expect(self, place: str, nonce: str) -> str:
-        """Count the calls for a bid from now on; return its place, a new one where it is empty."""
-        place = place or self._line.new_place()
-        self._line.expect(place, nonce, self._process.now)
-        return place
-
-    def granted(self, place: str) -> protocol.Answers:
-        """Return the nodes that have granted the present bid of a place while it waited."""
-        return self._line.granted(place)
-
-    def leave(self, place: str) -> None:
-        """Forget a place whose acquisition is over."""
-        self._line.leave(place)

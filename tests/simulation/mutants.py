@@ -23,10 +23,12 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from fencelock.authority.redlock import change, protocol, recovery
-from fencelock.authority.redlock.recollection import Recollection
+from fencelock.authority.redlock import change, recovery
+from fencelock.authority.redlock.protocol import acquire, holding
 from fencelock.authority.redlock.survey import Standing
-from tests.simulation import weaker, world
+from fencelock.authority.redlock.view import MembershipView
+from fencelock.authority.redlock.wire import nodes
+from tests.simulation import weaker
 from tests.simulation.client import Habits
 from tests.simulation.judge import STUCK
 from tests.simulation.node import ModelNode
@@ -106,7 +108,7 @@ MUTANTS = (
         "no write-back",
         "a maximum is decided only when a majority stands at it",
         Kept(node=weaker.WithoutCatchingUp),
-        (Patch(protocol, "_decide", weaker.maximum_without_write_back),),
+        (Patch(acquire, "_decide", weaker.maximum_without_write_back),),
         control=_SCHEDULES + "maximum_without_write_back_gives_a_token_twice",
     ),
     _node(
@@ -124,7 +126,7 @@ MUTANTS = (
     Mutant(
         "mixed epochs",
         "votes of different epochs are never added up",
-        patches=(Patch(protocol, "_largest_epoch", weaker.mixed_epochs),),
+        patches=(Patch(acquire, "largest_epoch", weaker.mixed_epochs),),
         control=_SCHEDULES + "votes_of_two_epochs_added_up_give_a_token_twice",
     ),
     _habit("one nonce for all", "every bid has a nonce of its own", new_nonces=False),
@@ -143,7 +145,7 @@ MUTANTS = (
     Mutant(
         "undo without its stripe",
         "whoever gives a lock back names its counter, from which the node may grant it to who waits",
-        patches=(Patch(world, "undoing", weaker.undoing_no_stripe),),
+        patches=(Patch(nodes, "undoing", weaker.undoing_no_stripe),),
         control=_SCHEDULES + "undo_without_its_stripe_hands_out_a_token_from_below",
     ),
     _node("RELEASE of anybody's lock", "RELEASE deletes a lock only if it is ours", weaker.ReleasesAnybodys),
@@ -261,13 +263,13 @@ MUTANTS = (
     Mutant(
         "a blank node's list is forgotten",
         "what a node has said about the list stands until it names another",
-        patches=(Patch(Recollection, "note", weaker.forgetful_note),),
+        patches=(Patch(MembershipView, "note", weaker.forgetful_note),),
         run=Rolling,
     ),
     Mutant(
         "all that forgot are added up",
         "who has just been admitted and who is blank are not added up against a lease",
-        patches=(Patch(protocol, "_still_extended", weaker.still_extended_all_gone),),
+        patches=(Patch(holding, "_still_extended", weaker.still_extended_all_gone),),
         control=_SCHEDULES + "nodes_that_forgot_one_after_the_other_are_not_added_up",
         run=Rolling,
     ),

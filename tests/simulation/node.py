@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from fencelock.authority.redlock.protocol import Answer, Command, Said
+from fencelock.authority.redlock.protocol.messages import Answer, Command, Said
 from fencelock.token import MAX_COUNTER
 
 CLAIM_MS = 100

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from fencelock.authority.redlock.protocol import Sleep
+from fencelock.authority.redlock.protocol.messages import Sleep
 from tests.simulation.client import Client
 from tests.simulation.judge import LOST_LEASE, STUCK, Violated
 from tests.simulation.node import BLANK

@@ -16,10 +16,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from fencelock.authority.redlock import node as nodes
-from fencelock.authority.redlock.merging import Batch, Gathering, may_be_merged
-from fencelock.authority.redlock.protocol import Answer, Bid, Broadcast, Command, Said
-from fencelock.authority.redlock.seats import Ballot
+from fencelock.authority.redlock.protocol.bids import Bid
+from fencelock.authority.redlock.protocol.messages import Answer, Command, Said
+from fencelock.authority.redlock.wire.codec import SCRIPTS
 from fencelock.embedded import Node
 from fencelock.token import MAX_COUNTER
 from tests.redlock.stage import NODE_KEY, RealNode, Station, fleet_of
@@ -125,13 +124,6 @@ class Event:
     number: int
 
 
-@dataclass(frozen=True)
-class Tick:
-    """Everyday commands that are asked for in one tick of a loop, and so go to the node merged."""
-
-    parts: tuple[LockCommand, ...]
-
-
 def take(resource: str, nonce: str, place: str = "") -> LockCommand:
     """Acquire one lock."""
     return LockCommand("acquire", (resource,), nonce, LISTS[0], 0, (0,), place, 0, 0, flag=False)
@@ -147,9 +139,9 @@ def undo(resource: str, nonce: str, place: str) -> LockCommand:
     return LockCommand("undo", (resource,), nonce, "", 0, (0,), place, 0, 0, flag=False)
 
 
-#: Two locks are taken and given back, merged.
-TAKEN = Tick((take("a", "n1"), take("c", "n2")))
-GIVEN = Tick((give("a", "n1", 1), give("c", "n2", 1)))
+#: Two locks are taken and given back.
+TAKEN = (take("a", "n1"), take("c", "n2"))
+GIVEN = (give("a", "n1", 1), give("c", "n2", 1))
 
 lock_commands = st.builds(
     LockCommand,
@@ -182,7 +174,6 @@ everyday_commands = st.builds(
     ago=st.just(0),
     flag=st.just(value=False),
 ).map(lambda command: command if command.script == "release" else replace(command, numbers=(0,)))
-ticks = st.builds(Tick, st.lists(everyday_commands, min_size=1, max_size=6).map(tuple))
 member_commands = st.builds(
     MemberCommand,
     script=st.sampled_from(
@@ -203,7 +194,7 @@ HISTORIES = st.one_of(
     st.lists(st.one_of(lock_commands, lock_commands, lock_commands, events), min_size=1, max_size=25),
     st.lists(st.one_of(member_commands, member_commands, events), min_size=1, max_size=25),
     st.lists(st.one_of(lock_commands, member_commands, events), min_size=1, max_size=25),
-    st.lists(st.one_of(ticks, ticks, ticks, lock_commands, events), min_size=1, max_size=25),
+    st.lists(st.one_of(everyday_commands, everyday_commands, lock_commands, events), min_size=1, max_size=25),
 )
 
 
@@ -219,7 +210,7 @@ def with_a_still_clock() -> dict[str, str]:
         "SHORTEST_PARKED = 1000": f"SHORTEST_PARKED = {_LONG}",
     }
     scripts = {}
-    for name, script in nodes.SCRIPTS.items():
+    for name, script in SCRIPTS.items():
         text = script
         for shipped, instead in changes.items():
             text = text.replace(shipped, instead)
@@ -259,11 +250,8 @@ class Pair:
             arguments = (LISTS[0], 0, tickets[-1], base, "members0")
             assert station.execute(Command("open", "", (NODE_KEY,), arguments)).said is Said.OPENED
 
-    def run(self, step: LockCommand | MemberCommand | Event | Tick) -> None:
+    def run(self, step: LockCommand | MemberCommand | Event) -> None:
         """Do one thing to both, and compare what they say."""
-        if isinstance(step, Tick):
-            self.merge(step)
-            return
         if isinstance(step, Event):
             getattr(self, step.kind)(step.number)
             return
@@ -278,42 +266,6 @@ class Pair:
                 theirs.append(told.facts[0])
                 ours.append(expected.facts[0])
         assert self.translated(told) == expected._replace(ttl=0.0), step
-
-    def merge(self, tick: Tick) -> None:
-        """Have the real node do it as the asyncio driver asks for it, and the model command by command.
-
-        What the real node leaves to the scripts themselves comes last there, and so it does here.
-        """
-        gathering = Gathering()
-        for part in tick.parts:
-            request = Broadcast(part.command(int(self.model.now)), range(5), bool, 1.0, least=99)
-            assert may_be_merged(request, 5)
-            if not gathering.add(Ballot(request), request):
-                self._execute(gathering)
-                gathering = Gathering()
-                assert gathering.add(Ballot(request), request)
-        self._execute(gathering)
-
-    def _execute(self, gathering: Gathering) -> None:
-        single: list[Command] = []
-        late: list[Command] = []
-        batch = Batch(
-            gathering,
-            1,
-            1,
-            lambda _, commands: late.extend(commands),
-            lambda _, parts, __: single.extend(request.command for _, request in parts),
-        )
-        batch.hear(0, self.real.execute(gathering.command()))
-        assert not late
-        told = [(request.command, ballot.answers) for ballot, request in gathering.parts if ballot.answers]
-        for command, answers in told:
-            assert answers == {0: self.model.execute(command)}, command
-        assert len(single) == len(gathering.parts) - len(told)
-        for command in single:
-            assert self.translated(self.real.execute(command)) == self.model.execute(command)._replace(
-                ttl=0.0
-            ), command
 
     def translated(self, answer: Answer) -> Answer:
         """Return an answer of the real node with the model's tickets, and without what only time decides."""
@@ -454,14 +406,14 @@ def test_two_of_the_resources_share_a_stripe() -> None:
 @pytest.mark.parametrize("name", ["CLAIM_MS", "LONGEST_QUEUE", "QUEUE_MS", "PARK_MS", "MEMORY_MS"])
 def test_lengths_of_time_are_the_same(name: str) -> None:
     """What the tests take away from the scripts is the same in the model."""
-    found = re.search(rf"^local {name} = (\d+)", nodes.SCRIPTS["release"], re.MULTILINE)
+    found = re.search(rf"^local {name} = (\d+)", SCRIPTS["release"], re.MULTILINE)
     assert found is not None
     assert int(found[1]) == getattr(model_module, name)
 
 
 def test_shortest_lease_that_may_be_parked_is_the_same() -> None:
     """The same for the bound that this module moves in both."""
-    assert f"SHORTEST_PARKED = {SHORTEST_PARKED} " in nodes.SCRIPTS["acquire"]
+    assert f"SHORTEST_PARKED = {SHORTEST_PARKED} " in SCRIPTS["acquire"]
 
 
 @example(
@@ -471,19 +423,19 @@ def test_shortest_lease_that_may_be_parked_is_the_same() -> None:
         LockCommand("release", ("a",), "n1", "list1", 0, (2, 0, 0), "", 0, 0, flag=False),
     ],
 )
-@example(base=0, history=[TAKEN, Tick((give("a", "n1", 7), give("c", "n2", 1))), TAKEN])
-@example(base=0, history=[TAKEN, take("a", "n3", "a.1"), GIVEN, TAKEN])
-@example(base=0, history=[TAKEN, take("a", "n3", "a.1"), undo("a", "n3", "a.1"), GIVEN, TAKEN])
-@example(base=0, history=[TAKEN, Event("restart", 0), TAKEN, GIVEN, TAKEN])
-@example(base=0, history=[TAKEN, Event("reload", 0), TAKEN, GIVEN, TAKEN])
-@example(base=0, history=[TAKEN, Event("evict", 0), TAKEN, GIVEN, TAKEN])
-@example(base=0, history=[TAKEN, MemberCommand("close", 0, 1, 0, flag=False), TAKEN, GIVEN, TAKEN])
-@example(base=MAX_COUNTER - 2, history=[Tick((take("a", "n1"), take("b6", "n2"), take("c", "n1")))])
-@example(base=MAX_COUNTER - 1, history=[TAKEN, GIVEN, TAKEN, Tick((take("b6", "n1"), take("c", "n3")))])
+@example(base=0, history=[*TAKEN, give("a", "n1", 7), give("c", "n2", 1), *TAKEN])
+@example(base=0, history=[*TAKEN, take("a", "n3", "a.1"), *GIVEN, *TAKEN])
+@example(base=0, history=[*TAKEN, take("a", "n3", "a.1"), undo("a", "n3", "a.1"), *GIVEN, *TAKEN])
+@example(base=0, history=[*TAKEN, Event("restart", 0), *TAKEN, *GIVEN, *TAKEN])
+@example(base=0, history=[*TAKEN, Event("reload", 0), *TAKEN, *GIVEN, *TAKEN])
+@example(base=0, history=[*TAKEN, Event("evict", 0), *TAKEN, *GIVEN, *TAKEN])
+@example(base=0, history=[*TAKEN, MemberCommand("close", 0, 1, 0, flag=False), *TAKEN, *GIVEN, *TAKEN])
+@example(base=MAX_COUNTER - 2, history=[take("a", "n1"), take("b6", "n2"), take("c", "n1")])
+@example(base=MAX_COUNTER - 1, history=[*TAKEN, *GIVEN, *TAKEN, take("b6", "n1"), take("c", "n3")])
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(base=st.sampled_from([0, 5, MAX_COUNTER - 2]), history=HISTORIES)
 def test_model_answers_as_the_scripts_do(
-    real: RealNode, base: int, history: list[LockCommand | MemberCommand | Event | Tick]
+    real: RealNode, base: int, history: list[LockCommand | MemberCommand | Event]
 ) -> None:
     """Same steps, same answers; and in the end the same hash, locks, queues and calls."""
     pair = Pair(real)

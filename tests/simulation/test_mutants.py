@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fencelock.authority.redlock import protocol, recovery
+from fencelock.authority.redlock import recovery
+from fencelock.authority.redlock.protocol import acquire
 from fencelock.authority.redlock.survey import Standing
 from tests.simulation.mutants import MUTANTS, ROOT, TABLE, Mutant, hunt, left_out, main, row
 from tests.simulation.run import play
@@ -65,12 +66,12 @@ def test_search_comes_to_the_same_row(mutant: Mutant) -> None:
 
 def test_what_was_left_out_is_there_again() -> None:
     """A mutant is gone when its search has ended."""
-    shipped = (protocol._decide, recovery._promise, Standing.still_promises, Standing.__dict__["closed"])
+    shipped = (acquire._decide, recovery._promise, Standing.still_promises, Standing.__dict__["closed"])
     for mutant in MUTANTS:
         with left_out(mutant):
             pass
     assert shipped == (
-        protocol._decide,
+        acquire._decide,
         recovery._promise,
         Standing.still_promises,
         Standing.__dict__["closed"],

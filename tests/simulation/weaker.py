@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any, ClassVar
 
-from fencelock.authority.redlock import protocol, recovery
+from fencelock.authority.redlock import recovery
 from fencelock.authority.redlock.membership import Membership
-from fencelock.authority.redlock.protocol import Answer, Answers, Bid, Broadcast, Command, Fleet, Round, Said
-from fencelock.authority.redlock.recollection import Recollection
+from fencelock.authority.redlock.protocol import bids, messages, nodeset, undo
+from fencelock.authority.redlock.protocol.bids import Bid
+from fencelock.authority.redlock.protocol.messages import Answer, Answers, Broadcast, Command, Round, Said
+from fencelock.authority.redlock.protocol.nodeset import Fleet
 from fencelock.authority.redlock.survey import Standing, Standings, read
+from fencelock.authority.redlock.view import MembershipView
 from tests.simulation.node import Lock, ModelNode
 
 
@@ -184,14 +187,14 @@ class AdmitLowersPromise(ModelNode):
 def maximum_without_write_back(
     _fleet: Fleet, _bid: Bid, answers: dict[int, Answer], ended: float
 ) -> Generator[Broadcast, Round, tuple[int, tuple[int, ...] | None, float]]:
-    """Decide the maximum and tell nobody: instead of `protocol._decide`."""
-    epoch, granted = protocol._largest_epoch(answers)
+    """Decide the maximum and tell nobody: instead of `acquire._decide`."""
+    epoch, granted = nodeset.largest_epoch(answers)
     yield from ()
-    return epoch, protocol._maximum(granted.values()), ended
+    return epoch, bids.maximum_of(granted.values()), ended
 
 
 def mixed_epochs(answers: Answers) -> tuple[int, dict[int, tuple[int, ...]]]:
-    """Add up the votes of all epochs: instead of `protocol._largest_epoch`."""
+    """Add up the votes of all epochs: instead of `nodeset.largest_epoch`."""
     granted = {node: answer for node, answer in answers.items() if answer.said is Said.GRANTED}
     epoch = min((answer.epoch for answer in granted.values()), default=0)
     return epoch, {node: answer.counters for node, answer in granted.items()}
@@ -237,15 +240,15 @@ def no_drift(_: Bid) -> float:
 
 
 def undoing_no_stripe(command: Command, answer: Answer | None) -> list[Command]:
-    """Name no stripe, for nothing is to catch up: instead of `protocol.undoing`."""
-    undos = protocol.undoing(command, answer)
+    """Name no stripe, for nothing is to catch up: instead of `undo.undoing`."""
+    undos = undo.undoing(command, answer)
     return [undo._replace(arguments=("", undo.nonce, 0, *(0, 0) * (len(undo.keys) - 1))) for undo in undos]
 
 
 def still_extended_all_gone(fleet: Fleet, answers: Answers, index: int) -> bool | None:
-    """Add up blank nodes and those that have made the lock again: instead of `protocol._still_extended`."""
+    """Add up blank nodes and those that have made the lock again: instead of `holding._still_extended`."""
     voters = [answer for answer in answers.values() if answer.said is Said.EXTENDED]
-    extended = sum(answer.counters[index] == protocol._EXTENDED for answer in voters)
+    extended = sum(answer.counters[index] == messages.EXTENDED for answer in voters)
     blank = sum(answer.said is Said.AMNESIA for answer in answers.values())
     if extended >= fleet.quorum:
         return True
@@ -253,13 +256,11 @@ def still_extended_all_gone(fleet: Fleet, answers: Answers, index: int) -> bool 
     return None if len(fleet.names) - gone >= fleet.quorum else False
 
 
-_shipped_note = Recollection.note
+_shipped_note = MembershipView.note
 
 
-def forgetful_note(
-    recollection: Recollection, node: int, node_id: str, membership: Membership | None
-) -> bool:
-    """Let go of what a node has said when it comes back blank: instead of `Recollection.note`."""
+def forgetful_note(view: MembershipView, node: int, node_id: str, membership: Membership | None) -> None:
+    """Let go of what a node has said when it comes back blank: instead of `MembershipView.note`."""
     if membership is None:
-        return recollection._said.pop(node, None) is not None
-    return _shipped_note(recollection, node, node_id, membership)
+        view._said.pop(node, None)
+    _shipped_note(view, node, node_id, membership)

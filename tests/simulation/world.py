@@ -1,12 +1,11 @@
 """Time, network and processes: a scheduler that owns all of them, so that a seed replays to the last message.
 
 Nothing here knows the algorithm. Processes run generators that yield requests; those of the protocol are the
-shipped ones, answered as `seats.py` answers them: a node that cannot be reached says so at once, answers are
-counted until there are enough, and late grants of bids that nobody wants any more are released.
+shipped ones, and so are the connections: which node may be asked, what is owed, what becomes of late answers.
 
 The network is worse than TCP: messages are delayed one by one, so that they overtake each other, and arrive
-twice. What it keeps to is that a message reaches only the server process that its connection was opened to; a
-restart ends the connection. The protocol relies on that, and on nothing else.
+twice. What it keeps to is that a message reaches only the server process that its connection was opened to. A
+restart ends the connection, and so does a message that is lost. The protocol relies on nothing else.
 """
 
 from __future__ import annotations
@@ -15,24 +14,25 @@ import heapq
 import math
 import random
 from collections.abc import Callable, Generator, Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from functools import lru_cache, partial
+from typing import Any
 
-from fencelock.authority.redlock.membership import Membership
-from fencelock.authority.redlock.protocol import (
+from fencelock.authority.redlock.membership import Identity, Membership
+from fencelock.authority.redlock.operations import Wanted
+from fencelock.authority.redlock.protocol.messages import (
+    SUBSCRIBE,
     Answer,
     Broadcast,
     Command,
-    Fleet,
     Round,
     Said,
     Sleep,
-    undoing,
 )
-from fencelock.authority.redlock.recollection import Recollection
 from fencelock.authority.redlock.recovery import Surroundings, recover
-from fencelock.authority.redlock.seats import MAKES_LOCKS, Ballot
-from fencelock.authority.redlock.waiting import Line
+from fencelock.authority.redlock.view import MembershipView
+from fencelock.authority.redlock.waiting import Line, Waiter
+from fencelock.authority.redlock.wire.connection import Connection, PendingBroadcast, PendingReply
+from fencelock.authority.redlock.wire.nodes import NodeConnections
 from fencelock.errors import FencelockError
 from tests.simulation.node import BLANK, Disk, ModelNode
 from tests.simulation.weather import Weather
@@ -43,16 +43,14 @@ CONNECTING = 0.005
 #: Seconds after which the database ends a transaction whose client has gone quiet.
 IDLE = 2.0
 _NEVER = -1
-_UNREACHABLE = Answer(Said.UNREACHABLE, detail="there is no connection")
-_GRANTED = Said.GRANTED
-_FORGETFUL = frozenset({Said.AMNESIA, Said.RESTARTED})
-_ADMITTING = frozenset({Said.ADMITTED, Said.OPENED})
+_BROKEN = Answer(Said.UNREACHABLE, detail="the connection broke")
+_SUBSCRIBED = Answer(Said.SUBSCRIBED)
 
 Program = Generator[Any, Any, Any]
 membership_of = lru_cache(maxsize=None)(Membership.from_json)
 
 
-class Connection(Exception):  # noqa: N818 - what a program is told of a statement whose answer never came
+class ConnectionLost(Exception):  # noqa: N818 - what a program is told of a statement whose answer never came
     """The connection to the database was lost; nobody knows what became of the statement."""
 
 
@@ -120,12 +118,12 @@ class Task:
         "ballot",
         "began",
         "name",
-        "place",
         "process",
         "program",
         "result",
         "sleeping",
         "then",
+        "waiter",
         "wakeable",
     )
 
@@ -140,21 +138,67 @@ class Task:
         self.began = 0.0
         #: Counts sleeps and statements: whatever belongs to an earlier one comes too late.
         self.sleeping = 0
-        #: Where it stands in line, and whether it sleeps so that a call may wake it.
-        self.place = ""
+        #: Its part in waiting, and whether it sleeps so that a call may wake it.
+        self.waiter: Waiter | None = None
         self.wakeable = False
         self.result: Any = None
 
 
-class Message(NamedTuple):
-    """A command on its way to a server process, and who waits for the answer."""
+class Ballot(PendingBroadcast):
+    """A broadcast that a task waits for."""
 
-    task: Task
-    ballot: Ballot
-    seat: int
-    server: Server
-    run: int
-    command: Command
+    __slots__ = ("_task",)
+
+    def __init__(self, request: Broadcast, task: Task) -> None:
+        super().__init__(request)
+        self._task = task
+
+    def wake(self) -> None:
+        """Have the task go on."""
+        world = self._task.process.world
+        world.at(world.now, world.count, self._task, self)
+
+
+class Link(Connection):
+    """A connection whose commands travel one by one, and not as bytes.
+
+    Attributes:
+        process: whose it is.
+        index: of the node among its nodes.
+        server: which it leads to.
+        run: to which of its processes.
+        is_subscribed: whether the node publishes to it.
+    """
+
+    __slots__ = ("index", "is_subscribed", "process", "run", "server")
+
+    def __init__(
+        self, process: Process, index: int, identity: Identity, epoch: int | None, *, pushes: bool
+    ) -> None:
+        super().__init__(index, identity, epoch, pushes=pushes)
+        self.process = process
+        self.index = index
+        self.server = process.world.servers[process.seats[index]]
+        self.run = self.server.node.run
+        self.is_subscribed = False
+
+    def put(self, pending: PendingReply, packed: bytes) -> None:
+        """Send a command."""
+        super().put(pending, packed)
+        self.outgoing.clear()
+        self.process.world.send(self, pending)
+
+    def received(self, data: Any, now: float) -> list[tuple[PendingReply, Answer]]:  # noqa: ARG002
+        """Do as any connection with an answer and what it is to, or with what was published."""
+        if isinstance(data, bytes):
+            self.published.append(data)
+            return []
+        pending, answer = data
+        if pending in self.unanswered:
+            self.unanswered.remove(pending)
+        else:  # it has come twice
+            pending = pending._replace(broadcast=None)
+        return [(pending, answer)] if self.answered(pending, answer) else []
 
 
 class Process:
@@ -163,8 +207,10 @@ class Process:
     Attributes:
         name: unlike that of any other, also of those that come after it.
         seats: numbers of the servers that it is configured with, in its order.
-        wanted: nonces of bids whose grants must not be released.
+        wanted: by nonce, the bids whose grants must not be released.
         line: its places in the nodes' queues.
+        nodes: its connections.
+        see: returns the fleet as it is known now.
     """
 
     def __init__(self, world: World, name: str, seats: Sequence[int], clock: Clock) -> None:
@@ -173,51 +219,42 @@ class Process:
         self.clock = clock
         self.alive = True
         self.frozen_until = 0.0
-        self.wanted: set[str] = set()
+        self.wanted: Wanted = {}
         self.recovers = True
         self._recovering = False
         self._failures = 0
         self._not_before = 0.0
-        self._epoch: int | None = None
         self.configure(seats)
 
     def configure(self, seats: Sequence[int]) -> None:
         """Use other servers."""
         self.seats = tuple(seats)
         self.names = tuple(f"redis://n{number}:6379" for number in seats)
-        self.runs = [_NEVER] * len(seats)
-        self.dialling = [False] * len(seats)
-        #: RELEASEs that could not be sent, by nonce.
-        self.owed: list[dict[str, Command]] = [{} for _ in seats]
-        self._recollection = Recollection(self.names)
-        self._fleet: Fleet | None = None
+        self._connecting: set[int] = set()
+        view = MembershipView(self.names, NODE_KEY, PATIENCE)
+        self.see = view.see
         self.line = Line(self.name, len(seats), self.world.random.random)
-        for index in range(len(seats)):
-            self.world.dial(self, index)
+        self.nodes = NodeConnections(
+            self.names,
+            self,
+            self.line,
+            self.name,
+            is_wanted=self.wanted.__contains__,
+            on_identity=view.meet,
+            on_trouble=self.hear_of_trouble,
+            connect_timeout=PATIENCE,
+            # Some ask on a node that has owed an answer for long: then more is under way at the same time.
+            patience=PATIENCE if self.world.random.random() < 0.5 else IDLE,
+            jitter=self.world.random.random,
+            new_connection=partial(Link, self),
+        )
+        self.nodes.listen(self.now)
+        self.nodes.open_absent(self.now)
 
     @property
     def now(self) -> float:
         """What its clock says."""
         return self.clock.read(self.world.now)
-
-    def see(self) -> Fleet:
-        """Return the fleet as it is known now, as `Redlock` does."""
-        if self._fleet is None:
-            known = self._recollection.membership()
-            self._fleet = Fleet(
-                names=self.names,
-                node_key=NODE_KEY,
-                fingerprint=known.fingerprint if known is not None else "",
-                order=self._recollection.order(),
-                max_ttl=known.max_ttl if known is not None else 300.0,
-                patience=PATIENCE,
-            )
-        return self._fleet
-
-    def meet(self, index: int, node_id: str, members: str) -> None:
-        """Note who answers for a node."""
-        if self._recollection.note(index, node_id, membership_of(members) if members else None):
-            self._fleet = None
 
     def hear_of_trouble(self) -> None:
         """Start a recovery, unless one is at work or the last was in vain a moment ago."""
@@ -235,17 +272,47 @@ class Process:
         self._failures = 0 if result is True else self._failures + 1
         self._not_before = self.now + min(5.0, 0.1 * 2**self._failures)
 
-    def note(self, index: int, answer: Answer) -> None:
-        """Take notice of what an answer says about its node."""
-        if answer.said is _GRANTED:
-            if answer.epoch != self._epoch:
-                if self._epoch is not None:
-                    self.hear_of_trouble()
-                self._epoch = answer.epoch
-        elif answer.said in _FORGETFUL:
-            self.hear_of_trouble()
-        elif answer.said in _ADMITTING:
-            self.meet(index, *answer.facts[:2])
+    # What its connections ask for.
+
+    def connect(self, node: int) -> None:
+        """Begin to open a connection, unless that is going on."""
+        if node not in self._connecting:
+            self._connecting.add(node)
+            world = self.world
+            when = world.now + CONNECTING * (0.5 + world.random.random())
+            world.at(when, self._connected, node, self.seats)
+
+    def is_connecting(self, node: int) -> bool:
+        """Tell whether that is going on."""
+        return node in self._connecting
+
+    def disconnect(self, node: int) -> None:
+        """Do nothing: there is no socket."""
+
+    def _connected(self, index: int, seats: tuple[int, ...]) -> None:
+        if not self.alive or self.seats is not seats:
+            return
+        self._connecting.discard(index)
+        world = self.world
+        server = world.servers[seats[index]]
+        if (
+            server.down
+            or world.is_cut(self, server)
+            or max(server.frozen_until, self.frozen_until) > world.now
+        ):
+            self.nodes.failed(index, _BROKEN, self.now)
+            self.open_again()
+            return
+        node = server.node
+        members = node.hash.get("members", "")
+        membership = membership_of(members) if members else None
+        identity = Identity(f"{node.name}.{node.run}", "", node.hash.get("id", ""), membership)
+        self.nodes.connected(index, identity, self.now, pushes=True)
+
+    def open_again(self) -> None:
+        """Open what is not open, as soon as that may be tried."""
+        if self.alive and (again := self.nodes.open_absent(self.now)) < math.inf:
+            self.world.at(self.world.now + (again - self.now) / self.clock.rate + 1e-6, self.open_again)
 
 
 class World:
@@ -375,9 +442,11 @@ class World:
         task.sleeping += 1
         if isinstance(request, Sleep):
             self.at(self.now + request.seconds / task.process.clock.rate, self._wake, task, task.sleeping)
-            task.wakeable = request.wakeable and task.place != ""
+            place = task.waiter.place if request.wakeable and task.waiter is not None else ""
+            task.wakeable = place != ""
             if task.wakeable:
-                self._look_at_line(task)
+                self.in_line[place] = task
+                self._look_at_line(task, place)
         else:
             self._ask(task, request)
 
@@ -387,9 +456,9 @@ class World:
             task.wakeable = False
             self._go_on(task, task.process.now)
 
-    def _look_at_line(self, task: Task) -> None:
+    def _look_at_line(self, task: Task, place: str) -> None:
         process = task.process
-        due = process.line.due(task.place)
+        due = process.line.due(place)
         if due < float("inf"):
             # A little later: what is too short for a float would not pass.
             left = max(0.0, due - process.now) / process.clock.rate + 1e-6
@@ -397,11 +466,14 @@ class World:
 
     # Messages to nodes, and their answers.
 
-    def delay(self) -> float | None:
-        """Return how long a message takes; None for ever."""
+    def delay(self, *, is_undo: bool = False) -> float | None:
+        """Return how long a message takes; None for ever, and then its connection breaks.
+
+        That of an undo is not lost by itself: where hundreds are owed, no connection would last.
+        """
         chance = self.random.random
         dice = chance()
-        if dice < self.lost:
+        if dice < self.lost and not is_undo:
             self.count_fault("message lost")
             return None
         if dice > 1 - self.late:
@@ -412,17 +484,9 @@ class World:
     def _broadcast(self, task: Task, request: Broadcast) -> Round | None:
         process = task.process
         began = process.now
-        ballot = Ballot(request)
-        for index in request.nodes:
-            server = self.servers[process.seats[index]]
-            run = process.runs[index]
-            if run != server.node.run or server.down or (self.cut and self._is_cut(process, index)):
-                ballot.hear(index, _UNREACHABLE)
-                if request.command.script == "release":
-                    process.owed[index][request.command.nonce] = request.command
-                self.dial(process, index)
-            else:
-                self._send(Message(task, ballot, index, server, run, request.command))
+        process.nodes.open_absent(began)
+        ballot = Ballot(request, task)
+        process.nodes.ask(ballot, request, began)
         if ballot.complete or request.patience <= 0:
             return Round(began, began, ballot.close())
         task.ballot = ballot
@@ -430,143 +494,103 @@ class World:
         self.at(self.now + request.patience / process.clock.rate, self._give_up, task, ballot)
         return None
 
-    def _is_cut(self, process: Process, index: int) -> bool:
-        return (process.name, process.seats[index]) in self.cut
+    def is_cut(self, process: Process, server: Server) -> bool:
+        """Tell whether nothing gets from a process to a server."""
+        return bool(self.cut) and (process.name, server.number) in self.cut
 
-    def _send(self, message: Message) -> None:
-        delay = self.delay()
-        if delay is not None:
-            self.at(self.now + delay, self._deliver, message)
+    def send(self, link: Link, pending: PendingReply) -> None:
+        """Send a command over a connection."""
+        delay = self.delay(is_undo=pending.broadcast is None)
+        if delay is None or self.is_cut(link.process, link.server):
+            self._lose(link)
         else:
-            self._lose(message)
+            self.at(self.now + delay, self._deliver, link, pending)
         if self.doubled and self.random.random() < self.doubled:
             self.count_fault("message doubled")
             again = self.random.expovariate(1.0) * 10 * self.weather.lateness
-            self.at(self.now + again, self._deliver, message)
+            self.at(self.now + again, self._deliver, link, pending)
 
-    def _deliver(self, message: Message) -> None:
-        task, ballot, _, server, run, command = message
+    def _deliver(self, link: Link, pending: PendingReply) -> None:
+        server, command = link.server, pending.command
         node = server.node
-        if node.run != run or server.down:
+        if node.run != link.run or server.down:
+            self._lose(link)
             return
         if server.frozen_until > self.now:
-            self.at(server.frozen_until, self._deliver, message)
+            self.at(server.frozen_until, self._deliver, link, pending)
             return
-        node.now = server.clock.read(self.now) * 1000
-        answer = node.execute(command)
-        if self.trace is not None:
-            self.tell(node.name, f"{task.process.name} {_spoken(command)} → {_heard(answer)}")
-        if ballot.over and not undoing(command, answer):
-            return  # nobody would do anything with it
-        delay = self.delay()
-        if delay is not None:
-            self.at(self.now + delay, self._arrive, message, answer)
+        if command.script == SUBSCRIBE:
+            link.is_subscribed = True
+            answer = _SUBSCRIBED
         else:
-            self._lose(message)
+            answer = server.look(self.now).execute(command)
+            if self.trace is not None:
+                self.tell(node.name, f"{link.process.name} {_spoken(command)} → {_heard(answer)}")
+        delay = self.delay(is_undo=pending.broadcast is None)
+        if delay is None:
+            self._lose(link)
+        else:
+            self.at(self.now + delay, self._arrive, link, (pending, answer))
 
-    def _arrive(self, message: Message, answer: Answer) -> None:
-        task, ballot, index, _, run, command = message
-        process = task.process
-        if not process.alive or index >= len(process.runs) or process.runs[index] != run:
+    def _arrive(self, link: Link, data: Any) -> None:
+        """Bring a process an answer with what it is to, or what was published."""
+        process = link.process
+        if not process.alive or not self._is_open(link):
             return
         if process.frozen_until > self.now:
-            self.at(process.frozen_until, self._arrive, message, answer)
+            self.at(process.frozen_until, self._arrive, link, data)
             return
-        process.note(index, answer)
-        if ballot.over:
-            if answer.said in MAKES_LOCKS:
-                self._undo(process, index, command, answer)
-            return
-        if index in ballot.answers:
-            return
-        ballot.hear(index, answer)
-        if ballot.complete:
-            self._count(task, ballot)
+        for place in process.nodes.received(link.index, data, process.now):
+            task = self.in_line.get(place)
+            if task is not None and task.wakeable:
+                self._look_at_line(task, place)
 
-    def _lose(self, message: Message) -> None:
-        """A connection broke: over the next one, the process undoes what may have been done on the last."""
-        self.at(self.now + CONNECTING * (0.5 + self.random.random()), self._make_up, message)
+    @staticmethod
+    def _is_open(link: Link) -> bool:
+        nodes, seats = link.process.nodes, link.process.seats
+        return link.index < len(seats) and nodes.connection(link.index) is link
 
-    def _make_up(self, message: Message) -> None:
-        process = message.task.process
-        if not process.alive or message.seat >= len(process.seats):
+    def _lose(self, link: Link) -> None:
+        """Have a process notice that a connection is of no use any more."""
+        self.at(self.now + CONNECTING * (0.5 + self.random.random()), self._break_link, link)
+
+    def _break_link(self, link: Link) -> None:
+        process = link.process
+        if not process.alive or not self._is_open(link):
             return
         if process.frozen_until > self.now:
-            self.at(process.frozen_until, self._make_up, message)
-        elif self.servers[process.seats[message.seat]] is message.server:
-            self._undo(process, message.seat, message.command, None)
+            self.at(process.frozen_until, self._break_link, link)
+            return
+        process.nodes.broken(link.index, _BROKEN)
+        process.open_again()
 
     def _give_up(self, task: Task, ballot: Ballot) -> None:
-        if task.ballot is ballot and not ballot.over:
-            if task.process.frozen_until > self.now:  # what has arrived meanwhile is read first
-                self.at(task.process.frozen_until, self._give_up, task, ballot)
-            else:
-                self._count(task, ballot)
+        if task.ballot is ballot and task.process.frozen_until > self.now:
+            self.at(task.process.frozen_until, self._give_up, task, ballot)  # what has arrived is read first
+        else:
+            self.count(task, ballot)
 
-    def _count(self, task: Task, ballot: Ballot) -> None:
-        self._go_on(task, Round(task.began, task.process.now, ballot.close()))
-
-    def _undo(self, process: Process, index: int, command: Command, answer: Answer | None) -> None:
-        """Release what is locked for nobody, as a late answer shows or one that will never come."""
-        for undo in undoing(command, answer):
-            if undo.nonce not in process.wanted:
-                request = Broadcast(undo, [index], lambda _: True, 0.0)
-                self._broadcast(Task(process, "undo", _nothing()), request)
-
-    def dial(self, process: Process, index: int) -> None:
-        """Begin to open a connection, unless that is going on."""
-        if not process.dialling[index]:
-            process.dialling[index] = True
-            when = self.now + CONNECTING * (0.5 + self.random.random())
-            self.at(when, self._connect, process, index, process.seats)
-
-    def _connect(self, process: Process, index: int, seats: tuple[int, ...]) -> None:
-        if not process.alive or process.seats is not seats:
-            return
-        process.dialling[index] = False
-        server = self.servers[process.seats[index]]
-        busy = max(server.frozen_until, process.frozen_until)
-        if server.down or self._is_cut(process, index) or busy > self.now:
-            process.line.go_deaf(index)
-            return
-        node = server.node
-        process.runs[index] = node.run
-        process.line.listen(index)
-        process.meet(index, node.hash.get("id", ""), node.hash.get("members", ""))
-        owed, process.owed[index] = process.owed[index], {}
-        for release in owed.values():
-            self._undo(process, index, release, None)
+    def count(self, task: Task, ballot: Ballot) -> None:
+        """Have a task go on with the answers that there are, if it still waits for them."""
+        if task.ballot is ballot:
+            self._go_on(task, Round(task.began, task.process.now, ballot.close()))
 
     def _publisher(self, server: Server) -> Callable[[str, str], bool]:
         def publish(client: str, message: str) -> bool:
             process = self.processes.get(client)
             if process is None or server.number not in process.seats:
                 return False
-            index = process.seats.index(server.number)
-            if process.runs[index] != server.node.run:
+            link = process.nodes.connection(process.seats.index(server.number))
+            if not isinstance(link, Link) or link.run != server.node.run or not link.is_subscribed:
                 return False
             delay = self.delay()
-            if delay is not None:
-                self.at(self.now + delay, self._call, process, index, message)
+            if delay is None:
+                self._lose(link)
+            else:
+                self.at(self.now + delay, self._arrive, link, message.encode())
             return True
 
         return publish
-
-    def _call(self, process: Process, index: int, message: str) -> None:
-        if not process.alive or index >= len(process.seats):
-            return
-        if process.frozen_until > self.now:
-            self.at(process.frozen_until, self._call, process, index, message)
-            return
-        place = process.line.note(index, message.encode(), process.now)
-        if place:
-            if self.trace is not None:
-                self.tell(
-                    process.name, f"hears n{process.seats[index]} call {place}{message.partition(' ')[1]}"
-                )
-            task = self.in_line.get(place)
-            if task is not None and task.wakeable:
-                self._look_at_line(task)
 
     # Statements for the storage.
 
@@ -600,11 +624,7 @@ class World:
     def _break(self, task: Task, number: int) -> None:
         if task.sleeping == number:
             task.sleeping += 1
-            self._go_on(task, None, Connection())
-
-
-def _nothing() -> Program:
-    yield from ()
+            self._go_on(task, None, ConnectionLost())
 
 
 def _spoken(command: Command) -> str:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 import time
 from collections.abc import Generator, Sequence
@@ -12,11 +13,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from fencelock.authority.base import AsyncClosing, Grant, Wish
-from fencelock.authority.redlock import protocol
-from fencelock.authority.redlock.multiplex import Lines, run, tell
+from fencelock.authority.redlock import operations
+from fencelock.authority.redlock.protocol import messages
 from fencelock.authority.redlock.survey import NodeStatus
+from fencelock.authority.redlock.transport.aio import LoopConnections, run, tell
 from fencelock.authority.redlock.waiting import Waiter
-from fencelock.errors import AuthorityError, FencelockError
+from fencelock.errors import FencelockError
 
 if TYPE_CHECKING:
     from fencelock.authority.redlock.redlock import Redlock
@@ -39,9 +41,7 @@ class AsyncRedlock(AsyncClosing):
     def _start_over(self) -> None:
         """Begin without connections: at first, and in a forked child."""
         self._lock = threading.Lock()
-        self._lines: WeakKeyDictionary[asyncio.AbstractEventLoop, Lines] = WeakKeyDictionary()
-        #: Those that were asked for last: mostly there is but one loop.
-        self._latest: Lines | None = None
+        self._by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopConnections] = WeakKeyDictionary()
 
     def __repr__(self) -> str:
         return f"{self._redlock!r}.aio"
@@ -59,48 +59,37 @@ class AsyncRedlock(AsyncClosing):
 
         Cancelled, it releases what it may have acquired, without waiting for that.
         """
-        lines = self._lines_here()
-        listener = lines.listener
-        waiter = Waiter(listener, time.monotonic, time.time, fair=fair, patient=timeout != 0)
-        bids = self._redlock._new_bids(resources, ttl, waiter, above=above)
-        deadlines = self._redlock._deadlines(timeout)
+        connections = self._here()
+        waiter = Waiter(connections.queue, time.monotonic, time.time, fair=fair, patient=timeout != 0)
+        acquisition = self._redlock._new_acquisition(resources, ttl, waiter, above=above)
 
-        async def wait(seconds: float) -> Lines:
-            nonlocal lines
-            await listener.wait(waiter.place, seconds)
-            lines = self._lines_here()
-            return lines
+        async def wait(seconds: float) -> LoopConnections:
+            nonlocal connections
+            await connections.wait(waiter.place, seconds)
+            connections = self._here()
+            return connections
 
         try:
-            if not above:
-                heard = await lines.broadcast(bids.open(self._redlock._see(), deadlines))
-                if (grant := bids.settle(heard)) is not None:
-                    return grant
-            return await run(self._redlock._going_on(bids, deadlines), lines, wait)
+            return await run(self._redlock._acquiring(acquisition, timeout), connections, wait)
         except BaseException as error:
-            for undo in bids.give_up(error):
-                tell(undo, lines)
+            for undo in acquisition.give_up(error):
+                tell(undo, connections)
             raise
 
     async def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
         """Extend grants: see `Authority.extend_many`."""
-        outcomes: list[Grant | FencelockError] = []
-        for batch in self._redlock._batches(wishes):
-            try:
-                outcomes += await self._run(self._redlock._extending(batch))
-            except AuthorityError as error:
-                outcomes += [error] * len(batch)
-        return outcomes
+        return await self._run(operations.extend(self._redlock._see, wishes))
 
     async def remint(self, grant: Grant, ttl: float) -> Grant:
         """Exchange a grant for one with larger tokens: see `Authority.remint`."""
-        bids = self._redlock._new_bids(grant.resources, ttl, None, instead_of=grant.proof)
-        lines = self._lines_here()
+        acquisition = self._redlock._new_acquisition(grant.resources, ttl, instead_of=grant.proof)
+        connections = self._here()
+        steps = acquisition.remint(self._redlock._see, grant.proof, jitter=random.random)
         try:
-            return await run(self._redlock._reminting(bids, grant), lines)
+            return await run(steps, connections)
         except BaseException as error:
-            for undo in bids.give_up(error):
-                tell(undo, lines)
+            for undo in acquisition.give_up(error):
+                tell(undo, connections)
             raise
 
     async def release(self, grant: Grant) -> bool | None:
@@ -108,70 +97,66 @@ class AsyncRedlock(AsyncClosing):
 
         Cancelled, it is sent all the same.
         """
-        lines = self._lines_here()
+        connections = self._here()
         try:
-            fleet, request = self._redlock._closing(grant)
-            return protocol.released(fleet, await lines.broadcast(request))
+            return await run(self._redlock._releasing(grant), connections)
         except FencelockError:
             raise
         except BaseException:
-            tell(self._redlock._releasing(grant), lines)
+            tell(self._redlock._releasing(grant), connections)
             raise
 
     async def init(
         self, *, base: int | None = None, max_ttl: float | None = None, allow_eviction: bool = False
     ) -> bool:
         """Initialise N blank nodes, once in their life: see `Redlock.init`, also for the errors."""
-        return await self._run(self._redlock._initialising(base, max_ttl, allow_eviction=allow_eviction))
+        init = self._redlock.init
+        return await asyncio.to_thread(init, base=base, max_ttl=max_ttl, allow_eviction=allow_eviction)
 
     async def status(self) -> tuple[NodeStatus, ...]:
         """Ask every node how it stands: see `Redlock.status`."""
-        return await self._run(self._redlock._asking())
+        return await asyncio.to_thread(self._redlock.status)
 
     async def close(self) -> None:
         """Close the connections of the running loop; using it again connects again."""
         with self._lock:
-            lines = self._lines.pop(asyncio.get_running_loop(), None)
-        if lines is not None:
-            lines.close()
+            connections = self._by_loop.pop(asyncio.get_running_loop(), None)
+        if connections is not None:
+            connections.close()
 
-    async def _run(self, generator: Generator[protocol.Request, Any, _T]) -> _T:
-        return await run(generator, self._lines_here())
+    async def _run(self, generator: Generator[messages.Request, Any, _T]) -> _T:
+        return await run(generator, self._here())
 
-    def _lines_here(self) -> Lines:
+    def _here(self) -> LoopConnections:
         """Return the running loop's connections."""
         self._redlock._check_process()
         loop = asyncio.get_running_loop()
-        latest = self._latest
-        if latest is not None and latest.serve(loop):
-            return latest
-        lines = self._lines.get(loop)
-        if lines is None or lines.is_closed:
+        connections = self._by_loop.get(loop)
+        if connections is None or connections.is_closed:
             with self._lock:
                 self._close_orphans()
-                self._lines[loop] = lines = self._redlock._make_lines(loop)
-        self._latest = lines
-        return lines
+                self._by_loop[loop] = connections = self._redlock._connect_in(loop)
+        return connections
 
     def _close_orphans(self) -> None:
         """Close what loops have left that were closed before everything was over in them."""
-        for loop, lines in list(self._lines.items()):
+        for loop, connections in list(self._by_loop.items()):
             if loop.is_closed():
-                lines.close()
-                del self._lines[loop]
+                connections.close()
+                del self._by_loop[loop]
 
     def _close_everywhere(self) -> None:
         """Close the connections of every loop, each in its own thread."""
         with self._lock:
-            everywhere, self._lines = list(self._lines.values()), WeakKeyDictionary()
-        for lines in everywhere:
-            if lines.is_elsewhere:
-                lines.do_there(lines.close)
+            everywhere, self._by_loop = list(self._by_loop.values()), WeakKeyDictionary()
+        for connections in everywhere:
+            if connections.is_elsewhere:
+                connections.do_there(connections.close)
             else:
-                lines.close()
+                connections.close()
 
     def _leave_to_parent(self) -> None:
         """In a forked child: close its copies of the sockets, by no lock that a thread may have held."""
-        for lines in list(self._lines.values()):
-            lines.leave_to_parent()
+        for connections in list(self._by_loop.values()):
+            connections.leave_to_parent()
         self._start_over()

@@ -29,8 +29,8 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from fencelock.authority.redlock.membership import Membership
-from fencelock.authority.redlock.protocol import Answers, Command, Request, Said, Sleep
-from fencelock.authority.redlock.survey import Standing, Standings, ask, read, synced
+from fencelock.authority.redlock.protocol.messages import Answers, Command, Request, Said, Sleep
+from fencelock.authority.redlock.survey import Standing, Standings, ask, nodes_saying, read, synced
 from fencelock.errors import MembershipError, QuorumError
 
 _MOST_PASSES = 3
@@ -258,7 +258,7 @@ def _close(plan: Plan, old: Membership, target: Membership) -> Generator[Request
     command = plan.command("close", old.fingerprint, target.fingerprint, target.to_json())
     for _ in range(_MOST_PASSES):
         answers = yield from ask(command, plan.everybody, plan.patience)
-        shut = yield from synced(_who(answers, Said.SHUT), plan.patience)
+        shut = yield from synced(nodes_saying(answers, Said.SHUT), plan.patience)
         standings = yield from _closed_still(plan, shut, old, target)
         if len(standings) >= quorum:
             return max(standing.highest for standing in standings.values()) + 1
@@ -297,7 +297,7 @@ def _promise(plan: Plan, target: Membership, epoch: int) -> Generator[Request, A
     for node in before:
         command = plan.command("promise", target.fingerprint, epoch, ids[plan.names[node]], "change")
         answers = yield from ask(command, [node], plan.patience)
-        promised |= _who(answers, Said.PROMISED)
+        promised |= nodes_saying(answers, Said.PROMISED)
     promised = yield from synced(promised, plan.patience)
     told, _ = yield from read(plan.node_key, promised, plan.patience)
     promised = {node for node, standing in told.items() if standing.still_promises(epoch, before[node])}
@@ -342,7 +342,7 @@ def _open(plan: Plan, target: Membership, epoch: int) -> Generator[Request, Any,
     for node in sorted(standings, key=lambda node: not standings[node].blank):
         arguments = (target.fingerprint, epoch, ids[plan.names[node]], 0, target.to_json())
         answers = yield from ask(plan.command("open", *arguments), [node], plan.patience)
-        opened |= _who(answers, Said.OPENED)
+        opened |= nodes_saying(answers, Said.OPENED)
     yield from synced(opened, plan.patience)
 
 
@@ -367,13 +367,9 @@ def _open_stragglers(plan: Plan, present: Membership, standings: Standings) -> G
     epoch = max(standing.highest for standing in (voters | waiting).values()) + 1
     yield from _promise(plan, present, epoch)
     answers = yield from ask(plan.command("raise", present.fingerprint, epoch), voters, plan.patience)
-    if len(_who(answers, Said.RAISED)) >= _majority(len(present.seats)):
+    if len(nodes_saying(answers, Said.RAISED)) >= _majority(len(present.seats)):
         yield from _open(plan, present, epoch)
     return True
-
-
-def _who(answers: Answers, said: Said) -> set[int]:
-    return {node for node, answer in answers.items() if answer.said is said}
 
 
 def _votes(plan: Plan, target: Membership, standings: Standings) -> int:

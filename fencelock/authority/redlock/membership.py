@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fencelock import token
-from fencelock.authority.redlock.protocol import STRIPES, Answer, Command, Request, Said
+from fencelock.authority.redlock.protocol.messages import STRIPES, Answer, Command, Request, Said
 from fencelock.authority.redlock.survey import Standing, ask, read, synced
 from fencelock.errors import MembershipError, QuorumError
 
@@ -98,14 +97,32 @@ class Membership:
         return membership
 
 
-def default_base() -> int:
-    """Where counters start unless told otherwise: Unix milliseconds.
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """The server process that answered when a connection was opened.
 
-    A fleet that is initialised again after losing everything then starts above its old tokens, if no
-    epoch above 0 was used, clocks are sane, and no stripe averaged 1,000 leases a second. Defence in
-    depth, no guarantee.
+    Attributes:
+        run_id: random id of the server process; a restart changes it.
+        replid: its replication id, where every vote must prove it again; otherwise empty.
+        node_id: the node's own id, given when it was initialised; empty while it is blank.
+        membership: the list that it belongs to; None while it is blank.
+        eviction: the policy by which it drops keys when its memory is full; empty if it drops none; None
+            where it does not tell.
     """
-    return time.time_ns() // 1_000_000
+
+    run_id: str
+    replid: str
+    node_id: str
+    membership: Membership | None
+    eviction: str | None = ""
+
+    def admitted(self, node_id: str, members: str) -> Identity:
+        """Return the same server process, as a member of a list.
+
+        Raises:
+            MembershipError: if the list cannot be read.
+        """
+        return replace(self, node_id=node_id, membership=Membership.from_json(members))
 
 
 def check_base(base: int) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 
-from fencelock.authority.redlock.blocking import Channels, Pool, run
 from fencelock.authority.redlock.change import Change, Plan, change
-from fencelock.authority.redlock.node import Node
+from fencelock.authority.redlock.transport.blocking import SharedConnections, run
+from fencelock.authority.redlock.transport.connector import Node
 
 _CONNECT_TIMEOUT = 3.0
 
@@ -57,19 +57,16 @@ def change_nodes(
         tell=tell,
     )
 
-    def connect() -> Channels:
-        return Channels(
-            list(nodes.values()),
-            plan.node_key,
-            on_identity=lambda _node, _identity: None,
-            is_open=lambda _nonce: True,
-            on_trouble=lambda: None,
-            connect_timeout=patience,
-            patience=patience,
-        )
-
-    pool = Pool(connect)
+    connections = SharedConnections(
+        list(nodes.values()),
+        plan.node_key,
+        on_identity=lambda _node, _identity: None,
+        is_wanted=lambda _nonce: True,
+        on_trouble=lambda: None,
+        connect_timeout=patience,
+        patience=patience,
+    )
     try:
-        return run(change(plan), pool)
+        return run(change(plan), connections)
     finally:
-        pool.close()
+        connections.close()

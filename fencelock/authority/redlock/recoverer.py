@@ -14,8 +14,8 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from fencelock import _threads
-from fencelock.authority.redlock.blocking import Channels
-from fencelock.authority.redlock.protocol import Broadcast, Request
+from fencelock.authority.redlock.protocol.messages import Broadcast, Request
+from fencelock.authority.redlock.transport.blocking import SharedConnections
 from fencelock.errors import FencelockError
 
 _SHORTEST_PAUSE = 0.5
@@ -28,20 +28,20 @@ class Recoverer:
     """Starts a recovery when told of trouble, unless one is at work or the last was in vain a moment ago.
 
     Args:
-        make_channels: opens connections to the nodes.
+        connect: opens connections to the nodes.
         work: makes the generator to run; it returns whether nothing is left to do.
     """
 
     def __init__(
-        self, make_channels: Callable[[], Channels], work: Callable[[], Generator[Request, Any, bool]]
+        self, connect: Callable[[], SharedConnections], work: Callable[[], Generator[Request, Any, bool]]
     ) -> None:
-        self._make_channels = make_channels
+        self._connect = connect
         self._work = work
         self._lock = threading.RLock()  # for signal handlers that lock, and strike in the midst of it
         self._is_beginning = False
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._channels: Channels | None = None
+        self._connections: SharedConnections | None = None
         self._failures = 0
         self._not_before = 0.0
 
@@ -79,31 +79,31 @@ class Recoverer:
 
     def leave_to_parent(self) -> None:
         """In a forked child: close its copies of the sockets; the thread does not exist here."""
-        if self._channels is not None:
-            self._channels.leave_to_parent()
+        if self._connections is not None:
+            self._connections.leave_to_parent()
 
     def _run(self) -> None:
         if self._thread is not threading.current_thread():  # one that is too many
             return
         succeeded = False
         try:
-            self._channels = self._make_channels()
-            succeeded = self._drive(self._work(), self._channels)
+            self._connections = self._connect()
+            succeeded = self._drive(self._work(), self._connections)
         except FencelockError:
             pass  # nodes and client disagree: whoever acquires a lock is told
         finally:
-            if self._channels is not None:
-                self._channels.close()
-                self._channels = None
+            if self._connections is not None:
+                self._connections.close()
+                self._connections = None
             self._pause(succeeded=succeeded)
             self._thread = None
 
-    def _drive(self, generator: Generator[Request, Any, bool], channels: Channels) -> bool:
+    def _drive(self, generator: Generator[Request, Any, bool], connections: SharedConnections) -> bool:
         try:
             request = next(generator)
             while True:
                 if isinstance(request, Broadcast):
-                    request = generator.send(channels.broadcast(request))
+                    request = generator.send(connections.broadcast(request))
                 elif self._stop.wait(request.seconds):
                     return False
                 else:

@@ -47,17 +47,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from fencelock.authority.redlock.membership import Membership
-from fencelock.authority.redlock.protocol import Answer, Answers, Command, Request, Said, Sleep
+from fencelock.authority.redlock.protocol.messages import Command, Request, Said, Sleep
 from fencelock.authority.redlock.survey import (
-    NodeState,
-    NodeStatus,
     Standing,
     Standings,
     ask,
+    nodes_saying,
     read,
     synced,
 )
-from fencelock.errors import MembershipError
 from fencelock.token import MAX_COUNTER, MAX_EPOCH, split
 
 #: Recoverers that have waited for one node spread their work over so many seconds, or a tenth of the wait.
@@ -251,7 +249,7 @@ def _raise(
     """Have voters vote in an epoch that a majority has promised; return those that have it on their disks."""
     command = around.command("raise", roll.membership.fingerprint, epoch)
     answers = yield from ask(command, nodes, around.patience)
-    return (yield from synced(_who(answers, Said.RAISED), around.patience))
+    return (yield from synced(nodes_saying(answers, Said.RAISED), around.patience))
 
 
 def _begin(
@@ -314,11 +312,11 @@ def _promise(
     fingerprint = roll.membership.fingerprint
     voters = [node for node, standing in standings.items() if standing.admitted]
     answers = yield from ask(around.command("promise", fingerprint, epoch, "", ""), voters, around.patience)
-    promised = _who(answers, Said.PROMISED)
+    promised = nodes_saying(answers, Said.PROMISED)
     for node in standings.keys() - set(voters):
         command = around.command("promise", fingerprint, epoch, tickets[node], "")
         answers = yield from ask(command, [node], around.patience)
-        promised |= _who(answers, Said.PROMISED)
+        promised |= nodes_saying(answers, Said.PROMISED)
     promised = yield from synced(promised, around.patience)
     told, _ = yield from read(around.node_key, promised, around.patience)
     return {
@@ -339,76 +337,6 @@ def _let_in(
             "admit", roll.membership.fingerprint, epoch, ticket, roll.waiting[node], text
         )
         answers = yield from ask(command, [node], around.patience)
-        admitted |= _who(answers, Said.ADMITTED)
+        admitted |= nodes_saying(answers, Said.ADMITTED)
     yield from synced(admitted, around.patience)
     return len(admitted) == len(tickets)
-
-
-def _who(answers: Answers, said: Said) -> set[int]:
-    return {node for node, answer in answers.items() if answer.said is said}
-
-
-def statuses(
-    names: tuple[str, ...], standings: Standings, answers: Mapping[int, Answer]
-) -> tuple[NodeStatus, ...]:
-    """Return what to tell people about each node."""
-    try:
-        roll = Roll.call(names, standings)
-    except MembershipError:
-        roll = None
-    return tuple(
-        _status(node, name, standings.get(node), answers[node], roll) for node, name in enumerate(names)
-    )
-
-
-def _status(node: int, name: str, standing: Standing | None, answer: Answer, roll: Roll | None) -> NodeStatus:
-    if standing is None:
-        return NodeStatus(name, NodeState.UNREACHABLE, detail=answer.detail or answer.said.value)
-    if standing.closed:
-        return NodeStatus(name, NodeState.CLOSED, standing.epoch, detail=_why_closed(standing))
-    if roll is not None and node in roll.voters:
-        return NodeStatus(name, NodeState.ADMITTED, standing.epoch)
-    if roll is not None and node in roll.waiting:
-        return _status_of_waiting(name, standing, roll, roll.waiting[node])
-    state = NodeState.BLANK if standing.blank else NodeState.OTHER_MEMBERSHIP
-    if roll is not None and standing.fingerprint == roll.membership.fingerprint:
-        state = NodeState.RESTARTED
-    return NodeStatus(name, state, standing.epoch, detail=_why_not(name, standing, roll))
-
-
-def _status_of_waiting(name: str, standing: Standing, roll: Roll, seat: str) -> NodeStatus:
-    hopeful = roll.has_quorum or roll.complete
-    detail = _whose_data(standing, roll, seat) + ("waits for a client that uses it" if hopeful else _TOO_FEW)
-    if standing.ticket and hopeful:
-        left = standing.ticket_left
-        return NodeStatus(name, NodeState.RECOVERING, standing.epoch, left, "" if left else detail)
-    state = NodeState.BLANK if standing.blank else NodeState.RESTARTED
-    return NodeStatus(name, state, standing.epoch, detail=detail)
-
-
-_TOO_FEW = "too few nodes remember what was promised: fencelock init --after-loss"
-
-
-def _addresses(members: str) -> str:
-    return ", ".join(address for _, address in Membership.from_json(members).seats)
-
-
-def _whose_data(standing: Standing, roll: Roll, seat: str) -> str:
-    if standing.blank or standing.node_id == seat:
-        return ""
-    return f"has the data of {dict(roll.membership.seats).get(standing.node_id, 'another node')}; "
-
-
-def _why_closed(standing: Standing) -> str:
-    return f"its list gives way to {_addresses(standing.next_members)}"
-
-
-def _why_not(name: str, standing: Standing, roll: Roll | None) -> str:
-    if roll is None:
-        return "new, or without its data" if standing.blank else "its list cannot be read by this version"
-    addresses = [address for _, address in roll.membership.seats]
-    members = ", ".join(addresses)
-    if standing.blank or standing.fingerprint == roll.membership.fingerprint:
-        why = "another has its seat" if name in addresses else f"its address is none of the list's: {members}"
-        return _whose_data(standing, roll, "") + why
-    return f"belongs to {_addresses(standing.members)}, and not to {members}"

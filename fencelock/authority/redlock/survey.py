@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fencelock.authority.redlock.protocol import (
+from fencelock.authority.redlock.protocol.messages import (
     PASSING,
     SYNC,
     Answer,
@@ -187,3 +187,8 @@ def synced(nodes: Iterable[int], patience: float) -> Generator[Request, Any, set
 
 
 SYNC_SECONDS = int(SYNC.arguments[-1]) / 1000
+
+
+def nodes_saying(answers: Answers, said: Said) -> set[int]:
+    """Return the nodes that have said that."""
+    return {node for node, answer in answers.items() if answer.said is said}

@@ -1,4 +1,6 @@
-"""Who waits in this client, and whom the nodes have called: no sockets, no clock, no threads.
+"""Who waits in this client, and whom the nodes have called: no sockets, no clock.
+
+Threads share it without a lock: each step is one operation on a dict or a set, which Python does whole.
 
 A node that releases a lock keeps it, for a moment, for the first in its queue, and publishes that place's
 number on the channel of the client that it belongs to. What to make of such calls stands here; the
@@ -13,12 +15,13 @@ All of this is hints. A call that is lost, late or made up costs time, never a t
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from fencelock.authority.redlock.protocol import Answer, Answers, Said, Turn
+from fencelock.authority.redlock.protocol.bids import Turn
+from fencelock.authority.redlock.protocol.messages import Answer, Answers, Said
 
 #: Seconds after which a place acts that only some of the nodes have called; about half to one and a half.
 HESITATION = 0.02
@@ -48,9 +51,11 @@ class Line:
         self._client = client
         self._quorum = nodes // 2 + 1
         self._jitter = jitter
-        self._count = 0
+        self._numbers = itertools.count(1)
         self._listening: set[int] = set()
         self._places: dict[str, _Place] = {}
+        #: Whether the last acquisition had to wait. Then the next one will, mostly.
+        self.waits = False
 
     @property
     def hears(self) -> bool:
@@ -67,18 +72,20 @@ class Line:
 
     def new_place(self) -> str:
         """Return the place of a new acquisition: nobody ever has it again."""
-        self._count += 1
-        return f"{self._client}.{self._count}"
+        return f"{self._client}.{next(self._numbers)}"
 
-    def expect(self, place: str, nonce: str, now: float) -> None:
-        """Count calls from now on: said before each bid, for a call may come before its answer does.
+    def expect(self, place: str, nonce: str, now: float) -> str:
+        """Count the calls for a bid from now on; return its place, a new one where it is empty.
 
-        The end of another's claim is still to come: nobody calls again for that.
+        Said before each bid, because a call may come before its answer does. The end of another's claim is
+        still to come: no node calls again for that.
         """
+        place = place or self.new_place()
         known = self._places.get(place)
         self._places[place] = new = _Place(nonce)
         if known is not None and known.claim_ends > now:
             new.claim_ends = known.claim_ends
+        return place
 
     def leave(self, place: str) -> None:
         """Forget a place whose acquisition is over."""
@@ -125,28 +132,14 @@ class Line:
         return math.inf if known is None else min(known.due, known.claim_ends)
 
 
-class Ears(Protocol):
-    """What hears the nodes' calls for a client: a thread's listener or a loop's."""
-
-    @property
-    def hears(self) -> bool:
-        """Whether a majority of the nodes could call."""
-
-    def expect(self, place: str, nonce: str) -> str:
-        """Count the calls for a bid from now on; return its place, a new one where it is empty."""
-
-    def granted(self, place: str) -> Answers:
-        """Return the nodes that have granted the present bid of a place while it waited."""
-
-    def leave(self, place: str) -> None:
-        """Forget a place whose acquisition is over."""
-
-
 class Waiter:
     """One acquisition's part in waiting: whether it stands in line, and where.
 
+    Its first bid does not, if the last acquisition of this client had not to wait: then the lock is mostly
+    free, and a node has less to do.
+
     Args:
-        ears: who hears the nodes' calls.
+        queue: hears the nodes' calls.
         clock: returns the time in seconds; it goes evenly.
         wall: returns the time in seconds; it is about the same for everybody.
         fair: whether it leaves a free lock to those who have waited longer.
@@ -156,37 +149,47 @@ class Waiter:
         place: under which it is called; empty as long as it has none.
     """
 
-    __slots__ = ("_began", "_clock", "_ears", "_fair", "_patient", "_since", "place")
+    __slots__ = ("_began", "_bids", "_clock", "_fair", "_has_waited", "_patient", "_queue", "_since", "place")
 
     def __init__(
         self,
-        ears: Ears,
+        queue: Line,
         clock: Callable[[], float],
         wall: Callable[[], float],
         *,
         fair: bool,
         patient: bool,
     ) -> None:
-        self._ears = ears
+        self._queue = queue
         self._clock = clock
         self._fair = fair
         self._patient = patient
         self._began = clock()
         self._since = wall()
+        self._bids = 0
+        self._has_waited = False
         self.place = ""
 
     def turn(self, nonce: str) -> Turn | None:
         """Return how the next bid behaves; from now on calls for it count."""
-        if self._patient and self._ears.hears:
-            self.place = self._ears.expect(self.place, nonce)
+        self._bids += 1
+        if self._patient and (self._bids > 1 or self._queue.waits) and self._queue.hears:
+            self.place = self._queue.expect(self.place, nonce, self._clock())
             return Turn(self.place, self._clock() - self._began, self._since, self._fair)
+        self._leave_line()  # a call from before would end every sleep at once
         return Turn(fair=True) if self._fair else None
 
     def granted(self) -> Answers:
         """Return the nodes that have granted the present bid while it waited."""
-        return self._ears.granted(self.place)
+        self._has_waited = True
+        return self._queue.granted(self.place)
 
     def leave(self) -> None:
         """Forget the place: the acquisition is over."""
+        self._queue.waits = self._has_waited or self._bids > 1
+        self._leave_line()
+
+    def _leave_line(self) -> None:
         if self.place:
-            self._ears.leave(self.place)
+            self._queue.leave(self.place)
+            self.place = ""

@@ -1,0 +1,215 @@
+"""One acquisition: its bids, which of them is wanted, and what is left of it. No sockets, no clock.
+
+Threads, event loops and the simulator run the same of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, MutableMapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from fencelock import token
+from fencelock.authority.base import Grant, Wish
+from fencelock.authority.redlock.protocol import acquire, holding, undo
+from fencelock.authority.redlock.protocol.bids import Bid, Deadlines, Granted
+from fencelock.authority.redlock.protocol.messages import Answers, Request
+from fencelock.authority.redlock.protocol.nodeset import Fleet
+from fencelock.authority.redlock.waiting import Waiter
+from fencelock.errors import AuthorityError, FencelockError
+
+#: Grants that are extended in one round trip. A node does nothing else meanwhile: about a millisecond.
+BATCH: Final = 500
+
+#: By nonce: the bids of acquisitions under way and of grants in use. Late grants of others are released.
+Wanted = MutableMapping[str, Bid]
+
+
+class Acquisition:
+    """One bid after the other, each with a nonce of its own; one at a time is wanted.
+
+    Args:
+        resources: what is acquired, in the order of the caller.
+        ttl: seconds.
+        wanted: where the bids are noted.
+        new_nonce: makes a nonce. It is drawn when it is needed: two processes that were restored from one
+            snapshot would have had the same in advance, and a node would take the bid of one for that of the
+            other, resent.
+        waiter: knows its place among those who wait; None where nobody waits.
+        instead_of: what the bids take over.
+        above: a token for each resource that the new one must exceed; empty for none.
+    """
+
+    __slots__ = (
+        "_canonical",
+        "_hint_epoch",
+        "_hints",
+        "_instead_of",
+        "_latest",
+        "_new_nonce",
+        "_resources",
+        "_ttl",
+        "_waiter",
+        "_wanted",
+        "above",
+    )
+
+    def __init__(  # noqa: PLR0917 - all of them are what an acquisition is about
+        self,
+        resources: tuple[str, ...],
+        ttl: float,
+        wanted: Wanted,
+        new_nonce: Callable[[], str],
+        waiter: Waiter | None = None,
+        instead_of: Granted | None = None,
+        above: tuple[int, ...] = (),
+    ) -> None:
+        self._resources = resources
+        self._canonical = resources if len(resources) == 1 else tuple(sorted(resources))
+        self._ttl = ttl
+        self._wanted = wanted
+        self._new_nonce = new_nonce
+        self._waiter = waiter
+        self._instead_of = instead_of
+        self.above = above
+        self._hint_epoch = 0
+        self._hints: tuple[int, ...] = ()
+        self._latest: tuple[Fleet, Bid] | None = None
+
+    def next_bid(self, fleet: Fleet) -> Bid:
+        """Return a new bid, and forget the one before.
+
+        Raises:
+            ValueError: the ttl is longer than these nodes allow.
+        """
+        check_max_ttl(self._ttl, fleet)
+        if self._latest is not None:
+            self._forget()
+        nonce = self._new_nonce()
+        turn = self._waiter.turn(nonce) if self._waiter is not None else None
+        bid = Bid.of(fleet, self._canonical, nonce, self._ttl, turn)
+        if self._instead_of is not None:
+            bid = bid.anew(self._instead_of)
+        elif self._hints:
+            bid = bid.not_below(self._hint_epoch, self._hints)
+        self._latest = fleet, bid
+        self._wanted[nonce] = bid
+        return bid
+
+    def hint(self, epoch: int) -> None:
+        """Have the next bids exceed what they must in this epoch, in which the nodes vote now."""
+        halves = dict(zip(self._resources, map(token.split, self.above), strict=True))
+        self._hint_epoch = epoch
+        self._hints = tuple(
+            halves[resource][1] + 1 if halves[resource][0] == epoch else 0 for resource in self._canonical
+        )
+
+    def acquire(
+        self,
+        see: Callable[[], Fleet],
+        *,
+        timeout: float | None,
+        grace: float,
+        jitter: Callable[[], float],
+        deadlines: Deadlines | None = None,
+    ) -> Generator[Request, Any, Grant]:
+        """Bid until a quorum grants: see `acquire.acquire`."""
+        granted = yield from acquire.acquire(
+            see,
+            self.next_bid,
+            timeout=timeout,
+            grace=grace,
+            jitter=jitter,
+            granted_meanwhile=self._granted_meanwhile,
+            deadlines=deadlines,
+        )
+        return self._won(granted)
+
+    def remint(
+        self, see: Callable[[], Fleet], granted: Granted, *, jitter: Callable[[], float]
+    ) -> Generator[Request, Any, Grant]:
+        """Exchange a grant for one with larger tokens: see `holding.remint`."""
+        self._wanted.pop(granted.bid.nonce, None)
+        return self._won((yield from holding.remint(see, self.next_bid, granted, jitter=jitter)))
+
+    def give_up(self, error: BaseException) -> Iterator[Generator[Request, Any, None]]:
+        """Yield what is still to be run, now that the acquisition has ended with an error."""
+        self._forget()
+        self._wait_no_longer()
+        # Errors of ours come after the bid was abandoned. Anything else has interrupted it, such as a
+        # signal handler or a cancellation, and nobody else would release it.
+        if self._latest is not None and not isinstance(error, FencelockError):
+            yield undo.abandon(*self._latest)
+
+    def _granted_meanwhile(self) -> Answers:
+        """Return the nodes that have granted the latest bid while it waited."""
+        return self._waiter.granted() if self._waiter is not None else {}
+
+    def _won(self, granted: Granted) -> Grant:
+        """Return the grant that a bid has come to."""
+        self._wait_no_longer()
+        if len(self._resources) == 1:  # most often
+            (counter,) = granted.counters
+            tokens: tuple[int, ...] = (token.compose(granted.epoch, counter),)
+        else:
+            counters = dict(zip(self._canonical, granted.counters, strict=True))
+            tokens = tuple(token.compose(granted.epoch, counters[resource]) for resource in self._resources)
+        return Grant(self._resources, tokens, granted.expires_at, granted)
+
+    def _wait_no_longer(self) -> None:
+        if self._waiter is not None:
+            self._waiter.leave()
+
+    def _forget(self) -> None:
+        if self._latest is not None:
+            self._wanted.pop(self._latest[1].nonce, None)
+
+
+def extend(
+    see: Callable[[], Fleet], wishes: Sequence[Wish]
+) -> Generator[Request, Any, list[Grant | FencelockError]]:
+    """Let grants live on, so many in one round trip: see `Authority.extend_many`."""
+    outcomes: list[Grant | FencelockError] = []
+    for start in range(0, len(wishes), BATCH):
+        batch = wishes[start : start + BATCH]
+        try:
+            fleet = see()
+            for _, ttl in batch:
+                check_max_ttl(ttl, fleet)
+            ends = yield from holding.extend(fleet, [(grant.proof, ttl) for grant, ttl in batch])
+        except AuthorityError as error:
+            outcomes += [error] * len(batch)
+        else:
+            outcomes += [_extended(grant, end) for (grant, _), end in zip(batch, ends, strict=True)]
+    return outcomes
+
+
+def _extended(grant: Grant, end: float | FencelockError) -> Grant | FencelockError:
+    """Return a grant with the end that the protocol has found, or why there is none."""
+    if isinstance(end, FencelockError):
+        return end
+    return replace(grant, expires_at=end, proof=replace(grant.proof, expires_at=end))
+
+
+def release(
+    see: Callable[[], Fleet], wanted: Wanted, granted: Granted
+) -> Generator[Request, Any, bool | None]:
+    """Give a lock back: see `holding.release`."""
+    try:
+        return (yield from holding.release(see(), granted))
+    finally:  # not before: a late grant has its RELEASE behind it, and another one must not come first
+        wanted.pop(granted.bid.nonce, None)
+
+
+def check_max_ttl(ttl: float, fleet: Fleet) -> None:
+    """Refuse what the nodes would not keep out for.
+
+    Raises:
+        ValueError: the ttl is longer than they allow.
+    """
+    if ttl > fleet.max_ttl:
+        raise ValueError(
+            f"a ttl of {ttl:g} s is longer than the {fleet.max_ttl:g} s that these nodes were initialised "
+            "for: a node that lost its memory stays out for no longer than that. Use a shorter one and "
+            "extend it in time, or initialise with a larger --max-ttl"
+        )

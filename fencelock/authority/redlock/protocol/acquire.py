@@ -1,0 +1,341 @@
+"""What to say to the nodes, and what their answers mean.
+
+The algorithm, top to bottom, with no sockets, no clock and no threads. Each operation is a generator: it
+yields a *request* (`Broadcast` a command, or `Sleep`) and is sent what came of it (a `Round`, or the time
+after sleeping). A blocking driver, an asyncio driver and a simulator run the very same generators, so
+what is proven is what ships.
+
+How a quorum mints one token. Every node grants from a counter of its own, so that a majority may hand
+out the same number twice: client A gets {n0: 1, n1: 1}, B gets {n1: 2, n2: 1}, and C gets {n2: 2, n0: 2},
+which is B's maximum again. Therefore a value is decided only when a majority *stands at* it:
+
+1. ACQUIRE on all nodes. A value that a majority granted is decided: one round trip.
+2. Otherwise T is the maximum over a granted majority, and CONFIRM raises the others to T, each only
+   while the lock there is still ours and *its own grant is not above T*. Why that last condition:
+   counters stand at n0=0, n1=1, n2=1. A is granted n0 (1), expires there, then n1 (2): T = 2. B is
+   granted n0 (2) and n2 (2); n2 expires; A's late ACQUIRE lands on n2 (3); n2 would acknowledge A's
+   raise to 2, and both A and B would hold 2.
+3. Votes of different epochs are never added up.
+
+Two decided values of one resource share a node. There the second was granted after the first had been
+reached, so it is larger; and whoever began after another had completed finds a majority of counters at
+or above that token. No clock takes part in this. Clocks bound only the *validity* of the lease.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator
+from typing import Any
+
+from fencelock.authority.redlock.protocol.bids import Bid, Deadlines, Failed, Granted, in_pairs, maximum_of
+from fencelock.authority.redlock.protocol.messages import (
+    PASSING,
+    VOTING,
+    Answer,
+    Answers,
+    Broadcast,
+    Command,
+    Request,
+    Round,
+    Said,
+    Sleep,
+)
+from fencelock.authority.redlock.protocol.nodeset import (
+    Fleet,
+    can_vote,
+    enough_granted,
+    largest_epoch,
+    same_grant,
+)
+from fencelock.authority.redlock.protocol.refusals import raise_no_quorum, raise_timeout
+from fencelock.authority.redlock.protocol.undo import abandon, release_command
+
+#: Seconds after which one who waits to be called looks for the first time; longer than a claim.
+_LOOK = 0.15
+
+
+def acquire(
+    see: Callable[[], Fleet],
+    new_bid: Callable[[Fleet], Bid],
+    *,
+    timeout: float | None,
+    grace: float,
+    jitter: Callable[[], float],
+    granted_meanwhile: Callable[[], Answers] = dict,
+    deadlines: Deadlines | None = None,
+) -> Generator[Request, Any, Granted]:
+    """Bid until a quorum grants, or until the time is over.
+
+    Args:
+        see: returns the nodes as they are known at the moment.
+        new_bid: makes the next bid, each with a nonce of its own.
+        timeout: seconds to wait for another holder; None for ever, 0 one try.
+        grace: seconds to go on without a quorum before giving up, so that a short outage is survived.
+        jitter: returns a random number between 0 and 1.
+        granted_meanwhile: returns the nodes that have granted the latest bid while it waited.
+        deadlines: where the time for connections counts too.
+
+    Raises:
+        LockTimeoutError: somebody else held the resource until the timeout.
+        QuorumError: too few nodes answered.
+        NodesNotInitialisedError: too many nodes are blank.
+        MembershipError: too many nodes belong to another list.
+    """
+    began = None if deadlines is None else deadlines.began
+    last_quorum = began or 0.0
+    tries = 0
+    alone = False
+    while True:
+        fleet = see()
+        bid = new_bid(fleet)
+        links_until = math.inf if deadlines is None else deadlines.links_until(last_quorum)
+        outcome = yield from attempt(fleet, bid, alone=alone, links_until=links_until)
+        if isinstance(outcome, Granted):
+            return outcome
+        if not outcome.stands:
+            yield from give_way(fleet, outcome, links_until)
+        tries += 1
+        alone = outcome.split and not alone
+        if began is None:
+            began = last_quorum = outcome.began
+        yield from _learn(fleet, outcome, links_until)
+        if see() != fleet:  # nodes were heard for the first time, or have got another list
+            yield from give_way(fleet, outcome, links_until)
+            continue
+        if outcome.contended:
+            last_quorum = outcome.ended
+        elif not _may_recover(fleet, outcome.answers, grace) or outcome.ended - last_quorum >= grace:
+            yield from leave(fleet, bid, links_until)
+            raise_no_quorum(fleet, outcome.answers)
+        left = math.inf if timeout is None else began + timeout - outcome.ended
+        if left <= 0:
+            yield from leave(fleet, bid, links_until)
+            raise_timeout(fleet, outcome)
+        pause = min(left, next_pause(outcome, tries, jitter()))
+        granted = yield from _wait(fleet, outcome, pause, granted_meanwhile)
+        if granted is not None:
+            return granted
+
+
+def attempt(
+    fleet: Fleet,
+    bid: Bid,
+    *,
+    alone: bool = False,
+    links_until: float = math.inf,
+) -> Generator[Broadcast, Round, Granted | Failed]:
+    """Make one bid: ACQUIRE, and CONFIRM where the counters disagree.
+
+    With `alone`, the first node of the fixed order that answers is asked before all the others. Two (or
+    four) clients that keep splitting the votes of an even number of nodes would otherwise do so for ever.
+    """
+    request = Broadcast(
+        _acquire_command(bid, fleet),
+        fleet.everybody,
+        fleet.enough_granted,
+        min(fleet.patience, bid.ttl),
+        fleet.quorum,
+        links_until,
+    )
+    earlier: dict[int, Answer] = {}
+    began: float | None = None
+    if alone:
+        for node in fleet.order:
+            first = yield request._replace(nodes=[node], enough=lambda new: len(new) == 1, least=1)
+            began = first.began if began is None else began
+            earlier.update(first.answers)
+            if earlier[node].said is Said.GRANTED:
+                break
+            if earlier[node].said is Said.HELD:
+                return Failed(bid, earlier, began, first.ended, contended=True, split=True)
+    if earlier:
+        others = [node for node in fleet.everybody if node not in earlier]
+        enough, least = enough_granted(fleet, earlier), fleet.quorum - len(earlier)
+        request = request._replace(nodes=others, enough=enough, least=least)
+    everyone = yield request
+    began = everyone.began if began is None else began
+    answers = {**earlier, **everyone.answers}
+    # The validity counts from before the first request to after the last answer.
+    expires_at = began + bid.ttl - bid.drift
+
+    same = same_grant(answers, fleet.quorum)
+    if same is not None and expires_at > everyone.ended:  # mostly that is so
+        return Granted(bid, same.epoch, same.counters, expires_at)
+    grants = len(largest_epoch(answers)[1])
+    if grants < fleet.quorum:
+        contended = can_vote(fleet, answers)
+        held = any(answer.said is Said.HELD for answer in answers.values())
+        split = contended and held and grants > 0
+        return Failed(bid, answers, began, everyone.ended, contended=contended, split=split)
+    epoch, counters, ended = yield from _decide(fleet, bid, answers, everyone.ended)
+    if counters is None:
+        return Failed(bid, answers, began, ended, contended=can_vote(fleet, answers))
+    if expires_at <= ended:
+        return Failed(bid, answers, began, ended, contended=True, late=True)
+    return Granted(bid, epoch, counters, expires_at)
+
+
+def _decide(
+    fleet: Fleet, bid: Bid, answers: dict[int, Answer], ended: float
+) -> Generator[Broadcast, Round, tuple[int, tuple[int, ...] | None, float]]:
+    """Find the value that a majority stands at, raising nodes to it where they disagree.
+
+    Returns the epoch, the value (None where no majority could be brought to one) and when that was known.
+    """
+    epoch, granted = largest_epoch(answers)
+    votes = list(granted.values())
+    value = votes[0] if votes.count(votes[0]) >= fleet.quorum else max(votes, key=votes.count)
+    if votes.count(value) >= fleet.quorum:
+        return epoch, value, ended
+    value = maximum_of(granted.values())
+    patience = min(fleet.patience, bid.ttl)
+    acknowledged: set[int] = set()
+    refused = {node for node in answers if node not in granted and answers[node].said is not Said.SILENT}
+    while True:
+        at_value = {node for node, counters in granted.items() if counters == value} | acknowledged
+        if len(at_value) >= fleet.quorum:
+            return epoch, value, ended
+        targets = [node for node in fleet.everybody if node not in at_value and node not in refused]
+        if len(at_value) + len(targets) < fleet.quorum:
+            return epoch, None, ended
+        command = Command(
+            "confirm",
+            bid.nonce,
+            bid.keys,
+            (fleet.fingerprint, bid.nonce, epoch, *in_pairs(bid.stripes, value)),
+        )
+        confirmed = yield Broadcast(
+            command, targets, _enough_confirmed(fleet.quorum - len(at_value), len(targets)), patience
+        )
+        ended = confirmed.ended
+        cut_short = any(answer.said is Said.HIGHER for answer in confirmed.answers.values())
+        for node, answer in confirmed.answers.items():
+            if cut_short and answer.said is Said.SILENT:
+                continue  # it had no time, and is asked again
+            answers[node] = answer
+            if answer.said is Said.CONFIRMED:
+                acknowledged.add(node)
+            elif answer.said is Said.HIGHER:
+                granted[node] = answer.counters
+            else:
+                refused.add(node)
+        larger = maximum_of([value, *granted.values()])
+        if larger != value:
+            # A node had granted more: decide again with that, and ask everybody anew.
+            value = larger
+            acknowledged.clear()
+
+
+def _wait(
+    fleet: Fleet, outcome: Failed, seconds: float, granted_meanwhile: Callable[[], Answers]
+) -> Generator[Request, Any, Granted | None]:
+    """Wait for the next try. Return what the bid has come to, if a majority has granted it in that time."""
+    now = yield Sleep(seconds, wakeable=True)
+    if not outcome.stands:
+        return None
+    granted = yield from _take(fleet, outcome, granted_meanwhile(), now)
+    if granted is None:
+        yield from give_way(fleet, outcome)
+    return granted
+
+
+def _take(
+    fleet: Fleet, outcome: Failed, granted: Answers, now: float
+) -> Generator[Broadcast, Round, Granted | None]:
+    """Return what a bid has come to while it waited, if that is enough.
+
+    A node that releases a lock may execute the ACQUIRE of who waits for it as if that had arrived only
+    now, which any message may do. Its answer is a call. The validity counts from when it was sent.
+    """
+    bid = outcome.bid
+    silent = Answer(Said.SILENT)
+    answers = {node: granted.get(node, silent) for node in fleet.everybody}
+    if len(largest_epoch(answers)[1]) < fleet.quorum:
+        return None
+    epoch, counters, ended = yield from _decide(fleet, bid, answers, now)
+    expires_at = outcome.began + bid.ttl - bid.drift
+    if counters is None or expires_at <= ended:
+        return None
+    return Granted(bid, epoch, counters, expires_at)
+
+
+def give_way(
+    fleet: Fleet, outcome: Failed, links_until: float = math.inf
+) -> Generator[Broadcast, Round, None]:
+    """Release a failed bid wherever it may have locked something, and stay in line there; wait for nobody."""
+    bid = outcome.bid
+    nodes = [
+        node for node, answer in outcome.answers.items() if answer.said is not Said.HELD or bid.may_be_parked
+    ]
+    if nodes:
+        nothing = (0,) * len(bid.resources)
+        command = release_command(fleet, bid, 0, nothing, stay=True)
+        yield Broadcast(command, nodes, lambda _: True, 0.0, links_until=links_until)
+
+
+def leave(fleet: Fleet, bid: Bid, links_until: float) -> Generator[Broadcast, Round, None]:
+    """Wait no longer: give up the place in line, if there is one."""
+    if bid.stands_in_line:
+        yield from abandon(fleet, bid, links_until)
+
+
+def _learn(fleet: Fleet, outcome: Failed, links_until: float) -> Generator[Broadcast, Round, None]:
+    """Ask nodes that name another list which one, where too few vote in this one.
+
+    They may have been initialised, or changed, since we last looked; also while we waited.
+    """
+    others = [node for node, answer in outcome.answers.items() if answer.said is Said.CONFIG]
+    if others and not outcome.contended:
+        who = Command("who", "", (fleet.node_key,), ("", ""))
+        yield Broadcast(
+            who, others, lambda new: len(new) == len(others), fleet.patience, links_until=links_until
+        )
+
+
+def _acquire_command(bid: Bid, fleet: Fleet) -> Command:
+    hints = bid.hints or (0,) * len(bid.resources)
+    arguments = (fleet.fingerprint, bid.nonce, bid.ttl_ms, bid.hint_epoch, *in_pairs(bid.stripes, hints))
+    turn = bid.turn
+    if turn is not None:
+        waiting = (round(turn.waited * 1e6), round(turn.since * 1000))
+        arguments = (*arguments, turn.place, *waiting, int(turn.fair))
+    elif bid.instead_of:
+        arguments = (*arguments, "", 0, 0, 0, bid.instead_of)
+    return Command("acquire", bid.nonce, bid.keys, arguments)
+
+
+def _enough_confirmed(needed: int, asked: int) -> Callable[[Answers], bool]:
+    def enough(answers: Answers) -> bool:
+        confirmed = sum(answer.said is Said.CONFIRMED for answer in answers.values())
+        higher = any(answer.said is Said.HIGHER for answer in answers.values())
+        return higher or confirmed >= needed or confirmed + asked - len(answers) < needed
+
+    return enough
+
+
+def next_pause(outcome: Failed, tries: int, random: float) -> float:
+    """Seconds until the next try: longer from try to try, never the same for two contenders."""
+    if tries == 1 and outcome.contended and not outcome.split and not outcome.bid.stands_in_line:
+        return 0.0  # the next one does
+    ends = [answer.ttl for answer in outcome.answers.values() if answer.said is Said.HELD]
+    if outcome.waits_for_a_call:
+        # The nodes will call; should they not, or should the one before us never come, look again. Locks that
+        # end sooner than that are mostly kept for somebody who has been called: all would come back at once.
+        pause = min(1.0, _LOOK * 1.5 ** min(tries, 12)) * (0.75 + 0.5 * random)
+        ends = [end for end in ends if end > _LOOK]
+    else:
+        pause = min(0.1, 0.01 * 1.5 ** min(tries, 12)) * (0.5 + random)
+    # A little beyond the first end of a lock: at that very moment the node may still refuse.
+    return min([pause, *(end + 0.001 + 0.01 * random for end in ends)])
+
+
+def _may_recover(fleet: Fleet, answers: Answers, grace: float) -> bool:
+    """Whether a quorum could come back without an operator, and within so many seconds."""
+    hopeful = sum(
+        answer.said in VOTING
+        or answer.said in PASSING
+        or (answer.said is Said.RESTARTED and answer.ttl < grace)
+        for answer in answers.values()
+    )
+    return hopeful >= fleet.quorum

@@ -1,0 +1,155 @@
+"""What is said to the nodes, what they answer, and what the protocol asks of its driver."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+STRIPES = 1024
+
+
+class Said(enum.Enum):
+    """What a node said, or why it said nothing."""
+
+    GRANTED = "granted"
+    HELD = "held by another"
+    CONFIRMED = "confirmed"
+    HIGHER = "granted a higher counter"
+    LOST = "does not know the lock any more"
+    EPOCH = "is in another epoch"
+    RELEASED = "released"
+    EXTENDED = "extended"
+    RESTORED = "had no lock, and has made it again"
+    TICKET = "waiting to be admitted"
+    OPENED = "opened"
+    ADMITTED = "admitted"
+    STANDING = "told where it stands"
+    PROMISED = "promised the epoch"
+    RAISED = "raised to the epoch"
+    LEASES = "told how long its locks live"
+    CLEARED = "deleted what was left"
+    SHUT = "closed in favour of the next list"
+    ON_DISK = "has written it to its disk"
+    SUBSCRIBED = "publishes its calls to this connection"
+    NOT_ON_DISK = "has not written it to its disk in time"
+    EARLY = "stays out until the locks that it has forgotten have ended"
+    NO_TICKET = "lost its ticket: it restarted or was flushed in between"
+    AMNESIA = "blank: it holds no marker, and must not vote"
+    RESTARTED = "restarted since it was admitted, or loaded older data; must not vote until admitted again"
+    CONFIG = "belongs to another list of nodes"
+    CLOSED = "closed: its list of nodes has been replaced"
+    FULL = "has no counters left in this epoch"
+    UNREACHABLE = "unreachable"
+    SILENT = "no answer in time"
+    ERROR = "error"
+
+    #: Of each there is one. That of `Enum` is written in Python, and looked up for every answer.
+    __hash__ = object.__hash__
+
+
+#: These get better by themselves or with a new connection; the others need an operator.
+PASSING = frozenset({Said.UNREACHABLE, Said.SILENT})
+
+
+#: What a lock that EXTEND has made again holds instead of a counter.
+RESTORED = "restored"
+
+
+#: What EXTEND says of a grant.
+EXTENDED, MADE_AGAIN = 2, 1
+
+
+#: Looked up for every answer.
+GRANTED = Said.GRANTED
+
+
+VOTING = frozenset(
+    {Said.GRANTED, Said.HELD, Said.CONFIRMED, Said.HIGHER, Said.LOST, Said.EPOCH, Said.EXTENDED}
+)
+
+
+class Answer(NamedTuple):
+    """One node's answer to one command. Like all that every lease takes many of, a tuple: quickly made.
+
+    Attributes:
+        said: the kind of answer.
+        epoch: the node's epoch, where the answer names one.
+        counters: what it granted, a number for each resource.
+        ttl: seconds that the other holder's lock still lives, for HELD; that the node still stays out, for
+            RESTARTED and EARLY. Infinite where that is unknown.
+        detail: what a person should read, for the kinds that are failures.
+        facts: what the kinds about membership carry, as text.
+    """
+
+    said: Said
+    epoch: int = 0
+    counters: tuple[int, ...] = ()
+    ttl: float = 0.0
+    detail: str = ""
+    facts: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.said.value} ({self.detail})" if self.detail else self.said.value
+
+
+Answers = Mapping[int, Answer]
+
+
+class Command(NamedTuple):
+    """A script and its arguments: the same for every node. The socket adds what is its own."""
+
+    script: str
+    nonce: str
+    keys: tuple[str, ...]
+    arguments: tuple[str | int, ...]
+
+
+#: No script, but WAITAOF of newer servers: when it answers, what this socket was told before is on the disk.
+#: A server without it, or without a file, says so in an error. The ms to wait come last.
+SYNC = Command("sync", "", (), (1, 0, 2000))
+
+
+#: No script, either: what is published on the channel that it names comes over this connection from now on.
+SUBSCRIBE = "subscribe"
+
+
+class Broadcast(NamedTuple):
+    """Request: send `command` to `nodes`, and resume once `enough` holds or `patience` is over.
+
+    Answers that come later are not lost: whoever runs this reads them, and releases a grant that came
+    for an acquisition that had been given up. With fewer answers than `least`, `enough` never holds.
+    Before it is sent, connections to a majority may be waited for, until `links_until` by the driver's clock.
+    """
+
+    command: Command
+    nodes: Sequence[int]
+    enough: Callable[[Answers], bool]
+    patience: float
+    least: int = 1
+    links_until: float = math.inf
+
+
+class Round(NamedTuple):
+    """What came of a `Broadcast`: an answer for each node it went to, and when it began and ended."""
+
+    began: float
+    ended: float
+    answers: Answers
+
+
+@dataclass(frozen=True, slots=True)
+class Sleep:
+    """Request: resume after so many seconds, with the time.
+
+    Where it is `wakeable`, the bidder waits for somebody else, and may be resumed earlier when the nodes
+    call it.
+    """
+
+    seconds: float
+    wakeable: bool = False
+
+
+Request = Broadcast | Sleep

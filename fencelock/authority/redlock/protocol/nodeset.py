@@ -1,0 +1,124 @@
+"""The N nodes as a client sees them, and what a set of their answers amounts to."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from fencelock.authority.redlock.protocol.messages import GRANTED, STRIPES, VOTING, Answer, Answers, Said
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The N nodes as this client sees them.
+
+    Attributes:
+        names: for messages: the nodes' addresses without passwords.
+        node_key: key of each node's hash, `{namespace}`. Its braces keep all keys in one slot.
+        fingerprint: of the membership, which every vote must name.
+        order: the nodes' indexes in the fixed order that all clients agree on.
+        max_ttl: longest lease in seconds that this membership allows.
+        patience: seconds to wait for a silent node before deciding without it.
+        init_command: what an operator types to initialise these nodes.
+        everybody: index of every node.
+        quorum: how many nodes are a majority.
+        enough_granted: whether more answers of everybody to ACQUIRE could not change what comes next.
+        enough_released: the same for RELEASE.
+    """
+
+    names: tuple[str, ...]
+    node_key: str
+    fingerprint: str
+    order: tuple[int, ...]
+    max_ttl: float
+    patience: float = 1.0
+    init_command: str = ""
+    everybody: range = field(init=False)
+    quorum: int = field(init=False)
+    enough_granted: Callable[[Answers], bool] = field(init=False, repr=False, compare=False)
+    enough_released: Callable[[Answers], bool] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "everybody", range(len(self.names)))
+        object.__setattr__(self, "quorum", len(self.names) // 2 + 1)
+        object.__setattr__(self, "enough_granted", enough_granted(self, {}))
+        object.__setattr__(self, "enough_released", _is_clear(self, Said.RELEASED))
+
+
+def names_of(node_key: str, resources: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Return the keys and the stripes of resources."""
+    # What equals a text, and is cached as such, may be written otherwise: a member of an enumeration.
+    locks = [f"{node_key}:l:{str.__str__(resource)}" for resource in resources]
+    stripes = [zlib.crc32(resource.encode()) % STRIPES for resource in resources]
+    return (node_key, *locks), tuple(stripes)
+
+
+names_of_one = functools.lru_cache(1024)(names_of)
+
+
+def same_grant(answers: Answers, quorum: int) -> Answer | None:
+    """Return what a majority has granted, if nobody else has granted anything else: nothing is to decide."""
+    grants = [answer for answer in answers.values() if answer.said is GRANTED]
+    return grants[0] if len(grants) >= quorum and grants.count(grants[0]) == len(grants) else None
+
+
+def largest_epoch(answers: Answers) -> tuple[int, dict[int, tuple[int, ...]]]:
+    """Return the epoch in which most nodes granted, and their counters: epochs are never mixed."""
+    epochs = _epochs(answers)
+    epoch = epochs[0] if epochs else 0
+    if epochs.count(epoch) < len(epochs):
+        epoch = max(epochs, key=epochs.count)
+    return epoch, {
+        node: answer.counters
+        for node, answer in answers.items()
+        if answer.said is GRANTED and answer.epoch == epoch
+    }
+
+
+def _epochs(answers: Answers) -> list[int]:
+    """Return the epoch of every grant."""
+    return [answer.epoch for answer in answers.values() if answer.said is GRANTED]
+
+
+def enough_granted(fleet: Fleet, earlier: Answers) -> Callable[[Answers], bool]:
+    """Return whether more answers to ACQUIRE could not change what comes next.
+
+    Where it fails for want of voters, every node is heard: the error will say what each one said.
+    """
+    quorum = fleet.quorum
+
+    def enough(answers: Answers) -> bool:
+        together = {**earlier, **answers} if earlier else answers
+        if same_grant(together, quorum) is not None:
+            return True
+        epochs = _epochs(together)
+        best = max(map(epochs.count, epochs), default=0)
+        if best >= quorum:
+            return True
+        return best + len(fleet.names) - len(together) < quorum and can_vote(fleet, together)
+
+    return enough
+
+
+def _is_clear(fleet: Fleet, good: Said) -> Callable[[Answers], bool]:
+    """Return whether a majority has said, or can no longer say, what is hoped for."""
+    quorum = fleet.quorum
+    spare = len(fleet.names) - quorum
+
+    def enough(answers: Answers) -> bool:
+        count = count_of(good, answers)
+        return count >= quorum or len(answers) - count > spare
+
+    return enough
+
+
+def count_of(said: Said, answers: Answers) -> int:
+    """Return how many nodes have said that."""
+    return [answer.said for answer in answers.values()].count(said)
+
+
+def can_vote(fleet: Fleet, answers: Answers) -> bool:
+    """Tell whether a majority votes."""
+    return sum(answer.said in VOTING for answer in answers.values()) >= fleet.quorum

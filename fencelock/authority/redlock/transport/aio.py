@@ -1,0 +1,397 @@
+"""The asyncio driver: all tasks of a loop share one connection to each node, which the loop reads.
+
+What is asked within one turn of the loop leaves in one write for each node. A loop knows its connections by
+its readers and timers, and they know it by a weak reference only, so that a loop that is thrown away can go.
+Where a loop is shut down as `asyncio.run` does it, they are closed before it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import random
+import secrets
+import socket
+import time
+import weakref
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from fencelock.authority.redlock.protocol.messages import Answer, Broadcast, Request, Round, Said
+from fencelock.authority.redlock.transport.blocking import FRESH
+from fencelock.authority.redlock.transport.connector import Connector, Node, Opened, UnusableError
+from fencelock.authority.redlock.transport.sockets import broken_by, read_from, write_to
+from fencelock.authority.redlock.transport.tasks import InLine, PendingOfTask
+from fencelock.authority.redlock.waiting import Line
+from fencelock.authority.redlock.wire.connection import PendingBroadcast
+from fencelock.authority.redlock.wire.nodes import NodeConnections
+
+_T = TypeVar("_T")
+
+#: Seconds by which a patience may be exceeded, so that one look serves many broadcasts.
+_SLACK: Final = 0.01
+
+
+class LoopConnections:
+    """One connection to each node, for all tasks of one loop; other arguments as for `SharedConnections`.
+
+    May be used in the loop's own thread only, and has to be closed there.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, nodes: Sequence[Node], node_key: str, **options: Any
+    ) -> None:
+        client = secrets.token_hex(8)
+        self.queue = Line(client, len(nodes), random.random)
+        names = [node.name for node in nodes]
+        channel = f"{node_key}:w:{client}"
+        self._nodes = NodeConnections(names, self, self.queue, channel, jitter=random.random, **options)
+        self._connectors = [
+            Connector(node, node_key, partial(self._connected_there, index))
+            for index, node in enumerate(nodes)
+        ]
+        self._sockets: dict[int, socket.socket] = {}
+        #: What connecting threads have opened and the loop has not taken over yet.
+        self._arrived: dict[int, Opened | UnusableError] = {}
+        self._congested: set[int] = set()
+        self._loop = weakref.ref(loop)
+        self._pid = os.getpid()
+        self._pending: set[PendingOfTask] = set()
+        self._newcomers: set[asyncio.Future[None]] = set()
+        self._in_line: weakref.WeakValueDictionary[str, InLine] = weakref.WeakValueDictionary()
+        self._flush_is_due = False
+        self._looks_at = math.inf
+        self._opens_at = math.inf
+        #: While tasks have their turns, answers lie unread, and must not be taken for missing.
+        self._last_read = 0.0
+        self._closed = False
+        self._farewell = weakref.finalize(loop, self.close)
+
+    # Whose they are.
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether these are of no use any more: closed, or left behind by a loop that was."""
+        return self._closed or self._open_loop() is None
+
+    def _open_loop(self) -> asyncio.AbstractEventLoop | None:
+        loop = self._loop()
+        return None if loop is None or loop.is_closed() else loop
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether their loop runs, and does so in another thread than this."""
+        loop = self._loop()
+        if loop is None or not loop.is_running():
+            return False
+        try:
+            return asyncio.get_running_loop() is not loop
+        except RuntimeError:
+            return True
+
+    def do_there(self, action: Callable[[], object]) -> None:
+        """Have their loop do something soon, if it still runs."""
+        if (loop := self._loop()) is not None:
+            with contextlib.suppress(RuntimeError):  # it has been closed
+                loop.call_soon_threadsafe(action)
+
+    def close(self) -> None:
+        """Close every connection; a broadcast that waits is told."""
+        if self._pid != os.getpid():
+            self.leave_to_parent()
+            return
+        self._farewell.detach()
+        self._closed = True
+        if self._open_loop() is None:
+            for pending in self._pending:
+                pending.over = True  # no task can be resumed any more
+        self._flush()
+        self._nodes.close()
+        self._close_arrived()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: close its copies of the sockets."""
+        for sock in self._sockets.values():
+            sock.close()
+
+    # What callers do.
+
+    async def broadcast(self, request: Broadcast) -> Round:
+        """Send a command to its nodes, and wait until there are answers enough."""
+        if request.patience <= 0.0:
+            return self.tell(request)
+        loop = asyncio.get_running_loop()
+        now = time.monotonic()
+        if now - self._last_read > FRESH:
+            self._read_all(now)
+            self._flush()  # in a turn that is so long, others have waited for its end
+        if self._nodes.absent:
+            await self._await_connections(request, loop)
+        began = time.monotonic()
+        pending = PendingOfTask(request, began + request.patience, loop.create_future())
+        self._nodes.ask(pending, request, began)
+        self._flush_soon(loop)
+        try:
+            if not pending.complete and pending.woken is not None:
+                self._look_at(pending.deadline, loop)
+                self._pending.add(pending)
+                await pending.woken
+        finally:
+            self._pending.discard(pending)
+            pending.woken = None
+            answers = pending.close()
+        return Round(began, time.monotonic(), answers)
+
+    def tell(self, request: Broadcast) -> Round:
+        """Send a command to its nodes at once, and wait for nothing: also where no loop runs any more."""
+        now = time.monotonic()
+        pending = PendingBroadcast(request)
+        pending.over = True
+        self._nodes.ask(pending, request, now)
+        self._flush()
+        return Round(now, now, pending.close())
+
+    async def wait(self, place: str, seconds: float) -> None:
+        """Return when the nodes call the place, at the latest after so many seconds."""
+        loop = asyncio.get_running_loop()
+        now = time.monotonic()
+        resting = InLine(loop)
+        resting.end_by(min(now + seconds, self.queue.due(place)), now)
+        if self._nodes.listen(now):
+            self._flush()
+        if place:
+            self._in_line[place] = resting
+            self._open_later(self._nodes.open_absent(now), now)
+        try:
+            await resting.woken
+        finally:
+            resting.cancel_alarm()
+            self._in_line.pop(place, None)
+
+    async def _await_connections(self, request: Broadcast, loop: asyncio.AbstractEventLoop) -> None:
+        """Open what is not open; wait only while less than a majority is."""
+        began = now = time.monotonic()
+        self._nodes.open_absent(now)
+        while (left := self._nodes.worth_waiting_until(began, request, now) - now) > 0 and not self._closed:
+            newcomer = loop.create_future()
+            self._newcomers.add(newcomer)
+            try:
+                await asyncio.wait((newcomer,), timeout=left)
+            finally:
+                self._newcomers.discard(newcomer)
+            now = time.monotonic()
+
+    def _open_later(self, at: float, now: float) -> None:
+        """Open soon what could not be opened now, as long as tasks wait in line."""
+        loop = self._open_loop()
+        if loop is not None and at < self._opens_at:
+            self._opens_at = at
+            loop.call_later(at - now + _SLACK, self._open_again)
+
+    def _open_again(self) -> None:
+        self._opens_at = math.inf
+        if self._in_line and not self._closed:
+            now = time.monotonic()
+            self._open_later(self._nodes.open_absent(now), now)
+
+    # Moving bytes.
+
+    def _readable(self, index: int) -> None:
+        """Read what has arrived; called by the loop."""
+        self._last_read = now = time.monotonic()
+        connection = self._nodes.connection(index)
+        if connection is None:
+            return
+        try:
+            data = read_from(self._sockets[index])
+            called = [] if data is None else self._nodes.received(index, data, now)
+        except OSError as error:
+            self._nodes.broken(index, broken_by(error))
+            self._open_again()
+        except BaseException:
+            connection.spoilt = True
+            self._nodes.drop_spoilt()
+            raise
+        else:
+            for place in called:
+                if (resting := self._in_line.get(place)) is not None:
+                    resting.end_by(self.queue.due(place), now)
+            if connection.outgoing:
+                self._flush_soon(self._loop())
+
+    def _read_all(self, now: float) -> None:
+        """Read everything that has arrived, before answers are missed or a connection is trusted."""
+        self._last_read = now
+        for index in list(self._sockets):
+            self._readable(index)
+
+    def _flush_soon(self, loop: asyncio.AbstractEventLoop | None) -> None:
+        if not self._flush_is_due and loop is not None and not loop.is_closed():
+            loop.call_soon(self._flush)
+            self._flush_is_due = True  # not before: where that is interrupted, it is flushed once too often
+
+    def _flush(self) -> None:
+        """Write to each node what has been put there since the last time."""
+        self._flush_is_due = False
+        for index in list(self._sockets):
+            if index not in self._congested:
+                self._write(index)
+
+    def _write(self, index: int) -> None:
+        """Write as much as the socket takes; the loop says when it takes more."""
+        connection = self._nodes.connection(index)
+        if connection is None or not connection.outgoing:
+            return
+        try:
+            is_complete = write_to(self._sockets[index], connection)
+        except OSError as error:
+            self._nodes.broken(index, broken_by(error))
+            return
+        except BaseException:
+            connection.spoilt = True
+            self._nodes.drop_spoilt()
+            raise
+        if is_complete == (index in self._congested) and (loop := self._open_loop()) is not None:
+            if is_complete:
+                self._congested.discard(index)
+                loop.remove_writer(self._sockets[index].fileno())
+            else:
+                self._congested.add(index)
+                loop.add_writer(self._sockets[index].fileno(), self._write, index)
+
+    # Patience.
+
+    def _look_at(self, deadline: float, loop: asyncio.AbstractEventLoop) -> None:
+        """Look then, or not long after, for broadcasts whose patience has ended."""
+        if deadline < self._looks_at:
+            # The handle is not kept: it knows the loop, which is to be free to go.
+            loop.call_later(max(deadline - time.monotonic(), _SLACK), self._end_patience, deadline)
+            self._looks_at = deadline  # not before: where that is interrupted, it looks once too often
+
+    def _end_patience(self, looks_at: float) -> None:
+        if looks_at != self._looks_at:
+            return  # an earlier look has taken its place
+        self._looks_at = next_end = math.inf
+        now = time.monotonic()
+        try:
+            self._read_all(now)  # the loop may have been busy with something else, and the answers be here
+        finally:
+            for pending in self._pending:
+                if pending.deadline <= now:
+                    pending.wake()
+                else:
+                    next_end = min(next_end, pending.deadline)
+            if (loop := self._open_loop()) is not None and next_end < math.inf:
+                self._look_at(next_end, loop)
+
+    # What `NodeConnections` asks for.
+
+    def connect(self, node: int) -> None:
+        """Begin to connect to a node."""
+        try:
+            self._connectors[node].begin()
+        except RuntimeError as error:
+            detail = f"no thread to connect with: {error}"
+            self._nodes.failed(node, Answer(Said.UNREACHABLE, detail=detail), time.monotonic())
+
+    def is_connecting(self, node: int) -> bool:
+        """Tell whether that is going on."""
+        return self._connectors[node].is_busy
+
+    def disconnect(self, node: int) -> None:
+        """Close the socket of a node's connection."""
+        sock = self._sockets.pop(node)
+        is_congested = node in self._congested
+        self._congested.discard(node)
+        if (loop := self._open_loop()) is not None:
+            loop.remove_reader(sock.fileno())
+            if is_congested:
+                loop.remove_writer(sock.fileno())
+        sock.close()
+
+    def _connected_there(self, index: int, _connector: Connector, opened: Opened | UnusableError) -> None:
+        """Have the loop use a connection; called in the connecting thread."""
+        self._arrived[index] = opened
+        loop = self._loop()
+        try:
+            if loop is not None and not self._closed:
+                loop.call_soon_threadsafe(self._connected, index)
+                return
+        except RuntimeError:  # it has been closed
+            pass
+        self._close_arrived()
+
+    def _close_arrived(self) -> None:
+        """Close what was opened, and will not be used any more. In any thread."""
+        for index in list(self._arrived):
+            if isinstance(opened := self._arrived.pop(index, None), Opened):
+                opened.sock.close()
+
+    def _connected(self, index: int) -> None:
+        """Use a connection that has been opened."""
+        if (opened := self._arrived.pop(index, None)) is None:
+            return
+        self._connectors[index].end()
+        now = time.monotonic()
+        loop = self._open_loop()
+        if isinstance(opened, UnusableError):
+            self._nodes.failed(index, opened.answer, now)
+        elif (
+            self._closed
+            or loop is None
+            or self._nodes.connected(index, opened.identity, now, pushes=opened.pushes) is None
+        ):
+            opened.sock.close()
+        else:
+            self._sockets[index] = opened.sock
+            loop.add_reader(opened.sock.fileno(), self._readable, index)
+            self._write(index)
+        for newcomer in self._newcomers:
+            if not newcomer.done():
+                newcomer.set_result(None)
+        self._open_again()
+
+
+async def run(
+    generator: Generator[Request, Any, _T],
+    connections: LoopConnections,
+    wait: Callable[[float], Awaitable[LoopConnections]] | None = None,
+) -> _T:
+    """Run one of the protocol's generators to its end; return what it returns.
+
+    Args:
+        generator: the operation.
+        connections: the loop's.
+        wait: how to sleep where a call may end it; returns the connections to go on with, because these may
+            have been closed in the meantime.
+    """
+    try:
+        request = next(generator)
+        while True:
+            if isinstance(request, Broadcast):
+                request = generator.send(await connections.broadcast(request))
+            else:
+                if wait is not None and request.wakeable:
+                    connections = await wait(request.seconds)
+                else:
+                    await asyncio.sleep(request.seconds)
+                request = generator.send(time.monotonic())
+    except StopIteration as stop:
+        return stop.value  # type: ignore[no-any-return]
+
+
+def tell(generator: Generator[Request, Any, object], connections: LoopConnections) -> None:
+    """Run a generator whose answers nobody needs: send what it has to say, and wait for nothing.
+
+    May be called anywhere: a coroutine that is not awaited any more ends wherever it is thrown away.
+    """
+    if connections.is_elsewhere:
+        connections.do_there(lambda: tell(generator, connections))
+        return
+    with contextlib.suppress(StopIteration):
+        request = next(generator)
+        while isinstance(request, Broadcast):
+            request = generator.send(connections.tell(request))

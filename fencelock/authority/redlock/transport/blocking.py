@@ -1,0 +1,393 @@
+"""The blocking driver: threads share one connection to each node, and one that waits reads for all.
+
+No thread stays in the background. Of the threads that wait for answers, or in line for a lock, one reads for
+all and wakes the others. Its own wait over, it leaves that to another. So nothing is left to end when nothing
+waits, in a forked child, or while the interpreter goes down. A RELEASE is always behind its ACQUIRE on one
+connection.
+
+A signal handler may lock while the thread that it has interrupted is in the midst of this. It uses
+connections of its own then, because the interrupted frame cannot go on before it. Where it raises, the
+connections are dropped on which answers could be taken for others, and another thread takes over the reading.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, Final, NamedTuple, TypeVar
+
+from fencelock.authority.redlock.protocol.messages import Answer, Broadcast, Request, Round, Said
+from fencelock.authority.redlock.transport.connector import Connector, Node, Opened, UnusableError
+from fencelock.authority.redlock.transport.polling import new_poll
+from fencelock.authority.redlock.transport.sockets import READ_SIZE, broken_by, read_from, write_to
+from fencelock.authority.redlock.transport.waits import (
+    Wait,
+    WaitForAnswers,
+    WaitForCall,
+    ring,
+    sleep_until_rung,
+)
+from fencelock.authority.redlock.waiting import Line
+from fencelock.authority.redlock.wire.connection import Connection
+from fencelock.authority.redlock.wire.nodes import NodeConnections
+
+_T = TypeVar("_T")
+
+#: Seconds after which connections are looked at before they are used: they may be gone, or have old answers.
+FRESH: Final = 0.01
+
+
+class _Link(NamedTuple):
+    """A connection that is open."""
+
+    node: int
+    sock: socket.socket
+    connection: Connection
+
+
+class SharedConnections:
+    """One connection to each node, for all threads of a process.
+
+    Args:
+        nodes: where the nodes are.
+        node_key: key of a node's hash; the channel on which the nodes call begins with it.
+        options: those of `NodeConnections`.
+
+    Attributes:
+        queue: hears the nodes' calls.
+    """
+
+    def __init__(self, nodes: Sequence[Node], node_key: str, **options: Any) -> None:
+        self._again = partial(SharedConnections, nodes, node_key, **options)
+        self._mutex = threading.Lock()
+        self._changed = threading.Condition(self._mutex)
+        client = secrets.token_hex(8)
+        self.queue = Line(client, len(nodes), random.random)
+        names = [node.name for node in nodes]
+        channel = f"{node_key}:w:{client}"
+        self._nodes = NodeConnections(names, self, self.queue, channel, jitter=random.random, **options)
+        self._addresses = nodes, node_key
+        self._connectors = self._new_connectors()
+        #: By descriptor.
+        self._links: dict[int, _Link] = {}
+        self._poll = new_poll()
+        self._stirring: tuple[socket.socket, socket.socket] | None = None
+        self._reader: Wait | None = None
+        self._sleeping: dict[Wait, None] = {}
+        self._in_line: dict[str, WaitForCall] = {}
+        self._last_read = 0.0
+        #: Threads that are in the midst of using these, and what for. One whose end was interrupted stays.
+        self._inside: dict[int, Wait] = {}
+        self._closes_later = False
+        self._of_handlers: SharedConnections | None = None
+        self._closed = False
+
+    def _new_connectors(self) -> list[Connector]:
+        nodes, node_key = self._addresses
+        return [
+            Connector(node, node_key, partial(self._connected, index)) for index, node in enumerate(nodes)
+        ]
+
+    def own(self) -> SharedConnections:
+        """Return the connections that the calling frame may use.
+
+        In a signal handler they are others, where it has interrupted a frame that is using these.
+        """
+        if not self._is_inside():
+            return self
+        if self._of_handlers is None:
+            self._of_handlers = self._again()
+        return self._of_handlers.own()
+
+    def _is_inside(self) -> bool:
+        """Tell whether a frame below is using these: a wait goes on, or ends and may still hold the mutex."""
+        waiting = self._inside.get(threading.get_ident())
+        return waiting is not None and (not waiting.over or self._mutex.locked())
+
+    # What callers do.
+
+    def broadcast(self, request: Broadcast) -> Round:
+        """Send a command to its nodes, and wait until there are answers enough."""
+        waiting = WaitForAnswers(request)
+        thread = threading.get_ident()
+        try:
+            self._inside[thread] = waiting
+            with self._mutex:
+                began = self._await_connections(request)
+                self._nodes.ask(waiting, request, began)
+                if request.patience > 0.0:
+                    waiting.deadline = began + request.patience
+                self._write_all()
+            return Round(began, self._wait(waiting), waiting.close())
+        except BaseException:
+            with self._mutex:
+                waiting.close()
+                self._clean_up(waiting)
+            raise
+        finally:
+            self._leave(thread)
+
+    def wait(self, place: str, seconds: float) -> None:
+        """Return when the nodes call the place, at the latest after so many seconds."""
+        waiting = WaitForCall(time.monotonic() + seconds, self.queue, place)
+        thread = threading.get_ident()
+        try:
+            self._inside[thread] = waiting
+            with self._mutex:
+                self._in_line[place] = waiting
+                if self._nodes.listen(time.monotonic()):
+                    self._write_all()
+            self._wait(waiting)
+        except BaseException:
+            with self._mutex:
+                self._clean_up(waiting)
+            raise
+        finally:
+            self._in_line.pop(place, None)
+            self._leave(thread)
+
+    def _leave(self, thread: int) -> None:
+        self._inside.pop(thread, None)
+        if self._closes_later:
+            self.close()
+
+    def close(self) -> None:
+        """Close every connection; what waits for answers is told. Using these again opens others.
+
+        In a signal handler, the frame that it has interrupted closes them when it has done with them.
+        """
+        self._closes_later = self._is_inside()
+        if self._closes_later:
+            return
+        with self._mutex:
+            self._closed = True
+            self._connectors = self._new_connectors()  # what the former ones open is closed
+            self._nodes.close()
+            self._changed.notify_all()
+            self._stir()
+            self._stop_stirring()
+        if self._of_handlers is not None:
+            self._of_handlers.close()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: close its copies of the sockets, by no lock that a thread may have held."""
+        for sock in (*(link.sock for link in self._links.values()), *(self._stirring or ())):
+            sock.close()
+        if self._of_handlers is not None:
+            self._of_handlers.leave_to_parent()
+
+    # Waiting.
+
+    def _wait(self, waiting: Wait) -> float:
+        """Read for all until a wait is over, or sleep while another thread reads; return when it is over."""
+        ready: Sequence[tuple[int, int]] = ()
+        while True:
+            with self._mutex:
+                now = time.monotonic()
+                if ready:
+                    self._read(ready, now)
+                if (due := waiting.due()) <= now:
+                    self._end(waiting)
+                    return now
+                bell = self._bell_to_sleep_on(waiting)
+                if self._nodes.absent:  # the nodes that are away are to answer and call as well
+                    due = min(due, self._nodes.open_absent(now))
+            if bell is None:
+                ready = self._poll.poll(max(0.0, due - now) * 1000)
+            else:
+                ready = ()
+                sleep_until_rung(bell, min(due - now, threading.TIMEOUT_MAX))
+
+    def _bell_to_sleep_on(self, waiting: Wait) -> threading.Lock | None:
+        """Return what wakes a thread whose wait goes on; None if it is the one that reads for all."""
+        if self._reader is None or self._reader.over:
+            self._reader = waiting
+            self._sleeping.pop(waiting, None)
+            if self._stirring is None:
+                self._make_stirring()
+        elif self._reader is not waiting and waiting.bell is None:
+            waiting.bell = threading.Lock()
+            waiting.bell.acquire()
+            self._sleeping[waiting] = None
+        return None if self._reader is waiting else waiting.bell
+
+    def _end(self, waiting: Wait) -> None:
+        """Note that a wait is over, and have another thread read if nobody does."""
+        waiting.over = True
+        self._sleeping.pop(waiting, None)
+        if self._reader is waiting:
+            self._reader = None
+        if self._reader is None or self._reader.over:
+            self._stop_stirring()
+            for other in self._sleeping:
+                ring(other)
+                return
+
+    def _clean_up(self, waiting: Wait) -> None:
+        """Put in order what an exception from outside has interrupted."""
+        self._nodes.drop_spoilt()
+        self._end(waiting)
+
+    def _await_connections(self, request: Broadcast) -> float:
+        """Return the time when commands may be put; wait only while less than a majority can be asked."""
+        now = began = time.monotonic()
+        if now - self._last_read > FRESH and (self._reader is None or self._reader.over):
+            # Read what has arrived while nobody did: old answers, and behind them the end of a connection.
+            while ready := self._poll.poll(0):
+                self._read(ready, now)
+            self._last_read = now = time.monotonic()
+        if self._nodes.absent:
+            self._nodes.open_absent(now)
+            while (left := self._nodes.worth_waiting_until(began, request, now) - now) > 0:
+                self._changed.wait(left)
+                now = time.monotonic()
+        return now
+
+    # Moving bytes. With the mutex held.
+
+    def _read(self, ready: Sequence[tuple[int, int]], now: float) -> None:
+        """Read from the sockets on which something has arrived."""
+        self._last_read = now
+        for descriptor, _ in ready:
+            link = self._links.get(descriptor)
+            if link is None:
+                self._read_no_link(descriptor)
+                continue
+            index, sock, connection = link
+            connection.spoilt = True  # until `received` has dealt with all that was read
+            try:
+                data = read_from(sock)
+            except OSError as error:
+                self._nodes.broken(index, broken_by(error))
+                continue
+            for place in self._nodes.received(index, data or b"", now):
+                if place in self._in_line:
+                    ring(self._in_line[place])
+            if connection.outgoing:
+                self._write(link)
+
+    def _read_no_link(self, descriptor: int) -> None:
+        """Read what has stirred the reader; or forget a socket that was closed meanwhile."""
+        if self._stirring is not None and descriptor == self._stirring[0].fileno():
+            self._stirring[0].recv(READ_SIZE)
+        else:
+            with suppress(KeyError):  # else closing it was interrupted
+                self._poll.unregister(descriptor)
+
+    def _write_all(self) -> None:
+        for link in tuple(self._links.values()):
+            if link.connection.outgoing:
+                self._write(link)
+
+    def _write(self, link: _Link) -> None:
+        """Write what a connection has to say; what is too much follows when the node has answered some."""
+        index, sock, connection = link
+        spoilt, connection.spoilt = connection.spoilt, True
+        try:
+            write_to(sock, connection)
+        except OSError as error:
+            self._nodes.broken(index, broken_by(error))
+            self._stir()  # the thread that reads may be one that has waited for this node
+            return
+        connection.spoilt = spoilt
+
+    # What `NodeConnections` asks for.
+
+    def connect(self, node: int) -> None:
+        """Begin to connect to a node."""
+        self._closed = False
+        try:
+            self._connectors[node].begin()
+        except RuntimeError as error:
+            detail = f"no thread to connect with: {error}"
+            self._nodes.failed(node, Answer(Said.UNREACHABLE, detail=detail), time.monotonic())
+
+    def is_connecting(self, node: int) -> bool:
+        """Tell whether that is going on."""
+        return self._connectors[node].is_busy
+
+    def disconnect(self, node: int) -> None:
+        """Close the socket of a node's connection."""
+        for descriptor, link in tuple(self._links.items()):
+            if link.node == node:
+                del self._links[descriptor]
+                self._poll.unregister(descriptor)
+                link.sock.close()
+
+    def _connected(self, index: int, connector: Connector, opened: Opened | UnusableError) -> None:
+        """Use a connection that has been opened; called in the connecting thread, which ends with it."""
+        thread = threading.get_ident()
+        self._inside[thread] = WaitForCall(
+            0.0, self.queue, ""
+        )  # for what the garbage collector may call here
+        with self._mutex:
+            connector.end()
+            now = time.monotonic()
+            is_stale = connector is not self._connectors[index]  # these were closed in between
+            if isinstance(opened, UnusableError):
+                if not is_stale:
+                    self._nodes.failed(index, opened.answer, now)
+            elif is_stale or not (
+                connection := self._nodes.connected(index, opened.identity, now, pushes=opened.pushes)
+            ):
+                opened.sock.close()
+            else:
+                descriptor = opened.sock.fileno()
+                self._links[descriptor] = link = _Link(index, opened.sock, connection)
+                self._poll.register(descriptor, select.POLLIN)
+                self._write(link)
+            self._changed.notify_all()
+        self._stir()
+        self._leave(thread)
+
+    def _make_stirring(self) -> None:
+        ends = socket.socketpair()
+        for end in ends:
+            end.setblocking(False)  # noqa: FBT003 - the standard library's signature
+        self._poll.register(ends[0].fileno(), select.POLLIN)
+        self._stirring = ends  # not before: what is not registered cannot be unregistered
+
+    def _stop_stirring(self) -> None:
+        """Close what was made to stir the reader, if the connections are closed and there is no reader."""
+        if self._closed and self._stirring is not None and (self._reader is None or self._reader.over):
+            ends, self._stirring = self._stirring, None
+            self._poll.unregister(ends[0].fileno())
+            for end in ends:
+                end.close()
+
+    def _stir(self) -> None:
+        """Have the thread that reads look around."""
+        if self._stirring is not None:
+            with suppress(OSError):  # its buffer is full, or it has been closed meanwhile
+                self._stirring[1].send(b".")
+
+
+def run(
+    generator: Generator[Request, Any, _T],
+    connections: SharedConnections,
+    wait: Callable[[float], None] = time.sleep,
+) -> _T:
+    """Run one of the protocol's generators to its end, blocking; return what it returns.
+
+    Args:
+        generator: the operation.
+        connections: to the nodes.
+        wait: how to sleep where a call may end it.
+    """
+    try:
+        request = next(generator)
+        while True:
+            if isinstance(request, Broadcast):
+                request = generator.send(connections.broadcast(request))
+            else:
+                (wait if request.wakeable else time.sleep)(request.seconds)
+                request = generator.send(time.monotonic())
+    except StopIteration as stop:
+        return stop.value  # type: ignore[no-any-return]

@@ -1,0 +1,337 @@
+"""Opens connections to a node, and learns which server process answers.
+
+redis-py connects, with its TLS, ACL and socket settings. Afterwards the bare socket belongs to a transport.
+Opening blocks, so a thread does it that ends with it: a node that hangs while it is connected to costs nobody
+anything.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+from redis.exceptions import (
+    AskError,
+    AuthenticationError,
+    ClusterDownError,
+    InvalidResponse,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+    TryAgainError,
+)
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from fencelock import _threads
+from fencelock.authority.redlock.endpoints.places import (
+    Nowhere,
+    Place,
+    Server,
+    members_of_cluster,
+    redirection,
+)
+from fencelock.authority.redlock.endpoints.sources import Source, place_of
+from fencelock.authority.redlock.membership import Identity
+from fencelock.authority.redlock.protocol.messages import Answer, Said
+from fencelock.authority.redlock.wire.codec import DIGESTS, EVERYDAY, PASSING_ERRORS, SCRIPTS
+from fencelock.errors import MembershipError
+
+#: The same errors as redis-py has them, which takes the first word away.
+_PASSING_EXCEPTIONS: Final = (AskError, ClusterDownError, ReadOnlyError, TryAgainError)
+
+
+class UnusableError(Exception):
+    """A node cannot be used; `answer` is what to report as its answer."""
+
+    def __init__(self, said: Said, detail: str) -> None:
+        super().__init__(detail)
+        self.answer = Answer(said, detail=detail)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A connection that has been opened.
+
+    Attributes:
+        sock: the socket; it does not block.
+        identity: the server process that answered.
+        pushes: whether it can bring what is published, beside the answers.
+    """
+
+    sock: socket.socket
+    identity: Identity
+    pushes: bool
+
+
+class Node:
+    """Where a node is, and how to open a connection to it.
+
+    Args:
+        source: a URL (`redis://`, `rediss://`, `unix://`, `redis+sentinel://`, `redis+cluster://`), or a
+            client of redis-py, whose settings are kept.
+        connect_timeout: seconds for connecting and for each answer while doing so.
+        verify_votes: have every vote prove its server process, also where the connection would do.
+
+    Attributes:
+        name: the address, as a URL without its password.
+        url_to_type: the same with a word where the password is to be typed.
+
+    Raises:
+        ValueError: if the URL cannot be understood.
+        TypeError: if it is neither a URL nor a client.
+    """
+
+    def __init__(self, source: Source, connect_timeout: float, *, verify_votes: bool) -> None:
+        self._place: Place = place_of(source, connect_timeout)
+        self._verify_votes = verify_votes or self._place.moves
+        self.name = self._place.url()
+        self.url_to_type = self._place.url(self._place.login)
+
+    def open(self, node_key: str) -> Opened:
+        """Connect, and learn which server answers.
+
+        Raises:
+            UnusableError: with what to report as the node's answer.
+        """
+        failures: list[tuple[Server, UnusableError]] = []
+        tried: set[str] = set()
+        try:
+            for server in self._place.servers():
+                if server.address in tried:
+                    continue
+                try:
+                    return self._open(server, node_key, tried)
+                except UnusableError as error:
+                    failures.append((server, error))
+        except Nowhere as error:
+            raise UnusableError(Said.UNREACHABLE if error.passing else Said.ERROR, str(error)) from error
+        if len(failures) == 1 and not self._place.moves:
+            raise failures[0][1]
+        raise _joined(failures)
+
+    def _open(self, server: Server, node_key: str, tried: set[str]) -> Opened:
+        """Connect to a server; in a cluster, to the one where it says that the keys are.
+
+        Several may name one that is gone: it is tried once.
+        """
+        while server.address not in tried:
+            tried.add(server.address)
+            connection = server.new_connection()
+            try:
+                connection = _connect(server, connection)
+                _send_questions(connection, node_key)
+                info = _read_info(connection)
+                identity = _identify(connection, info, verify_votes=self._verify_votes)
+                known = _read_known_scripts(connection)
+                _bring_scripts(connection, known)
+                self._place.settle(server, _others(connection, info, server))
+            except UnusableError:
+                connection.disconnect()
+                raise
+            except Exception as error:
+                # Whatever a stranger on that port says, or a user's own connection class raises.
+                connection.disconnect()
+                moved = redirection(error)
+                if moved is None:
+                    raise _why(error) from error
+                server = self._place.elsewhere(server, *moved)
+            else:
+                # From here on the socket is ours; the connection object must never touch it again.
+                sock: socket.socket = connection._sock  # noqa: SLF001 - redis-py has no public name for it
+                connection._sock = None  # noqa: SLF001
+                sock.setblocking(False)  # noqa: FBT003 - the standard library's signature
+                return Opened(sock, identity, connection.protocol not in {2, "2"})
+        raise UnusableError(Said.UNREACHABLE, f"its cluster sends to {server.address}, which has been tried")
+
+
+class Connector:
+    """Opens connections to one node in the background, once at a time.
+
+    Args:
+        node: the node.
+        node_key: key of its hash, which is read while connecting.
+        done: told by which connector a connection was opened, and of it, or why there is none; called in the
+            connecting thread.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        node_key: str,
+        done: Callable[[Connector, Opened | UnusableError], None],
+    ) -> None:
+        self._node = node
+        self._node_key = node_key
+        self._done = done
+        self._thread: threading.Thread | None = None
+        self._is_done = False
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a thread is at work, or what it has opened is still to be taken into use."""
+        return self._is_done or (self._thread is not None and self._thread.is_alive())
+
+    def end(self) -> None:
+        """Note that what was opened is in use, or is closed."""
+        self._is_done = False
+        self._thread = None
+
+    def begin(self) -> None:
+        """Begin to open a connection, unless that is going on.
+
+        Raises:
+            RuntimeError: there are too many threads, or the interpreter is on its way out.
+        """
+        if not self.is_busy:
+            self._thread = threading.Thread(
+                target=self._open, name=f"fencelock-connect-{self._node.name}", daemon=True
+            )
+            _threads.start(self._thread)
+
+    def _open(self) -> None:
+        opened: Opened | UnusableError
+        try:
+            opened = self._node.open(self._node_key)
+        except UnusableError as error:
+            opened = error
+        self._is_done = True
+        self._done(self, opened)
+
+
+def _joined(failures: list[tuple[Server, UnusableError]]) -> UnusableError:
+    """Return what to report where several servers were tried, or one that the user has not named."""
+    passing = [error for _, error in failures if error.answer.said is not Said.ERROR]
+    said = passing[0].answer.said if passing else Said.ERROR
+    return UnusableError(said, "; ".join(f"{server.address}: {error}" for server, error in failures))
+
+
+def _why(error: Exception) -> UnusableError:
+    """Return what an error while connecting means for the use of the node."""
+    if isinstance(error, MembershipError):
+        return UnusableError(Said.CONFIG, str(error))
+    if isinstance(error, (RedisTimeoutError, TimeoutError)):
+        return UnusableError(Said.SILENT, "it took no connection in time")
+    if isinstance(error, AuthenticationError):
+        return UnusableError(Said.ERROR, f"it refused the user or password: {error}")
+    if isinstance(error, ResponseError):
+        return _why_refused(error)
+    if isinstance(error, InvalidResponse) or not isinstance(error, (RedisError, OSError)):
+        return UnusableError(Said.ERROR, f"it does not speak like a node: {error!r}")
+    return UnusableError(Said.UNREACHABLE, str(error))
+
+
+def _why_refused(error: ResponseError) -> UnusableError:
+    """Return the same for an error that the server has answered."""
+    if isinstance(error, ClusterDownError) or str(error).startswith("CLUSTERDOWN"):
+        return UnusableError(
+            Said.UNREACHABLE, f"its cluster is down, as `redis-cli --cluster check` tells: {error}"
+        )
+    passing = isinstance(error, _PASSING_EXCEPTIONS) or str(error).startswith(PASSING_ERRORS)
+    return UnusableError(Said.UNREACHABLE if passing else Said.ERROR, str(error))
+
+
+def _connect(server: Server, connection: Any) -> Any:
+    """Connect and return the connection: another one, where the server or this user has no RESP3."""
+    try:
+        connection.connect()
+    except ResponseError as error:
+        if not re.search(r"(?i)unknown command|noproto|no permissions", str(error)):
+            raise
+        connection.disconnect()
+        connection = server.new_connection(protocol=2)
+        connection.connect()
+    return connection
+
+
+def _send_questions(connection: Any, node_key: str) -> None:
+    """Ask all that has to be known, in one round trip; the answers are read in this order."""
+    questions = [
+        ("INFO",),
+        ("HMGET", node_key, "id", "members"),
+        ("SCRIPT EXISTS", *(DIGESTS[name] for name in EVERYDAY)),
+    ]
+    connection.send_packed_command(connection.pack_commands(questions))
+
+
+def _read_info(connection: Any) -> dict[str, str]:
+    info = dict(
+        line.split(":", 1)
+        for line in connection.read_response().decode(errors="replace").splitlines()
+        if ":" in line
+    )
+    if "sentinel" in {info.get("redis_mode"), info.get("server_mode")}:
+        raise UnusableError(
+            Said.ERROR,
+            "it is a sentinel: write redis+sentinel://host1:26379,host2:26379/SERVICE with all of them",
+        )
+    return info
+
+
+def _identify(connection: Any, info: dict[str, str], *, verify_votes: bool) -> Identity:
+    # Before its role matters: a replica in a cluster says where its primary is.
+    node_id, members = connection.read_response()
+    if info.get("role") not in {"master", None}:
+        # Who was sent here by a sentinel has come in the midst of a failover.
+        raise UnusableError(
+            Said.UNREACHABLE if verify_votes else Said.ERROR,
+            f"it is a {info['role']}, and only primaries grant locks: name the primary, or the sentinels "
+            "that know it, redis+sentinel://host1:26379,host2:26379/SERVICE",
+        )
+    if "run_id" not in info:
+        raise UnusableError(Said.ERROR, "its INFO has no run_id, so a restart could not be noticed")
+    # One-to-one TCP to a lone primary: a restart breaks the connection. With anything that can be
+    # promoted in its place, the same run_id may answer on the same socket with older data.
+    # A backlog says that there has been a replica, though it may be detached at this moment.
+    company = ("connected_slaves", "cluster_enabled", "repl_backlog_active")
+    verify = verify_votes or any(info.get(fact, "0") != "0" for fact in company)
+    replid = info.get("master_replid", "") if verify else ""
+    if verify and not replid:
+        raise UnusableError(Said.ERROR, "its INFO has no master_replid, so a failover could not be noticed")
+    blank = Identity(info["run_id"], replid, "", None, eviction_of(info))
+    return blank.admitted(node_id.decode(), members.decode()) if members else blank
+
+
+def eviction_of(info: Mapping[str, str]) -> str | None:
+    """Return what a server's INFO tells of eviction, as `Identity` has it."""
+    limit, policy = info.get("maxmemory", ""), info.get("maxmemory_policy", "")
+    if limit == "0" or policy == "noeviction":
+        return ""
+    return policy if limit and policy else None
+
+
+def _others(connection: Any, info: dict[str, str], server: Server) -> list[tuple[str, int]]:
+    """Return the servers of a cluster, any of which can be asked when this one is gone."""
+    if info.get("cluster_enabled", "0") == "0":
+        return []
+    try:
+        connection.send_command("CLUSTER", "SLOTS")
+        return members_of_cluster(server, connection.read_response())
+    except ResponseError:
+        return []  # this user may not: then those that were named have to do
+
+
+def _read_known_scripts(connection: Any) -> list[int]:
+    """Tell of each everyday script whether the node knows it."""
+    try:
+        known: list[int] = connection.read_response()
+    except ResponseError:  # this user may not ask: then each is brought along when it is first called
+        return [1] * len(EVERYDAY)
+    return known
+
+
+def _bring_scripts(connection: Any, known: list[int]) -> None:
+    """Give a node the everyday scripts that it does not know.
+
+    Otherwise the first ACQUIRE is answered with NOSCRIPT; where a majority has granted before that is read,
+    the node would have no lock, for as long as nobody reads.
+    """
+    with suppress(ResponseError):  # this user may not
+        for name, is_known in zip(EVERYDAY, known, strict=True):
+            if not is_known:
+                connection.send_command("SCRIPT LOAD", SCRIPTS[name])
+                connection.read_response()

@@ -1,0 +1,90 @@
+"""What a thread waits for while another one reads, and how it is woken."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from contextlib import suppress
+from typing import Final, Protocol
+
+from fencelock._owners import blocks_greenlets
+from fencelock.authority.redlock.protocol.messages import Broadcast
+from fencelock.authority.redlock.waiting import Line
+from fencelock.authority.redlock.wire.connection import PendingBroadcast
+
+#: How often a lock is looked at that cannot be waited for.
+_GLANCE: Final = 0.01
+
+
+class Wait(Protocol):
+    """A wait of one thread: for answers, or to be called.
+
+    Attributes:
+        bell: what the thread sleeps on while another one reads for it.
+        over: whether it has ended.
+    """
+
+    bell: threading.Lock | None
+    over: bool
+
+    def due(self) -> float:
+        """Return when it is over as far as is known now."""
+
+
+class WaitForAnswers(PendingBroadcast):
+    """A broadcast whose thread waits.
+
+    Attributes:
+        deadline: when its patience ends.
+    """
+
+    __slots__ = ("bell", "deadline")
+
+    def __init__(self, request: Broadcast) -> None:
+        super().__init__(request)
+        self.bell: threading.Lock | None = None
+        self.deadline = -math.inf
+
+    def due(self) -> float:
+        """Return when it is over as far as is known now."""
+        return -math.inf if self.complete else self.deadline
+
+    def wake(self) -> None:
+        """Have the thread go on."""
+        ring(self)
+
+
+class WaitForCall:
+    """A wait in line, to be called."""
+
+    __slots__ = ("_deadline", "_place", "_queue", "bell", "over")
+
+    def __init__(self, deadline: float, queue: Line, place: str) -> None:
+        self.bell: threading.Lock | None = None
+        self.over = False
+        self._deadline = deadline
+        self._queue = queue
+        self._place = place
+
+    def due(self) -> float:
+        """Return when it is over as far as is known now."""
+        return min(self._deadline, self._queue.due(self._place))
+
+
+def ring(waiting: Wait) -> None:
+    """Wake the thread that waits, if it sleeps."""
+    if waiting.bell is not None:
+        with suppress(RuntimeError):  # it is awake
+            waiting.bell.release()
+
+
+def sleep_until_rung(bell: threading.Lock, seconds: float) -> None:
+    """Return when a bell has been rung, at the latest after so many seconds."""
+    if blocks_greenlets(bell.acquire) and not blocks_greenlets(time.sleep):
+        # `threading` alone is not patched: the greenlet that is to ring could never run.
+        deadline = time.monotonic() + seconds
+        while not bell.acquire(blocking=False) and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(_GLANCE, left))
+    else:
+        bell.acquire(timeout=seconds)

@@ -1,0 +1,140 @@
+"""Commands as bytes, and replies as answers: RESP, by hiredis.
+
+Everyday commands are calls of scripts by their digest. Each ends with two arguments of the connection that it
+goes out over: the server process that the connection was opened to, and its replication id.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.resources
+import math
+import re
+from typing import Any, Final
+
+import hiredis
+
+from fencelock.authority.redlock.protocol.messages import SUBSCRIBE, SYNC, Answer, Command, Said
+
+#: Error replies of a server that is starting, about to be promoted, or no longer the one to ask.
+PASSING_ERRORS: Final = (
+    "LOADING",
+    "BUSY",
+    "TRYAGAIN",
+    "CLUSTERDOWN",
+    "MASTERDOWN",
+    "NOREPLICAS",
+    "READONLY",
+    "MOVED",
+    "ASK",
+)
+#: Words in error replies of a server that does not serve the keys any more. Another one does.
+_ELSEWHERE: Final = ("MOVED", "ASK ", "READONLY")
+_SAID: Final = {said.name.encode(): said for said in Said}
+_OWN_ARGUMENTS: Final = 2
+_LEADING: Final = frozenset({Said.UNREACHABLE, Said.ERROR})
+_WITH_FACTS: Final = frozenset(
+    {Said.TICKET, Said.ADMITTED, Said.OPENED, Said.STANDING, Said.LEASES, Said.CLEARED}
+)
+_WITH_TTL: Final = frozenset({Said.HELD, Said.RESTARTED, Said.EARLY})
+_WITH_COUNTERS: Final = frozenset({Said.EXTENDED, Said.GRANTED, Said.HIGHER})
+#: Answers that are complete with their first word. That of WAITAOF is a number of disks.
+_BARE: Final[dict[bytes | int, Answer]] = {
+    **{
+        name: Answer(said)
+        for name, said in _SAID.items()
+        if said not in _WITH_FACTS | _WITH_TTL | _WITH_COUNTERS
+    },
+    0: Answer(Said.NOT_ON_DISK),
+    1: Answer(Said.ON_DISK),
+}
+
+
+def _load_scripts() -> dict[str, str]:
+    """Return the scripts, each with the texts that it includes. Those in the folder itself are parts too."""
+    folder = importlib.resources.files("fencelock.authority.redlock").joinpath("scripts")
+    texts = {
+        file.name.removesuffix(".lua"): file.read_text()
+        for room in (folder, folder.joinpath("membership"))
+        for file in room.iterdir()
+        if file.is_file()
+    }
+    return {
+        name: re.sub(r"^-- include (\w+)\n", lambda found: texts[found[1]], text, flags=re.MULTILINE)
+        for name, text in texts.items()
+    }
+
+
+SCRIPTS: Final = _load_scripts()
+DIGESTS: Final = {
+    name: hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest() for name, text in SCRIPTS.items()
+}
+#: Commands that are no scripts.
+_WORDS: Final = {SYNC.script: "WAITAOF", SUBSCRIBE: "SUBSCRIBE"}
+EVERYDAY: Final = ("acquire", "confirm", "release", "extend")
+
+
+def pack(command: Command) -> bytes:
+    """Return the part of a command that is the same for every node."""
+    if (word := _WORDS.get(command.script)) is not None:
+        return b"*%d\r\n%b" % (1 + len(command.arguments), pack_words(word, *command.arguments))
+    return _pack_call(command, "EVALSHA", DIGESTS[command.script])
+
+
+def pack_with_script(command: Command) -> bytes:
+    """Return the same with the text of the script, for a node that does not know it."""
+    return _pack_call(command, "EVAL", SCRIPTS[command.script])
+
+
+def _pack_call(command: Command, verb: str, script: str) -> bytes:
+    keys, arguments = command.keys, command.arguments
+    count = 3 + len(keys) + len(arguments) + _OWN_ARGUMENTS
+    return b"*%d\r\n%b" % (count, pack_words(verb, script, len(keys), *keys, *arguments))
+
+
+def pack_words(*words: str | int) -> bytes:
+    """Return the words of a command without the line that counts them.
+
+    hiredis is handed text only. It turns an int into text itself, and Python runs signal handlers there: the
+    interpreter crashes when one raises.
+    """
+    texts = tuple([word if type(word) is str else str(word) for word in words])
+    # The stub of hiredis knows tuples of one word only.
+    packed: bytes = hiredis.pack_command(texts)  # type: ignore[arg-type]
+    return packed[packed.index(b"\n") + 1 :]
+
+
+def read_reply(reply: Any) -> Answer | bytes | None:
+    """Return the answer that a reply is; what was published, as bytes; None where a script is unknown."""
+    if not isinstance(reply, hiredis.PushNotification):
+        return None if str(reply).startswith("NOSCRIPT") else read_answer(reply)
+    if reply[0] == b"subscribe":  # the only answer to that
+        return Answer(Said.SUBSCRIBED)
+    published: bytes = reply[2] if reply[0] == b"message" else b""
+    return published
+
+
+def read_answer(reply: Any) -> Answer:
+    """Return what a node's reply to a script means."""
+    if isinstance(reply, hiredis.ReplyError):
+        text = str(reply)
+        # Before version 7, an error in a script is quoted in another one.
+        reason = text.rpartition(": -")[2] if text.startswith("ERR Error running script") else text
+        return Answer(Said.UNREACHABLE if reason.startswith(PASSING_ERRORS) else Said.ERROR, detail=reason)
+    word = reply[0]
+    if word == b"GRANTED":  # first, because most are that or bare
+        return Answer(Said.GRANTED, reply[1], tuple(reply[2:]))
+    if (bare := _BARE.get(word)) is not None:
+        return bare
+    said = _SAID[word]
+    if said in _WITH_TTL:
+        # A lock without an end is none of a client of ours.
+        return Answer(said, ttl=reply[1] / 1000 if reply[1] >= 0 else math.inf)
+    if said in _WITH_FACTS:
+        return Answer(said, facts=tuple(part.decode() for part in reply[1:]))
+    return Answer(said, reply[1], tuple(reply[2:]))
+
+
+def leads_elsewhere(answer: Answer) -> bool:
+    """Tell whether an answer says that the node is served by another server now."""
+    return answer.said in _LEADING and any(word in answer.detail for word in _ELSEWHERE)

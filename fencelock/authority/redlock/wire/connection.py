@@ -1,0 +1,186 @@
+"""One connection to a node: which commands it has not answered, and what is still to be written.
+
+It moves no bytes. Whoever owns the socket hands in what has arrived and writes `outgoing`. A token is safe
+only if the answers on a connection come from the server process that was there when it was opened. So the
+process belongs to the connection for good, and nothing here resends on another one. A client that silently
+reconnected after its node had been killed was granted the same counter twice.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final, NamedTuple
+
+import hiredis
+
+from fencelock.authority.redlock.membership import Identity
+from fencelock.authority.redlock.protocol.messages import Answer, Answers, Broadcast, Command, Said
+from fencelock.authority.redlock.wire.codec import pack_with_script, pack_words, read_answer, read_reply
+
+_SILENT: Final = Answer(Said.SILENT)
+#: Answers that say something about the node itself.
+_NEWS: Final = frozenset(
+    {Said.ADMITTED, Said.OPENED, Said.AMNESIA, Said.RESTARTED, Said.UNREACHABLE, Said.ERROR}
+)
+_LOCKING: Final = frozenset({"acquire", "release"})
+
+
+class PendingReply(NamedTuple):
+    """A command that a node has been sent and has not answered.
+
+    Attributes:
+        broadcast: what waits for the answer; None for nothing.
+        command: the command.
+        sent_at: when.
+    """
+
+    broadcast: PendingBroadcast | None
+    command: Command
+    sent_at: float
+
+
+class PendingBroadcast:
+    """A broadcast that waits for answers, and what has come back.
+
+    Attributes:
+        answers: of each node that has answered, or could not be asked.
+        complete: whether more of them would change nothing.
+        over: whether nothing waits for them any more: what comes now is late.
+    """
+
+    __slots__ = ("_enough", "_least", "_nodes", "answers", "complete", "over")
+
+    def __init__(self, request: Broadcast) -> None:
+        _, self._nodes, self._enough, _, self._least, _ = request
+        self.answers: dict[int, Answer] = {}
+        self.complete = False
+        self.over = False
+
+    def add_reply(self, node: int, answer: Answer) -> None:
+        """Note a node's answer, or why there is none."""
+        answers = self.answers
+        answers[node] = answer
+        count = len(answers)
+        if count < self._least or self.complete:
+            return
+        if count == len(self._nodes) or self._enough(answers):
+            self.complete = True
+            self.wake()
+
+    def wake(self) -> None:
+        """Let the caller go on."""
+
+    def close(self) -> Answers:
+        """Return an answer for each node; what comes from now on is late."""
+        self.over = True
+        if len(self.answers) == len(self._nodes):
+            return self.answers
+        return dict.fromkeys(self._nodes, _SILENT) | self.answers
+
+
+class MalformedReplyError(Exception):
+    """What answers does not speak like a node."""
+
+
+class Connection:
+    """The state of one connection.
+
+    Attributes:
+        identity: the server process that it was opened to.
+        epoch: in which the nodes have granted last; None if they have not.
+        pushes: whether it can bring what is published, beside the answers.
+        unanswered: what has been sent and not been answered, in that order.
+        outgoing: what is still to be written.
+        published: messages that have arrived on the channel of this client, to be taken away.
+        spoilt: whether an exception from outside, such as a signal handler's, has struck in the middle of a
+            change: then answers could be taken for others, and it must not be used any more.
+    """
+
+    __slots__ = (
+        "_index",
+        "_latest",
+        "_own_arguments",
+        "_reader",
+        "epoch",
+        "identity",
+        "outgoing",
+        "published",
+        "pushes",
+        "spoilt",
+        "unanswered",
+    )
+
+    def __init__(self, index: int, identity: Identity, epoch: int | None, *, pushes: bool) -> None:
+        self.identity = identity
+        self.epoch = epoch
+        self.pushes = pushes
+        self.unanswered: deque[PendingReply] = deque()
+        self.outgoing = bytearray()
+        self.published: list[bytes] = []
+        self.spoilt = False
+        self._index = index
+        self._reader = hiredis.Reader()
+        self._own_arguments = pack_words(identity.run_id, identity.replid)
+        #: By nonce: the last script under way, of those that begin and end a lock.
+        self._latest: dict[str, str] = {}
+
+    def put(self, pending: PendingReply, packed: bytes) -> None:
+        """Take a command, whose common part has been packed."""
+        spoilt, self.spoilt = self.spoilt, True
+        self.unanswered.append(pending)
+        script, nonce, keys, _ = pending.command
+        if script in _LOCKING:
+            self._latest[nonce] = script
+        self.outgoing += packed
+        if keys:  # all scripts have one
+            self.outgoing += self._own_arguments
+        self.spoilt = spoilt  # where an earlier one was interrupted, it stays so
+
+    def releases(self, nonce: str) -> bool:
+        """Tell whether a RELEASE of that nonce is under way."""
+        return self._latest.get(nonce) == "release"
+
+    def may_still_grant(self, nonce: str) -> bool:
+        """Tell whether an ACQUIRE of that nonce is under way, with no RELEASE behind it."""
+        return self._latest.get(nonce) == "acquire"
+
+    def received(self, data: bytes, now: float) -> list[tuple[PendingReply, Answer]]:
+        """Hand on what is waited for; return what says something about the node, or comes too late.
+
+        A command whose script the node does not know is put here again, with its text.
+
+        Raises:
+            MalformedReplyError: if what answers is no node.
+        """
+        unusual = []
+        reader = self._reader
+        try:
+            reader.feed(data)
+            while (reply := reader.gets()) is not False:
+                answer = read_answer(reply) if type(reply) is list else read_reply(reply)
+                if isinstance(answer, bytes):
+                    self.published.append(answer)
+                    continue
+                pending = self.unanswered.popleft()
+                if answer is None:
+                    # On the same connection, because another may lead to another server process.
+                    again = PendingReply(pending.broadcast, pending.command, now)
+                    self.put(again, pack_with_script(pending.command))
+                elif self.answered(pending, answer):
+                    unusual.append((pending, answer))
+        except (hiredis.HiredisError, LookupError, TypeError, ValueError) as error:
+            raise MalformedReplyError(repr(error)) from error
+        return unusual
+
+    def answered(self, pending: PendingReply, answer: Answer) -> bool:
+        """Hand an answer on to what waits for it; tell whether it has to be looked at besides."""
+        broadcast, command, _ = pending
+        if self._latest.get(command.nonce) == command.script:
+            del self._latest[command.nonce]
+        said = answer.said
+        if said in _NEWS or (said is Said.GRANTED and answer.epoch != self.epoch):
+            return True
+        if broadcast is None or broadcast.over:
+            return True
+        broadcast.add_reply(self._index, answer)
+        return False

@@ -1,0 +1,368 @@
+"""The connections to the N nodes: which of them may be asked, and what becomes of answers that come too late.
+
+It moves no bytes, knows no clock and waits for nothing. Inputs are `ask`, `connected`, `failed`, `received`
+and `broken`, each with the time. Outputs are the calls of a `Transport`, and what stands in
+`Connection.outgoing`. Threads, event loops and the simulator run the same of it.
+
+Nothing that an acquisition has locked and nobody wants may stay: a late grant is released where it arrives. A
+RELEASE that finds no connection, or may have been lost with one, goes out with the next connection to that
+node.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, Protocol
+
+from fencelock.authority.redlock.membership import Identity
+from fencelock.authority.redlock.protocol.messages import SUBSCRIBE, Answer, Broadcast, Command, Said
+from fencelock.authority.redlock.protocol.undo import undoing
+from fencelock.authority.redlock.waiting import Line
+from fencelock.authority.redlock.wire.codec import leads_elsewhere, pack
+from fencelock.authority.redlock.wire.connection import (
+    Connection,
+    MalformedReplyError,
+    PendingBroadcast,
+    PendingReply,
+)
+from fencelock.errors import MembershipError
+
+_SHORTEST_BACKOFF: Final = 0.05
+LONGEST_BACKOFF: Final = 2.0
+#: Doublings after which the pause is the longest in any case; a number has room for some thousand only.
+_MOST_DOUBLINGS: Final = 10
+#: RELEASEs that are kept for a node; what is beyond that ends with its ttl.
+MOST_OWED: Final = 10_000
+#: RELEASEs that are owed and sent at once. The next follow when the node has answered some.
+_PORTION: Final = 200
+#: Seconds before the first exchange in which more than a majority of the connections may come up.
+_OTHERS_GRACE: Final = 0.05
+#: Seconds after which a node that owes an answer is connected to anew, because its machine may be gone.
+_LOST_AFTER: Final = 10.0
+#: Answers that a node may owe before it counts as silent.
+_MOST_UNANSWERED: Final = 50_000
+
+#: Answers after which there may be a lock that was not there before.
+MAKES_LOCKS: Final = frozenset({Said.GRANTED, Said.EXTENDED, Said.AMNESIA, Said.RESTARTED})
+_ADMITTING: Final = frozenset({Said.ADMITTED, Said.OPENED})
+_FORGETFUL: Final = frozenset({Said.AMNESIA, Said.RESTARTED})
+
+
+class Transport(Protocol):
+    """What moves the bytes. No call waits."""
+
+    def connect(self, node: int) -> None:
+        """Begin to connect to a node, unless that is going on; `connected` or `failed` ends it."""
+
+    def is_connecting(self, node: int) -> bool:
+        """Tell whether that is going on."""
+
+    def disconnect(self, node: int) -> None:
+        """Close the socket of a node's connection."""
+
+
+class _Node:
+    """What is known of one node: its connection, or why there is none and when to try again."""
+
+    __slots__ = ("connection", "failure", "failures", "owed", "retry_at")
+
+    def __init__(self) -> None:
+        self.connection: Connection | None = None
+        self.failure = Answer(Said.UNREACHABLE, detail="not connected yet")
+        self.failures = 0
+        self.retry_at = -math.inf
+        #: By nonce.
+        self.owed: dict[str, Command] = {}
+
+    def owe(self, undos: Iterable[Command]) -> None:
+        """Keep RELEASEs for the next connection."""
+        self.owed.update((undo.nonce, undo) for undo in undos)
+        for nonce in list(itertools.islice(self.owed, max(0, len(self.owed) - MOST_OWED))):
+            del self.owed[nonce]
+
+
+class NodeConnections:
+    """One connection to each node. Not for two threads at once.
+
+    Args:
+        names: the nodes' addresses, for messages.
+        transport: moves the bytes.
+        queue: hears what the nodes publish.
+        channel: what they publish that on.
+        is_wanted: tells whether the acquisition with a nonce is wanted still; a late grant of any other is
+            released.
+        on_identity: told of the server process whenever a connection has been opened.
+        on_trouble: told when an answer shows that a node has forgotten, restarted, or is in another epoch.
+        connect_timeout: seconds that a node may take to accept a connection.
+        patience: seconds after which a node that owes an answer is asked no more.
+        jitter: returns a random number between 0 and 1.
+        new_connection: makes a connection, as `Connection` does.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        transport: Transport,
+        queue: Line,
+        channel: str,
+        *,
+        is_wanted: Callable[[str], bool],
+        on_identity: Callable[[int, Identity], object],
+        on_trouble: Callable[[], None],
+        connect_timeout: float,
+        patience: float,
+        jitter: Callable[[], float],
+        new_connection: Callable[..., Connection] = Connection,
+    ) -> None:
+        self.queue = queue
+        #: How many nodes have no connection.
+        self.absent = len(names)
+        self._names = names
+        self._nodes = [_Node() for _ in names]
+        self._transport = transport
+        self._is_wanted = is_wanted
+        self._on_identity = on_identity
+        self._on_trouble = on_trouble
+        self._connect_timeout = connect_timeout
+        self._patience = patience
+        self._jitter = jitter
+        self._new_connection = new_connection
+        self._epoch: int | None = None
+        self._has_asked = False
+        self._majority_at: float | None = None
+        self._subscribe = Command(SUBSCRIBE, "", (), (channel,))
+        self._listens = False
+
+    def connection(self, node: int) -> Connection | None:
+        """Return the connection to a node, if there is one."""
+        return self._nodes[node].connection
+
+    def open_absent(self, now: float) -> float:
+        """Begin to open what is not open; return when to call this again."""
+        again = math.inf
+        for index, node in enumerate(self._nodes):
+            if node.connection is None and not self._transport.is_connecting(index):
+                if node.retry_at <= now:
+                    self._transport.connect(index)
+                else:
+                    again = min(again, node.retry_at)
+        return again
+
+    def worth_waiting_until(self, began: float, request: Broadcast, now: float) -> float:
+        """Return until when connections are worth waiting for before a request is sent.
+
+        Until there is a majority; and before the very first exchange a moment longer, for the others.
+        """
+        if not self.absent or not any(map(self._transport.is_connecting, range(len(self._nodes)))):
+            return now
+        deadline = min(began + self._connect_timeout, request.links_until)
+        if len(self._nodes) - self.absent >= len(self._nodes) // 2 + 1:
+            if self._majority_at is None:
+                self._majority_at = now
+            deadline = min(deadline, self._majority_at + (0.0 if self._has_asked else _OTHERS_GRACE))
+        return deadline
+
+    def ask(self, broadcast: PendingBroadcast, request: Broadcast, now: float) -> None:
+        """Put a command into the connections of its nodes; where that cannot be, it is answered at once."""
+        self._has_asked = True
+        command, packed = request.command, pack(request.command)
+        pending = PendingReply(broadcast, command, now)
+        is_release = command.script == "release"
+        for index in request.nodes:
+            node = self._nodes[index]
+            connection = node.connection
+            if connection is None:
+                broadcast.add_reply(index, node.failure)
+            elif (
+                not connection.unanswered
+                or (silence := self._silence(connection, now)) is None
+                or (is_release and connection.may_still_grant(command.nonce))
+            ):
+                connection.put(pending, packed)
+                continue
+            else:
+                broadcast.add_reply(index, silence)
+                self._look_elsewhere_if_lost(index, connection, now)
+            if is_release:
+                node.owe(undoing(command, None))
+
+    def _silence(self, connection: Connection, now: float) -> Answer | None:
+        """Return what to report for a node that is not asked, because it owes too much, or for too long."""
+        unanswered = connection.unanswered
+        if not unanswered:
+            return None
+        owes_for = now - unanswered[0].sent_at
+        if owes_for > self._patience:
+            return Answer(Said.SILENT, detail=f"it owes an answer for {owes_for:.1f} s")
+        if len(unanswered) >= _MOST_UNANSWERED:
+            return Answer(Said.SILENT, detail=f"it owes {len(unanswered)} answers")
+        return None
+
+    def _look_elsewhere_if_lost(self, index: int, connection: Connection, now: float) -> None:
+        if is_lost(connection, now) and self._nodes[index].retry_at <= now:
+            self._transport.connect(index)
+
+    def listen(self, now: float) -> bool:
+        """Have the nodes' calls arrive from now on; return whether there is something to write for that."""
+        was_deaf, self._listens = not self._listens, True
+        if was_deaf:
+            for index, node in enumerate(self._nodes):
+                self._put_subscribe(index, node.connection, now)
+        return was_deaf
+
+    def _put_subscribe(self, index: int, connection: Connection | None, now: float) -> None:
+        """Subscribe. What is put behind it may count on the calls already; a node that refuses says so."""
+        if connection is not None and connection.pushes:
+            connection.put(PendingReply(None, self._subscribe, now), pack(self._subscribe))
+            self.queue.listen(index)
+
+    def connected(self, index: int, identity: Identity, now: float, *, pushes: bool) -> Connection | None:
+        """Take a connection that has been opened into use; return None where it is to be closed instead."""
+        node = self._nodes[index]
+        node.failures = 0
+        self._on_identity(index, identity)
+        if (old := node.connection) is not None:
+            if old.identity.run_id == identity.run_id and not is_lost(old, now):
+                return None
+            self.broken(index, Answer(Said.UNREACHABLE, detail="another connection has taken its place"))
+        for other, its in enumerate(self._nodes):
+            if its.connection is not None and its.connection.identity.run_id == identity.run_id:
+                node.failure = Answer(Said.CONFIG, detail=f"the same server as {self._names[other]}")
+                node.retry_at = now + LONGEST_BACKOFF
+                return None
+        node.connection = connection = self._new_connection(index, identity, self._epoch, pushes=pushes)
+        self.absent -= 1
+        if self._listens:
+            self._put_subscribe(index, connection, now)
+        self._put_owed(node, connection, now)
+        return connection
+
+    def failed(self, index: int, failure: Answer, now: float) -> None:
+        """Note why a node could not be connected to, and put off the next try: longer from time to time."""
+        node = self._nodes[index]
+        node.failures = min(node.failures + 1, _MOST_DOUBLINGS)
+        node.failure = failure
+        pause = min(LONGEST_BACKOFF, _SHORTEST_BACKOFF * 2.0**node.failures)
+        node.retry_at = now + pause * (0.5 + 0.5 * self._jitter())
+
+    def received(self, index: int, data: bytes, now: float) -> Sequence[str]:
+        """Hand on what is waited for, and deal with the rest; return the places in line that were called.
+
+        Until this returns, the connection counts as spoilt.
+        """
+        node = self._nodes[index]
+        if (connection := node.connection) is None:
+            return ()
+        connection.spoilt = True
+        try:
+            unusual = connection.received(data, now)
+        except MalformedReplyError as error:
+            self.broken(index, Answer(Said.ERROR, detail=f"it does not speak like a node: {error}"))
+            return ()
+        for pending, answer in unusual:
+            self._deal_with(index, connection, pending, answer, now)
+        connection.spoilt = False
+        if any(leads_elsewhere(answer) for _, answer in unusual):
+            self.broken(index, Answer(Said.UNREACHABLE, detail="another server has taken over"))
+        elif node.owed:
+            self._put_owed(node, connection, now)
+        if not connection.published:
+            return ()
+        published, connection.published = connection.published, []
+        return [self.queue.note(index, message, now) for message in published]
+
+    def _deal_with(
+        self, index: int, connection: Connection, pending: PendingReply, answer: Answer, now: float
+    ) -> None:
+        """Deal with an answer that says something about its node, or comes too late."""
+        answer = self._heed(index, connection, answer, now)
+        broadcast, command, _ = pending
+        if broadcast is not None and not broadcast.over:
+            broadcast.add_reply(index, answer)
+        elif answer.said in MAKES_LOCKS:
+            for undo in undoing(command, answer):
+                self._put_undo(connection, undo, now)
+        elif answer.said is Said.ERROR and command == self._subscribe:
+            self.queue.go_deaf(index)
+
+    def _heed(self, index: int, connection: Connection, answer: Answer, now: float) -> Answer:
+        """Take notice of what an answer says about its node; return the answer, or what is wrong with it."""
+        said = answer.said
+        if said is Said.GRANTED:
+            if answer.epoch != self._epoch:
+                self._note_epoch(answer.epoch)
+        elif said in _ADMITTING:
+            return self._met_again(index, connection, answer)
+        elif said in _FORGETFUL:
+            self._on_trouble()
+            # What was replaced may go on to say so on this connection for ever.
+            node = self._nodes[index]
+            if connection.identity.replid and now >= node.retry_at:
+                node.retry_at = now + LONGEST_BACKOFF
+                self._transport.connect(index)
+        return answer
+
+    def _note_epoch(self, epoch: int) -> None:
+        if self._epoch is not None:  # some nodes have moved on; others may lag behind
+            self._on_trouble()
+        self._epoch = epoch
+        for node in self._nodes:
+            if node.connection is not None:
+                node.connection.epoch = epoch
+
+    def _met_again(self, index: int, connection: Connection, answer: Answer) -> Answer:
+        try:
+            connection.identity = connection.identity.admitted(*answer.facts[:2])
+        except MembershipError as error:
+            return Answer(Said.CONFIG, detail=str(error))
+        self._on_identity(index, connection.identity)
+        return answer
+
+    def _put_owed(self, node: _Node, connection: Connection, now: float) -> None:
+        """Put a portion of what is owed into a connection; the next when the node has answered some."""
+        if self._silence(connection, now) is not None:
+            return
+        for nonce, undo in list(itertools.islice(node.owed.items(), _PORTION)):
+            if len(connection.unanswered) >= _PORTION:
+                return
+            if not self._is_wanted(nonce):  # else it is kept for when that is over
+                self._put_undo(connection, undo, now)
+                del node.owed[nonce]
+
+    def _put_undo(self, connection: Connection, undo: Command, now: float) -> None:
+        """Release what is left behind, if it is not wanted and no RELEASE of it is under way."""
+        if not self._is_wanted(undo.nonce) and not connection.releases(undo.nonce):
+            connection.put(PendingReply(None, undo, now), pack(undo))
+
+    def broken(self, index: int, failure: Answer) -> None:
+        """Give up a node's connection: what it owes is answered with the failure, and released later."""
+        node = self._nodes[index]
+        node.failure = failure
+        if (connection := node.connection) is None:
+            return
+        node.connection = None
+        self.absent += 1
+        self.queue.go_deaf(index)
+        self._transport.disconnect(index)
+        node.owe(undo for pending in connection.unanswered for undo in undoing(pending.command, None))
+        for broadcast, _, _ in connection.unanswered:
+            if broadcast is not None and not broadcast.over:
+                broadcast.add_reply(index, failure)
+
+    def drop_spoilt(self) -> None:
+        """Give up the connections on which answers could be taken for others."""
+        for index, node in enumerate(self._nodes):
+            if node.connection is not None and node.connection.spoilt:
+                self.broken(index, Answer(Said.UNREACHABLE, detail="using it was interrupted"))
+
+    def close(self) -> None:
+        """Give up all connections."""
+        for index in range(len(self._nodes)):
+            self.broken(index, Answer(Said.UNREACHABLE, detail="the connection was closed here"))
+
+
+def is_lost(connection: Connection, now: float) -> bool:
+    """Tell whether a connection has owed an answer for so long that another is to be tried."""
+    return bool(connection.unanswered) and now - connection.unanswered[0].sent_at > _LOST_AFTER

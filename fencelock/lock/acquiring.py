@@ -1,0 +1,288 @@
+"""What a lock does: acquire, seal, hold, extend, mint anew and give back, each as steps that take time."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import time
+from collections.abc import Callable
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack
+from weakref import ref
+
+from fencelock._checks import check_choice, check_max_hold, check_timeout, check_ttl
+from fencelock._holds import Hold, find
+from fencelock._owners import running_loop
+from fencelock.authority.base import Authority, Grant, is_sealed_by
+from fencelock.errors import LockLostError, LockTimeoutError, NotHeldError
+from fencelock.lease import OBJECT_IN_NAME, Lease, check_resource
+from fencelock.lock.entry import Entry, check_still_held, last_of_ours, note_remint
+from fencelock.lock.options import DEFAULT_TTL, AllLockSettings
+from fencelock.lock.releasing import Loss, go_on_holding, keep_renewed, name_of, stop_renewal
+from fencelock.lock.sealed import seal_anew, seal_held, sealer_with
+from fencelock.lock.steps import (
+    Ask,
+    Call,
+    CheckStep,
+    EndReleases,
+    Renewers,
+    SealStep,
+    Steps,
+    ask_to_extend,
+    ask_to_release,
+    ask_to_remint,
+)
+from fencelock.renewal.loop import for_loop
+from fencelock.renewal.schedule import tell
+from fencelock.settings import default_authority
+
+if TYPE_CHECKING:
+    from fencelock.sealing import Sealer
+
+logger = logging.getLogger("fencelock.lock")
+
+Token = TypeVar("Token", int, tuple[int, ...])
+
+#: How often an acquisition is tried whose time is over, because the storage was ahead of the nodes.
+_HINTED_TRIES = 3
+
+#: Braces that an f-string would have filled.
+_UNFILLED = re.compile(r"\{[A-Za-z_][\w.]*\}")
+
+
+class LockSteps(Generic[Token]):
+    """What a lock is and does, as steps that yield what takes time; the faces block or await."""
+
+    def __init__(self, resources: tuple[str, ...], **settings: Unpack[AllLockSettings]) -> None:
+        self._resources = _check_resources(resources)
+        self._ttl = check_ttl(settings["ttl"])
+        self._timeout = check_timeout(settings["timeout"])
+        self._renew = bool(settings["renew"])
+        self._max_hold = check_max_hold(settings["max_hold"], self._ttl) if self._renew else None
+        self._fair = bool(settings["fair"])
+        self._if_lost = check_choice("if_lost", settings["if_lost"], ("raise", "warn"))
+        self._authority = settings["authority"]
+        self._sealer = None if settings["seal"] is None else sealer_with(settings["seal"])
+        self._entries: list[Entry] = []
+        #: Entered by `with` and not left yet. Its body may have released it, so that it is no entry any more.
+        self._blocks: list[Entry] = []
+        self._listeners: tuple[Callable[[Lease], object], ...] = ()
+
+    def _acquire(
+        self, entry: Entry, timeout: float | EllipsisType | None, renewers: Renewers
+    ) -> Steps[Entry]:
+        waiting = self._timeout if timeout is ... else check_timeout(timeout)
+        authority = self._authority or default_authority()
+        holds = yield from self._enter_again(entry, authority)
+        known = {name for hold in holds for name in hold.grant.resources}
+        missing = tuple(name for name in self._resources if name not in known)
+        if missing:
+            nonce = ""
+            if self._sealer is None:
+                entry.asked = Ask(authority, missing, ttl=self._ttl, timeout=waiting, fair=self._fair)
+                yield entry.asked
+            else:
+                nonce = yield from self._acquire_sealed(entry, self._sealer, authority, missing, waiting)
+            assert entry.asked is not None  # noqa: S101 - either way it was
+            for hold in holds:
+                check_still_held(hold)  # it may have ended while the others were waited for
+            holds.append(self._hold(authority, entry.asked.answer, entry.owner, renewers))
+            if self._sealer is not None:
+                holds[-1].sealers, holds[-1].seal_nonce = (self._sealer,), nonce
+        entry.enter(holds, self._resources)
+        self._entries.append(entry)
+        if missing:
+            # Not before: what is interrupted until here is not extended while the traceback lives.
+            keep_renewed(holds[-1])
+        for hold in entry.holds:
+            hold.tell_when_lost(self._listeners)
+        return entry
+
+    def _enter_again(self, entry: Entry, authority: Authority) -> Steps[list[Hold]]:
+        """Be inside what the owner holds already; return that."""
+        found = [hold for name in self._resources if (hold := find(authority, entry.owner, name))]
+        holds = [hold for hold in found if entry.enter_again(hold)]
+        if len(holds) < len(found):
+            yield EndReleases(entry.owner)
+        for hold in entry.holds:
+            if self._ttl not in {hold.ttl, DEFAULT_TTL}:
+                logger.warning(
+                    "%s: entered again with ttl=%g, and the ttl=%g of the outer block counts",
+                    name_of(hold),
+                    self._ttl,
+                    hold.ttl,
+                )
+        if self._sealer is not None:
+            for hold in entry.holds:
+                yield from seal_held(self._sealer, hold)
+        return holds
+
+    def _acquire_sealed(
+        self,
+        entry: Entry,
+        sealer: Sealer,
+        authority: Authority,
+        missing: tuple[str, ...],
+        waiting: float | None,
+    ) -> Steps[str]:
+        """Acquire until the storage has accepted the tokens, and the lease is still valid after that.
+
+        Returns the nonce that it has accepted them under.
+        """
+        yield CheckStep(sealer)
+        if is_sealed_by(authority, sealer.engine):
+            nonce = sealer.new_nonce()
+            entry.asked = Ask(
+                authority, missing, ttl=self._ttl, timeout=waiting, fair=self._fair, seal=sealer.within(nonce)
+            )
+            yield entry.asked
+            return nonce
+        end = math.inf if waiting is None else time.monotonic() + waiting
+        above: tuple[int, ...] = ()
+        tries = 0
+        while True:
+            left = None if waiting is None else max(0.0, end - time.monotonic())
+            entry.asked = Ask(authority, missing, ttl=self._ttl, timeout=left, fair=self._fair, above=above)
+            yield entry.asked
+            seal = SealStep(sealer, entry.asked.answer)
+            yield seal
+            if seal.done:
+                return seal.wish.nonce
+            yield ask_to_release(authority, entry.asked.answer)
+            entry.asked = None
+            tries += 1
+            # Nobody is to wait for a hint, which costs no time, even where one try was asked for.
+            if time.monotonic() >= end and not (seal.fences and tries < _HINTED_TRIES):
+                raise LockTimeoutError(seal.wish.complaint(seal.fences))
+            above = seal.fences
+
+    def _take_back(self, entry: Entry) -> Steps[Loss | None]:
+        """Leave a block whose entering or leaving was interrupted; return as `_leave` does."""
+        self._forget(entry)
+        try:
+            if entry.asked is not None and entry.asked.answer is not None:  # it became no hold
+                yield ask_to_release(entry.asked.authority, entry.asked.answer)
+        finally:
+            lost = (yield from self._leave(entry)) if entry.holds else None
+        return lost
+
+    def _forget(self, entry: Entry) -> None:
+        for entries in (self._blocks, self._entries):
+            if entry in entries:
+                entries.remove(entry)
+
+    def _hold(self, authority: Authority, grant: Grant, owner: object, renewers: Renewers) -> Hold:
+        hold = Hold(authority, grant, owner, ttl=self._ttl, max_hold=self._max_hold)
+        if renewers is for_loop and (loop := running_loop()) is not None:
+            hold.loop = ref(loop)
+        if self._renew:
+            hold.renewer = renewers(authority)
+        return hold
+
+    def _extend(self, ttl: float | None) -> Steps[None]:
+        seconds = self._ttl if ttl is None else check_ttl(ttl)
+        for hold in self._innermost().holds:
+            check_still_held(hold)
+            try:
+                yield from stop_renewal(hold)
+                asked = ask_to_extend(hold.authority, hold.grant, seconds)
+                yield asked
+                (outcome,) = asked.answer
+                if isinstance(outcome, LockLostError):
+                    tell(hold.lose(str(outcome)))
+                if not isinstance(outcome, Grant):
+                    raise outcome
+                check_still_held(hold)
+                hold.prolong(outcome)
+            finally:
+                yield from go_on_holding(hold)
+
+    def _remint(self) -> Steps[Any]:
+        entry = self._innermost()
+        for hold in entry.holds:
+            check_still_held(hold)
+            # Also what a lock without seal= mints anew, inside a block that has sealed.
+            for sealer in hold.sealers:
+                yield CheckStep(sealer)
+                sealer.refuse_to_wait_for_oneself(hold.grant.resources)
+            sealed = not hold.sealers
+            asked: Call | None = None
+            try:
+                yield from stop_renewal(hold)
+                now = time.monotonic()
+                seconds = max(hold.most_seconds(now), hold.grant.expires_at - now)
+                asked = ask_to_remint(hold.authority, hold.grant, seconds)
+                yield asked
+                if hold.sealers:
+                    hold.seal_nonce = yield from seal_anew(hold.sealers, asked.answer)
+                    sealed = True
+                note_remint(hold, asked, sealed=sealed)
+            except BaseException:
+                # Once more, where a signal handler raised in the middle of it.
+                note_remint(hold, asked, sealed=sealed)
+                raise
+            finally:
+                yield from go_on_holding(hold)
+            check_still_held(hold)
+        return entry.tokens
+
+    def _release(self) -> Steps[None]:
+        self._complain((yield from self._leave(self._innermost())), None)
+
+    def _leave(self, entry: Entry) -> Steps[Loss | None]:
+        """Leave one block; return what had been lost before, or None."""
+        try:
+            if entry in self._entries:
+                self._entries.remove(entry)
+            return (yield from entry.leave())
+        except (Exception, KeyboardInterrupt, SystemExit):
+            # A signal handler's, at any line. (One that is cancelled has been sent.) Once more does no harm.
+            yield from entry.leave()
+            raise
+
+    def _innermost(self) -> Entry:
+        """Return where this thread, task or greenlet entered last; or else where anybody did."""
+        if (entry := last_of_ours(self._entries)) is None:
+            raise NotHeldError(f"{self!r}: acquire it first")
+        return entry
+
+    def _begin_block(self, entry: Entry) -> Token:
+        self._blocks.append(entry)
+        return entry.tokens  # type: ignore[no-any-return]
+
+    def _block_to_leave(self) -> Entry | None:
+        """Return what this thread, task or greenlet leaves next."""
+        # The second: it was acquired, and handed over to an ExitStack.
+        return last_of_ours(self._blocks) or last_of_ours(self._entries)
+
+    def _exit(self, entry: Entry | None) -> Steps[Loss | None]:
+        """Leave a block, unless its body has released it; return as `_leave` does."""
+        if entry in self._blocks:
+            self._blocks.remove(entry)
+        return (yield from self._leave(entry)) if entry in self._entries else None
+
+    def _complain(self, lost: Loss | None, exc_value: BaseException | None) -> None:
+        if lost is None:
+            return
+        if exc_value is not None:
+            exc_value.add_note(str(lost.error))
+        elif lost.is_committed or self._if_lost == "warn":
+            logger.warning("%s", lost.error)
+        else:
+            raise lost.error
+
+
+def _check_resources(resources: tuple[str, ...]) -> tuple[str, ...]:
+    if not resources:
+        raise ValueError("name what to lock, such as fenced_lock('order:1')")
+    names = tuple(map(check_resource, resources))
+    for name in names:
+        if _UNFILLED.search(name) or OBJECT_IN_NAME.search(name):
+            raise ValueError(
+                f"{name!r} names no one thing to lock: fill its braces with a value, as "
+                "fenced_lock(f'order:{order.id}') does"
+            )
+    if len(set(names)) != len(names):
+        raise ValueError(f"a resource is named twice: {', '.join(map(repr, names))}")
+    return names

@@ -1,0 +1,300 @@
+"""The life of a lease: wait for it, hold it, extend it, release it; for `with` and for `async with`.
+
+What a lock does is written once (`acquiring`). `FencedLock` blocks for it, `AsyncLock` awaits it.
+"""
+
+# ruff: noqa: SLF001 - the rooms of a lock are one thing
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import EllipsisType, TracebackType
+from typing import TYPE_CHECKING, Generic, Unpack, overload
+
+from fencelock.authority.base import Authority, make_locks_with
+from fencelock.errors import LockTimeoutError
+from fencelock.lease import Lease
+from fencelock.lock.acquiring import LockSteps, Token
+from fencelock.lock.entry import Entry, check_listener
+from fencelock.lock.options import DEFAULT_TTL, AllLockSettings, IfLost
+from fencelock.lock.steps import run_blocking, run_waiting
+from fencelock.renewal.loop import for_loop
+from fencelock.renewal.thread import for_thread
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
+
+class FencedLock(LockSteps[Token]):
+    """A lock on one or several resources; a context manager that yields the fencing token.
+
+    Made by `fenced_lock` or `Redlock.lock`, for `with` and for `async with`; coroutines find its methods
+    under `aio`. The thread (asyncio task, greenlet) that holds a resource enters it again at no cost and
+    gets the same token, with this object or another; what is held is given back when the last block is left,
+    or, where a transaction that was written under it is still open then, when that ends. May be used again
+    afterwards.
+    """
+
+    def __repr__(self) -> str:
+        names = ", ".join(map(repr, self._resources))
+        return f"<fenced_lock {names} {'held' if self._entries else 'not held'}>"
+
+    @property
+    def aio(self) -> AsyncLock[Token]:
+        """The same lock for coroutines: `await lock.aio.acquire()`."""
+        return AsyncLock(self)
+
+    @property
+    def leases(self) -> tuple[Lease, ...]:
+        """The leases while held, in the order of the resources; empty otherwise."""
+        return self._innermost().leases if self._entries else ()
+
+    @property
+    def lease(self) -> Lease:
+        """The lease while held: of the first resource, where there are several.
+
+        Raises:
+            NotHeldError: if the lock is not held.
+        """
+        return self._innermost().leases[0]
+
+    def acquire(self, timeout: float | EllipsisType | None = ...) -> Lease:
+        """Wait for the lock and return its lease: of the first resource, where there are several.
+
+        Args:
+            timeout: seconds to wait for another holder; None for ever, 0 one try. By default what the
+                lock was made with.
+
+        Raises:
+            LockTimeoutError: somebody else held it until the timeout.
+            LockLostError: one of the resources was held already, and its lease ended while the others were
+                waited for.
+            AuthorityError: it could not be decided.
+        """
+        entry = Entry()
+        try:
+            return run_blocking(self._acquire(entry, timeout, for_thread)).leases[0]
+        except BaseException:
+            run_blocking(self._take_back(entry))
+            raise
+
+    def try_acquire(self) -> Lease | None:
+        """Try once: return the lease, or None if somebody else holds the lock.
+
+        Raises:
+            AuthorityError: it could not be decided.
+        """
+        try:
+            return self.acquire(timeout=0)
+        except LockTimeoutError:
+            return None
+
+    def extend(self, ttl: float | None = None) -> None:
+        """Let the lease live on for `ttl` seconds from now, or for what the lock was made with.
+
+        The token stays. A lease is never shortened. One that is renewed needs no help.
+
+        Raises:
+            NotHeldError: the lock is not held.
+            LockLostError: the lease has ended; it stays lost.
+            AuthorityError: it could not be decided; the lease still ends when it would have.
+        """
+        run_blocking(self._extend(ttl))
+
+    def remint(self) -> Token:
+        """Exchange the token for a new, larger one, and keep holding the lock; return it.
+
+        For a COMMIT in doubt: when the connection was lost during one, nobody knows whether it took place,
+        and the guard refuses the lease. Once what was written has been claimed with the new token (or its
+        gate passed), nothing that is under way with the old one can be written any more. In this order: roll
+        back, mint anew, claim, only then read.
+
+        Raises:
+            NotHeldError: the lock is not held.
+            LockLostError: it could not be done; the lease has ended.
+        """
+        return run_blocking(self._remint())  # type: ignore[no-any-return]
+
+    def release(self) -> None:
+        """Give the lock back; where it was entered several times, leave one block.
+
+        Where too few nodes answer to do so, it ends by itself with its ttl, and a warning is logged.
+
+        Raises:
+            NotHeldError: the lock is not held.
+            LockLostError: the lease had ended before, and nothing was committed under it.
+        """
+        run_blocking(self._release())
+
+    def on_lost(self, callback: Callable[[Lease], object]) -> None:
+        """Have a function called with the lease when it is found to be lost, once for each lease.
+
+        It is called when the lease could not be renewed: for blocking code in a thread of its own, for
+        coroutines by the event loop (where `task.cancel` is a callback that makes sense). The work under the
+        lease is not interrupted; the guard will refuse its writes. Without `renew`, and after a pause, the
+        loss may be found only when the block is left; it is called there. Where the lease is lost already it
+        is called at once.
+
+        Raises:
+            TypeError: for what cannot be called, and for coroutine functions, which nobody would await.
+        """
+        check_listener(callback)
+        self._listeners = (*self._listeners, callback)
+        for hold in dict.fromkeys(hold for entry in self._entries for hold in entry.holds):
+            hold.tell_when_lost([callback])
+
+    def __enter__(self) -> Token:
+        entry = Entry()
+        try:
+            return self._begin_block(run_blocking(self._acquire(entry, ..., for_thread)))
+        except BaseException:
+            run_blocking(self._take_back(entry))
+            raise
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        entry = None
+        try:
+            entry = self._block_to_leave()
+            lost = run_blocking(self._exit(entry))
+        except BaseException:
+            # A signal handler's, at any line. Until `entry` is known nothing is left, and it is found again.
+            if (entry := entry or self._block_to_leave()) is not None:
+                run_blocking(self._take_back(entry))
+            raise
+        self._complain(lost, exc_value)
+
+    async def __aenter__(self) -> Token:
+        entry = Entry()
+        try:
+            return self._begin_block(await run_waiting(self._acquire(entry, ..., for_loop)))
+        except BaseException:
+            await run_waiting(self._take_back(entry))
+            raise
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._complain(await run_waiting(self._exit(self._block_to_leave())), exc_value)
+
+
+class AsyncLock(Generic[Token]):
+    """The methods of a `FencedLock` for coroutines: the same names, the same promises.
+
+    A cancelled acquisition leaves no lease behind; a cancelled release is sent all the same.
+    """
+
+    __slots__ = ("_lock",)
+
+    def __init__(self, lock: FencedLock[Token]) -> None:
+        self._lock: FencedLock[Token] = lock
+
+    def __repr__(self) -> str:
+        return f"{self._lock!r}.aio"
+
+    async def acquire(self, timeout: float | EllipsisType | None = ...) -> Lease:  # noqa: ASYNC109 - how long others may hold it
+        """Wait for the lock and return its lease: see `FencedLock.acquire`."""
+        entry = Entry()
+        try:
+            return (await run_waiting(self._lock._acquire(entry, timeout, for_loop))).leases[0]
+        except BaseException:
+            await run_waiting(self._lock._take_back(entry))
+            raise
+
+    async def try_acquire(self) -> Lease | None:
+        """Try once: return the lease, or None if somebody else holds the lock."""
+        try:
+            return await self.acquire(timeout=0)
+        except LockTimeoutError:
+            return None
+
+    async def extend(self, ttl: float | None = None) -> None:
+        """Let the lease live on: see `FencedLock.extend`."""
+        await run_waiting(self._lock._extend(ttl))
+
+    async def remint(self) -> Token:
+        """Exchange the token for a new, larger one, and keep holding the lock: see `FencedLock.remint`."""
+        return await run_waiting(self._lock._remint())
+
+    async def release(self) -> None:
+        """Give the lock back: see `FencedLock.release`."""
+        await run_waiting(self._lock._release())
+
+
+@overload
+def fenced_lock(resource: str, /, **settings: Unpack[AllLockSettings]) -> FencedLock[int]: ...
+
+
+@overload
+def fenced_lock(*resources: str, **settings: Unpack[AllLockSettings]) -> FencedLock[tuple[int, ...]]: ...
+
+
+def fenced_lock(
+    *resources: str,
+    ttl: float = DEFAULT_TTL,
+    timeout: float | None = 10.0,
+    renew: bool = True,
+    max_hold: float | None = 3600.0,
+    fair: bool = False,
+    if_lost: IfLost = "raise",
+    authority: Authority | None = None,
+    seal: Engine | AsyncEngine | None = None,
+) -> FencedLock[int] | FencedLock[tuple[int, ...]]:
+    """Return a lock on a resource, to be entered with `with` or `async with`: it yields the fencing token.
+
+    ```python
+    with fenced_lock("order:1") as token, Session(engine) as session:
+        order = claim(session, Order, 1)
+        order.status = "paid"
+        session.commit()
+    ```
+
+    What it promises: every lease of a resource has a larger token than all leases that had been
+    acquired before its own acquisition began, whatever networks, clocks and pauses do. What it does not
+    promise: that no older holder is still at work. That is why the storage compares tokens.
+
+    Args:
+        *resources: what to lock: 1 to 255 characters each, without control characters. Several are
+            acquired together or not at all, and yield a tuple of tokens in their order.
+        ttl: seconds that the lease lasts on every node, and by which it is extended.
+        timeout: seconds to wait for another holder; None for ever, 0 one try.
+        renew: extend the lease in the background, after each third of its ttl, until it is released.
+        max_hold: seconds after which a lease is no longer renewed, for a worker that hangs must not hold for
+            ever; it is lost then. None for no limit.
+        fair: wait in line: first come, first served, as far as a quorum can tell.
+        if_lost: what leaving the block does if the lease was lost before, nothing was committed under it and
+            the body raised nothing: "raise" LockLostError, or "warn" in the log.
+        authority: who grants it; by default what `configure()` or FENCELOCK_URL say.
+        seal: an engine (an `AsyncEngine` for `async with`) on the database that has the fence table: the
+            resource's fence is raised there, in a transaction of its own, before the lock is held. Tokens are
+            then unique and rising even if every node loses its memory. It holds only if every acquisition of
+            the resource seals, in the same database. See docs/sealed.md.
+
+    Raises:
+        TypeError: for arguments of the wrong kind, and for an engine that does not suit `with` or `async
+            with`; entering raises the errors of `FencedLock.acquire`.
+        ValueError: for arguments out of range.
+    """
+    lock: FencedLock[int] = FencedLock(
+        resources,
+        ttl=ttl,
+        timeout=timeout,
+        renew=renew,
+        max_hold=max_hold,
+        fair=fair,
+        if_lost=if_lost,
+        authority=authority,
+        seal=seal,
+    )
+    return lock
+
+
+make_locks_with(fenced_lock)

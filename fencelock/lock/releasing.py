@@ -1,0 +1,223 @@
+"""Giving a lease back: at once, when a transaction that was written under it ends, and at last."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import functools
+import logging
+import threading
+from typing import NamedTuple
+
+from fencelock import _threads
+from fencelock._holds import Hold, remove
+from fencelock._owners import running_loop
+from fencelock.errors import AuthorityError, LockLostError
+from fencelock.lease import Lease, note_ended
+from fencelock.lock.steps import Steps, StopRenewal, ask_to_release, releases, run_blocking, run_waiting
+from fencelock.renewal.schedule import follow_release, tell
+
+logger = logging.getLogger("fencelock.lock")
+
+
+class Loss(NamedTuple):
+    """A lease that ended before it was given back.
+
+    Attributes:
+        error: what to raise.
+        is_committed: whether work was committed under it, and nothing is open. Then the loss is only logged,
+            because an error invites a retry, and what is committed must not be done twice.
+    """
+
+    error: LockLostError
+    is_committed: bool = False
+
+
+def name_of(hold: Hold) -> str:
+    """Return the resources as a message has them."""
+    return ", ".join(map(repr, hold.grant.resources))
+
+
+def give_back(hold: Hold) -> None:
+    """Give a hold back, whatever blocks are still inside; blocking, also for a task's."""
+    run_blocking(release_hold(hold))
+
+
+def waits_for_transactions(hold: Hold) -> bool:
+    """Have a hold given back when the transactions that have written under it end; tell whether any is open.
+
+    The lock must outlive the COMMIT: who came next would otherwise read, by its own claim, what is about to
+    change. Until then the hold is renewed as before, and its owner may enter it again. New transactions do
+    not begin under it.
+    """
+    if not any(lease.needed for lease in hold.leases) or hold.inherited or hold.lost or hold.released:
+        return False
+    hold.wait_for_transactions()
+    lease = _go_on_when_let_go(hold)
+    if lease is None:
+        return not hold.stop_waiting()  # it has ended meanwhile, and may have given the hold back
+    for each in hold.leases:
+        each.leave()
+    note_ended(*hold.leases)
+    logger.debug(
+        "%s: released when the transaction that has written to %r ends", name_of(hold), lease.resource
+    )
+    return True
+
+
+def _go_on_when_let_go(hold: Hold) -> Lease | None:
+    """Have `_go_on` called when open transactions let a lease go; return that lease, or None if none does."""
+    go_on = functools.partial(_go_on, hold)
+    return next((lease for lease in hold.leases if lease.needed and lease.when_let_go(go_on)), None)
+
+
+def _go_on(hold: Hold) -> None:
+    """Give a hold back that has waited for transactions, unless its owner has entered it again."""
+    if hold.released or _go_on_when_let_go(hold) is not None or not hold.stop_waiting():
+        return
+    loop = hold.loop()
+    here = running_loop()
+    if loop is not None and not loop.is_running():
+        loop = None
+    if loop is not None and loop is here:
+        _give_back_soon(hold, loop)
+        return
+    if loop is not None:
+        try:
+            loop.call_soon_threadsafe(_give_back_soon, hold, loop, context=contextvars.Context())
+        except RuntimeError:  # it has been closed
+            loop = None
+    if loop is None and here is None:
+        _give_back_quietly(release_hold(hold))
+    elif loop is None:  # nobody else in this loop is to wait for it
+        _give_back_apart(release_hold(hold))
+
+
+def _give_back_soon(hold: Hold, loop: asyncio.AbstractEventLoop) -> None:
+    """Give a hold back in a task of its own, of the running loop."""
+
+    async def release() -> None:
+        _note_late(await run_waiting(release_hold(hold)))
+
+    def end(done: asyncio.Task[None]) -> None:
+        releases.pop(done, None)
+        if done.cancelled() and not hold.released:  # by a loop that ends, before it began
+            _give_back_apart(release_hold(hold))
+        elif not done.cancelled() and (error := done.exception()) is not None:
+            logger.error("%s could not be released", name_of(hold), exc_info=error)
+
+    task = loop.create_task(release(), name="fencelock-release", context=contextvars.Context())
+    releases[task] = hold
+    task.add_done_callback(end)
+
+
+def _give_back_apart(steps: Steps[Loss | None]) -> None:
+    """Give back in a thread of its own, which the interpreter waits for when it ends."""
+    with contextlib.suppress(RuntimeError):  # it has, and gives everything back
+        _threads.start(threading.Thread(target=_give_back_quietly, args=(steps,), name="fencelock-release"))
+
+
+def _give_back_quietly(steps: Steps[Loss | None]) -> None:
+    """Give back; whoever ends a transaction is not to hear that it could not be done."""
+    try:
+        _note_late(run_blocking(steps))
+    except Exception:
+        logger.exception("a lock could not be released")
+
+
+def _note_late(lost: Loss | None) -> None:
+    if lost:
+        logger.warning("%s", lost.error)
+
+
+def stop_renewal(hold: Hold) -> Steps[None]:
+    """Have a hold not be extended any more: mostly at once, without a step."""
+    if hold.renewer is not None and not hold.renewer.strike(hold):
+        yield StopRenewal(hold.renewer, hold)
+
+
+def keep_renewed(hold: Hold) -> None:
+    """Have a hold renewed, if it is one that is."""
+    if hold.renewer is not None:
+        hold.renewer.watch(hold)
+
+
+def go_on_holding(hold: Hold) -> Steps[None]:
+    """Have a hold renewed again that was stopped; or given back, if somebody else released it meanwhile."""
+    if hold.released:
+        for grant in follow_release(hold):
+            yield ask_to_release(hold.authority, grant)
+    elif not hold.over:
+        keep_renewed(hold)
+
+
+def release_each(holds: list[Hold]) -> Steps[Loss | None]:
+    """Give holds back, each also where it was interrupted at the one before; return as that does."""
+    lost = None
+    if holds:
+        try:
+            lost = yield from release_hold(holds[0])
+        finally:
+            lost = (yield from release_each(holds[1:])) or lost
+    return lost
+
+
+def release_hold(hold: Hold) -> Steps[Loss | None]:
+    """Give a hold back; return how to report it where it had been lost before."""
+    lost = hold.lost
+    remove(hold)
+    if hold.inherited:
+        return Loss(
+            LockLostError(f"the lease of {name_of(hold)} belongs to the parent of this forked process")
+        )
+    released = ask_to_release(hold.authority, hold.grant)
+    try:
+        try:
+            yield from stop_renewal(hold)
+        finally:
+            hold.extended_behind = False  # what has been extended by now is released with the rest
+            try:
+                yield released
+            finally:
+                hold.release_ended = True
+                if hold.extended_behind:
+                    yield ask_to_release(hold.authority, hold.grant)
+        if released.answer is None:
+            logger.warning("%s: too few nodes answered to release it; it ends by itself", name_of(hold))
+    except AuthorityError as error:
+        logger.warning("%s could not be released and ends by itself: %s", name_of(hold), error)
+    return _loss_of(hold) if lost or released.answer is False else None
+
+
+def _loss_of(hold: Hold) -> Loss:
+    """Return how a lease is to be reported that ended before it was given back, and tell its listeners."""
+    tell(hold.calls_when_lost())
+    leases = hold.leases
+    ended = f"the lease of {name_of(hold)} (token {hold.grant.tokens[0]}) ended before the work did"
+    if reason := leases[0].why_lost:
+        ended += f" ({reason})"
+    if any(lease.needed or lease.in_doubt for lease in leases):
+        return Loss(
+            LockLostError(
+                f"{ended}; a transaction that was written under it is open, or its COMMIT is in doubt: roll "
+                "back, lock again, and look what is written"
+            )
+        )
+    if any(lease.committed for lease in leases):
+        return Loss(
+            LockLostError(
+                f"{ended}. What was committed stays committed, and overwrites nothing of a newer holder; "
+                "make the ttl longer, or the work shorter"
+            ),
+            is_committed=True,
+        )
+    if any(lease.guarded for lease in leases):
+        sentence = f"{ended}; all that was written under it was rolled back: lock again, and begin again"
+        return Loss(LockLostError(sentence, written=False))
+    return Loss(
+        LockLostError(
+            f"{ended}; nothing went through the guard, so another holder may have done the same work "
+            "meanwhile: look before you do it again, and make the ttl longer, or the work shorter"
+        )
+    )

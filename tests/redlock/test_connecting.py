@@ -1,0 +1,102 @@
+"""How connections are opened in the background: once at a time, and with pauses after failures."""
+
+from __future__ import annotations
+
+import random
+import threading
+from contextlib import closing
+
+import pytest
+
+from fencelock import Redlock
+from fencelock.authority.redlock.protocol.messages import Answer, Said
+from fencelock.authority.redlock.transport.connector import Connector, Node, Opened, UnusableError
+from fencelock.authority.redlock.waiting import Line
+from fencelock.authority.redlock.wire.nodes import LONGEST_BACKOFF, NodeConnections
+from fencelock.embedded import Nodes
+from tests.polling import eventually
+from tests.redlock.stage import NODE_KEY, SlowDoor
+from tests.redlock.views import connections_to
+
+
+class Nowhere:
+    """A transport that notes which nodes are to be connected to."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def connect(self, node: int) -> None:
+        """Note it."""
+        self.asked.append(node)
+
+    def is_connecting(self, node: int) -> bool:  # noqa: ARG002 - as the protocol has it
+        """Tell that it is not."""
+        return False
+
+    def disconnect(self, node: int) -> None:
+        """Do nothing."""
+
+
+def test_node_that_stays_away_for_hours_is_tried_as_often_as_ever() -> None:
+    """The pause doubles up to its longest, and no number of failures is too large to be doubled."""
+    transport = Nowhere()
+    nodes = NodeConnections(
+        ["redis://node"],
+        transport,
+        Line("client", 1, random.random),
+        "channel",
+        is_wanted=lambda _: True,
+        on_identity=lambda *_: None,
+        on_trouble=lambda: None,
+        connect_timeout=2.0,
+        patience=1.0,
+        jitter=random.random,
+    )
+    pauses = []
+    for _ in range(3000):
+        nodes.failed(0, Answer(Said.UNREACHABLE), 100.0)
+        pauses.append(nodes.open_absent(100.0) - 100.0)
+    assert not transport.asked
+    assert pauses[0] <= 0.1
+    assert 0.49 * LONGEST_BACKOFF <= min(pauses[10:]) <= max(pauses) <= LONGEST_BACKOFF
+    nodes.open_absent(100.0 + LONGEST_BACKOFF)
+    assert transport.asked == [0]
+
+
+def test_connection_is_opened_once(nodes: Nodes) -> None:
+    """Asking for it again changes nothing until it has been taken into use."""
+    opened: list[Opened | UnusableError] = []
+    done = threading.Event()
+
+    def take(_: Connector, connection: Opened | UnusableError) -> None:
+        opened.append(connection)
+        done.set()
+
+    connector = Connector(Node(nodes.urls[0], 2.0, verify_votes=False), NODE_KEY, take)
+    for _ in range(5):
+        connector.begin()
+    assert done.wait(5.0)
+    connector.begin()
+    assert connector.is_busy is True
+    assert connections_to(nodes) == 1
+    connector.end()
+    assert [connector.is_busy] == [False]
+    (connection,) = opened
+    assert isinstance(connection, Opened)
+    assert connection.pushes
+    connection.sock.close()
+
+
+@pytest.mark.usefixtures("authority")
+def test_connection_that_is_open_after_the_end_is_closed(nodes: Nodes) -> None:
+    """Closed while connecting: it is taken into use by nothing."""
+    with closing(SlowDoor(nodes[0].port)) as door:
+        before = connections_to(nodes)
+        client = Redlock(f"redis://127.0.0.1:{door.port}", connect_timeout=30.0)
+        connections = client._connections
+        connections._nodes.open_absent(0.0)
+        assert connections.is_connecting(0)
+        client.close()
+        door.open.set()
+        assert eventually(lambda: not connections.is_connecting(0))
+        assert eventually(lambda: connections_to(nodes) == before)
