@@ -515,7 +515,7 @@ def test_triggers_are_changed_by_hand(engine: Engine) -> None:
     assert seen == ["strict", "strict", True, "strict", True, False, False]
 
 
-ODD = ["select", "two words", "it's 100%", 'dou"ble', "x" * 60, "ü" * 31, "back\\slash", "{braces}"]
+ODD = ["analyze", "two words", "it's 100%", 'dou"ble', "x" * 60, "ü" * 31, "back\\slash", "{braces}"]
 
 
 @pytest.mark.parametrize("name", ODD)
