@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import hiredis
 
-from fencelock.authority.redlock.protocol.messages import SUBSCRIBE, SYNC, Answer, Command, Said
+from fencelock.authority.redlock.protocol.messages import GRANTED, SUBSCRIBE, SYNC, Answer, Command, Said
 
 #: Error replies of a server that is starting, about to be promoted, or no longer the one to ask.
 PASSING_ERRORS: Final = (
@@ -123,7 +123,7 @@ def read_answer(reply: Any) -> Answer:
         return Answer(Said.UNREACHABLE if reason.startswith(PASSING_ERRORS) else Said.ERROR, detail=reason)
     word = reply[0]
     if word == b"GRANTED":  # first, because most are that or bare
-        return Answer(Said.GRANTED, reply[1], tuple(reply[2:]))
+        return Answer(GRANTED, reply[1], tuple(reply[2:]))
     if (bare := _BARE.get(word)) is not None:
         return bare
     said = _SAID[word]

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import hiredis
 
 from fencelock.authority.redlock.membership import Identity
-from fencelock.authority.redlock.protocol.messages import Answer, Answers, Broadcast, Command, Said
+from fencelock.authority.redlock.protocol.messages import GRANTED, Answer, Answers, Broadcast, Command, Said
 from fencelock.authority.redlock.wire.codec import pack_with_script, pack_words, read_answer, read_reply
 
 _SILENT: Final = Answer(Said.SILENT)
@@ -22,6 +22,8 @@ _SILENT: Final = Answer(Said.SILENT)
 _NEWS: Final = frozenset(
     {Said.ADMITTED, Said.OPENED, Said.AMNESIA, Said.RESTARTED, Said.UNREACHABLE, Said.ERROR}
 )
+#: Answers after which there may be a lock that was not there before.
+MAKES_LOCKS: Final = frozenset({Said.GRANTED, Said.EXTENDED, Said.AMNESIA, Said.RESTARTED})
 _LOCKING: Final = frozenset({"acquire", "release"})
 
 
@@ -175,12 +177,13 @@ class Connection:
     def answered(self, pending: PendingReply, answer: Answer) -> bool:
         """Hand an answer on to what waits for it; tell whether it has to be looked at besides."""
         broadcast, command, _ = pending
-        if self._latest.get(command.nonce) == command.script:
-            del self._latest[command.nonce]
-        said = answer.said
-        if said in _NEWS or (said is Said.GRANTED and answer.epoch != self.epoch):
+        nonce, said = command.nonce, answer.said
+        if self._latest.get(nonce) == command.script:
+            del self._latest[nonce]
+        if said in _NEWS or (said is GRANTED and answer.epoch != self.epoch):
             return True
-        if broadcast is None or broadcast.over:
-            return True
-        broadcast.add_reply(self._index, answer)
-        return False
+        if broadcast is not None and not broadcast.over:
+            broadcast.add_reply(self._index, answer)
+            return False
+        # Now, and not when all that has arrived is read: the answer to a RELEASE may be behind it.
+        return said in MAKES_LOCKS and not self.releases(nonce)

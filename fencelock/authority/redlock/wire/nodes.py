@@ -22,6 +22,7 @@ from fencelock.authority.redlock.protocol.undo import undoing
 from fencelock.authority.redlock.waiting import Line
 from fencelock.authority.redlock.wire.codec import leads_elsewhere, pack
 from fencelock.authority.redlock.wire.connection import (
+    MAKES_LOCKS,
     Connection,
     MalformedReplyError,
     PendingBroadcast,
@@ -44,8 +45,6 @@ _LOST_AFTER: Final = 10.0
 #: Answers that a node may owe before it counts as silent.
 _MOST_UNANSWERED: Final = 50_000
 
-#: Answers after which there may be a lock that was not there before.
-MAKES_LOCKS: Final = frozenset({Said.GRANTED, Said.EXTENDED, Said.AMNESIA, Said.RESTARTED})
 _ADMITTING: Final = frozenset({Said.ADMITTED, Said.OPENED})
 _FORGETFUL: Final = frozenset({Said.AMNESIA, Said.RESTARTED})
 
