@@ -38,7 +38,7 @@ from fencelock.authority.redlock.redlock import Redlock
 from fencelock.authority.redlock.transport.connector import Node
 from fencelock.authority.redlock.transport.sockets import read_from, write_to
 from fencelock.authority.redlock.wire import codec
-from fencelock.authority.redlock.wire.connection import Connection, PendingReply
+from fencelock.authority.redlock.wire.connection import Connection, PendingBroadcast, PendingReply
 from fencelock.embedded import Node as Server
 
 NODE_KEY = "{fencelock}"
@@ -85,7 +85,8 @@ class RealNode:
         """Send the command, and wait for its answer."""
         text = self.scripts.get(command.script)
         packed = codec.pack(command) if text is None else codec._pack_call(command, "EVAL", text)
-        self.link.put(PendingReply(None, command, 0.0), packed)
+        waiting = PendingBroadcast(Broadcast(command, [0], lambda _: True, 5.0))
+        self.link.put(PendingReply(waiting, command, 0.0), packed)
         poll = select.poll()
         poll.register(self.sock.fileno(), select.POLLIN)
         while True:
@@ -93,6 +94,8 @@ class RealNode:
             assert poll.poll(5000), f"{self.node.name} does not answer"
             for _, answer in self.link.received(read_from(self.sock) or b"", 0.0):
                 return answer
+            if waiting.complete:
+                return waiting.answers[0]
 
     def remember(self) -> dict[str, str]:
         """Return what stands in the node's hash, as a file on its disk would have it."""
