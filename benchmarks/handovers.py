@@ -23,6 +23,8 @@ from benchmarks.report import Bar, Goal, Section, Spread
 from benchmarks.worker import Play, Worker, WorkerError
 
 PROCESSES = 8
+#: Milliseconds.
+LONGEST_WAIT = 100
 #: Times the length of other turns: it takes some time until waiting is as it will be.
 _LONGER = 2
 #: Seconds for the order to begin to reach everybody.
@@ -110,7 +112,16 @@ def _goals(ranked: Sequence[Relay]) -> list[Goal]:
     """Return how our hand-overs compare with those of others, as far as they took part."""
     on_one, on_five = contenders.OURS[0], OURS
     by_contender = {relay.contender: relay for relay in ranked}
-    return [
+    longest = [
+        Goal.at_most(
+            f"longest wait, {PROCESSES} processes, {ours.nodes} node{'s' * (ours.nodes > 1)}, ms",
+            LONGEST_WAIT,
+            1e3 * max(by_contender[ours].longest),
+        )
+        for ours in (on_one, on_five)
+        if ours in by_contender
+    ]
+    return longest + [
         Goal.at_least(
             f"hand-overs, {PROCESSES} processes, {ours.nodes} node{'s' * (ours.nodes > 1)} ÷ {other.name}",
             limit,

@@ -24,7 +24,7 @@ from pathlib import Path
 import redis
 from rich.console import Console
 
-from benchmarks import handovers, hung_nodes, leases, plot, rates
+from benchmarks import bursts, handovers, hung_nodes, leases, plot, rates
 from benchmarks.arena import NODES, NodesArena
 from benchmarks.peers import Homes
 from benchmarks.report import Report
@@ -50,6 +50,7 @@ CASES: dict[str, Callable[[NodesArena], None]] = {
     "threads": rates.many_threads,
     "ceiling": rates.in_bulk,
     "hand-overs": handovers.contend,
+    "bursts": bursts.burst,
     "hung": hung_nodes.hang,
     "leases": _hold_many,
     "resources": _use_many,

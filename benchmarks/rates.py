@@ -133,9 +133,9 @@ def one_thread(arena: Arena) -> None:
     results = measure(arena, "one thread", entered, seconds=arena.seconds)
     fastest = _fastest_redlock(results)
     others = (
-        (_result_of(results, contenders.FLOOR), "bare sockets", 0.85),
-        (fastest, f"fastest other Python Redlock ({_name_of(fastest)})", 3),
-        (_result_of(results, contenders.REDIS_PY), "redis-py Lock on 1 node", 0.65),
+        (_result_of(results, contenders.FLOOR), "bare sockets", 0.6),
+        (fastest, f"fastest other Python Redlock ({_name_of(fastest)})", 2.5),
+        (_result_of(results, contenders.REDIS_PY), "redis-py Lock on 1 node", 0.5),
     )
     goals = _goals(f"rate, blocking, {NODES} nodes", _result_of(results, OURS), others)
     arena.add(section_of("One thread, no contention", results, OURS), goals)
@@ -154,8 +154,8 @@ def many_tasks(arena: Arena) -> None:
         results = measure(arena, name, entered, width=width, seconds=seconds)
         fastest = _fastest_redlock(results)
         others = (
-            (fastest, f"fastest other asyncio Redlock ({_name_of(fastest)})", 15),
-            (_result_of(results, contenders.REDIS_ASYNCIO), "redis.asyncio Lock on 1 node", 2.5),
+            (fastest, f"fastest other asyncio Redlock ({_name_of(fastest)})", 6),
+            (_result_of(results, contenders.REDIS_ASYNCIO), "redis.asyncio Lock on 1 node", 1.2),
         )
         goals = _goals(f"rate, asyncio, {name}, {NODES} nodes", _result_of(results, OURS_ASYNCIO), others)
         title = f"asyncio, {name}, a resource each"
