@@ -37,18 +37,21 @@ def burst(arena: NodesArena) -> None:
     """Have each crowd begin, in turns."""
     crowds = [("warm threads", WARM), ("threads", THREADS)]
     if importlib.util.find_spec("gevent"):
-        crowds.append(("greenlets", GREENLETS))
+        crowds += ("warm greenlets", WARM), ("greenlets", GREENLETS)
     rates: dict[tuple[str, int], list[float]] = {crowd: [] for crowd in crowds}
     for _ in arena.count_rounds("bursts"):
         for crowd in random.sample(crowds, len(crowds)):
             rates[crowd].append(_rate_of(*crowd, arena))
-    warm = rates[crowds[0]]
+    ratios = {
+        (kind, count): median_ratio(found, rates[f"warm {kind.removeprefix('warm ')}", WARM])
+        for (kind, count), found in rates.items()
+    }
     rows = [
         (
             f"{count} {kind}",
             f"{statistics.median(found):,.0f}",
             f"{Spread.of(found)}",
-            f"{median_ratio(found, warm):.2f}",
+            f"{ratios[kind, count]:.2f}",
         )
         for (kind, count), found in rates.items()
     ]
@@ -56,23 +59,21 @@ def burst(arena: NodesArena) -> None:
         f"The first second, {NODES} nodes",
         ("who locks", "per second", "slowest … fastest", "÷ warm"),
         rows,
-        "Acquired and released by a process that has used no lock before; warm threads have.",
+        "Acquired and released by a process that has used no lock before; warm threads and greenlets have.",
     )
-    arena.add(
-        section,
-        [
-            Goal.at_least(
-                f"first second of {count} {kind} ÷ {WARM} warm threads", LIMIT, median_ratio(found, warm)
-            )
-            for (kind, count), found in rates.items()
-            if found is not warm
-        ],
-    )
+    goals = [
+        Goal.at_least(f"first second of {count} {kind} ÷ {WARM} warm ones", LIMIT, ratios[kind, count])
+        for kind, count in crowds
+        if not kind.startswith("warm")
+    ]
+    arena.add(section, goals)
 
 
 def _rate_of(kind: str, count: int, arena: NodesArena) -> float:
     urls = ",".join(node.url for node in arena.nodes)
-    patched = ["-m", "gevent.monkey"] if kind == "greenlets" else []  # before anything else is imported
+    patched = (
+        ["-m", "gevent.monkey"] if kind.endswith("greenlets") else []
+    )  # before anything else is imported
     command = [sys.executable, *patched, __file__, kind, str(count), urls]
     paths = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_PATIENCE, env=paths)
