@@ -26,13 +26,13 @@ class Hold:
     """One grant while it is held.
 
     Attributes:
-        authority: who granted it.
+        authority: granted it.
         grant: as it was last extended.
         leases: of each of its resources.
         blocks: what is inside it; when that is nothing any more, it is given back.
         ttl: seconds that an extension asks for.
         deadline: when it is to end whatever happens, on the clock of `time.monotonic`.
-        renewer: who extends it; None if nobody does.
+        renewer: extends it; None if nothing does.
         trouble: why it could not be extended last time; empty if it could.
         itself: a weak reference: what is thrown away while it is held is not extended any more.
         loop: whose task has acquired it; returns None for blocking code's.
@@ -193,7 +193,7 @@ def _calling(listener: Callable[[Lease], object], lease: Lease) -> Callable[[], 
 
 
 _Key = tuple[Authority, object, str]
-#: Weak: a lock object that was thrown away while it was held is nobody's to enter again.
+#: Weak: a lock object that was thrown away while it was held cannot be entered again.
 _holds: WeakValueDictionary[_Key, Hold] = WeakValueDictionary()
 
 
@@ -226,7 +226,7 @@ def remove(hold: Hold) -> None:
 
 
 def owners_of(authority: Authority, resources: Iterable[str]) -> list[object]:
-    """Return who in this process holds one of these."""
+    """Return the owners in this process that hold one of these."""
     wanted = set(resources)
     return [owner for its, owner, resource in list(_holds) if its is authority and resource in wanted]
 

@@ -1,4 +1,4 @@
-"""Who is running: that is whose locks are entered again, and whose transactions stand in whose way.
+"""What is running: that is whose locks are entered again, and whose transactions stand in whose way.
 
 A task, where an event loop runs one; or else a greenlet, where a library such as gevent or eventlet switches
 between several of them in one thread; or else the thread. Greenlets of SQLAlchemy's asyncio extension do a
@@ -42,13 +42,13 @@ def running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 def current_owner() -> object:
-    """Return what stands for who is running, and is equal to nothing else but what it returns for them later.
+    """Return what stands for what is running, equal only to what it returns for the same later.
 
     It keeps no task and no greenlet alive.
     """
     loop = running_loop()
     task = asyncio.current_task(loop) if loop is not None else None
-    # Who has not imported greenlet has but one in each thread.
+    # Without greenlet there is but one in each thread.
     if (library := sys.modules.get("greenlet")) is None or not hasattr(library, "getcurrent"):
         return _thread.itself if task is None else ref(task)
     if task is not None and _is_run_here(task, library):

@@ -74,7 +74,7 @@ def _give_back_everything() -> None:
     deadline = time.monotonic() + _PATIENCE
     for hold in everything_held():
         if time.monotonic() > deadline:
-            logger.warning("leases are left that nobody has released; they end by themselves")
+            logger.warning("leases are left that were not released; they end by themselves")
             return
         try:
             give_back(hold)

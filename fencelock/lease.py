@@ -168,7 +168,7 @@ class Lease:
 
     @property
     def over(self) -> bool:
-        """Whether it has been given back, or somebody has noted that it is lost."""
+        """Whether it has been given back, or it was noted that it is lost."""
         return self._released or bool(self._lost) or self.inherited
 
     @property
@@ -289,7 +289,7 @@ class Lease:
         return calls
 
     def when_let_go(self, call: Callable[[], object]) -> bool:
-        """Have `call` called when nobody needs the lease any more; return False if nobody does now."""
+        """Have `call` called when nothing needs the lease any more; return False if nothing does now."""
         self._waiting.append(call)
         if self._needed_by:
             return True

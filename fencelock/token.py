@@ -5,7 +5,7 @@ halves are put together here and nowhere else: a node's script never sees the wh
 numbers are exact only below 2**53.
 
 A token fits a signed BIGINT: 44 bits of counter (Unix milliseconds until the year 2527, which is where
-counters start by default) and 19 bits of epoch. Whoever would leave that range is refused; a token that
+counters start by default) and 19 bits of epoch. What would leave that range is refused; a token that
 wrapped around would be below all the older ones.
 """
 

@@ -29,7 +29,7 @@ class Grant:
         resources: in the order in which they were asked for.
         tokens: the fencing token of each.
         expires_at: when all of them end, on the clock of `time.monotonic`.
-        proof: what the authority needs to recognise the grant; nobody else looks into it.
+        proof: what the authority needs to recognise the grant; nothing else looks into it.
     """
 
     resources: tuple[str, ...]
@@ -95,7 +95,7 @@ class Authority(Protocol):
     - `kinds`, a `frozenset` of what else it can do: `"fair"`.
     - `sealed_by(engine)` tells whether it grants in the very database of an engine. Its `acquire` then takes
       `seal=`, a function that is called inside the transaction that grants (see `Seal`).
-    - `inspect(resource)` tells who holds a resource.
+    - `inspect(resource)` tells the holder of a resource.
     """
 
     @property
@@ -118,7 +118,7 @@ class Authority(Protocol):
         authority has forgotten. It is asked for after a refusal only.
 
         Raises:
-            LockTimeoutError: somebody else held one of them until the timeout.
+            LockTimeoutError: another holder kept one of them until the timeout.
             AuthorityError: it could not be decided.
         """
 
@@ -131,7 +131,7 @@ class Authority(Protocol):
         """
 
     def remint(self, grant: Grant, ttl: float) -> Grant:
-        """Exchange a grant for one of the same resources with larger tokens, that nobody came between.
+        """Exchange a grant for one of the same resources with larger tokens, and no other grant in between.
 
         Raises:
             LockLostError: it came to nothing; the old grant is not in force any more either.

@@ -152,7 +152,7 @@ class LockSteps(Generic[Token]):
             yield ask_to_release(authority, entry.asked.answer)
             entry.asked = None
             tries += 1
-            # Nobody is to wait for a hint, which costs no time, even where one try was asked for.
+            # A hint costs no time, so there is no wait for it, even where one try was asked for.
             if time.monotonic() >= end and not (seal.fences and tries < _HINTED_TRIES):
                 raise LockTimeoutError(seal.wish.complaint(seal.fences))
             above = seal.fences

@@ -19,7 +19,7 @@ class Entry:
     """One time that a lock was entered.
 
     Attributes:
-        owner: who did: a thread, task or greenlet.
+        owner: the thread, task or greenlet that did.
         mark: stands for it in the holds' blocks, which must not refer to it: a cycle would keep a lock that
             was thrown away alive, and renewed, until the garbage collector comes along.
         asked: for what it did not hold before.
@@ -121,5 +121,5 @@ def note_remint(hold: Hold, asked: Call | None, *, sealed: bool) -> None:
         hold.remint(asked.answer)
     elif asked is not None:
         hold.grant = asked.answer or hold.grant  # what was not sealed is still to be given back
-        # The old token may be nobody's any more.
+        # The old token may belong to no lease any more.
         tell(hold.lose("a new token was asked for, and none came"))

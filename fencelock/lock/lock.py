@@ -67,7 +67,7 @@ class FencedLock(LockSteps[Token]):
                 lock was made with.
 
         Raises:
-            LockTimeoutError: somebody else held it until the timeout.
+            LockTimeoutError: another holder kept it until the timeout.
             LockLostError: one of the resources was held already, and its lease ended while the others were
                 waited for.
             AuthorityError: it could not be decided.
@@ -80,7 +80,7 @@ class FencedLock(LockSteps[Token]):
             raise
 
     def try_acquire(self) -> Lease | None:
-        """Try once: return the lease, or None if somebody else holds the lock.
+        """Try once: return the lease, or None if another holder has the lock.
 
         Raises:
             AuthorityError: it could not be decided.
@@ -210,7 +210,7 @@ class AsyncLock(Generic[Token]):
             raise
 
     async def try_acquire(self) -> Lease | None:
-        """Try once: return the lease, or None if somebody else holds the lock."""
+        """Try once: return the lease, or None if another holder has the lock."""
         try:
             return await self.acquire(timeout=0)
         except LockTimeoutError:
@@ -272,7 +272,7 @@ def fenced_lock(
         fair: wait in line: first come, first served, as far as a quorum can tell.
         if_lost: what leaving the block does if the lease was lost before, nothing was committed under it and
             the body raised nothing: "raise" LockLostError, or "warn" in the log.
-        authority: who grants it; by default what `configure()` or FENCELOCK_URL say.
+        authority: grants it; by default what `configure()` or FENCELOCK_URL say.
         seal: an engine (an `AsyncEngine` for `async with`) on the database that has the fence table: the
             resource's fence is raised there, in a transaction of its own, before the lock is held. Tokens are
             then unique and rising even if every node loses its memory. It holds only if every acquisition of

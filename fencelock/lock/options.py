@@ -17,7 +17,7 @@ DEFAULT_TTL: Final = 30.0
 
 
 class LockSettings(TypedDict, total=False):
-    """The settings of a lock, save who grants it; `fenced_lock` says what they mean, and their defaults."""
+    """The settings of a lock, save its authority; `fenced_lock` says what they mean, and their defaults."""
 
     ttl: float
     timeout: float | None
@@ -29,6 +29,6 @@ class LockSettings(TypedDict, total=False):
 
 
 class AllLockSettings(LockSettings, total=False):
-    """The settings of a lock, and who grants it."""
+    """The settings of a lock, and its authority."""
 
     authority: Authority | None

@@ -90,7 +90,7 @@ def _go_on(hold: Hold) -> None:
             loop = None
     if loop is None and here is None:
         _give_back_quietly(release_hold(hold))
-    elif loop is None:  # nobody else in this loop is to wait for it
+    elif loop is None:  # no other task of this loop is to wait for it
         _give_back_apart(release_hold(hold))
 
 
@@ -144,7 +144,7 @@ def keep_renewed(hold: Hold) -> None:
 
 
 def go_on_holding(hold: Hold) -> Steps[None]:
-    """Have a hold renewed again that was stopped; or given back, if somebody else released it meanwhile."""
+    """Have a hold renewed again that was stopped; or given back, if another thread released it meanwhile."""
     if hold.released:
         for grant in follow_release(hold):
             yield ask_to_release(hold.authority, grant)

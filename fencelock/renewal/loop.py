@@ -38,7 +38,7 @@ class LoopRenewer:
             self._agenda.enter(hold, time.monotonic())
             self._wind_up()
         elif loop is not None:
-            with contextlib.suppress(RuntimeError):  # it has been closed, and nobody extends
+            with contextlib.suppress(RuntimeError):  # it has been closed, and nothing extends
                 loop.call_soon_threadsafe(self.watch, hold, context=contextvars.Context())
 
     def strike(self, hold: Renewable) -> bool:
@@ -81,7 +81,7 @@ class LoopRenewer:
 
     def _end_round(self, done: asyncio.Task[list[Callable[[], object]]]) -> None:
         tended, self._round, self._tended = self._tended, None, frozenset()
-        if done.cancelled():  # by somebody who cancels all tasks that there are; what is held is held still
+        if done.cancelled():  # with all tasks that there are; what is held is held still
             now = time.monotonic()
             for hold in tended:
                 if not hold.over:
@@ -116,7 +116,7 @@ _of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, WeakKeyDictionary[Author
 
 
 def for_loop(authority: Authority) -> LoopRenewer:
-    """Return who extends the holds of the running event loop's tasks."""
+    """Return what extends the holds of the running event loop's tasks."""
     loop = asyncio.get_running_loop()
     renewers = _of_loops.get(loop)
     if renewers is None:

@@ -176,7 +176,7 @@ def tend(
     if wanted:
         outcomes = yield [(grant, seconds) for _, grant, seconds in wanted]
     for (hold, grant, _), outcome in zip(wanted, outcomes, strict=True):
-        # Who works in another thread or loop, or was interrupted, did not wait for this.
+        # A holder in another thread or loop, or one that was interrupted, did not wait for this.
         if hold.released:
             yield from follow_release(hold)
         elif hold.grant is grant:  # or else extended or minted anew meanwhile, and planned
@@ -220,7 +220,7 @@ def tell(calls: Iterable[Callable[[], object]]) -> None:
 
 
 class Renewer(Protocol):
-    """Who extends holds."""
+    """Extends holds."""
 
     def watch(self, hold: Renewable) -> None:
         """Begin to extend a hold."""

@@ -100,7 +100,7 @@ class ThreadRenewer:
                 self._changed.notify_all()
             if calls:
                 _tell_apart(calls)
-            del due, calls  # while it waits, it must not keep what nobody else does
+            del due, calls  # while it waits, it must not keep what nothing else keeps
 
     def _await_due(self) -> list[Renewable]:
         """Return what is to be looked at; nothing when the thread may end: it was idle, or is one too many.
@@ -153,7 +153,7 @@ _of_threads: WeakKeyDictionary[Authority, ThreadRenewer] = WeakKeyDictionary()
 
 
 def for_thread(authority: Authority) -> ThreadRenewer:
-    """Return who extends the holds of blocking code."""
+    """Return what extends the holds of blocking code."""
     renewer = _of_threads.get(authority)
     if renewer is None:
         renewer = _of_threads.setdefault(authority, ThreadRenewer())

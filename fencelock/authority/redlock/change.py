@@ -305,7 +305,7 @@ def _promise(plan: Plan, target: Membership, epoch: int) -> Generator[Request, A
         silent = [plan.names[node] for node in plan.wanted if node not in promised]
         raise QuorumError(
             f"too few of the new nodes are ready: bring back {', '.join(silent)} as they were, and run the "
-            "same command again; until then nobody gets a lock. What has restarted meanwhile cannot come "
+            "same command again; until then no lock is granted. What has restarted meanwhile cannot come "
             "back as it was: then fencelock init --after-loss",
             nodes=dict.fromkeys(silent, "not ready"),
         )
@@ -347,7 +347,7 @@ def _open(plan: Plan, target: Membership, epoch: int) -> Generator[Request, Any,
 
 
 def _open_stragglers(plan: Plan, present: Membership, standings: Standings) -> Generator[Request, Any, bool]:
-    """Open who was left when a change was interrupted, and tell whether there was anybody.
+    """Open the nodes that an interrupted change has left, and tell whether there were any.
 
     They have not voted in this list yet. Their epoch is above all that its voters know of, as in a recovery.
     """

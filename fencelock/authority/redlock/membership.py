@@ -157,8 +157,8 @@ def initialise(
     one. A node that restarted in between has no ticket any more and is not opened: it cannot be told
     from one that has voted and forgotten.
 
-    In epoch 0 no PROMISE is needed: there is none below that somebody could have promised. After a loss, the
-    epoch is above those that the database has seen, and a majority promises it before anybody votes. Whoever
+    In epoch 0 no PROMISE is needed: there is none below that could have been promised. After a loss, the
+    epoch is above those that the database has seen, and a majority promises it before any node votes. Whoever
     finds nodes that know of an epoch goes on in it, so that he may finish what another began after a loss.
 
     Raises:
@@ -214,7 +214,7 @@ def _promise(
 ) -> Generator[Request, Any, int]:
     """Return the epoch to open nodes in: this one or the highest that any knows of; promised by a majority.
 
-    By those, too, that somebody else has opened meanwhile: the blank ones may be few by now. And all at one
+    By those, too, that another client has opened meanwhile: the blank ones may be few by now. And all at one
     time, as in a recovery; where another has been at work in between, they are asked again.
     """
     for _ in range(_MOST_LOOKS):
@@ -263,7 +263,7 @@ def _open(
             raise _interrupted(names[node], node_key)
         if Membership.from_json(opened.facts[1]).fingerprint != membership.fingerprint:
             raise MembershipError(
-                f"{names[node]} has just been initialised by somebody else, in another list: run the same "
+                f"{names[node]} has just been initialised by another client, in another list: run the same "
                 "command again to see which"
             )
 

@@ -35,7 +35,7 @@ class Acquisition:
         new_nonce: makes a nonce. It is drawn when it is needed: two processes that were restored from one
             snapshot would have had the same in advance, and a node would take the bid of one for that of the
             other, resent.
-        waiter: knows its place among those who wait; None where nobody waits.
+        waiter: knows its place among those who wait; None where there is no waiting.
         instead_of: what the bids take over.
         above: a token for each resource that the new one must exceed; empty for none.
     """
@@ -137,7 +137,7 @@ class Acquisition:
         self._forget()
         self._wait_no_longer()
         # Errors of ours come after the bid was abandoned. Anything else has interrupted it, such as a
-        # signal handler or a cancellation, and nobody else would release it.
+        # signal handler or a cancellation, and nothing else would release it.
         if self._latest is not None and not isinstance(error, FencelockError):
             yield undo.abandon(*self._latest)
 

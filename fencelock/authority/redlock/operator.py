@@ -22,7 +22,7 @@ def change_nodes(
 ) -> Change:
     """Let the wanted nodes vote instead of the present ones; some may be the same.
 
-    Nobody gets a lock meanwhile; leases that are held come to their end before others are granted. May be run
+    No lock is granted meanwhile; leases that are held come to their end before others are granted. May be run
     again after an interruption, with the same arguments.
 
     Args:

@@ -16,7 +16,7 @@ half of the token. `spec/` has the whole as a model, with the schedules that eac
    what is in flight in the old one, and could be copied at no moment, no longer matters ("no epoch").
 3. PROMISE on a majority, and only then RAISE. Otherwise the one node that had been raised may forget, and a
    second recoverer chooses the same epoch ("RAISE without PROMISE": it takes five nodes to see). When all of
-   them have promised, a second look: none has forgotten that, and been admitted by somebody who has read from
+   them have promised, a second look: none has forgotten that, and been admitted by one that has read from
    the others before they promised ("one look at promises").
 4. RAISE before ADMIT, on a majority. A server that has taken over the address of another which still lives,
    cut off, must not leave that one with a majority in the old epoch ("ADMIT before RAISE").
@@ -32,7 +32,7 @@ When more than a minority has restarted with its data, there is no majority to r
 are read, after each of those that do not vote has its ticket: one that forgets between the two has another
 ticket, and the reading is void ("read and BEGIN node by node"). Some node still holds `p` as high as
 anybody ever voted ("no p"). Whoever votes is raised before anybody is admitted ("all restarted, no RAISE").
-With a blank node among them nobody knows what it has promised, and an operator is needed.
+With a blank node among them it is unknown what that has promised, and an operator is needed.
 
 A node may hold the data of a fellow node, which it has followed, or whose file it was started with, and then
 names itself as that one. It has lost its own memory, as a blank one has: where all are read, each memory
@@ -205,7 +205,7 @@ def recover(around: Surroundings) -> Generator[Request, Any, bool]:
 def _raise_laggards(around: Surroundings, roll: Roll) -> Generator[Request, Any, None]:
     """Bring voters of lower epochs to the highest in which any votes; else the next loss costs the quorum.
 
-    That somebody votes in it shows that a majority has promised it.
+    That a node votes in it shows that a majority has promised it.
     """
     epochs = {node: roll.standings[node].epoch or 0 for node in roll.voters}
     highest = max(epochs.values(), default=0)
@@ -270,14 +270,14 @@ def _begin(
 
 
 def _is_busy(roll: Roll) -> bool:
-    """Whether somebody has promised an epoch in which nobody votes yet: he may be at work just now."""
+    """Whether a node has promised an epoch in which none votes yet: a client may be at work just now."""
     return any(roll.standings[node].promised > (roll.standings[node].epoch or 0) for node in roll.voters)
 
 
 def _admit(
     around: Surroundings, roll: Roll, tickets: Mapping[int, str], due: Sequence[int]
 ) -> Generator[Request, Any, bool]:
-    """Choose an epoch, have it promised, raise the voters, admit who is due; tell if all is done."""
+    """Choose an epoch, have it promised, raise the voters, admit what is due; tell if all is done."""
     chosen = yield from _choose_epoch(around, roll, tickets)
     if chosen is None or not due:
         return False
@@ -295,7 +295,7 @@ def _admit(
 def _choose_epoch(
     around: Surroundings, roll: Roll, tickets: Mapping[int, str]
 ) -> Generator[Request, Any, tuple[int, Standings] | None]:
-    """Return an epoch above all that can have been voted in, and who was asked; None where too few know."""
+    """Return an epoch above all that can have been voted in, and the nodes asked; None where too few know."""
     asked = [*roll.voters, *(() if roll.has_quorum else tickets)]
     standings, _ = yield from read(around.node_key, asked, around.patience)
     counted = {n: s for n, s in standings.items() if roll.answers_for(n, s, tickets)}

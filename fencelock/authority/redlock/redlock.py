@@ -139,10 +139,10 @@ class Redlock(Locking):
         """Return leases of all the resources, or of none: see `Authority.acquire`.
 
         Raises:
-            LockTimeoutError: somebody else held one of them until the timeout.
+            LockTimeoutError: another holder kept one of them until the timeout.
             QuorumError: too few nodes answered.
             NodesNotInitialisedError: too many nodes are blank.
-            MembershipError: nodes and client disagree on who the N nodes are.
+            MembershipError: nodes and client disagree on which the N nodes are.
             ValueError: the ttl is longer than these nodes allow.
         """
         self._check_process()
@@ -349,7 +349,7 @@ class Redlock(Locking):
         }
 
     def _hear(self) -> None:
-        """Note that some answer showed a node in trouble. In any thread, at any time; nobody waits for it."""
+        """Note that some answer showed a node in trouble. In any thread; nothing waits for it."""
         if self._recover:
             self._recoverer.hear()
 

@@ -1,4 +1,4 @@
-"""Who waits in this client, and whom the nodes have called: no sockets, no clock.
+"""The bidders of this client that wait, and those that nodes have called: no sockets, no clock.
 
 Threads share it without a lock: each step is one operation on a dict or a set, which Python does whole.
 
@@ -6,9 +6,9 @@ A node that releases a lock keeps it, for a moment, for the first in its queue, 
 number on the channel of the client that it belongs to. What to make of such calls stands here; the
 blocking and the asyncio listeners only carry them.
 
-One call may be wrong: nodes can differ about who came first, where two came at the same time. So a place
-acts when a majority has called it. Where only some have, and the others have called somebody else, it acts
-after a short moment too, for nobody may get a majority; whoever fails then hands on what it was kept.
+One call may be wrong: nodes can differ about which came first, where two came at the same time. So a place
+acts when a majority has called it. Where only some have, and the others have called another, it acts
+after a short moment too, for none may get a majority; the one that fails then hands on what it was kept.
 
 All of this is hints. A call that is lost, late or made up costs time, never a token.
 """
@@ -59,7 +59,7 @@ class Line:
 
     @property
     def hears(self) -> bool:
-        """Whether a majority of the nodes could call. Otherwise nobody should stand in line."""
+        """Whether a majority of the nodes could call. Otherwise none should stand in line."""
         return len(self._listening) >= self._quorum
 
     def listen(self, node: int) -> None:
@@ -71,7 +71,7 @@ class Line:
         self._listening.discard(node)
 
     def new_place(self) -> str:
-        """Return the place of a new acquisition: nobody ever has it again."""
+        """Return the place of a new acquisition: it is never given again."""
         return f"{self._client}.{next(self._numbers)}"
 
     def expect(self, place: str, nonce: str, now: float) -> str:
@@ -142,7 +142,7 @@ class Waiter:
         queue: hears the nodes' calls.
         clock: returns the time in seconds; it goes evenly.
         wall: returns the time in seconds; it is about the same for everybody.
-        fair: whether it leaves a free lock to those who have waited longer.
+        fair: whether it leaves a free lock to those that have waited longer.
         patient: whether it is going to wait at all.
 
     Attributes:

@@ -7,7 +7,7 @@ votes must prove, on every vote, that it is the very server that was admitted (`
 wrong one costs a refusal, never a token.
 
 All keys of a namespace share a hash tag, so in a cluster one primary serves them all. It is found as
-any cluster client finds it: a server that does not serve a key says who does (MOVED).
+any cluster client finds it: a server that does not serve a key names the one that does (MOVED).
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Place(abc.ABC):
         return server.at(*_endpoint(host, port, server))
 
     def settle(self, server: Server, others: Sequence[tuple[str, int]]) -> None:  # noqa: B027 - not for all
-        """Note which server it was in the end, and who else is in its cluster."""
+        """Note which server it was in the end, and which others are in its cluster."""
 
 
 class Servers(Place):
@@ -203,7 +203,7 @@ class Servers(Place):
         return there if self._remap is None else there.at(*self._remap((there.settings["host"], there.port)))
 
     def settle(self, server: Server, others: Sequence[tuple[str, int]]) -> None:
-        """Note the primary, and who may be asked when it is gone."""
+        """Note the primary, and the servers to ask when it is gone."""
         if server.is_local or not others:
             return
         remap = self._remap or (lambda address: address)
@@ -308,7 +308,7 @@ def _pairs(flat: Sequence[bytes]) -> dict[str, str]:
 
 
 def redirection(error: Exception) -> tuple[str, int] | None:
-    """Return the address that an error reply names, if it says who serves the keys: MOVED slot host:port."""
+    """Return the address that an error reply names, if it says where the keys are: MOVED slot host:port."""
     # redis-py takes the first word away where it has a class for the error: older ones for clusters only.
     words = str(error).split()
     if not isinstance(error, MovedError) and words[:1] != ["MOVED"]:

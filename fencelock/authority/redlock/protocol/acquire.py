@@ -51,7 +51,7 @@ from fencelock.authority.redlock.protocol.nodeset import (
 from fencelock.authority.redlock.protocol.refusals import raise_no_quorum, raise_timeout
 from fencelock.authority.redlock.protocol.undo import abandon, release_command
 
-#: Seconds after which one who waits to be called looks for the first time; longer than a claim.
+#: Seconds after which a bidder that waits to be called looks for the first time; longer than a claim.
 _LOOK = 0.15
 
 
@@ -77,7 +77,7 @@ def acquire(
         deadlines: where the time for connections counts too.
 
     Raises:
-        LockTimeoutError: somebody else held the resource until the timeout.
+        LockTimeoutError: another holder kept the resource until the timeout.
         QuorumError: too few nodes answered.
         NodesNotInitialisedError: too many nodes are blank.
         MembershipError: too many nodes belong to another list.
@@ -245,7 +245,7 @@ def _take(
 ) -> Generator[Broadcast, Round, Granted | None]:
     """Return what a bid has come to while it waited, if that is enough.
 
-    A node that releases a lock may execute the ACQUIRE of who waits for it as if that had arrived only
+    A node that releases a lock may execute the ACQUIRE of a bidder in line as if that had arrived only
     now, which any message may do. Its answer is a call. The validity counts from when it was sent.
     """
     bid = outcome.bid
@@ -263,7 +263,7 @@ def _take(
 def give_way(
     fleet: Fleet, outcome: Failed, links_until: float = math.inf
 ) -> Generator[Broadcast, Round, None]:
-    """Release a failed bid wherever it may have locked something, and stay in line there; wait for nobody."""
+    """Release a failed bid wherever it may have locked something, and stay in line; wait for no answer."""
     bid = outcome.bid
     nodes = [
         node for node, answer in outcome.answers.items() if answer.said is not Said.HELD or bid.may_be_parked
@@ -321,7 +321,7 @@ def next_pause(outcome: Failed, tries: int, random: float) -> float:
     ends = [answer.ttl for answer in outcome.answers.values() if answer.said is Said.HELD]
     if outcome.waits_for_a_call:
         # The nodes will call; should they not, or should the one before us never come, look again. Locks that
-        # end sooner than that are mostly kept for somebody who has been called: all would come back at once.
+        # end sooner than that are mostly kept for a bidder that has been called: all would come back at once.
         pause = min(1.0, _LOOK * 1.5 ** min(tries, 12)) * (0.75 + 0.5 * random)
         ends = [end for end in ends if end > _LOOK]
     else:

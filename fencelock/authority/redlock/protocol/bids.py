@@ -16,15 +16,15 @@ LEAST_FOR_LINKS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """How a bidder behaves towards others who wait. A hint: no token depends on it.
+    """How a bidder behaves towards others that wait. A hint: no token depends on it.
 
     Attributes:
-        place: its place in line, `client.number`, under which the nodes call it; empty for one who
+        place: its place in line, `client.number`, under which the nodes call it; empty for one that
             is not going to wait, or cannot hear.
         waited: seconds since it began to wait.
         since: when that was, in seconds on the clock of the wall. Nodes order by it, unless it is far from
             what `waited` and their own clock say.
-        fair: whether it leaves a lock that is free to those who have waited longer.
+        fair: whether it leaves a lock that is free to those that have waited longer.
     """
 
     place: str = ""
@@ -41,7 +41,7 @@ class Bid:
         resources: in canonical order, which is the same for everybody.
         nonce: new for every attempt, so that a late duplicate of an old message means nothing.
         ttl: seconds.
-        turn: its place in line; None for one who neither waits in line nor heeds it.
+        turn: its place in line; None for one that neither waits in line nor heeds it.
         hint_epoch: of which epoch the hints are.
         hints: below which no counter is granted; empty for none.
         instead_of: the nonce of a grant of the same client, whose locks this bid takes over.
@@ -127,7 +127,7 @@ class Failed:
         began: when it began, on the driver's clock.
         ended: when it was over.
         contended: enough nodes vote; it is other clients that stand in the way.
-        split: nobody has a majority, for contenders have divided the votes among them.
+        split: none has a majority, for contenders have divided the votes among them.
         late: a majority granted, but too slowly for the ttl.
     """
 
@@ -155,7 +155,7 @@ class Failed:
 
     @property
     def holder_ttl(self) -> float | None:
-        """Seconds until the last of the others' locks ends; None if nobody held any."""
+        """Seconds until the last of the others' locks ends; None if there were none."""
         return max((a.ttl for a in self.answers.values() if a.said is Said.HELD), default=None)
 
 

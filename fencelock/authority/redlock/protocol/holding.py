@@ -37,7 +37,7 @@ def release(fleet: Fleet, granted: Granted) -> Generator[Broadcast, Round, bool 
     done = yield Broadcast(command, fleet.everybody, fleet.enough_released, fleet.patience, least)
     if count_of(Said.RELEASED, done.answers) >= fleet.quorum:
         return True
-    # RELEASE refuses nobody. Voters that do not know the lock and blank nodes are not added up: see EXTEND.
+    # RELEASE is never refused. Voters that do not know the lock and blank nodes are not added up: see EXTEND.
     gone = max(count_of(Said.LOST, done.answers), count_of(Said.AMNESIA, done.answers))
     return None if len(fleet.names) - gone >= fleet.quorum else False
 

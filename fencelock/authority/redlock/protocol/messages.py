@@ -144,7 +144,7 @@ class Round(NamedTuple):
 class Sleep:
     """Request: resume after so many seconds, with the time.
 
-    Where it is `wakeable`, the bidder waits for somebody else, and may be resumed earlier when the nodes
+    Where it is `wakeable`, the bidder waits for another holder, and may be resumed earlier when the nodes
     call it.
     """
 

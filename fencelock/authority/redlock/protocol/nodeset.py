@@ -59,7 +59,7 @@ names_of_one = functools.lru_cache(1024)(names_of)
 
 
 def same_grant(answers: Answers, quorum: int) -> Answer | None:
-    """Return what a majority has granted, if nobody else has granted anything else: nothing is to decide."""
+    """Return what a majority has granted, if no node has granted anything else: nothing is to decide."""
     grants = [answer for answer in answers.values() if answer.said is GRANTED]
     return grants[0] if len(grants) >= quorum and grants.count(grants[0]) == len(grants) else None
 

@@ -14,10 +14,10 @@ _MAKES_AGAIN = frozenset({Said.EXTENDED, Said.AMNESIA, Said.RESTARTED})
 
 
 def undoing(command: Command, answer: Answer | None) -> list[Command]:
-    """Return the RELEASEs of what a command may have locked while nobody waits for its answer.
+    """Return the RELEASEs of what a command may have locked while nothing waits for its answer.
 
     Whoever gets such an answer (None: it will never come) sends those that are of no grant in use. They give
-    nobody a place in line, as a RELEASE may: by now nobody may wait there any more.
+    no place in line, as a RELEASE may: by now no bidder may wait there any more.
     """
     script, nonce, keys, arguments = command
     if script == "release":
@@ -42,7 +42,7 @@ def undoing(command: Command, answer: Answer | None) -> list[Command]:
 def _undo(nonce: str, keys: tuple[str, ...], turn: tuple[str | int, ...] = ()) -> Command:
     """Return a RELEASE that decides nothing, of a client whose list of nodes may be another by now.
 
-    It names the stripes all the same: a node that grants the lock to who waits for it counts on from there.
+    It names the stripes all the same: a node that grants the lock to a bidder in line counts on from there.
     With a turn, that bid is not granted while it waits.
     """
     resources = tuple(key.removeprefix(f"{keys[0]}:l:") for key in keys[1:])
@@ -51,7 +51,7 @@ def _undo(nonce: str, keys: tuple[str, ...], turn: tuple[str | int, ...] = ()) -
 
 
 def abandon(fleet: Fleet, bid: Bid, links_until: float = math.inf) -> Generator[Broadcast, Round, None]:
-    """Release a failed bid everywhere, also where the answer was lost; wait for nobody."""
+    """Release a failed bid everywhere, also where the answer was lost; wait for no answer."""
     command = release_command(fleet, bid, 0, (0,) * len(bid.resources))
     yield Broadcast(command, fleet.everybody, lambda _: True, 0.0, links_until=links_until)
 
@@ -59,7 +59,7 @@ def abandon(fleet: Fleet, bid: Bid, links_until: float = math.inf) -> Generator[
 def release_command(
     fleet: Fleet, bid: Bid, epoch: int, counters: Sequence[int], *, stay: bool = False
 ) -> Command:
-    """Return the RELEASE of a bid. Who is to `stay` keeps the place in line."""
+    """Return the RELEASE of a bid. With `stay` it keeps the place in line."""
     arguments = (fleet.fingerprint, bid.nonce, epoch, *in_pairs(bid.stripes, counters))
     turn = bid.turn
     if turn is not None and turn.place:

@@ -384,7 +384,7 @@ async def run(
 
 
 def tell(generator: Generator[Request, Any, object], connections: LoopConnections) -> None:
-    """Run a generator whose answers nobody needs: send what it has to say, and wait for nothing.
+    """Run a generator whose answers are not needed: send what it has to say, and wait for nothing.
 
     May be called anywhere: a coroutine that is not awaited any more ends wherever it is thrown away.
     """

@@ -219,7 +219,7 @@ class SharedConnections:
         return None if self._reader is waiting else waiting.bell
 
     def _end(self, waiting: Wait) -> None:
-        """Note that a wait is over, and have another thread read if nobody does."""
+        """Note that a wait is over, and have another thread read if none does."""
         waiting.over = True
         self._sleeping.pop(waiting, None)
         if self._reader is waiting:
@@ -239,7 +239,7 @@ class SharedConnections:
         """Return the time when commands may be put; wait only while less than a majority can be asked."""
         now = began = time.monotonic()
         if now - self._last_read > FRESH and (self._reader is None or self._reader.over):
-            # Read what has arrived while nobody did: old answers, and behind them the end of a connection.
+            # Read what has arrived while no thread did: old answers, and behind them the end of a connection.
             while ready := self._poll.poll(0):
                 self._read(ready, now)
             self._last_read = now = time.monotonic()

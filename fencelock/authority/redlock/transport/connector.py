@@ -1,8 +1,7 @@
 """Opens connections to a node, and learns which server process answers.
 
 redis-py connects, with its TLS, ACL and socket settings. Afterwards the bare socket belongs to a transport.
-Opening blocks, so a thread does it that ends with it: a node that hangs while it is connected to costs nobody
-anything.
+Opening blocks, so a thread does it that ends with it: a node that hangs meanwhile costs the others nothing.
 """
 
 from __future__ import annotations
@@ -276,7 +275,7 @@ def _identify(connection: Any, info: dict[str, str], *, verify_votes: bool) -> I
     # Before its role matters: a replica in a cluster says where its primary is.
     node_id, members = connection.read_response()
     if info.get("role") not in {"master", None}:
-        # Who was sent here by a sentinel has come in the midst of a failover.
+        # A client that a sentinel has sent here has come in the midst of a failover.
         raise UnusableError(
             Said.UNREACHABLE if verify_votes else Said.ERROR,
             f"it is a {info['role']}, and only primaries grant locks: name the primary, or the sentinels "
@@ -328,7 +327,7 @@ def _bring_scripts(connection: Any, known: list[int]) -> None:
     """Give a node the everyday scripts that it does not know.
 
     Otherwise the first ACQUIRE is answered with NOSCRIPT; where a majority has granted before that is read,
-    the node would have no lock, for as long as nobody reads.
+    the node would have no lock, for as long as no thread reads.
     """
     with suppress(ResponseError):  # this user may not
         for name, is_known in zip(EVERYDAY, known, strict=True):

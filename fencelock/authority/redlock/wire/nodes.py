@@ -4,9 +4,8 @@ It moves no bytes, knows no clock and waits for nothing. Inputs are `ask`, `conn
 and `broken`, each with the time. Outputs are the calls of a `Transport`, and what stands in
 `Connection.outgoing`. Threads, event loops and the simulator run the same of it.
 
-Nothing that an acquisition has locked and nobody wants may stay: a late grant is released where it arrives. A
-RELEASE that finds no connection, or may have been lost with one, goes out with the next connection to that
-node.
+No lock may stay that no acquisition wants: a late grant is released where it arrives. A RELEASE that finds no
+connection, or may have been lost with one, goes out with the next connection to that node.
 """
 
 from __future__ import annotations
