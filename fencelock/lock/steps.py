@@ -1,6 +1,6 @@
 """What takes time in the life of a lease, one step at a time: blocking code does it, asyncio awaits it."""
 
-# ruff: noqa: D102 - `Step` says what they do
+# ruff: noqa: D102 - `_Step` says what they do
 
 from __future__ import annotations
 

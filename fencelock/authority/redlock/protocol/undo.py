@@ -10,7 +10,7 @@ from fencelock.authority.redlock.protocol.messages import MADE_AGAIN, Answer, Br
 from fencelock.authority.redlock.protocol.nodeset import Fleet, names_of, names_of_one
 
 #: What a node says that may have made locks again.
-_MAKES_AGAIN = frozenset({Said.EXTENDED, Said.AMNESIA, Said.RESTARTED})
+MAKES_AGAIN = frozenset({Said.EXTENDED, Said.AMNESIA, Said.RESTARTED})
 
 
 def undoing(command: Command, answer: Answer | None) -> list[Command]:
@@ -26,7 +26,7 @@ def undoing(command: Command, answer: Answer | None) -> list[Command]:
     if script == "acquire" and (answer is None or answer.said is Said.GRANTED):
         place, waited = (*arguments[2 + 2 * len(keys) :], "", 0)[:2]
         return [_undo(nonce, keys, (place, waited, "") if place else ())]
-    if script != "extend" or (answer is not None and answer.said not in _MAKES_AGAIN):
+    if script != "extend" or (answer is not None and answer.said not in MAKES_AGAIN):
         return []
     if answer is not None and answer.said is not Said.EXTENDED:
         answer = None  # it says nothing about each

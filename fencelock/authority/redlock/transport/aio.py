@@ -20,9 +20,9 @@ from collections.abc import Awaitable, Callable, Generator, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from fencelock.authority.redlock.protocol.messages import Answer, Broadcast, Request, Round, Said
+from fencelock.authority.redlock.protocol.messages import Broadcast, Request, Round
 from fencelock.authority.redlock.transport.blocking import FRESH
-from fencelock.authority.redlock.transport.connector import Connector, Node, Opened, UnusableError
+from fencelock.authority.redlock.transport.connector import Connector, Node, Opened, UnusableError, begin
 from fencelock.authority.redlock.transport.sockets import broken_by, read_from, write_to
 from fencelock.authority.redlock.transport.tasks import InLine, PendingOfTask
 from fencelock.authority.redlock.waiting import Line
@@ -291,11 +291,7 @@ class LoopConnections:
 
     def connect(self, node: int) -> None:
         """Begin to connect to a node."""
-        try:
-            self._connectors[node].begin()
-        except RuntimeError as error:
-            detail = f"no thread to connect with: {error}"
-            self._nodes.failed(node, Answer(Said.UNREACHABLE, detail=detail), time.monotonic())
+        begin(self._connectors[node], self._nodes, node)
 
     def is_connecting(self, node: int) -> bool:
         """Tell whether that is going on."""

@@ -23,8 +23,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
-from fencelock.authority.redlock.protocol.messages import Answer, Broadcast, Request, Round, Said
-from fencelock.authority.redlock.transport.connector import Connector, Node, Opened, UnusableError
+from fencelock.authority.redlock.protocol.messages import Broadcast, Request, Round
+from fencelock.authority.redlock.transport.connector import Connector, Node, Opened, UnusableError, begin
 from fencelock.authority.redlock.transport.polling import new_poll
 from fencelock.authority.redlock.transport.sockets import READ_SIZE, broken_by, read_from, write_to
 from fencelock.authority.redlock.transport.waits import (
@@ -303,11 +303,7 @@ class SharedConnections:
     def connect(self, node: int) -> None:
         """Begin to connect to a node."""
         self._closed = False
-        try:
-            self._connectors[node].begin()
-        except RuntimeError as error:
-            detail = f"no thread to connect with: {error}"
-            self._nodes.failed(node, Answer(Said.UNREACHABLE, detail=detail), time.monotonic())
+        begin(self._connectors[node], self._nodes, node)
 
     def is_connecting(self, node: int) -> bool:
         """Tell whether that is going on."""

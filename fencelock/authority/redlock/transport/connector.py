@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from fencelock.authority.redlock.endpoints.sources import Source, place_of
 from fencelock.authority.redlock.membership import Identity
 from fencelock.authority.redlock.protocol.messages import Answer, Said
 from fencelock.authority.redlock.wire.codec import DIGESTS, EVERYDAY, PASSING_ERRORS, SCRIPTS
+from fencelock.authority.redlock.wire.nodes import NodeConnections
 from fencelock.errors import MembershipError
 
 #: The same errors as redis-py has them, which takes the first word away.
@@ -200,6 +202,15 @@ class Connector:
             opened = error
         self._is_done = True
         self._done(self, opened)
+
+
+def begin(connector: Connector, nodes: NodeConnections, node: int) -> None:
+    """Begin to open the connection to a node; where that cannot be, note why."""
+    try:
+        connector.begin()
+    except RuntimeError as error:
+        detail = f"no thread to connect with: {error}"
+        nodes.failed(node, Answer(Said.UNREACHABLE, detail=detail), time.monotonic())
 
 
 def _joined(failures: list[tuple[Server, UnusableError]]) -> UnusableError:

@@ -15,15 +15,16 @@ import hiredis
 
 from fencelock.authority.redlock.membership import Identity
 from fencelock.authority.redlock.protocol.messages import GRANTED, Answer, Answers, Broadcast, Command, Said
+from fencelock.authority.redlock.protocol.undo import MAKES_AGAIN
 from fencelock.authority.redlock.wire.codec import pack_with_script, pack_words, read_answer, read_reply
 
 _SILENT: Final = Answer(Said.SILENT)
+ADMITTING: Final = frozenset({Said.ADMITTED, Said.OPENED})
+FORGETFUL: Final = frozenset({Said.AMNESIA, Said.RESTARTED})
 #: Answers that say something about the node itself.
-_NEWS: Final = frozenset(
-    {Said.ADMITTED, Said.OPENED, Said.AMNESIA, Said.RESTARTED, Said.UNREACHABLE, Said.ERROR}
-)
+_NEWS: Final = ADMITTING | FORGETFUL | {Said.UNREACHABLE, Said.ERROR}
 #: Answers after which there may be a lock that was not there before.
-MAKES_LOCKS: Final = frozenset({Said.GRANTED, Said.EXTENDED, Said.AMNESIA, Said.RESTARTED})
+MAKES_LOCKS: Final = MAKES_AGAIN | {GRANTED}
 _LOCKING: Final = frozenset({"acquire", "release"})
 
 

@@ -21,6 +21,8 @@ from fencelock.authority.redlock.protocol.undo import undoing
 from fencelock.authority.redlock.waiting import Line
 from fencelock.authority.redlock.wire.codec import leads_elsewhere, pack
 from fencelock.authority.redlock.wire.connection import (
+    ADMITTING,
+    FORGETFUL,
     MAKES_LOCKS,
     Connection,
     MalformedReplyError,
@@ -43,9 +45,6 @@ _OTHERS_GRACE: Final = 0.05
 _LOST_AFTER: Final = 10.0
 #: Answers that a node may owe before it counts as silent.
 _MOST_UNANSWERED: Final = 50_000
-
-_ADMITTING: Final = frozenset({Said.ADMITTED, Said.OPENED})
-_FORGETFUL: Final = frozenset({Said.AMNESIA, Said.RESTARTED})
 
 
 class Transport(Protocol):
@@ -291,9 +290,9 @@ class NodeConnections:
         if said is Said.GRANTED:
             if answer.epoch != self._epoch:
                 self._note_epoch(answer.epoch)
-        elif said in _ADMITTING:
+        elif said in ADMITTING:
             return self._met_again(index, connection, answer)
-        elif said in _FORGETFUL:
+        elif said in FORGETFUL:
             self._on_trouble()
             # What was replaced may go on to say so on this connection for ever.
             node = self._nodes[index]
