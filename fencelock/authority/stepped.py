@@ -163,6 +163,7 @@ class Stepped(Locking, abc.ABC):
         *,
         ttl: float,
         timeout: float | None,
+        fair: bool = False,
         above: tuple[int, ...] = (),
         seal: Seal | None = None,
     ) -> Steps[Grant]:
@@ -223,7 +224,8 @@ class Stepped(Locking, abc.ABC):
     ) -> Grant:
         """Return leases of all the resources, or of none: see `Authority.acquire`."""
         self.check(ttl, fair=fair)
-        return block(self.acquiring(resources, ttl=ttl, timeout=timeout, above=above, seal=seal), self.do)
+        steps = self.acquiring(resources, ttl=ttl, timeout=timeout, fair=fair, above=above, seal=seal)
+        return block(steps, self.do)
 
     def check(self, ttl: float, *, fair: bool) -> None:
         """Refuse what this authority cannot do."""
@@ -275,7 +277,9 @@ class AsyncView(AsyncClosing):
         Cancelled, it gives back what it may have acquired, without waiting for that.
         """
         self._authority.check(ttl, fair=fair)
-        steps = self._authority.acquiring(resources, ttl=ttl, timeout=timeout, above=above, seal=seal)
+        steps = self._authority.acquiring(
+            resources, ttl=ttl, timeout=timeout, fair=fair, above=above, seal=seal
+        )
         return await self.wait_for(steps)
 
     async def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:

@@ -31,7 +31,7 @@ from fencelock.authority.redlock import membership
 from fencelock.authority.redlock.protocol.acquire import attempt
 from fencelock.authority.redlock.protocol.bids import Bid, Failed
 from fencelock.authority.redlock.protocol.messages import Sleep
-from fencelock.authority.redlock.transport.blocking import run
+from fencelock.authority.stepped import block
 from fencelock.authority.redlock.transport.connector import Node
 from fencelock.embedded import Nodes
 from fencelock.errors import (

@@ -179,20 +179,18 @@ class Client:
         )
         if epoch is not None:
             acquisition.hint(epoch)
-        assert self._task is not None
-        self._task.waiter = waiter
         try:
             grant = yield from acquisition.acquire(
-                process.see, timeout=timeout, grace=0.5, jitter=self._random.random
+                process.see,
+                began=process.now,
+                timeout=timeout,
+                grace=0.5,
+                outage=0.5,
+                jitter=self._random.random,
             )
         except FencelockError as error:
-            for undo in acquisition.give_up(error):
-                yield from undo
             self._judge.failed(process.name, error)
             raise
-        finally:
-            self.world.in_line.pop(waiter.place, None)
-            self._task.waiter = None
         return grant.proof  # type: ignore[no-any-return]
 
     def _new_nonce(self, resources: tuple[str, ...]) -> str:
@@ -265,9 +263,7 @@ class Client:
         acquisition = Acquisition(bid.resources, bid.ttl, self.process.wanted, nonce, instead_of=old)
         try:
             grant = yield from acquisition.remint(self.process.see, old, jitter=self._random.random)
-        except LockLostError as error:
-            for undo in acquisition.give_up(error):
-                yield from undo
+        except LockLostError:
             hold.lost = True
             raise
         hold.adopt(grant.proof)

@@ -20,11 +20,6 @@ from fencelock.token import MAX_COUNTER
 CLAIM_MS = 100
 LONGEST_QUEUE = 128
 QUEUE_MS = 5000
-PARK_MS = 50
-MEMORY_MS = 1000
-SHORTEST_PARKED = 1000
-#: More than anybody can have waited, in µs: what is remembered of who has left.
-OVER = 9007199254740991
 
 _AMNESIA = Answer(Said.AMNESIA)
 _CONFIG = Answer(Said.CONFIG)
@@ -51,16 +46,6 @@ class Lock(NamedTuple):
     ends: float
 
 
-class Parked(NamedTuple):
-    """A bid that was refused, and may be granted for a moment when the lock is released."""
-
-    nonce: str
-    ttl_ms: int
-    run: int
-    fingerprint: str
-    at: int
-
-
 @dataclass
 class Queue:
     """Who waits for a lock, since when, and when all of that is forgotten."""
@@ -71,14 +56,6 @@ class Queue:
     def first(self) -> str:
         """Return who has waited longest."""
         return min(self.since, key=lambda place: (self.since[place], place))
-
-
-class Remembered(NamedTuple):
-    """What is known of a place: how long it had waited when it bid last, in µs; that bid, if it stands."""
-
-    waited: int
-    bid: Parked | None
-    ends: float
 
 
 class Turn(NamedTuple):
@@ -100,10 +77,9 @@ class Disk(NamedTuple):
     hash: dict[str | int, Any]
     locks: dict[str, Lock]
     queues: dict[str, dict[str, int]]
-    places: dict[str, Remembered]
 
 
-BLANK = Disk({}, {}, {}, {})
+BLANK = Disk({}, {}, {})
 
 
 class ModelNode:
@@ -138,7 +114,6 @@ class ModelNode:
         self.hash: dict[str | int, Any] = {}
         self.locks: dict[str, Lock] = {}
         self.queues: dict[str, Queue] = {}
-        self.places: dict[str, Remembered] = {}
         self.publish: Callable[[str, str], bool] = lambda _client, _message: False
         self.unbroken = False
         self.ever = 0
@@ -174,7 +149,7 @@ class ModelNode:
     def remember(self) -> Disk:
         """Return all that it keeps, as a file on its disk would have it."""
         queues = {key: dict(queue.since) for key, queue in self.queues.items()}
-        return Disk(dict(self.hash), dict(self.locks), queues, dict(self.places))
+        return Disk(dict(self.hash), dict(self.locks), queues)
 
     def flush(self) -> None:
         """Forget everything, as FLUSHALL does; the process lives on."""
@@ -193,7 +168,7 @@ class ModelNode:
 
     def _load(self, disk: Disk) -> None:
         self.unbroken = False
-        self.hash, self.locks, self.places = dict(disk.hash), dict(disk.locks), dict(disk.places)
+        self.hash, self.locks = dict(disk.hash), dict(disk.locks)
         self.queues = {key: Queue(dict(since), self.now + QUEUE_MS) for key, since in disk.queues.items()}
 
     def expire(self, key: str) -> None:
@@ -271,8 +246,6 @@ class ModelNode:
         keys = command.keys[1:]
         count = 4 + 2 * len(keys)
         turn = Turn(*arguments[count:]) if len(arguments) > count else _NO_TURN
-        if turn.place and self._has_gone_on(turn):
-            return Answer(Said.HELD, ttl=CLAIM_MS / 1000)
         found: list[Lock | None] = []
         for key in keys:
             lock = self.lock(key)
@@ -370,7 +343,7 @@ class ModelNode:
             if lock is not None and self.may_release(lock, command.nonce):
                 released += 1
                 if self.queues:
-                    self._pass_on(key, command)
+                    self._pass_on(key)
                 else:
                     del self.locks[key]
         return self._released(len(keys) - released)
@@ -389,22 +362,20 @@ class ModelNode:
         for stripe, value in zip(stripes, decided, strict=True):
             self.catch_up(stripe, value)
 
-    def _release_in_line(self, command: Command, place: str, waited: int | str, since: int | str) -> Answer:
+    def _release_in_line(self, command: Command, place: str, *waiting: int) -> Answer:
         keys = command.keys[1:]
-        if "e" in self.hash:
-            self._forget_bid(place, OVER if isinstance(waited, str) else waited)
-            if not isinstance(waited, str) and not isinstance(since, str):
-                self._line_up(keys[0], place, waited, since)
+        if waiting and "e" in self.hash:
+            self._line_up(keys[0], place, *waiting)
         released = 0
         for key in keys:
             lock = self.lock(key)
-            if isinstance(waited, str):
+            if not waiting:
                 self._leave_queue(key, place)
             if lock is not None and self.may_release(lock, command.nonce):
-                self._pass_on(key, command)
+                self._pass_on(key)
                 released += 1
-            elif isinstance(waited, str) and lock is not None and lock.nonce == ">" + place:
-                self._pass_on(key, command)
+            elif not waiting and lock is not None and lock.nonce == ">" + place:
+                self._pass_on(key)
         return self._released(len(keys) - released)
 
     def extend(self, command: Command) -> Answer:
@@ -443,12 +414,6 @@ class ModelNode:
 
     # Waiting in line: hints, which can make the node say HELD and never more than that.
 
-    def _has_gone_on(self, turn: Turn) -> bool:
-        known = self._recall(turn.place)
-        if known is None:
-            return False
-        return known.waited > turn.waited or (known.waited == turn.waited and known.bid is None)
-
     def _held(self, command: Command, key: str, turn: Turn) -> Answer:
         lock = self.lock(key)
         left = -0.002 if lock is None else (lock.ends - self.now) / 1000
@@ -456,13 +421,8 @@ class ModelNode:
             for each in command.keys[1:]:
                 claim = self.lock(each)
                 if claim is not None and claim.nonce == ">" + turn.place:
-                    self._pass_on(each, None)
+                    self._pass_on(each)
             self._line_up(key, turn.place, turn.waited, turn.since)
-            fingerprint, _, ttl = command.arguments[:3]
-            assert isinstance(ttl, int)
-            if len(command.keys) == 2 and not turn.fair and ttl >= SHORTEST_PARKED:
-                bid = Parked(command.nonce, ttl, self.run, str(fingerprint), int(self.now))
-                self._remember(turn.place, turn.waited, bid)
         return Answer(Said.HELD, ttl=left)
 
     def _is_anothers_turn(self, key: str, turn: Turn) -> bool:
@@ -473,7 +433,7 @@ class ModelNode:
             self._line_up(key, turn.place, turn.waited, turn.since)
             if queue.first() == turn.place:
                 return False
-        called = self._call_next(key, None)
+        called = self._call_next(key)
         return called not in {"", turn.place}
 
     def _queue(self, key: str) -> Queue | None:
@@ -489,10 +449,10 @@ class ModelNode:
             queue = self.queues[key] = Queue({}, 0.0)
         elif len(queue.since) >= LONGEST_QUEUE:
             return
-        arrived: float = int(self.now) - waited / 1000
+        arrived = int(self.now) - waited
         if abs(since - arrived) <= 1000:
             arrived = since
-        queue.since.setdefault(place, round(arrived))
+        queue.since.setdefault(place, arrived)
         queue.ends = self.now + QUEUE_MS
 
     def _leave_queue(self, key: str, place: str) -> None:
@@ -500,65 +460,19 @@ class ModelNode:
         if queue is not None:
             queue.since.pop(place, None)
 
-    def _pass_on(self, key: str, release: Command | None) -> None:
-        if not self._call_next(key, release):
+    def _pass_on(self, key: str) -> None:
+        if not self._call_next(key):
             self.locks.pop(key, None)
 
-    def _call_next(self, key: str, release: Command | None) -> str:
+    def _call_next(self, key: str) -> str:
         while (queue := self._queue(key)) is not None:
             place = queue.first()
             del queue.since[place]
-            granted = "" if release is None else self._grant_parked(key, place, release)
-            heard = self._call(place, granted)
-            if granted and not heard:
-                del self.locks[key]
-            if not heard:
-                continue
-            if not granted:
+            client, _, number = place.partition(".")
+            if self.publish(client, number):
                 self.locks[key] = Lock(">" + place, None, None, self.now + CLAIM_MS)
-            queue = self._queue(key)
-            if queue is not None:
-                second = queue.first()
-                if int(self.now) - queue.since[second] > CLAIM_MS:
-                    self._call(second, f" {CLAIM_MS}")
-            return place
+                return place
         return ""
-
-    def _call(self, place: str, message: str) -> bool:
-        client, _, number = place.partition(".")
-        return self.publish(client, number + message)
-
-    def _grant_parked(self, key: str, place: str, release: Command) -> str:
-        """Execute the ACQUIRE of a parked bid, if it is fresh and the node still votes for its bidder."""
-        known = self._recall(place)
-        bid = None if known is None else known.bid
-        if len(release.keys) != 2 or bid is None or int(self.now) - bid.at > PARK_MS:
-            return ""
-        if bid.run != self.run or self.refusal(bid.fingerprint) is not None:
-            return ""
-        stripe = int(release.arguments[3])
-        counter = self.counter(stripe) + 1
-        if counter > MAX_COUNTER:
-            return ""
-        self.hash[stripe] = counter
-        self.locks[key] = Lock(bid.nonce, self.hash["e"], counter, self.now + bid.ttl_ms)
-        return f" = {self.hash['e']} {counter} {bid.nonce}"
-
-    def _remember(self, place: str, waited: int, bid: Parked | None) -> None:
-        self.places[place] = Remembered(waited, bid, self.now + MEMORY_MS)
-
-    def _forget_bid(self, place: str, waited: int) -> None:
-        """That bid is over, and those before it."""
-        known = self._recall(place)
-        if known is None or known.waited <= waited:
-            self._remember(place, waited, None)
-
-    def _recall(self, place: str) -> Remembered | None:
-        known = self.places.get(place)
-        if known is not None and known.ends <= self.now:
-            del self.places[place]
-            return None
-        return known
 
     # The scripts about who is a member.
 

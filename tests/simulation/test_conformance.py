@@ -23,7 +23,7 @@ from fencelock.embedded import Node
 from fencelock.token import MAX_COUNTER
 from tests.redlock.stage import NODE_KEY, RealNode, Station, fleet_of
 from tests.simulation import node as model_module
-from tests.simulation.node import SHORTEST_PARKED, Lock, ModelNode
+from tests.simulation.node import Lock, ModelNode
 
 #: The first two share a stripe.
 RESOURCES = ("a", "b6", "c")
@@ -69,10 +69,8 @@ class LockCommand:
         else:
             arguments += [self.epoch, *pairs]
             if self.script == "release" and self.place:
-                arguments += [self.place, "leave" if self.flag else self.waited, since]
-            elif self.script == "undo" and self.place:
-                arguments += [self.place, self.waited, ""]
-        script = {"remint": "acquire", "undo": "release"}.get(self.script, self.script)
+                arguments += [self.place] if self.flag else [self.place, self.waited, since]
+        script = "acquire" if self.script == "remint" else self.script
         return Command(script, self.nonce, keys, tuple(arguments))
 
     def _extend(self) -> Command:
@@ -134,11 +132,6 @@ def give(resource: str, nonce: str, decided: int = 0) -> LockCommand:
     return LockCommand("release", (resource,), nonce, LISTS[0], 0, (decided,), "", 0, 0, flag=False)
 
 
-def undo(resource: str, nonce: str, place: str) -> LockCommand:
-    """Give up a bid that has waited in line, over another connection."""
-    return LockCommand("undo", (resource,), nonce, "", 0, (0,), place, 0, 0, flag=False)
-
-
 #: Two locks are taken and given back.
 TAKEN = (take("a", "n1"), take("c", "n2"))
 GIVEN = (give("a", "n1", 1), give("c", "n2", 1))
@@ -146,7 +139,7 @@ GIVEN = (give("a", "n1", 1), give("c", "n2", 1))
 lock_commands = st.builds(
     LockCommand,
     script=st.sampled_from(
-        ["acquire"] * 5 + ["remint", "confirm", "confirm", "release", "release", "undo", "extend"]
+        ["acquire"] * 5 + ["remint", "confirm", "confirm", "release", "release", "extend"]
     ),
     resources=st.lists(st.sampled_from(RESOURCES), min_size=1, max_size=3, unique=True).map(
         lambda names: tuple(sorted(names))
@@ -156,7 +149,7 @@ lock_commands = st.builds(
     epoch=st.integers(0, 2),
     numbers=st.tuples(*[st.one_of(st.integers(0, 12), st.integers(MAX_COUNTER - 3, MAX_COUNTER))] * 3),
     place=st.sampled_from(PLACES),
-    waited=st.sampled_from([0, 5_000, 400_000]),
+    waited=st.sampled_from([0, 5, 400]),
     ago=st.sampled_from([0, 100, 5_000]),
     flag=st.booleans(),
 )
@@ -205,9 +198,7 @@ def with_a_still_clock() -> dict[str, str]:
             f"return tonumber(redis.call('GET', '{CLOCK}'))"
         ),
         "'PX', CLAIM_MS)": f"'PX', {_FOREVER})",
-        "'PX', MEMORY_MS)": f"'PX', {_FOREVER})",
         "'PEXPIRE', queue, QUEUE_MS)": f"'PEXPIRE', queue, {_FOREVER})",
-        "SHORTEST_PARKED = 1000": f"SHORTEST_PARKED = {_LONG}",
     }
     scripts = {}
     for name, script in SCRIPTS.items():
@@ -293,7 +284,6 @@ class Pair:
             for key, q in model.queues.items()
             if q.ends <= model.now
         ]
-        gone += [f"{NODE_KEY}:p:{place}" for place, known in model.places.items() if known.ends <= model.now]
         if gone:
             self.real.client.delete(*gone)
 
@@ -306,9 +296,6 @@ class Pair:
     def restart(self, _: int) -> None:
         """Have both believe that another process had admitted them, and put the ticket there."""
         self.model.restart()
-        self.model.places.clear()
-        for key in self.real.client.keys(f"{NODE_KEY}:p:*"):
-            self.real.client.delete(key)
         fields = self.real.remember()
         if "e" in fields:
             self.real.client.hset(NODE_KEY, "r", "0" * 40)
@@ -389,31 +376,18 @@ def real(shared_nodes: list[Node]) -> Iterator[RealNode]:
     made.close()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _short_leases_may_be_parked() -> Iterator[None]:
-    """Let the model have the same bound as the scripts of this test, whose leases do not end."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_module, "SHORTEST_PARKED", _LONG)
-        yield
-
-
 def test_two_of_the_resources_share_a_stripe() -> None:
     """The conformance test is to meet two locks of one command on one counter."""
     stripes = Bid.of(fleet_of("", 1), RESOURCES, "n", 1.0).stripes
     assert stripes[0] == stripes[1] != stripes[2]
 
 
-@pytest.mark.parametrize("name", ["CLAIM_MS", "LONGEST_QUEUE", "QUEUE_MS", "PARK_MS", "MEMORY_MS"])
+@pytest.mark.parametrize("name", ["CLAIM_MS", "LONGEST_QUEUE", "QUEUE_MS"])
 def test_lengths_of_time_are_the_same(name: str) -> None:
     """What the tests take away from the scripts is the same in the model."""
     found = re.search(rf"^local {name} = (\d+)", SCRIPTS["release"], re.MULTILINE)
     assert found is not None
     assert int(found[1]) == getattr(model_module, name)
-
-
-def test_shortest_lease_that_may_be_parked_is_the_same() -> None:
-    """The same for the bound that this module moves in both."""
-    assert f"SHORTEST_PARKED = {SHORTEST_PARKED} " in SCRIPTS["acquire"]
 
 
 @example(
@@ -425,7 +399,6 @@ def test_shortest_lease_that_may_be_parked_is_the_same() -> None:
 )
 @example(base=0, history=[*TAKEN, give("a", "n1", 7), give("c", "n2", 1), *TAKEN])
 @example(base=0, history=[*TAKEN, take("a", "n3", "a.1"), *GIVEN, *TAKEN])
-@example(base=0, history=[*TAKEN, take("a", "n3", "a.1"), undo("a", "n3", "a.1"), *GIVEN, *TAKEN])
 @example(base=0, history=[*TAKEN, Event("restart", 0), *TAKEN, *GIVEN, *TAKEN])
 @example(base=0, history=[*TAKEN, Event("reload", 0), *TAKEN, *GIVEN, *TAKEN])
 @example(base=0, history=[*TAKEN, Event("evict", 0), *TAKEN, *GIVEN, *TAKEN])

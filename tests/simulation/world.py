@@ -30,7 +30,7 @@ from fencelock.authority.redlock.protocol.messages import (
 )
 from fencelock.authority.redlock.recovery import Surroundings, recover
 from fencelock.authority.redlock.view import MembershipView
-from fencelock.authority.redlock.waiting import Line, Waiter
+from fencelock.authority.redlock.waiting import Line
 from fencelock.authority.redlock.wire.connection import Connection, PendingBroadcast, PendingReply
 from fencelock.authority.redlock.wire.nodes import NodeConnections
 from fencelock.errors import FencelockError
@@ -118,13 +118,12 @@ class Task:
         "ballot",
         "began",
         "name",
+        "place",
         "process",
         "program",
         "result",
         "sleeping",
         "then",
-        "waiter",
-        "wakeable",
     )
 
     def __init__(
@@ -138,9 +137,8 @@ class Task:
         self.began = 0.0
         #: Counts sleeps and statements: whatever belongs to an earlier one comes too late.
         self.sleeping = 0
-        #: Its part in waiting, and whether it sleeps so that a call may wake it.
-        self.waiter: Waiter | None = None
-        self.wakeable = False
+        #: Under which a call may end its sleep.
+        self.place = ""
         self.result: Any = None
 
 
@@ -442,18 +440,17 @@ class World:
         task.sleeping += 1
         if isinstance(request, Sleep):
             self.at(self.now + request.seconds / task.process.clock.rate, self._wake, task, task.sleeping)
-            place = task.waiter.place if request.wakeable and task.waiter is not None else ""
-            task.wakeable = place != ""
-            if task.wakeable:
-                self.in_line[place] = task
-                self._look_at_line(task, place)
+            task.place = request.place
+            if task.place:
+                self.in_line[request.place] = task
+                self._look_at_line(task, request.place)
         else:
             self._ask(task, request)
 
     def _wake(self, task: Task, sleep: int) -> None:
         if task.sleeping == sleep:
             task.sleeping += 1
-            task.wakeable = False
+            self.in_line.pop(task.place, None)
             self._go_on(task, task.process.now)
 
     def _look_at_line(self, task: Task, place: str) -> None:
@@ -542,7 +539,7 @@ class World:
             return
         for place in process.nodes.received(link.index, data, process.now):
             task = self.in_line.get(place)
-            if task is not None and task.wakeable:
+            if task is not None:
                 self._look_at_line(task, place)
 
     @staticmethod

@@ -149,6 +149,7 @@ class Database(Stepped):
         *,
         ttl: float,
         timeout: float | None,
+        fair: bool = False,  # noqa: ARG002 - was refused
         above: tuple[int, ...] = (),
         seal: Seal | None = None,
     ) -> Steps[Grant]:

@@ -5,15 +5,15 @@ Threads, event loops and the simulator run the same of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Generator, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 from fencelock import token
 from fencelock.authority.base import Grant, Wish
 from fencelock.authority.redlock.protocol import acquire, holding, undo
-from fencelock.authority.redlock.protocol.bids import Bid, Deadlines, Granted
-from fencelock.authority.redlock.protocol.messages import Answers, Request
+from fencelock.authority.redlock.protocol.bids import Bid, Granted
+from fencelock.authority.redlock.protocol.messages import Request
 from fencelock.authority.redlock.protocol.nodeset import Fleet
 from fencelock.authority.redlock.waiting import Waiter
 from fencelock.errors import AuthorityError, FencelockError
@@ -40,20 +40,6 @@ class Acquisition:
         above: a token for each resource that the new one must exceed; empty for none.
     """
 
-    __slots__ = (
-        "_canonical",
-        "_hint_epoch",
-        "_hints",
-        "_instead_of",
-        "_latest",
-        "_new_nonce",
-        "_resources",
-        "_ttl",
-        "_waiter",
-        "_wanted",
-        "above",
-    )
-
     def __init__(  # noqa: PLR0917 - all of them are what an acquisition is about
         self,
         resources: tuple[str, ...],
@@ -64,16 +50,22 @@ class Acquisition:
         instead_of: Granted | None = None,
         above: tuple[int, ...] = (),
     ) -> None:
+        self.above = above
         self._resources = resources
         self._canonical = resources if len(resources) == 1 else tuple(sorted(resources))
         self._ttl = ttl
         self._wanted = wanted
         self._new_nonce = new_nonce
         self._waiter = waiter
-        self._instead_of = instead_of
-        self.above = above
-        self._hint_epoch = 0
-        self._hints: tuple[int, ...] = ()
+        #: What makes a bid more than an ordinary one.
+        self._special: dict[str, Any] = {}
+        if instead_of is not None:
+            hints = tuple(counter + 1 for counter in instead_of.counters)
+            self._special = {
+                "hint_epoch": instead_of.epoch,
+                "hints": hints,
+                "instead_of": instead_of.bid.nonce,
+            }
         self._latest: tuple[Fleet, Bid] | None = None
 
     def next_bid(self, fleet: Fleet) -> Bid:
@@ -83,15 +75,12 @@ class Acquisition:
             ValueError: the ttl is longer than these nodes allow.
         """
         check_max_ttl(self._ttl, fleet)
-        if self._latest is not None:
-            self._forget()
+        self._forget()
         nonce = self._new_nonce()
-        turn = self._waiter.turn(nonce) if self._waiter is not None else None
+        turn = self._waiter.turn() if self._waiter is not None else None
         bid = Bid.of(fleet, self._canonical, nonce, self._ttl, turn)
-        if self._instead_of is not None:
-            bid = bid.anew(self._instead_of)
-        elif self._hints:
-            bid = bid.not_below(self._hint_epoch, self._hints)
+        if self._special:
+            bid = replace(bid, **self._special)
         self._latest = fleet, bid
         self._wanted[nonce] = bid
         return bid
@@ -99,66 +88,55 @@ class Acquisition:
     def hint(self, epoch: int) -> None:
         """Have the next bids exceed what they must in this epoch, in which the nodes vote now."""
         halves = dict(zip(self._resources, map(token.split, self.above), strict=True))
-        self._hint_epoch = epoch
-        self._hints = tuple(
+        hints = tuple(
             halves[resource][1] + 1 if halves[resource][0] == epoch else 0 for resource in self._canonical
         )
+        self._special = {"hint_epoch": epoch, "hints": hints}
 
     def acquire(
         self,
         see: Callable[[], Fleet],
         *,
+        began: float,
         timeout: float | None,
         grace: float,
+        outage: float,
         jitter: Callable[[], float],
-        deadlines: Deadlines | None = None,
     ) -> Generator[Request, Any, Grant]:
         """Bid until a quorum grants: see `acquire.acquire`."""
-        granted = yield from acquire.acquire(
-            see,
-            self.next_bid,
-            timeout=timeout,
-            grace=grace,
-            jitter=jitter,
-            granted_meanwhile=self._granted_meanwhile,
-            deadlines=deadlines,
+        bidding = acquire.acquire(
+            see, self.next_bid, began=began, timeout=timeout, grace=grace, outage=outage, jitter=jitter
         )
-        return self._won(granted)
+        return (yield from self._ending(bidding))
 
     def remint(
         self, see: Callable[[], Fleet], granted: Granted, *, jitter: Callable[[], float]
     ) -> Generator[Request, Any, Grant]:
         """Exchange a grant for one with larger tokens: see `holding.remint`."""
         self._wanted.pop(granted.bid.nonce, None)
-        return self._won((yield from holding.remint(see, self.next_bid, granted, jitter=jitter)))
+        return (yield from self._ending(holding.remint(see, self.next_bid, granted, jitter=jitter)))
 
-    def give_up(self, error: BaseException) -> Iterator[Generator[Request, Any, None]]:
-        """Yield what is still to be run, now that the acquisition has ended with an error."""
-        self._forget()
-        self._wait_no_longer()
-        # Errors of ours come after the bid was abandoned. Anything else has interrupted it, such as a
-        # signal handler or a cancellation, and nothing else would release it.
-        if self._latest is not None and not isinstance(error, FencelockError):
-            yield undo.abandon(*self._latest)
-
-    def _granted_meanwhile(self) -> Answers:
-        """Return the nodes that have granted the latest bid while it waited."""
-        return self._waiter.granted() if self._waiter is not None else {}
+    def _ending(self, bidding: Generator[Request, Any, Granted]) -> Generator[Request, Any, Grant]:
+        """Return the grant that the bids come to; leave nothing behind where they come to none."""
+        try:
+            return self._won((yield from bidding))
+        except (FencelockError, GeneratorExit):  # the last bid was abandoned before that
+            self._forget()
+            raise
+        except BaseException:  # of a signal handler, or a cancellation: nothing else would release it
+            self._forget()
+            if self._latest is not None:
+                yield from undo.abandon(*self._latest)
+            raise
+        finally:
+            if self._waiter is not None:
+                self._waiter.leave()
 
     def _won(self, granted: Granted) -> Grant:
         """Return the grant that a bid has come to."""
-        self._wait_no_longer()
-        if len(self._resources) == 1:  # most often
-            (counter,) = granted.counters
-            tokens: tuple[int, ...] = (token.compose(granted.epoch, counter),)
-        else:
-            counters = dict(zip(self._canonical, granted.counters, strict=True))
-            tokens = tuple(token.compose(granted.epoch, counters[resource]) for resource in self._resources)
+        counters = dict(zip(self._canonical, granted.counters, strict=True))
+        tokens = tuple(token.compose(granted.epoch, counters[resource]) for resource in self._resources)
         return Grant(self._resources, tokens, granted.expires_at, granted)
-
-    def _wait_no_longer(self) -> None:
-        if self._waiter is not None:
-            self._waiter.leave()
 
     def _forget(self) -> None:
         if self._latest is not None:
@@ -194,9 +172,14 @@ def _extended(grant: Grant, end: float | FencelockError) -> Grant | FencelockErr
 def release(
     see: Callable[[], Fleet], wanted: Wanted, granted: Granted
 ) -> Generator[Request, Any, bool | None]:
-    """Give a lock back: see `holding.release`."""
+    """Give a lock back: see `holding.release`. Where that is interrupted, it is sent once more."""
     try:
         return (yield from holding.release(see(), granted))
+    except (FencelockError, GeneratorExit):
+        raise
+    except BaseException:
+        yield from undo.abandon(see(), granted.bid)
+        raise
     finally:  # not before: a late grant has its RELEASE behind it, and another one must not come first
         wanted.pop(granted.bid.nonce, None)
 

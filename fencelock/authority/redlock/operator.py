@@ -6,8 +6,9 @@ import secrets
 from collections.abc import Callable, Sequence
 
 from fencelock.authority.redlock.change import Change, Plan, change
-from fencelock.authority.redlock.transport.blocking import SharedConnections, run
+from fencelock.authority.redlock.transport.blocking import SharedConnections
 from fencelock.authority.redlock.transport.connector import Node
+from fencelock.authority.stepped import block
 
 _CONNECT_TIMEOUT = 3.0
 
@@ -67,6 +68,6 @@ def change_nodes(
         patience=patience,
     )
     try:
-        return run(change(plan), connections)
+        return block(change(plan), connections.do)
     finally:
         connections.close()

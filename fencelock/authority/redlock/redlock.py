@@ -15,26 +15,23 @@ from weakref import WeakValueDictionary
 
 from fencelock import token
 from fencelock._checks import check_seconds
-from fencelock.authority.base import Grant, Locking, Wish, in_use, named
+from fencelock.authority.base import Grant, Seal, Wish, in_use, named
 from fencelock.authority.redlock import administration, membership, operations, recovery
 from fencelock.authority.redlock.aio import AsyncRedlock
 from fencelock.authority.redlock.endpoints.sources import Source, sources_of
 from fencelock.authority.redlock.membership import Identity
 from fencelock.authority.redlock.operations import Acquisition
-from fencelock.authority.redlock.protocol import bids, messages
+from fencelock.authority.redlock.protocol import messages
+from fencelock.authority.redlock.protocol.bids import Bid
 from fencelock.authority.redlock.recoverer import Recoverer
 from fencelock.authority.redlock.survey import NodeStatus
 from fencelock.authority.redlock.transport.aio import LoopConnections
-from fencelock.authority.redlock.transport.blocking import SharedConnections, run
+from fencelock.authority.redlock.transport.blocking import SharedConnections
 from fencelock.authority.redlock.transport.connector import Node
 from fencelock.authority.redlock.view import MembershipView
-from fencelock.authority.redlock.waiting import Waiter
-from fencelock.authority.stepped import warn_of_blocked_loop
-from fencelock.errors import (
-    FencelockError,
-    NodesNotInitialisedError,
-    QuorumError,
-)
+from fencelock.authority.redlock.waiting import QUEUE, Line, Waiter
+from fencelock.authority.stepped import Stepped, Steps, block, warn_of_blocked_loop
+from fencelock.errors import FencelockError, NodesNotInitialisedError, QuorumError
 
 _T = TypeVar("_T")
 
@@ -43,7 +40,7 @@ DEFAULT_NAMESPACE = "fencelock"
 logger = logging.getLogger(__name__)
 
 
-class Redlock(Locking):
+class Redlock(Stepped):
     """Grants leases on a quorum of independent Redis or Valkey nodes, and mints their fencing tokens.
 
     Connects when first used. May be shared by threads. A forked child opens connections of its own.
@@ -82,6 +79,7 @@ class Redlock(Locking):
         verify: str = "auto",
         recover: bool = True,
     ) -> None:
+        super().__init__()
         sources = sources_of(nodes)
         if verify not in {"auto", "vote"}:
             raise ValueError(f"verify is 'auto' or 'vote', not {verify!r}")
@@ -107,7 +105,7 @@ class Redlock(Locking):
         self._view = MembershipView(self._names, self._node_key, self._node_timeout, self._init_command())
         self._see = self._view.see
         # Of acquisitions under way and grants in use. Grants that are let expire leave by themselves.
-        self._wanted: WeakValueDictionary[str, bids.Bid] = WeakValueDictionary()
+        self._wanted: WeakValueDictionary[str, Bid] = WeakValueDictionary()
         self._connections = self._connect()
         self._recoverer = Recoverer(self._connect, self._recovering)
 
@@ -121,13 +119,13 @@ class Redlock(Locking):
 
     def close(self) -> None:
         """Close the connections. Leases that are held end by themselves; using it again connects again."""
-        self._check_process()
+        self.check_process()
         self._connections.close()
         recoverer, self._recoverer = self._recoverer, Recoverer(self._connect, self._recovering)
         recoverer.close()
-        self.aio._close_everywhere()  # noqa: SLF001 - its other face
+        self.aio.close_everywhere()
 
-    def acquire(
+    def acquiring(
         self,
         resources: tuple[str, ...],
         *,
@@ -135,8 +133,9 @@ class Redlock(Locking):
         timeout: float | None,
         fair: bool = False,
         above: tuple[int, ...] = (),
-    ) -> Grant:
-        """Return leases of all the resources, or of none: see `Authority.acquire`.
+        seal: Seal | None = None,  # noqa: ARG002 - is for databases
+    ) -> Steps[Grant]:
+        """Do as `Authority.acquire`.
 
         Raises:
             LockTimeoutError: another holder kept one of them until the timeout.
@@ -145,40 +144,53 @@ class Redlock(Locking):
             MembershipError: nodes and client disagree on which the N nodes are.
             ValueError: the ttl is longer than these nodes allow.
         """
-        self._check_process()
-        connections = self._connections.own()
-        waiter = Waiter(connections.queue, time.monotonic, time.time, fair=fair, patient=timeout != 0)
-        acquisition = self._new_acquisition(resources, ttl, waiter, above=above)
+        queue: Line = yield QUEUE
+        waiter = Waiter(queue, time.monotonic, time.time, fair=fair, patient=timeout != 0)
+        acquisition = Acquisition(resources, ttl, self._wanted, _new_nonce, waiter, above=above)
+        initialised = False
+        while True:
+            try:
+                if above:
+                    yield from self._rising(acquisition, max(above))
+                return (
+                    yield from acquisition.acquire(
+                        self._see,
+                        began=time.monotonic(),
+                        timeout=timeout,
+                        grace=self._outage_grace,
+                        outage=max(self._connect_timeout, self._outage_grace),
+                        jitter=random.random,
+                    )
+                )
+            except NodesNotInitialisedError:
+                if initialised or os.environ.get("FENCELOCK_AUTO_INIT") != "1":
+                    raise
+            initialised = True
+            yield from self._initialising(None, None)
 
-        def wait(seconds: float) -> None:
-            warn_of_blocked_loop(named(resources))
-            connections.wait(waiter.place, seconds)
+    def extending(self, wishes: Sequence[Wish]) -> Steps[list[Grant | FencelockError]]:
+        """Do as `Authority.extend_many`."""
+        return operations.extend(self._see, wishes)
 
-        try:
-            return run(self._acquiring(acquisition, timeout), connections, wait)
-        except BaseException as error:
-            for undo in acquisition.give_up(error):
-                self._run(undo)
-            raise
+    def reminting(self, grant: Grant, ttl: float) -> Steps[Grant]:
+        """Do as `Authority.remint`."""
+        acquisition = Acquisition(grant.resources, ttl, self._wanted, _new_nonce, instead_of=grant.proof)
+        return acquisition.remint(self._see, grant.proof, jitter=random.random)
 
-    def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
-        """Extend grants: see `Authority.extend_many`."""
-        return self._run(operations.extend(self._see, wishes))
+    def releasing(self, grant: Grant) -> Steps[bool | None]:
+        """Do as `Authority.release`."""
+        return operations.release(self._see, self._wanted, grant.proof)
 
-    def remint(self, grant: Grant, ttl: float) -> Grant:
-        """Exchange a grant for one with larger tokens: see `Authority.remint`."""
-        self._check_process()
-        acquisition = self._new_acquisition(grant.resources, ttl, instead_of=grant.proof)
-        try:
-            return self._run(acquisition.remint(self._see, grant.proof, jitter=random.random))
-        except BaseException as error:
-            for undo in acquisition.give_up(error):
-                self._run(undo)
-            raise
+    def do(self, step: Any) -> Any:
+        """Take a step, blocking."""
+        self.check_process()
+        if isinstance(step, messages.Sleep) and step.waits_for:
+            warn_of_blocked_loop(named(step.waits_for))
+        return self._connections.own().do(step)
 
-    def release(self, grant: Grant) -> bool | None:
-        """Give the leases back: see `Authority.release`."""
-        return self._run(self._releasing(grant))
+    async def do_soon(self, step: Any) -> Any:
+        """Take a step, letting other tasks run."""
+        return await self.aio.here().do(step)
 
     def init(
         self,
@@ -252,43 +264,8 @@ class Redlock(Locking):
         """
         return self._run_apart(recovery.recover(self._around()))
 
-    def _new_acquisition(
-        self,
-        resources: tuple[str, ...],
-        ttl: float,
-        waiter: Waiter | None = None,
-        instead_of: bids.Granted | None = None,
-        above: tuple[int, ...] = (),
-    ) -> Acquisition:
-        return Acquisition(resources, ttl, self._wanted, _new_nonce, waiter, instead_of, above)
-
-    def _acquiring(
-        self, acquisition: Acquisition, timeout: float | None
-    ) -> Generator[messages.Request, Any, Grant]:
-        initialised = False
-        while True:
-            try:
-                if acquisition.above:
-                    yield from self._rising(acquisition)
-                outage = max(self._connect_timeout, self._outage_grace)
-                return (
-                    yield from acquisition.acquire(
-                        self._see,
-                        timeout=timeout,
-                        grace=self._outage_grace,
-                        jitter=random.random,
-                        deadlines=bids.Deadlines(time.monotonic(), timeout, outage),
-                    )
-                )
-            except NodesNotInitialisedError:
-                if initialised or os.environ.get("FENCELOCK_AUTO_INIT") != "1":
-                    raise
-            initialised = True
-            yield from self._initialising(None, None)
-
-    def _rising(self, acquisition: Acquisition) -> Generator[messages.Request, Any, None]:
-        """Bring the nodes where they can grant tokens above those that the bids must exceed."""
-        above = max(acquisition.above)
+    def _rising(self, acquisition: Acquisition, above: int) -> Generator[messages.Request, Any, None]:
+        """Bring the nodes where they can grant tokens above that one."""
         epoch = yield from recovery.rise(self._around(), above)
         if epoch is None:
             raise QuorumError(
@@ -296,9 +273,6 @@ class Redlock(Locking):
                 "them above it; `fencelock nodes` tells how they stand"
             )
         acquisition.hint(epoch)
-
-    def _releasing(self, grant: Grant) -> Generator[messages.Request, Any, bool | None]:
-        return operations.release(self._see, self._wanted, grant.proof)
 
     def _initialising(
         self, base: int | None, max_ttl: float | None, epoch: int = 0, *, allow_eviction: bool = False
@@ -314,29 +288,27 @@ class Redlock(Locking):
             allow_eviction=allow_eviction,
         )
 
-    def _run(self, generator: Generator[messages.Request, Any, _T]) -> _T:
-        self._check_process()
-        return run(generator, self._connections.own())
-
     def _run_apart(self, generator: Generator[messages.Request, Any, _T]) -> _T:
         """Run what an operator asks for, over connections of its own: WAITAOF takes one for two seconds."""
         connections = self._connect()
         try:
-            return run(generator, connections)
+            return block(generator, connections.do)
         finally:
             connections.close()
 
-    def _check_process(self) -> None:
+    def check_process(self) -> None:
+        """In a forked child, begin anew with connections of its own."""
         if self._pid != os.getpid():
             self._connections.leave_to_parent()
             self._recoverer.leave_to_parent()
-            self.aio._leave_to_parent()  # noqa: SLF001 - its other face
+            self.aio.leave_to_parent()
             self._start_over()
 
     def _connect(self) -> SharedConnections:
         return SharedConnections(self._nodes, self._node_key, **self._wiring())
 
-    def _connect_in(self, loop: asyncio.AbstractEventLoop) -> LoopConnections:
+    def connect_in(self, loop: asyncio.AbstractEventLoop) -> LoopConnections:
+        """Return connections for an event loop."""
         return LoopConnections(loop, self._nodes, self._node_key, **self._wiring())
 
     def _wiring(self) -> dict[str, Any]:

@@ -1,14 +1,12 @@
-"""The bidders of this client that wait, and those that nodes have called: no sockets, no clock.
+"""The bidders of this client that wait in line, and the calls that the nodes publish for them.
 
-Threads share it without a lock: each step is one operation on a dict or a set, which Python does whole.
+Pure. Threads share it without a lock: each step is one operation on a dict or a set, which Python does whole.
 
-A node that releases a lock keeps it, for a moment, for the first in its queue, and publishes that place's
-number on the channel of the client that it belongs to. What to make of such calls stands here; the
-blocking and the asyncio listeners only carry them.
-
-One call may be wrong: nodes can differ about which came first, where two came at the same time. So a place
-acts when a majority has called it. Where only some have, and the others have called another, it acts
-after a short moment too, for none may get a majority; the one that fails then hands on what it was kept.
+A node that releases a lock keeps it, for a moment, for the first in its queue, and publishes the number of
+that place on the channel of the client that it belongs to. One call may be wrong: nodes can differ about
+which came first, where two came at the same time. So a place acts when a majority has called it. Where only
+some have, and the others have called another, it acts after a short moment too, for none may get a majority;
+the one that fails then hands on what it was kept.
 
 All of this is hints. A call that is lost, late or made up costs time, never a token.
 """
@@ -19,23 +17,22 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final
 
 from fencelock.authority.redlock.protocol.bids import Turn
-from fencelock.authority.redlock.protocol.messages import Answer, Answers, Said
 
+#: A step: return the queue that hears the nodes' calls for the caller.
+QUEUE: Final = object()
 #: Seconds after which a place acts that only some of the nodes have called; about half to one and a half.
 HESITATION = 0.02
 
 
 @dataclass(slots=True)
 class _Place:
-    """What has been heard for one place since it last tried."""
+    """The nodes that have called a place since its last bid, and when it is to bid again because of that."""
 
-    nonce: str = ""
     callers: set[int] = field(default_factory=set)
-    granted: dict[int, Answer] = field(default_factory=dict)
     due: float = math.inf
-    claim_ends: float = math.inf
 
 
 class Line:
@@ -70,21 +67,13 @@ class Line:
         """Note that a node's calls do not arrive any more."""
         self._listening.discard(node)
 
-    def new_place(self) -> str:
-        """Return the place of a new acquisition: it is never given again."""
-        return f"{self._client}.{next(self._numbers)}"
-
-    def expect(self, place: str, nonce: str, now: float) -> str:
+    def expect(self, place: str) -> str:
         """Count the calls for a bid from now on; return its place, a new one where it is empty.
 
-        Said before each bid, because a call may come before its answer does. The end of another's claim is
-        still to come: no node calls again for that.
+        Said before each bid, because a call may come before its answer does.
         """
-        place = place or self.new_place()
-        known = self._places.get(place)
-        self._places[place] = new = _Place(nonce)
-        if known is not None and known.claim_ends > now:
-            new.claim_ends = known.claim_ends
+        place = place or f"{self._client}.{next(self._numbers)}"
+        self._places[place] = _Place()
         return place
 
     def leave(self, place: str) -> None:
@@ -92,44 +81,22 @@ class Line:
         self._places.pop(place, None)
 
     def note(self, node: int, message: bytes, now: float) -> str:
-        """Note what a node has published; return the place that it is about, empty for none of this line.
-
-        That is the number of a place; for the second in line, the milliseconds to wait; and where the bid
-        itself has been granted, `=` with epoch, counter and nonce.
-        """
-        number, _, later = message.decode("ascii", "replace").partition(" ")
-        name = f"{self._client}.{number}"
+        """Note that a node has called a number; return its place, empty for none of this line."""
+        name = f"{self._client}.{message.decode('ascii', 'replace')}"
         place = self._places.get(name)
         if place is None:
             return ""
-        if later.startswith("= "):
-            self._note_grant(place, node, later.split()[1:])
-        elif later:
-            if later.isdecimal():
-                ends = now + int(later) / 1000 + HESITATION * self._jitter()
-                place.claim_ends = min(place.claim_ends, ends)
-            return name
         place.callers.add(node)
         if len(place.callers) >= self._quorum:
             place.due = now
         elif len(place.callers) == 1:
-            place.due = min(place.due, now + HESITATION * (0.5 + self._jitter()))
+            place.due = now + HESITATION * (0.5 + self._jitter())
         return name
-
-    def _note_grant(self, place: _Place, node: int, facts: list[str]) -> None:
-        match facts:
-            case [epoch, counter, place.nonce] if epoch.isdecimal() and counter.isdecimal():
-                place.granted[node] = Answer(Said.GRANTED, int(epoch), (int(counter),))
-
-    def granted(self, place: str) -> Answers:
-        """Return the nodes that have granted the present bid of a place while it waited."""
-        known = self._places.get(place)
-        return {} if known is None else dict(known.granted)
 
     def due(self, place: str) -> float:
         """Return when a place should try again because of calls; infinity without any."""
         known = self._places.get(place)
-        return math.inf if known is None else min(known.due, known.claim_ends)
+        return math.inf if known is None else known.due
 
 
 class Waiter:
@@ -141,15 +108,13 @@ class Waiter:
     Args:
         queue: hears the nodes' calls.
         clock: returns the time in seconds; it goes evenly.
-        wall: returns the time in seconds; it is about the same for everybody.
+        wall: returns the time in seconds; it is about the same for all clients.
         fair: whether it leaves a free lock to those that have waited longer.
         patient: whether it is going to wait at all.
 
     Attributes:
         place: under which it is called; empty as long as it has none.
     """
-
-    __slots__ = ("_began", "_bids", "_clock", "_fair", "_has_waited", "_patient", "_queue", "_since", "place")
 
     def __init__(
         self,
@@ -167,29 +132,22 @@ class Waiter:
         self._began = clock()
         self._since = wall()
         self._bids = 0
-        self._has_waited = False
         self.place = ""
 
-    def turn(self, nonce: str) -> Turn | None:
+    def turn(self) -> Turn | None:
         """Return how the next bid behaves; from now on calls for it count."""
         self._bids += 1
         if self._patient and (self._bids > 1 or self._queue.waits) and self._queue.hears:
-            self.place = self._queue.expect(self.place, nonce, self._clock())
+            self.place = self._queue.expect(self.place)
             return Turn(self.place, self._clock() - self._began, self._since, self._fair)
         self._leave_line()  # a call from before would end every sleep at once
         return Turn(fair=True) if self._fair else None
 
-    def granted(self) -> Answers:
-        """Return the nodes that have granted the present bid while it waited."""
-        self._has_waited = True
-        return self._queue.granted(self.place)
-
     def leave(self) -> None:
         """Forget the place: the acquisition is over."""
-        self._queue.waits = self._has_waited or self._bids > 1
+        self._queue.waits = self._bids > 1
         self._leave_line()
 
     def _leave_line(self) -> None:
-        if self.place:
-            self._queue.leave(self.place)
-            self.place = ""
+        self._queue.leave(self.place)
+        self.place = ""

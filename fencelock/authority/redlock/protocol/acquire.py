@@ -28,7 +28,7 @@ import math
 from collections.abc import Callable, Generator
 from typing import Any
 
-from fencelock.authority.redlock.protocol.bids import Bid, Deadlines, Failed, Granted, in_pairs, maximum_of
+from fencelock.authority.redlock.protocol.bids import Bid, Failed, Granted, in_pairs, maximum_of
 from fencelock.authority.redlock.protocol.messages import (
     PASSING,
     VOTING,
@@ -41,40 +41,36 @@ from fencelock.authority.redlock.protocol.messages import (
     Said,
     Sleep,
 )
-from fencelock.authority.redlock.protocol.nodeset import (
-    Fleet,
-    can_vote,
-    enough_granted,
-    largest_epoch,
-    same_grant,
-)
+from fencelock.authority.redlock.protocol.nodeset import Fleet, can_vote, enough_granted, largest_epoch
 from fencelock.authority.redlock.protocol.refusals import raise_no_quorum, raise_timeout
-from fencelock.authority.redlock.protocol.undo import abandon, release_command
+from fencelock.authority.redlock.protocol.undo import abandon
 
 #: Seconds after which a bidder that waits to be called looks for the first time; longer than a claim.
 _LOOK = 0.15
+#: Seconds in which connections may come up, however soon an acquisition is to be over.
+_LEAST_FOR_LINKS = 0.5
 
 
 def acquire(
     see: Callable[[], Fleet],
     new_bid: Callable[[Fleet], Bid],
     *,
+    began: float,
     timeout: float | None,
     grace: float,
+    outage: float,
     jitter: Callable[[], float],
-    granted_meanwhile: Callable[[], Answers] = dict,
-    deadlines: Deadlines | None = None,
 ) -> Generator[Request, Any, Granted]:
     """Bid until a quorum grants, or until the time is over.
 
     Args:
         see: returns the nodes as they are known at the moment.
         new_bid: makes the next bid, each with a nonce of its own.
+        began: when the caller began, on the driver's clock.
         timeout: seconds to wait for another holder; None for ever, 0 one try.
         grace: seconds to go on without a quorum before giving up, so that a short outage is survived.
+        outage: seconds without a quorum in which connections are worth waiting for.
         jitter: returns a random number between 0 and 1.
-        granted_meanwhile: returns the nodes that have granted the latest bid while it waited.
-        deadlines: where the time for connections counts too.
 
     Raises:
         LockTimeoutError: another holder kept the resource until the timeout.
@@ -82,40 +78,35 @@ def acquire(
         NodesNotInitialisedError: too many nodes are blank.
         MembershipError: too many nodes belong to another list.
     """
-    began = None if deadlines is None else deadlines.began
-    last_quorum = began or 0.0
+    last_quorum = began
+    ends = math.inf if timeout is None else began + timeout
+    links_end = math.inf if timeout is None else began + max(timeout, _LEAST_FOR_LINKS)
     tries = 0
     alone = False
     while True:
         fleet = see()
         bid = new_bid(fleet)
-        links_until = math.inf if deadlines is None else deadlines.links_until(last_quorum)
+        links_until = min(links_end, last_quorum + outage)
         outcome = yield from attempt(fleet, bid, alone=alone, links_until=links_until)
         if isinstance(outcome, Granted):
             return outcome
-        if not outcome.stands:
-            yield from give_way(fleet, outcome, links_until)
+        if nodes := [node for node, answer in outcome.answers.items() if answer.said is not Said.HELD]:
+            yield from abandon(fleet, bid, nodes, stay=True)
         tries += 1
         alone = outcome.split and not alone
-        if began is None:
-            began = last_quorum = outcome.began
         yield from _learn(fleet, outcome, links_until)
         if see() != fleet:  # nodes were heard for the first time, or have got another list
-            yield from give_way(fleet, outcome, links_until)
             continue
         if outcome.contended:
             last_quorum = outcome.ended
         elif not _may_recover(fleet, outcome.answers, grace) or outcome.ended - last_quorum >= grace:
-            yield from leave(fleet, bid, links_until)
+            yield from _leave(fleet, bid)
             raise_no_quorum(fleet, outcome.answers)
-        left = math.inf if timeout is None else began + timeout - outcome.ended
-        if left <= 0:
-            yield from leave(fleet, bid, links_until)
+        if outcome.ended >= ends:
+            yield from _leave(fleet, bid)
             raise_timeout(fleet, outcome)
-        pause = min(left, next_pause(outcome, tries, jitter()))
-        granted = yield from _wait(fleet, outcome, pause, granted_meanwhile)
-        if granted is not None:
-            return granted
+        pause = min(ends - outcome.ended, next_pause(outcome, tries, jitter()))
+        yield Sleep(pause, bid.resources, bid.place)
 
 
 def attempt(
@@ -130,38 +121,25 @@ def attempt(
     With `alone`, the first node of the fixed order that answers is asked before all the others. Two (or
     four) clients that keep splitting the votes of an even number of nodes would otherwise do so for ever.
     """
-    request = Broadcast(
-        _acquire_command(bid, fleet),
-        fleet.everybody,
-        fleet.enough_granted,
-        min(fleet.patience, bid.ttl),
-        fleet.quorum,
-        links_until,
-    )
-    earlier: dict[int, Answer] = {}
+    patience = min(fleet.patience, bid.ttl)
+    command = _acquire_command(bid, fleet)
+    answers: dict[int, Answer] = {}
     began: float | None = None
-    if alone:
-        for node in fleet.order:
-            first = yield request._replace(nodes=[node], enough=lambda new: len(new) == 1, least=1)
-            began = first.began if began is None else began
-            earlier.update(first.answers)
-            if earlier[node].said is Said.GRANTED:
-                break
-            if earlier[node].said is Said.HELD:
-                return Failed(bid, earlier, began, first.ended, contended=True, split=True)
-    if earlier:
-        others = [node for node in fleet.everybody if node not in earlier]
-        enough, least = enough_granted(fleet, earlier), fleet.quorum - len(earlier)
-        request = request._replace(nodes=others, enough=enough, least=least)
-    everyone = yield request
+    for node in fleet.order if alone else ():
+        first = yield Broadcast(command, [node], lambda new: len(new) == 1, patience, links_until)
+        began = first.began if began is None else began
+        answers.update(first.answers)
+        if answers[node].said is Said.GRANTED:
+            break
+        if answers[node].said is Said.HELD:
+            return Failed(bid, answers, began, first.ended, contended=True, split=True)
+    others = [node for node in fleet.everybody if node not in answers]
+    enough = enough_granted(fleet, dict(answers)) if answers else fleet.enough_granted
+    everyone = yield Broadcast(command, others, enough, patience, links_until)
     began = everyone.began if began is None else began
-    answers = {**earlier, **everyone.answers}
+    answers.update(everyone.answers)
     # The validity counts from before the first request to after the last answer.
     expires_at = began + bid.ttl - bid.drift
-
-    same = same_grant(answers, fleet.quorum)
-    if same is not None and expires_at > everyone.ended:  # mostly that is so
-        return Granted(bid, same.epoch, same.counters, expires_at)
     grants = len(largest_epoch(answers)[1])
     if grants < fleet.quorum:
         contended = can_vote(fleet, answers)
@@ -185,10 +163,9 @@ def _decide(
     """
     epoch, granted = largest_epoch(answers)
     votes = list(granted.values())
-    value = votes[0] if votes.count(votes[0]) >= fleet.quorum else max(votes, key=votes.count)
-    if votes.count(value) >= fleet.quorum:
-        return epoch, value, ended
-    value = maximum_of(granted.values())
+    value = max(votes, key=votes.count)
+    if votes.count(value) < fleet.quorum:
+        value = maximum_of(votes)
     patience = min(fleet.patience, bid.ttl)
     acknowledged: set[int] = set()
     refused = {node for node in answers if node not in granted and answers[node].said is not Said.SILENT}
@@ -222,62 +199,15 @@ def _decide(
                 refused.add(node)
         larger = maximum_of([value, *granted.values()])
         if larger != value:
-            # A node had granted more: decide again with that, and ask everybody anew.
+            # A node had granted more: decide again with that, and ask all nodes anew.
             value = larger
             acknowledged.clear()
 
 
-def _wait(
-    fleet: Fleet, outcome: Failed, seconds: float, granted_meanwhile: Callable[[], Answers]
-) -> Generator[Request, Any, Granted | None]:
-    """Wait for the next try. Return what the bid has come to, if a majority has granted it in that time."""
-    now = yield Sleep(seconds, wakeable=True)
-    if not outcome.stands:
-        return None
-    granted = yield from _take(fleet, outcome, granted_meanwhile(), now)
-    if granted is None:
-        yield from give_way(fleet, outcome)
-    return granted
-
-
-def _take(
-    fleet: Fleet, outcome: Failed, granted: Answers, now: float
-) -> Generator[Broadcast, Round, Granted | None]:
-    """Return what a bid has come to while it waited, if that is enough.
-
-    A node that releases a lock may execute the ACQUIRE of a bidder in line as if that had arrived only
-    now, which any message may do. Its answer is a call. The validity counts from when it was sent.
-    """
-    bid = outcome.bid
-    silent = Answer(Said.SILENT)
-    answers = {node: granted.get(node, silent) for node in fleet.everybody}
-    if len(largest_epoch(answers)[1]) < fleet.quorum:
-        return None
-    epoch, counters, ended = yield from _decide(fleet, bid, answers, now)
-    expires_at = outcome.began + bid.ttl - bid.drift
-    if counters is None or expires_at <= ended:
-        return None
-    return Granted(bid, epoch, counters, expires_at)
-
-
-def give_way(
-    fleet: Fleet, outcome: Failed, links_until: float = math.inf
-) -> Generator[Broadcast, Round, None]:
-    """Release a failed bid wherever it may have locked something, and stay in line; wait for no answer."""
-    bid = outcome.bid
-    nodes = [
-        node for node, answer in outcome.answers.items() if answer.said is not Said.HELD or bid.may_be_parked
-    ]
-    if nodes:
-        nothing = (0,) * len(bid.resources)
-        command = release_command(fleet, bid, 0, nothing, stay=True)
-        yield Broadcast(command, nodes, lambda _: True, 0.0, links_until=links_until)
-
-
-def leave(fleet: Fleet, bid: Bid, links_until: float) -> Generator[Broadcast, Round, None]:
+def _leave(fleet: Fleet, bid: Bid) -> Generator[Broadcast, Round, None]:
     """Wait no longer: give up the place in line, if there is one."""
-    if bid.stands_in_line:
-        yield from abandon(fleet, bid, links_until)
+    if bid.place:
+        yield from abandon(fleet, bid)
 
 
 def _learn(fleet: Fleet, outcome: Failed, links_until: float) -> Generator[Broadcast, Round, None]:
@@ -298,7 +228,7 @@ def _acquire_command(bid: Bid, fleet: Fleet) -> Command:
     arguments = (fleet.fingerprint, bid.nonce, bid.ttl_ms, bid.hint_epoch, *in_pairs(bid.stripes, hints))
     turn = bid.turn
     if turn is not None:
-        waiting = (round(turn.waited * 1e6), round(turn.since * 1000))
+        waiting = (round(turn.waited * 1000), round(turn.since * 1000))
         arguments = (*arguments, turn.place, *waiting, int(turn.fair))
     elif bid.instead_of:
         arguments = (*arguments, "", 0, 0, 0, bid.instead_of)
@@ -316,7 +246,7 @@ def _enough_confirmed(needed: int, asked: int) -> Callable[[Answers], bool]:
 
 def next_pause(outcome: Failed, tries: int, random: float) -> float:
     """Seconds until the next try: longer from try to try, never the same for two contenders."""
-    if tries == 1 and outcome.contended and not outcome.split and not outcome.bid.stands_in_line:
+    if tries == 1 and outcome.contended and not outcome.split and not outcome.bid.place:
         return 0.0  # the next one does
     ends = [answer.ttl for answer in outcome.answers.values() if answer.said is Said.HELD]
     if outcome.waits_for_a_call:

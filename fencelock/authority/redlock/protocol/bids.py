@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from fencelock.authority.base import drift
 from fencelock.authority.redlock.protocol.messages import VOTING, Answers, Said
-from fencelock.authority.redlock.protocol.nodeset import Fleet, names_of, names_of_one
-
-#: Seconds in which connections may come up, however soon an acquisition is to be over.
-LEAST_FOR_LINKS = 0.5
+from fencelock.authority.redlock.protocol.nodeset import Fleet, names_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +46,8 @@ class Bid:
     resources: tuple[str, ...]
     nonce: str
     ttl: float
-    keys: tuple[str, ...] = field(default=())
-    stripes: tuple[int, ...] = field(default=())
+    keys: tuple[str, ...]
+    stripes: tuple[int, ...]
     turn: Turn | None = None
     hint_epoch: int = 0
     hints: tuple[int, ...] = ()
@@ -62,21 +58,7 @@ class Bid:
         cls, fleet: Fleet, resources: tuple[str, ...], nonce: str, ttl: float, turn: Turn | None = None
     ) -> Bid:
         """Return a bid with the keys and stripes that the resources have on this fleet."""
-        if len(resources) == 1:  # mostly of a few that are locked over and over
-            return cls(resources, nonce, ttl, *names_of_one(fleet.node_key, resources), turn)
         return cls(resources, nonce, ttl, *names_of(fleet.node_key, resources), turn)
-
-    def anew(self, granted: Granted) -> Bid:
-        """Return this bid as one that takes over the locks of a grant, for a larger token."""
-        hints = tuple(counter + 1 for counter in granted.counters)
-        return replace(self, turn=None, hint_epoch=granted.epoch, hints=hints, instead_of=granted.bid.nonce)
-
-    def not_below(self, epoch: int, hints: tuple[int, ...]) -> Bid:
-        """Return this bid as one that is granted no counter below the hints, where nodes are in that epoch.
-
-        It does not wait in line: a node would grant it later as it grants others, without the hints.
-        """
-        return replace(self, turn=None, hint_epoch=epoch, hints=hints)
 
     @property
     def ttl_ms(self) -> int:
@@ -84,15 +66,9 @@ class Bid:
         return round(self.ttl * 1000)
 
     @property
-    def stands_in_line(self) -> bool:
-        """Whether the nodes know whom to call when it is this bidder's turn."""
-        return self.turn is not None and self.turn.place != ""
-
-    @property
-    def may_be_parked(self) -> bool:
-        """Whether a node that refuses it may keep it for a moment, and grant it when the lock is released."""
-        turn = self.turn
-        return turn is not None and turn.place != "" and not turn.fair and len(self.resources) == 1
+    def place(self) -> str:
+        """Its place in line; empty for none."""
+        return "" if self.turn is None else self.turn.place
 
     @property
     def drift(self) -> float:
@@ -142,42 +118,13 @@ class Failed:
     @property
     def waits_for_a_call(self) -> bool:
         """Whether others hold the lock, nothing was granted, and the nodes know whom to call."""
-        if not self.bid.stands_in_line or not self.contended:
-            return False
-        return not any(
-            answer.said in VOTING and answer.said is not Said.HELD for answer in self.answers.values()
-        )
-
-    @property
-    def stands(self) -> bool:
-        """Whether nodes may grant the bid while the bidder waits; it is released when the waiting ends."""
-        return self.bid.may_be_parked and self.waits_for_a_call
+        voted = {answer.said for answer in self.answers.values() if answer.said in VOTING}
+        return self.bid.place != "" and self.contended and voted == {Said.HELD}
 
     @property
     def holder_ttl(self) -> float | None:
         """Seconds until the last of the others' locks ends; None if there were none."""
         return max((a.ttl for a in self.answers.values() if a.said is Said.HELD), default=None)
-
-
-class Deadlines(NamedTuple):
-    """What an acquisition may take that finds no connections.
-
-    Attributes:
-        began: when it did, on the driver's clock.
-        timeout: that it was given.
-        outage: seconds without a quorum in which connections are worth waiting for.
-    """
-
-    began: float
-    timeout: float | None
-    outage: float
-
-    def links_until(self, last_quorum: float) -> float:
-        """Return until when connections are waited for, where there was a quorum at `last_quorum`."""
-        until = last_quorum + self.outage
-        if self.timeout is None:
-            return until
-        return min(until, self.began + max(self.timeout, LEAST_FOR_LINKS))
 
 
 def in_pairs(stripes: Sequence[int], counters: Sequence[int]) -> Sequence[str | int]:

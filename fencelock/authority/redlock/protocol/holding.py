@@ -33,8 +33,7 @@ def release(fleet: Fleet, granted: Granted) -> Generator[Broadcast, Round, bool 
     nodes answered to tell; in that case the lock ends by itself with its ttl.
     """
     command = release_command(fleet, granted.bid, granted.epoch, granted.counters)
-    least = len(fleet.names) - fleet.quorum + 1
-    done = yield Broadcast(command, fleet.everybody, fleet.enough_released, fleet.patience, least)
+    done = yield Broadcast(command, fleet.everybody, fleet.enough_released, fleet.patience)
     if count_of(Said.RELEASED, done.answers) >= fleet.quorum:
         return True
     # RELEASE is never refused. Voters that do not know the lock and blank nodes are not added up: see EXTEND.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 STRIPES = 1024
@@ -120,15 +119,15 @@ class Broadcast(NamedTuple):
     """Request: send `command` to `nodes`, and resume once `enough` holds or `patience` is over.
 
     Answers that come later are not lost: whoever runs this reads them, and releases a grant that came
-    for an acquisition that had been given up. With fewer answers than `least`, `enough` never holds.
-    Before it is sent, connections to a majority may be waited for, until `links_until` by the driver's clock.
+    for an acquisition that had been given up.
+    Before it is sent, connections to a majority may be waited for, until `links_until` by the driver's clock;
+    not with a patience of 0.
     """
 
     command: Command
     nodes: Sequence[int]
     enough: Callable[[Answers], bool]
     patience: float
-    least: int = 1
     links_until: float = math.inf
 
 
@@ -140,16 +139,18 @@ class Round(NamedTuple):
     answers: Answers
 
 
-@dataclass(frozen=True, slots=True)
-class Sleep:
+class Sleep(NamedTuple):
     """Request: resume after so many seconds, with the time.
 
-    Where it is `wakeable`, the bidder waits for another holder, and may be resumed earlier when the nodes
-    call it.
+    Attributes:
+        seconds: how many.
+        waits_for: the resources for which a bidder waits. It may be resumed earlier, when the nodes call it.
+        place: its place in line, under which they call it; empty for none.
     """
 
     seconds: float
-    wakeable: bool = False
+    waits_for: tuple[str, ...] = ()
+    place: str = ""
 
 
 Request = Broadcast | Sleep

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fencelock.authority.redlock.protocol.messages import GRANTED, STRIPES, VOTING, Answer, Answers, Said
+from fencelock.authority.redlock.protocol.messages import GRANTED, STRIPES, VOTING, Answers, Said
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +48,10 @@ class Fleet:
 
 def names_of(node_key: str, resources: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Return the keys and the stripes of resources."""
-    # What equals a text, and is cached as such, may be written otherwise: a member of an enumeration.
+    # A member of an enumeration equals its text, and is written otherwise.
     locks = [f"{node_key}:l:{str.__str__(resource)}" for resource in resources]
     stripes = [zlib.crc32(resource.encode()) % STRIPES for resource in resources]
     return (node_key, *locks), tuple(stripes)
-
-
-names_of_one = functools.lru_cache(1024)(names_of)
-
-
-def same_grant(answers: Answers, quorum: int) -> Answer | None:
-    """Return what a majority has granted, if no node has granted anything else: nothing is to decide."""
-    grants = [answer for answer in answers.values() if answer.said is GRANTED]
-    return grants[0] if len(grants) >= quorum and grants.count(grants[0]) == len(grants) else None
 
 
 def largest_epoch(answers: Answers) -> tuple[int, dict[int, tuple[int, ...]]]:
@@ -91,8 +81,6 @@ def enough_granted(fleet: Fleet, earlier: Answers) -> Callable[[Answers], bool]:
 
     def enough(answers: Answers) -> bool:
         together = {**earlier, **answers} if earlier else answers
-        if same_grant(together, quorum) is not None:
-            return True
         epochs = _epochs(together)
         best = max(map(epochs.count, epochs), default=0)
         if best >= quorum:

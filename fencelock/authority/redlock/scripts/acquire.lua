@@ -1,17 +1,16 @@
 -- include prelude
 -- ACQUIRE: grant all the locks, or none.
 -- ARGV[3] ttl in ms, ARGV[4] the epoch that the hints are of; then for each lock its stripe and a hint.
--- After these, of one who waits in line or heeds it: its place (or ''), µs waited, since when in ms, and 1
--- for fair.
--- After these, of one who mints anew: the nonce of its own grant, whose locks it takes over. (RELEASE and
+-- After these, of a bidder that waits in line or heeds it: its place (or ''), ms waited, since when in ms, and 1 for
+-- fair. After these, of a holder that mints anew: the nonce of its own grant, whose locks it takes over. (RELEASE and
 -- ACQUIRE in one step; the hints stand for RELEASE's catching up.)
 -- Returns GRANTED, epoch, counter … | HELD, remaining ms | FULL | a refusal.
 local fields = {'e', 'r', 'cfg', 'next', 'b', 'c' .. ARGV[5]}
 for i = 2, LOCKS do fields[5 + i] = 'c' .. ARGV[3 + 2 * i] end
 local state = redis.call('HMGET', NODE, unpack(fields))
 
--- Most often one lock is wanted by one who neither waits nor hints, on a node whose marker is in order, and it is
--- free: that takes two commands more. Whatever is otherwise goes the long way, and nothing has been changed by then.
+-- Most often one lock is free, its bidder neither waits nor hints, and the marker is in order: that takes two
+-- commands more. Every other case goes the long way, and nothing has been changed by then.
 if #ARGV == 8 and ARGV[6] == '0' and state[1] and state[2] == ARGV[7] and ARGV[8] == '' and state[3] == ARGV[1]
   and not state[4] and is_unbroken() then
   local counter = (state[6] or state[5]) + 1
@@ -35,14 +34,8 @@ if #ARGV > 6 + 2 * LOCKS then
   if #ARGV > 10 + 2 * LOCKS then old = ARGV[at + 4] end
 end
 local claim = '>' .. place
-if place ~= '' then
-  local last, bid = recall(place)
-  local ahead = last and tonumber(last) - tonumber(waited) or -1
-  -- This bid has been released already: nobody waits for it, and nobody would release it again.
-  if ahead > 0 or (ahead == 0 and bid == '') then return {'HELD', CLAIM_MS} end
-end
 
--- Refuse, and remember who waits. Whoever cannot have all the locks must not keep one from others.
+-- Refuse, and put the bidder in line. One that cannot have all the locks must not keep one from others.
 local function held(key)
   local ttl = redis.call('PTTL', key)
   if place ~= '' then
@@ -50,15 +43,11 @@ local function held(key)
       if redis.call('GET', KEYS[i + 1]) == claim then pass_on(KEYS[i + 1]) end
     end
     line_up(key, place, waited, since)
-    local run_id, replid = ARGV[#ARGV - 1], ARGV[#ARGV]
-    if LOCKS == 1 and not fair and replid == '' and tonumber(ARGV[3]) >= SHORTEST_PARKED then
-      remember(place, waited, table.concat({NONCE, ARGV[3], run_id, ARGV[1], digits(now_ms())}, '|'))
-    end
   end
   return {'HELD', ttl}
 end
 
--- Whether a lock that is free is for somebody else, who has waited longer.
+-- Whether a lock that is free is for another bidder, which has waited longer.
 local function is_anothers_turn(key)
   local queue = queue_of(key)
   if redis.call('EXISTS', queue) == 0 then return false end

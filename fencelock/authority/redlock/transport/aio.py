@@ -16,20 +16,18 @@ import secrets
 import socket
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
-from fencelock.authority.redlock.protocol.messages import Broadcast, Request, Round
+from fencelock.authority.redlock.protocol.messages import Broadcast, Round
 from fencelock.authority.redlock.transport.blocking import FRESH
 from fencelock.authority.redlock.transport.connector import Connector, Node, Opened, UnusableError, begin
 from fencelock.authority.redlock.transport.sockets import broken_by, read_from, write_to
 from fencelock.authority.redlock.transport.tasks import InLine, PendingOfTask
-from fencelock.authority.redlock.waiting import Line
+from fencelock.authority.redlock.waiting import QUEUE, Line
 from fencelock.authority.redlock.wire.connection import PendingBroadcast
 from fencelock.authority.redlock.wire.nodes import NodeConnections
-
-_T = TypeVar("_T")
 
 #: Seconds by which a patience may be exceeded, so that one look serves many broadcasts.
 _SLACK: Final = 0.01
@@ -119,6 +117,18 @@ class LoopConnections:
 
     # What callers do.
 
+    async def do(self, request: Any) -> Any:
+        """Do what a generator of the protocol asks for; return what it is to be sent."""
+        if isinstance(request, Broadcast):
+            return await self.broadcast(request)
+        if request is QUEUE:
+            return self.queue
+        if request.waits_for:
+            await self.wait(request.place, request.seconds)
+        else:
+            await asyncio.sleep(request.seconds)
+        return time.monotonic()
+
     async def broadcast(self, request: Broadcast) -> Round:
         """Send a command to its nodes, and wait until there are answers enough."""
         if request.patience <= 0.0:
@@ -146,8 +156,14 @@ class LoopConnections:
         return Round(began, time.monotonic(), answers)
 
     def tell(self, request: Broadcast) -> Round:
-        """Send a command to its nodes at once, and wait for nothing: also where no loop runs any more."""
+        """Send a command to its nodes at once, and wait for nothing.
+
+        May be called anywhere: a coroutine that is not awaited any more ends wherever it is thrown away.
+        """
         now = time.monotonic()
+        if self.is_elsewhere:
+            self.do_there(partial(self.tell, request))
+            return Round(now, now, {})
         pending = PendingBroadcast(request)
         pending.over = True
         self._nodes.ask(pending, request, now)
@@ -349,45 +365,3 @@ class LoopConnections:
             if not newcomer.done():
                 newcomer.set_result(None)
         self._open_again()
-
-
-async def run(
-    generator: Generator[Request, Any, _T],
-    connections: LoopConnections,
-    wait: Callable[[float], Awaitable[LoopConnections]] | None = None,
-) -> _T:
-    """Run one of the protocol's generators to its end; return what it returns.
-
-    Args:
-        generator: the operation.
-        connections: the loop's.
-        wait: how to sleep where a call may end it; returns the connections to go on with, because these may
-            have been closed in the meantime.
-    """
-    try:
-        request = next(generator)
-        while True:
-            if isinstance(request, Broadcast):
-                request = generator.send(await connections.broadcast(request))
-            else:
-                if wait is not None and request.wakeable:
-                    connections = await wait(request.seconds)
-                else:
-                    await asyncio.sleep(request.seconds)
-                request = generator.send(time.monotonic())
-    except StopIteration as stop:
-        return stop.value  # type: ignore[no-any-return]
-
-
-def tell(generator: Generator[Request, Any, object], connections: LoopConnections) -> None:
-    """Run a generator whose answers are not needed: send what it has to say, and wait for nothing.
-
-    May be called anywhere: a coroutine that is not awaited any more ends wherever it is thrown away.
-    """
-    if connections.is_elsewhere:
-        connections.do_there(lambda: tell(generator, connections))
-        return
-    with contextlib.suppress(StopIteration):
-        request = next(generator)
-        while isinstance(request, Broadcast):
-            request = generator.send(connections.tell(request))

@@ -18,12 +18,12 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
-from fencelock.authority.redlock.protocol.messages import Broadcast, Request, Round
+from fencelock.authority.redlock.protocol.messages import Broadcast, Round
 from fencelock.authority.redlock.transport.connector import Connector, Node, Opened, UnusableError, begin
 from fencelock.authority.redlock.transport.polling import new_poll
 from fencelock.authority.redlock.transport.sockets import READ_SIZE, broken_by, read_from, write_to
@@ -34,11 +34,9 @@ from fencelock.authority.redlock.transport.waits import (
     ring,
     sleep_until_rung,
 )
-from fencelock.authority.redlock.waiting import Line
+from fencelock.authority.redlock.waiting import QUEUE, Line
 from fencelock.authority.redlock.wire.connection import Connection
 from fencelock.authority.redlock.wire.nodes import NodeConnections
-
-_T = TypeVar("_T")
 
 #: Seconds after which connections are looked at before they are used: they may be gone, or have old answers.
 FRESH: Final = 0.01
@@ -112,6 +110,18 @@ class SharedConnections:
         return waiting is not None and (not waiting.over or self._mutex.locked())
 
     # What callers do.
+
+    def do(self, request: Any) -> Any:
+        """Do what a generator of the protocol asks for; return what it is to be sent."""
+        if isinstance(request, Broadcast):
+            return self.broadcast(request)
+        if request is QUEUE:
+            return self.queue
+        if request.waits_for:
+            self.wait(request.place, request.seconds)
+        else:
+            time.sleep(request.seconds)
+        return time.monotonic()
 
     def broadcast(self, request: Broadcast) -> Round:
         """Send a command to its nodes, and wait until there are answers enough."""
@@ -363,27 +373,3 @@ class SharedConnections:
         if self._stirring is not None:
             with suppress(OSError):  # its buffer is full, or it has been closed meanwhile
                 self._stirring[1].send(b".")
-
-
-def run(
-    generator: Generator[Request, Any, _T],
-    connections: SharedConnections,
-    wait: Callable[[float], None] = time.sleep,
-) -> _T:
-    """Run one of the protocol's generators to its end, blocking; return what it returns.
-
-    Args:
-        generator: the operation.
-        connections: to the nodes.
-        wait: how to sleep where a call may end it.
-    """
-    try:
-        request = next(generator)
-        while True:
-            if isinstance(request, Broadcast):
-                request = generator.send(connections.broadcast(request))
-            else:
-                (wait if request.wakeable else time.sleep)(request.seconds)
-                request = generator.send(time.monotonic())
-    except StopIteration as stop:
-        return stop.value  # type: ignore[no-any-return]

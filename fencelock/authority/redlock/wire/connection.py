@@ -51,22 +51,20 @@ class PendingBroadcast:
         over: whether nothing waits for them any more: what comes now is late.
     """
 
-    __slots__ = ("_enough", "_least", "_nodes", "answers", "complete", "over")
+    __slots__ = ("_enough", "_nodes", "answers", "complete", "over")
 
     def __init__(self, request: Broadcast) -> None:
-        _, self._nodes, self._enough, _, self._least, _ = request
+        self._nodes = request.nodes
+        self._enough = request.enough
         self.answers: dict[int, Answer] = {}
-        self.complete = False
+        self.complete = not request.nodes
         self.over = False
 
     def add_reply(self, node: int, answer: Answer) -> None:
         """Note a node's answer, or why there is none."""
         answers = self.answers
         answers[node] = answer
-        count = len(answers)
-        if count < self._least or self.complete:
-            return
-        if count == len(self._nodes) or self._enough(answers):
+        if not self.complete and (len(answers) == len(self._nodes) or self._enough(answers)):
             self.complete = True
             self.wake()
 

@@ -152,7 +152,9 @@ class NodeConnections:
 
         Until there is a majority; and before the very first exchange a moment longer, for the others.
         """
-        if not self.absent or not any(map(self._transport.is_connecting, range(len(self._nodes)))):
+        if not self.absent or request.patience <= 0.0:
+            return now
+        if not any(map(self._transport.is_connecting, range(len(self._nodes)))):
             return now
         deadline = min(began + self._connect_timeout, request.links_until)
         if len(self._nodes) - self.absent >= len(self._nodes) // 2 + 1:
