@@ -32,6 +32,7 @@ from fencelock import (
 )
 from fencelock.authority.redlock.protocol.messages import Broadcast, Request
 from fencelock.authority.redlock.recovery import rise
+from fencelock.authority.stepped import block
 from fencelock.embedded import Nodes
 from fencelock.guard.fences import FENCES
 from fencelock.sealing import Sealer, Wish
@@ -168,7 +169,7 @@ def test_nothing_is_raised_before_a_majority_has_promised(authority: Redlock) ->
             except StopIteration as end:
                 return end.value  # type: ignore[no-any-return]
 
-    assert authority._run(spying()) == 4
+    assert block(spying(), authority.do) == 4
     order = [script for script in sent if script in {"read", "promise", "raise"}]
     assert list(dict.fromkeys(order)) == ["read", "promise", "raise"]
 

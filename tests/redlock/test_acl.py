@@ -17,7 +17,7 @@ import redis
 from fencelock import Redlock
 from fencelock.authority.redlock.survey import NodeState
 from fencelock.embedded import Node
-from fencelock.errors import AuthorityError
+from fencelock.errors import AuthorityError, LockLostError
 from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY
 from tests.test_cli import fencelock
@@ -82,6 +82,11 @@ def use_everything(server: Node, admin: redis.Redis) -> None:
             time.sleep(0.3)
             held.release()
             waiting.result()
+        held = authority.lock("r", ttl=0.5, renew=False)
+        held.acquire()
+        wait(authority)  # until its lease ends
+        with pytest.raises(LockLostError):
+            held.release()
         asyncio.run(crowd(authority))
         admin.hset(NODE_KEY, "r", "0" * 40)  # as after a restart with all data
         assert eventually(lambda: votes_again(authority))

@@ -150,7 +150,7 @@ def test_loop_that_is_closed_without_farewell_leaves_no_socket_behind(
         await authority.aio.acquire((resource,), ttl=30, timeout=None, fair=True)
 
     def hears_all() -> bool:
-        return not authority.aio._here()._nodes.absent
+        return not authority.aio.here()._nodes.absent
 
     # Two resources: the first is kept, for a moment, for a task that is no more.
     for resource, next_loop in (("r1", True), ("r2", False)):
@@ -304,7 +304,7 @@ def test_node_that_hangs_hears_of_every_lock_that_it_is_to_grant(nodes: Nodes, r
         grants: list[Grant] = await asyncio.gather(
             *(authority.aio.acquire((f"r{number}",), ttl=60, timeout=0) for number in range(600))
         )
-        known = authority.aio._here()._nodes
+        known = authority.aio.here()._nodes
         hung = known.connection(0)
         assert hung is not None
         await asyncio.sleep(1.05)
@@ -331,7 +331,7 @@ async def release_while_away(authority: Redlock, nodes: Nodes) -> NodeConnection
     await connected(authority)
     mine = await authority.aio.acquire(("mine",), ttl=60, timeout=0)
     assert await soon(lambda: any(lock.startswith("0: ") for lock in locks_on(nodes)))
-    known = authority.aio._here()._nodes
+    known = authority.aio.here()._nodes
     assert await soon(lambda: (hung := known.connection(0)) is not None and not hung.unanswered)
     nodes[0].pause()
     known.broken(0, Answer(Said.UNREACHABLE, detail="gone"))
@@ -509,7 +509,7 @@ def test_full_socket_delays_and_loses_nothing(nodes: Nodes, run: Run) -> None:
 
         async def main() -> None:
             await take(authority)
-            connections = authority.aio._here()
+            connections = authority.aio.here()
             nodes[0].pause()
             grants = [await authority.aio.acquire(some, ttl=60, timeout=0) for some in resources]
             assert connections._congested == {0}
@@ -534,7 +534,7 @@ def test_node_that_owes_too_much_is_not_asked(
         nodes[0].pause()
         for number in range(300):
             await take(authority, f"r{number}")
-        hung = authority.aio._here()._nodes.connection(0)
+        hung = authority.aio.here()._nodes.connection(0)
         assert hung is not None
         assert 50 <= len(hung.unanswered) <= 101
         nodes[0].resume()

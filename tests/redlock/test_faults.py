@@ -28,7 +28,7 @@ import pytest
 import redis
 
 from fencelock import FencedLock, Redlock
-from fencelock.authority.base import Grant, Wish
+from fencelock.authority.base import Grant, Seal, Wish
 from fencelock.authority.redlock.protocol.messages import Answer, Command, Said
 from fencelock.authority.redlock.transport.blocking import SharedConnections
 from fencelock.authority.redlock.transport.connector import Node, Opened
@@ -67,6 +67,7 @@ class ThroughLoop(Redlock):
         timeout: float | None,
         fair: bool = False,
         above: tuple[int, ...] = (),
+        seal: Seal | None = None,  # noqa: ARG002 - is for databases
     ) -> Grant:
         """Acquire in the loop."""
         grant: Grant = self._there(

@@ -31,8 +31,8 @@ from fencelock.authority.redlock import membership
 from fencelock.authority.redlock.protocol.acquire import attempt
 from fencelock.authority.redlock.protocol.bids import Bid, Failed
 from fencelock.authority.redlock.protocol.messages import Sleep
-from fencelock.authority.stepped import block
 from fencelock.authority.redlock.transport.connector import Node
+from fencelock.authority.stepped import block
 from fencelock.embedded import Nodes
 from fencelock.errors import (
     AuthorityError,
@@ -349,7 +349,7 @@ def test_second_name_of_a_server_that_connects_late_gets_no_second_vote(nodes: N
             fleet = wrong._see()
             door.open.set()
             time.sleep(0.3)
-            outcome = run(attempt(fleet, Bid.of(fleet, ("r",), "nonce", 5.0)), wrong._connections)
+            outcome = block(attempt(fleet, Bid.of(fleet, ("r",), "nonce", 5.0)), wrong._connections.do)
             assert isinstance(outcome, Failed)
         door.close()
 

@@ -13,20 +13,17 @@ from typing import Any
 
 import pytest
 
-from fencelock import token
-from fencelock.authority.redlock.protocol import acquire, bids, holding, messages, undo
-from fencelock.authority.redlock.protocol.bids import Failed, Granted, Turn
-from fencelock.authority.redlock.protocol.messages import Answer, Command, Said, Sleep
-from fencelock.authority.redlock.waiting import Line
+from fencelock.authority.redlock.protocol import acquire, bids, holding, messages
+from fencelock.authority.redlock.protocol.bids import Granted
+from fencelock.authority.redlock.protocol.messages import Answer, Said, Sleep
 from fencelock.embedded import Nodes
 from fencelock.errors import LockLostError, QuorumError
 from tests.redlock.groups import follow, promote
-from tests.redlock.stage import NODE_KEY, Actor, Calls, Stage, recoverer, without
+from tests.redlock.stage import NODE_KEY, Actor, Stage, recoverer, without
 from tests.simulation.weaker import (
     maximum_without_write_back,
     mixed_epochs,
     still_extended_all_gone,
-    undoing_no_stripe,
 )
 
 MakeStage = Callable[..., Stage]
@@ -181,44 +178,6 @@ def test_lock_made_again_and_counted_extends_a_lease_that_had_ended(make_stage: 
     """Control: counted at once, it lets A believe that he has held the lock all the time."""
     mutant = without("extend", "code = 1", "code = 2")
     assert isinstance(play_extension_after_another_had_the_lock(make_stage(mutant)), float)
-
-
-def play_undo_that_hands_the_lock_on(
-    stage: Stage, undoing: Callable[..., list[Command]] = undo.undoing
-) -> tuple[int | None, int | None]:
-    """A's connections break before its RELEASE is out; over new ones it undoes its ACQUIRE, and B waits."""
-    stage.stand_at(6, 6, 6)
-    line = Line("client", len(stage.nodes), lambda: 0.0)
-    place = line.new_place()
-    a, b = stage.bidder(), stage.bidder(turn=Turn(place))
-    (undo,) = undoing(a.request.command, None)
-    a.deliver(stage.nodes, 0, 1, 2)
-    a.resume()
-    line.expect(place, b.bid.nonce, 0.0)
-    for number, node in enumerate(stage.nodes):
-        calls = Calls(node.client)
-        b.deliver(stage.nodes, number)
-        node.execute(undo)
-        for call in calls.heard():
-            line.note(number, call.encode(), 0.0)
-        calls.close()
-    b.resume()
-    assert isinstance(b.outcome, Failed)
-    with pytest.raises(StopIteration) as end:
-        next(acquire._take(stage.fleet, b.outcome, line.granted(place), 0.0))
-    taken = end.value.value
-    assert isinstance(taken, Granted)
-    return a.token, token.compose(taken.epoch, taken.counters[0])
-
-
-def test_undo_hands_the_lock_on_with_the_next_token(make_stage: MakeStage) -> None:
-    """The nodes grant the bid that waits from the counter of its resource."""
-    assert play_undo_that_hands_the_lock_on(make_stage()) == (7, 8)
-
-
-def test_undo_without_its_stripe_hands_out_a_token_from_below(make_stage: MakeStage) -> None:
-    """Control: a RELEASE with nothing to catch up that names any counter has B granted from that one."""
-    assert play_undo_that_hands_the_lock_on(make_stage(), undoing_no_stripe) == (7, 1)
 
 
 def play_votes_of_two_epochs(stage: Stage) -> tuple[int | None, int | None]:
@@ -525,8 +484,10 @@ def test_bidder_who_waits_learns_of_a_list_that_comes_meanwhile(make_stage: Make
         acquire.acquire(
             lambda: fleets[-1],
             lambda fleet: bids.Bid.of(fleet, ("r",), f"bid-{next(new_bid)}", 5.0),
+            began=0.0,
             timeout=30.0,
             grace=0.0,
+            outage=0.0,
             jitter=lambda: 0.5,
         ),
     )

@@ -73,7 +73,7 @@ async def soon(condition: Callable[[], bool], seconds: float = 15.0) -> bool:
 async def connected(authority: Redlock) -> None:
     """Return when there is a link to every node: the first question may go out before that."""
     await take(authority)
-    assert await soon(lambda: not authority.aio._here()._nodes.absent)
+    assert await soon(lambda: not authority.aio.here()._nodes.absent)
 
 
 async def becomes_free(nodes: Nodes) -> bool:

@@ -27,7 +27,6 @@ from fencelock.authority.redlock import change, recovery
 from fencelock.authority.redlock.protocol import acquire, holding
 from fencelock.authority.redlock.survey import Standing
 from fencelock.authority.redlock.view import MembershipView
-from fencelock.authority.redlock.wire import nodes
 from tests.simulation import weaker
 from tests.simulation.client import Habits
 from tests.simulation.judge import STUCK
@@ -141,12 +140,6 @@ MUTANTS = (
         "a lock that EXTEND has made again is not counted in that round",
         weaker.CountsMadeAgain,
         control=_SCHEDULES + "lock_made_again_and_counted_extends_a_lease_that_had_ended",
-    ),
-    Mutant(
-        "undo without its stripe",
-        "whoever gives a lock back names its counter, from which the node may grant it to who waits",
-        patches=(Patch(nodes, "undoing", weaker.undoing_no_stripe),),
-        control=_SCHEDULES + "undo_without_its_stripe_hands_out_a_token_from_below",
     ),
     _node("RELEASE of anybody's lock", "RELEASE deletes a lock only if it is ours", weaker.ReleasesAnybodys),
     # A node that lost its memory.

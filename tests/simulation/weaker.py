@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from fencelock.authority.redlock import recovery
 from fencelock.authority.redlock.membership import Membership
-from fencelock.authority.redlock.protocol import bids, messages, nodeset, undo
+from fencelock.authority.redlock.protocol import bids, messages, nodeset
 from fencelock.authority.redlock.protocol.bids import Bid
 from fencelock.authority.redlock.protocol.messages import Answer, Answers, Broadcast, Command, Round, Said
 from fencelock.authority.redlock.protocol.nodeset import Fleet
@@ -237,12 +237,6 @@ def no_second_look(plan: Any, shut: Iterable[int], *_: Any) -> Generator[Any, An
 def no_drift(_: Bid) -> float:
     """Allow nothing for clocks that disagree: instead of `Bid.drift`."""
     return 0.0
-
-
-def undoing_no_stripe(command: Command, answer: Answer | None) -> list[Command]:
-    """Name no stripe, for nothing is to catch up: instead of `undo.undoing`."""
-    undos = undo.undoing(command, answer)
-    return [undo._replace(arguments=("", undo.nonce, 0, *(0, 0) * (len(undo.keys) - 1))) for undo in undos]
 
 
 def still_extended_all_gone(fleet: Fleet, answers: Answers, index: int) -> bool | None:

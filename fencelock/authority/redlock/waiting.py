@@ -90,7 +90,7 @@ class Line:
         if len(place.callers) >= self._quorum:
             place.due = now
         elif len(place.callers) == 1:
-            place.due = now + HESITATION * (0.5 + self._jitter())
+            place.due = min(place.due, now + HESITATION * (0.5 + self._jitter()))
         return name
 
     def due(self, place: str) -> float:
