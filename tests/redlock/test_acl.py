@@ -84,7 +84,8 @@ def use_everything(server: Node, admin: redis.Redis) -> None:
             waiting.result()
         held = authority.lock("r", ttl=0.5, renew=False)
         held.acquire()
-        wait(authority)  # until its lease ends
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(wait, authority).result()  # until its lease ends
         with pytest.raises(LockLostError):
             held.release()
         asyncio.run(crowd(authority))
