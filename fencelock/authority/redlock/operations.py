@@ -119,18 +119,23 @@ class Acquisition:
     def _ending(self, bidding: Generator[Request, Any, Granted]) -> Generator[Request, Any, Grant]:
         """Return the grant that the bids come to; leave nothing behind where they come to none."""
         try:
-            return self._won((yield from bidding))
+            granted = yield from bidding
+            self._leave_queue()
+            return self._won(granted)
         except (FencelockError, GeneratorExit):  # the last bid was abandoned before that
             self._forget()
+            self._leave_queue()
             raise
         except BaseException:  # of a signal handler, or a cancellation: nothing else would release it
             self._forget()
             if self._latest is not None:
                 yield from undo.abandon(*self._latest)
+            self._leave_queue()
             raise
-        finally:
-            if self._waiter is not None:
-                self._waiter.leave()
+
+    def _leave_queue(self) -> None:
+        if self._waiter is not None:
+            self._waiter.leave()
 
     def _won(self, granted: Granted) -> Grant:
         """Return the grant that a bid has come to."""
