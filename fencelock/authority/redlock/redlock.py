@@ -152,16 +152,15 @@ class Redlock(Stepped):
             try:
                 if above:
                     yield from self._rising(acquisition, max(above))
-                return (
-                    yield from acquisition.acquire(
-                        self._see,
-                        began=time.monotonic(),
-                        timeout=timeout,
-                        grace=self._outage_grace,
-                        outage=max(self._connect_timeout, self._outage_grace),
-                        jitter=random.random,
-                    )
+                bidding = acquisition.acquire(
+                    self._see,
+                    began=time.monotonic(),
+                    timeout=timeout,
+                    grace=self._outage_grace,
+                    outage=max(self._connect_timeout, self._outage_grace),
+                    jitter=random.random,
                 )
+                return (yield from bidding)
             except NodesNotInitialisedError:
                 if initialised or os.environ.get("FENCELOCK_AUTO_INIT") != "1":
                     raise
