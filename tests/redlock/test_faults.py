@@ -599,8 +599,10 @@ class InterruptionError(Exception):
 def _is_atomic(frame: FrameType) -> bool:
     """Whether no signal handler can run here: Python looks for signals after calls and when it jumps back."""
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-    # The third is the first line of `__exit__`, which calls nothing.
-    return line in {"try:", "entry = None"} or line.startswith("with ")
+    # The second is the first line of `__exit__`, which calls nothing; nor do the last two, where steps end.
+    return line in {"try:", "entry = None"} or line.startswith(
+        ("with ", "except StopIteration", "return end.value")
+    )
 
 
 def interrupt_at(line: int, action: Callable[[], object]) -> bool:
