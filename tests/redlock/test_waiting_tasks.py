@@ -429,7 +429,7 @@ def test_one_connection_to_each_node_is_all(
         assert connections_to(nodes) == before + 1
         assert not connecting_threads()
         timers = getattr(asyncio.get_running_loop(), "_scheduled", [])  # of asyncio's own loop
-        assert not [timer for timer in timers if "_InLine." in repr(timer) and not timer.cancelled()]
+        assert not [timer for timer in timers if "resume" in repr(timer) and not timer.cancelled()]
         assert len(asyncio.all_tasks()) == 1
 
     run(main())

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
-import random
-import secrets
 import socket
 import time
 import weakref
@@ -22,19 +19,19 @@ from typing import Any, Final
 
 from fencelock.authority.redlock.protocol.messages import Broadcast, Round
 from fencelock.authority.redlock.transport.blocking import FRESH
-from fencelock.authority.redlock.transport.connector import Connector, Node, Opened, UnusableError, begin
+from fencelock.authority.redlock.transport.connector import Connector, Node, Opened, UnusableError
+from fencelock.authority.redlock.transport.links import Links
 from fencelock.authority.redlock.transport.sockets import broken_by, read_from, write_to
-from fencelock.authority.redlock.transport.tasks import InLine, PendingOfTask
-from fencelock.authority.redlock.waiting import QUEUE, Line
+from fencelock.authority.redlock.transport.tasks import PendingOfTask, resume
+from fencelock.authority.redlock.waiting import QUEUE
 from fencelock.authority.redlock.wire.connection import PendingBroadcast
-from fencelock.authority.redlock.wire.nodes import NodeConnections
 
-#: Seconds by which a patience may be exceeded, so that one look serves many broadcasts.
+#: Seconds after which a node is connected to that could not be connected to until then.
 _SLACK: Final = 0.01
 
 
-class LoopConnections:
-    """One connection to each node, for all tasks of one loop; other arguments as for `SharedConnections`.
+class LoopConnections(Links):
+    """One connection to each node, for all tasks of one loop; other arguments as for `Links`.
 
     May be used in the loop's own thread only, and has to be closed there.
     """
@@ -42,27 +39,16 @@ class LoopConnections:
     def __init__(
         self, loop: asyncio.AbstractEventLoop, nodes: Sequence[Node], node_key: str, **options: Any
     ) -> None:
-        client = secrets.token_hex(8)
-        self.queue = Line(client, len(nodes), random.random)
-        names = [node.name for node in nodes]
-        channel = f"{node_key}:w:{client}"
-        self._nodes = NodeConnections(names, self, self.queue, channel, jitter=random.random, **options)
-        self._connectors = [
-            Connector(node, node_key, partial(self._connected_there, index))
-            for index, node in enumerate(nodes)
-        ]
+        super().__init__(nodes, node_key, **options)
         self._sockets: dict[int, socket.socket] = {}
         #: What connecting threads have opened and the loop has not taken over yet.
         self._arrived: dict[int, Opened | UnusableError] = {}
         self._congested: set[int] = set()
         self._loop = weakref.ref(loop)
         self._pid = os.getpid()
-        self._pending: set[PendingOfTask] = set()
         self._newcomers: set[asyncio.Future[None]] = set()
-        self._in_line: weakref.WeakValueDictionary[str, InLine] = weakref.WeakValueDictionary()
+        self._in_line: weakref.WeakValueDictionary[str, asyncio.Future[None]] = weakref.WeakValueDictionary()
         self._flush_is_due = False
-        self._looks_at = math.inf
-        self._opens_at = math.inf
         #: While tasks have their turns, answers lie unread, and must not be taken for missing.
         self._last_read = 0.0
         self._closed = False
@@ -103,9 +89,6 @@ class LoopConnections:
             return
         self._farewell.detach()
         self._closed = True
-        if self._open_loop() is None:
-            for pending in self._pending:
-                pending.over = True  # no task can be resumed any more
         self._flush()
         self._nodes.close()
         self._close_arrived()
@@ -141,16 +124,17 @@ class LoopConnections:
         if self._nodes.absent:
             await self._await_connections(request, loop)
         began = time.monotonic()
-        pending = PendingOfTask(request, began + request.patience, loop.create_future())
+        pending = PendingOfTask(request, loop)
         self._nodes.ask(pending, request, began)
         self._flush_soon(loop)
         try:
             if not pending.complete and pending.woken is not None:
-                self._look_at(pending.deadline, loop)
-                self._pending.add(pending)
-                await pending.woken
+                alarm = loop.call_later(request.patience, self._end_patience, pending)
+                try:
+                    await pending.woken
+                finally:
+                    alarm.cancel()
         finally:
-            self._pending.discard(pending)
             pending.woken = None
             answers = pending.close()
         return Round(began, time.monotonic(), answers)
@@ -174,18 +158,21 @@ class LoopConnections:
         """Return when the nodes call the place, at the latest after so many seconds."""
         loop = asyncio.get_running_loop()
         now = time.monotonic()
-        resting = InLine(loop)
-        resting.end_by(min(now + seconds, self.queue.due(place)), now)
+        end = now + seconds
         if self._nodes.listen(now):
             self._flush()
-        if place:
-            self._in_line[place] = resting
-            self._open_later(self._nodes.open_absent(now), now)
-        try:
-            await resting.woken
-        finally:
-            resting.cancel_alarm()
-            self._in_line.pop(place, None)
+        while (due := min(end, self.queue.due(place))) > now and not self._closed:
+            if self._nodes.absent and place:
+                due = min(due, self._nodes.open_absent(now) + _SLACK)
+            woken = loop.create_future()
+            self._in_line[place] = woken
+            alarm = loop.call_later(due - now, resume, woken)
+            try:
+                await woken
+            finally:
+                alarm.cancel()
+                self._in_line.pop(place, None)
+            now = time.monotonic()
 
     async def _await_connections(self, request: Broadcast, loop: asyncio.AbstractEventLoop) -> None:
         """Open what is not open; wait only while less than a majority is."""
@@ -200,19 +187,6 @@ class LoopConnections:
                 self._newcomers.discard(newcomer)
             now = time.monotonic()
 
-    def _open_later(self, at: float, now: float) -> None:
-        """Open soon what could not be opened now, as long as tasks wait in line."""
-        loop = self._open_loop()
-        if loop is not None and at < self._opens_at:
-            self._opens_at = at
-            loop.call_later(at - now + _SLACK, self._open_again)
-
-    def _open_again(self) -> None:
-        self._opens_at = math.inf
-        if self._in_line and not self._closed:
-            now = time.monotonic()
-            self._open_later(self._nodes.open_absent(now), now)
-
     # Moving bytes.
 
     def _readable(self, index: int) -> None:
@@ -226,15 +200,16 @@ class LoopConnections:
             called = [] if data is None else self._nodes.received(index, data, now)
         except OSError as error:
             self._nodes.broken(index, broken_by(error))
-            self._open_again()
+            for waiting in self._in_line.values():
+                resume(waiting)  # to open it again
         except BaseException:
             connection.spoilt = True
             self._nodes.drop_spoilt()
             raise
         else:
             for place in called:
-                if (resting := self._in_line.get(place)) is not None:
-                    resting.end_by(self.queue.due(place), now)
+                if (woken := self._in_line.get(place)) is not None:
+                    resume(woken)
             if connection.outgoing:
                 self._flush_soon(self._loop())
 
@@ -278,40 +253,14 @@ class LoopConnections:
                 self._congested.add(index)
                 loop.add_writer(self._sockets[index].fileno(), self._write, index)
 
-    # Patience.
-
-    def _look_at(self, deadline: float, loop: asyncio.AbstractEventLoop) -> None:
-        """Look then, or not long after, for broadcasts whose patience has ended."""
-        if deadline < self._looks_at:
-            # The handle is not kept: it knows the loop, which is to be free to go.
-            loop.call_later(max(deadline - time.monotonic(), _SLACK), self._end_patience, deadline)
-            self._looks_at = deadline  # not before: where that is interrupted, it looks once too often
-
-    def _end_patience(self, looks_at: float) -> None:
-        if looks_at != self._looks_at:
-            return  # an earlier look has taken its place
-        self._looks_at = next_end = math.inf
-        now = time.monotonic()
+    def _end_patience(self, pending: PendingOfTask) -> None:
         try:
-            self._read_all(now)  # the loop may have been busy with something else, and the answers be here
+            # The loop may have been busy with something else, and the answers be here.
+            self._read_all(time.monotonic())
         finally:
-            for pending in self._pending:
-                if pending.deadline <= now:
-                    pending.wake()
-                else:
-                    next_end = min(next_end, pending.deadline)
-            if (loop := self._open_loop()) is not None and next_end < math.inf:
-                self._look_at(next_end, loop)
+            pending.wake()
 
     # What `NodeConnections` asks for.
-
-    def connect(self, node: int) -> None:
-        """Begin to connect to a node."""
-        begin(self._connectors[node], self._nodes, node)
-
-    def is_connecting(self, node: int) -> bool:
-        """Tell whether that is going on."""
-        return self._connectors[node].is_busy
 
     def disconnect(self, node: int) -> None:
         """Close the socket of a node's connection."""
@@ -324,13 +273,12 @@ class LoopConnections:
                 loop.remove_writer(sock.fileno())
         sock.close()
 
-    def _connected_there(self, index: int, _connector: Connector, opened: Opened | UnusableError) -> None:
-        """Have the loop use a connection; called in the connecting thread."""
+    def _connected(self, index: int, connector: Connector, opened: Opened | UnusableError) -> None:
         self._arrived[index] = opened
         loop = self._loop()
         try:
             if loop is not None and not self._closed:
-                loop.call_soon_threadsafe(self._connected, index)
+                loop.call_soon_threadsafe(self._take, index, connector)
                 return
         except RuntimeError:  # it has been closed
             pass
@@ -342,11 +290,11 @@ class LoopConnections:
             if isinstance(opened := self._arrived.pop(index, None), Opened):
                 opened.sock.close()
 
-    def _connected(self, index: int) -> None:
+    def _take(self, index: int, connector: Connector) -> None:
         """Use a connection that has been opened."""
         if (opened := self._arrived.pop(index, None)) is None:
             return
-        self._connectors[index].end()
+        connector.end()
         now = time.monotonic()
         loop = self._open_loop()
         if isinstance(opened, UnusableError):
@@ -361,7 +309,5 @@ class LoopConnections:
             self._sockets[index] = opened.sock
             loop.add_reader(opened.sock.fileno(), self._readable, index)
             self._write(index)
-        for newcomer in self._newcomers:
-            if not newcomer.done():
-                newcomer.set_result(None)
-        self._open_again()
+        for woken in (*self._newcomers, *self._in_line.values()):
+            resume(woken)

@@ -12,8 +12,7 @@ connections are dropped on which answers could be taken for others, and another 
 
 from __future__ import annotations
 
-import random
-import secrets
+import math
 import select
 import socket
 import threading
@@ -24,9 +23,10 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from fencelock.authority.redlock.protocol.messages import Broadcast, Round
-from fencelock.authority.redlock.transport.connector import Connector, Node, Opened, UnusableError, begin
+from fencelock.authority.redlock.transport.connector import Connector, Node, Opened, UnusableError
+from fencelock.authority.redlock.transport.links import Links
 from fencelock.authority.redlock.transport.polling import new_poll
-from fencelock.authority.redlock.transport.sockets import READ_SIZE, broken_by, read_from, write_to
+from fencelock.authority.redlock.transport.sockets import broken_by, read_from, write_to
 from fencelock.authority.redlock.transport.waits import (
     Wait,
     WaitForAnswers,
@@ -34,10 +34,11 @@ from fencelock.authority.redlock.transport.waits import (
     ring,
     sleep_until_rung,
 )
-from fencelock.authority.redlock.waiting import QUEUE, Line
+from fencelock.authority.redlock.waiting import QUEUE
 from fencelock.authority.redlock.wire.connection import Connection
-from fencelock.authority.redlock.wire.nodes import NodeConnections
 
+#: Seconds after which a thread that reads looks for new connections, while there is none to some node.
+_GLANCE: Final = 0.05
 #: Seconds after which connections are looked at before they are used: they may be gone, or have old answers.
 FRESH: Final = 0.01
 
@@ -50,33 +51,17 @@ class _Link(NamedTuple):
     connection: Connection
 
 
-class SharedConnections:
-    """One connection to each node, for all threads of a process.
-
-    Args:
-        nodes: where the nodes are.
-        node_key: key of a node's hash; the channel on which the nodes call begins with it.
-        options: those of `NodeConnections`.
-
-    Attributes:
-        queue: hears the nodes' calls.
-    """
+class SharedConnections(Links):
+    """One connection to each node, for all threads of a process; arguments as for `Links`."""
 
     def __init__(self, nodes: Sequence[Node], node_key: str, **options: Any) -> None:
+        super().__init__(nodes, node_key, **options)
         self._again = partial(SharedConnections, nodes, node_key, **options)
         self._mutex = threading.Lock()
         self._changed = threading.Condition(self._mutex)
-        client = secrets.token_hex(8)
-        self.queue = Line(client, len(nodes), random.random)
-        names = [node.name for node in nodes]
-        channel = f"{node_key}:w:{client}"
-        self._nodes = NodeConnections(names, self, self.queue, channel, jitter=random.random, **options)
-        self._addresses = nodes, node_key
-        self._connectors = self._new_connectors()
         #: By descriptor.
         self._links: dict[int, _Link] = {}
         self._poll = new_poll()
-        self._stirring: tuple[socket.socket, socket.socket] | None = None
         self._reader: Wait | None = None
         self._sleeping: dict[Wait, None] = {}
         self._in_line: dict[str, WaitForCall] = {}
@@ -85,13 +70,6 @@ class SharedConnections:
         self._inside: dict[int, Wait] = {}
         self._closes_later = False
         self._of_handlers: SharedConnections | None = None
-        self._closed = False
-
-    def _new_connectors(self) -> list[Connector]:
-        nodes, node_key = self._addresses
-        return [
-            Connector(node, node_key, partial(self._connected, index)) for index, node in enumerate(nodes)
-        ]
 
     def own(self) -> SharedConnections:
         """Return the connections that the calling frame may use.
@@ -177,19 +155,16 @@ class SharedConnections:
         if self._closes_later:
             return
         with self._mutex:
-            self._closed = True
             self._connectors = self._new_connectors()  # what the former ones open is closed
             self._nodes.close()
             self._changed.notify_all()
-            self._stir()
-            self._stop_stirring()
         if self._of_handlers is not None:
             self._of_handlers.close()
 
     def leave_to_parent(self) -> None:
         """In a forked child: close its copies of the sockets, by no lock that a thread may have held."""
-        for sock in (*(link.sock for link in self._links.values()), *(self._stirring or ())):
-            sock.close()
+        for link in self._links.values():
+            link.sock.close()
         if self._of_handlers is not None:
             self._of_handlers.leave_to_parent()
 
@@ -209,8 +184,9 @@ class SharedConnections:
                 bell = self._bell_to_sleep_on(waiting)
                 if self._nodes.absent:  # the nodes that are away are to answer and call as well
                     due = min(due, self._nodes.open_absent(now))
+                glance = _GLANCE if self._nodes.absent else math.inf
             if bell is None:
-                ready = self._poll.poll(max(0.0, due - now) * 1000)
+                ready = self._poll.poll(min(max(0.0, due - now), glance) * 1000)
             else:
                 ready = ()
                 sleep_until_rung(bell, min(due - now, threading.TIMEOUT_MAX))
@@ -220,8 +196,6 @@ class SharedConnections:
         if self._reader is None or self._reader.over:
             self._reader = waiting
             self._sleeping.pop(waiting, None)
-            if self._stirring is None:
-                self._make_stirring()
         elif self._reader is not waiting and waiting.bell is None:
             waiting.bell = threading.Lock()
             waiting.bell.acquire()
@@ -235,7 +209,6 @@ class SharedConnections:
         if self._reader is waiting:
             self._reader = None
         if self._reader is None or self._reader.over:
-            self._stop_stirring()
             for other in self._sleeping:
                 ring(other)
                 return
@@ -267,8 +240,9 @@ class SharedConnections:
         self._last_read = now
         for descriptor, _ in ready:
             link = self._links.get(descriptor)
-            if link is None:
-                self._read_no_link(descriptor)
+            if link is None:  # closed in the meantime
+                with suppress(KeyError):  # else closing it was interrupted
+                    self._poll.unregister(descriptor)
                 continue
             index, sock, connection = link
             connection.spoilt = True  # until `received` has dealt with all that was read
@@ -283,14 +257,6 @@ class SharedConnections:
             if connection.outgoing:
                 self._write(link)
 
-    def _read_no_link(self, descriptor: int) -> None:
-        """Read what has stirred the reader; or forget a socket that was closed meanwhile."""
-        if self._stirring is not None and descriptor == self._stirring[0].fileno():
-            self._stirring[0].recv(READ_SIZE)
-        else:
-            with suppress(KeyError):  # else closing it was interrupted
-                self._poll.unregister(descriptor)
-
     def _write_all(self) -> None:
         for link in tuple(self._links.values()):
             if link.connection.outgoing:
@@ -304,35 +270,22 @@ class SharedConnections:
             write_to(sock, connection)
         except OSError as error:
             self._nodes.broken(index, broken_by(error))
-            self._stir()  # the thread that reads may be one that has waited for this node
             return
         connection.spoilt = spoilt
 
-    # What `NodeConnections` asks for.
-
-    def connect(self, node: int) -> None:
-        """Begin to connect to a node."""
-        self._closed = False
-        begin(self._connectors[node], self._nodes, node)
-
-    def is_connecting(self, node: int) -> bool:
-        """Tell whether that is going on."""
-        return self._connectors[node].is_busy
-
     def disconnect(self, node: int) -> None:
-        """Close the socket of a node's connection."""
+        """Close the socket of a node's connection. A thread that waits for it to become readable wakes up."""
         for descriptor, link in tuple(self._links.items()):
             if link.node == node:
                 del self._links[descriptor]
                 self._poll.unregister(descriptor)
+                with suppress(OSError):  # it is not connected any more
+                    link.sock.shutdown(socket.SHUT_RDWR)
                 link.sock.close()
 
     def _connected(self, index: int, connector: Connector, opened: Opened | UnusableError) -> None:
-        """Use a connection that has been opened; called in the connecting thread, which ends with it."""
         thread = threading.get_ident()
-        self._inside[thread] = WaitForCall(
-            0.0, self.queue, ""
-        )  # for what the garbage collector may call here
+        self._inside[thread] = WaitForCall(0.0, self.queue, "")  # the garbage collector may call in here
         with self._mutex:
             connector.end()
             now = time.monotonic()
@@ -350,26 +303,4 @@ class SharedConnections:
                 self._poll.register(descriptor, select.POLLIN)
                 self._write(link)
             self._changed.notify_all()
-        self._stir()
         self._leave(thread)
-
-    def _make_stirring(self) -> None:
-        ends = socket.socketpair()
-        for end in ends:
-            end.setblocking(False)  # noqa: FBT003 - the standard library's signature
-        self._poll.register(ends[0].fileno(), select.POLLIN)
-        self._stirring = ends  # not before: what is not registered cannot be unregistered
-
-    def _stop_stirring(self) -> None:
-        """Close what was made to stir the reader, if the connections are closed and there is no reader."""
-        if self._closed and self._stirring is not None and (self._reader is None or self._reader.over):
-            ends, self._stirring = self._stirring, None
-            self._poll.unregister(ends[0].fileno())
-            for end in ends:
-                end.close()
-
-    def _stir(self) -> None:
-        """Have the thread that reads look around."""
-        if self._stirring is not None:
-            with suppress(OSError):  # its buffer is full, or it has been closed meanwhile
-                self._stirring[1].send(b".")

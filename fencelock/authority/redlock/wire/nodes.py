@@ -270,7 +270,7 @@ class NodeConnections:
         if not connection.published:
             return ()
         published, connection.published = connection.published, []
-        return [self.queue.note(index, message, now) for message in published]
+        return [place for message in published if (place := self.queue.note(index, message, now))]
 
     def _deal_with(
         self, index: int, connection: Connection, pending: PendingReply, answer: Answer, now: float
