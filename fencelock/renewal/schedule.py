@@ -119,7 +119,7 @@ class Agenda:
     def take(self, now: float) -> list[Renewable]:
         """Take off, and return, what is to be looked at now."""
         due: list[Renewable] = []
-        while self._times and (self._times[0] <= now or not self._steps.get(self._times[0])):
+        while self._times and self._times[0] <= now:
             references = self._steps.pop(heapq.heappop(self._times), ())
             # A copy, made in one step: another thread may strike one.
             due += [hold for reference in list(references) if (hold := reference()) is not None]

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from fencelock.authority.redlock import recovery
 from fencelock.authority.redlock.membership import Membership
-from fencelock.authority.redlock.protocol import bids, messages, nodeset
+from fencelock.authority.redlock.protocol import bids, messages
 from fencelock.authority.redlock.protocol.bids import Bid
 from fencelock.authority.redlock.protocol.messages import Answer, Answers, Broadcast, Command, Round, Said
 from fencelock.authority.redlock.protocol.nodeset import Fleet
@@ -185,12 +185,16 @@ class AdmitLowersPromise(ModelNode):
 
 
 def maximum_without_write_back(
-    _fleet: Fleet, _bid: Bid, answers: dict[int, Answer], ended: float
-) -> Generator[Broadcast, Round, tuple[int, tuple[int, ...] | None, float]]:
+    _fleet: Fleet,
+    _bid: Bid,
+    _answers: dict[int, Answer],
+    _epoch: int,
+    granted: dict[int, tuple[int, ...]],
+    ended: float,
+) -> Generator[Broadcast, Round, tuple[tuple[int, ...] | None, float]]:
     """Decide the maximum and tell nobody: instead of `acquire._decide`."""
-    epoch, granted = nodeset.largest_epoch(answers)
     yield from ()
-    return epoch, bids.maximum_of(granted.values()), ended
+    return bids.maximum_of(granted.values()), ended
 
 
 def mixed_epochs(answers: Answers) -> tuple[int, dict[int, tuple[int, ...]]]:

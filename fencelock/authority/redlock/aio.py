@@ -8,6 +8,7 @@ import threading
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
+from fencelock.authority.redlock.protocol.messages import Broadcast
 from fencelock.authority.redlock.survey import NodeStatus
 from fencelock.authority.redlock.transport.aio import LoopConnections
 from fencelock.authority.stepped import AsyncView, Steps
@@ -54,7 +55,10 @@ class AsyncRedlock(AsyncView):
             try:
                 if connections.is_closed:  # while this task waited in line
                     connections = self.here()
-                answer = await connections.do(step)
+                if type(step) is Broadcast:  # mostly
+                    answer = await connections.broadcast(step)
+                else:
+                    answer = await connections.do(step)
             except GeneratorExit:  # the coroutine is thrown away, in whatever thread
                 with contextlib.suppress(BaseException):
                     step = steps.throw(asyncio.CancelledError())

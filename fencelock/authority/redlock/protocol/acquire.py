@@ -140,13 +140,13 @@ def attempt(
     answers.update(everyone.answers)
     # The validity counts from before the first request to after the last answer.
     expires_at = began + bid.ttl - bid.drift
-    grants = len(largest_epoch(answers)[1])
-    if grants < fleet.quorum:
+    epoch, granted = largest_epoch(answers)
+    if len(granted) < fleet.quorum:
         contended = can_vote(fleet, answers)
         held = any(answer.said is Said.HELD for answer in answers.values())
-        split = contended and held and grants > 0
+        split = contended and held and len(granted) > 0
         return Failed(bid, answers, began, everyone.ended, contended=contended, split=split)
-    epoch, counters, ended = yield from _decide(fleet, bid, answers, everyone.ended)
+    counters, ended = yield from _decide(fleet, bid, answers, epoch, granted, everyone.ended)
     if counters is None:
         return Failed(bid, answers, began, ended, contended=can_vote(fleet, answers))
     if expires_at <= ended:
@@ -154,14 +154,18 @@ def attempt(
     return Granted(bid, epoch, counters, expires_at)
 
 
-def _decide(
-    fleet: Fleet, bid: Bid, answers: dict[int, Answer], ended: float
-) -> Generator[Broadcast, Round, tuple[int, tuple[int, ...] | None, float]]:
+def _decide(  # noqa: PLR0917 - what the bid has come to so far
+    fleet: Fleet,
+    bid: Bid,
+    answers: dict[int, Answer],
+    epoch: int,
+    granted: dict[int, tuple[int, ...]],
+    ended: float,
+) -> Generator[Broadcast, Round, tuple[tuple[int, ...] | None, float]]:
     """Find the value that a majority stands at, raising nodes to it where they disagree.
 
-    Returns the epoch, the value (None where no majority could be brought to one) and when that was known.
+    Returns the value (None where no majority could be brought to one), and when that was known.
     """
-    epoch, granted = largest_epoch(answers)
     votes = list(granted.values())
     value = max(votes, key=votes.count)
     if votes.count(value) < fleet.quorum:
@@ -172,10 +176,10 @@ def _decide(
     while True:
         at_value = {node for node, counters in granted.items() if counters == value} | acknowledged
         if len(at_value) >= fleet.quorum:
-            return epoch, value, ended
+            return value, ended
         targets = [node for node in fleet.everybody if node not in at_value and node not in refused]
         if len(at_value) + len(targets) < fleet.quorum:
-            return epoch, None, ended
+            return None, ended
         command = Command(
             "confirm",
             bid.nonce,

@@ -56,20 +56,10 @@ def names_of(node_key: str, resources: tuple[str, ...]) -> tuple[tuple[str, ...]
 
 def largest_epoch(answers: Answers) -> tuple[int, dict[int, tuple[int, ...]]]:
     """Return the epoch in which most nodes granted, and their counters: epochs are never mixed."""
-    epochs = _epochs(answers)
-    epoch = epochs[0] if epochs else 0
-    if epochs.count(epoch) < len(epochs):
-        epoch = max(epochs, key=epochs.count)
-    return epoch, {
-        node: answer.counters
-        for node, answer in answers.items()
-        if answer.said is GRANTED and answer.epoch == epoch
-    }
-
-
-def _epochs(answers: Answers) -> list[int]:
-    """Return the epoch of every grant."""
-    return [answer.epoch for answer in answers.values() if answer.said is GRANTED]
+    grants = [(node, answer) for node, answer in answers.items() if answer.said is GRANTED]
+    epochs = [answer.epoch for _, answer in grants]
+    epoch = max(epochs, key=epochs.count, default=0)
+    return epoch, {node: answer.counters for node, answer in grants if answer.epoch == epoch}
 
 
 def enough_granted(fleet: Fleet, earlier: Answers) -> Callable[[Answers], bool]:
@@ -77,15 +67,14 @@ def enough_granted(fleet: Fleet, earlier: Answers) -> Callable[[Answers], bool]:
 
     Where it fails for want of voters, every node is heard: the error will say what each one said.
     """
-    quorum = fleet.quorum
 
     def enough(answers: Answers) -> bool:
         together = {**earlier, **answers} if earlier else answers
-        epochs = _epochs(together)
-        best = max(map(epochs.count, epochs), default=0)
-        if best >= quorum:
-            return True
-        return best + len(fleet.names) - len(together) < quorum and can_vote(fleet, together)
+        if len(together) < fleet.quorum:
+            return False
+        most = len(largest_epoch(together)[1])
+        missing = len(fleet.names) - len(together)
+        return most >= fleet.quorum or (most + missing < fleet.quorum and can_vote(fleet, together))
 
     return enough
 

@@ -26,6 +26,8 @@ from fencelock.authority.redlock.transport.tasks import PendingOfTask, resume
 from fencelock.authority.redlock.waiting import QUEUE
 from fencelock.authority.redlock.wire.connection import PendingBroadcast
 
+#: Seconds between two looks for broadcasts whose patience has ended.
+_LOOK: Final = 0.02
 #: Seconds after which a node is connected to that could not be connected to until then.
 _SLACK: Final = 0.01
 
@@ -49,6 +51,8 @@ class LoopConnections(Links):
         self._newcomers: set[asyncio.Future[None]] = set()
         self._in_line: weakref.WeakValueDictionary[str, asyncio.Future[None]] = weakref.WeakValueDictionary()
         self._flush_is_due = False
+        self._pending: set[PendingOfTask] = set()
+        self._looks = False
         #: While tasks have their turns, answers lie unread, and must not be taken for missing.
         self._last_read = 0.0
         self._closed = False
@@ -129,12 +133,12 @@ class LoopConnections(Links):
         self._flush_soon(loop)
         try:
             if not pending.complete and pending.woken is not None:
-                alarm = loop.call_later(request.patience, self._end_patience, pending)
-                try:
-                    await pending.woken
-                finally:
-                    alarm.cancel()
+                pending.deadline = began + request.patience
+                self._pending.add(pending)
+                self._look_later(loop)
+                await pending.woken
         finally:
+            self._pending.discard(pending)
             pending.woken = None
             answers = pending.close()
         return Round(began, time.monotonic(), answers)
@@ -253,12 +257,22 @@ class LoopConnections(Links):
                 self._congested.add(index)
                 loop.add_writer(self._sockets[index].fileno(), self._write, index)
 
-    def _end_patience(self, pending: PendingOfTask) -> None:
+    def _look_later(self, loop: asyncio.AbstractEventLoop | None) -> None:
+        """Look again and again for broadcasts whose patience has ended, as long as there are any."""
+        if self._pending and not self._looks and loop is not None:
+            loop.call_later(_LOOK, self._look)
+            self._looks = True  # not before: where that is interrupted, it looks once too often
+
+    def _look(self) -> None:
+        self._looks = False
+        now = time.monotonic()
         try:
-            # The loop may have been busy with something else, and the answers be here.
-            self._read_all(time.monotonic())
+            self._read_all(now)  # the loop may have been busy with something else, and the answers be here
         finally:
-            pending.wake()
+            for pending in tuple(self._pending):
+                if pending.deadline <= now:
+                    pending.wake()
+            self._look_later(self._open_loop())
 
     # What `NodeConnections` asks for.
 

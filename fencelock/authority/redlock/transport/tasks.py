@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 from fencelock.authority.redlock.protocol.messages import Broadcast
 from fencelock.authority.redlock.wire.connection import PendingBroadcast
@@ -12,13 +13,15 @@ class PendingOfTask(PendingBroadcast):
     """A broadcast whose task waits.
 
     Attributes:
+        deadline: when its patience ends.
         woken: what the task waits for; None as soon as it does not, because it knows the loop.
     """
 
-    __slots__ = ("woken",)
+    __slots__ = ("deadline", "woken")
 
     def __init__(self, request: Broadcast, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(request)
+        self.deadline = math.inf
         self.woken: asyncio.Future[None] | None = loop.create_future()
 
     def wake(self) -> None:

@@ -37,8 +37,6 @@ LONGEST_BACKOFF: Final = 2.0
 _MOST_DOUBLINGS: Final = 10
 #: RELEASEs that are kept for a node; what is beyond that ends with its ttl.
 MOST_OWED: Final = 10_000
-#: RELEASEs that are owed and sent at once. The next follow when the node has answered some.
-_PORTION: Final = 200
 #: Seconds before the first exchange in which more than a majority of the connections may come up.
 _OTHERS_GRACE: Final = 0.05
 #: Seconds after which a node that owes an answer is connected to anew, because its machine may be gone.
@@ -235,7 +233,9 @@ class NodeConnections:
         self.absent -= 1
         if self._listens:
             self._put_subscribe(index, connection, now)
-        self._put_owed(node, connection, now)
+        for undo in node.owed.values():
+            self._put_undo(connection, undo, now)
+        node.owed.clear()
         return connection
 
     def failed(self, index: int, failure: Answer, now: float) -> None:
@@ -265,8 +265,6 @@ class NodeConnections:
         connection.spoilt = False
         if any(leads_elsewhere(answer) for _, answer in unusual):
             self.broken(index, Answer(Said.UNREACHABLE, detail="another server has taken over"))
-        elif node.owed:
-            self._put_owed(node, connection, now)
         if not connection.published:
             return ()
         published, connection.published = connection.published, []
@@ -318,17 +316,6 @@ class NodeConnections:
             return Answer(Said.CONFIG, detail=str(error))
         self._on_identity(index, connection.identity)
         return answer
-
-    def _put_owed(self, node: _Node, connection: Connection, now: float) -> None:
-        """Put a portion of what is owed into a connection; the next when the node has answered some."""
-        if self._silence(connection, now) is not None:
-            return
-        for nonce, undo in list(itertools.islice(node.owed.items(), _PORTION)):
-            if len(connection.unanswered) >= _PORTION:
-                return
-            if not self._is_wanted(nonce):  # else it is kept for when that is over
-                self._put_undo(connection, undo, now)
-                del node.owed[nonce]
 
     def _put_undo(self, connection: Connection, undo: Command, now: float) -> None:
         """Release what is left behind, if it is not wanted and no RELEASE of it is under way."""
