@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary
 
 from fencelock.authority.base import AsyncClosing, Grant, Wish
 from fencelock.authority.redlock import operations
+from fencelock.authority.redlock.admin import NodeStatus
 from fencelock.authority.redlock.protocol import messages
-from fencelock.authority.redlock.survey import NodeStatus
 from fencelock.authority.redlock.transport.aio import LoopConnections, run, tell
 from fencelock.authority.redlock.waiting import Waiter
 from fencelock.errors import FencelockError
