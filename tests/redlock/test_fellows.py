@@ -193,8 +193,8 @@ SILENT = Answer(Said.SILENT)
 def standing(node_id: str, *, admitted: bool = False, epoch: int = 0) -> NodeReport:
     """Return what a member says; without an id, a blank one."""
     if not node_id:
-        return NodeReport(admitted, None, 0, "", "", "", "", "", "", 0.0)
-    return NodeReport(admitted, epoch, epoch, LIST.fingerprint, node_id, LIST.to_json(), "", "", "", 0.0)
+        return NodeReport("", "", admitted, None, 0, "", "", "", "", 0.0)
+    return NodeReport(node_id, LIST.to_json(), admitted, epoch, epoch, LIST.fingerprint, "", "", "", 0.0)
 
 
 def voter(node_id: str) -> NodeReport:

@@ -37,7 +37,6 @@ class Recoverer:
         self._connect = connect
         self._work = work
         self._lock = threading.RLock()  # for signal handlers that lock, and strike in the midst of it
-        self._is_beginning = False
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._connections: SharedConnections | None = None
@@ -49,17 +48,14 @@ class Recoverer:
         if self._is_at_work() or time.monotonic() < self._not_before:
             return
         with self._lock:
-            if self._is_at_work() or self._is_beginning or self._stop.is_set():
+            if self._is_at_work() or self._stop.is_set():
                 return
+            thread = threading.Thread(target=self._run, name="fencelock-recovery", daemon=True)
+            self._thread = thread
             try:
-                self._is_beginning = True
-                self._thread = threading.Thread(target=self._run, name="fencelock-recovery", daemon=True)
-                _threads.start(self._thread)
+                _threads.start(thread)
             except RuntimeError:  # too many threads, or the interpreter is on its way out
-                self._thread = None
                 self._pause(succeeded=False)
-            finally:
-                self._is_beginning = False
 
     def _is_at_work(self) -> bool:
         thread = self._thread
@@ -81,7 +77,7 @@ class Recoverer:
             self._connections.leave_to_parent()
 
     def _run(self) -> None:
-        if self._thread is not threading.current_thread():  # one that is too many
+        if self._thread is not threading.current_thread():  # a signal handler has started another meanwhile
             return
         succeeded = False
         try:

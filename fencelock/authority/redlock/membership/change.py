@@ -13,7 +13,7 @@ prevents:
 4. The new epoch is above all that they know of. No counters are carried over: the epoch dominates. Two
    operators who finish the same change may have chosen different ones, so a majority of the *new* nodes
    promises it ("OPEN without PROMISE").
-5. Wait for the leases that old nodes have granted: for mutual exclusion only.
+5. Before that, wait for the leases that old nodes have granted: for mutual exclusion only.
 6. OPEN the new nodes first: then, wherever this is interrupted, the old list is closed by a majority still
    or the new one has a majority already. The next run finishes either.
 """
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from fencelock.authority.redlock.membership.establish import establish, let_vote
@@ -48,7 +48,7 @@ class Change:
 
     membership: Membership
     done: bool
-    left_out: Mapping[str, str] = field(default_factory=dict)
+    left_out: Mapping[str, str]
 
 
 def change(group: NodeGroup, wanted: Sequence[int], tell: Callable[[str], None]) -> Steps[Change]:
@@ -72,9 +72,7 @@ def change(group: NodeGroup, wanted: Sequence[int], tell: Callable[[str], None])
         )
     addresses = {group.names[node] for node in wanted}
     if set(old.addresses) == addresses:
-        target, epoch = old, _epoch_of_stragglers(old, old.seats_of(group.names), reports)
-        if not epoch:
-            return Change(old, done=False, left_out=_left_out(group, old, wanted, reports, told))
+        target, epoch = old, _epoch_of_stragglers(group, old, reports)
     else:
         target = _next_list(old, addresses, reports) or (
             yield from _make_list(group, old, wanted, reports, told)
@@ -82,23 +80,19 @@ def change(group: NodeGroup, wanted: Sequence[int], tell: Callable[[str], None])
         _check_closable(old, reports, told)
         tell("closing the present list")
         epoch = yield from _close(group, old, target)
-    ids = target.seats_of(group.names)
-    before, _ = yield from group.read(wanted)
-    _check_promised(group, target, wanted, (yield from establish(group, target, epoch, before, ids)))
-    if target is not old:
         yield from _outwait_leases(group, reports, tell)
-    tell("opening the new list")
-    present, _ = yield from group.read(wanted)
-    new_first = sorted(present, key=lambda node: not present[node].blank)
-    yield from let_vote(group, "open", target, epoch, {node: (ids[node], 0) for node in new_first})
-    reports, told = yield from _read(group)
-    left_out = _left_out(group, target, wanted, reports, told)
-    if len(wanted) - len(left_out) < target.quorum:
+    if epoch:
+        tell("opening the new list")
+        yield from _open(group, target, epoch, wanted)
+        reports, told = yield from _read(group)
+    votes = {node for node, report in reports.items() if report.votes_in(target.fingerprint)}
+    left_out = {group.names[node]: told[group.names[node]] for node in wanted if node not in votes}
+    if epoch and len(wanted) - len(left_out) < target.quorum:
         raise QuorumError(
             "too few of the new nodes could be opened: bring them back, and run the same command again",
             nodes=told,
         )
-    return Change(target, done=True, left_out=left_out)
+    return Change(target, bool(epoch), left_out)
 
 
 def _read(group: NodeGroup) -> Steps[tuple[Reports, Told]]:
@@ -124,14 +118,6 @@ def _addresses(members: str) -> str:
     return ", ".join(sorted(Membership.from_json(members).addresses))
 
 
-def _left_out(
-    group: NodeGroup, membership: Membership, wanted: Sequence[int], reports: Reports, told: Told
-) -> Told:
-    """Return what is to be known about each of the wanted nodes that does not vote."""
-    votes = {node for node, report in reports.items() if report.votes_in(membership.fingerprint)}
-    return {group.names[node]: told[group.names[node]] for node in wanted if node not in votes}
-
-
 def _lists(texts: Iterable[str]) -> list[Membership]:
     """Return the lists that stand in texts, the most frequent first."""
     return [Membership.from_json(text) for text, _ in Counter(filter(None, texts)).most_common()]
@@ -146,22 +132,23 @@ def _present_list(reports: Reports) -> Membership | None:
     return next(iter(_lists(r.members for r in reports.values() if r.closed) or lists), None)
 
 
-def _epoch_of_stragglers(present: Membership, ids: Mapping[int, str], reports: Reports) -> int:
+def _epoch_of_stragglers(group: NodeGroup, present: Membership, reports: Reports) -> int:
     """Return an epoch for nodes that an interrupted change has not opened; 0 where there is nothing to do.
 
     They have not voted in this list yet. It is above all that its voters know of, as in a recovery.
     """
     voters = [report for report in reports.values() if report.votes_in(present.fingerprint)]
-    left = [
-        report
-        for node, report in reports.items()
-        if node in ids
-        and (
+    waiting = []
+    for node, node_id in present.seats_of(group.names).items():
+        report = reports.get(node)
+        if report is not None and (
             (report.admitted and report.next_fingerprint == present.fingerprint)
-            or (report.blank and report.ticket == ids[node])
-        )
-    ]
-    return max(r.highest for r in voters + left) + 1 if left and len(voters) >= present.quorum else 0
+            or (report.blank and report.ticket == node_id)
+        ):
+            waiting.append(report)
+    if not waiting or len(voters) < present.quorum:
+        return 0
+    return max(report.highest for report in voters + waiting) + 1
 
 
 def _next_list(old: Membership, addresses: set[str], reports: Reports) -> Membership | None:
@@ -259,22 +246,11 @@ def _closed_still(
     return {n: r for n, r in reports.items() if r.admitted and (r.fingerprint, r.next_fingerprint) == lists}
 
 
-def _check_promised(group: NodeGroup, target: Membership, wanted: Sequence[int], promised: set[int]) -> None:
-    if len(promised) < target.quorum:
-        silent = [group.names[node] for node in wanted if node not in promised]
-        raise QuorumError(
-            f"too few of the new nodes are ready: bring back {', '.join(silent)} as they were, and run the "
-            "same command again; until then no lock is granted. What has restarted meanwhile cannot come "
-            "back as it was: then fencelock init --after-loss",
-            nodes=dict.fromkeys(silent, "not ready"),
-        )
-
-
 def _outwait_leases(group: NodeGroup, reports: Reports, tell: Callable[[str], None]) -> Steps[None]:
     """Wait until no lock lives on the closed nodes: a majority knows each lease, and none is extended now."""
     longest = 0.0
-    for node, report in reports.items():
-        cursor = "0" if report.blank else ""
+    for node in (node for node, report in reports.items() if not report.blank):
+        cursor = ""
         while cursor != "0":
             answer = (yield from group.ask("leases", [node], "", cursor or "0"))[node]
             if answer.said is not Said.LEASES:
@@ -284,3 +260,20 @@ def _outwait_leases(group: NodeGroup, reports: Reports, tell: Callable[[str], No
     if longest:
         tell(f"waiting {longest:.0f} s for the leases that are held")
         yield Sleep(longest)
+
+
+def _open(group: NodeGroup, target: Membership, epoch: int, wanted: Sequence[int]) -> Steps[None]:
+    """Have a majority of the new nodes promise the epoch, and let all that can vote in it."""
+    ids = target.seats_of(group.names)
+    before, _ = yield from group.read(wanted)
+    promised = yield from establish(group, target, epoch, before, ids)
+    if len(promised) < target.quorum:
+        silent = [group.names[node] for node in wanted if node not in promised]
+        raise QuorumError(
+            f"too few of the new nodes are ready: bring back {', '.join(silent)} as they were, and run the "
+            "same command again; until then no lock is granted. What has restarted meanwhile cannot come "
+            "back as it was: then fencelock init --after-loss",
+            nodes=dict.fromkeys(silent, "not ready"),
+        )
+    new_first = sorted(before, key=lambda node: not before[node].blank)
+    yield from let_vote(group, "open", target, epoch, {node: (ids[node], 0) for node in new_first})

@@ -14,7 +14,7 @@ from typing import Final
 
 from fencelock.authority.redlock.membership.establish import establish
 from fencelock.authority.redlock.membership.members import Membership
-from fencelock.authority.redlock.membership.reports import NodeGroup, Reports, Steps
+from fencelock.authority.redlock.membership.reports import NodeGroup, NodeReport, Reports, Steps
 from fencelock.authority.redlock.protocol.messages import Answer, Said
 from fencelock.errors import MembershipError, QuorumError
 
@@ -35,31 +35,28 @@ def initialise(group: NodeGroup, *, base: int, max_ttl: float | None, epoch: int
         QuorumError: not every node answered; all of them are needed, this once.
         MembershipError: some nodes are in use already, or belong to another list.
     """
-    told = yield from _begin(group, DEFAULT_MAX_TTL if max_ttl is None else max_ttl)
-    ids = {node: answer.facts[0] for node, answer in told.items()}
-    if max_ttl is None:
-        max_ttl = max(map(_max_ttl_of, told.values()))
-    membership = Membership(tuple(sorted((ids[node], group.names[node]) for node in ids)), max_ttl)
-    # All at one time: the nodes in which two lists differ were then out at one time, hence a minority.
-    again = yield from _begin(group, max_ttl)
-    for node, answer in again.items():
-        if answer.facts[0] != ids[node]:
-            raise _interrupted(group, node)
-    for node, answer in again.items():
-        _check_agreement(group.names[node], answer, membership)
-    blank = [node for node, answer in again.items() if answer.said is Said.TICKET]
-    if blank:
-        epoch = yield from _promise(group, membership, ids, epoch)
-        yield from _open(group, membership, ids, epoch, base)
-    yield from group.synced(blank)
-    return bool(blank)
-
-
-def _begin(group: NodeGroup, max_ttl: float) -> Steps[dict[int, Answer]]:
     told: dict[int, Answer] = {}
+    asked_ms = round((DEFAULT_MAX_TTL if max_ttl is None else max_ttl) * 1000)
     for node in range(len(group.names)):
-        told[node] = yield from _need(group, node, "begin", "", group.new_word(), round(max_ttl * 1000), "")
-    return told
+        told[node] = yield from _need(group, node, "begin", "", group.new_word(), asked_ms, "")
+    ttls = {node: _max_ttl_of(answer) for node, answer in told.items()}
+    ids = {node: answer.facts[0] for node, answer in told.items()}
+    seats = tuple(sorted((ids[node], group.names[node]) for node in ids))
+    membership = Membership(seats, max(ttls.values()) if max_ttl is None else max_ttl)
+    for _ in range(_MOST_LOOKS):
+        before = yield from _look_again(group, membership, ids, ttls)
+        blank = [node for node, report in before.items() if report.blank]
+        if not blank:
+            return False
+        # Nothing could have been promised below epoch 0. All nodes are to promise, also those that another
+        # client has opened meanwhile, because few may be blank by now.
+        epoch = max(epoch, *(report.highest for report in before.values()))
+        promised = (yield from establish(group, membership, epoch, before, ids)) if epoch else before
+        if len(promised) >= membership.quorum:
+            yield from _open(group, membership, ids, epoch, base)
+            yield from group.synced(blank)
+            return True
+    raise QuorumError("others are at work on these nodes, or they restart: run the same command again")
 
 
 def _max_ttl_of(answer: Answer) -> float:
@@ -69,45 +66,42 @@ def _max_ttl_of(answer: Answer) -> float:
     return float(answer.facts[1]) / 1000
 
 
-def _check_agreement(name: str, answer: Answer, membership: Membership) -> None:
-    verb = "is being"
-    if answer.said is Said.ADMITTED:
-        if answer.facts[2] == "restarted":
-            raise MembershipError(
-                f"{name} was initialised before and has restarted since. It does not vote until a client "
-                "that uses it has admitted it again, which takes as long as the longest lease; "
-                "`fencelock nodes` tells when. There is nothing to initialise"
-            )
-        verb, theirs = "was", Membership.from_json(answer.facts[1])
-        if theirs.ids != membership.ids:
-            raise MembershipError(
-                f"{name} is in use already, in another list of {len(theirs.seats)} nodes: "
-                f"{', '.join(theirs.addresses)}. Name exactly those nodes; a blank one among them has lost "
-                "its memory, and is not initialised again"
-            )
-    its = _max_ttl_of(answer)
-    if round(its * 1000) != round(membership.max_ttl * 1000):
-        raise MembershipError(
-            f"{name} {verb} initialised with a longest ttl of {its:g} s, and not {membership.max_ttl:g} s: "
-            "use the same"
-        )
+def _look_again(
+    group: NodeGroup, membership: Membership, ids: dict[int, str], ttls: dict[int, float]
+) -> Steps[Reports]:
+    """Return where the nodes stand that held all the tickets of the list at one time.
 
-
-def _promise(group: NodeGroup, membership: Membership, ids: dict[int, str], epoch: int) -> Steps[int]:
-    """Return the epoch to open nodes in: this one, or the highest that any node knows of.
-
-    Below epoch 0 nothing could have been promised, so it needs no PROMISE. All nodes count, also those that
-    another client has opened meanwhile, because few may be blank by now. Where another has been at work in
-    between, they are asked again.
+    The nodes in which two lists differ were then out at one time, hence a minority.
     """
-    for _ in range(_MOST_LOOKS):
-        before = yield from _read(group)
-        epoch = max(epoch, *(report.highest for report in before.values()))
-        if not epoch:
-            return 0
-        if len((yield from establish(group, membership, epoch, before, ids))) >= membership.quorum:
-            return epoch
-    raise QuorumError("others are at work on these nodes, or they restart: run the same command again")
+    reports = yield from _read(group)
+    for node, report in reports.items():
+        name = group.names[node]
+        if (report.ticket if report.blank else report.node_id) != ids[node]:
+            raise _interrupted(group, node)
+        if not report.blank:
+            _check_member(name, report, membership)
+        if round(ttls[node] * 1000) != round(membership.max_ttl * 1000):
+            raise MembershipError(
+                f"{name} {'is being' if report.blank else 'was'} initialised with a longest ttl of "
+                f"{ttls[node]:g} s, and not {membership.max_ttl:g} s: use the same"
+            )
+    return reports
+
+
+def _check_member(name: str, report: NodeReport, membership: Membership) -> None:
+    if not report.admitted:
+        raise MembershipError(
+            f"{name} was initialised before and has restarted since. It does not vote until a client "
+            "that uses it has admitted it again, which takes as long as the longest lease; "
+            "`fencelock nodes` tells when. There is nothing to initialise"
+        )
+    theirs = Membership.from_json(report.members)
+    if theirs.ids != membership.ids:
+        raise MembershipError(
+            f"{name} is in use already, in another list of {len(theirs.seats)} nodes: "
+            f"{', '.join(theirs.addresses)}. Name exactly those nodes; a blank one among them has lost "
+            "its memory, and is not initialised again"
+        )
 
 
 def _open(

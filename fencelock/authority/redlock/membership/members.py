@@ -6,14 +6,13 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from fencelock.authority.redlock.protocol.messages import STRIPES
 from fencelock.errors import MembershipError
 
-PROTOCOL_VERSION = 1
-STRIPE_HASH = "crc32"
-_SPOKEN = (PROTOCOL_VERSION, STRIPES, STRIPE_HASH)
+#: Version of the protocol, number of stripes, and the hash that puts a resource into one.
+_SPOKEN: Final = (1, STRIPES, "crc32")
 
 
 @dataclass(frozen=True, slots=True)

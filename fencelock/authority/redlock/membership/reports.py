@@ -33,22 +33,22 @@ _PAUSE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """All that a node says about itself at one moment; a blank node has an empty id, list and fingerprint.
+    """All that a node says about itself at one moment; what a blank node does not have is empty.
 
     Attributes:
         admitted: it has its marker, and has not restarted since it was admitted.
         epoch: in which it votes; None for a node without a marker.
-        next_fingerprint: of the list that it is closed for; empty where it is open.
-        ticket: under which it can be admitted; empty where it has none.
+        next_fingerprint: of the list that it is closed for.
+        ticket: under which it can be admitted.
         ticket_left: seconds for which it still stays out, by its own clock, where it has a ticket.
     """
 
+    node_id: str
+    members: str
     admitted: bool
     epoch: int | None
     promised: int
     fingerprint: str
-    node_id: str
-    members: str
     next_fingerprint: str
     next_members: str
     ticket: str
@@ -58,18 +58,9 @@ class NodeReport:
     def of(cls, answer: Answer) -> NodeReport:
         """Read the answer to READ."""
         node_id, members, admitted, epoch, promised, cfg, following, next_members, ticket, left = answer.facts
-        return cls(
-            admitted=bool(admitted),
-            epoch=int(epoch) if epoch else None,
-            promised=int(promised or 0),
-            fingerprint=cfg,
-            node_id=node_id,
-            members=members,
-            next_fingerprint=following,
-            next_members=next_members,
-            ticket=ticket,
-            ticket_left=int(left or 0) / 1000,
-        )
+        epochs = int(epoch) if epoch else None, int(promised or 0)
+        lists = cfg, following, next_members
+        return cls(node_id, members, bool(admitted), *epochs, *lists, ticket, int(left or 0) / 1000)
 
     @property
     def blank(self) -> bool:
@@ -106,8 +97,6 @@ class NodeGroup:
     """The nodes that a procedure speaks to, and how it does.
 
     Attributes:
-        names: the nodes' addresses.
-        node_key: key of each node's hash.
         patience: seconds to wait for a node.
         new_word: makes a random word, for tickets.
         jitter: returns a random number between 0 and 1.
@@ -158,10 +147,8 @@ class NodeGroup:
     def synced(self, nodes: Iterable[int]) -> Steps[set[int]]:
         """Wait until nodes have on their disks what they were told last; return those that are still there.
 
-        So what a majority has promised is not forgotten by all of them in one power failure. Servers before
-        7.2 cannot be waited for: `appendfsync always` makes them write before they answer, and without it
-        such a failure may cost a second. While fewer than a majority forget at a time none of this matters,
-        so a node that cannot say is not held back.
+        So what a majority has promised is not forgotten by all of them in one power failure. A node that
+        cannot say is not held back: while fewer than a majority forget at a time none of this matters.
         """
         asked = list(nodes)
         if not asked:
@@ -184,8 +171,6 @@ class Census:
     """The list that most nodes belong to, and how its members stand.
 
     Attributes:
-        membership: the list.
-        reports: what every node that answered said about itself.
         voters: members that vote.
         waiting: members that do not and can be admitted, with the id of the seat that each gets back.
         complete: whether every node of the client answered, holds its own data of this list and is open.
@@ -207,11 +192,10 @@ class Census:
         names none: a stranger in its place would be one voter more than the others know of.
         """
         marked = [report for report in reports.values() if not report.blank]
-        lists = Counter(r.fingerprint for r in marked if not r.closed) or Counter(
-            r.fingerprint for r in marked
-        )
-        if not lists:
+        if not marked:
             return None
+        lists = Counter(report.fingerprint for report in marked if not report.closed)
+        lists = lists or Counter(report.fingerprint for report in marked)
         fingerprint = lists.most_common(1)[0][0]
         named = [report for report in marked if report.fingerprint == fingerprint]
         membership = Membership.from_json(Counter(r.members for r in named).most_common(1)[0][0])
