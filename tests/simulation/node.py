@@ -570,18 +570,18 @@ class ModelNode:
         self._tickets += 1
         return f"{self.name}t{self._tickets}"
 
-    def _facts(self, *more: str) -> tuple[str, ...]:
-        return (self.hash["id"], self.hash["members"], *more)
+    def _facts(self) -> tuple[str, ...]:
+        return self.hash["id"], self.hash["members"]
 
     def begin(self, _cfg: str, word: str, max_ttl: int, seat: str) -> Answer:
         """BEGIN."""
         fields = self.hash
         if self.admitted:
-            return Answer(Said.ADMITTED, facts=self._facts("votes"))
+            return Answer(Said.ADMITTED, facts=self._facts())
         if "next" in fields:
             return _CLOSED
         if "e" in fields and not seat:
-            return Answer(Said.ADMITTED, facts=self._facts("restarted"))
+            return Answer(Said.ADMITTED, facts=self._facts())
         if "e" in fields and fields["id"] != seat:
             return _CONFIG
         if not self.has_ticket:

@@ -33,8 +33,6 @@ from fencelock.errors import MembershipError, QuorumError
 
 _MOST_PASSES: Final = 3
 
-Told = dict[str, str]
-
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -58,10 +56,6 @@ def change(group: NodeGroup, wanted: Sequence[int], tell: Callable[[str], None])
         group: all nodes, old and new.
         wanted: those that are to vote afterwards.
         tell: told what is going on, as a sentence.
-
-    Raises:
-        QuorumError: too few of the old nodes vote, or not all of the new ones answer.
-        MembershipError: a new node is in use elsewhere, or another change is under way.
     """
     reports, told = yield from _read(group)
     old = _present_list(reports)
@@ -95,7 +89,7 @@ def change(group: NodeGroup, wanted: Sequence[int], tell: Callable[[str], None])
     return Change(target, bool(epoch), left_out)
 
 
-def _read(group: NodeGroup) -> Steps[tuple[Reports, Told]]:
+def _read(group: NodeGroup) -> Steps[tuple[Reports, dict[str, str]]]:
     """Return where all nodes stand, and in words what each said, by its address."""
     reports, answers = yield from group.read()
     told = {
@@ -168,7 +162,7 @@ def _next_list(old: Membership, addresses: set[str], reports: Reports) -> Member
 
 
 def _make_list(
-    group: NodeGroup, old: Membership, wanted: Sequence[int], reports: Reports, told: Told
+    group: NodeGroup, old: Membership, wanted: Sequence[int], reports: Reports, told: dict[str, str]
 ) -> Steps[Membership]:
     """Make the new list: nodes that stay keep their ids, new ones get a ticket for theirs."""
     missing = [group.names[node] for node in wanted if node not in reports]
@@ -207,7 +201,7 @@ def _make_list(
     return Membership(seats_now, old.max_ttl, after=old.fingerprint)
 
 
-def _check_closable(old: Membership, reports: Reports, told: Told) -> None:
+def _check_closable(old: Membership, reports: Reports, told: dict[str, str]) -> None:
     """Refuse before anything is closed, where it could not be brought to an end."""
     members = sum(report.admitted and report.fingerprint == old.fingerprint for report in reports.values())
     if members < old.quorum:

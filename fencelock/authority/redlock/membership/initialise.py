@@ -29,11 +29,7 @@ def initialise(group: NodeGroup, *, base: int, max_ttl: float | None, epoch: int
     """Open N blank nodes; return False where nothing was to be done.
 
     Without a `max_ttl`, nodes that have one keep it. After a loss, `epoch` is above those that the database
-    has seen.
-
-    Raises:
-        QuorumError: not every node answered; all of them are needed, this once.
-        MembershipError: some nodes are in use already, or belong to another list.
+    has seen. All nodes must answer, this once.
     """
     told: dict[int, Answer] = {}
     asked_ms = round((DEFAULT_MAX_TTL if max_ttl is None else max_ttl) * 1000)
@@ -61,9 +57,8 @@ def initialise(group: NodeGroup, *, base: int, max_ttl: float | None, epoch: int
 
 def _max_ttl_of(answer: Answer) -> float:
     """Return the longest ttl of a node's list, or of its ticket."""
-    if answer.said is Said.ADMITTED:
-        return Membership.from_json(answer.facts[1]).max_ttl
-    return float(answer.facts[1]) / 1000
+    is_member, fact = answer.said is Said.ADMITTED, answer.facts[1]
+    return Membership.from_json(fact).max_ttl if is_member else float(fact) / 1000
 
 
 def _look_again(
@@ -136,9 +131,6 @@ def remains(group: NodeGroup) -> Steps[dict[str, tuple[str, ...]]]:
     """Return the nodes that remember a list which has lost its majority, each with the addresses of the list.
 
     Empty where a majority of a list votes: nothing is lost there.
-
-    Raises:
-        QuorumError: not every node answered.
     """
     reports = yield from _read(group)
     lists = {n: Membership.from_json(report.members) for n, report in reports.items() if not report.blank}
@@ -149,11 +141,7 @@ def remains(group: NodeGroup) -> Steps[dict[str, tuple[str, ...]]]:
 
 
 def clear(group: NodeGroup) -> Steps[int]:
-    """Delete what a namespace has left on the nodes; return how many keys that were.
-
-    Raises:
-        QuorumError: not every node answered.
-    """
+    """Delete what a namespace has left on the nodes; return how many keys that were."""
     yield from _read(group)
     count = 0
     for node in range(len(group.names)):
