@@ -449,7 +449,7 @@ def interrupted_init(urls: list[str], rounds: int) -> None:
         channels.close()
 
 
-@pytest.mark.parametrize("rounds", range(1, 10))
+@pytest.mark.parametrize("rounds", range(1, 7))
 def test_interrupted_init_is_finished_by_the_next(nodes: Nodes, rounds: int) -> None:
     """Wherever the first stopped, the second finds its tickets and completes the same list."""
     urls = nodes.urls[:3]
@@ -470,7 +470,7 @@ def is_open(url: str) -> bool:
 def test_init_refuses_a_node_that_restarted_in_between(nodes: Nodes) -> None:
     """Half the list is open, and a node has lost its ticket: it cannot be told from one that has voted."""
     urls = nodes.urls[:3]
-    interrupted_init(urls, 8)
+    interrupted_init(urls, 5)
     next(node for node in nodes[:3] if not is_open(node.url)).restart(keep_data=False)
     with Redlock(urls) as authority, pytest.raises(MembershipError, match="lost its memory"):
         authority.init(base=0)

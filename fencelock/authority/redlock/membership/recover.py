@@ -36,6 +36,9 @@ from fencelock.token import MAX_COUNTER, split
 
 #: Recoverers that have waited for one node spread their work over so many seconds, or a tenth of the wait.
 _SPREAD: Final = 5.0
+#: Seconds that another recoverer is given, once, that has promised an epoch and seems to be at work. It may
+#: have died, and this one may live for a second only.
+_COURTESY: Final = 0.5
 #: Seconds after a first failure; longer after the next.
 _PAUSE: Final = 1.0
 _MOST_FAILURES: Final = 3
@@ -47,7 +50,7 @@ def recover(group: NodeGroup) -> Steps[bool]:
     Returns True when nothing is left to do, False when nothing can be done for now: too few nodes answer, or
     an operator is needed.
     """
-    failures = 0
+    is_courteous, failures = True, 0
     while failures < _MOST_FAILURES:
         reports, _ = yield from group.read()
         census = Census.of(group.names, reports)
@@ -64,6 +67,9 @@ def recover(group: NodeGroup) -> Steps[bool]:
             # All that have waited for this node wake up at the same time, and one of us is enough.
             spread = min(_SPREAD, census.membership.max_ttl / 10)
             yield Sleep(left + spread * group.jitter())
+        elif is_courteous and _is_busy(census):
+            is_courteous = False
+            yield Sleep(_COURTESY * (0.5 + group.jitter()))
         elif not (yield from _admit(group, census, tickets, [n for n, wait in waits.items() if wait <= 0])):
             failures += 1
             yield Sleep(_PAUSE * failures * (0.5 + group.jitter()))
@@ -116,6 +122,12 @@ def _begin(group: NodeGroup, census: Census) -> Steps[tuple[dict[int, str], dict
     given = {node: answer.facts for node, answer in answers.items() if answer.said is Said.TICKET}
     tickets = {node: ticket for node, (ticket, _, _) in given.items()}
     return tickets, {node: int(left_ms) / 1000 for node, (_, _, left_ms) in given.items()}
+
+
+def _is_busy(census: Census) -> bool:
+    """Whether a node has promised an epoch in which none votes yet: a client may be at work just now."""
+    voters = [census.reports[node] for node in census.voters]
+    return any(report.promised > (report.epoch or 0) for report in voters)
 
 
 def _admit(group: NodeGroup, census: Census, tickets: Mapping[int, str], due: Sequence[int]) -> Steps[bool]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 from fencelock.authority.redlock.membership.members import Identity, Membership
 from fencelock.authority.redlock.protocol.nodeset import Fleet
@@ -31,10 +32,8 @@ class MembershipView:
         self, names: tuple[str, ...], node_key: str = "", patience: float = 1.0, init_command: str = ""
     ) -> None:
         self.identities: dict[int, Identity] = {}
-        self._names = names
-        self._node_key = node_key
-        self._patience = patience
-        self._init_command = init_command
+        #: The nodes before any of them has named a list.
+        self._fleet = Fleet(names, node_key, "", tuple(range(len(names))), math.inf, patience, init_command)
         #: Of those that ever named a list: the id and that list.
         self._said: dict[int, tuple[str, Membership]] = {}
         self._news = object()
@@ -67,20 +66,15 @@ class MembershipView:
 
     def _look(self) -> Fleet:
         self._check_distinct()
-        known = self._membership()
+        known, names = self._membership(), self._fleet.names
         # In the order of the ids, which is the same for all clients; then the others. The list has the ids
         # for the addresses, because a node that holds a fellow's data says the fellow's.
-        own = known.seats_of(self._names) if known is not None else {}
+        own = known.seats_of(names) if known is not None else {}
         ids = {node: own.get(node, said) for node, (said, _) in list(self._said.items())}
-        return Fleet(
-            names=self._names,
-            node_key=self._node_key,
-            fingerprint=known.fingerprint if known is not None else "",
-            order=tuple(sorted(range(len(self._names)), key=lambda node: (ids.get(node, "~"), node))),
-            max_ttl=known.max_ttl if known is not None else math.inf,
-            patience=self._patience,
-            init_command=self._init_command,
-        )
+        order = tuple(sorted(range(len(names)), key=lambda node: (ids.get(node, "~"), node)))
+        if known is None:
+            return replace(self._fleet, order=order)
+        return replace(self._fleet, fingerprint=known.fingerprint, order=order, max_ttl=known.max_ttl)
 
     def _check_distinct(self) -> None:
         """Refuse two addresses of one server process: it would have two votes.
@@ -91,21 +85,23 @@ class MembershipView:
         for node, identity in list(self.identities.items()):
             other = seen.setdefault(identity.run_id, node)
             if other != node:
+                names = self._fleet.names
                 raise MembershipError(
-                    f"{self._names[other]} and {self._names[node]} are the same server, which "
+                    f"{names[other]} and {names[node]} are the same server, which "
                     "would have two votes: name each node once (databases of one server are one node)"
                 )
 
     def _membership(self) -> Membership | None:
         """Return the list of as many nodes as the client has that most of them name; None if none does."""
+        names = self._fleet.names
         lists = Counter(membership for _, membership in list(self._said.values()))
         known: Membership | None = None
         for candidate, members in lists.most_common():
-            if len(candidate.seats) == len(self._names):
+            if len(candidate.seats) == len(names):
                 known = known or candidate
-            elif 2 * members >= len(self._names):  # a stray node does not speak for all
+            elif 2 * members >= len(names):  # a stray node does not speak for all
                 raise MembershipError(
-                    f"this client is configured with {len(self._names)} nodes ({', '.join(self._names)}), "
+                    f"this client is configured with {len(names)} nodes ({', '.join(names)}), "
                     f"but they were initialised as {len(candidate.seats)}: {', '.join(candidate.addresses)}. "
                     "Configure every client with exactly those"
                 )
