@@ -25,7 +25,6 @@ from fencelock.errors import AuthorityError, MembershipError, QuorumError
 
 _CONNECT_TIMEOUT: Final = 3.0
 _MOST_RISES: Final = 3
-_TOO_FEW: Final = "too few nodes remember what was promised: fencelock init --after-loss"
 
 logger = logging.getLogger("fencelock.authority.redlock")
 
@@ -118,9 +117,7 @@ def _check_eviction(group: NodeGroup, view: MembershipView) -> Steps[None]:
                 "nothing else uses. --allow-eviction (allow_eviction=True) initialises it as it is"
             )
         logger.warning(
-            "%s: its INFO does not tell whether it evicts keys: see to it that its maxmemory-policy "
-            "is noeviction",
-            name,
+            "%s: its INFO does not tell whether it evicts keys: its maxmemory-policy must be noeviction", name
         )
 
 
@@ -156,13 +153,13 @@ def statuses(names: tuple[str, ...], reports: Reports, answers: Answers) -> tupl
         census = None
     found = []
     for node, name in enumerate(names):
-        report, answer = reports.get(node), answers[node]
-        if report is None:
-            found.append(NodeStatus(name, NodeState.UNREACHABLE, detail=answer.detail or answer.said.value))
-            continue
-        state, detail = _state(node, name, report, census)
-        left = report.ticket_left if state is NodeState.RECOVERING else None
-        found.append(NodeStatus(name, state, report.epoch, left, "" if left else detail))
+        if node in reports:
+            state, detail = _state(node, name, reports[node], census)
+            left = reports[node].ticket_left if state is NodeState.RECOVERING else None
+            found.append(NodeStatus(name, state, reports[node].epoch, left, "" if left else detail))
+        else:
+            detail = answers[node].detail or answers[node].said.value
+            found.append(NodeStatus(name, NodeState.UNREACHABLE, detail=detail))
     return tuple(found)
 
 
@@ -179,16 +176,18 @@ def _state(node: int, name: str, report: NodeReport, census: Census | None) -> t
         return NodeState.ADMITTED, ""
     listed, seat = census.membership, census.waiting.get(node)
     addresses = ", ".join(listed.addresses)
-    if seat is not None:
-        hopeful = census.has_quorum or census.complete
-        state = NodeState.RECOVERING if hopeful and report.ticket else state
-        why = "waits for a client that uses it" if hopeful else _TOO_FEW
+    if seat is not None and not census.has_quorum and not census.complete:
+        why = "too few nodes remember what was promised: fencelock init --after-loss"
+    elif seat is not None:
+        state = NodeState.RECOVERING if report.ticket else state
+        why = "waits for a client that uses it"
     elif not report.blank and report.fingerprint != listed.fingerprint:
         why = f"belongs to {_addresses(report.members)}, and not to {addresses}"
         return NodeState.OTHER_MEMBERSHIP, why
+    elif name in listed.addresses:
+        why = "another has its seat"
     else:
-        is_listed = name in listed.addresses
-        why = "another has its seat" if is_listed else f"its address is none of the list's: {addresses}"
+        why = f"its address is none of the list's: {addresses}"
     if not report.blank and report.node_id != seat:
         why = f"has the data of {dict(listed.seats).get(report.node_id, 'another node')}; {why}"
     return state, why

@@ -39,12 +39,10 @@ class Change:
     """What a change of nodes has come to.
 
     Attributes:
-        membership: the list that votes now.
-        done: False if it did before.
-        left_out: addresses of its nodes that do not vote yet, with what is to be known about each.
+        done: False if the wanted list voted before.
+        left_out: addresses of its nodes that do not vote yet, with the reason of each.
     """
 
-    membership: Membership
     done: bool
     left_out: Mapping[str, str]
 
@@ -86,7 +84,7 @@ def change(group: NodeGroup, wanted: Sequence[int], tell: Callable[[str], None])
             "too few of the new nodes could be opened: bring them back, and run the same command again",
             nodes=told,
         )
-    return Change(target, bool(epoch), left_out)
+    return Change(bool(epoch), left_out)
 
 
 def _read(group: NodeGroup) -> Steps[tuple[Reports, dict[str, str]]]:
