@@ -208,14 +208,8 @@ def change_nodes(
     """Let the wanted nodes vote instead of the present ones; both are URLs, and some may be the same.
 
     Those that are gone for good may be among the present ones, or left out. No lock is granted meanwhile;
-    leases that are held come to their end first. May be run again after an interruption.
-
-    Args:
-        present: the nodes in use.
-        wanted: the nodes that are to be in use afterwards.
-        namespace: prefix of every key on the nodes.
-        tell: told what is going on, as sentences.
-        patience: seconds to wait for a node.
+    leases that are held come to their end first. May be run again after an interruption. `tell` gets a
+    sentence for each step; `patience` is in seconds, for each node.
 
     Raises:
         QuorumError: too few of the present nodes vote, or a wanted one does not answer.

@@ -48,13 +48,7 @@ class Change:
 
 
 def change(group: NodeGroup, wanted: Sequence[int], tell: Callable[[str], None]) -> Steps[Change]:
-    """Let the wanted nodes vote instead of those that do now. May be run again after an interruption.
-
-    Args:
-        group: all nodes, old and new.
-        wanted: those that are to vote afterwards.
-        tell: told what is going on, as a sentence.
-    """
+    """Let the wanted nodes of a group, old and new, vote instead of those that do now; see `change_nodes`."""
     reports, told = yield from _read(group)
     old = _present_list(reports)
     if old is None:

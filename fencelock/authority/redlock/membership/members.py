@@ -107,9 +107,5 @@ class Identity:
     eviction: str | None = ""
 
     def admitted(self, node_id: str, members: str) -> Identity:
-        """Return the same server process, as a member of a list.
-
-        Raises:
-            MembershipError: if the list cannot be read.
-        """
+        """Return the same server process, as a member of a list; MembershipError if it is unreadable."""
         return replace(self, node_id=node_id, membership=Membership.from_json(members))
