@@ -9,11 +9,11 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Generator
-from typing import Any
+from collections.abc import Callable
 
 from fencelock import _threads
-from fencelock.authority.redlock.protocol.messages import Broadcast, Request
+from fencelock.authority.redlock.membership.reports import Steps
+from fencelock.authority.redlock.protocol.messages import Broadcast
 from fencelock.authority.redlock.transport.blocking import SharedConnections
 from fencelock.errors import FencelockError
 
@@ -26,14 +26,10 @@ _FAREWELL = 0.2
 class Recoverer:
     """Starts a recovery when told of trouble, unless one is at work or the last was in vain a moment ago.
 
-    Args:
-        connect: opens connections to the nodes.
-        work: makes the generator to run; it returns whether nothing is left to do.
+    `connect` opens connections to the nodes; `work` makes the procedure, which tells if all is done.
     """
 
-    def __init__(
-        self, connect: Callable[[], SharedConnections], work: Callable[[], Generator[Request, Any, bool]]
-    ) -> None:
+    def __init__(self, connect: Callable[[], SharedConnections], work: Callable[[], Steps[bool]]) -> None:
         self._connect = connect
         self._work = work
         self._lock = threading.RLock()  # for signal handlers that lock, and strike in the midst of it
@@ -92,7 +88,7 @@ class Recoverer:
             self._pause(succeeded=succeeded)
             self._thread = None
 
-    def _drive(self, generator: Generator[Request, Any, bool], connections: SharedConnections) -> bool:
+    def _drive(self, generator: Steps[bool], connections: SharedConnections) -> bool:
         try:
             request = next(generator)
             while True:

@@ -28,14 +28,10 @@ from fencelock.token import MAX_EPOCH
 def establish(
     group: NodeGroup, membership: Membership, epoch: int, before: Reports, tickets: Mapping[int, str]
 ) -> Steps[set[int]]:
-    """Bring a list to a new epoch; return the nodes that have promised it, as long as enough go along.
+    """Bring a list to an epoch above all that it knows; return the nodes that have promised it.
 
-    Args:
-        group: the nodes.
-        membership: the list that is to vote in the epoch.
-        epoch: above all that the list knows; no node promises one for which tokens have no room.
-        before: what the nodes have said that are to promise. Those that vote in the list are raised.
-        tickets: of those that do not; in a new list, the ids.
+    Too few of them mean that no node may be let in. `before` is what the nodes have said that are to promise;
+    those of them that vote in the list are raised. `tickets` has those of the others; in a new list, the ids.
     """
     promised = yield from promise(group, membership, epoch, before, tickets)
     if len(promised) < membership.quorum:
@@ -49,7 +45,7 @@ def promise(
     group: NodeGroup, membership: Membership, epoch: int, before: Reports, tickets: Mapping[int, str]
 ) -> Steps[set[int]]:
     """Have nodes promise an epoch; return those that hold the promise at one time, and on their disks."""
-    if epoch > MAX_EPOCH:
+    if epoch > MAX_EPOCH:  # tokens have no room for it
         return set()
     cfg = membership.fingerprint
     arguments = {
