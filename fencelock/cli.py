@@ -23,11 +23,9 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from fencelock._engines import blocking_engine, for_blocking
 from fencelock.authority.database.database import Database
-from fencelock.authority.redlock.change import Change
+from fencelock.authority.redlock.admin import NodeState, NodeStatus, change_nodes
 from fencelock.authority.redlock.endpoints.sources import split_urls, without_password
-from fencelock.authority.redlock.operator import change_nodes
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
-from fencelock.authority.redlock.survey import NodeState, NodeStatus
 from fencelock.errors import FencelockError
 from fencelock.max_fence import highest_fence
 from fencelock.settings import DATABASE, factory_of
@@ -319,7 +317,7 @@ def _name_of(url: str) -> str:
 
 def _change(present: list[str], wanted: list[str], namespace: str) -> None:
     console = _console()
-    done: Change = change_nodes(
+    done = change_nodes(
         present,
         wanted,
         namespace=namespace or DEFAULT_NAMESPACE,

@@ -30,8 +30,8 @@ from fencelock import (
     gate,
     sealing,
 )
+from fencelock.authority.redlock.membership.recover import rise
 from fencelock.authority.redlock.protocol.messages import Broadcast, Request
-from fencelock.authority.redlock.recovery import rise
 from fencelock.authority.stepped import block
 from fencelock.embedded import Nodes
 from fencelock.guard.fences import FENCES
@@ -158,7 +158,7 @@ def test_nothing_is_raised_before_a_majority_has_promised(authority: Redlock) ->
     sent: list[str] = []
 
     def spying() -> Generator[Request, Any, int | None]:
-        steps = rise(authority._around(), compose(3, 1))
+        steps = rise(authority._group(), compose(3, 1))
         request = next(steps)
         while True:
             if isinstance(request, Broadcast):

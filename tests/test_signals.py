@@ -198,7 +198,7 @@ print(json.dumps({"said": said}))
 _STRUCK = """
 import faulthandler, os, redis
 from fencelock import Redlock, fenced_lock
-from fencelock.authority.redlock.view import MembershipView
+from fencelock.authority.redlock.membership.view import MembershipView
 from fencelock.settings import default_authority
 
 faulthandler.dump_traceback_later(30, exit=True)

@@ -10,8 +10,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from fencelock.authority.redlock.admin import NodeState
 from fencelock.authority.redlock.redlock import Redlock
-from fencelock.authority.redlock.survey import NodeState
 from fencelock.embedded import Nodes
 from fencelock.torture.clocks import Clocks
 from fencelock.torture.crew import Crew

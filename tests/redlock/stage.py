@@ -20,7 +20,9 @@ from typing import Any, Protocol
 import redis
 
 from fencelock import token
-from fencelock.authority.redlock.change import Plan, change
+from fencelock.authority.redlock.membership.change import change
+from fencelock.authority.redlock.membership.recover import recover, rise
+from fencelock.authority.redlock.membership.reports import NodeGroup
 from fencelock.authority.redlock.protocol import acquire, undo
 from fencelock.authority.redlock.protocol.bids import Bid, Failed, Granted, Turn
 from fencelock.authority.redlock.protocol.messages import (
@@ -33,7 +35,6 @@ from fencelock.authority.redlock.protocol.messages import (
     Said,
 )
 from fencelock.authority.redlock.protocol.nodeset import Fleet
-from fencelock.authority.redlock.recovery import Surroundings, recover, rise
 from fencelock.authority.redlock.redlock import Redlock
 from fencelock.authority.redlock.transport.connector import Node
 from fencelock.authority.redlock.transport.sockets import read_from, write_to
@@ -315,24 +316,22 @@ class Actor:
 
 def recoverer(stations: Sequence[RealNode]) -> Actor:
     """Return a recoverer of the nodes, in a hurry only as far as time goes."""
-    return Actor(stations, recover(_surroundings(stations)))
+    return Actor(stations, recover(_group(stations)))
 
 
 def riser(stations: Sequence[RealNode], seen: int) -> Actor:
     """Return a client that brings the nodes above a token that a storage has seen."""
-    return Actor(stations, rise(_surroundings(stations), seen))
+    return Actor(stations, rise(_group(stations), seen))
 
 
-def _surroundings(stations: Sequence[RealNode]) -> Surroundings:
+def _group(stations: Sequence[RealNode]) -> NodeGroup:
     names = tuple(station.node.name for station in stations)
-    return Surroundings(names, NODE_KEY, 1.0, lambda: "word", lambda: 0.0)
+    return NodeGroup(names, NODE_KEY, 1.0, lambda: "word", lambda: 0.0)
 
 
 def operator(stations: Sequence[RealNode], wanted: Sequence[int]) -> Actor:
     """Return an operator who wants some of the nodes to be the list."""
-    names = tuple(station.node.name for station in stations)
-    plan = Plan(names, tuple(wanted), NODE_KEY, 1.0, lambda: "word", lambda _: None)
-    return Actor(stations, change(plan))
+    return Actor(stations, change(_group(stations), wanted, lambda _: None))
 
 
 def without(script: str, line: str, instead: str = "") -> dict[str, str]:

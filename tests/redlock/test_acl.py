@@ -15,7 +15,7 @@ import pytest
 import redis
 
 from fencelock import Redlock
-from fencelock.authority.redlock.survey import NodeState
+from fencelock.authority.redlock.admin import NodeState
 from fencelock.embedded import Node
 from fencelock.errors import AuthorityError, LockLostError
 from tests.polling import eventually

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from fencelock import Redlock
-from fencelock.authority.redlock.operator import change_nodes
-from fencelock.authority.redlock.survey import NodeState
+from fencelock.authority.redlock.admin import NodeState, change_nodes
 from fencelock.embedded import Nodes
 from fencelock.errors import FencelockError, LockTimeoutError, MembershipError, QuorumError
 from tests.polling import eventually

@@ -20,7 +20,7 @@ from redis.cluster import ClusterNode, LoadBalancingStrategy
 from redis.crc import key_slot
 
 from fencelock import Redlock
-from fencelock.authority.redlock.operator import change_nodes
+from fencelock.authority.redlock.admin import change_nodes
 from fencelock.embedded import Nodes
 from fencelock.errors import LockTimeoutError, MembershipError, QuorumError
 from fencelock.token import split

@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from fencelock import Redlock
-from fencelock.authority.redlock import administration
+from fencelock.authority.redlock import admin
 from fencelock.authority.redlock.transport.connector import eviction_of
 from fencelock.embedded import Nodes
 from fencelock.errors import AuthorityError
@@ -28,7 +28,7 @@ def node(make_nodes: Callable[..., Nodes]) -> Nodes:
 @pytest.fixture(autouse=True)
 def first_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing has been warned of yet."""
-    monkeypatch.setattr(administration, "_warned_of_eviction", set())
+    monkeypatch.setattr(admin, "_warned_of_eviction", set())
 
 
 def configure(nodes: Nodes, **settings: str) -> None:

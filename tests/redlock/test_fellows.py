@@ -16,13 +16,11 @@ import pytest
 import redis
 
 from fencelock import Redlock
-from fencelock.authority.redlock.administration import statuses
-from fencelock.authority.redlock.membership import Membership
-from fencelock.authority.redlock.operator import change_nodes
+from fencelock.authority.redlock.admin import NodeState, change_nodes, statuses
+from fencelock.authority.redlock.membership.members import Membership
+from fencelock.authority.redlock.membership.reports import Census, NodeReport
+from fencelock.authority.redlock.membership.view import MembershipView
 from fencelock.authority.redlock.protocol.messages import Answer, Said
-from fencelock.authority.redlock.recovery import Roll
-from fencelock.authority.redlock.survey import NodeState, Standing
-from fencelock.authority.redlock.view import MembershipView
 from fencelock.embedded import Node, Nodes
 from fencelock.errors import FencelockError, MembershipError
 from fencelock.lease import Lease
@@ -184,7 +182,7 @@ def test_a_change_refuses_two_ids_that_it_cannot_tell_apart(make_nodes: Callable
     assert change_nodes(renamed[:3], [renamed[0], renamed[2], urls[3]]).done  # without one of them
 
 
-# What the roll makes of what nodes say.
+# What the census makes of what nodes say.
 
 SEATS = (("a", "A"), ("b", "B"), ("c", "C"))
 LIST = Membership(SEATS, 1.0)
@@ -192,14 +190,14 @@ NAMES = ("A", "B", "C")
 SILENT = Answer(Said.SILENT)
 
 
-def standing(node_id: str, *, admitted: bool = False, epoch: int = 0) -> Standing:
+def standing(node_id: str, *, admitted: bool = False, epoch: int = 0) -> NodeReport:
     """Return what a member says; without an id, a blank one."""
     if not node_id:
-        return Standing(admitted, None, 0, "", "", "", "", "", "", 0.0)
-    return Standing(admitted, epoch, epoch, LIST.fingerprint, node_id, LIST.to_json(), "", "", "", 0.0)
+        return NodeReport("", "", admitted, None, 0, "", "", "", "", 0.0)
+    return NodeReport(node_id, LIST.to_json(), admitted, epoch, epoch, LIST.fingerprint, "", "", "", 0.0)
 
 
-def voter(node_id: str) -> Standing:
+def voter(node_id: str) -> NodeReport:
     """Return what a member says that votes."""
     return standing(node_id, admitted=True)
 
@@ -223,12 +221,12 @@ def voter(node_id: str) -> Standing:
     ],
 )
 def test_seat_of_an_address(
-    names: tuple[str, ...], told: tuple[Standing, ...], waiting: dict[int, str]
+    names: tuple[str, ...], told: tuple[NodeReport, ...], waiting: dict[int, str]
 ) -> None:
     """The list knows whose it is; a node is asked only at an address that the list does not have."""
-    roll = Roll.call(names, dict(enumerate(told)))
-    assert roll is not None
-    assert roll.waiting == waiting
+    census = Census.of(names, dict(enumerate(told)))
+    assert census is not None
+    assert census.waiting == waiting
 
 
 @pytest.mark.parametrize(
@@ -238,9 +236,9 @@ def test_seat_of_an_address(
 def test_each_memory_counts_once(told: str, *, complete: bool) -> None:
     """Where all have restarted, one with a fellow's data has lost its own: an operator is needed."""
     standings = {node: standing(node_id) for node, node_id in enumerate(told)}
-    roll = Roll.call(NAMES, standings)
-    assert roll is not None
-    assert roll.complete is complete
+    census = Census.of(NAMES, standings)
+    assert census is not None
+    assert census.complete is complete
     details = {status.detail for status in statuses(NAMES, standings, dict.fromkeys(range(3), SILENT))}
     assert any("--after-loss" in detail for detail in details) is not complete
 
@@ -267,4 +265,4 @@ def test_order_rests_on_addresses() -> None:
         right.note(node, said, LIST)
         wrong.note(node, stale, LIST)
         by_other_names.note(node, said, LIST)
-    assert right.order() == wrong.order() == by_other_names.order() == (0, 1, 2)
+    assert right.see().order == wrong.see().order == by_other_names.see().order == (0, 1, 2)

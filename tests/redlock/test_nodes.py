@@ -27,7 +27,8 @@ from redis.retry import Retry
 
 import fencelock
 from fencelock import Redlock
-from fencelock.authority.redlock import membership
+from fencelock.authority.redlock.membership.initialise import DEFAULT_MAX_TTL, initialise
+from fencelock.authority.redlock.membership.reports import NodeGroup
 from fencelock.authority.redlock.protocol.acquire import attempt
 from fencelock.authority.redlock.protocol.bids import Bid, Failed
 from fencelock.authority.redlock.protocol.messages import Sleep
@@ -432,14 +433,10 @@ def test_fleet_that_is_initialised_again_is_recognised(nodes: Nodes) -> None:
 def interrupted_init(urls: list[str], rounds: int) -> None:
     """Run an initialisation that dies after so many requests."""
     with Redlock(urls) as authority:
-        generator = membership.initialise(
-            authority.nodes,
-            NODE_KEY,
-            new_word=lambda: f"word-{time.perf_counter_ns()}",
-            base=0,
-            max_ttl=membership.DEFAULT_MAX_TTL,
-            patience=2.0,
+        group = NodeGroup(
+            authority.nodes, NODE_KEY, 2.0, lambda: f"word-{time.perf_counter_ns()}", lambda: 0.0
         )
+        generator = initialise(group, base=0, max_ttl=DEFAULT_MAX_TTL)
         channels = authority._connect()
         request = next(generator)
         while rounds:
@@ -452,7 +449,7 @@ def interrupted_init(urls: list[str], rounds: int) -> None:
         channels.close()
 
 
-@pytest.mark.parametrize("rounds", range(1, 10))
+@pytest.mark.parametrize("rounds", range(1, 7))
 def test_interrupted_init_is_finished_by_the_next(nodes: Nodes, rounds: int) -> None:
     """Wherever the first stopped, the second finds its tickets and completes the same list."""
     urls = nodes.urls[:3]
@@ -473,7 +470,7 @@ def is_open(url: str) -> bool:
 def test_init_refuses_a_node_that_restarted_in_between(nodes: Nodes) -> None:
     """Half the list is open, and a node has lost its ticket: it cannot be told from one that has voted."""
     urls = nodes.urls[:3]
-    interrupted_init(urls, 8)
+    interrupted_init(urls, 5)
     next(node for node in nodes[:3] if not is_open(node.url)).restart(keep_data=False)
     with Redlock(urls) as authority, pytest.raises(MembershipError, match="lost its memory"):
         authority.init(base=0)

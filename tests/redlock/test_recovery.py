@@ -17,7 +17,7 @@ import pytest
 import redis
 
 from fencelock import Redlock, fenced_lock
-from fencelock.authority.redlock.survey import NodeState, NodeStatus
+from fencelock.authority.redlock.admin import NodeState, NodeStatus
 from fencelock.embedded import Node, Nodes
 from fencelock.errors import AuthorityError, NodesNotInitialisedError, QuorumError
 from fencelock.token import split

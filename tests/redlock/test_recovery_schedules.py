@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from fencelock import token
-from fencelock.authority.redlock import change as changing
-from fencelock.authority.redlock import recovery
-from fencelock.authority.redlock.membership import DEFAULT_MAX_TTL, Membership, initialise
+from fencelock.authority.redlock.membership import change as changing
+from fencelock.authority.redlock.membership import recover as recovery
+from fencelock.authority.redlock.membership.initialise import DEFAULT_MAX_TTL, initialise
+from fencelock.authority.redlock.membership.members import Membership
+from fencelock.authority.redlock.membership.reports import Census, NodeGroup, NodeReport, Reports
 from fencelock.authority.redlock.protocol.messages import Command, Said
-from fencelock.authority.redlock.survey import Standing, ask, read
 from fencelock.embedded import Nodes
 from fencelock.errors import MembershipError
 from tests.redlock.stage import (
@@ -60,7 +61,7 @@ def make_stage(nodes: Nodes) -> Iterator[MakeStage]:
 @pytest.fixture
 def one_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody looks again whether promises are kept."""
-    monkeypatch.setattr(Standing, "still_promises", lambda *_: True)
+    monkeypatch.setattr(NodeReport, "still_promises", lambda *_: True)
 
 
 def halves(bidder: Bidder) -> tuple[int, int] | None:
@@ -455,16 +456,15 @@ def test_read_and_begin_node_by_node_control(
     """Control: a recoverer that gets each ticket just before it reads the node uses epoch 1 again."""
 
     def node_by_node(
-        around: Any, roll: recovery.Roll, tickets: dict[int, str]
-    ) -> Generator[Any, Any, tuple[int, dict[int, Standing]]]:
-        found: dict[int, Standing] = {}
+        group: NodeGroup, census: Census, tickets: dict[int, str]
+    ) -> Generator[Any, Any, tuple[int, Reports]]:
+        found: Reports = {}
         for node in (1, 2, 0):
-            begin = around.command("begin", roll.membership.fingerprint, "word", 1000, roll.waiting[node])
-            answers = yield from ask(begin, [node], 1.0)
+            begin = (census.membership.fingerprint, "word", 1000, census.waiting[node])
+            answers = yield from group.ask("begin", [node], *begin)
             tickets[node] = answers[node].facts[0] if answers[node].said is Said.TICKET else tickets[node]
-            standings, _ = yield from read(NODE_KEY, [node], 1.0)
-            found |= standings
-        return max(standing.highest for standing in found.values()) + 1, found
+            found |= (yield from group.read([node]))[0]
+        return max(report.highest for report in found.values()) + 1, found
 
     def until_n0_gets_its_ticket(slow: Actor) -> None:
         while not (slow.script == "begin" and slow.wants(0)):
@@ -590,7 +590,9 @@ def test_init_after_a_loss_promises_before_it_opens(make_nodes: Callable[..., No
     stations = [RealNode(server.url) for server in servers]
     actor = Actor(
         stations,
-        initialise(names, NODE_KEY, new_word=lambda: "word", base=0, max_ttl=1.0, patience=1.0, epoch=7),
+        initialise(
+            NodeGroup(names, NODE_KEY, 1.0, lambda: "word", lambda: 0.0), base=0, max_ttl=1.0, epoch=7
+        ),
     )
     actor.until("open")
     assert [station.remember()["p"] for station in stations] == ["7"] * 3
@@ -688,9 +690,8 @@ def test_one_closing_pass(make_wider_stage: MakeStage) -> None:
 def test_one_closing_pass_control(make_wider_stage: MakeStage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: without the second look, the old list gives out a token below one that was complete before."""
 
-    def no_second_look(*arguments: Any) -> Generator[Any, Any, dict[int, Standing]]:
-        standings, _ = yield from read(NODE_KEY, arguments[1], 1.0)
-        return standings
+    def no_second_look(group: NodeGroup, shut: set[int], *_: Any) -> Generator[Any, Any, Reports]:
+        return (yield from group.read(shut))[0]
 
     monkeypatch.setattr(changing, "_closed_still", no_second_look)
     new, old = play_one_forgets_between_two_closings(make_wider_stage())
@@ -767,7 +768,7 @@ def test_recovery_reads_closed_nodes_control(
         **without("raise", "refusal(is.e, is.r, is.cfg, is.next)", "refusal(is.e, is.r, is.cfg)"),
     }
     stage = make_wider_stage(mutants)
-    monkeypatch.setattr(Standing, "closed", property(lambda _: False))
+    monkeypatch.setattr(NodeReport, "closed", property(lambda _: False))
     new, old = play_recovery_of_a_list_that_is_closed(stage)
     assert new is not None
     assert old is not None

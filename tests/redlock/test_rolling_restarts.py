@@ -17,7 +17,7 @@ import pytest
 import redis
 
 from fencelock import Redlock
-from fencelock.authority.redlock.survey import NodeState
+from fencelock.authority.redlock.admin import NodeState
 from fencelock.embedded import Node, Nodes
 from fencelock.errors import FencelockError, MembershipError
 from fencelock.lease import Lease

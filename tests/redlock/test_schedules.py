@@ -496,7 +496,7 @@ def test_bidder_who_waits_learns_of_a_list_that_comes_meanwhile(make_stage: Make
     for node in stage.nodes:
         node.client.hset(NODE_KEY, "cfg", "another list")
         node.expire("r")
-    actor.until("who")
+    actor.until("read")
     fleets.append(replace(stage.fleet, fingerprint="another list"))
     assert isinstance(actor.finish(), Granted)
 

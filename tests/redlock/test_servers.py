@@ -18,7 +18,7 @@ import pytest
 import redis
 
 from fencelock import Redlock
-from fencelock.authority.redlock.operator import change_nodes
+from fencelock.authority.redlock.admin import change_nodes
 from fencelock.embedded import EmbeddedServerError, Node, Nodes, _reserve_port
 from fencelock.errors import LockTimeoutError, QuorumError
 from fencelock.token import split

@@ -14,7 +14,8 @@ from functools import partial
 from typing import Any
 
 from fencelock import token
-from fencelock.authority.redlock import operations, recovery
+from fencelock.authority.redlock import operations
+from fencelock.authority.redlock.membership.recover import rise
 from fencelock.authority.redlock.operations import Acquisition
 from fencelock.authority.redlock.protocol import holding, undo
 from fencelock.authority.redlock.protocol.bids import Granted
@@ -168,7 +169,7 @@ class Client:
         process = self.process
         epoch: int | None = None
         if above:
-            epoch = yield from recovery.rise(process.around(), max(above))
+            epoch = yield from rise(process.group(), max(above))
             if epoch is None:
                 raise QuorumError("too few nodes vote to bring them above the fence", nodes={})
         waiter = Waiter(

@@ -23,10 +23,10 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from fencelock.authority.redlock import change, recovery
+from fencelock.authority.redlock.membership import change, establish, recover
+from fencelock.authority.redlock.membership.reports import NodeReport
+from fencelock.authority.redlock.membership.view import MembershipView
 from fencelock.authority.redlock.protocol import acquire, holding
-from fencelock.authority.redlock.survey import Standing
-from fencelock.authority.redlock.view import MembershipView
 from tests.simulation import weaker
 from tests.simulation.client import Habits
 from tests.simulation.judge import STUCK
@@ -99,7 +99,7 @@ def _habit(name: str, rule: str, **left_out: bool) -> Mutant:
     return Mutant(name, rule, Kept(habits=Habits(**left_out)))
 
 
-_ONE_LOOK = Patch(Standing, "still_promises", weaker.still_promises)
+_ONE_LOOK = Patch(NodeReport, "still_promises", weaker.still_promises)
 
 MUTANTS = (
     # The lock.
@@ -195,13 +195,13 @@ MUTANTS = (
     Mutant(
         "no epoch",
         "a node is admitted in an epoch in which nobody has voted",
-        patches=(Patch(recovery, "_choose_epoch", weaker.same_epoch),),
+        patches=(Patch(recover, "_choose_epoch", weaker.same_epoch),),
         control=_RECOVERIES + "no_epoch_control",
     ),
     Mutant(
         "RAISE without PROMISE",
         "a majority promises an epoch before anybody votes in it",
-        patches=(Patch(recovery, "_promise", weaker.no_promise),),
+        patches=(Patch(establish, "promise", weaker.no_promise),),
         control=_RECOVERIES + "raise_without_promise_control",
         seeds=FEW,
     ),
@@ -242,7 +242,7 @@ MUTANTS = (
     Mutant(
         "ADMIT before RAISE",
         "a majority is raised before anybody is admitted",
-        patches=(Patch(recovery, "_raise", weaker.no_raise),),
+        patches=(Patch(establish, "raise_voters", weaker.no_raise),),
         model="M ADMIT before RAISE",
         seeds=FEW,
     ),
@@ -292,7 +292,7 @@ MUTANTS = (
         "recovery reads closed nodes",
         "a closed node votes no more, and takes part in no recovery",
         Kept(node=weaker.OpenAllTheTime),
-        (Patch(Standing, "closed", property(lambda _: False)),),
+        (Patch(NodeReport, "closed", property(lambda _: False)),),
         control=_RECOVERIES + "recovery_reads_closed_nodes_control",
         seeds=FEW,
     ),

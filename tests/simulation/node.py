@@ -124,7 +124,6 @@ class ModelNode:
             "confirm": self.confirm,
             "release": self.release,
             "extend": self.extend,
-            "who": self.who,
             "begin": _spread(self.begin),
             "read": lambda _: self.read(),
             "promise": _spread(self.promise),
@@ -485,22 +484,18 @@ class ModelNode:
         self._tickets += 1
         return f"{self.name}t{self._tickets}"
 
-    def who(self, _: Command) -> Answer:
-        """WHO."""
-        return Answer(Said.ADMITTED, facts=self._facts()) if "members" in self.hash else _AMNESIA
-
-    def _facts(self, *more: str) -> tuple[str, ...]:
-        return (self.hash["id"], self.hash["members"], *more)
+    def _facts(self) -> tuple[str, ...]:
+        return self.hash["id"], self.hash["members"]
 
     def begin(self, _cfg: str, word: str, max_ttl: int, seat: str) -> Answer:
         """BEGIN."""
         fields = self.hash
         if self.admitted:
-            return Answer(Said.ADMITTED, facts=self._facts("votes"))
+            return Answer(Said.ADMITTED, facts=self._facts())
         if "next" in fields:
             return _CLOSED
         if "e" in fields and not seat:
-            return Answer(Said.ADMITTED, facts=self._facts("restarted"))
+            return Answer(Said.ADMITTED, facts=self._facts())
         if "e" in fields and fields["id"] != seat:
             return _CONFIG
         if not self.has_ticket:
@@ -525,11 +520,12 @@ class ModelNode:
     def read(self) -> Answer:
         """READ."""
         fields = self.hash
-        told = (fields.get(name, "") for name in ("e", "p", "cfg", "id", "members", "next", "next_members"))
+        names = (fields.get(name, "") for name in ("id", "members"))
+        told = (fields.get(name, "") for name in ("e", "p", "cfg", "next", "next_members"))
         ticket = ("", "")
         if self.has_ticket:
             ticket = (fields["ticket"], str(self.ms_out()))
-        return Answer(Said.STANDING, facts=("1" if self.admitted else "", *map(str, told), *ticket))
+        return Answer(Said.STANDING, facts=(*names, "1" if self.admitted else "", *map(str, told), *ticket))
 
     def promise(self, cfg: str, epoch: int, ticket: str, mode: str) -> Answer:
         """PROMISE."""

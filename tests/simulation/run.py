@@ -8,9 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from fencelock.authority.redlock.change import Change, Plan, change
-from fencelock.authority.redlock.membership import initialise
-from fencelock.authority.redlock.recovery import recover
+from fencelock.authority.redlock.membership.change import Change, change
+from fencelock.authority.redlock.membership.initialise import initialise
+from fencelock.authority.redlock.membership.recover import recover
+from fencelock.authority.redlock.membership.reports import NodeGroup
 from tests.simulation.client import Client, Habits
 from tests.simulation.faults import Faults
 from tests.simulation.judge import AGAIN, STUCK, Judge, Violated
@@ -162,10 +163,8 @@ class Run:
             server.node.flush()
             server.down, server.frozen_until, server.node.out, server.disk = False, 0.0, False, BLANK
         stations = [world.servers[number].look(world.now) for number in self._members]
-        program = initialise(
-            names, NODE_KEY, new_word=world.new_word, base=0, max_ttl=MAX_TTL, patience=PATIENCE
-        )
-        drive(stations, program)
+        group = NodeGroup(names, NODE_KEY, PATIENCE, world.new_word, world.random.random)
+        drive(stations, initialise(group, base=0, max_ttl=MAX_TTL))
         world.tell("op", f"initialised {', '.join(names)}")
 
     def _forget_everything(self) -> None:
@@ -225,9 +224,8 @@ class Run:
         """Have the operator try, or try again."""
         world = self.world
         world.tell("op", f"wants {', '.join(f'n{number}' for number in self._wanted)}")
-        names = self._operator.names
-        plan = Plan(names, self._wanted, NODE_KEY, PATIENCE, world.new_word, lambda _: None)
-        world.start(Task(self._operator, "change", change(plan), self._changed))
+        program = change(self._operator.group(), self._wanted, lambda _: None)
+        world.start(Task(self._operator, "change", program, self._changed))
 
     def _operator_dies(self, plan: int) -> None:
         if plan == self._plans and not self._faults.over:
@@ -308,7 +306,7 @@ class Run:
                 node.flush()
         process = Process(world, f"m{world.events}", self._members, world.new_clock())
         world.add(process)
-        task = Task(process, "recovery", recover(process.around()))
+        task = Task(process, "recovery", recover(process.group()))
         world.at(world.now + 0.05, world.start, task)
         world.run(world.now + 10.0, lambda: task.result is not None)
         world.kill(process)

@@ -104,7 +104,6 @@ class MemberCommand:
         choices: dict[str, tuple[str | int, ...]] = {
             "begin": (cfg, "word", 1000, seat),
             "read": (cfg,),
-            "who": ("", ""),
             "promise": (cfg, self.epoch, ticket, "change" if self.flag else ""),
             "raise": (cfg, self.epoch),
             "admit": (cfg, self.epoch, ticket, ticket, members),
@@ -170,7 +169,7 @@ everyday_commands = st.builds(
 member_commands = st.builds(
     MemberCommand,
     script=st.sampled_from(
-        ["begin"] * 4 + ["promise", "admit", "open"] * 3 + ["read", "raise", "close", "who"]
+        ["begin"] * 4 + ["promise", "admit", "open"] * 3 + ["read", "read", "raise", "close"]
     ),
     which=st.sampled_from([0, 0, 0, 1]),
     epoch=st.integers(0, 3),

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fencelock.authority.redlock import recovery
+from fencelock.authority.redlock.membership import establish
+from fencelock.authority.redlock.membership.reports import NodeReport
 from fencelock.authority.redlock.protocol import acquire
-from fencelock.authority.redlock.survey import Standing
 from tests.simulation.mutants import MUTANTS, ROOT, TABLE, Mutant, hunt, left_out, main, row
 from tests.simulation.run import play
 
@@ -66,15 +66,15 @@ def test_search_comes_to_the_same_row(mutant: Mutant) -> None:
 
 def test_what_was_left_out_is_there_again() -> None:
     """A mutant is gone when its search has ended."""
-    shipped = (acquire._decide, recovery._promise, Standing.still_promises, Standing.__dict__["closed"])
+    shipped = (acquire._decide, establish.promise, NodeReport.still_promises, NodeReport.__dict__["closed"])
     for mutant in MUTANTS:
         with left_out(mutant):
             pass
     assert shipped == (
         acquire._decide,
-        recovery._promise,
-        Standing.still_promises,
-        Standing.__dict__["closed"],
+        establish.promise,
+        NodeReport.still_promises,
+        NodeReport.__dict__["closed"],
     )
 
 

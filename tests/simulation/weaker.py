@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any, ClassVar
 
-from fencelock.authority.redlock import recovery
-from fencelock.authority.redlock.membership import Membership
+from fencelock.authority.redlock.membership import recover
+from fencelock.authority.redlock.membership.members import Membership
+from fencelock.authority.redlock.membership.reports import NodeGroup, NodeReport, Reports
+from fencelock.authority.redlock.membership.view import MembershipView
 from fencelock.authority.redlock.protocol import bids, messages
 from fencelock.authority.redlock.protocol.bids import Bid
 from fencelock.authority.redlock.protocol.messages import Answer, Answers, Broadcast, Command, Round, Said
 from fencelock.authority.redlock.protocol.nodeset import Fleet
-from fencelock.authority.redlock.survey import Standing, Standings, read
-from fencelock.authority.redlock.view import MembershipView
 from tests.simulation.node import Lock, ModelNode
 
 
@@ -204,38 +204,39 @@ def mixed_epochs(answers: Answers) -> tuple[int, dict[int, tuple[int, ...]]]:
     return epoch, {node: answer.counters for node, answer in granted.items()}
 
 
-_shipped_choice = recovery._choose_epoch
+_shipped_choice = recover._choose_epoch
 
 
-def same_epoch(*arguments: Any) -> Generator[Any, Any, tuple[int, Standings] | None]:
-    """Choose the epoch that is there already: instead of `recovery._choose_epoch`."""
+def same_epoch(*arguments: Any) -> Generator[Any, Any, tuple[int, Reports] | None]:
+    """Choose the epoch that is there already: instead of `recover._choose_epoch`."""
     chosen = yield from _shipped_choice(*arguments)
     return None if chosen is None else (chosen[0] - 1, chosen[1])
 
 
 def no_promise(
-    _around: Any, _roll: Any, _epoch: int, _tickets: Any, standings: Standings
+    _group: Any, _membership: Any, _epoch: int, before: Reports, _tickets: Any
 ) -> Generator[Any, Any, set[int]]:
-    """Go on as if all had promised: instead of `recovery._promise`."""
+    """Go on as if all had promised: instead of `establish.promise`."""
     yield from ()
-    return set(standings)
+    return set(before)
 
 
 def still_promises(*_: Any) -> bool:
-    """Do not look again: instead of `Standing.still_promises`."""
+    """Do not look again: instead of `NodeReport.still_promises`."""
     return True
 
 
-def no_raise(_around: Any, _roll: Any, _epoch: int, nodes: Iterable[int]) -> Generator[Any, Any, set[int]]:
-    """Raise nobody: instead of `recovery._raise`."""
+def no_raise(_group: Any, _list: Any, _epoch: int, nodes: Iterable[int]) -> Generator[Any, Any, set[int]]:
+    """Raise nobody: instead of `establish.raise_voters`."""
     yield from ()
     return set(nodes)
 
 
-def no_second_look(plan: Any, shut: Iterable[int], *_: Any) -> Generator[Any, Any, dict[int, Standing]]:
+def no_second_look(
+    group: NodeGroup, shut: Iterable[int], *_: Any
+) -> Generator[Any, Any, dict[int, NodeReport]]:
     """Take the nodes for closed that said so once: instead of `change._closed_still`."""
-    told: Standings = (yield from read(plan.node_key, shut, plan.patience))[0]
-    return told
+    return (yield from group.read(shut))[0]
 
 
 def no_drift(_: Bid) -> float:

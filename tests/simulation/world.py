@@ -17,7 +17,10 @@ from collections.abc import Callable, Generator, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
-from fencelock.authority.redlock.membership import Identity, Membership
+from fencelock.authority.redlock.membership.members import Identity, Membership
+from fencelock.authority.redlock.membership.recover import recover
+from fencelock.authority.redlock.membership.reports import NodeGroup
+from fencelock.authority.redlock.membership.view import MembershipView
 from fencelock.authority.redlock.operations import Wanted
 from fencelock.authority.redlock.protocol.messages import (
     SUBSCRIBE,
@@ -28,8 +31,6 @@ from fencelock.authority.redlock.protocol.messages import (
     Said,
     Sleep,
 )
-from fencelock.authority.redlock.recovery import Surroundings, recover
-from fencelock.authority.redlock.view import MembershipView
 from fencelock.authority.redlock.waiting import Line
 from fencelock.authority.redlock.wire.connection import Connection, PendingBroadcast, PendingReply
 from fencelock.authority.redlock.wire.nodes import NodeConnections
@@ -258,12 +259,12 @@ class Process:
         """Start a recovery, unless one is at work or the last was in vain a moment ago."""
         if self.recovers and not self._recovering and self.now >= self._not_before:
             self._recovering = True
-            program = recover(self.around())
+            program = recover(self.group())
             self.world.start(Task(self, "recovery", program, self._recovered))
 
-    def around(self) -> Surroundings:
-        """Return what a recoverer of this process knows."""
-        return Surroundings(self.names, NODE_KEY, PATIENCE, self.world.new_word, self.world.random.random)
+    def group(self) -> NodeGroup:
+        """Return the nodes as a recoverer of this process speaks to them."""
+        return NodeGroup(self.names, NODE_KEY, PATIENCE, self.world.new_word, self.world.random.random)
 
     def _recovered(self, result: Any) -> None:
         self._recovering = False

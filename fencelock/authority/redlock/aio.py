@@ -8,8 +8,8 @@ import threading
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
+from fencelock.authority.redlock.admin import NodeStatus
 from fencelock.authority.redlock.protocol.messages import Broadcast
-from fencelock.authority.redlock.survey import NodeStatus
 from fencelock.authority.redlock.transport.aio import LoopConnections
 from fencelock.authority.stepped import AsyncView, Steps
 

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import random
-import secrets
 import time
 from collections import Counter
 from collections.abc import Generator, Sequence
@@ -16,19 +15,22 @@ from weakref import WeakValueDictionary
 from fencelock import token
 from fencelock._checks import check_seconds
 from fencelock.authority.base import Grant, Seal, Wish, in_use, named
-from fencelock.authority.redlock import administration, membership, operations, recovery
+from fencelock.authority.redlock import admin, operations
+from fencelock.authority.redlock.admin import NodeStatus
 from fencelock.authority.redlock.aio import AsyncRedlock
 from fencelock.authority.redlock.endpoints.sources import Source, sources_of
-from fencelock.authority.redlock.membership import Identity
+from fencelock.authority.redlock.membership import initialise
+from fencelock.authority.redlock.membership.members import Identity
+from fencelock.authority.redlock.membership.recover import recover, rise
+from fencelock.authority.redlock.membership.reports import NodeGroup
+from fencelock.authority.redlock.membership.view import MembershipView
 from fencelock.authority.redlock.operations import Acquisition
 from fencelock.authority.redlock.protocol import messages
 from fencelock.authority.redlock.protocol.bids import Bid
-from fencelock.authority.redlock.recoverer import Recoverer
-from fencelock.authority.redlock.survey import NodeStatus
+from fencelock.authority.redlock.recovery import Recoverer
 from fencelock.authority.redlock.transport.aio import LoopConnections
 from fencelock.authority.redlock.transport.blocking import SharedConnections
 from fencelock.authority.redlock.transport.connector import Node
-from fencelock.authority.redlock.view import MembershipView
 from fencelock.authority.redlock.waiting import QUEUE, Line, Waiter
 from fencelock.authority.stepped import Stepped, Steps, block, warn_of_blocked_loop
 from fencelock.errors import FencelockError, NodesNotInitialisedError, QuorumError
@@ -231,7 +233,7 @@ class Redlock(Stepped):
         Raises:
             QuorumError: a node did not answer.
         """
-        return self._run_apart(membership.remains(self._names, self._node_key, self._node_timeout))
+        return self._run_apart(initialise.remains(self._group()))
 
     def clear(self) -> int:
         """Delete what the namespace has left on the nodes: what they remember, locks, queues. No other key.
@@ -244,14 +246,14 @@ class Redlock(Stepped):
         Raises:
             QuorumError: a node did not answer.
         """
-        return self._run_apart(membership.clear(self._names, self._node_key, self._node_timeout))
+        return self._run_apart(initialise.clear(self._group()))
 
     def status(self) -> tuple[NodeStatus, ...]:
         """Ask every node how it stands, and return that in the order of `nodes`.
 
         Takes as long as `node_timeout` where one cannot be reached.
         """
-        return self._run_apart(administration.ask(self._around(), self._view))
+        return self._run_apart(admin.status(self._group(), self._view))
 
     def recover(self) -> bool:
         """Admit nodes again that restarted or forgot, after waiting for the longest lease to pass.
@@ -261,11 +263,11 @@ class Redlock(Stepped):
         Returns:
             True when nothing is left to do; False where nothing can be done, as `status` tells.
         """
-        return self._run_apart(recovery.recover(self._around()))
+        return self._run_apart(recover(self._group()))
 
     def _rising(self, acquisition: Acquisition, above: int) -> Generator[messages.Request, Any, None]:
         """Bring the nodes where they can grant tokens above that one."""
-        epoch = yield from recovery.rise(self._around(), above)
+        epoch = yield from rise(self._group(), above)
         if epoch is None:
             raise QuorumError(
                 f"the storage has seen token {above}, and too few nodes vote or answer to bring "
@@ -276,14 +278,12 @@ class Redlock(Stepped):
     def _initialising(
         self, base: int | None, max_ttl: float | None, epoch: int = 0, *, allow_eviction: bool = False
     ) -> Generator[messages.Request, Any, bool]:
-        base = _default_base() if base is None else membership.check_base(base)
-        return administration.initialise(
-            self._around(),
+        return admin.initialise(
+            admin.group_of(self._names, self._node_key, self._connect_timeout),
             self._view,
-            base=base,
+            base=_default_base() if base is None else base,
             max_ttl=max_ttl,
             epoch=epoch,
-            patience=self._connect_timeout,
             allow_eviction=allow_eviction,
         )
 
@@ -325,16 +325,14 @@ class Redlock(Stepped):
             self._recoverer.hear()
 
     def _recovering(self) -> Generator[messages.Request, Any, bool]:
-        return recovery.recover(self._around())
+        return recover(self._group())
 
-    def _around(self) -> recovery.Surroundings:
-        return recovery.Surroundings(
-            self._names, self._node_key, self._node_timeout, lambda: secrets.token_hex(16), random.random
-        )
+    def _group(self) -> NodeGroup:
+        return admin.group_of(self._names, self._node_key, self._node_timeout)
 
     def _meet(self, node: int, identity: Identity) -> None:
         if self._view.meet(node, identity) and identity.eviction and identity.membership is not None:
-            administration.warn_of_eviction(self._names[node], identity.eviction)
+            admin.warn_of_eviction(self._names[node], identity.eviction)
 
     def _init_command(self) -> str:
         """Return what to type; passwords are left for whoever types it."""

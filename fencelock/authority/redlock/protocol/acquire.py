@@ -221,9 +221,9 @@ def _learn(fleet: Fleet, outcome: Failed, links_until: float) -> Generator[Broad
     """
     others = [node for node, answer in outcome.answers.items() if answer.said is Said.CONFIG]
     if others and not outcome.contended:
-        who = Command("who", "", (fleet.node_key,), ("", ""))
+        read = Command("read", "", (fleet.node_key,), ("",))
         yield Broadcast(
-            who, others, lambda new: len(new) == len(others), fleet.patience, links_until=links_until
+            read, others, lambda new: len(new) == len(others), fleet.patience, links_until=links_until
         )
 
 

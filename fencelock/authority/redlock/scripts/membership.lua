@@ -1,12 +1,12 @@
--- The scripts about who is a member begin with this too. ARGV[1] is the fingerprint of the list in question.
--- They are rare, so they ask the server who it is, whatever the socket was opened to.
+-- The scripts about membership begin with this too. ARGV[1] is the fingerprint of the list in question.
+-- They are rare, so they ask the server for its run_id, whatever the socket was opened to.
 local RUN_ID = string.match(redis.call('INFO', 'server'), 'run_id:(%x+)')
 local REPLID = string.match(redis.call('INFO', 'replication'), 'master_replid:(%x+)') or ''
 -- What a ticket is bound to: neither a restart nor a failover leaves it valid.
 local INCARNATION = RUN_ID .. '/' .. REPLID
 
 -- All that the node keeps stands in one hash, so that it is lost as a whole: a ticket that outlived the
--- promises beside it would let a node vote in an epoch that it has promised to nobody any more.
+-- promises beside it would let a node vote in an epoch that it has forgotten to have promised.
 local FIELDS = {'e', 'p', 'r', 'm', 'cfg', 'next', 'id', 'members', 'next_members', 'ticket', 'ticket_of',
   'ticket_at', 'ticket_ttl'}
 local is = {}

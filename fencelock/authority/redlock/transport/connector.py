@@ -36,7 +36,7 @@ from fencelock.authority.redlock.endpoints.places import (
     redirection,
 )
 from fencelock.authority.redlock.endpoints.sources import Source, place_of
-from fencelock.authority.redlock.membership import Identity
+from fencelock.authority.redlock.membership.members import Identity
 from fencelock.authority.redlock.protocol.messages import Answer, Said
 from fencelock.authority.redlock.wire.codec import DIGESTS, EVERYDAY, PASSING_ERRORS, SCRIPTS
 from fencelock.authority.redlock.wire.nodes import NodeConnections

@@ -13,16 +13,17 @@ from typing import Final, NamedTuple
 
 import hiredis
 
-from fencelock.authority.redlock.membership import Identity
+from fencelock.authority.redlock.membership.members import Identity
 from fencelock.authority.redlock.protocol.messages import GRANTED, Answer, Answers, Broadcast, Command, Said
 from fencelock.authority.redlock.protocol.undo import MAKES_AGAIN
 from fencelock.authority.redlock.wire.codec import pack_with_script, pack_words, read_answer, read_reply
 
 _SILENT: Final = Answer(Said.SILENT)
-ADMITTING: Final = frozenset({Said.ADMITTED, Said.OPENED})
+#: Answers that name the node's id and its list, if it has one.
+NAMING: Final = frozenset({Said.ADMITTED, Said.OPENED, Said.STANDING})
 FORGETFUL: Final = frozenset({Said.AMNESIA, Said.RESTARTED})
 #: Answers that say something about the node itself.
-_NEWS: Final = ADMITTING | FORGETFUL | {Said.UNREACHABLE, Said.ERROR}
+_NEWS: Final = NAMING | FORGETFUL | {Said.UNREACHABLE, Said.ERROR}
 #: Answers after which there may be a lock that was not there before.
 MAKES_LOCKS: Final = MAKES_AGAIN | {GRANTED}
 _LOCKING: Final = frozenset({"acquire", "release"})

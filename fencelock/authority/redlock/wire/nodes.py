@@ -15,15 +15,15 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol
 
-from fencelock.authority.redlock.membership import Identity
+from fencelock.authority.redlock.membership.members import Identity
 from fencelock.authority.redlock.protocol.messages import SUBSCRIBE, Answer, Broadcast, Command, Said
 from fencelock.authority.redlock.protocol.undo import undoing
 from fencelock.authority.redlock.waiting import Line
 from fencelock.authority.redlock.wire.codec import leads_elsewhere, pack
 from fencelock.authority.redlock.wire.connection import (
-    ADMITTING,
     FORGETFUL,
     MAKES_LOCKS,
+    NAMING,
     Connection,
     MalformedReplyError,
     PendingBroadcast,
@@ -290,7 +290,7 @@ class NodeConnections:
         if said is Said.GRANTED:
             if answer.epoch != self._epoch:
                 self._note_epoch(answer.epoch)
-        elif said in ADMITTING:
+        elif said in NAMING:
             return self._met_again(index, connection, answer)
         elif said in FORGETFUL:
             self._on_trouble()
@@ -310,8 +310,11 @@ class NodeConnections:
                 node.connection.epoch = epoch
 
     def _met_again(self, index: int, connection: Connection, answer: Answer) -> Answer:
+        node_id, members = answer.facts[:2]
+        if not members:
+            return answer
         try:
-            connection.identity = connection.identity.admitted(*answer.facts[:2])
+            connection.identity = connection.identity.admitted(node_id, members)
         except MembershipError as error:
             return Answer(Said.CONFIG, detail=str(error))
         self._on_identity(index, connection.identity)

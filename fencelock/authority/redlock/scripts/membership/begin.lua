@@ -1,15 +1,14 @@
 -- include prelude
 -- include marker
 -- include membership
--- BEGIN: put a ticket on a node that is not admitted; only who knows it may admit the node later. One that is
--- there already is returned unchanged, so that all who initialise or recover share it.
+-- BEGIN: put a ticket on a node that is not admitted; only a client that knows it may admit the node later. One that
+-- is there already is returned unchanged, so that all clients that initialise or recover share it.
 -- ARGV[2] a random word of the sender, ARGV[3] longest ttl in ms, ARGV[4] the id that the node said it has, or
 -- for a blank one that of the seat which it is to get back; '' for a seat in a new list.
--- Returns TICKET, ticket, longest ttl, ms for which the node still stays out | ADMITTED, id, members, and whether it votes or has restarted | CLOSED |
--- CONFIG.
-if is_admitted() then return {'ADMITTED', is.id, is.members, 'votes'} end
+-- Returns TICKET, ticket, longest ttl, ms for which the node still stays out | ADMITTED, id, members | CLOSED | CONFIG.
+if is_admitted() then return {'ADMITTED', is.id, is.members} end
 if is.next then return {'CLOSED'} end
-if is.e and ARGV[4] == '' then return {'ADMITTED', is.id, is.members, 'restarted'} end
+if is.e and ARGV[4] == '' then return {'ADMITTED', is.id, is.members} end
 if is.e and is.id ~= ARGV[4] then return {'CONFIG'} end
 
 if not has_ticket() then

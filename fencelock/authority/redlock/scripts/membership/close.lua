@@ -3,7 +3,7 @@
 -- include membership
 -- CLOSE: refuse everything from now on, for this node's list gives way to another. Which one is set only once:
 -- two operators cannot both believe that a majority is theirs.
--- ARGV[2] fingerprint of the next list, ARGV[3] its members, so that whoever comes later can finish the change.
+-- ARGV[2] fingerprint of the next list, ARGV[3] its members, so that a later run can finish the change.
 -- Returns SHUT | CLOSED (for another list) | a refusal.
 local refused = refusal(is.e, is.r, is.cfg, is.next and is.next ~= ARGV[2])
 if refused then return refused end

@@ -2,12 +2,11 @@
 -- include marker
 -- include membership
 -- READ: all that the node says about itself at one moment; '' where there is nothing.
--- Returns STANDING, whether it is admitted, epoch, promised epoch, fingerprint, id, members, fingerprint and
--- members of the list that it is closed for, ticket (of this server process only), ms for
--- which the node still stays out.
+-- Returns STANDING, id, members, whether it is admitted, epoch, promised epoch, fingerprint, fingerprint and members
+-- of the list that it is closed for, ticket (of this server process only), ms for which the node still stays out.
 local ticket, left = '', ''
 if has_ticket() then
   ticket, left = is.ticket, digits(ms_out(is.ticket_at, is.ticket_ttl))
 end
-return {'STANDING', is_admitted() and '1' or '', is.e or '', is.p or '', is.cfg or '', is.id or '',
-  is.members or '', is.next or '', is.next_members or '', ticket, left}
+return {'STANDING', is.id or '', is.members or '', is_admitted() and '1' or '', is.e or '', is.p or '', is.cfg or '',
+  is.next or '', is.next_members or '', ticket, left}

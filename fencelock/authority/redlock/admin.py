@@ -1,0 +1,241 @@
+"""What an operator asks of the nodes: initialise them, tell how they stand, let others take their place."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import random
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from fencelock import token
+from fencelock._checks import check_ttl
+from fencelock.authority.redlock.membership import initialise as initialising
+from fencelock.authority.redlock.membership.change import Change, change
+from fencelock.authority.redlock.membership.members import Membership
+from fencelock.authority.redlock.membership.recover import rise
+from fencelock.authority.redlock.membership.reports import Census, NodeGroup, NodeReport, Reports, Steps
+from fencelock.authority.redlock.membership.view import MembershipView
+from fencelock.authority.redlock.protocol.messages import Answers
+from fencelock.authority.redlock.transport.blocking import SharedConnections
+from fencelock.authority.redlock.transport.connector import Node
+from fencelock.authority.stepped import block
+from fencelock.errors import AuthorityError, MembershipError, QuorumError
+
+_CONNECT_TIMEOUT: Final = 3.0
+_MOST_RISES: Final = 3
+
+logger = logging.getLogger("fencelock.authority.redlock")
+
+#: Nodes that evict keys, of which this process has warned.
+_warned_of_eviction: set[str] = set()
+
+
+class NodeState(enum.Enum):
+    """What a node is good for at the moment."""
+
+    ADMITTED = "admitted"
+    RECOVERING = "recovering"
+    BLANK = "blank"
+    RESTARTED = "restarted"
+    UNREACHABLE = "unreachable"
+    OTHER_MEMBERSHIP = "other membership"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatus:
+    """One node, as `Redlock.status()` and `fencelock nodes` tell of it.
+
+    Attributes:
+        address: without password.
+        state: admitted nodes vote; the others do not, or not in this list.
+        epoch: in which it votes, or voted last; None where it has forgotten.
+        recovering_for: seconds until it can be admitted again, at the earliest; None unless recovering.
+        detail: what a person should read; may be empty.
+    """
+
+    address: str
+    state: NodeState
+    epoch: int | None = None
+    recovering_for: float | None = None
+    detail: str = ""
+
+
+def group_of(names: tuple[str, ...], node_key: str, patience: float) -> NodeGroup:
+    """Return nodes as procedures speak to them, with chance of this process."""
+    return NodeGroup(names, node_key, patience, lambda: secrets.token_hex(16), random.random)
+
+
+def initialise(
+    group: NodeGroup,
+    view: MembershipView,
+    *,
+    base: int,
+    max_ttl: float | None,
+    epoch: int,
+    allow_eviction: bool,
+) -> Steps[bool]:
+    """Initialise blank nodes, as `Redlock.init` tells; return whether there was anything to do."""
+    if not 0 <= base < token.MAX_COUNTER:
+        raise ValueError(
+            f"counters start between 0 and {token.MAX_COUNTER - 1}, and {base} does not lie there"
+        )
+    if max_ttl is not None:
+        check_ttl(max_ttl)
+    if not allow_eviction:
+        yield from _check_eviction(group, view)
+    try:
+        done = yield from initialising.initialise(group, base=base, max_ttl=max_ttl, epoch=epoch)
+    except QuorumError:
+        view.see()  # two names of one server have a better error
+        raise
+    for _ in range(_MOST_RISES if epoch else 0):  # another may be at work on the same nodes
+        last = token.compose(epoch - 1, token.MAX_COUNTER)
+        if (yield from rise(group, last)) is not None:
+            return done
+    if epoch:
+        raise QuorumError(
+            f"too few of these nodes vote or answer to bring them to epoch {epoch}, above what the "
+            "storage has seen: run the same command again; `fencelock nodes` tells how they stand"
+        )
+    return done
+
+
+def _check_eviction(group: NodeGroup, view: MembershipView) -> Steps[None]:
+    """Refuse blank nodes that drop keys when their memory is full."""
+    reports, _ = yield from group.read()
+    for node, report in reports.items():
+        name, identity = group.names[node], view.identities.get(node)
+        if identity is None or not report.blank or identity.eviction == "":
+            continue
+        if identity.eviction is not None:
+            raise AuthorityError(
+                f"{name} {_what_eviction_does(identity.eviction)}. Type there: CONFIG SET "
+                "maxmemory-policy noeviction (and keep that in its configuration), or take a Redis that "
+                "nothing else uses. --allow-eviction (allow_eviction=True) initialises it as it is"
+            )
+        logger.warning(
+            "%s: its INFO does not tell whether it evicts keys: its maxmemory-policy must be noeviction", name
+        )
+
+
+def _what_eviction_does(policy: str) -> str:
+    gone = "held locks" if policy.startswith("volatile") else "held locks and the record of its tokens"
+    return f"drops keys when its memory is full (maxmemory-policy {policy}): {gone} may be gone at any moment"
+
+
+def warn_of_eviction(name: str, policy: str) -> None:
+    """Tell, once for each node."""
+    if name not in _warned_of_eviction:
+        _warned_of_eviction.add(name)
+        logger.warning(
+            "%s %s. Type there: CONFIG SET maxmemory-policy noeviction", name, _what_eviction_does(policy)
+        )
+
+
+def status(group: NodeGroup, view: MembershipView) -> Steps[tuple[NodeStatus, ...]]:
+    """Return how every node stands, and how it evicts keys if it does, in their order."""
+    found = list(statuses(group.names, *(yield from group.read())))
+    for node, identity in view.identities.items():
+        if identity.eviction:
+            details = filter(None, (found[node].detail, f"evicts keys ({identity.eviction})"))
+            found[node] = replace(found[node], detail="; ".join(details))
+    return tuple(found)
+
+
+def statuses(names: tuple[str, ...], reports: Reports, answers: Answers) -> tuple[NodeStatus, ...]:
+    """Return what to tell people about each node."""
+    try:
+        census = Census.of(names, reports)
+    except MembershipError:
+        census = None
+    found = []
+    for node, name in enumerate(names):
+        if node in reports:
+            state, detail = _state(node, name, reports[node], census)
+            left = reports[node].ticket_left if state is NodeState.RECOVERING else None
+            found.append(NodeStatus(name, state, reports[node].epoch, left, "" if left else detail))
+        else:
+            detail = answers[node].detail or answers[node].said.value
+            found.append(NodeStatus(name, NodeState.UNREACHABLE, detail=detail))
+    return tuple(found)
+
+
+def _state(node: int, name: str, report: NodeReport, census: Census | None) -> tuple[NodeState, str]:
+    """Return the state of a node that has answered, and why."""
+    if report.closed:
+        return NodeState.CLOSED, f"its list gives way to {_addresses(report.next_members)}"
+    state = NodeState.BLANK if report.blank else NodeState.RESTARTED
+    if census is None:
+        if report.blank:
+            return state, "new, or without its data"
+        return NodeState.OTHER_MEMBERSHIP, "its list cannot be read by this version"
+    if node in census.voters:
+        return NodeState.ADMITTED, ""
+    listed, seat = census.membership, census.waiting.get(node)
+    addresses = ", ".join(listed.addresses)
+    if seat is not None and not census.has_quorum and not census.complete:
+        why = "too few nodes remember what was promised: fencelock init --after-loss"
+    elif seat is not None:
+        state = NodeState.RECOVERING if report.ticket else state
+        why = "waits for a client that uses it"
+    elif not report.blank and report.fingerprint != listed.fingerprint:
+        why = f"belongs to {_addresses(report.members)}, and not to {addresses}"
+        return NodeState.OTHER_MEMBERSHIP, why
+    elif name in listed.addresses:
+        why = "another has its seat"
+    else:
+        why = f"its address is none of the list's: {addresses}"
+    if not report.blank and report.node_id != seat:
+        why = f"has the data of {dict(listed.seats).get(report.node_id, 'another node')}; {why}"
+    return state, why
+
+
+def _addresses(members: str) -> str:
+    return ", ".join(Membership.from_json(members).addresses)
+
+
+def change_nodes(
+    present: Sequence[str],
+    wanted: Sequence[str],
+    *,
+    namespace: str = "fencelock",
+    tell: Callable[[str], None] = lambda _: None,
+    patience: float = _CONNECT_TIMEOUT,
+) -> Change:
+    """Let the wanted nodes vote instead of the present ones; both are URLs, and some may be the same.
+
+    Those that are gone for good may be among the present ones, or left out. No lock is granted meanwhile;
+    leases that are held come to their end first. May be run again after an interruption. `tell` gets a
+    sentence for each step; `patience` is in seconds, for each node.
+
+    Raises:
+        QuorumError: too few of the present nodes vote, or a wanted one does not answer.
+        MembershipError: a wanted node is in use elsewhere, or another change is under way.
+        ValueError: for a URL that cannot be understood, or a wanted node that is named twice.
+    """
+    given = [Node(url, patience, verify_votes=False) for url in (*present, *wanted)]
+    nodes: dict[str, Node] = {}
+    for node in given:
+        nodes.setdefault(node.name, node)
+    group = group_of(tuple(nodes), f"{{{namespace}}}", patience)
+    wanted_names = [node.name for node in given[len(present) :]]
+    for name in wanted_names:
+        if wanted_names.count(name) > 1:
+            raise ValueError(f"{name} is named {wanted_names.count(name)} times: each node has one vote")
+    connections = SharedConnections(
+        list(nodes.values()),
+        group.node_key,
+        on_identity=lambda _node, _identity: None,
+        is_wanted=lambda _nonce: True,
+        on_trouble=lambda: None,
+        connect_timeout=patience,
+        patience=patience,
+    )
+    try:
+        return block(change(group, [group.names.index(name) for name in wanted_names], tell), connections.do)
+    finally:
+        connections.close()

@@ -1,0 +1,1 @@
+"""Which nodes form the quorum, how a list of them begins to vote, and how nodes that forgot vote again."""

@@ -1,0 +1,265 @@
+"""How other nodes take the place of these: close the old list, then open the new one.
+
+`establish.py` has the steps that all procedures share. The others, and the schedule in `spec/` that each
+prevents:
+
+1. BEGIN puts a ticket on each new node, which becomes its id: the fingerprint of the new list covers it. A
+   node that was opened, voted and forgot has another ticket, hence belongs to another list, and cannot be
+   taken for one that was never opened.
+2. CLOSE on a majority of the old nodes, for this one next list. A second operator with another list finds
+   it taken ("no next": both lists would vote).
+3. A second look at the same nodes: they are closed still. One may have forgotten that, and have been
+   admitted again by a majority that was not closed yet ("one closing pass").
+4. The new epoch is above all that they know of. No counters are carried over: the epoch dominates. Two
+   operators who finish the same change may have chosen different ones, so a majority of the *new* nodes
+   promises it ("OPEN without PROMISE").
+5. Before that, wait for the leases that old nodes have granted: for mutual exclusion only.
+6. OPEN the new nodes first: then, wherever this is interrupted, the old list is closed by a majority still
+   or the new one has a majority already. The next run finishes either.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from fencelock.authority.redlock.membership.establish import establish, let_vote
+from fencelock.authority.redlock.membership.members import Membership
+from fencelock.authority.redlock.membership.reports import NodeGroup, NodeReport, Reports, Steps, saying
+from fencelock.authority.redlock.protocol.messages import Said, Sleep
+from fencelock.errors import MembershipError, QuorumError
+
+_MOST_PASSES: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What a change of nodes has come to.
+
+    Attributes:
+        done: False if the wanted list voted before.
+        left_out: addresses of its nodes that do not vote yet, with the reason of each.
+    """
+
+    done: bool
+    left_out: Mapping[str, str]
+
+
+def change(group: NodeGroup, wanted: Sequence[int], tell: Callable[[str], None]) -> Steps[Change]:
+    """Let the wanted nodes of a group, old and new, vote instead of those that do now; see `change_nodes`."""
+    reports, told = yield from _read(group)
+    old = _present_list(reports)
+    if old is None:
+        raise MembershipError(
+            f"none of these nodes belongs to a list that could be changed: {', '.join(group.names)}; "
+            "name the nodes that are in use now"
+        )
+    addresses = {group.names[node] for node in wanted}
+    if set(old.addresses) == addresses:
+        target, epoch = old, _epoch_of_stragglers(group, old, reports)
+    else:
+        target = _next_list(old, addresses, reports) or (
+            yield from _make_list(group, old, wanted, reports, told)
+        )
+        _check_closable(old, reports, told)
+        tell("closing the present list")
+        epoch = yield from _close(group, old, target)
+        yield from _outwait_leases(group, reports, tell)
+    if epoch:
+        tell("opening the new list")
+        yield from _open(group, target, epoch, wanted)
+        reports, told = yield from _read(group)
+    votes = {node for node, report in reports.items() if report.votes_in(target.fingerprint)}
+    left_out = {group.names[node]: told[group.names[node]] for node in wanted if node not in votes}
+    if epoch and len(wanted) - len(left_out) < target.quorum:
+        raise QuorumError(
+            "too few of the new nodes could be opened: bring them back, and run the same command again",
+            nodes=told,
+        )
+    return Change(bool(epoch), left_out)
+
+
+def _read(group: NodeGroup) -> Steps[tuple[Reports, dict[str, str]]]:
+    """Return where all nodes stand, and in words what each said, by its address."""
+    reports, answers = yield from group.read()
+    told = {
+        name: _describe(reports[node], group.node_key) if node in reports else str(answers[node])
+        for node, name in enumerate(group.names)
+    }
+    return reports, told
+
+
+def _describe(report: NodeReport, node_key: str) -> str:
+    if report.closed:
+        return f"closed with its former list: delete its key {node_key}, and clients admit it"
+    if not report.admitted:
+        state = "blank" if report.blank else "restarted"
+        return f"{state}: clients admit it when the longest lease has passed"
+    return f"votes in epoch {report.epoch} of the list {_addresses(report.members)}"
+
+
+def _addresses(members: str) -> str:
+    return ", ".join(sorted(Membership.from_json(members).addresses))
+
+
+def _lists(texts: Iterable[str]) -> list[Membership]:
+    """Return the lists that stand in texts, the most frequent first."""
+    return [Membership.from_json(text) for text, _ in Counter(filter(None, texts)).most_common()]
+
+
+def _present_list(reports: Reports) -> Membership | None:
+    """Return the list that votes by majority; else one that is closed for another; else the commonest."""
+    lists = _lists(report.members for report in reports.values())
+    for known in lists:
+        if sum(report.votes_in(known.fingerprint) for report in reports.values()) >= known.quorum:
+            return known
+    return next(iter(_lists(r.members for r in reports.values() if r.closed) or lists), None)
+
+
+def _epoch_of_stragglers(group: NodeGroup, present: Membership, reports: Reports) -> int:
+    """Return an epoch for nodes that an interrupted change has not opened; 0 where there is nothing to do.
+
+    They have not voted in this list yet. It is above all that its voters know of, as in a recovery.
+    """
+    voters = [report for report in reports.values() if report.votes_in(present.fingerprint)]
+    waiting = []
+    for node, node_id in present.seats_of(group.names).items():
+        report = reports.get(node)
+        if report is not None and (
+            (report.admitted and report.next_fingerprint == present.fingerprint)
+            or (report.blank and report.ticket == node_id)
+        ):
+            waiting.append(report)
+    if not waiting or len(voters) < present.quorum:
+        return 0
+    return max(report.highest for report in voters + waiting) + 1
+
+
+def _next_list(old: Membership, addresses: set[str], reports: Reports) -> Membership | None:
+    """Return the list for which the old one is being closed already; a change is never begun twice.
+
+    Not any list of these nodes that some node still knows: one that has been replaced must not come back.
+    """
+    lists = _lists(r.next_members for r in reports.values() if r.fingerprint == old.fingerprint)
+    for known in lists:
+        if set(known.addresses) != addresses:
+            others = sorted(known.addresses)
+            raise MembershipError(
+                f"another change is under way already, to {', '.join(others)}: finish that one first, with "
+                f"`fencelock nodes set {' '.join(others)}`"
+            )
+    return next(iter(lists), None)
+
+
+def _make_list(
+    group: NodeGroup, old: Membership, wanted: Sequence[int], reports: Reports, told: dict[str, str]
+) -> Steps[Membership]:
+    """Make the new list: nodes that stay keep their ids, new ones get a ticket for theirs."""
+    missing = [group.names[node] for node in wanted if node not in reports]
+    if missing:
+        raise QuorumError(
+            f"every node that is to vote must answer, and {', '.join(missing)} does not", nodes=told
+        )
+    ids: dict[int, str] = {}
+    seats = old.seats_of(group.names)
+    for node in wanted:
+        name, report = group.names[node], reports[node]
+        if report.votes_in(old.fingerprint):
+            ids[node] = seats.get(node, report.node_id)  # it may say a fellow's id: see Census.of
+        elif node in seats or report.node_id in old.ids:
+            raise MembershipError(
+                f"{name} does not vote at the moment, and a node that stays must: wait until clients have "
+                "admitted it again (`fencelock nodes` tells when), or leave it out"
+            )
+        elif not report.blank:
+            raise MembershipError(
+                f"{name} is in use in another list: {_addresses(report.members)}. If nothing needs that any "
+                f"more, delete the key {group.node_key} there; or name another"
+            )
+        else:
+            begin = ("", group.new_word(), round(old.max_ttl * 1000), "")
+            answer = (yield from group.ask("begin", [node], *begin))[node]
+            if answer.said is not Said.TICKET:
+                raise QuorumError(f"{name} cannot be made a member: {answer}", nodes={name: str(answer)})
+            ids[node] = answer.facts[0]
+    if len(set(ids.values())) < len(ids):
+        raise MembershipError(
+            "two of the nodes that are to stay say the same id: name each as in the present list "
+            f"({', '.join(old.addresses)}), or leave one of them out"
+        )
+    seats_now = tuple(sorted((ids[node], group.names[node]) for node in wanted))
+    return Membership(seats_now, old.max_ttl, after=old.fingerprint)
+
+
+def _check_closable(old: Membership, reports: Reports, told: dict[str, str]) -> None:
+    """Refuse before anything is closed, where it could not be brought to an end."""
+    members = sum(report.admitted and report.fingerprint == old.fingerprint for report in reports.values())
+    if members < old.quorum:
+        raise QuorumError(
+            f"{members} of the {len(old.seats)} nodes in use vote, and a majority of them must agree to "
+            "be replaced: bring the others back, and name all of them as the present nodes "
+            f"({', '.join(sorted(old.addresses))})",
+            nodes=told,
+        )
+
+
+def _close(group: NodeGroup, old: Membership, target: Membership) -> Steps[int]:
+    """Close a majority of the old nodes, and return an epoch above all that was voted in there."""
+    arguments = (old.fingerprint, target.fingerprint, target.to_json())
+    for _ in range(_MOST_PASSES):
+        answers = yield from group.ask("close", range(len(group.names)), *arguments)
+        shut = yield from group.synced(saying(answers, Said.SHUT))
+        closed = yield from _closed_still(group, shut, old, target)
+        if len(closed) >= old.quorum:
+            return max(report.highest for report in closed.values()) + 1
+    reports, told = yield from _read(group)
+    _next_list(old, set(target.addresses), reports)  # another operator may have come first
+    raise QuorumError(
+        "a majority of the present nodes could not be closed: bring them back, and run the same command "
+        "again",
+        nodes=told,
+    )
+
+
+def _closed_still(
+    group: NodeGroup, shut: Iterable[int], old: Membership, target: Membership
+) -> Steps[Reports]:
+    """The second pass: return those that were closed all the time since the first."""
+    reports, _ = yield from group.read(shut)
+    lists = (old.fingerprint, target.fingerprint)
+    return {n: r for n, r in reports.items() if r.admitted and (r.fingerprint, r.next_fingerprint) == lists}
+
+
+def _outwait_leases(group: NodeGroup, reports: Reports, tell: Callable[[str], None]) -> Steps[None]:
+    """Wait until no lock lives on the closed nodes: a majority knows each lease, and none is extended now."""
+    longest = 0.0
+    for node in (node for node, report in reports.items() if not report.blank):
+        cursor = ""
+        while cursor != "0":
+            answer = (yield from group.ask("leases", [node], "", cursor or "0"))[node]
+            if answer.said is not Said.LEASES:
+                break
+            cursor, left_ms = answer.facts
+            longest = max(longest, int(left_ms) / 1000)
+    if longest:
+        tell(f"waiting {longest:.0f} s for the leases that are held")
+        yield Sleep(longest)
+
+
+def _open(group: NodeGroup, target: Membership, epoch: int, wanted: Sequence[int]) -> Steps[None]:
+    """Have a majority of the new nodes promise the epoch, and let all that can vote in it."""
+    ids = target.seats_of(group.names)
+    before, _ = yield from group.read(wanted)
+    promised = yield from establish(group, target, epoch, before, ids)
+    if len(promised) < target.quorum:
+        silent = [group.names[node] for node in wanted if node not in promised]
+        raise QuorumError(
+            f"too few of the new nodes are ready: bring back {', '.join(silent)} as they were, and run the "
+            "same command again; until then no lock is granted. What has restarted meanwhile cannot come "
+            "back as it was: then fencelock init --after-loss",
+            nodes=dict.fromkeys(silent, "not ready"),
+        )
+    new_first = sorted(before, key=lambda node: not before[node].blank)
+    yield from let_vote(group, "open", target, epoch, {node: (ids[node], 0) for node in new_first})

@@ -1,0 +1,81 @@
+"""How nodes come to vote in a new epoch: the steps that init, recovery, rise and change of nodes share.
+
+    an epoch above all that is known → PROMISE on a majority, on their disks → a second look
+    → RAISE those that vote → OPEN or ADMIT the others, on their disks
+
+`spec/` has it as a model, with the schedules that each step prevents:
+
+- PROMISE on a majority before any node votes in the epoch. Otherwise the one node that does may forget it,
+  and the next client chooses the same epoch ("RAISE without PROMISE", which takes five nodes; "OPEN without
+  PROMISE").
+- A second look when all have promised: they hold it at one time. One may have forgotten it meanwhile, and
+  been admitted by a client that read from the others before they promised ("one look at promises").
+- RAISE a majority before ADMIT. A server that took over the address of another, which lives on cut off, must
+  not leave that one with a majority in the old epoch ("ADMIT before RAISE"). Where fewer vote, RAISE all that
+  do ("all restarted, no RAISE").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from fencelock.authority.redlock.membership.members import Membership
+from fencelock.authority.redlock.membership.reports import NodeGroup, Reports, Steps, saying
+from fencelock.authority.redlock.protocol.messages import Said
+from fencelock.token import MAX_EPOCH
+
+
+def establish(
+    group: NodeGroup, membership: Membership, epoch: int, before: Reports, tickets: Mapping[int, str]
+) -> Steps[set[int]]:
+    """Bring a list to an epoch above all that it knows; return the nodes that have promised it.
+
+    Too few of them mean that no node may be let in. `before` is what the nodes have said that are to promise;
+    those of them that vote in the list are raised. `tickets` has those of the others; in a new list, the ids.
+    """
+    promised = yield from promise(group, membership, epoch, before, tickets)
+    if len(promised) < membership.quorum:
+        return promised
+    voters = [node for node, report in before.items() if report.votes_in(membership.fingerprint)]
+    raised = yield from raise_voters(group, membership, epoch, voters)
+    return promised if len(raised) >= min(membership.quorum, len(voters)) else set()
+
+
+def promise(
+    group: NodeGroup, membership: Membership, epoch: int, before: Reports, tickets: Mapping[int, str]
+) -> Steps[set[int]]:
+    """Have nodes promise an epoch; return those that hold the promise at one time, and on their disks."""
+    if epoch > MAX_EPOCH:  # tokens have no room for it
+        return set()
+    cfg = membership.fingerprint
+    arguments = {
+        node: (cfg, epoch, tickets.get(node, ""), "change" if report.next_fingerprint == cfg else "")
+        for node, report in before.items()
+    }
+    answers = yield from group.ask_each("promise", arguments)
+    promised = yield from group.synced(saying(answers, Said.PROMISED))
+    told, _ = yield from group.read(promised)
+    return {node for node, report in told.items() if report.still_promises(epoch, before[node])}
+
+
+def raise_voters(
+    group: NodeGroup, membership: Membership, epoch: int, voters: Collection[int]
+) -> Steps[set[int]]:
+    """Have voters vote in an epoch that a majority has promised; return those that have it on their disks."""
+    answers = yield from group.ask("raise", voters, membership.fingerprint, epoch)
+    return (yield from group.synced(saying(answers, Said.RAISED)))
+
+
+def let_vote(
+    group: NodeGroup,
+    script: str,
+    membership: Membership,
+    epoch: int,
+    own: Mapping[int, tuple[str, str | int]],
+) -> Steps[set[int]]:
+    """OPEN nodes, each with its id and base, or ADMIT them, with ticket and seat; return those that vote."""
+    cfg, members = membership.fingerprint, membership.to_json()
+    answers = yield from group.ask_each(
+        script, {node: (cfg, epoch, *its, members) for node, its in own.items()}
+    )
+    return (yield from group.synced(saying(answers, Said.OPENED, Said.ADMITTED)))

@@ -1,0 +1,224 @@
+"""What nodes say of themselves, and how to ask them.
+
+A `NodeGroup` puts commands to its nodes; `read` asks where they stand and changes nothing. A `Census` is what
+a client makes of the reports: which list most nodes belong to, and how its members stand.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from fencelock.authority.redlock.membership.members import Membership
+from fencelock.authority.redlock.protocol.messages import (
+    PASSING,
+    SYNC,
+    Answer,
+    Answers,
+    Broadcast,
+    Command,
+    Request,
+    Round,
+    Said,
+    Sleep,
+)
+
+_T = TypeVar("_T")
+
+SYNC_SECONDS = int(SYNC.arguments[-1]) / 1000
+_PAUSE = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReport:
+    """All that a node says about itself at one moment; what a blank node does not have is empty.
+
+    Attributes:
+        admitted: it has its marker, and has not restarted since it was admitted.
+        epoch: in which it votes; None for a node without a marker.
+        next_fingerprint: of the list that it is closed for.
+        ticket: under which it can be admitted.
+        ticket_left: seconds for which it still stays out, by its own clock, where it has a ticket.
+    """
+
+    node_id: str
+    members: str
+    admitted: bool
+    epoch: int | None
+    promised: int
+    fingerprint: str
+    next_fingerprint: str
+    next_members: str
+    ticket: str
+    ticket_left: float
+
+    @classmethod
+    def of(cls, answer: Answer) -> NodeReport:
+        """Read the answer to READ."""
+        node_id, members, admitted, epoch, promised, cfg, following, next_members, ticket, left = answer.facts
+        epochs = int(epoch) if epoch else None, int(promised or 0)
+        lists = cfg, following, next_members
+        return cls(node_id, members, bool(admitted), *epochs, *lists, ticket, int(left or 0) / 1000)
+
+    @property
+    def blank(self) -> bool:
+        """Whether it holds no marker."""
+        return self.epoch is None
+
+    @property
+    def closed(self) -> bool:
+        """Whether its list has given way to another."""
+        return bool(self.next_fingerprint)
+
+    @property
+    def highest(self) -> int:
+        """The highest epoch that it knows of."""
+        return max(self.epoch or 0, self.promised)
+
+    def votes_in(self, fingerprint: str) -> bool:
+        """Whether it votes in the list of that fingerprint."""
+        return self.admitted and not self.closed and self.fingerprint == fingerprint
+
+    def still_promises(self, epoch: int, before: NodeReport) -> bool:
+        """Whether it holds the promise of an epoch, and nothing else has changed since `before` that."""
+        unchanged = replace(self, promised=before.promised, ticket_left=before.ticket_left) == before
+        return self.promised >= epoch and unchanged
+
+
+Reports = dict[int, NodeReport]
+#: A procedure: it yields requests to nodes, and returns a result.
+Steps = Generator[Request, Any, _T]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeGroup:
+    """The nodes that a procedure speaks to, and how it does.
+
+    Attributes:
+        patience: seconds to wait for a node.
+        new_word: makes a random word, for tickets.
+        jitter: returns a random number between 0 and 1.
+    """
+
+    names: tuple[str, ...]
+    node_key: str
+    patience: float
+    new_word: Callable[[], str]
+    jitter: Callable[[], float]
+
+    def ask(self, script: str, nodes: Iterable[int], *arguments: str | int) -> Steps[dict[int, Answer]]:
+        """Send a command to nodes, and again to those that cannot be reached, until patience is over.
+
+        The drivers wait only for the connections of a majority; here every node counts. The command must do
+        no harm when it arrives twice.
+        """
+        command = Command(script, "", (self.node_key,), arguments)
+        answers: dict[int, Answer] = {}
+        missing = list(nodes)
+        deadline: float | None = None
+        while missing:
+            done: Round = yield _to_all(command, missing, self.patience)
+            answers.update(done.answers)
+            deadline = done.began + self.patience if deadline is None else deadline
+            missing = [node for node in missing if answers[node].said in PASSING]
+            if done.ended >= deadline:
+                break
+            if missing:
+                yield Sleep(_PAUSE)
+        return answers
+
+    def ask_each(
+        self, script: str, arguments: Mapping[int, tuple[str | int, ...]]
+    ) -> Steps[dict[int, Answer]]:
+        """Send a command to nodes with arguments of their own: to those with the same ones at once."""
+        answers: dict[int, Answer] = {}
+        for same in dict.fromkeys(arguments.values()):
+            nodes = [node for node, own in arguments.items() if own == same]
+            answers |= yield from self.ask(script, nodes, *same)
+        return answers
+
+    def read(self, nodes: Iterable[int] | None = None) -> Steps[tuple[Reports, dict[int, Answer]]]:
+        """Ask nodes where they stand, by default all; return what those that answer say, and all answers."""
+        answers = yield from self.ask("read", range(len(self.names)) if nodes is None else nodes, "")
+        return {node: NodeReport.of(answers[node]) for node in saying(answers, Said.STANDING)}, answers
+
+    def synced(self, nodes: Iterable[int]) -> Steps[set[int]]:
+        """Wait until nodes have on their disks what they were told last; return those that are still there.
+
+        So what a majority has promised is not forgotten by all of them in one power failure. A node that
+        cannot say is not held back: while fewer than a majority forget at a time none of this matters.
+        """
+        asked = list(nodes)
+        if not asked:
+            return set()
+        done: Round = yield _to_all(SYNC, asked, SYNC_SECONDS + self.patience)
+        return {node for node, answer in done.answers.items() if answer.said not in PASSING}
+
+
+def _to_all(command: Command, nodes: list[int], patience: float) -> Broadcast:
+    return Broadcast(command, nodes, lambda answers: len(answers) == len(nodes), patience)
+
+
+def saying(answers: Answers, *said: Said) -> list[int]:
+    """Return the nodes that have said one of these."""
+    return [node for node, answer in answers.items() if answer.said in said]
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """The list that most nodes belong to, and how its members stand.
+
+    Attributes:
+        voters: members that vote.
+        waiting: members that do not and can be admitted, with the id of the seat that each gets back.
+        complete: whether every node of the client answered, holds its own data of this list and is open.
+    """
+
+    membership: Membership
+    reports: Reports
+    voters: frozenset[int]
+    waiting: Mapping[int, str]
+    complete: bool
+
+    @classmethod
+    def of(cls, names: tuple[str, ...], reports: Reports) -> Census | None:
+        """Return the census of the list that most nodes name; None where no node names one.
+
+        A node may hold the data of a fellow node, which it has followed, or whose file it was started with.
+        It names itself as that one, and has lost its own memory. So a node gets back the seat that the list
+        has for its address; at an address that the list does not have, the one that it names. A blank node
+        names none: a stranger in its place would be one voter more than the others know of.
+        """
+        marked = [report for report in reports.values() if not report.blank]
+        if not marked:
+            return None
+        lists = Counter(report.fingerprint for report in marked if not report.closed)
+        lists = lists or Counter(report.fingerprint for report in marked)
+        fingerprint = lists.most_common(1)[0][0]
+        named = [report for report in marked if report.fingerprint == fingerprint]
+        membership = Membership.from_json(Counter(r.members for r in named).most_common(1)[0][0])
+        own = membership.seats_of(names)
+        seats = {node: own.get(node, report.node_id) for node, report in reports.items()}
+        out = {node for node, report in reports.items() if not report.admitted and not report.closed}
+        taken = {seats[node] for node in reports if node not in out}
+        waiting = {}
+        for node in sorted(out, key=lambda node: (node not in own, node)):  # listed addresses come first
+            seat = seats[node]
+            if seat not in taken and (reports[node].node_id or seat) in membership.ids:
+                waiting[node] = seat
+                taken.add(seat)
+        memories = {report.node_id for report in named if not report.closed}  # each counts once
+        return cls(
+            membership,
+            reports,
+            frozenset(node for node, report in reports.items() if report.votes_in(fingerprint)),
+            waiting,
+            complete=len(memories) == len(names) == len(membership.seats),
+        )
+
+    @property
+    def has_quorum(self) -> bool:
+        """Whether a majority votes."""
+        return len(self.voters) >= self.membership.quorum

@@ -1,0 +1,108 @@
+"""What a client knows of its nodes: which server process answers for each, and which list they belong to.
+
+A node that comes back blank names no list, so what it said before stands until it names another one. A client
+that let go of it would know no list any more when each node had been blank once, one after the other,
+although a majority was well all the time.
+
+That no two lists ever have a majority does not rest on what is remembered: each vote names the fingerprint of
+one list, and a node of another refuses it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+
+from fencelock.authority.redlock.membership.members import Identity, Membership
+from fencelock.authority.redlock.protocol.nodeset import Fleet
+from fencelock.errors import MembershipError
+
+
+class MembershipView:
+    """What each node has said last, and the nodes as a client sees them because of that: see `Fleet`.
+
+    It takes no lock: a signal handler that locks may have interrupted the frame that would hold it.
+
+    Attributes:
+        identities: the server process of each node that has answered.
+    """
+
+    def __init__(
+        self, names: tuple[str, ...], node_key: str = "", patience: float = 1.0, init_command: str = ""
+    ) -> None:
+        self.identities: dict[int, Identity] = {}
+        #: The nodes before any of them has named a list.
+        self._fleet = Fleet(names, node_key, "", tuple(range(len(names))), math.inf, patience, init_command)
+        #: Of those that ever named a list: the id and that list.
+        self._said: dict[int, tuple[str, Membership]] = {}
+        self._news = object()
+        self._seen: tuple[object, Fleet] | None = None
+
+    def meet(self, node: int, identity: Identity) -> bool:
+        """Note which server process answers for a node; return whether that is news."""
+        if self.identities.get(node) == identity:
+            return False
+        self.identities[node] = identity
+        self.note(node, identity.node_id, identity.membership)
+        self._news = object()
+        return True
+
+    def note(self, node: int, node_id: str, membership: Membership | None) -> None:
+        """Note which list a node names, if it names one."""
+        if membership is not None:
+            self._said[node] = node_id, membership
+
+    def see(self) -> Fleet:
+        """Return the nodes as they are known now.
+
+        Raises:
+            MembershipError: two of the nodes are one, or the nodes were initialised as another number.
+        """
+        seen, news = self._seen, self._news
+        if seen is None or seen[0] is not news:
+            seen = self._seen = news, self._look()
+        return seen[1]
+
+    def _look(self) -> Fleet:
+        self._check_distinct()
+        known, names = self._membership(), self._fleet.names
+        # In the order of the ids, which is the same for all clients; then the others. The list has the ids
+        # for the addresses, because a node that holds a fellow's data says the fellow's.
+        own = known.seats_of(names) if known is not None else {}
+        ids = {node: own.get(node, said) for node, (said, _) in list(self._said.items())}
+        order = tuple(sorted(range(len(names)), key=lambda node: (ids.get(node, "~"), node)))
+        if known is None:
+            return replace(self._fleet, order=order)
+        return replace(self._fleet, fingerprint=known.fingerprint, order=order, max_ttl=known.max_ttl)
+
+    def _check_distinct(self) -> None:
+        """Refuse two addresses of one server process: it would have two votes.
+
+        Two servers may say the same id: one of them holds the other's data.
+        """
+        seen: dict[str, int] = {}
+        for node, identity in list(self.identities.items()):
+            other = seen.setdefault(identity.run_id, node)
+            if other != node:
+                names = self._fleet.names
+                raise MembershipError(
+                    f"{names[other]} and {names[node]} are the same server, which "
+                    "would have two votes: name each node once (databases of one server are one node)"
+                )
+
+    def _membership(self) -> Membership | None:
+        """Return the list of as many nodes as the client has that most of them name; None if none does."""
+        names = self._fleet.names
+        lists = Counter(membership for _, membership in list(self._said.values()))
+        known: Membership | None = None
+        for candidate, members in lists.most_common():
+            if len(candidate.seats) == len(names):
+                known = known or candidate
+            elif 2 * members >= len(names):  # a stray node does not speak for all
+                raise MembershipError(
+                    f"this client is configured with {len(names)} nodes ({', '.join(names)}), "
+                    f"but they were initialised as {len(candidate.seats)}: {', '.join(candidate.addresses)}. "
+                    "Configure every client with exactly those"
+                )
+        return known
