@@ -24,10 +24,10 @@ from sqlalchemy.exc import SQLAlchemyError
 from fencelock._engines import blocking_engine, for_blocking
 from fencelock.authority.database.database import Database
 from fencelock.authority.redlock.change import Change
-from fencelock.authority.redlock.endpoints.sources import split_urls, without_password
 from fencelock.authority.redlock.operator import change_nodes
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
 from fencelock.authority.redlock.survey import NodeState, NodeStatus
+from fencelock.authority.redlock.transport.endpoints import split_urls, without_password
 from fencelock.errors import FencelockError
 from fencelock.max_fence import highest_fence
 from fencelock.settings import DATABASE, factory_of

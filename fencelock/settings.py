@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
 
     from fencelock.authority.database.database import Database
-    from fencelock.authority.redlock.endpoints.sources import Source
     from fencelock.authority.redlock.redlock import Redlock
+    from fencelock.authority.redlock.transport.endpoints import Source
 
 _Authority = TypeVar("_Authority", bound=Authority)
 

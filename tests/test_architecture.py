@@ -190,7 +190,7 @@ def test_pure_rooms_know_no_clock_no_chance_and_no_socket(path: Path) -> None:
     """So threads, event loops and the simulator run the same of them."""
     imported = imports_of(path)
     assert not IMPURE & {name.partition(".")[0] for name in imported}
-    above = ("transport", "places", "redlock", "aio", "recoverer", "operator")
+    above = ("transport", "redlock", "aio", "recoverer", "operator")
     assert not [name for name in imported if name.startswith(tuple(f"{_REDLOCK}.{room}" for room in above))]
 
 

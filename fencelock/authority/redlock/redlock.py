@@ -18,7 +18,6 @@ from fencelock._checks import check_seconds
 from fencelock.authority.base import Grant, Locking, Wish, in_use, named
 from fencelock.authority.redlock import administration, membership, operations, recovery
 from fencelock.authority.redlock.aio import AsyncRedlock
-from fencelock.authority.redlock.endpoints.sources import Source, sources_of
 from fencelock.authority.redlock.membership import Identity
 from fencelock.authority.redlock.operations import Acquisition
 from fencelock.authority.redlock.protocol import bids, messages
@@ -27,6 +26,7 @@ from fencelock.authority.redlock.survey import NodeStatus
 from fencelock.authority.redlock.transport.aio import LoopConnections
 from fencelock.authority.redlock.transport.blocking import SharedConnections, run
 from fencelock.authority.redlock.transport.connector import Node
+from fencelock.authority.redlock.transport.endpoints import Source, sources_of
 from fencelock.authority.redlock.view import MembershipView
 from fencelock.authority.redlock.waiting import Waiter
 from fencelock.authority.stepped import warn_of_blocked_loop
