@@ -104,7 +104,7 @@ def test_no_circle_joins_settings_lock_and_authorities() -> None:
     """What an authority needs leads back to neither of them."""
     for room in ("authority", "renewal"):
         reached = reached_from(name for name in MODULES if name.startswith(f"fencelock.{room}"))
-        assert not {"fencelock.settings", "fencelock.lock.lock", "fencelock._holds"} & reached, room
+        assert not {"fencelock.settings", "fencelock.lock.lock", "fencelock.lock.hold"} & reached, room
 
 
 STOREYS_OF_GUARD = (

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from fencelock._holds import Hold, add
 from fencelock._owners import current_owner
 from fencelock.errors import LockLostError
 from fencelock.lease import Lease
-from fencelock.lock.releasing import Loss, release_each, release_hold, waits_for_transactions
-from fencelock.lock.steps import Call, Steps
+from fencelock.lock.hold import Hold, add
+from fencelock.lock.releasing import Loss, release_each, waits_for_transactions
+from fencelock.lock.steps import Acquisition, Step, Steps
 from fencelock.renewal.schedule import tell
 
 
+@dataclass(eq=False, slots=True)
 class Entry:
     """One time that a lock was entered.
 
@@ -27,14 +29,11 @@ class Entry:
         leases: what it yields, in the order of the lock's resources.
     """
 
-    __slots__ = ("asked", "holds", "leases", "mark", "owner")
-
-    def __init__(self) -> None:
-        self.owner = current_owner()
-        self.mark = object()
-        self.asked: Call | None = None
-        self.holds: tuple[Hold, ...] = ()
-        self.leases: tuple[Lease, ...] = ()
+    owner: object = field(default_factory=current_owner)
+    mark: object = field(default_factory=object)
+    asked: Acquisition | None = None
+    holds: tuple[Hold, ...] = ()
+    leases: tuple[Lease, ...] = ()
 
     def enter_again(self, hold: Hold) -> bool:
         """Be inside a hold that the owner has already; return False where that is being given back."""
@@ -48,13 +47,10 @@ class Entry:
 
     def enter(self, holds: Sequence[Hold], resources: Iterable[str]) -> None:
         """Be inside holds, which have all of the resources between them."""
-        self.holds = tuple(holds)
+        self.holds = tuple(dict.fromkeys(holds))
         self.asked = None
-        self.leases = self.holds[0].leases
-        if len(self.holds) > 1 or len(self.leases) > 1:
-            self.holds = tuple(dict.fromkeys(holds))
-            by_name = {lease.resource: lease for hold in self.holds for lease in hold.leases}
-            self.leases = tuple(by_name[resource] for resource in resources)
+        by_name = {lease.resource: lease for hold in self.holds for lease in hold.leases}
+        self.leases = tuple([by_name[resource] for resource in resources])
         for hold in self.holds:
             hold.blocks.add(self.mark)
             for lease in hold.leases:
@@ -64,37 +60,27 @@ class Entry:
     @property
     def tokens(self) -> Any:
         """What `with` yields: the token, or the tokens of several resources."""
-        if len(self.leases) == 1:
-            return self.leases[0].fencing_token
-        return tuple(lease.fencing_token for lease in self.leases)
+        tokens = tuple([lease.fencing_token for lease in self.leases])
+        return tokens[0] if len(tokens) == 1 else tokens
 
-    def let_go(self) -> list[Hold]:
-        """Be inside nothing any more; return what is to be given back."""
+    def leave(self) -> Steps[Loss | None]:
+        """Give back what no block is inside any more; return what had been lost before, or None."""
         over = []
         for hold in reversed(self.holds):
             hold.blocks.discard(self.mark)
             if not hold.blocks and not waits_for_transactions(hold):
                 over.append(hold)
-        return over
-
-    def leave(self) -> Steps[Loss | None]:
-        """Give back what no block is inside any more; return what had been lost before, or None."""
-        over = self.let_go()
-        return release_hold(over[0]) if len(over) == 1 else release_each(over)
+        return release_each(over)
 
 
 def check_listener(callback: object) -> None:
-    """Refuse what `on_lost` cannot call.
-
-    Raises:
-        TypeError: it is no plain function.
-    """
+    """Refuse with a TypeError what `on_lost` cannot call."""
     if not callable(callback) or inspect.iscoroutinefunction(callback):
         raise TypeError(f"on_lost calls a plain function with the lease, and {callback!r} is none")
 
 
 def last_of_ours(entries: list[Entry]) -> Entry | None:
-    """Return what this thread, task or greenlet entered last; or else what anybody did."""
+    """Return what this thread, task or greenlet entered last; or else the last entry of all."""
     snapshot = tuple(entries)
     if len(snapshot) < 2:  # noqa: PLR2004 - then there is nothing to choose
         return snapshot[0] if snapshot else None
@@ -104,18 +90,14 @@ def last_of_ours(entries: list[Entry]) -> Entry | None:
 
 
 def check_still_held(hold: Hold) -> None:
-    """Refuse to go on with a hold that has ended.
-
-    Raises:
-        LockLostError: it has.
-    """
+    """Refuse with a LockLostError to go on with a hold that has ended."""
     for lease in hold.leases:
         lease.check()
         if lease.lost or lease.released:
             raise LockLostError(f"the lease of {lease.resource!r} has ended; acquire the lock again")
 
 
-def note_remint(hold: Hold, asked: Call | None, *, sealed: bool) -> None:
+def note_remint(hold: Hold, asked: Step | None, *, sealed: bool) -> None:
     """Note what has become of a hold for which a new token was asked for, if it was; again has no effect."""
     if asked is not None and asked.answer is not None and sealed and not hold.released:
         hold.remint(asked.answer)

@@ -16,10 +16,10 @@ from fencelock.errors import LockTimeoutError
 from fencelock.lease import Lease
 from fencelock.lock.acquiring import LockSteps, Token
 from fencelock.lock.entry import Entry, check_listener
-from fencelock.lock.options import DEFAULT_TTL, AllLockSettings, IfLost
 from fencelock.lock.steps import run_blocking, run_waiting
 from fencelock.renewal.loop import for_loop
 from fencelock.renewal.thread import for_thread
+from fencelock.settings import DEFAULT_TTL, AllLockSettings, IfLost
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine

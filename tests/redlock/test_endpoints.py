@@ -12,7 +12,8 @@ import redis.sentinel
 from redis.exceptions import MovedError
 
 from fencelock import Redlock
-from fencelock.authority.redlock.transport.endpoints import endpoint_of, split_urls, without_password
+from fencelock.authority.redlock.transport.endpoints import endpoint_of, split_urls
+from fencelock.cli import without_password
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, cast
+from typing import Any, Final
 from urllib.parse import quote, unquote
 
 import redis
 import redis.sentinel
 from redis.backoff import NoBackoff
+from redis.connection import HiredisRespSerializer
 from redis.exceptions import MovedError, ResponseError
 from redis.retry import Retry
 
@@ -41,6 +42,14 @@ _FORMS: Final = (
     "redis+sentinel://host1:26379,host2:26379,host3:26379/SERVICE or redis+cluster://host1:6379,host2:6379 "
     "(or valkey, valkeys)"
 )
+
+
+class _TextPacker(HiredisRespSerializer):
+    """Packs what redis-py sends by itself, as `SELECT 0`; hiredis gets no numbers (see `pack_words`)."""
+
+    def pack(self, *args: Any) -> Any:
+        words: list[Any] = [arg if isinstance(arg, str | bytes) else str(arg) for arg in args]
+        return super().pack(*words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +170,8 @@ def _services_of(sentinel: Server) -> dict[str, tuple[int, str, int]]:
 
 def sources_of(nodes: Source | Sequence[Source]) -> list[Source]:
     """Return the nodes that an argument names, each by itself; ValueError where there is none."""
-    if isinstance(nodes, str):
-        nodes = cast("list[Source]", split_urls(nodes))
-    sources: list[Source] = list(nodes) if isinstance(nodes, Sequence) else [nodes]
+    named: Any = split_urls(nodes) if isinstance(nodes, str) else nodes
+    sources: list[Source] = list(named) if isinstance(named, Sequence) else [named]
     if not sources:
         raise ValueError("no nodes are named; write redis://host1:6379,redis://host2:6379,redis://host3:6379")
     return sources
@@ -175,18 +183,9 @@ def split_urls(text: str) -> list[str]:
     return [url for url in (each.strip(", \t\r\n") for each in urls) if url]
 
 
-def without_password(url: str) -> str:
-    """Return a URL that has been understood, with the word PASSWORD wherever one is to be typed."""
-    before, mark, query = url.partition("?")
-    before = re.sub(r"(://[^:@/]*:).*@", r"\1PASSWORD@", before)
-    return before + mark + re.sub(r"(password=)[^&]*", r"\1PASSWORD", query)
-
-
 def _masked(url: str) -> str:
     """Return what an error may show of a URL that is wrong somewhere: nothing before its last @."""
-    head, at, tail = url.rpartition("@")
-    tail = tail.partition("?")[0]
-    return f"{head.partition(':')[0]}://***@{tail}" if at else tail
+    return re.sub(r"(?s)^([^:]*).*@", r"\1://***@", url).partition("?")[0]
 
 
 def endpoint_of(source: Source, timeout: float) -> Endpoint:
@@ -215,7 +214,8 @@ def endpoint_of(source: Source, timeout: float) -> Endpoint:
 def _server_of(pool: Any, timeout: float, **others: Any) -> Server:
     """Return the server that the connections of a pool go to, with other settings for some."""
     settings = {k: v for k, v in pool.connection_kwargs.items() if not _NOT_OURS.fullmatch(k)} | others
-    settings |= {"retry": Retry(NoBackoff(), 0), "socket_connect_timeout": timeout, "socket_timeout": timeout}
+    settings |= {"retry": Retry(NoBackoff(), 0), "command_packer": _TextPacker()}
+    settings |= {"socket_connect_timeout": timeout, "socket_timeout": timeout}
     server = Server(_PLAIN.get(pool.connection_class, pool.connection_class), settings)
     try:
         server.new_connection()  # opens nothing yet, but knows its settings

@@ -15,9 +15,10 @@ import threading
 import time
 from types import FrameType
 
-from fencelock._holds import everything_held
 from fencelock.authority.base import in_use
-from fencelock.lock.releasing import give_back
+from fencelock.lock.hold import everything_held
+from fencelock.lock.releasing import release_hold
+from fencelock.lock.steps import run_blocking
 
 #: Seconds that giving back may take at the end of the process; what is left ends by itself.
 _PATIENCE = 2.0
@@ -77,6 +78,6 @@ def _give_back_everything() -> None:
             logger.warning("leases are left that were not released; they end by themselves")
             return
         try:
-            give_back(hold)
+            run_blocking(release_hold(hold))
         except Exception as error:  # noqa: BLE001 - the process ends; it must not end with this
             logger.debug("a lease could not be released at the end of the process: %s", error)

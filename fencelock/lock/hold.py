@@ -1,20 +1,20 @@
-"""The grants that this process holds, who in it holds them, and which blocks are inside.
+"""The grants that this process holds, their owners, and which blocks are inside.
 
-Who: a thread, task or greenlet (see `_owners`). That is what re-entry asks: the same one that holds a
-resource enters again and gets the same token; any other one waits like anybody else. (Which leases a *write*
-may use is another question, and the context answers it: see `lease`.)
+An owner is a thread, task or greenlet (see `_owners`). Re-entry asks for it: the owner of a resource enters
+again and gets the same token; any other one waits. The context says which leases a *write* may use (`lease`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
-import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from weakref import ReferenceType, WeakValueDictionary, ref
 
-from fencelock.authority.base import Authority, Grant
+from fencelock.authority.base import Authority, Grant, named
 from fencelock.lease import Lease, note_ended, note_held
 
 if TYPE_CHECKING:
@@ -22,86 +22,54 @@ if TYPE_CHECKING:
     from fencelock.sealing import Sealer
 
 
+@dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
 class Hold:
     """One grant while it is held.
 
     Attributes:
         authority: granted it.
         grant: as it was last extended.
-        leases: of each of its resources.
-        blocks: what is inside it; when that is nothing any more, it is given back.
+        owner: the thread, task or greenlet that holds it.
         ttl: seconds that an extension asks for.
         deadline: when it is to end whatever happens, on the clock of `time.monotonic`.
         renewer: extends it; None if nothing does.
-        trouble: why it could not be extended last time; empty if it could.
-        itself: a weak reference: what is thrown away while it is held is not extended any more.
         loop: whose task has acquired it; returns None for blocking code's.
+        leases: of each of its resources.
+        itself: a weak reference: what is thrown away while it is held is not extended any more.
+        blocks: what is inside it; when that is nothing any more, it is given back.
+        trouble: why it could not be extended last time; empty if it could.
         planned: when the renewer means to look at it next.
         extended_behind: whether an extension has ended since its release was sent: it may have arrived after
             that, and made locks again.
+        release_ended: whether its release has been answered, or given up. Of the two that set these marks,
+            the one that sees the other's releases once more; earlier, the release would hear of a loss.
         sealers: the databases that have raised their fences to its tokens.
         seal_nonce: under which they did; empty where there are none.
-        release_ended: whether its release has been answered, or given up. Of the two who set these marks, the
-            one that sees the other's releases once more; earlier, the release would hear that all was lost.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_listeners",
-        "_waiting",
-        "authority",
-        "blocks",
-        "deadline",
-        "extended_behind",
-        "grant",
-        "itself",
-        "leases",
-        "loop",
-        "owner",
-        "planned",
-        "release_ended",
-        "renewer",
-        "seal_nonce",
-        "sealers",
-        "trouble",
-        "ttl",
-    )
+    authority: Authority
+    grant: Grant
+    owner: object
+    ttl: float
+    deadline: float = math.inf
+    renewer: Renewer | None = None
+    loop: Callable[[], asyncio.AbstractEventLoop | None] = lambda: None
+    leases: tuple[Lease, ...] = field(init=False)
+    itself: ReferenceType[Hold] = field(init=False)
+    blocks: set[object] = field(default_factory=set)
+    trouble: str = ""
+    planned: float = math.inf
+    extended_behind: bool = False
+    release_ended: bool = False
+    sealers: tuple[Sealer, ...] = ()
+    seal_nonce: str = ""
+    _listeners: tuple[Callable[[Lease], object], ...] = ()
+    _waiting: list[bool] = field(default_factory=list)
 
-    def __init__(
-        self,
-        authority: Authority,
-        grant: Grant,
-        owner: object,
-        *,
-        ttl: float,
-        max_hold: float | None = None,
-        renewer: Renewer | None = None,
-    ) -> None:
-        self.authority = authority
-        self.grant = grant
-        self.owner = owner
-        self.blocks: set[object] = set()
-        if len(grant.resources) == 1:  # most often
-            (token,) = grant.tokens
-            self.leases: tuple[Lease, ...] = (Lease(grant.resources[0], token, grant.expires_at),)
-        else:
-            self.leases = tuple(
-                Lease(resource, token, grant.expires_at)
-                for resource, token in zip(grant.resources, grant.tokens, strict=True)
-            )
-        self.ttl = ttl
-        self.deadline = math.inf if max_hold is None else time.monotonic() + max_hold
-        self.renewer = renewer
-        self.trouble = ""
-        self.loop: Callable[[], asyncio.AbstractEventLoop | None] = _no_loop
-        self.itself: ReferenceType[Hold] = ref(self)
-        self.planned = math.inf
-        self.extended_behind = False
-        self.release_ended = False
-        self.sealers: tuple[Sealer, ...] = ()
-        self.seal_nonce = ""
-        self._listeners: tuple[Callable[[Lease], object], ...] = ()
-        self._waiting: list[bool] = []
+    def __post_init__(self) -> None:
+        granted = zip(self.grant.resources, self.grant.tokens, strict=True)
+        self.leases = tuple([Lease(resource, token, self.grant.expires_at) for resource, token in granted])
+        self.itself = ref(self)
 
     def wait_for_transactions(self) -> None:
         """Note that no block is inside any more, and that the end of open transactions gives it back."""
@@ -119,6 +87,11 @@ class Hold:
             return False
 
     @property
+    def name(self) -> str:
+        """The resources, as they stand in a sentence."""
+        return named(self.grant.resources)
+
+    @property
     def inherited(self) -> bool:
         """Whether it is a forked child's copy: nothing that the child holds, or may give back."""
         return self.leases[0].inherited
@@ -126,10 +99,7 @@ class Hold:
     @property
     def lost(self) -> bool:
         """Whether it is known to have ended before it was given back."""
-        for lease in self.leases:  # noqa: SIM110 - `any` takes twice as long for one lease, as there mostly is
-            if lease.lost:
-                return True
-        return False
+        return any(lease.lost for lease in self.leases)
 
     @property
     def over(self) -> bool:
@@ -147,8 +117,7 @@ class Hold:
 
     def tell_when_lost(self, listeners: Iterable[Callable[[Lease], object]]) -> None:
         """Have these called with each lease, once, when the hold is lost; at once if it is lost already."""
-        new = tuple(each for each in listeners if each not in self._listeners)
-        if new:
+        if new := tuple(each for each in listeners if each not in self._listeners):
             self._listeners = (*self._listeners, *new)
             if self.lost:
                 for call in self.lose("its time ran out"):
@@ -168,10 +137,7 @@ class Hold:
             lease.remint(token, grant.expires_at)
 
     def lose(self, reason: str) -> tuple[Callable[[], object], ...]:
-        """Note that the hold has ended before it was given back; return what is to be called for that.
-
-        After it was given back there is nothing to note.
-        """
+        """Note that the hold has ended before it was given back; return what is to be called for that."""
         if self.released:
             return ()
         for lease in self.leases:
@@ -181,20 +147,11 @@ class Hold:
     def calls_when_lost(self) -> tuple[Callable[[], object], ...]:
         """Return what is to be called for a lost hold, which is only told once."""
         listeners, self._listeners = self._listeners, ()
-        return tuple(_calling(listener, lease) for listener in listeners for lease in self.leases)
+        return tuple(functools.partial(listener, lease) for listener in listeners for lease in self.leases)
 
 
-def _no_loop() -> None:
-    return None
-
-
-def _calling(listener: Callable[[Lease], object], lease: Lease) -> Callable[[], object]:
-    return lambda: listener(lease)
-
-
-_Key = tuple[Authority, object, str]
 #: Weak: a lock object that was thrown away while it was held cannot be entered again.
-_holds: WeakValueDictionary[_Key, Hold] = WeakValueDictionary()
+_holds: WeakValueDictionary[tuple[Authority, object, str], Hold] = WeakValueDictionary()
 
 
 def find(authority: Authority, owner: object, resource: str) -> Hold | None:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, Unpack, cast
 
 from fencelock.lock.lock import FencedLock, fenced_lock
-from fencelock.lock.options import AllLockSettings
+from fencelock.settings import AllLockSettings
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
