@@ -72,14 +72,13 @@ def configure(authority: Any, **options: Any) -> Any:
 
     Args:
         authority: the URL of a database (`sqlite:///app.db`, `postgresql+psycopg://user@host/name`,
-            `mysql+pymysql://user@host/name`) or an engine of SQLAlchemy, as `Database` takes them; URLs of
-            nodes (`redis://host:6379`, with commas between) or clients of redis-py, as `Redlock` takes them;
-            or a ready authority.
+            `mysql+pymysql://user@host/name`) or an engine of SQLAlchemy; URLs of nodes (`redis://host:6379`,
+            with commas between) or clients of redis-py; or a ready authority.
         **options: settings of `Database` or `Redlock`.
 
     Raises:
         ValueError: for a URL or a setting that cannot be understood.
-        TypeError: for options beside a ready authority.
+        TypeError: for anything else, and for options beside a ready authority.
     """
     global _default  # noqa: PLW0603 - the process default is what this module is about
     if not callable(getattr(authority, "acquire", None)):

@@ -17,9 +17,8 @@ from fencelock._owners import running_loop
 from fencelock.authority.base import Authority, Grant, is_sealed_by
 from fencelock.errors import LockLostError, LockTimeoutError, NotHeldError
 from fencelock.lease import OBJECT_IN_NAME, Lease, check_resource
-from fencelock.lock.entry import Entry, check_still_held, last_of_ours, note_remint
-from fencelock.lock.hold import Hold, find
-from fencelock.lock.releasing import Loss, end_releases, go_on_holding, keep_renewed, stop_renewal
+from fencelock.lock.hold import Entry, Hold, find, last_of_ours
+from fencelock.lock.releasing import Loss, end_releases, go_on_holding, leave, stop_renewal
 from fencelock.lock.sealed import check, seal, seal_anew, seal_held
 from fencelock.lock.steps import Acquisition, Step, Steps, ask_to_extend, ask_to_release, ask_to_remint
 from fencelock.renewal.loop import for_loop
@@ -83,7 +82,7 @@ class LockSteps(Generic[Token]):
             else:
                 grant, nonce = yield from _acquire_sealed(entry, authority, self._sealer, ask, waiting)
             for hold in holds:
-                check_still_held(hold)  # it may have ended while the others were waited for
+                _check_still_held(hold)  # it may have ended while the others were waited for
             new = Hold(authority, grant, entry.owner, self._ttl, time.monotonic() + self._max_hold)
             new.sealers, new.seal_nonce = () if self._sealer is None else (self._sealer,), nonce
             if renewers is for_loop and (loop := running_loop()) is not None:
@@ -93,9 +92,9 @@ class LockSteps(Generic[Token]):
             holds.append(new)
         entry.enter(holds, self._resources)
         self._entries.append(entry)
-        if missing:
+        if missing and (renewer := holds[-1].renewer) is not None:
             # Not before: what is interrupted until here is not extended while the traceback lives.
-            keep_renewed(holds[-1])
+            renewer.watch(holds[-1])
         for hold in entry.holds:
             hold.tell_when_lost(self._listeners)
         return entry
@@ -108,12 +107,8 @@ class LockSteps(Generic[Token]):
             yield end_releases(entry.owner)
         for hold in entry.holds:
             if self._ttl not in {hold.ttl, DEFAULT_TTL}:
-                logger.warning(
-                    "%s: entered again with ttl=%g, and the ttl=%g of the outer block counts",
-                    hold.name,
-                    self._ttl,
-                    hold.ttl,
-                )
+                sentence = "%s: entered again with ttl=%g, and the ttl=%g of the outer block counts"
+                logger.warning(sentence, hold.name, self._ttl, hold.ttl)
             if self._sealer is not None:
                 yield from seal_held(self._sealer, hold)
         return holds
@@ -133,7 +128,7 @@ class LockSteps(Generic[Token]):
     def _extend(self, ttl: float | None) -> Steps[None]:
         seconds = self._ttl if ttl is None else check_ttl(ttl)
         for hold in self._innermost().holds:
-            check_still_held(hold)
+            _check_still_held(hold)
             try:
                 yield from stop_renewal(hold)
                 asked = ask_to_extend(hold.authority, hold.grant, seconds)
@@ -143,7 +138,7 @@ class LockSteps(Generic[Token]):
                     tell(hold.lose(str(outcome)))
                 if not isinstance(outcome, Grant):
                     raise outcome
-                check_still_held(hold)
+                _check_still_held(hold)
                 hold.prolong(outcome)
             finally:
                 yield from go_on_holding(hold)
@@ -151,7 +146,7 @@ class LockSteps(Generic[Token]):
     def _remint(self) -> Steps[Any]:
         entry = self._innermost()
         for hold in entry.holds:
-            check_still_held(hold)
+            _check_still_held(hold)
             # Also what a lock without seal= mints anew, inside a block that has sealed.
             for sealer in hold.sealers:
                 yield check(sealer)
@@ -167,14 +162,14 @@ class LockSteps(Generic[Token]):
                 if hold.sealers:
                     hold.seal_nonce = yield from seal_anew(hold.sealers, asked.answer)
                     sealed = True
-                note_remint(hold, asked, sealed=sealed)
+                _note_remint(hold, asked, sealed=sealed)
             except BaseException:
                 # Once more, where a signal handler raised in the middle of it.
-                note_remint(hold, asked, sealed=sealed)
+                _note_remint(hold, asked, sealed=sealed)
                 raise
             finally:
                 yield from go_on_holding(hold)
-            check_still_held(hold)
+            _check_still_held(hold)
         return entry.tokens
 
     def _release(self) -> Steps[None]:
@@ -185,10 +180,10 @@ class LockSteps(Generic[Token]):
         try:
             if entry in self._entries:
                 self._entries.remove(entry)
-            return (yield from entry.leave())
+            return (yield from leave(entry))
         except (Exception, KeyboardInterrupt, SystemExit):
             # A signal handler's, at any line. (One that is cancelled has been sent.) Once more does no harm.
-            yield from entry.leave()
+            yield from leave(entry)
             raise
 
     def _innermost(self) -> Entry:
@@ -252,6 +247,24 @@ def _acquire_sealed(
         # A hint costs no time, so there is no wait for it, even where one try was asked for.
         if time.monotonic() >= end and not (above and tries < _HINTED_TRIES):
             raise LockTimeoutError(wish.complaint(above))
+
+
+def _check_still_held(hold: Hold) -> None:
+    """Refuse with a LockLostError to go on with a hold that has ended."""
+    for lease in hold.leases:
+        lease.check()
+        if lease.lost or lease.released:
+            raise LockLostError(f"the lease of {lease.resource!r} has ended; acquire the lock again")
+
+
+def _note_remint(hold: Hold, asked: Step | None, *, sealed: bool) -> None:
+    """Note what has become of a hold for which a new token was asked for, if it was; again has no effect."""
+    if asked is not None and asked.answer is not None and sealed and not hold.released:
+        hold.remint(asked.answer)
+    elif asked is not None:
+        hold.grant = asked.answer or hold.grant  # what was not sealed is still to be given back
+        # The old token may belong to no lease any more.
+        tell(hold.lose("a new token was asked for, and none came"))
 
 
 def _check_resources(resources: tuple[str, ...]) -> tuple[str, ...]:

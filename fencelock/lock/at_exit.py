@@ -1,8 +1,7 @@
-"""What becomes of held leases when the process ends: they are given back, if it is told in time.
+"""Giving held leases back when the process ends.
 
-A process that leaves its blocks gives back what it holds, and so does one that runs to its end without
-leaving them (`atexit`). One that is killed cannot; its leases end with their ttl. SIGTERM kills by default,
-without any Python code being run: `exit_on_signals` has it end the process in order.
+A process gives back what it holds when it leaves its blocks, and when it runs to its end (`atexit`). The
+leases of one that is killed end with their ttl. SIGTERM kills by default: `exit_on_signals` changes that.
 """
 
 from __future__ import annotations
@@ -41,16 +40,15 @@ def exit_on_signals(*signals: signal.Signals) -> None:
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("signal handlers can only be installed by the main thread: call this at the start")
-    wanted = signals or (signal.SIGTERM,)
-    ignored = {number for number in wanted if signal.getsignal(number) is signal.SIG_IGN}
-    for number in wanted:
-        if number not in ignored and signal.getsignal(number) not in {signal.SIG_DFL, _exit}:
+    handlers = {number: signal.getsignal(number) for number in signals or (signal.SIGTERM,)}
+    for number, handler in handlers.items():
+        if handler not in {signal.SIG_IGN, signal.SIG_DFL, _exit}:
             raise RuntimeError(
                 f"{signal.Signals(number).name} has a handler already: have it call sys.exit(), which leaves "
                 "the blocks and gives back what is held"
             )
-    for number in wanted:
-        if number in ignored:
+    for number, handler in handlers.items():
+        if handler is signal.SIG_IGN:
             logger.warning(
                 "%s stays ignored, as this process was started (nohup does that): it ends nothing",
                 signal.Signals(number).name,

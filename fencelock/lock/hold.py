@@ -9,15 +9,17 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, WeakValueDictionary, ref
 
+from fencelock._owners import current_owner
 from fencelock.authority.base import Authority, Grant, named
 from fencelock.lease import Lease, note_ended, note_held
 
 if TYPE_CHECKING:
+    from fencelock.lock.steps import Acquisition
     from fencelock.renewal.schedule import Renewer
     from fencelock.sealing import Sealer
 
@@ -27,9 +29,7 @@ class Hold:
     """One grant while it is held.
 
     Attributes:
-        authority: granted it.
         grant: as it was last extended.
-        owner: the thread, task or greenlet that holds it.
         ttl: seconds that an extension asks for.
         deadline: when it is to end whatever happens, on the clock of `time.monotonic`.
         renewer: extends it; None if nothing does.
@@ -191,3 +191,61 @@ def owners_of(authority: Authority, resources: Iterable[str]) -> list[object]:
 def everything_held() -> list[Hold]:
     """Return all that this process holds."""
     return [hold for hold in dict.fromkeys(_holds.values()) if not hold.inherited]
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """One time that a lock was entered.
+
+    Attributes:
+        owner: the thread, task or greenlet that did.
+        mark: stands for it in the holds' blocks, which must not refer to it: a cycle would keep a lock that
+            was thrown away alive, and renewed, until the garbage collector comes along.
+        asked: for what it did not hold before.
+        holds: what it is inside.
+        leases: what it yields, in the order of the lock's resources.
+    """
+
+    owner: object = field(default_factory=current_owner)
+    mark: object = field(default_factory=object)
+    asked: Acquisition | None = None
+    holds: tuple[Hold, ...] = ()
+    leases: tuple[Lease, ...] = ()
+
+    def enter_again(self, hold: Hold) -> bool:
+        """Be inside a hold that the owner has already; return False where that is being given back."""
+        if hold not in self.holds:
+            self.holds = (*self.holds, hold)  # first, so that an interruption leaves it again
+            if not (hold.blocks or hold.stop_waiting()):
+                self.holds = self.holds[:-1]
+                return False
+            hold.blocks.add(self.mark)
+        return True
+
+    def enter(self, holds: Sequence[Hold], resources: Iterable[str]) -> None:
+        """Be inside holds, which have all of the resources between them."""
+        self.holds = tuple(dict.fromkeys(holds))
+        self.asked = None
+        by_name = {lease.resource: lease for hold in self.holds for lease in hold.leases}
+        self.leases = tuple([by_name[resource] for resource in resources])
+        for hold in self.holds:
+            hold.blocks.add(self.mark)
+            for lease in hold.leases:
+                lease.enter()
+            add(hold)
+
+    @property
+    def tokens(self) -> Any:
+        """What `with` yields: the token, or the tokens of several resources."""
+        tokens = tuple([lease.fencing_token for lease in self.leases])
+        return tokens[0] if len(tokens) == 1 else tokens
+
+
+def last_of_ours(entries: list[Entry]) -> Entry | None:
+    """Return what this thread, task or greenlet entered last; or else the last entry of all."""
+    snapshot = tuple(entries)
+    if len(snapshot) < 2:  # noqa: PLR2004 - then there is nothing to choose
+        return snapshot[0] if snapshot else None
+    owner = current_owner()
+    ours = (entry for entry in reversed(snapshot) if entry.owner == owner)
+    return next(ours, snapshot[-1])

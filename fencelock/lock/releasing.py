@@ -14,7 +14,7 @@ from fencelock import _threads
 from fencelock._owners import running_loop
 from fencelock.errors import AuthorityError, LockLostError
 from fencelock.lease import Lease, note_ended
-from fencelock.lock.hold import Hold, remove
+from fencelock.lock.hold import Entry, Hold, remove
 from fencelock.lock.steps import Step, Steps, ask_to_release, run_blocking, run_waiting
 from fencelock.renewal.schedule import follow_release, tell
 
@@ -53,11 +53,8 @@ def waits_for_transactions(hold: Hold) -> bool:
     for each in hold.leases:
         each.leave()
     note_ended(*hold.leases)
-    logger.debug(
-        "%s: released when the transaction that has written to %r ends",
-        hold.name,
-        lease.resource,
-    )
+    written = lease.resource
+    logger.debug("%s: released when the transaction that has written to %r ends", hold.name, written)
     return True
 
 
@@ -142,30 +139,34 @@ def stop_renewal(hold: Hold) -> Steps[None]:
         yield Step(lambda: renewer.stop(hold), lambda: renewer.stop_soon(hold))
 
 
-def keep_renewed(hold: Hold) -> None:
-    """Have a hold renewed, if it is one that is."""
-    if hold.renewer is not None:
-        hold.renewer.watch(hold)
-
-
 def go_on_holding(hold: Hold) -> Steps[None]:
     """Have a hold renewed again that was stopped; or given back, if another thread released it meanwhile."""
     if hold.released:
         for grant in follow_release(hold):
             yield ask_to_release(hold.authority, grant)
-    elif not hold.over:
-        keep_renewed(hold)
+    elif hold.renewer is not None and not hold.over:
+        hold.renewer.watch(hold)
 
 
-def release_each(holds: list[Hold]) -> Steps[Loss | None]:
-    """Give holds back, each also where it was interrupted at the one before; return as that does."""
-    lost = None
-    if holds:
-        try:
-            lost = yield from release_hold(holds[0])
-        finally:
-            lost = (yield from release_each(holds[1:])) or lost
-    return lost
+def leave(entry: Entry) -> Steps[Loss | None]:
+    """Give back what no block is inside any more; return what had been lost before, or None."""
+    over = []
+    for hold in reversed(entry.holds):
+        hold.blocks.discard(entry.mark)
+        if not hold.blocks and not waits_for_transactions(hold):
+            over.append(hold)
+    return _release_each(over)
+
+
+def _release_each(holds: list[Hold]) -> Steps[Loss | None]:
+    """Give holds back, each also where the one before was interrupted; return as `release_hold` does."""
+    if not holds:
+        return None
+    try:
+        lost = yield from release_hold(holds[0])
+    finally:
+        later = yield from _release_each(holds[1:])
+    return later or lost
 
 
 def release_hold(hold: Hold) -> Steps[Loss | None]:
