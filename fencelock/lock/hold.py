@@ -164,20 +164,13 @@ def find(authority: Authority, owner: object, resource: str) -> Hold | None:
     return None if hold is None or hold.inherited or hold.lost else hold
 
 
-def add(hold: Hold) -> None:
-    """Note a hold, and its leases in the current context; again has no effect."""
-    for resource in hold.grant.resources:
-        _holds[hold.authority, hold.owner, resource] = hold
-    note_held(*hold.leases)
-
-
 def remove(hold: Hold) -> None:
     """Note that a hold is over."""
     for lease in hold.leases:
         lease.release()
     note_ended(*hold.leases)
-    for resource in hold.grant.resources:
-        key = (hold.authority, hold.owner, resource)
+    for lease in hold.leases:
+        key = (hold.authority, hold.owner, lease.resource)
         if _holds.get(key) is hold:
             _holds.pop(key, None)  # a signal handler may have been here
 
@@ -223,7 +216,7 @@ class Entry:
         return True
 
     def enter(self, holds: Sequence[Hold], resources: Iterable[str]) -> None:
-        """Be inside holds, which have all of the resources between them."""
+        """Be inside holds, which have all of the resources between them; note them, and in this context."""
         self.holds = tuple(dict.fromkeys(holds))
         self.asked = None
         by_name = {lease.resource: lease for hold in self.holds for lease in hold.leases}
@@ -232,7 +225,8 @@ class Entry:
             hold.blocks.add(self.mark)
             for lease in hold.leases:
                 lease.enter()
-            add(hold)
+                _holds[hold.authority, hold.owner, lease.resource] = hold
+            note_held(*hold.leases)
 
     @property
     def tokens(self) -> Any:
