@@ -3,8 +3,6 @@
 from fencelock.authority.database.database import Database
 from fencelock.authority.database.table import lease_table
 from fencelock.authority.redlock.redlock import Redlock
-from fencelock.decorator import fenced
-from fencelock.ending import exit_on_signals
 from fencelock.errors import (
     AuthorityError,
     CommitInDoubtError,
@@ -47,6 +45,8 @@ from fencelock.guard import (
     upsert,
 )
 from fencelock.lease import Lease
+from fencelock.lock.at_exit import exit_on_signals
+from fencelock.lock.decorator import fenced
 from fencelock.lock.lock import AsyncLock, FencedLock, fenced_lock
 from fencelock.settings import configure
 from fencelock.transaction import AsyncFencedTransaction, FencedTransaction, fenced_transaction

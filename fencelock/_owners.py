@@ -1,8 +1,7 @@
-"""What is running: that is whose locks are entered again, and whose transactions stand in whose way.
+"""The owner of locks and transactions: what is running.
 
-A task, where an event loop runs one; or else a greenlet, where a library such as gevent or eventlet switches
-between several of them in one thread; or else the thread. Greenlets of SQLAlchemy's asyncio extension do a
-task's work, and belong to it.
+A task, where an event loop runs one; or else a greenlet, where gevent or eventlet switches between several
+in one thread; or else the thread. Greenlets of SQLAlchemy's asyncio extension do a task's work: it owns them.
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ _SWITCHING = ("gevent", "eventlet")
 
 
 class _Thread(threading.local):
-    """Stands for a thread, and for no other one: not for a later one of the same ident either.
-
-    `threading.current_thread` would do so, where `threading` has not started the thread.
-    """
+    """Stands for a thread, and not for a later one of the same ident, as `threading.current_thread` may."""
 
     def __init__(self) -> None:
         self.itself = object()
@@ -42,10 +38,7 @@ def running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 def current_owner() -> object:
-    """Return what stands for what is running, equal only to what it returns for the same later.
-
-    It keeps no task and no greenlet alive.
-    """
+    """Return what is running, equal only to what it returns for the same later; keeps nothing alive."""
     loop = running_loop()
     task = asyncio.current_task(loop) if loop is not None else None
     # Without greenlet there is but one in each thread.
@@ -81,10 +74,7 @@ def _is_run_here(task: asyncio.Task[Any], library: Any) -> bool:
 
 @functools.cache
 def name_of_process(pid: int) -> str:
-    """Return host, process id and program of this process: at most 255 characters.
-
-    Its id is given because another one follows after a fork.
-    """
+    """Return host, process id and program of this process: at most 255 characters."""
     return f"{socket.gethostname()} {pid} {Path(sys.argv[0]).name}"[:255]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,8 +25,8 @@ from sqlalchemy.exc import SQLAlchemyError
 from fencelock._engines import blocking_engine, for_blocking
 from fencelock.authority.database.database import Database
 from fencelock.authority.redlock.admin import NodeState, NodeStatus, change_nodes
-from fencelock.authority.redlock.endpoints.sources import split_urls, without_password
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
+from fencelock.authority.redlock.transport.endpoints import split_urls
 from fencelock.errors import FencelockError
 from fencelock.max_fence import highest_fence
 from fencelock.settings import DATABASE, factory_of
@@ -189,8 +190,15 @@ def _refusing_databases(shown: str, done: str) -> Iterator[None]:
         _fail(f"{shown} cannot be {done}: {str(error).splitlines()[0]}{hint}")
 
 
+def without_password(url: str) -> str:
+    """Return a URL that has been understood, with the word PASSWORD wherever one is to be typed."""
+    before, mark, query = url.partition("?")
+    before = re.sub(r"(://[^:@/]*:).*@", r"\1PASSWORD@", before)
+    return before + mark + re.sub(r"(password=)[^&]*", r"\1PASSWORD", query)
+
+
 def _shown(urls: list[str]) -> str:
-    """Return URLs as they can be shown; passwords are left for whoever types them."""
+    """Return URLs as they can be shown; passwords are left for the operator to type."""
     return ",".join(map(without_password, urls))
 
 

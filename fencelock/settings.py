@@ -1,4 +1,4 @@
-"""Which authority grants leases unless one is named: `configure()`, or the environment's FENCELOCK_URL."""
+"""The settings of a lock; and its authority unless it names one: `configure()`, or FENCELOCK_URL."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 import os
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, TypeVar, overload
 
 from sqlalchemy import URL, Engine
 
@@ -18,10 +18,32 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
 
     from fencelock.authority.database.database import Database
-    from fencelock.authority.redlock.endpoints.sources import Source
     from fencelock.authority.redlock.redlock import Redlock
+    from fencelock.authority.redlock.transport.endpoints import Source
 
 _Authority = TypeVar("_Authority", bound=Authority)
+
+IfLost = Literal["raise", "warn"]
+DEFAULT_TTL: Final = 30.0
+
+
+class LockSettings(TypedDict, total=False):
+    """The settings of a lock, save its authority; `fenced_lock` says what they mean, and their defaults."""
+
+    ttl: float
+    timeout: float | None
+    renew: bool
+    max_hold: float | None
+    fair: bool
+    if_lost: IfLost
+    seal: Engine | AsyncEngine | None
+
+
+class AllLockSettings(LockSettings, total=False):
+    """The settings of a lock, and its authority."""
+
+    authority: Authority | None
+
 
 _REDLOCK: Final = "fencelock.authority.redlock.redlock:Redlock"
 DATABASE: Final = "fencelock.authority.database.database:Database"
@@ -50,14 +72,13 @@ def configure(authority: Any, **options: Any) -> Any:
 
     Args:
         authority: the URL of a database (`sqlite:///app.db`, `postgresql+psycopg://user@host/name`,
-            `mysql+pymysql://user@host/name`) or an engine of SQLAlchemy, as `Database` takes them; URLs of
-            nodes (`redis://host:6379`, with commas between) or clients of redis-py, as `Redlock` takes them;
-            or a ready authority.
+            `mysql+pymysql://user@host/name`) or an engine of SQLAlchemy; URLs of nodes (`redis://host:6379`,
+            with commas between) or clients of redis-py; or a ready authority.
         **options: settings of `Database` or `Redlock`.
 
     Raises:
         ValueError: for a URL or a setting that cannot be understood.
-        TypeError: for options beside a ready authority.
+        TypeError: for anything else, and for options beside a ready authority.
     """
     global _default  # noqa: PLW0603 - the process default is what this module is about
     if not callable(getattr(authority, "acquire", None)):
@@ -72,11 +93,7 @@ def configure(authority: Any, **options: Any) -> Any:
 
 
 def factory_of(url: str) -> str:
-    """Return which of the factories makes an authority of a URL.
-
-    Raises:
-        ValueError: none of them.
-    """
+    """Return which of the factories makes an authority of a URL; ValueError where none does."""
     scheme = url.strip().partition("://")[0].partition("+")[0].lower()
     if scheme not in FACTORIES:
         raise ValueError(
@@ -104,11 +121,7 @@ def _make(source: object, options: dict[str, Any]) -> Authority:
 
 
 def default_authority() -> Authority:
-    """Return the default of this process.
-
-    Raises:
-        AuthorityError: if none has been configured.
-    """
+    """Return the default of this process; AuthorityError where none has been configured."""
     global _default  # noqa: PLW0603 - the process default is what this module is about
     with _lock:
         if _default is None:

@@ -31,7 +31,7 @@ from fencelock.guard import gate as pass_gate
 from fencelock.guard import gate_async
 from fencelock.guard.fences import FENCES
 from fencelock.lock.lock import FencedLock, fenced_lock
-from fencelock.lock.options import AllLockSettings
+from fencelock.settings import AllLockSettings
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_scoped_session, async_sessionmaker

@@ -104,7 +104,7 @@ def test_no_circle_joins_settings_lock_and_authorities() -> None:
     """What an authority needs leads back to neither of them."""
     for room in ("authority", "renewal"):
         reached = reached_from(name for name in MODULES if name.startswith(f"fencelock.{room}"))
-        assert not {"fencelock.settings", "fencelock.lock.lock", "fencelock._holds"} & reached, room
+        assert not {"fencelock.settings", "fencelock.lock.lock", "fencelock.lock.hold"} & reached, room
 
 
 STOREYS_OF_GUARD = (
@@ -188,7 +188,7 @@ def test_pure_rooms_know_no_clock_no_chance_and_no_socket(path: Path) -> None:
     """So threads, event loops and the simulator run the same of them."""
     imported = imports_of(path)
     assert not IMPURE & {name.partition(".")[0] for name in imported}
-    above = ("transport", "places", "redlock", "aio", "recovery", "admin")
+    above = ("transport", "redlock", "aio", "recovery", "admin")
     assert not [name for name in imported if name.startswith(tuple(f"{_REDLOCK}.{room}" for room in above))]
 
 

@@ -23,7 +23,7 @@ from fencelock import FencedLock, Redlock, errors, fenced, fenced_lock, settings
 from fencelock.embedded import Nodes
 from fencelock.errors import AuthorityError, LockLostError, LockTimeoutError, NotHeldError
 from fencelock.lease import Lease, held_leases
-from fencelock.lock.options import AllLockSettings, LockSettings
+from fencelock.settings import AllLockSettings, LockSettings
 
 
 def forget(nodes: Nodes, resource: str) -> None:

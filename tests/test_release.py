@@ -26,10 +26,10 @@ from fencelock import (
     fenced_update,
     gate,
 )
-from fencelock._holds import Hold
-from fencelock.ending import _give_back_everything
 from fencelock.guard import FencedModel, begin_immediate, fence_table
 from fencelock.lease import held_leases
+from fencelock.lock.at_exit import _give_back_everything
+from fencelock.lock.hold import Hold
 from tests.polling import eventually
 from tests.redlock.views import is_free
 

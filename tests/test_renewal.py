@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import math
 import os
 import random
 import signal
@@ -20,10 +21,10 @@ import pytest
 import redis
 
 from fencelock import FencedLock, Lease, Redlock
-from fencelock._holds import Hold
 from fencelock.authority.base import Grant
 from fencelock.embedded import Nodes
 from fencelock.errors import LockLostError, QuorumError
+from fencelock.lock.hold import Hold
 from fencelock.renewal.schedule import Agenda, Renewable, first_look, tend
 from fencelock.renewal.thread import for_thread
 from tests.polling import IMPATIENT, eventually
@@ -600,7 +601,8 @@ class Clockwork:
     def __init__(self, *, ttl: float, max_hold: float | None = None) -> None:
         self.now = time.monotonic()
         grant = Grant(("r",), (1,), self.now + ttl, None)
-        self.hold = Hold(object(), grant, None, ttl=ttl, max_hold=max_hold)  # type: ignore[arg-type]
+        deadline = math.inf if max_hold is None else self.now + max_hold
+        self.hold = Hold(object(), grant, None, ttl, deadline)  # type: ignore[arg-type]
         self.planned: list[float] = []
 
     def tend(self, answer: Callable[[Grant, float], object]) -> list[Callable[[], object]]:

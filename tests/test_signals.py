@@ -62,7 +62,7 @@ print(json.dumps({"interrupted": count}))
 #: Enters and leaves blocks, and tells which locks are still on the nodes, or held, after an interruption.
 _LOCKING = """
 from fencelock import Redlock, fenced_lock
-from fencelock._holds import everything_held
+from fencelock.lock.hold import everything_held
 import redis
 
 authority = Redlock(sys.argv[1:])
@@ -110,7 +110,7 @@ print(json.dumps({"interrupted": count, "left": found, "threads": threads}))
 #: Locks in a handler, while a lock is taken, minted anew and given back.
 _LOCKING_IN_HANDLERS = """
 from fencelock import Redlock, fenced_lock
-from fencelock._holds import everything_held
+from fencelock.lock.hold import everything_held
 
 authority = Redlock(sys.argv[1:])
 count = 0

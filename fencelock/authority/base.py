@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from typing import Unpack
 
     from fencelock.lock.lock import FencedLock
-    from fencelock.lock.options import LockSettings
+    from fencelock.settings import LockSettings
 
 
 @dataclass(slots=True, unsafe_hash=True)

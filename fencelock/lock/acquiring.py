@@ -7,35 +7,23 @@ import math
 import re
 import time
 from collections.abc import Callable
+from functools import partial
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack
 from weakref import ref
 
 from fencelock._checks import check_choice, check_max_hold, check_timeout, check_ttl
-from fencelock._holds import Hold, find
 from fencelock._owners import running_loop
 from fencelock.authority.base import Authority, Grant, is_sealed_by
 from fencelock.errors import LockLostError, LockTimeoutError, NotHeldError
 from fencelock.lease import OBJECT_IN_NAME, Lease, check_resource
-from fencelock.lock.entry import Entry, check_still_held, last_of_ours, note_remint
-from fencelock.lock.options import DEFAULT_TTL, AllLockSettings
-from fencelock.lock.releasing import Loss, go_on_holding, keep_renewed, name_of, stop_renewal
-from fencelock.lock.sealed import seal_anew, seal_held, sealer_with
-from fencelock.lock.steps import (
-    Ask,
-    Call,
-    CheckStep,
-    EndReleases,
-    Renewers,
-    SealStep,
-    Steps,
-    ask_to_extend,
-    ask_to_release,
-    ask_to_remint,
-)
+from fencelock.lock.hold import Entry, Hold, find, last_of_ours
+from fencelock.lock.releasing import Loss, end_releases, go_on_holding, leave, stop_renewal
+from fencelock.lock.sealed import check, seal, seal_anew, seal_held
+from fencelock.lock.steps import Acquisition, Step, Steps, ask_to_extend, ask_to_release, ask_to_remint
 from fencelock.renewal.loop import for_loop
-from fencelock.renewal.schedule import tell
-from fencelock.settings import default_authority
+from fencelock.renewal.schedule import Renewer, tell
+from fencelock.settings import DEFAULT_TTL, AllLockSettings, default_authority
 
 if TYPE_CHECKING:
     from fencelock.sealing import Sealer
@@ -50,6 +38,9 @@ _HINTED_TRIES = 3
 #: Braces that an f-string would have filled.
 _UNFILLED = re.compile(r"\{[A-Za-z_][\w.]*\}")
 
+#: `for_thread`, or `for_loop`.
+Renewers = Callable[[Authority], Renewer]
+
 
 class LockSteps(Generic[Token]):
     """What a lock is and does, as steps that yield what takes time; the faces block or await."""
@@ -59,11 +50,16 @@ class LockSteps(Generic[Token]):
         self._ttl = check_ttl(settings["ttl"])
         self._timeout = check_timeout(settings["timeout"])
         self._renew = bool(settings["renew"])
-        self._max_hold = check_max_hold(settings["max_hold"], self._ttl) if self._renew else None
+        max_hold = check_max_hold(settings["max_hold"], self._ttl) if self._renew else None
+        self._max_hold = math.inf if max_hold is None else max_hold
         self._fair = bool(settings["fair"])
         self._if_lost = check_choice("if_lost", settings["if_lost"], ("raise", "warn"))
         self._authority = settings["authority"]
-        self._sealer = None if settings["seal"] is None else sealer_with(settings["seal"])
+        self._sealer: Sealer | None = None
+        if settings["seal"] is not None:
+            from fencelock.sealing import Sealer  # noqa: PLC0415 - locks that seal nothing need no database
+
+            self._sealer = Sealer(settings["seal"])
         self._entries: list[Entry] = []
         #: Entered by `with` and not left yet. Its body may have released it, so that it is no entry any more.
         self._blocks: list[Entry] = []
@@ -78,23 +74,27 @@ class LockSteps(Generic[Token]):
         known = {name for hold in holds for name in hold.grant.resources}
         missing = tuple(name for name in self._resources if name not in known)
         if missing:
-            nonce = ""
+            ask = partial(Acquisition, authority, missing, ttl=self._ttl, fair=self._fair)
             if self._sealer is None:
-                entry.asked = Ask(authority, missing, ttl=self._ttl, timeout=waiting, fair=self._fair)
-                yield entry.asked
+                entry.asked = asked = ask(timeout=waiting)
+                yield asked
+                grant, nonce = asked.answer, ""
             else:
-                nonce = yield from self._acquire_sealed(entry, self._sealer, authority, missing, waiting)
-            assert entry.asked is not None  # noqa: S101 - either way it was
+                grant, nonce = yield from _acquire_sealed(entry, authority, self._sealer, ask, waiting)
             for hold in holds:
-                check_still_held(hold)  # it may have ended while the others were waited for
-            holds.append(self._hold(authority, entry.asked.answer, entry.owner, renewers))
-            if self._sealer is not None:
-                holds[-1].sealers, holds[-1].seal_nonce = (self._sealer,), nonce
+                _check_still_held(hold)  # it may have ended while the others were waited for
+            new = Hold(authority, grant, entry.owner, self._ttl, time.monotonic() + self._max_hold)
+            new.sealers, new.seal_nonce = () if self._sealer is None else (self._sealer,), nonce
+            if renewers is for_loop and (loop := running_loop()) is not None:
+                new.loop = ref(loop)
+            if self._renew:
+                new.renewer = renewers(authority)
+            holds.append(new)
         entry.enter(holds, self._resources)
         self._entries.append(entry)
-        if missing:
+        if missing and (renewer := holds[-1].renewer) is not None:
             # Not before: what is interrupted until here is not extended while the traceback lives.
-            keep_renewed(holds[-1])
+            renewer.watch(holds[-1])
         for hold in entry.holds:
             hold.tell_when_lost(self._listeners)
         return entry
@@ -104,62 +104,20 @@ class LockSteps(Generic[Token]):
         found = [hold for name in self._resources if (hold := find(authority, entry.owner, name))]
         holds = [hold for hold in found if entry.enter_again(hold)]
         if len(holds) < len(found):
-            yield EndReleases(entry.owner)
+            yield end_releases(entry.owner)
         for hold in entry.holds:
             if self._ttl not in {hold.ttl, DEFAULT_TTL}:
-                logger.warning(
-                    "%s: entered again with ttl=%g, and the ttl=%g of the outer block counts",
-                    name_of(hold),
-                    self._ttl,
-                    hold.ttl,
-                )
-        if self._sealer is not None:
-            for hold in entry.holds:
+                sentence = "%s: entered again with ttl=%g, and the ttl=%g of the outer block counts"
+                logger.warning(sentence, hold.name, self._ttl, hold.ttl)
+            if self._sealer is not None:
                 yield from seal_held(self._sealer, hold)
         return holds
 
-    def _acquire_sealed(
-        self,
-        entry: Entry,
-        sealer: Sealer,
-        authority: Authority,
-        missing: tuple[str, ...],
-        waiting: float | None,
-    ) -> Steps[str]:
-        """Acquire until the storage has accepted the tokens, and the lease is still valid after that.
-
-        Returns the nonce that it has accepted them under.
-        """
-        yield CheckStep(sealer)
-        if is_sealed_by(authority, sealer.engine):
-            nonce = sealer.new_nonce()
-            entry.asked = Ask(
-                authority, missing, ttl=self._ttl, timeout=waiting, fair=self._fair, seal=sealer.within(nonce)
-            )
-            yield entry.asked
-            return nonce
-        end = math.inf if waiting is None else time.monotonic() + waiting
-        above: tuple[int, ...] = ()
-        tries = 0
-        while True:
-            left = None if waiting is None else max(0.0, end - time.monotonic())
-            entry.asked = Ask(authority, missing, ttl=self._ttl, timeout=left, fair=self._fair, above=above)
-            yield entry.asked
-            seal = SealStep(sealer, entry.asked.answer)
-            yield seal
-            if seal.done:
-                return seal.wish.nonce
-            yield ask_to_release(authority, entry.asked.answer)
-            entry.asked = None
-            tries += 1
-            # A hint costs no time, so there is no wait for it, even where one try was asked for.
-            if time.monotonic() >= end and not (seal.fences and tries < _HINTED_TRIES):
-                raise LockTimeoutError(seal.wish.complaint(seal.fences))
-            above = seal.fences
-
     def _take_back(self, entry: Entry) -> Steps[Loss | None]:
         """Leave a block whose entering or leaving was interrupted; return as `_leave` does."""
-        self._forget(entry)
+        for entries in (self._blocks, self._entries):
+            if entry in entries:
+                entries.remove(entry)
         try:
             if entry.asked is not None and entry.asked.answer is not None:  # it became no hold
                 yield ask_to_release(entry.asked.authority, entry.asked.answer)
@@ -167,23 +125,10 @@ class LockSteps(Generic[Token]):
             lost = (yield from self._leave(entry)) if entry.holds else None
         return lost
 
-    def _forget(self, entry: Entry) -> None:
-        for entries in (self._blocks, self._entries):
-            if entry in entries:
-                entries.remove(entry)
-
-    def _hold(self, authority: Authority, grant: Grant, owner: object, renewers: Renewers) -> Hold:
-        hold = Hold(authority, grant, owner, ttl=self._ttl, max_hold=self._max_hold)
-        if renewers is for_loop and (loop := running_loop()) is not None:
-            hold.loop = ref(loop)
-        if self._renew:
-            hold.renewer = renewers(authority)
-        return hold
-
     def _extend(self, ttl: float | None) -> Steps[None]:
         seconds = self._ttl if ttl is None else check_ttl(ttl)
         for hold in self._innermost().holds:
-            check_still_held(hold)
+            _check_still_held(hold)
             try:
                 yield from stop_renewal(hold)
                 asked = ask_to_extend(hold.authority, hold.grant, seconds)
@@ -193,7 +138,7 @@ class LockSteps(Generic[Token]):
                     tell(hold.lose(str(outcome)))
                 if not isinstance(outcome, Grant):
                     raise outcome
-                check_still_held(hold)
+                _check_still_held(hold)
                 hold.prolong(outcome)
             finally:
                 yield from go_on_holding(hold)
@@ -201,13 +146,13 @@ class LockSteps(Generic[Token]):
     def _remint(self) -> Steps[Any]:
         entry = self._innermost()
         for hold in entry.holds:
-            check_still_held(hold)
+            _check_still_held(hold)
             # Also what a lock without seal= mints anew, inside a block that has sealed.
             for sealer in hold.sealers:
-                yield CheckStep(sealer)
+                yield check(sealer)
                 sealer.refuse_to_wait_for_oneself(hold.grant.resources)
             sealed = not hold.sealers
-            asked: Call | None = None
+            asked: Step | None = None
             try:
                 yield from stop_renewal(hold)
                 now = time.monotonic()
@@ -217,14 +162,14 @@ class LockSteps(Generic[Token]):
                 if hold.sealers:
                     hold.seal_nonce = yield from seal_anew(hold.sealers, asked.answer)
                     sealed = True
-                note_remint(hold, asked, sealed=sealed)
+                _note_remint(hold, asked, sealed=sealed)
             except BaseException:
                 # Once more, where a signal handler raised in the middle of it.
-                note_remint(hold, asked, sealed=sealed)
+                _note_remint(hold, asked, sealed=sealed)
                 raise
             finally:
                 yield from go_on_holding(hold)
-            check_still_held(hold)
+            _check_still_held(hold)
         return entry.tokens
 
     def _release(self) -> Steps[None]:
@@ -235,14 +180,14 @@ class LockSteps(Generic[Token]):
         try:
             if entry in self._entries:
                 self._entries.remove(entry)
-            return (yield from entry.leave())
+            return (yield from leave(entry))
         except (Exception, KeyboardInterrupt, SystemExit):
             # A signal handler's, at any line. (One that is cancelled has been sent.) Once more does no harm.
-            yield from entry.leave()
+            yield from leave(entry)
             raise
 
     def _innermost(self) -> Entry:
-        """Return where this thread, task or greenlet entered last; or else where anybody did."""
+        """Return what this thread, task or greenlet entered last; or else the last entry of all."""
         if (entry := last_of_ours(self._entries)) is None:
             raise NotHeldError(f"{self!r}: acquire it first")
         return entry
@@ -271,6 +216,55 @@ class LockSteps(Generic[Token]):
             logger.warning("%s", lost.error)
         else:
             raise lost.error
+
+
+def _acquire_sealed(
+    entry: Entry, authority: Authority, sealer: Sealer, ask: partial[Acquisition], waiting: float | None
+) -> Steps[tuple[Grant, str]]:
+    """Acquire until the storage has accepted the tokens, and the lease is still valid after that.
+
+    Returns the grant, and the nonce that the storage has accepted it under.
+    """
+    yield check(sealer)
+    if is_sealed_by(authority, sealer.engine):
+        nonce = sealer.new_nonce()
+        entry.asked = asked = ask(timeout=waiting, seal=sealer.within(nonce))
+        yield asked
+        return asked.answer, nonce
+    end = math.inf if waiting is None else time.monotonic() + waiting
+    above: tuple[int, ...] = ()
+    tries = 0
+    while True:
+        tries += 1
+        left = None if waiting is None else max(0.0, end - time.monotonic())
+        entry.asked = asked = ask(timeout=left, above=above)
+        yield asked
+        wish, done, above = yield from seal(sealer, asked.answer)
+        if done:
+            return asked.answer, wish.nonce
+        yield ask_to_release(authority, asked.answer)
+        entry.asked = None
+        # A hint costs no time, so there is no wait for it, even where one try was asked for.
+        if time.monotonic() >= end and not (above and tries < _HINTED_TRIES):
+            raise LockTimeoutError(wish.complaint(above))
+
+
+def _check_still_held(hold: Hold) -> None:
+    """Refuse with a LockLostError to go on with a hold that has ended."""
+    for lease in hold.leases:
+        lease.check()
+        if lease.lost or lease.released:
+            raise LockLostError(f"the lease of {lease.resource!r} has ended; acquire the lock again")
+
+
+def _note_remint(hold: Hold, asked: Step | None, *, sealed: bool) -> None:
+    """Note what has become of a hold for which a new token was asked for, if it was; again has no effect."""
+    if asked is not None and asked.answer is not None and sealed and not hold.released:
+        hold.remint(asked.answer)
+    elif asked is not None:
+        hold.grant = asked.answer or hold.grant  # what was not sealed is still to be given back
+        # The old token may belong to no lease any more.
+        tell(hold.lose("a new token was asked for, and none came"))
 
 
 def _check_resources(resources: tuple[str, ...]) -> tuple[str, ...]:

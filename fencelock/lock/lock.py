@@ -1,25 +1,23 @@
-"""The life of a lease: wait for it, hold it, extend it, release it; for `with` and for `async with`.
-
-What a lock does is written once (`acquiring`). `FencedLock` blocks for it, `AsyncLock` awaits it.
-"""
+"""The faces of a lock: `FencedLock` blocks and `AsyncLock` awaits what `acquiring` has written once."""
 
 # ruff: noqa: SLF001 - the rooms of a lock are one thing
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from types import EllipsisType, TracebackType
+from types import EllipsisType
 from typing import TYPE_CHECKING, Generic, Unpack, overload
 
 from fencelock.authority.base import Authority, make_locks_with
 from fencelock.errors import LockTimeoutError
 from fencelock.lease import Lease
 from fencelock.lock.acquiring import LockSteps, Token
-from fencelock.lock.entry import Entry, check_listener
-from fencelock.lock.options import DEFAULT_TTL, AllLockSettings, IfLost
+from fencelock.lock.hold import Entry
 from fencelock.lock.steps import run_blocking, run_waiting
 from fencelock.renewal.loop import for_loop
 from fencelock.renewal.thread import for_thread
+from fencelock.settings import DEFAULT_TTL, AllLockSettings, IfLost
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -63,13 +61,11 @@ class FencedLock(LockSteps[Token]):
         """Wait for the lock and return its lease: of the first resource, where there are several.
 
         Args:
-            timeout: seconds to wait for another holder; None for ever, 0 one try. By default what the
-                lock was made with.
+            timeout: seconds to wait for another holder; None for ever, 0 one try. By default the lock's.
 
         Raises:
             LockTimeoutError: another holder kept it until the timeout.
-            LockLostError: one of the resources was held already, and its lease ended while the others were
-                waited for.
+            LockLostError: the lease of a resource that was held already ended meanwhile.
             AuthorityError: it could not be decided.
         """
         entry = Entry()
@@ -80,11 +76,7 @@ class FencedLock(LockSteps[Token]):
             raise
 
     def try_acquire(self) -> Lease | None:
-        """Try once: return the lease, or None if another holder has the lock.
-
-        Raises:
-            AuthorityError: it could not be decided.
-        """
+        """Try once: return the lease, or None if another holder has the lock; errors as for `acquire`."""
         try:
             return self.acquire(timeout=0)
         except LockTimeoutError:
@@ -105,10 +97,9 @@ class FencedLock(LockSteps[Token]):
     def remint(self) -> Token:
         """Exchange the token for a new, larger one, and keep holding the lock; return it.
 
-        For a COMMIT in doubt: when the connection was lost during one, nobody knows whether it took place,
-        and the guard refuses the lease. Once what was written has been claimed with the new token (or its
-        gate passed), nothing that is under way with the old one can be written any more. In this order: roll
-        back, mint anew, claim, only then read.
+        For a COMMIT in doubt: the connection was lost during one, and the guard refuses the lease. Once the
+        rows are claimed with the new token (or their gate is passed), nothing that is under way with the old
+        one can be written any more. In this order: roll back, mint anew, claim, only then read.
 
         Raises:
             NotHeldError: the lock is not held.
@@ -131,15 +122,16 @@ class FencedLock(LockSteps[Token]):
         """Have a function called with the lease when it is found to be lost, once for each lease.
 
         It is called when the lease could not be renewed: for blocking code in a thread of its own, for
-        coroutines by the event loop (where `task.cancel` is a callback that makes sense). The work under the
-        lease is not interrupted; the guard will refuse its writes. Without `renew`, and after a pause, the
-        loss may be found only when the block is left; it is called there. Where the lease is lost already it
-        is called at once.
+        coroutines by the event loop, so `task.cancel` makes sense there. The work under the lease is not
+        interrupted; the guard will refuse its writes. Without `renew`, and after a pause, the loss may be
+        found only when the block is left. Where the lease is lost already it is called at once.
 
         Raises:
-            TypeError: for what cannot be called, and for coroutine functions, which nobody would await.
+            TypeError: for anything but a plain function.
         """
-        check_listener(callback)
+        given: object = callback
+        if not callable(given) or inspect.iscoroutinefunction(given):
+            raise TypeError(f"on_lost calls a plain function with the lease, and {callback!r} is none")
         self._listeners = (*self._listeners, callback)
         for hold in dict.fromkeys(hold for entry in self._entries for hold in entry.holds):
             hold.tell_when_lost([callback])
@@ -152,12 +144,7 @@ class FencedLock(LockSteps[Token]):
             run_blocking(self._take_back(entry))
             raise
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, exc_type: object, exc_value: BaseException | None, traceback: object) -> None:
         entry = None
         try:
             entry = self._block_to_leave()
@@ -177,12 +164,7 @@ class FencedLock(LockSteps[Token]):
             await run_waiting(self._take_back(entry))
             raise
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, exc_type: object, exc_value: BaseException | None, traceback: object) -> None:
         self._complain(await run_waiting(self._exit(self._block_to_leave())), exc_value)
 
 
@@ -257,9 +239,9 @@ def fenced_lock(
         session.commit()
     ```
 
-    What it promises: every lease of a resource has a larger token than all leases that had been
-    acquired before its own acquisition began, whatever networks, clocks and pauses do. What it does not
-    promise: that no older holder is still at work. That is why the storage compares tokens.
+    Every lease of a resource has a larger token than all leases that had been acquired before its own
+    acquisition began, whatever networks, clocks and pauses do. An older holder may still be at work: that is
+    why the storage compares tokens.
 
     Args:
         *resources: what to lock: 1 to 255 characters each, without control characters. Several are
@@ -267,16 +249,15 @@ def fenced_lock(
         ttl: seconds that the lease lasts on every node, and by which it is extended.
         timeout: seconds to wait for another holder; None for ever, 0 one try.
         renew: extend the lease in the background, after each third of its ttl, until it is released.
-        max_hold: seconds after which a lease is no longer renewed, for a worker that hangs must not hold for
-            ever; it is lost then. None for no limit.
+        max_hold: seconds after which a lease is no longer renewed but lost, because a worker that hangs must
+            not hold for ever. None for no limit.
         fair: wait in line: first come, first served, as far as a quorum can tell.
         if_lost: what leaving the block does if the lease was lost before, nothing was committed under it and
             the body raised nothing: "raise" LockLostError, or "warn" in the log.
         authority: grants it; by default what `configure()` or FENCELOCK_URL say.
         seal: an engine (an `AsyncEngine` for `async with`) on the database that has the fence table: the
-            resource's fence is raised there, in a transaction of its own, before the lock is held. Tokens are
-            then unique and rising even if every node loses its memory. It holds only if every acquisition of
-            the resource seals, in the same database. See docs/sealed.md.
+            resource's fence is raised there before the lock is held, so tokens rise even if every node loses
+            its memory. Every acquisition of the resource has to seal, in the same database (docs/sealed.md).
 
     Raises:
         TypeError: for arguments of the wrong kind, and for an engine that does not suit `with` or `async

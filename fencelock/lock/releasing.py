@@ -11,14 +11,17 @@ import threading
 from typing import NamedTuple
 
 from fencelock import _threads
-from fencelock._holds import Hold, remove
 from fencelock._owners import running_loop
 from fencelock.errors import AuthorityError, LockLostError
 from fencelock.lease import Lease, note_ended
-from fencelock.lock.steps import Steps, StopRenewal, ask_to_release, releases, run_blocking, run_waiting
+from fencelock.lock.hold import Entry, Hold, remove
+from fencelock.lock.steps import Step, Steps, ask_to_release, run_blocking, run_waiting
 from fencelock.renewal.schedule import follow_release, tell
 
 logger = logging.getLogger("fencelock.lock")
+
+#: The tasks that give back, each with its hold. Loops refer to their tasks weakly.
+_releases: dict[asyncio.Task[None], Hold] = {}
 
 
 class Loss(NamedTuple):
@@ -34,20 +37,10 @@ class Loss(NamedTuple):
     is_committed: bool = False
 
 
-def name_of(hold: Hold) -> str:
-    """Return the resources as a message has them."""
-    return ", ".join(map(repr, hold.grant.resources))
-
-
-def give_back(hold: Hold) -> None:
-    """Give a hold back, whatever blocks are still inside; blocking, also for a task's."""
-    run_blocking(release_hold(hold))
-
-
 def waits_for_transactions(hold: Hold) -> bool:
     """Have a hold given back when the transactions that have written under it end; tell whether any is open.
 
-    The lock must outlive the COMMIT: who came next would otherwise read, by its own claim, what is about to
+    The lock must outlive the COMMIT: the next holder would otherwise read, by its own claim, what is about to
     change. Until then the hold is renewed as before, and its owner may enter it again. New transactions do
     not begin under it.
     """
@@ -60,9 +53,8 @@ def waits_for_transactions(hold: Hold) -> bool:
     for each in hold.leases:
         each.leave()
     note_ended(*hold.leases)
-    logger.debug(
-        "%s: released when the transaction that has written to %r ends", name_of(hold), lease.resource
-    )
+    written = lease.resource
+    logger.debug("%s: released when the transaction that has written to %r ends", hold.name, written)
     return True
 
 
@@ -76,21 +68,17 @@ def _go_on(hold: Hold) -> None:
     """Give a hold back that has waited for transactions, unless its owner has entered it again."""
     if hold.released or _go_on_when_let_go(hold) is not None or not hold.stop_waiting():
         return
-    loop = hold.loop()
-    here = running_loop()
-    if loop is not None and not loop.is_running():
-        loop = None
+    loop, here = hold.loop(), running_loop()
     if loop is not None and loop is here:
         _give_back_soon(hold, loop)
         return
-    if loop is not None:
-        try:
+    if loop is not None and loop.is_running():
+        with contextlib.suppress(RuntimeError):  # it has been closed
             loop.call_soon_threadsafe(_give_back_soon, hold, loop, context=contextvars.Context())
-        except RuntimeError:  # it has been closed
-            loop = None
-    if loop is None and here is None:
+            return
+    if here is None:
         _give_back_quietly(release_hold(hold))
-    elif loop is None:  # no other task of this loop is to wait for it
+    else:  # no other task of this loop is to wait for it
         _give_back_apart(release_hold(hold))
 
 
@@ -101,14 +89,14 @@ def _give_back_soon(hold: Hold, loop: asyncio.AbstractEventLoop) -> None:
         _note_late(await run_waiting(release_hold(hold)))
 
     def end(done: asyncio.Task[None]) -> None:
-        releases.pop(done, None)
+        _releases.pop(done, None)
         if done.cancelled() and not hold.released:  # by a loop that ends, before it began
             _give_back_apart(release_hold(hold))
         elif not done.cancelled() and (error := done.exception()) is not None:
-            logger.error("%s could not be released", name_of(hold), exc_info=error)
+            logger.error("%s could not be released", hold.name, exc_info=error)
 
     task = loop.create_task(release(), name="fencelock-release", context=contextvars.Context())
-    releases[task] = hold
+    _releases[task] = hold
     task.add_done_callback(end)
 
 
@@ -119,7 +107,7 @@ def _give_back_apart(steps: Steps[Loss | None]) -> None:
 
 
 def _give_back_quietly(steps: Steps[Loss | None]) -> None:
-    """Give back; whoever ends a transaction is not to hear that it could not be done."""
+    """Give back; what ends a transaction is not to hear that it could not be done."""
     try:
         _note_late(run_blocking(steps))
     except Exception:
@@ -131,16 +119,24 @@ def _note_late(lost: Loss | None) -> None:
         logger.warning("%s", lost.error)
 
 
+async def _end_releases(owner: object) -> None:
+    if tasks := [task for task, hold in _releases.items() if hold.owner == owner]:
+        await asyncio.wait(tasks)
+
+
+def end_releases(owner: object) -> Step:
+    """Wait for an owner's releases behind its COMMIT: its next acquisition comes after them.
+
+    Blocking code need not: a thread that ends a transaction gives back before it goes on.
+    """
+    return Step(lambda: None, lambda: _end_releases(owner))
+
+
 def stop_renewal(hold: Hold) -> Steps[None]:
     """Have a hold not be extended any more: mostly at once, without a step."""
-    if hold.renewer is not None and not hold.renewer.strike(hold):
-        yield StopRenewal(hold.renewer, hold)
-
-
-def keep_renewed(hold: Hold) -> None:
-    """Have a hold renewed, if it is one that is."""
-    if hold.renewer is not None:
-        hold.renewer.watch(hold)
+    renewer = hold.renewer
+    if renewer is not None and not renewer.strike(hold):
+        yield Step(lambda: renewer.stop(hold), lambda: renewer.stop_soon(hold))
 
 
 def go_on_holding(hold: Hold) -> Steps[None]:
@@ -148,19 +144,29 @@ def go_on_holding(hold: Hold) -> Steps[None]:
     if hold.released:
         for grant in follow_release(hold):
             yield ask_to_release(hold.authority, grant)
-    elif not hold.over:
-        keep_renewed(hold)
+    elif hold.renewer is not None and not hold.over:
+        hold.renewer.watch(hold)
 
 
-def release_each(holds: list[Hold]) -> Steps[Loss | None]:
-    """Give holds back, each also where it was interrupted at the one before; return as that does."""
-    lost = None
-    if holds:
-        try:
-            lost = yield from release_hold(holds[0])
-        finally:
-            lost = (yield from release_each(holds[1:])) or lost
-    return lost
+def leave(entry: Entry) -> Steps[Loss | None]:
+    """Give back what no block is inside any more; return what had been lost before, or None."""
+    over = []
+    for hold in reversed(entry.holds):
+        hold.blocks.discard(entry.mark)
+        if not hold.blocks and not waits_for_transactions(hold):
+            over.append(hold)
+    return _release_each(over)
+
+
+def _release_each(holds: list[Hold]) -> Steps[Loss | None]:
+    """Give holds back, each also where the one before was interrupted; return as `release_hold` does."""
+    if not holds:
+        return None
+    try:
+        lost = yield from release_hold(holds[0])
+    finally:
+        later = yield from _release_each(holds[1:])
+    return later or lost
 
 
 def release_hold(hold: Hold) -> Steps[Loss | None]:
@@ -168,9 +174,8 @@ def release_hold(hold: Hold) -> Steps[Loss | None]:
     lost = hold.lost
     remove(hold)
     if hold.inherited:
-        return Loss(
-            LockLostError(f"the lease of {name_of(hold)} belongs to the parent of this forked process")
-        )
+        error = f"the lease of {hold.name} belongs to the parent of this forked process"
+        return Loss(LockLostError(error))
     released = ask_to_release(hold.authority, hold.grant)
     try:
         try:
@@ -184,9 +189,9 @@ def release_hold(hold: Hold) -> Steps[Loss | None]:
                 if hold.extended_behind:
                     yield ask_to_release(hold.authority, hold.grant)
         if released.answer is None:
-            logger.warning("%s: too few nodes answered to release it; it ends by itself", name_of(hold))
+            logger.warning("%s: too few nodes answered to release it; it ends by itself", hold.name)
     except AuthorityError as error:
-        logger.warning("%s could not be released and ends by itself: %s", name_of(hold), error)
+        logger.warning("%s could not be released and ends by itself: %s", hold.name, error)
     return _loss_of(hold) if lost or released.answer is False else None
 
 
@@ -194,30 +199,26 @@ def _loss_of(hold: Hold) -> Loss:
     """Return how a lease is to be reported that ended before it was given back, and tell its listeners."""
     tell(hold.calls_when_lost())
     leases = hold.leases
-    ended = f"the lease of {name_of(hold)} (token {hold.grant.tokens[0]}) ended before the work did"
+    ended = f"the lease of {hold.name} (token {hold.grant.tokens[0]}) ended before the work did"
     if reason := leases[0].why_lost:
         ended += f" ({reason})"
     if any(lease.needed or lease.in_doubt for lease in leases):
-        return Loss(
-            LockLostError(
-                f"{ended}; a transaction that was written under it is open, or its COMMIT is in doubt: roll "
-                "back, lock again, and look what is written"
-            )
+        ended += (
+            "; a transaction that was written under it is open, or its COMMIT is in doubt: roll back, lock "
+            "again, and look what is written"
         )
-    if any(lease.committed for lease in leases):
-        return Loss(
-            LockLostError(
-                f"{ended}. What was committed stays committed, and overwrites nothing of a newer holder; "
-                "make the ttl longer, or the work shorter"
-            ),
-            is_committed=True,
+    elif any(lease.committed for lease in leases):
+        ended += (
+            ". What was committed stays committed, and overwrites nothing of a newer holder; make the ttl "
+            "longer, or the work shorter"
         )
-    if any(lease.guarded for lease in leases):
-        sentence = f"{ended}; all that was written under it was rolled back: lock again, and begin again"
-        return Loss(LockLostError(sentence, written=False))
-    return Loss(
-        LockLostError(
-            f"{ended}; nothing went through the guard, so another holder may have done the same work "
-            "meanwhile: look before you do it again, and make the ttl longer, or the work shorter"
+        return Loss(LockLostError(ended), is_committed=True)
+    elif any(lease.guarded for lease in leases):
+        ended += "; all that was written under it was rolled back: lock again, and begin again"
+        return Loss(LockLostError(ended, written=False))
+    else:
+        ended += (
+            "; nothing went through the guard, so another holder may have done the same work meanwhile: look "
+            "before you do it again, and make the ttl longer, or the work shorter"
         )
-    )
+    return Loss(LockLostError(ended))

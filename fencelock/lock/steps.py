@@ -1,27 +1,21 @@
 """What takes time in the life of a lease, one step at a time: blocking code does it, asyncio awaits it."""
 
-# ruff: noqa: D102 - `_Step` says what they do
-
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import inspect
 import logging
-import time
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fencelock._holds import Hold, owners_of
 from fencelock._owners import switches_greenlets, waits_in_vain_for
-from fencelock.authority.base import Authority, Grant
+from fencelock.authority.base import Authority, Grant, named
 from fencelock.errors import LockTimeoutError
 from fencelock.lease import held_leases
-from fencelock.renewal.schedule import Renewer
+from fencelock.lock.hold import owners_of
 
 if TYPE_CHECKING:
     from fencelock.authority.base import Seal
-    from fencelock.sealing import Sealer, Wish
 
 logger = logging.getLogger("fencelock.lock")
 
@@ -38,44 +32,39 @@ _PARENT = (
 )
 
 
-class _Step:
-    """Something that takes time: `block` does it, and what `wait` returns is to be awaited.
+class Step:
+    """Something that takes time: one function blocks for it, the other returns what is to be awaited.
+
+    The functions write their arguments out. Behind a call with `*` or `**`, as behind all that goes through
+    C, Python runs signal handlers: if one raised, the answer would be lost on its way.
 
     Attributes:
-        answer: what was awaited. It is kept here so that an interruption on the way back does not lose it.
+        answer: what came of it. It is kept here so that an interruption on the way back does not lose it.
     """
 
-    __slots__ = ("answer",)
+    __slots__ = ("_block", "_wait", "answer")
 
-    answer: Any
-
-
-class Call(_Step):
-    """A call of an authority; the answer is what it returned.
-
-    `ask` calls it, or its `aio`, with the arguments written out. Behind a call with `*` or `**`, as behind
-    all that goes through C, Python runs signal handlers: if one raised, the answer would be lost on its way.
-    """
-
-    __slots__ = ("ask", "authority")
-
-    def __init__(self, authority: Authority, ask: Callable[[Any], Any]) -> None:
-        self.authority = authority
-        self.ask = ask
+    def __init__(self, block: Callable[[], Any], wait: Callable[[], Awaitable[Any]]) -> None:
+        self._block = block
+        self._wait = wait
         self.answer: Any = None
 
     def block(self) -> None:
-        self.answer = self.ask(self.authority)
+        """Do it."""
+        self.answer = self._block()
 
-    def wait(self) -> Awaitable[Any]:
-        awaitable: Awaitable[Any] = self.ask(self.authority.aio)
-        return awaitable
+    async def wait(self) -> None:
+        """Do it, letting other tasks run."""
+        self.answer = await self._wait()
 
 
-class Ask(Call):
+Steps = Generator[Step, None, _T]
+
+
+class Acquisition(Step):
     """An acquisition of resources, which waits for others for `timeout` seconds."""
 
-    __slots__ = ("resources", "timeout")
+    __slots__ = ("authority", "resources", "timeout")
 
     def __init__(
         self,
@@ -88,44 +77,38 @@ class Ask(Call):
         above: tuple[int, ...] = (),
         seal: Seal | None = None,
     ) -> None:
-        if seal is not None:
-            super().__init__(
-                authority,
-                lambda its: its.acquire(resources, ttl=ttl, timeout=timeout, fair=fair, seal=seal),
-            )
-        elif above:
-            super().__init__(
-                authority,
-                lambda its: its.acquire(resources, ttl=ttl, timeout=timeout, fair=fair, above=above),
-            )
-        else:
-            super().__init__(
-                authority, lambda its: its.acquire(resources, ttl=ttl, timeout=timeout, fair=fair)
-            )
+        def ask(its: Any) -> Any:
+            if seal is None:
+                return its.acquire(resources, ttl=ttl, timeout=timeout, fair=fair, above=above)
+            return its.acquire(resources, ttl=ttl, timeout=timeout, fair=fair, seal=seal)
+
+        super().__init__(lambda: ask(authority), lambda: ask(authority.aio))
+        self.authority = authority
         self.resources = resources
         self.timeout = timeout
 
     def block(self) -> None:
+        """Do it."""
         with self._telling():
-            self.answer = self.ask(self.authority)
+            self.answer = self._block()
 
-    async def wait(self) -> Any:
+    async def wait(self) -> None:
+        """Do it, letting other tasks run."""
         with self._telling():
-            self.answer = await super().wait()  # kept, should an interruption follow
-        return self.answer
+            self.answer = await self._wait()
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:
         """Say at once, and in the error, where it waits for code that may be waiting for it."""
         parent = self._waits_for_parent() and self.timeout != 0
+        why = _PARENT if parent else _IN_VAIN
         if parent or (self.timeout is None and self._is_in_vain()):
-            logger.warning("%s: %s", ", ".join(map(repr, self.resources)), _PARENT if parent else _IN_VAIN)
+            logger.warning("%s: %s", named(self.resources), why)
         try:
             yield
         except LockTimeoutError as error:
             if parent or (self.timeout != 0 and self._is_in_vain()):
-                sentence = f"{error}; {_PARENT if parent else _IN_VAIN}"
-                raise LockTimeoutError(sentence, holder_ttl=error.holder_ttl) from None
+                raise LockTimeoutError(f"{error}; {why}", holder_ttl=error.holder_ttl) from None
             raise
 
     def _is_in_vain(self) -> bool:
@@ -137,100 +120,23 @@ class Ask(Call):
         return bool(held and owners_of(self.authority, held))
 
 
-def ask_to_extend(authority: Authority, grant: Grant, seconds: float) -> Call:
-    """Return a call that lets a grant live on."""
-    return Call(authority, lambda its: its.extend_many([(grant, seconds)]))
+def _call(authority: Authority, ask: Callable[[Any], Any]) -> Step:
+    return Step(lambda: ask(authority), lambda: ask(authority.aio))
 
 
-def ask_to_remint(authority: Authority, grant: Grant, seconds: float) -> Call:
-    """Return a call that exchanges a grant for one with larger tokens."""
-    return Call(authority, lambda its: its.remint(grant, seconds))
+def ask_to_extend(authority: Authority, grant: Grant, seconds: float) -> Step:
+    """Let a grant live on."""
+    return _call(authority, lambda its: its.extend_many([(grant, seconds)]))
 
 
-def ask_to_release(authority: Authority, grant: Grant) -> Call:
-    """Return a call that gives a grant back."""
-    return Call(authority, lambda its: its.release(grant))
+def ask_to_remint(authority: Authority, grant: Grant, seconds: float) -> Step:
+    """Exchange a grant for one with larger tokens."""
+    return _call(authority, lambda its: its.remint(grant, seconds))
 
 
-class StopRenewal(_Step):
-    """Have a hold not be extended any more, once an extension under way has ended."""
-
-    __slots__ = ("hold", "renewer")
-
-    def __init__(self, renewer: Renewer, hold: Hold) -> None:
-        self.renewer = renewer
-        self.hold = hold
-
-    def block(self) -> None:
-        self.renewer.stop(self.hold)
-
-    async def wait(self) -> None:
-        await self.renewer.stop_soon(self.hold)
-
-
-class EndReleases(_Step):
-    """Wait for an owner's releases behind its COMMIT: its next acquisition comes after them."""
-
-    __slots__ = ("owner",)
-
-    def __init__(self, owner: object) -> None:
-        self.owner = owner
-
-    def block(self) -> None:
-        """Do nothing: a thread that ends a transaction gives back before it goes on."""
-
-    async def wait(self) -> None:
-        if tasks := [task for task, hold in releases.items() if hold.owner == self.owner]:
-            await asyncio.wait(tasks)
-
-
-class CheckStep(_Step):
-    """Refuse to seal from coroutines with an engine that blocks, and the other way round."""
-
-    __slots__ = ("sealer",)
-
-    def __init__(self, sealer: Sealer) -> None:
-        self.sealer = sealer
-
-    def block(self) -> None:
-        self.sealer.check(blocking=True)
-
-    async def wait(self) -> None:
-        self.sealer.check(blocking=False)
-
-
-class SealStep(_Step):
-    """Have a database raise its fences to a grant's tokens.
-
-    Attributes:
-        fences: those that were in the way; empty where there was none.
-        done: whether it is sealed.
-    """
-
-    __slots__ = ("done", "fences", "sealer", "wish")
-
-    def __init__(self, sealer: Sealer, grant: Grant, nonce: str = "") -> None:
-        self.sealer = sealer
-        self.wish: Wish = sealer.wish(grant.resources, grant.tokens, grant.expires_at, nonce)
-        self.fences: tuple[int, ...] = ()
-        self.done = False
-
-    def block(self) -> None:
-        self._note(*self.sealer.seal(self.wish))
-
-    async def wait(self) -> None:
-        self._note(*await self.sealer.seal_soon(self.wish))
-
-    def _note(self, done: bool, fences: tuple[int, ...]) -> None:
-        # The validity is looked at after the COMMIT, and not before.
-        self.done = done and time.monotonic() < self.wish.expires_at
-        self.fences = fences
-
-
-Steps = Generator[Call | StopRenewal | EndReleases | CheckStep | SealStep, None, _T]
-
-
-Renewers = Callable[[Authority], Renewer]
+def ask_to_release(authority: Authority, grant: Grant) -> Step:
+    """Give a grant back."""
+    return _call(authority, lambda its: its.release(grant))
 
 
 def run_blocking(steps: Steps[_T]) -> _T:
@@ -257,14 +163,10 @@ async def run_waiting(steps: Steps[_T]) -> _T:
         try:
             step = next(steps) if error is None else steps.throw(error)
             error = None
-            step.answer = await step.wait()
+            await step.wait()
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
         except BaseException as caught:
             if inspect.getgeneratorstate(steps) == inspect.GEN_CLOSED:
                 raise
             error = caught
-
-
-#: The tasks that give back, each with its hold. Loops refer to their tasks weakly.
-releases: dict[asyncio.Task[None], Hold] = {}

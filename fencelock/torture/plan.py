@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from fencelock.lock.options import LockSettings
+from fencelock.settings import LockSettings
 from fencelock.torture.history import Style
 from fencelock.torture.settings import Settings
 

@@ -6,7 +6,7 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -282,6 +282,7 @@ class Cluster(_Servers):
         replicas: whether each has one.
         executable: the server program; by default the wheel's Valkey.
         covered: whether the slots are given to anybody.
+        settings: further ones of each server.
     """
 
     def __init__(
@@ -291,9 +292,11 @@ class Cluster(_Servers):
         replicas: bool = False,
         executable: str | os.PathLike[str] | None = None,
         covered: bool = True,
+        settings: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
         self._count = primaries
+        self._settings = settings or {}
         self._covered = covered
         self.nodes = self._start(primaries * (2 if replicas else 1), executable)
         self._form()
@@ -304,6 +307,7 @@ class Cluster(_Servers):
             "cluster-node-timeout": "1500",
             "repl-diskless-sync-delay": "0",
             "cluster-replica-validity-factor": "0",
+            **self._settings,
         }
         return self.stack.enter_context(Nodes(count, executable=executable, settings=settings))
 

@@ -74,9 +74,8 @@ def test_any_server_of_a_cluster_leads_to_its_keys(cluster: Cluster) -> None:
 
 
 def test_client_of_a_cluster_is_a_node(cluster: Cluster) -> None:
-    """Of both worlds, with its settings; and where it is told of addresses that are others from here."""
+    """With its settings, and where it is told of addresses that are others from here."""
     first = cluster.others()[0]
-    greeted: list[Any] = []
     new_node: Any = ClusterNode  # redis-py has no types for it
     remapped: list[tuple[str, int]] = []
 
@@ -89,19 +88,16 @@ def test_client_of_a_cluster_is_a_node(cluster: Cluster) -> None:
             startup_nodes=[new_node("localhost", first.port)],
             decode_responses=True,
             load_balancing_strategy=LoadBalancingStrategy.ROUND_ROBIN,
-            redis_connect_func=greeted.append,
             address_remap=remap,
         ) as client,
         Redlock(client) as authority,
     ):
         authority.init(base=0)
         remapped.clear()
-        greeted.clear()
         authority.close()
         with authority.lock("r") as token:
             assert token == 1
         assert remapped
-        assert greeted
         grant = asyncio.run(authority.aio.acquire(("r",), ttl=5, timeout=0))
         assert grant.tokens == (2,)
         assert authority.release(grant) is True
@@ -318,20 +314,36 @@ def test_cluster_without_its_slots_says_so(make_cluster: Callable[..., Cluster])
             authority.lock("r", timeout=0).acquire()
 
 
-def test_client_survives_the_server_that_it_was_given(make_cluster: Callable[..., Cluster]) -> None:
-    """Once connected, it knows the others: a cluster without that server is a cluster still."""
+def test_any_named_server_of_a_cluster_is_enough(make_cluster: Callable[..., Cluster]) -> None:
+    """A cluster without one of its servers is a cluster still, for clients that name another of them."""
     cluster = make_cluster(3, replicas=True)
-    door = next(node for node in cluster.others()[:3] if cluster._owner(node, 0))
-    with Redlock(cluster.url(door), **PATIENT) as authority:
+    door, other = [node for node in cluster.others()[:3] if cluster._owner(node, 0)][:2]
+    with Redlock(cluster.url(door, other), **PATIENT) as authority:
         authority.init(base=0, max_ttl=MAX_TTL)
         assert token_within(authority) == 1
         door.kill()
         authority.close()
         assert eventually(cluster.is_whole, 30.0)
         assert token_within(authority) == 2
-        authority.close()
     with (
         Redlock(cluster.url(door), outage_grace=0.0) as late,
         pytest.raises(QuorumError, match="refused"),
     ):
         late.lock("r", timeout=0).acquire()
+
+
+def test_socket_into_a_cluster_leads_no_further_than_its_server(
+    make_cluster: Callable[..., Cluster],
+) -> None:
+    """Other servers of the cluster listen elsewhere, so the error says how to name the node."""
+    cluster = make_cluster(2, settings={"unixsocket": "s"})
+    sockets = {node: ask(node, "CONFIG", "GET", "dir")[1].decode() + "/s" for node in cluster.nodes}
+    with Redlock(f"unix://{sockets[cluster.primary()]}") as authority:
+        authority.init(base=0)
+        assert token_within(authority) == 1
+    (other,) = cluster.others()
+    with (
+        Redlock(f"unix://{sockets[other]}") as authority,
+        pytest.raises(QuorumError, match=r"redis\+cluster://"),
+    ):
+        authority.lock("r", timeout=0).acquire()

@@ -18,7 +18,6 @@ from fencelock.authority.base import Grant, Seal, Wish, in_use, named
 from fencelock.authority.redlock import admin, operations
 from fencelock.authority.redlock.admin import NodeStatus
 from fencelock.authority.redlock.aio import AsyncRedlock
-from fencelock.authority.redlock.endpoints.sources import Source, sources_of
 from fencelock.authority.redlock.membership import initialise
 from fencelock.authority.redlock.membership.members import Identity
 from fencelock.authority.redlock.membership.recover import recover, rise
@@ -31,6 +30,7 @@ from fencelock.authority.redlock.recovery import Recoverer
 from fencelock.authority.redlock.transport.aio import LoopConnections
 from fencelock.authority.redlock.transport.blocking import SharedConnections
 from fencelock.authority.redlock.transport.connector import Node
+from fencelock.authority.redlock.transport.endpoints import Source, sources_of
 from fencelock.authority.redlock.waiting import QUEUE, Line, Waiter
 from fencelock.authority.stepped import Stepped, Steps, block, warn_of_blocked_loop
 from fencelock.errors import FencelockError, NodesNotInitialisedError, QuorumError

@@ -28,16 +28,9 @@ from redis.exceptions import (
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from fencelock import _threads
-from fencelock.authority.redlock.endpoints.places import (
-    Nowhere,
-    Place,
-    Server,
-    members_of_cluster,
-    redirection,
-)
-from fencelock.authority.redlock.endpoints.sources import Source, place_of
 from fencelock.authority.redlock.membership.members import Identity
 from fencelock.authority.redlock.protocol.messages import Answer, Said
+from fencelock.authority.redlock.transport.endpoints import Server, Source, endpoint_of, is_moved
 from fencelock.authority.redlock.wire.codec import DIGESTS, EVERYDAY, PASSING_ERRORS, SCRIPTS
 from fencelock.authority.redlock.wire.nodes import NodeConnections
 from fencelock.errors import MembershipError
@@ -88,66 +81,57 @@ class Node:
     """
 
     def __init__(self, source: Source, connect_timeout: float, *, verify_votes: bool) -> None:
-        self._place: Place = place_of(source, connect_timeout)
-        self._verify_votes = verify_votes or self._place.moves
-        self.name = self._place.url()
-        self.url_to_type = self._place.url(self._place.login)
+        self._endpoint = endpoint_of(source, connect_timeout)
+        self._verify_votes = verify_votes or bool(self._endpoint.kind)
+        self.name = self._endpoint.url()
+        self.url_to_type = self._endpoint.url(to_type=True)
 
     def open(self, node_key: str) -> Opened:
-        """Connect, and learn which server answers.
+        """Connect, in a cluster to the server that has the keys, and learn which server answers.
 
         Raises:
             UnusableError: with what to report as the node's answer.
         """
-        failures: list[tuple[Server, UnusableError]] = []
-        tried: set[str] = set()
         try:
-            for server in self._place.servers():
-                if server.address in tried:
-                    continue
-                try:
-                    return self._open(server, node_key, tried)
-                except UnusableError as error:
-                    failures.append((server, error))
-        except Nowhere as error:
-            raise UnusableError(Said.UNREACHABLE if error.passing else Said.ERROR, str(error)) from error
-        if len(failures) == 1 and not self._place.moves:
+            servers = list(self._endpoint.servers())
+        except RedisError as error:
+            raise _why(error) from error
+        tried: set[str] = set()
+        failures: list[tuple[str, UnusableError]] = []
+        while servers:
+            server = servers.pop(0)
+            if server.address in tried:  # several may send to one that is gone
+                continue
+            tried.add(server.address)
+            try:
+                return _open(server, node_key, verify_votes=self._verify_votes)
+            except UnusableError as error:
+                failures.append((server.address, error))
+            except Exception as error:  # noqa: BLE001 - a stranger answers, or a user's own class
+                if (there := self._endpoint.redirected(server, error)) is None:
+                    failures.append((server.address, _why(error)))
+                else:
+                    servers.insert(0, there)
+        if len(tried) == len(failures) == 1 and not self._endpoint.kind:
             raise failures[0][1]
         raise _joined(failures)
 
-    def _open(self, server: Server, node_key: str, tried: set[str]) -> Opened:
-        """Connect to a server; in a cluster, to the one where it says that the keys are.
 
-        Several may name one that is gone: it is tried once.
-        """
-        while server.address not in tried:
-            tried.add(server.address)
-            connection = server.new_connection()
-            try:
-                connection = _connect(server, connection)
-                _send_questions(connection, node_key)
-                info = _read_info(connection)
-                identity = _identify(connection, info, verify_votes=self._verify_votes)
-                known = _read_known_scripts(connection)
-                _bring_scripts(connection, known)
-                self._place.settle(server, _others(connection, info, server))
-            except UnusableError:
-                connection.disconnect()
-                raise
-            except Exception as error:
-                # Whatever a stranger on that port says, or a user's own connection class raises.
-                connection.disconnect()
-                moved = redirection(error)
-                if moved is None:
-                    raise _why(error) from error
-                server = self._place.elsewhere(server, *moved)
-            else:
-                # From here on the socket is ours; the connection object must never touch it again.
-                sock: socket.socket = connection._sock  # noqa: SLF001 - redis-py has no public name for it
-                connection._sock = None  # noqa: SLF001
-                sock.setblocking(False)  # noqa: FBT003 - the standard library's signature
-                return Opened(sock, identity, connection.protocol not in {2, "2"})
-        raise UnusableError(Said.UNREACHABLE, f"its cluster sends to {server.address}, which has been tried")
+def _open(server: Server, node_key: str, *, verify_votes: bool) -> Opened:
+    connection = server.new_connection()
+    try:
+        connection = _connect(server, connection)
+        _send_questions(connection, node_key)
+        info = _read_info(connection)
+        identity = _identify(connection, info, verify_votes=verify_votes)
+        _bring_scripts(connection, _read_known_scripts(connection))
+        # From here on the socket is ours; the connection object must never touch it again.
+        sock: socket.socket = connection._sock  # noqa: SLF001 - redis-py has no public name for it
+        connection._sock = None  # noqa: SLF001
+        sock.setblocking(False)  # noqa: FBT003 - the standard library's signature
+        return Opened(sock, identity, connection.protocol not in {2, "2"})
+    finally:
+        connection.disconnect()
 
 
 class Connector:
@@ -213,11 +197,13 @@ def begin(connector: Connector, nodes: NodeConnections, node: int) -> None:
         nodes.failed(node, Answer(Said.UNREACHABLE, detail=detail), time.monotonic())
 
 
-def _joined(failures: list[tuple[Server, UnusableError]]) -> UnusableError:
+def _joined(failures: list[tuple[str, UnusableError]]) -> UnusableError:
     """Return what to report where several servers were tried, or one that the user has not named."""
+    if not failures:
+        return UnusableError(Said.UNREACHABLE, "the servers of its cluster send to one another")
     passing = [error for _, error in failures if error.answer.said is not Said.ERROR]
     said = passing[0].answer.said if passing else Said.ERROR
-    return UnusableError(said, "; ".join(f"{server.address}: {error}" for server, error in failures))
+    return UnusableError(said, "; ".join(f"{address}: {error}" for address, error in failures))
 
 
 def _why(error: Exception) -> UnusableError:
@@ -240,6 +226,12 @@ def _why_refused(error: ResponseError) -> UnusableError:
     if isinstance(error, ClusterDownError) or str(error).startswith("CLUSTERDOWN"):
         return UnusableError(
             Said.UNREACHABLE, f"its cluster is down, as `redis-cli --cluster check` tells: {error}"
+        )
+    if is_moved(error):  # by a Unix socket: other servers of the cluster have others
+        return UnusableError(
+            Said.ERROR,
+            "it is a server of a cluster, in which another one has the keys: name the node by its hosts, "
+            "redis+cluster://host1:6379,host2:6379",
         )
     passing = isinstance(error, _PASSING_EXCEPTIONS) or str(error).startswith(PASSING_ERRORS)
     return UnusableError(Said.UNREACHABLE if passing else Said.ERROR, str(error))
@@ -312,17 +304,6 @@ def eviction_of(info: Mapping[str, str]) -> str | None:
     if limit == "0" or policy == "noeviction":
         return ""
     return policy if limit and policy else None
-
-
-def _others(connection: Any, info: dict[str, str], server: Server) -> list[tuple[str, int]]:
-    """Return the servers of a cluster, any of which can be asked when this one is gone."""
-    if info.get("cluster_enabled", "0") == "0":
-        return []
-    try:
-        connection.send_command("CLUSTER", "SLOTS")
-        return members_of_cluster(server, connection.read_response())
-    except ResponseError:
-        return []  # this user may not: then those that were named have to do
 
 
 def _read_known_scripts(connection: Any) -> list[int]:

@@ -1,8 +1,7 @@
-"""What becomes of held leases when the process ends: they are given back, if it is told in time.
+"""Giving held leases back when the process ends.
 
-A process that leaves its blocks gives back what it holds, and so does one that runs to its end without
-leaving them (`atexit`). One that is killed cannot; its leases end with their ttl. SIGTERM kills by default,
-without any Python code being run: `exit_on_signals` has it end the process in order.
+A process gives back what it holds when it leaves its blocks, and when it runs to its end (`atexit`). The
+leases of one that is killed end with their ttl. SIGTERM kills by default: `exit_on_signals` changes that.
 """
 
 from __future__ import annotations
@@ -15,9 +14,10 @@ import threading
 import time
 from types import FrameType
 
-from fencelock._holds import everything_held
 from fencelock.authority.base import in_use
-from fencelock.lock.releasing import give_back
+from fencelock.lock.hold import everything_held
+from fencelock.lock.releasing import release_hold
+from fencelock.lock.steps import run_blocking
 
 #: Seconds that giving back may take at the end of the process; what is left ends by itself.
 _PATIENCE = 2.0
@@ -40,16 +40,15 @@ def exit_on_signals(*signals: signal.Signals) -> None:
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("signal handlers can only be installed by the main thread: call this at the start")
-    wanted = signals or (signal.SIGTERM,)
-    ignored = {number for number in wanted if signal.getsignal(number) is signal.SIG_IGN}
-    for number in wanted:
-        if number not in ignored and signal.getsignal(number) not in {signal.SIG_DFL, _exit}:
+    handlers = {number: signal.getsignal(number) for number in signals or (signal.SIGTERM,)}
+    for number, handler in handlers.items():
+        if handler not in {signal.SIG_IGN, signal.SIG_DFL, _exit}:
             raise RuntimeError(
                 f"{signal.Signals(number).name} has a handler already: have it call sys.exit(), which leaves "
                 "the blocks and gives back what is held"
             )
-    for number in wanted:
-        if number in ignored:
+    for number, handler in handlers.items():
+        if handler is signal.SIG_IGN:
             logger.warning(
                 "%s stays ignored, as this process was started (nohup does that): it ends nothing",
                 signal.Signals(number).name,
@@ -77,6 +76,6 @@ def _give_back_everything() -> None:
             logger.warning("leases are left that were not released; they end by themselves")
             return
         try:
-            give_back(hold)
+            run_blocking(release_hold(hold))
         except Exception as error:  # noqa: BLE001 - the process ends; it must not end with this
             logger.debug("a lease could not be released at the end of the process: %s", error)

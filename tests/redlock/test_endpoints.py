@@ -9,10 +9,11 @@ import redis
 import redis.asyncio
 import redis.asyncio.sentinel
 import redis.sentinel
+from redis.exceptions import MovedError
 
 from fencelock import Redlock
-from fencelock.authority.redlock.endpoints.places import Nowhere
-from fencelock.authority.redlock.endpoints.sources import place_of, split_urls, without_password
+from fencelock.authority.redlock.transport.endpoints import endpoint_of, split_urls
+from fencelock.cli import without_password
 
 
 @pytest.mark.parametrize(
@@ -128,20 +129,13 @@ def test_client_of_a_service_that_connects_in_its_own_way_is_refused() -> None:
         Redlock(manager.master_for("main", connection_class=Mine))
 
 
-def test_socket_into_a_cluster_leads_no_further_than_its_server() -> None:
-    """Other servers of the cluster listen elsewhere, and with what settings nobody knows."""
-    place = place_of("unix:///n.sock", 1.0)
-    (server,) = place.servers()
-    with pytest.raises(Nowhere, match=r"redis\+cluster://"):
-        place.elsewhere(server, "127.0.0.1", 6379)
-
-
 @pytest.mark.parametrize("host", ["", "?"])
 def test_server_that_does_not_know_its_own_address_means_the_one_that_was_used(host: str) -> None:
     """So a cluster says it where it is told to give no addresses."""
-    place = place_of("redis://:pw@me:1", 1.0)
-    (server,) = place.servers()
-    there = place.elsewhere(server, host, 7)
+    endpoint = endpoint_of("redis://:pw@me:1", 1.0)
+    (server,) = endpoint.servers()
+    there = endpoint.redirected(server, MovedError(f"12 {host}:7"))
+    assert there is not None
     assert there.address == "me:7"
     assert there.settings["password"] == "pw"
 

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, Unpack, cast
 
 from fencelock.lock.lock import FencedLock, fenced_lock
-from fencelock.lock.options import AllLockSettings
+from fencelock.settings import AllLockSettings
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -31,22 +31,17 @@ def fenced(
     Args:
         *templates: resources, in which {name} stands for an argument of the call; {name.attribute},
             {name[key]} and {name:format} work as in str.format. Defaults count. {self.id} works in methods.
-        **settings: as for `fenced_lock`: ttl, timeout, renew, max_hold, fair, if_lost, authority (by default
-            the process default at the time of the call) and seal (an `AsyncEngine` for coroutine functions).
+        **settings: as for `fenced_lock`; the default authority is the one at the time of the call.
 
     Raises:
-        TypeError: at once, for a field that is no parameter of the function, for a setting that `fenced_lock`
-            does not have, and for a generator function, whose body would run after the release. Calling
-            raises the errors of `FencedLock.acquire`, and a ValueError where a field is None.
-        ValueError: at once, for a template that cannot be formatted, or settings out of range.
+        TypeError: for a field that is no parameter of the function, for a setting that `fenced_lock` does not
+            have, and for a generator function, whose body would run after the release. Calling raises the
+            errors of `FencedLock.acquire`, and a ValueError where a field is None.
+        ValueError: for a template that cannot be formatted, or settings out of range.
     """
     if not templates or not all(isinstance(template, str) for template in templates):
         raise TypeError('fenced needs the name of what to lock: write @fenced("order:{order_id}")')
-
-    def make(resources: tuple[str, ...]) -> FencedLock[Any]:
-        return fenced_lock(*resources, **settings)
-
-    make(("checks the settings",))
+    fenced_lock("checks the settings", **settings)
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         signature = _check(function, templates)
@@ -54,8 +49,8 @@ def fenced(
         def lock_for(*args: _P.args, **kwargs: _P.kwargs) -> FencedLock[Any]:
             call = signature.bind(*args, **kwargs)
             call.apply_defaults()
-            resources = (_filled.vformat(template, (), call.arguments) for template in templates)
-            return make(tuple(dict.fromkeys(resources)))
+            resources = (_Filling().vformat(template, (), call.arguments) for template in templates)
+            return fenced_lock(*dict.fromkeys(resources), **settings)
 
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(_what_runs(function)):
 
@@ -76,7 +71,7 @@ def fenced(
     return decorate
 
 
-class _Filled(string.Formatter):
+class _Filling(string.Formatter):
     """Fills a template as str.format does, but takes no None: all calls with none would share one lock."""
 
     def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -84,9 +79,6 @@ class _Filled(string.Formatter):
         if found is None:
             raise ValueError(f"{field_name} is None in this call, and names nothing to lock: give it a value")
         return found, key
-
-
-_filled = _Filled()
 
 
 def _check(function: Any, templates: tuple[str, ...]) -> inspect.Signature:
@@ -135,11 +127,7 @@ def _name(function: object) -> str:
 
 
 def _fields(template: str) -> list[str]:
-    """Return the names of the arguments that a template is made of.
-
-    Raises:
-        ValueError: for one that cannot be formatted.
-    """
+    """Return the arguments that a template is made of; ValueError for one that cannot be formatted."""
     names: list[str] = []
     try:
         for _, field, inner, conversion in string.Formatter().parse(template):

@@ -1,1 +1,0 @@
-"""Where nodes are: what their URLs or clients say, and which servers to connect to."""

@@ -1,0 +1,245 @@
+"""The grants that this process holds, their owners, and which blocks are inside.
+
+An owner is a thread, task or greenlet (see `_owners`). Re-entry asks for it: the owner of a resource enters
+again and gets the same token; any other one waits. The context says which leases a *write* may use (`lease`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from weakref import ReferenceType, WeakValueDictionary, ref
+
+from fencelock._owners import current_owner
+from fencelock.authority.base import Authority, Grant, named
+from fencelock.lease import Lease, note_ended, note_held
+
+if TYPE_CHECKING:
+    from fencelock.lock.steps import Acquisition
+    from fencelock.renewal.schedule import Renewer
+    from fencelock.sealing import Sealer
+
+
+@dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
+class Hold:
+    """One grant while it is held.
+
+    Attributes:
+        grant: as it was last extended.
+        ttl: seconds that an extension asks for.
+        deadline: when it is to end whatever happens, on the clock of `time.monotonic`.
+        renewer: extends it; None if nothing does.
+        loop: whose task has acquired it; returns None for blocking code's.
+        leases: of each of its resources.
+        itself: a weak reference: what is thrown away while it is held is not extended any more.
+        blocks: what is inside it; when that is nothing any more, it is given back.
+        trouble: why it could not be extended last time; empty if it could.
+        planned: when the renewer means to look at it next.
+        extended_behind: whether an extension has ended since its release was sent: it may have arrived after
+            that, and made locks again.
+        release_ended: whether its release has been answered, or given up. Of the two that set these marks,
+            the one that sees the other's releases once more; earlier, the release would hear of a loss.
+        sealers: the databases that have raised their fences to its tokens.
+        seal_nonce: under which they did; empty where there are none.
+    """
+
+    authority: Authority
+    grant: Grant
+    owner: object
+    ttl: float
+    deadline: float = math.inf
+    renewer: Renewer | None = None
+    loop: Callable[[], asyncio.AbstractEventLoop | None] = lambda: None
+    leases: tuple[Lease, ...] = field(init=False)
+    itself: ReferenceType[Hold] = field(init=False)
+    blocks: set[object] = field(default_factory=set)
+    trouble: str = ""
+    planned: float = math.inf
+    extended_behind: bool = False
+    release_ended: bool = False
+    sealers: tuple[Sealer, ...] = ()
+    seal_nonce: str = ""
+    _listeners: tuple[Callable[[Lease], object], ...] = ()
+    _waiting: list[bool] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        granted = zip(self.grant.resources, self.grant.tokens, strict=True)
+        self.leases = tuple([Lease(resource, token, self.grant.expires_at) for resource, token in granted])
+        self.itself = ref(self)
+
+    def wait_for_transactions(self) -> None:
+        """Note that no block is inside any more, and that the end of open transactions gives it back."""
+        self._waiting[:] = [True]
+
+    def stop_waiting(self) -> bool:
+        """Tell whether the caller is the one to go on with a hold that waits for transactions.
+
+        Its owner may enter it again while another thread ends the transaction and gives it back: the pop is
+        atomic, so only one of them gets True.
+        """
+        try:
+            return self._waiting.pop()
+        except IndexError:
+            return False
+
+    @property
+    def name(self) -> str:
+        """The resources, as they stand in a sentence."""
+        return named(self.grant.resources)
+
+    @property
+    def inherited(self) -> bool:
+        """Whether it is a forked child's copy: nothing that the child holds, or may give back."""
+        return self.leases[0].inherited
+
+    @property
+    def lost(self) -> bool:
+        """Whether it is known to have ended before it was given back."""
+        return any(lease.lost for lease in self.leases)
+
+    @property
+    def over(self) -> bool:
+        """Whether it has been given back, or was noted to be lost: there is nothing to extend."""
+        return any(lease.over for lease in self.leases)
+
+    @property
+    def released(self) -> bool:
+        """Whether it has been given back, or is being so."""
+        return self.leases[0].released
+
+    def most_seconds(self, now: float) -> float:
+        """Return for how long it may be extended at that time: for its ttl, and not beyond its deadline."""
+        return min(self.ttl, self.deadline - now)
+
+    def tell_when_lost(self, listeners: Iterable[Callable[[Lease], object]]) -> None:
+        """Have these called with each lease, once, when the hold is lost; at once if it is lost already."""
+        if new := tuple(each for each in listeners if each not in self._listeners):
+            self._listeners = (*self._listeners, *new)
+            if self.lost:
+                for call in self.lose("its time ran out"):
+                    call()
+
+    def prolong(self, grant: Grant) -> None:
+        """Note that the authority has extended the grant."""
+        self.grant = grant
+        self.trouble = ""
+        for lease in self.leases:
+            lease.extend_to(grant.expires_at)
+
+    def remint(self, grant: Grant) -> None:
+        """Note that the authority has given larger tokens to the same hold."""
+        self.grant = grant
+        for lease, token in zip(self.leases, grant.tokens, strict=True):
+            lease.remint(token, grant.expires_at)
+
+    def lose(self, reason: str) -> tuple[Callable[[], object], ...]:
+        """Note that the hold has ended before it was given back; return what is to be called for that."""
+        if self.released:
+            return ()
+        for lease in self.leases:
+            lease.lose(reason)
+        return self.calls_when_lost()
+
+    def calls_when_lost(self) -> tuple[Callable[[], object], ...]:
+        """Return what is to be called for a lost hold, which is only told once."""
+        listeners, self._listeners = self._listeners, ()
+        return tuple(functools.partial(listener, lease) for listener in listeners for lease in self.leases)
+
+
+#: Weak: a lock object that was thrown away while it was held cannot be entered again.
+_holds: WeakValueDictionary[tuple[Authority, object, str], Hold] = WeakValueDictionary()
+
+
+def find(authority: Authority, owner: object, resource: str) -> Hold | None:
+    """Return the hold that the owner has of a resource, if it may be entered again.
+
+    A lost hold is not entered again: work inside it would believe in a token that another holder may have
+    exceeded. It is acquired anew, with a token of its own.
+    """
+    hold = _holds.get((authority, owner, resource))
+    return None if hold is None or hold.inherited or hold.lost else hold
+
+
+def remove(hold: Hold) -> None:
+    """Note that a hold is over."""
+    for lease in hold.leases:
+        lease.release()
+    note_ended(*hold.leases)
+    for lease in hold.leases:
+        key = (hold.authority, hold.owner, lease.resource)
+        if _holds.get(key) is hold:
+            _holds.pop(key, None)  # a signal handler may have been here
+
+
+def owners_of(authority: Authority, resources: Iterable[str]) -> list[object]:
+    """Return the owners in this process that hold one of these."""
+    wanted = set(resources)
+    return [owner for its, owner, resource in list(_holds) if its is authority and resource in wanted]
+
+
+def everything_held() -> list[Hold]:
+    """Return all that this process holds."""
+    return [hold for hold in dict.fromkeys(_holds.values()) if not hold.inherited]
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """One time that a lock was entered.
+
+    Attributes:
+        owner: the thread, task or greenlet that did.
+        mark: stands for it in the holds' blocks, which must not refer to it: a cycle would keep a lock that
+            was thrown away alive, and renewed, until the garbage collector comes along.
+        asked: for what it did not hold before.
+        holds: what it is inside.
+        leases: what it yields, in the order of the lock's resources.
+    """
+
+    owner: object = field(default_factory=current_owner)
+    mark: object = field(default_factory=object)
+    asked: Acquisition | None = None
+    holds: tuple[Hold, ...] = ()
+    leases: tuple[Lease, ...] = ()
+
+    def enter_again(self, hold: Hold) -> bool:
+        """Be inside a hold that the owner has already; return False where that is being given back."""
+        if hold not in self.holds:
+            self.holds = (*self.holds, hold)  # first, so that an interruption leaves it again
+            if not (hold.blocks or hold.stop_waiting()):
+                self.holds = self.holds[:-1]
+                return False
+            hold.blocks.add(self.mark)
+        return True
+
+    def enter(self, holds: Sequence[Hold], resources: Iterable[str]) -> None:
+        """Be inside holds, which have all of the resources between them; note them, and in this context."""
+        self.holds = tuple(dict.fromkeys(holds))
+        self.asked = None
+        by_name = {lease.resource: lease for hold in self.holds for lease in hold.leases}
+        self.leases = tuple([by_name[resource] for resource in resources])
+        for hold in self.holds:
+            hold.blocks.add(self.mark)
+            for lease in hold.leases:
+                lease.enter()
+                _holds[hold.authority, hold.owner, lease.resource] = hold
+            note_held(*hold.leases)
+
+    @property
+    def tokens(self) -> Any:
+        """What `with` yields: the token, or the tokens of several resources."""
+        tokens = tuple([lease.fencing_token for lease in self.leases])
+        return tokens[0] if len(tokens) == 1 else tokens
+
+
+def last_of_ours(entries: list[Entry]) -> Entry | None:
+    """Return what this thread, task or greenlet entered last; or else the last entry of all."""
+    snapshot = tuple(entries)
+    if len(snapshot) < 2:  # noqa: PLR2004 - then there is nothing to choose
+        return snapshot[0] if snapshot else None
+    owner = current_owner()
+    ours = (entry for entry in reversed(snapshot) if entry.owner == owner)
+    return next(ours, snapshot[-1])
