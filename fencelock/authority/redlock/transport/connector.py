@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import socket
 import threading
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,8 +30,7 @@ from fencelock import _threads
 from fencelock.authority.redlock.membership.members import Identity
 from fencelock.authority.redlock.protocol.messages import Answer, Said
 from fencelock.authority.redlock.transport.endpoints import Server, Source, endpoint_of, is_moved
-from fencelock.authority.redlock.wire.codec import DIGESTS, EVERYDAY, PASSING_ERRORS, SCRIPTS
-from fencelock.authority.redlock.wire.nodes import NodeConnections
+from fencelock.authority.redlock.wire.codec import EVERYDAY, PASSING_ERRORS, SCRIPTS
 from fencelock.errors import MembershipError
 
 #: The same errors as redis-py has them, which takes the first word away.
@@ -124,7 +122,9 @@ def _open(server: Server, node_key: str, *, verify_votes: bool) -> Opened:
         _send_questions(connection, node_key)
         info = _read_info(connection)
         identity = _identify(connection, info, verify_votes=verify_votes)
-        _bring_scripts(connection, _read_known_scripts(connection))
+        for _ in EVERYDAY:
+            with suppress(ResponseError):  # this user may not: then each is brought when it is first called
+                connection.read_response()
         # From here on the socket is ours; the connection object must never touch it again.
         sock: socket.socket = connection._sock  # noqa: SLF001 - redis-py has no public name for it
         connection._sock = None  # noqa: SLF001
@@ -188,15 +188,6 @@ class Connector:
         self._done(self, opened)
 
 
-def begin(connector: Connector, nodes: NodeConnections, node: int) -> None:
-    """Begin to open the connection to a node; where that cannot be, note why."""
-    try:
-        connector.begin()
-    except RuntimeError as error:
-        detail = f"no thread to connect with: {error}"
-        nodes.failed(node, Answer(Said.UNREACHABLE, detail=detail), time.monotonic())
-
-
 def _joined(failures: list[tuple[str, UnusableError]]) -> UnusableError:
     """Return what to report where several servers were tried, or one that the user has not named."""
     if not failures:
@@ -251,12 +242,13 @@ def _connect(server: Server, connection: Any) -> Any:
 
 
 def _send_questions(connection: Any, node_key: str) -> None:
-    """Ask all that has to be known, in one round trip; the answers are read in this order."""
-    questions = [
-        ("INFO",),
-        ("HMGET", node_key, "id", "members"),
-        ("SCRIPT EXISTS", *(DIGESTS[name] for name in EVERYDAY)),
-    ]
+    """Ask all that has to be known, in one round trip; the answers are read in this order.
+
+    With the everyday scripts: otherwise the first ACQUIRE is answered with NOSCRIPT; where a majority has
+    granted before that is read, the node would have no lock, for as long as no thread reads.
+    """
+    scripts = [("SCRIPT LOAD", SCRIPTS[name]) for name in EVERYDAY]
+    questions = [("INFO",), ("HMGET", node_key, "id", "members"), *scripts]
     connection.send_packed_command(connection.pack_commands(questions))
 
 
@@ -304,25 +296,3 @@ def eviction_of(info: Mapping[str, str]) -> str | None:
     if limit == "0" or policy == "noeviction":
         return ""
     return policy if limit and policy else None
-
-
-def _read_known_scripts(connection: Any) -> list[int]:
-    """Tell of each everyday script whether the node knows it."""
-    try:
-        known: list[int] = connection.read_response()
-    except ResponseError:  # this user may not ask: then each is brought along when it is first called
-        return [1] * len(EVERYDAY)
-    return known
-
-
-def _bring_scripts(connection: Any, known: list[int]) -> None:
-    """Give a node the everyday scripts that it does not know.
-
-    Otherwise the first ACQUIRE is answered with NOSCRIPT; where a majority has granted before that is read,
-    the node would have no lock, for as long as no thread reads.
-    """
-    with suppress(ResponseError):  # this user may not
-        for name, is_known in zip(EVERYDAY, known, strict=True):
-            if not is_known:
-                connection.send_command("SCRIPT LOAD", SCRIPTS[name])
-                connection.read_response()

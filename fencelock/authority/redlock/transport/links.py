@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 import secrets
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from fencelock.authority.redlock.transport.connector import Connector, Node, Opened, UnusableError, begin
+from fencelock.authority.redlock.protocol.messages import Answer, Said
+from fencelock.authority.redlock.transport.connector import Connector, Node, Opened, UnusableError
 from fencelock.authority.redlock.waiting import Line
 from fencelock.authority.redlock.wire.nodes import NodeConnections
 
@@ -46,7 +48,11 @@ class Links:
 
     def connect(self, node: int) -> None:
         """Begin to connect to a node."""
-        begin(self._connectors[node], self._nodes, node)
+        try:
+            self._connectors[node].begin()
+        except RuntimeError as error:
+            detail = f"no thread to connect with: {error}"
+            self._nodes.failed(node, Answer(Said.UNREACHABLE, detail=detail), time.monotonic())
 
     def is_connecting(self, node: int) -> bool:
         """Tell whether that is going on."""
