@@ -10,12 +10,11 @@ import pytest
 
 from fencelock import Redlock
 from fencelock.authority.redlock.protocol.messages import Answer, Said
-from fencelock.authority.redlock.transport.connector import Connector, Node, Opened, UnusableError
 from fencelock.authority.redlock.waiting import Line
 from fencelock.authority.redlock.wire.nodes import LONGEST_BACKOFF, NodeConnections
 from fencelock.embedded import Nodes
 from tests.polling import eventually
-from tests.redlock.stage import NODE_KEY, SlowDoor
+from tests.redlock.stage import SlowDoor
 from tests.redlock.views import connections_to
 
 
@@ -64,27 +63,19 @@ def test_node_that_stays_away_for_hours_is_tried_as_often_as_ever() -> None:
 
 
 def test_connection_is_opened_once(nodes: Nodes) -> None:
-    """Asking for it again changes nothing until it has been taken into use."""
-    opened: list[Opened | UnusableError] = []
-    done = threading.Event()
-
-    def take(_: Connector, connection: Opened | UnusableError) -> None:
-        opened.append(connection)
-        done.set()
-
-    connector = Connector(Node(nodes.urls[0], 2.0, verify_votes=False), NODE_KEY, take)
-    for _ in range(5):
-        connector.begin()
-    assert done.wait(5.0)
-    connector.begin()
-    assert connector.is_busy is True
-    assert connections_to(nodes) == 1
-    connector.end()
-    assert [connector.is_busy] == [False]
-    (connection,) = opened
-    assert isinstance(connection, Opened)
-    assert connection.pushes
-    connection.sock.close()
+    """Asking for it again while that is going on changes nothing."""
+    with closing(SlowDoor(nodes[0].port)) as door:
+        client = Redlock(f"redis://127.0.0.1:{door.port}", connect_timeout=30.0)
+        connections = client._connections
+        for _ in range(5):
+            connections.connect(0)
+        opening = {thread for thread in threading.enumerate() if thread.name.startswith("fencelock-connect")}
+        assert len(opening) == 1
+        door.open.set()
+        assert eventually(lambda: connections._nodes.connection(0) is not None)
+        assert eventually(lambda: not connections.is_connecting(0))
+        assert connections_to(nodes) == 1
+        client.close()
 
 
 @pytest.mark.usefixtures("authority")

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from fencelock.authority.redlock.protocol.messages import Broadcast, Round
 from fencelock.authority.redlock.transport.blocking import FRESH
-from fencelock.authority.redlock.transport.connector import Connector, Node, Opened, UnusableError
+from fencelock.authority.redlock.transport.connector import Node, Opened, UnusableError
 from fencelock.authority.redlock.transport.links import Links
 from fencelock.authority.redlock.transport.sockets import broken_by, read_from, write_to
 from fencelock.authority.redlock.transport.tasks import PendingOfTask, resume
@@ -287,12 +287,16 @@ class LoopConnections(Links):
                 loop.remove_writer(sock.fileno())
         sock.close()
 
-    def _connected(self, index: int, connector: Connector, opened: Opened | UnusableError) -> None:
-        self._arrived[index] = opened
+    def is_connecting(self, node: int) -> bool:
+        """Tell whether that is going on."""
+        return node in self._arrived or super().is_connecting(node)
+
+    def _opened(self, node: int, opened: Opened | UnusableError) -> None:
+        self._arrived[node] = opened
         loop = self._loop()
         try:
             if loop is not None and not self._closed:
-                loop.call_soon_threadsafe(self._take, index, connector)
+                loop.call_soon_threadsafe(self._take, node)
                 return
         except RuntimeError:  # it has been closed
             pass
@@ -304,11 +308,10 @@ class LoopConnections(Links):
             if isinstance(opened := self._arrived.pop(index, None), Opened):
                 opened.sock.close()
 
-    def _take(self, index: int, connector: Connector) -> None:
+    def _take(self, index: int) -> None:
         """Use a connection that has been opened."""
         if (opened := self._arrived.pop(index, None)) is None:
             return
-        connector.end()
         now = time.monotonic()
         loop = self._open_loop()
         if isinstance(opened, UnusableError):

@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from fencelock.authority.redlock.protocol.messages import Broadcast, Round
-from fencelock.authority.redlock.transport.connector import Connector, Node, Opened, UnusableError
+from fencelock.authority.redlock.transport.connector import Node, Opened, UnusableError
 from fencelock.authority.redlock.transport.links import Links
 from fencelock.authority.redlock.transport.polling import new_poll
 from fencelock.authority.redlock.transport.sockets import broken_by, read_from, write_to
@@ -155,7 +155,7 @@ class SharedConnections(Links):
         if self._closes_later:
             return
         with self._mutex:
-            self._connectors = self._new_connectors()  # what the former ones open is closed
+            self._connecting.clear()  # what is opened now is closed
             self._nodes.close()
             self._changed.notify_all()
         if self._of_handlers is not None:
@@ -283,23 +283,25 @@ class SharedConnections(Links):
                     link.sock.shutdown(socket.SHUT_RDWR)
                 link.sock.close()
 
-    def _connected(self, index: int, connector: Connector, opened: Opened | UnusableError) -> None:
+    def _opened(self, node: int, opened: Opened | UnusableError) -> None:
         thread = threading.get_ident()
         self._inside[thread] = WaitForCall(0.0, self.queue, "")  # the garbage collector may call in here
         with self._mutex:
-            connector.end()
             now = time.monotonic()
-            is_stale = connector is not self._connectors[index]  # these were closed in between
+            # Else these were closed in between.
+            is_wanted = self._connecting.get(node) is threading.current_thread()
+            if is_wanted:
+                del self._connecting[node]
             if isinstance(opened, UnusableError):
-                if not is_stale:
-                    self._nodes.failed(index, opened.answer, now)
-            elif is_stale or not (
-                connection := self._nodes.connected(index, opened.identity, now, pushes=opened.pushes)
+                if is_wanted:
+                    self._nodes.failed(node, opened.answer, now)
+            elif not is_wanted or not (
+                connection := self._nodes.connected(node, opened.identity, now, pushes=opened.pushes)
             ):
                 opened.sock.close()
             else:
                 descriptor = opened.sock.fileno()
-                self._links[descriptor] = link = _Link(index, opened.sock, connection)
+                self._links[descriptor] = link = _Link(node, opened.sock, connection)
                 self._poll.register(descriptor, select.POLLIN)
                 self._write(link)
             self._changed.notify_all()

@@ -1,15 +1,13 @@
 """Opens connections to a node, and learns which server process answers.
 
 redis-py connects, with its TLS, ACL and socket settings. Afterwards the bare socket belongs to a transport.
-Opening blocks, so a thread does it that ends with it: a node that hangs meanwhile costs the others nothing.
 """
 
 from __future__ import annotations
 
 import re
 import socket
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -26,7 +24,6 @@ from redis.exceptions import (
 )
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from fencelock import _threads
 from fencelock.authority.redlock.membership.members import Identity
 from fencelock.authority.redlock.protocol.messages import Answer, Said
 from fencelock.authority.redlock.transport.endpoints import Server, Source, endpoint_of, is_moved
@@ -132,60 +129,6 @@ def _open(server: Server, node_key: str, *, verify_votes: bool) -> Opened:
         return Opened(sock, identity, connection.protocol not in {2, "2"})
     finally:
         connection.disconnect()
-
-
-class Connector:
-    """Opens connections to one node in the background, once at a time.
-
-    Args:
-        node: the node.
-        node_key: key of its hash, which is read while connecting.
-        done: told by which connector a connection was opened, and of it, or why there is none; called in the
-            connecting thread.
-    """
-
-    def __init__(
-        self,
-        node: Node,
-        node_key: str,
-        done: Callable[[Connector, Opened | UnusableError], None],
-    ) -> None:
-        self._node = node
-        self._node_key = node_key
-        self._done = done
-        self._thread: threading.Thread | None = None
-        self._is_done = False
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a thread is at work, or what it has opened is still to be taken into use."""
-        return self._is_done or (self._thread is not None and self._thread.is_alive())
-
-    def end(self) -> None:
-        """Note that what was opened is in use, or is closed."""
-        self._is_done = False
-        self._thread = None
-
-    def begin(self) -> None:
-        """Begin to open a connection, unless that is going on.
-
-        Raises:
-            RuntimeError: there are too many threads, or the interpreter is on its way out.
-        """
-        if not self.is_busy:
-            self._thread = threading.Thread(
-                target=self._open, name=f"fencelock-connect-{self._node.name}", daemon=True
-            )
-            _threads.start(self._thread)
-
-    def _open(self) -> None:
-        opened: Opened | UnusableError
-        try:
-            opened = self._node.open(self._node_key)
-        except UnusableError as error:
-            opened = error
-        self._is_done = True
-        self._done(self, opened)
 
 
 def _joined(failures: list[tuple[str, UnusableError]]) -> UnusableError:

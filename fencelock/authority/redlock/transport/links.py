@@ -1,21 +1,27 @@
-"""What both drivers have: the connections to the nodes, what opens them, and the queue that hears them."""
+"""What both drivers have: the connections to the nodes, and the threads that open them.
+
+Opening a connection blocks, so a thread does it that ends with it: a node that hangs meanwhile costs the
+others nothing.
+"""
 
 from __future__ import annotations
 
+import abc
 import random
 import secrets
+import threading
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
+from fencelock import _threads
 from fencelock.authority.redlock.protocol.messages import Answer, Said
-from fencelock.authority.redlock.transport.connector import Connector, Node, Opened, UnusableError
+from fencelock.authority.redlock.transport.connector import Node, Opened, UnusableError
 from fencelock.authority.redlock.waiting import Line
 from fencelock.authority.redlock.wire.nodes import NodeConnections
 
 
-class Links:
+class Links(abc.ABC):
     """One connection to each node.
 
     Args:
@@ -31,33 +37,43 @@ class Links:
         client = secrets.token_hex(8)
         self.queue = Line(client, len(nodes), random.random)
         names = [node.name for node in nodes]
-        self._nodes = NodeConnections(
-            names, self, self.queue, f"{node_key}:w:{client}", jitter=random.random, **options
-        )
-        self._new_connectors = partial(self._make_connectors, nodes, node_key)
-        self._connectors = self._new_connectors()
-
-    def _make_connectors(self, nodes: Sequence[Node], node_key: str) -> list[Connector]:
-        return [
-            Connector(node, node_key, partial(self._connected, index)) for index, node in enumerate(nodes)
-        ]
-
-    def _connected(self, index: int, connector: Connector, opened: Opened | UnusableError) -> None:
-        """Have a connection be used that has been opened; called in the connecting thread."""
-        raise NotImplementedError
+        channel = f"{node_key}:w:{client}"
+        self._nodes = NodeConnections(names, self, self.queue, channel, jitter=random.random, **options)
+        self._opens = [node.open for node in nodes]
+        self._node_key = node_key
+        #: By node. What others open, that were forgotten here, is closed.
+        self._connecting: dict[int, threading.Thread] = {}
 
     def connect(self, node: int) -> None:
-        """Begin to connect to a node."""
+        """Begin to connect to a node, unless that is going on."""
+        if self.is_connecting(node):
+            return
+        name = f"fencelock-connect-{node}"
+        thread = threading.Thread(target=self._open, args=(node,), name=name, daemon=True)
+        self._connecting[node] = thread
         try:
-            self._connectors[node].begin()
-        except RuntimeError as error:
+            _threads.start(thread)
+        except RuntimeError as error:  # too many threads, or the interpreter is on its way out
             detail = f"no thread to connect with: {error}"
             self._nodes.failed(node, Answer(Said.UNREACHABLE, detail=detail), time.monotonic())
 
     def is_connecting(self, node: int) -> bool:
         """Tell whether that is going on."""
-        return self._connectors[node].is_busy
+        thread = self._connecting.get(node)
+        return thread is not None and thread.is_alive()
 
+    def _open(self, node: int) -> None:
+        opened: Opened | UnusableError
+        try:
+            opened = self._opens[node](self._node_key)
+        except UnusableError as error:
+            opened = error
+        self._opened(node, opened)
+
+    @abc.abstractmethod
+    def _opened(self, node: int, opened: Opened | UnusableError) -> None:
+        """Have a connection be used that was opened; called in the connecting thread."""
+
+    @abc.abstractmethod
     def disconnect(self, node: int) -> None:
         """Close the socket of a node's connection."""
-        raise NotImplementedError
