@@ -233,9 +233,7 @@ class NodeConnections:
         self.absent -= 1
         if self._listens:
             self._put_subscribe(index, connection, now)
-        for undo in node.owed.values():
-            self._put_undo(connection, undo, now)
-        node.owed.clear()
+        self._put_owed(node, connection, now)
         return connection
 
     def failed(self, index: int, failure: Answer, now: float) -> None:
@@ -265,6 +263,8 @@ class NodeConnections:
         connection.spoilt = False
         if any(leads_elsewhere(answer) for _, answer in unusual):
             self.broken(index, Answer(Said.UNREACHABLE, detail="another server has taken over"))
+        elif node.owed:
+            self._put_owed(node, connection, now)
         if not connection.published:
             return ()
         published, connection.published = connection.published, []
@@ -319,6 +319,13 @@ class NodeConnections:
             return Answer(Said.CONFIG, detail=str(error))
         self._on_identity(index, connection.identity)
         return answer
+
+    def _put_owed(self, node: _Node, connection: Connection, now: float) -> None:
+        """Put what is owed into a connection; what is wanted is kept for when that is over."""
+        for nonce, undo in list(node.owed.items()):
+            if not self._is_wanted(nonce):
+                self._put_undo(connection, undo, now)
+                del node.owed[nonce]
 
     def _put_undo(self, connection: Connection, undo: Command, now: float) -> None:
         """Release what is left behind, if it is not wanted and no RELEASE of it is under way."""
