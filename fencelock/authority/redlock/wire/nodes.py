@@ -37,6 +37,8 @@ LONGEST_BACKOFF: Final = 2.0
 _MOST_DOUBLINGS: Final = 10
 #: RELEASEs that are kept for a node; what is beyond that ends with its ttl.
 MOST_OWED: Final = 10_000
+#: RELEASEs that are owed and looked at at once. The next follow when the node has answered some.
+_PORTION: Final = 200
 #: Seconds before the first exchange in which more than a majority of the connections may come up.
 _OTHERS_GRACE: Final = 0.05
 #: Seconds after which a node that owes an answer is connected to anew, because its machine may be gone.
@@ -321,8 +323,8 @@ class NodeConnections:
         return answer
 
     def _put_owed(self, node: _Node, connection: Connection, now: float) -> None:
-        """Put what is owed into a connection; what is wanted is kept for when that is over."""
-        for nonce, undo in list(node.owed.items()):
+        """Put a portion of what is owed into a connection; what is wanted is kept for when that is over."""
+        for nonce, undo in list(itertools.islice(node.owed.items(), _PORTION)):
             if not self._is_wanted(nonce):
                 self._put_undo(connection, undo, now)
                 del node.owed[nonce]
