@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import socket
 import time
@@ -22,7 +23,6 @@ from fencelock.authority.redlock.transport.blocking import FRESH
 from fencelock.authority.redlock.transport.connector import Node, Opened, UnusableError
 from fencelock.authority.redlock.transport.links import Links
 from fencelock.authority.redlock.transport.sockets import broken_by, read_from, write_to
-from fencelock.authority.redlock.transport.tasks import PendingOfTask, resume
 from fencelock.authority.redlock.waiting import QUEUE
 from fencelock.authority.redlock.wire.connection import PendingBroadcast
 
@@ -30,6 +30,28 @@ from fencelock.authority.redlock.wire.connection import PendingBroadcast
 _LOOK: Final = 0.02
 #: Seconds after which a node is connected to that could not be connected to until then.
 _SLACK: Final = 0.01
+
+
+class PendingOfTask(PendingBroadcast):
+    """A broadcast whose task waits for `woken`: None as soon as it does not, because that knows the loop."""
+
+    __slots__ = ("deadline", "woken")
+
+    def __init__(self, request: Broadcast, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(request)
+        self.deadline = math.inf
+        self.woken: asyncio.Future[None] | None = loop.create_future()
+
+    def wake(self) -> None:
+        """Have the task go on."""
+        if self.woken is not None:
+            resume(self.woken)
+
+
+def resume(woken: asyncio.Future[None]) -> None:
+    """Resume the task that waits, unless it is on its way already, or its loop is closed."""
+    if not woken.done() and not woken.get_loop().is_closed():
+        woken.set_result(None)
 
 
 class LoopConnections(Links):

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from contextlib import suppress
-from typing import Final, Protocol
+from typing import Final
 
 from fencelock._owners import blocks_greenlets
 from fencelock.authority.redlock.protocol.messages import Broadcast
@@ -17,26 +17,11 @@ from fencelock.authority.redlock.wire.connection import PendingBroadcast
 _GLANCE: Final = 0.01
 
 
-class Wait(Protocol):
-    """A wait of one thread: for answers, or to be called.
-
-    Attributes:
-        bell: what the thread sleeps on while another one reads for it.
-        over: whether it has ended.
-    """
-
-    bell: threading.Lock | None
-    over: bool
-
-    def due(self) -> float:
-        """Return when it is over as far as is known now."""
-
-
 class WaitForAnswers(PendingBroadcast):
-    """A broadcast whose thread waits.
+    """A broadcast whose thread waits, until its patience ends at the deadline.
 
     Attributes:
-        deadline: when its patience ends.
+        bell: what the thread sleeps on while another one reads for it; the same in `WaitForCall`.
     """
 
     __slots__ = ("bell", "deadline")
@@ -56,7 +41,7 @@ class WaitForAnswers(PendingBroadcast):
 
 
 class WaitForCall:
-    """A wait in line, to be called."""
+    """A wait in line, to be called; `over` when it has ended."""
 
     __slots__ = ("_deadline", "_place", "_queue", "bell", "over")
 
@@ -70,6 +55,9 @@ class WaitForCall:
     def due(self) -> float:
         """Return when it is over as far as is known now."""
         return min(self._deadline, self._queue.due(self._place))
+
+
+Wait = WaitForAnswers | WaitForCall
 
 
 def ring(waiting: Wait) -> None:
