@@ -239,11 +239,6 @@ def no_second_look(
     return (yield from group.read(shut))[0]
 
 
-def no_drift(_: Bid) -> float:
-    """Allow nothing for clocks that disagree: instead of `Bid.drift`."""
-    return 0.0
-
-
 def still_extended_all_gone(fleet: Fleet, answers: Answers, index: int) -> bool | None:
     """Add up blank nodes and those that have made the lock again: instead of `holding._still_extended`."""
     voters = [answer for answer in answers.values() if answer.said is Said.EXTENDED]

@@ -28,6 +28,7 @@ import math
 from collections.abc import Callable, Generator
 from typing import Any
 
+from fencelock.authority.base import validity
 from fencelock.authority.redlock.protocol.bids import Bid, Failed, Granted, in_pairs, maximum_of
 from fencelock.authority.redlock.protocol.messages import (
     PASSING,
@@ -134,12 +135,12 @@ def attempt(
         if answers[node].said is Said.HELD:
             return Failed(bid, answers, began, first.ended, contended=True, split=True)
     others = [node for node in fleet.everybody if node not in answers]
-    enough = enough_granted(fleet, dict(answers)) if answers else fleet.enough_granted
+    enough = enough_granted(fleet, dict(answers))
     everyone = yield Broadcast(command, others, enough, patience, links_until)
     began = everyone.began if began is None else began
     answers.update(everyone.answers)
     # The validity counts from before the first request to after the last answer.
-    expires_at = began + bid.ttl - bid.drift
+    expires_at = validity(began, bid.ttl)
     epoch, granted = largest_epoch(answers)
     if len(granted) < fleet.quorum:
         contended = can_vote(fleet, answers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fencelock.authority.base import drift
+from fencelock.authority.base import named
 from fencelock.authority.redlock.protocol.messages import VOTING, Answers, Said
 from fencelock.authority.redlock.protocol.nodeset import Fleet, names_of
 
@@ -66,14 +66,14 @@ class Bid:
         return round(self.ttl * 1000)
 
     @property
+    def name(self) -> str:
+        """The resources, as they stand in a sentence."""
+        return named(self.resources)
+
+    @property
     def place(self) -> str:
         """Its place in line; empty for none."""
         return "" if self.turn is None else self.turn.place
-
-    @property
-    def drift(self) -> float:
-        """Seconds by which clocks may disagree over one lease."""
-        return drift(self.ttl)
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -129,8 +129,6 @@ class Failed:
 
 def in_pairs(stripes: Sequence[int], counters: Sequence[int]) -> Sequence[str | int]:
     """Return stripe, counter, stripe, counter …, as scripts take them."""
-    if len(stripes) == len(counters) == 1:  # most often
-        return stripes[0], counters[0]
     return [number for pair in zip(stripes, counters, strict=True) for number in pair]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 
+from fencelock.authority.base import validity
 from fencelock.authority.redlock.protocol.acquire import attempt, next_pause
 from fencelock.authority.redlock.protocol.bids import Bid, Granted
 from fencelock.authority.redlock.protocol.messages import (
@@ -20,8 +21,8 @@ from fencelock.authority.redlock.protocol.messages import (
     Said,
     Sleep,
 )
-from fencelock.authority.redlock.protocol.nodeset import Fleet, count_of
-from fencelock.authority.redlock.protocol.refusals import by_name, name_of, report_of
+from fencelock.authority.redlock.protocol.nodeset import Fleet, count_of, enough_released
+from fencelock.authority.redlock.protocol.refusals import by_name, report_of
 from fencelock.authority.redlock.protocol.undo import abandon, release_command
 from fencelock.errors import FencelockError, LockLostError, QuorumError
 
@@ -33,7 +34,7 @@ def release(fleet: Fleet, granted: Granted) -> Generator[Broadcast, Round, bool 
     nodes answered to tell; in that case the lock ends by itself with its ttl.
     """
     command = release_command(fleet, granted.bid, granted.epoch, granted.counters)
-    done = yield Broadcast(command, fleet.everybody, fleet.enough_released, fleet.patience)
+    done = yield Broadcast(command, fleet.everybody, enough_released(fleet), fleet.patience)
     if count_of(Said.RELEASED, done.answers) >= fleet.quorum:
         return True
     # RELEASE is never refused. Voters that do not know the lock and blank nodes are not added up: see EXTEND.
@@ -99,7 +100,7 @@ def remint(
         if len(fleet.names) - others < fleet.quorum or outcome.ended + pause >= granted.expires_at:
             yield from abandon(fleet, granted.bid)
             raise LockLostError(
-                f"{name_of(bid)} was not minted anew: the lease has ended; acquire the lock again "
+                f"{bid.name} was not minted anew: the lease has ended; acquire the lock again "
                 f"({report_of(fleet, outcome.answers)})"
             )
         yield Sleep(pause)
@@ -110,14 +111,14 @@ def _extended(fleet: Fleet, bid: Bid, granted: Granted, done: Round, index: int)
     ours = _still_extended(fleet, done.answers, index)
     if ours is False:
         return LockLostError(
-            f"{name_of(bid)} was not extended: the lease has ended; acquire the lock again "
+            f"{bid.name} was not extended: the lease has ended; acquire the lock again "
             f"({report_of(fleet, _of_one(done.answers, index))})"
         )
-    expires_at = done.began + bid.ttl - bid.drift
+    expires_at = validity(done.began, bid.ttl)
     if ours is None or expires_at <= done.ended:
         answers = _of_one(done.answers, index)
         return QuorumError(
-            f"{name_of(bid)} was not extended: too few nodes answered in time: {report_of(fleet, answers)}",
+            f"{bid.name} was not extended: too few nodes answered in time: {report_of(fleet, answers)}",
             nodes=by_name(fleet.names, answers),
         )
     return max(expires_at, granted.expires_at)

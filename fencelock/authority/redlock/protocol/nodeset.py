@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 from fencelock.authority.redlock.protocol.messages import GRANTED, STRIPES, VOTING, Answers, Said
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Fleet:
     """The N nodes as this client sees them.
 
@@ -21,10 +22,6 @@ class Fleet:
         max_ttl: longest lease in seconds that this membership allows.
         patience: seconds to wait for a silent node before deciding without it.
         init_command: what an operator types to initialise these nodes.
-        everybody: index of every node.
-        quorum: how many nodes are a majority.
-        enough_granted: whether more answers of everybody to ACQUIRE could not change what comes next.
-        enough_released: the same for RELEASE.
     """
 
     names: tuple[str, ...]
@@ -34,16 +31,16 @@ class Fleet:
     max_ttl: float
     patience: float = 1.0
     init_command: str = ""
-    everybody: range = field(init=False)
-    quorum: int = field(init=False)
-    enough_granted: Callable[[Answers], bool] = field(init=False, repr=False, compare=False)
-    enough_released: Callable[[Answers], bool] = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "everybody", range(len(self.names)))
-        object.__setattr__(self, "quorum", len(self.names) // 2 + 1)
-        object.__setattr__(self, "enough_granted", enough_granted(self, {}))
-        object.__setattr__(self, "enough_released", _is_clear(self, Said.RELEASED))
+    @cached_property
+    def everybody(self) -> range:
+        """Index of every node."""
+        return range(len(self.names))
+
+    @cached_property
+    def quorum(self) -> int:
+        """How many nodes are a majority."""
+        return len(self.names) // 2 + 1
 
 
 def names_of(node_key: str, resources: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
@@ -79,14 +76,13 @@ def enough_granted(fleet: Fleet, earlier: Answers) -> Callable[[Answers], bool]:
     return enough
 
 
-def _is_clear(fleet: Fleet, good: Said) -> Callable[[Answers], bool]:
-    """Return whether a majority has said, or can no longer say, what is hoped for."""
-    quorum = fleet.quorum
-    spare = len(fleet.names) - quorum
+def enough_released(fleet: Fleet) -> Callable[[Answers], bool]:
+    """Return whether a majority has released the lock, or can no longer say so."""
+    spare = len(fleet.names) - fleet.quorum
 
     def enough(answers: Answers) -> bool:
-        count = count_of(good, answers)
-        return count >= quorum or len(answers) - count > spare
+        count = count_of(Said.RELEASED, answers)
+        return count >= fleet.quorum or len(answers) - count > spare
 
     return enough
 

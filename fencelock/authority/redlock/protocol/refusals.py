@@ -8,15 +8,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from fencelock.authority.base import held_by_another
-from fencelock.authority.redlock.protocol.bids import Bid, Failed
+from fencelock.authority.redlock.protocol.bids import Failed
 from fencelock.authority.redlock.protocol.messages import VOTING, Answers, Said
 from fencelock.authority.redlock.protocol.nodeset import Fleet
 from fencelock.errors import LockTimeoutError, MembershipError, NodesNotInitialisedError, QuorumError
-
-
-def name_of(bid: Bid) -> str:
-    """Return the resources as a message has them."""
-    return ", ".join(repr(resource) for resource in bid.resources)
 
 
 def raise_timeout(fleet: Fleet, outcome: Failed) -> NoReturn:
@@ -26,17 +21,17 @@ def raise_timeout(fleet: Fleet, outcome: Failed) -> NoReturn:
     if outcome.late:
         raise QuorumError(
             f"the nodes answer too slowly for a ttl of {outcome.bid.ttl:g} s: a majority granted "
-            f"{name_of(outcome.bid)}, but no validity was left; use a longer ttl",
+            f"{outcome.bid.name}, but no validity was left; use a longer ttl",
             nodes=by_name(fleet.names, outcome.answers),
         )
     holder_ttl = outcome.holder_ttl
     if holder_ttl is None:
         raise LockTimeoutError(
-            f"{name_of(outcome.bid)} could not be acquired in time: contenders split the votes"
+            f"{outcome.bid.name} could not be acquired in time: contenders split the votes"
         )
     if holder_ttl == math.inf:
         raise LockTimeoutError(
-            f"{name_of(outcome.bid)} is held for ever: something else than fencelock has written its key "
+            f"{outcome.bid.name} is held for ever: something else than fencelock has written its key "
             f"({', '.join(outcome.bid.keys[1:])}) without an end; remove it on the nodes",
             holder_ttl=holder_ttl,
         )
