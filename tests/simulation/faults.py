@@ -126,6 +126,8 @@ class Faults:
     def node_pause(self) -> bool:
         """A server stands still."""
         server = self._any_server()
+        if self._world.weather.in_order and server.frozen_until > self._world.now:
+            return False  # what has waited for it would go on behind what comes now
         seconds = self._random.expovariate(2.0)
         server.frozen_until = max(server.frozen_until, self._world.now + seconds)
         self._tell(server.node.name, f"stands still for {seconds:.3f} s")

@@ -20,6 +20,7 @@ OVERLAP = "two held the lock at once, while clocks were right"
 AGAIN = "a node voted again in an epoch that it has forgotten"
 LOST_LEASE = "a lease was lost, although its holder and a majority were well"
 WRONG_LIST = "a client with the right list was told that it is wrong"
+LEFT = "a lock was left that nobody holds"
 STUCK = "nobody could go on after the faults had ended"
 
 

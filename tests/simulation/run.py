@@ -25,7 +25,6 @@ SPARES = 2
 #: Simulated seconds with faults; and how long the survivors have after that.
 SECONDS = 15.0
 PEACE = 120.0
-MAX_TTL = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +79,8 @@ class Run:
 
     #: What the command and the table of mutants call this kind of run; nothing for the usual one.
     kind = ""
+    #: The longest lease that the nodes are initialised for.
+    max_ttl = 2.0
 
     def __init__(
         self, seed: int, size: int, kept: Kept | None = None, trace: Callable[[str], None] | None = None
@@ -164,7 +165,7 @@ class Run:
             server.down, server.frozen_until, server.node.out, server.disk = False, 0.0, False, BLANK
         stations = [world.servers[number].look(world.now) for number in self._members]
         group = NodeGroup(names, NODE_KEY, PATIENCE, world.new_word, world.random.random)
-        drive(stations, initialise(group, base=0, max_ttl=MAX_TTL))
+        drive(stations, initialise(group, base=0, max_ttl=self.max_ttl))
         world.tell("op", f"initialised {', '.join(names)}")
 
     def _forget_everything(self) -> None:
@@ -257,8 +258,7 @@ class Run:
 
     # The end.
 
-    def _calm(self) -> None:
-        """End all faults; then every node votes again, and everybody gets every lock."""
+    def _end_faults(self) -> None:
         world = self.world
         self._faults.over = True
         world.late = world.lost = world.doubled = world.cutting = 0.0
@@ -266,11 +266,16 @@ class Run:
         for server in world.servers:
             server.down, server.frozen_until = False, 0.0
             server.clock.drift(world.now, 1.0)
+        world.tell("**", "all faults have ended")
+
+    def _calm(self) -> None:
+        """End all faults; then every node votes again, and everybody gets every lock."""
+        world = self.world
+        self._end_faults()
         for client in list(self._clients.values()):
             world.kill(client.process)
             client.leave_to_database()
         self._clients.clear()
-        world.tell("**", "all faults have ended")
         self._replace_operator()
         end = world.now + PEACE
         self._mend(end)

@@ -52,6 +52,7 @@ class Weather:
         work: seconds that a lease is used, on the average.
         well: whether clients, the network and a majority of the nodes are well all the time: then no healthy
             holder loses a lease, and nobody is told that his list of nodes is wrong.
+        in_order: whether no message overtakes another on its connection.
     """
 
     rates: dict[str, float]
@@ -68,6 +69,7 @@ class Weather:
     think: float
     work: float
     well: bool = False
+    in_order: bool = False
 
 
 #: The first and the third share a stripe.

@@ -167,9 +167,10 @@ class Link(Connection):
         server: which it leads to.
         run: to which of its processes.
         is_subscribed: whether the node publishes to it.
+        free_at: when what was sent over it has arrived; matters where messages keep their order.
     """
 
-    __slots__ = ("index", "is_subscribed", "process", "run", "server")
+    __slots__ = ("free_at", "index", "is_subscribed", "process", "run", "server")
 
     def __init__(
         self, process: Process, index: int, identity: Identity, epoch: int | None, *, pushes: bool
@@ -180,6 +181,7 @@ class Link(Connection):
         self.server = process.world.servers[process.seats[index]]
         self.run = self.server.node.run
         self.is_subscribed = False
+        self.free_at = 0.0
 
     def put(self, pending: PendingReply, packed: bytes) -> None:
         """Send a command."""
@@ -502,7 +504,10 @@ class World:
         if delay is None or self.is_cut(link.process, link.server):
             self._lose(link)
         else:
-            self.at(self.now + delay, self._deliver, link, pending)
+            arrives = self.now + delay
+            if self.weather.in_order:
+                arrives = link.free_at = max(arrives, link.free_at)
+            self.at(arrives, self._deliver, link, pending)
         if self.doubled and self.random.random() < self.doubled:
             self.count_fault("message doubled")
             again = self.random.expovariate(1.0) * 10 * self.weather.lateness
