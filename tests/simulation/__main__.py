@@ -4,9 +4,11 @@ python -m tests.simulation                          # until Ctrl-C, on all cores
 python -m tests.simulation --seeds 1000 --start 5000 --jobs 1
 python -m tests.simulation --replay 62 --nodes 3    # everything that happens, line by line
 python -m tests.simulation --rolling                # only rolling restarts; also with --replay
+python -m tests.simulation --tidy                   # only broken connections and hung nodes; the same
 
-Each seed is played with three nodes and with five: once with everything going wrong, and once with a rolling
-restart of all nodes, in which nobody may lose a lease. The exit status is 1 if a promise was broken.
+Each seed is played with three nodes and with five: once with everything going wrong, once with a rolling restart
+of all nodes, in which no holder may lose a lease, and once with connections that break, after which no lock may be
+left. The exit status is 1 if a promise was broken.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ from rich.text import Text
 
 from tests.simulation.rolling import Rolling
 from tests.simulation.run import Kept, Outcome, Run, play
+from tests.simulation.tidy import Tidy
 
-KINDS = (Run, Rolling)
+KINDS = (Run, Rolling, Tidy)
 SIZES = (3, 5)
 #: How many runs are handed out to each process beforehand.
 _AHEAD = 4
@@ -132,7 +135,7 @@ def simulate(options: argparse.Namespace) -> int:
     """Play runs until there are no more, or somebody has seen enough; tell what came of them."""
     console = Console(highlight=False)
     tally = Tally(time.monotonic())
-    sizes, kinds = [options.nodes] if options.nodes else SIZES, [Rolling] if options.rolling else KINDS
+    sizes, kinds = [options.nodes] if options.nodes else SIZES, [options.kind] if options.kind else KINDS
     runs = work(options.start, options.seeds, sizes, kinds)
     outcomes = play_all(runs, options.jobs)
     try:
@@ -172,11 +175,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--start", type=int, default=0, help="the first seed")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--nodes", type=int, choices=SIZES, help="only with so many nodes")
-    parser.add_argument("--rolling", action="store_true", help="only rolling restarts of all nodes")
+    for kind, what in ((Rolling, "rolling restarts of all nodes"), (Tidy, "broken connections, hung nodes")):
+        parser.add_argument(
+            f"--{kind.kind}", action="store_const", dest="kind", const=kind, help=f"only {what}"
+        )
     parser.add_argument("--replay", type=int, metavar="SEED", help="print all that happens in one run")
     options = parser.parse_args(arguments)
     if options.replay is not None:
-        return replay(options.replay, options.nodes or SIZES[0], Rolling if options.rolling else Run)
+        return replay(options.replay, options.nodes or SIZES[0], options.kind or Run)
     return simulate(options)
 
 

@@ -27,6 +27,7 @@ from fencelock.authority.redlock.membership import change, establish, recover
 from fencelock.authority.redlock.membership.reports import NodeReport
 from fencelock.authority.redlock.membership.view import MembershipView
 from fencelock.authority.redlock.protocol import acquire, holding
+from fencelock.authority.redlock.wire import nodes
 from tests.simulation import weaker
 from tests.simulation.client import Habits
 from tests.simulation.judge import STUCK
@@ -34,6 +35,7 @@ from tests.simulation.node import ModelNode
 from tests.simulation.rolling import Rolling
 from tests.simulation.run import Kept, Run, play
 from tests.simulation.storage import Rules
+from tests.simulation.tidy import Tidy
 
 SEEDS = 100
 FEW = 25
@@ -273,6 +275,31 @@ MUTANTS = (
         control=_SCHEDULES + "node_without_the_locks_of_leases_gives_them_to_who_waits",
         run=Rolling,
     ),
+    # Connections that break, and nodes that hang.
+    Mutant(
+        "nothing is owed",
+        "a RELEASE that finds no connection, or a silent node, goes out when the node answers again",
+        patches=(Patch(nodes._Node, "owe", weaker.owe_nothing),),
+        run=Tidy,
+    ),
+    Mutant(
+        "owed once",
+        "what is owed of a lock in use is kept until it is given back",
+        patches=(Patch(nodes.NodeConnections, "_put_owed", weaker.forget_what_is_owed),),
+        run=Tidy,
+    ),
+    Mutant(
+        "broken and forgotten",
+        "an ACQUIRE whose connection broke before its answer is undone over the next one",
+        patches=(Patch(nodes, "undoing", weaker.undoing_releases_only),),
+        run=Tidy,
+    ),
+    Mutant(
+        "given up without RELEASE",
+        "a bid that came to nothing is released wherever it may have locked something",
+        patches=(Patch(acquire, "abandon", weaker.abandon_nothing),),
+        run=Tidy,
+    ),
     # The list of nodes.
     Mutant(
         "one closing pass",
@@ -455,7 +482,8 @@ _PAGE = """\
 Written by `python -m tests.simulation.mutants --write`. Each row leaves one rule out of the shipped
 protocol or of the guard, by a switch that exists only in the tests. The [simulation](simulation.md)
 plays the seeds 0, 1, 2 … with three nodes and then with five, {seeds} of each at most, and stops at the
-first broken promise; "rolling" ones are restarts of all nodes, one after the other. "None of 25" says that
+first broken promise; "rolling" ones are restarts of all nodes, one after the other, and in "tidy" ones only
+connections break and nodes hang. "None of 25" says that
 so many of each have shown nothing: where several nodes must forget, each at its moment, random search has
 little power, and fewer are tried. Then a named schedule on real nodes shows it, or the exhaustive
 [model](../spec/README.md), which alone has doubles of nodes.

@@ -25,7 +25,7 @@ def test_seeds_are_played_and_counted(capfd: pytest.CaptureFixture[str]) -> None
     assert "rolling restart" in told
 
 
-@pytest.mark.parametrize("kind", [[], ["--rolling"]], ids=["storm", "rolling"])
+@pytest.mark.parametrize("kind", [[], ["--rolling"], ["--tidy"]], ids=["storm", "rolling", "tidy"])
 def test_replay_is_the_same_every_time(kind: list[str]) -> None:
     """What is printed for a seed is the same in every process, to the last byte."""
     told = [

@@ -11,6 +11,7 @@ import pytest
 
 from tests.simulation.rolling import Rolling
 from tests.simulation.run import play
+from tests.simulation.tidy import Tidy
 
 SEEDS = 40
 
@@ -45,6 +46,19 @@ def test_nobody_loses_a_lease_while_all_nodes_restart_one_after_the_other(size: 
         faults.update(outcome.faults)
     assert faults["rolling restart, blank"] > SEEDS
     assert {"rolling restart, flushed", "rolling restart, with its data"} < set(faults)
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_no_lock_is_left_where_connections_break_and_nodes_hang(size: int) -> None:
+    """Of bids that were given up, of grants that came late, and of releases that found no connection."""
+    acquisitions, faults = 0, Counter[str]()
+    for seed in range(SEEDS):
+        outcome = play(seed, size, run=Tidy)
+        assert not outcome.violation, f"seed {seed}, {size} nodes: {outcome.detail}"
+        acquisitions += outcome.acquisitions
+        faults.update(outcome.faults)
+    assert acquisitions > 50 * SEEDS
+    assert set(faults) == {"message lost", "node pause", "partition"}
 
 
 def trace_of(seed: int, size: int) -> list[str]:

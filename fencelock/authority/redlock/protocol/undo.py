@@ -5,34 +5,24 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 
 from fencelock.authority.redlock.protocol.bids import Bid, in_pairs
-from fencelock.authority.redlock.protocol.messages import MADE_AGAIN, Answer, Broadcast, Command, Round, Said
+from fencelock.authority.redlock.protocol.messages import Broadcast, Command, Round
 from fencelock.authority.redlock.protocol.nodeset import Fleet
 
-#: What a node says that may have made locks again.
-MAKES_AGAIN = frozenset({Said.EXTENDED, Said.AMNESIA, Said.RESTARTED})
 
+def undoing(command: Command) -> list[Command]:
+    """Return the RELEASEs of what a command may have locked whose answer never comes.
 
-def undoing(command: Command, answer: Answer | None) -> list[Command]:
-    """Return the RELEASEs of what a command may have locked while nothing waits for its answer.
-
-    With such an answer (None: it will never come), those are sent that are of no grant in use. They give
-    no place in line, as a RELEASE may: by now no bidder may wait there any more.
+    They give no place in line, as a RELEASE may: by now no bidder may wait there any more.
     """
     script, nonce, keys, arguments = command
     if script == "release":
-        without_place = command._replace(arguments=arguments[: 1 + 2 * len(keys)])
-        return [] if answer else [without_place]
-    if script == "acquire" and (answer is None or answer.said is Said.GRANTED):
+        return [command._replace(arguments=arguments[: 1 + 2 * len(keys)])]
+    if script == "acquire":
         return [_undo(nonce, keys)]
-    if script != "extend" or (answer is not None and answer.said not in MAKES_AGAIN):
-        return []
-    if answer is not None and answer.said is not Said.EXTENDED:
-        answer = None  # it says nothing about each
     found, key = [], 1
-    for index in range(len(arguments[2:]) // 4):
-        its_nonce, _, locks, _ = arguments[2 + 4 * index : 6 + 4 * index]
-        if answer is None or answer.counters[index] == MADE_AGAIN:
-            found.append(_undo(str(its_nonce), (keys[0], *keys[key : key + int(locks)])))
+    for at in range(2, len(arguments) if script == "extend" else 0, 4):
+        its_nonce, _, locks, _ = arguments[at : at + 4]
+        found.append(_undo(str(its_nonce), (keys[0], *keys[key : key + int(locks)])))
         key += int(locks)
     return found
 

@@ -15,7 +15,6 @@ import hiredis
 
 from fencelock.authority.redlock.membership.members import Identity
 from fencelock.authority.redlock.protocol.messages import GRANTED, Answer, Answers, Broadcast, Command, Said
-from fencelock.authority.redlock.protocol.undo import MAKES_AGAIN
 from fencelock.authority.redlock.wire.codec import pack_with_script, pack_words, read_answer, read_reply
 
 _SILENT: Final = Answer(Said.SILENT)
@@ -24,9 +23,6 @@ NAMING: Final = frozenset({Said.ADMITTED, Said.OPENED, Said.STANDING})
 FORGETFUL: Final = frozenset({Said.AMNESIA, Said.RESTARTED})
 #: Answers that say something about the node itself.
 _NEWS: Final = NAMING | FORGETFUL | {Said.UNREACHABLE, Said.ERROR}
-#: Answers after which there may be a lock that was not there before.
-MAKES_LOCKS: Final = MAKES_AGAIN | {GRANTED}
-_LOCKING: Final = frozenset({"acquire", "release"})
 
 
 class PendingReply(NamedTuple):
@@ -100,7 +96,6 @@ class Connection:
 
     __slots__ = (
         "_index",
-        "_latest",
         "_own_arguments",
         "_reader",
         "epoch",
@@ -123,31 +118,18 @@ class Connection:
         self._index = index
         self._reader = hiredis.Reader()
         self._own_arguments = pack_words(identity.run_id, identity.replid)
-        #: By nonce: the last script under way, of those that begin and end a lock.
-        self._latest: dict[str, str] = {}
 
     def put(self, pending: PendingReply, packed: bytes) -> None:
         """Take a command, whose common part has been packed."""
         spoilt, self.spoilt = self.spoilt, True
         self.unanswered.append(pending)
-        script, nonce, keys, _ = pending.command
-        if script in _LOCKING:
-            self._latest[nonce] = script
         self.outgoing += packed
-        if keys:  # all scripts have one
+        if pending.command.keys:  # all scripts have one
             self.outgoing += self._own_arguments
         self.spoilt = spoilt  # where an earlier one was interrupted, it stays so
 
-    def releases(self, nonce: str) -> bool:
-        """Tell whether a RELEASE of that nonce is under way."""
-        return self._latest.get(nonce) == "release"
-
-    def may_still_grant(self, nonce: str) -> bool:
-        """Tell whether an ACQUIRE of that nonce is under way, with no RELEASE behind it."""
-        return self._latest.get(nonce) == "acquire"
-
     def received(self, data: bytes, now: float) -> list[tuple[PendingReply, Answer]]:
-        """Hand on what is waited for; return what says something about the node, or comes too late.
+        """Hand on what is waited for; return what says something about the node.
 
         A command whose script the node does not know is put here again, with its text.
 
@@ -176,14 +158,9 @@ class Connection:
 
     def answered(self, pending: PendingReply, answer: Answer) -> bool:
         """Hand an answer on to what waits for it; tell whether it has to be looked at besides."""
-        broadcast, command, _ = pending
-        nonce, said = command.nonce, answer.said
-        if self._latest.get(nonce) == command.script:
-            del self._latest[nonce]
+        said = answer.said
         if said in _NEWS or (said is GRANTED and answer.epoch != self.epoch):
             return True
-        if broadcast is not None and not broadcast.over:
+        if (broadcast := pending.broadcast) is not None and not broadcast.over:
             broadcast.add_reply(self._index, answer)
-            return False
-        # Now, and not when all that has arrived is read: the answer to a RELEASE may be behind it.
-        return said in MAKES_LOCKS and not self.releases(nonce)
+        return False

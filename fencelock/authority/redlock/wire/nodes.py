@@ -4,8 +4,9 @@ It moves no bytes, knows no clock and waits for nothing. Inputs are `ask`, `conn
 and `broken`, each with the time. Outputs are the calls of a `Transport`, and what stands in
 `Connection.outgoing`. Threads, event loops and the simulator run the same of it.
 
-No lock may stay that no acquisition wants: a late grant is released where it arrives. A RELEASE that finds no
-connection, or may have been lost with one, goes out with the next connection to that node.
+No lock may stay that no acquisition wants. A RELEASE is behind its ACQUIRE on one connection. One that finds
+no connection, or a node that is silent, is owed, and so is that of an ACQUIRE whose connection has broken: it
+goes out when the node answers again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from fencelock.authority.redlock.waiting import Line
 from fencelock.authority.redlock.wire.codec import leads_elsewhere, pack
 from fencelock.authority.redlock.wire.connection import (
     FORGETFUL,
-    MAKES_LOCKS,
     NAMING,
     Connection,
     MalformedReplyError,
@@ -88,8 +88,7 @@ class NodeConnections:
         transport: moves the bytes.
         queue: hears what the nodes publish.
         channel: what they publish that on.
-        is_wanted: tells whether the acquisition with a nonce is wanted still; a late grant of any other is
-            released.
+        is_wanted: tells whether the acquisition with a nonce is wanted still, or its grant in use.
         on_identity: told of the server process whenever a connection has been opened.
         on_trouble: told when an answer shows that a node has forgotten, restarted, or is in another epoch.
         connect_timeout: seconds that a node may take to accept a connection.
@@ -174,18 +173,14 @@ class NodeConnections:
             connection = node.connection
             if connection is None:
                 broadcast.add_reply(index, node.failure)
-            elif (
-                not connection.unanswered
-                or (silence := self._silence(connection, now)) is None
-                or (is_release and connection.may_still_grant(command.nonce))
-            ):
+            elif not connection.unanswered or (silence := self._silence(connection, now)) is None:
                 connection.put(pending, packed)
                 continue
             else:
                 broadcast.add_reply(index, silence)
                 self._look_elsewhere_if_lost(index, connection, now)
             if is_release:
-                node.owe(undoing(command, None))
+                node.owe(undoing(command))
 
     def _silence(self, connection: Connection, now: float) -> Answer | None:
         """Return what to report for a node that is not asked, because it owes too much, or for too long."""
@@ -275,14 +270,11 @@ class NodeConnections:
     def _deal_with(
         self, index: int, connection: Connection, pending: PendingReply, answer: Answer, now: float
     ) -> None:
-        """Deal with an answer that says something about its node, or comes too late."""
+        """Deal with an answer that says something about its node."""
         answer = self._heed(index, connection, answer, now)
         broadcast, command, _ = pending
         if broadcast is not None and not broadcast.over:
             broadcast.add_reply(index, answer)
-        elif answer.said in MAKES_LOCKS:
-            for undo in undoing(command, answer):
-                self._put_undo(connection, undo, now)
         elif answer.said is Said.ERROR and command == self._subscribe:
             self.queue.go_deaf(index)
 
@@ -326,13 +318,8 @@ class NodeConnections:
         """Put a portion of what is owed into a connection; what is wanted is kept for when that is over."""
         for nonce, undo in list(itertools.islice(node.owed.items(), _PORTION)):
             if not self._is_wanted(nonce):
-                self._put_undo(connection, undo, now)
+                connection.put(PendingReply(None, undo, now), pack(undo))
                 del node.owed[nonce]
-
-    def _put_undo(self, connection: Connection, undo: Command, now: float) -> None:
-        """Release what is left behind, if it is not wanted and no RELEASE of it is under way."""
-        if not self._is_wanted(undo.nonce) and not connection.releases(undo.nonce):
-            connection.put(PendingReply(None, undo, now), pack(undo))
 
     def broken(self, index: int, failure: Answer) -> None:
         """Give up a node's connection: what it owes is answered with the failure, and released later."""
@@ -344,7 +331,7 @@ class NodeConnections:
         self.absent += 1
         self.queue.go_deaf(index)
         self._transport.disconnect(index)
-        node.owe(undo for pending in connection.unanswered for undo in undoing(pending.command, None))
+        node.owe(undo for pending in connection.unanswered for undo in undoing(pending.command))
         for broadcast, _, _ in connection.unanswered:
             if broadcast is not None and not broadcast.over:
                 broadcast.add_reply(index, failure)
