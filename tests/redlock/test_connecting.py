@@ -44,7 +44,6 @@ def test_node_that_stays_away_for_hours_is_tried_as_often_as_ever() -> None:
         transport,
         Line("client", 1, random.random),
         "channel",
-        is_wanted=lambda _: True,
         on_identity=lambda *_: None,
         on_trouble=lambda: None,
         connect_timeout=2.0,

@@ -13,7 +13,7 @@ from fencelock.authority.redlock.protocol.bids import Bid, Turn, in_pairs
 from fencelock.authority.redlock.protocol.holding import _extend_command
 from fencelock.authority.redlock.protocol.messages import Answer, Command, Said
 from fencelock.authority.redlock.protocol.nodeset import Fleet
-from fencelock.authority.redlock.protocol.undo import release_command, undoing
+from fencelock.authority.redlock.protocol.undo import release_command, without_place
 from fencelock.authority.redlock.redlock import Redlock
 from fencelock.authority.redlock.wire.codec import read_answer
 from fencelock.embedded import Node
@@ -291,29 +291,13 @@ def test_many_grants_are_extended_in_one_call_each_for_itself(scripts: Scripts) 
     assert int(str(scripts.client.pttl(key_of("e")))) <= 20_000
 
 
-def test_late_answers_tell_what_they_left_behind(scripts: Scripts) -> None:
-    """Of an ACQUIRE its locks, of an EXTEND those that it made again; all of them where no answer comes.
-
-    The RELEASEs name the counters of the locks, and the bid of one who waits.
-    """
-    bids = [
-        Bid.of(scripts.fleet, names, nonce, 30.0) for nonce, names in (("n1", ("a", "c")), ("n2", ("d",)))
-    ]
-    extend = _extend_command(scripts.fleet, bids, [0, 0])
-    both = [
-        Command("release", "n1", bids[0].keys, ("", "n1", 0, 0, 0, 0, 0)),
-        Command("release", "n2", bids[1].keys, ("", "n2", 0, 0, 0)),
-    ]
-    assert undoing(extend) == both
-    assert undoing(_acquire_command(bids[0], scripts.fleet)) == both[:1]
-    waits = replace(bids[0], turn=Turn("client.1", waited=2.0))
-    assert undoing(_acquire_command(waits, scripts.fleet)) == both[:1]
-    release = release_command(scripts.fleet, waits, 0, (0, 0), stay=True)
-    (again,) = undoing(release)
-    assert again.arguments == release.arguments[:-3]
-    plain = release_command(scripts.fleet, bids[0], 0, (1, 2))
-    assert undoing(plain) == [plain]
-    assert undoing(Command("read", "", (NODE_KEY,), ("",))) == []
+def test_release_that_is_owed_gives_no_place_in_line(scripts: Scripts) -> None:
+    """By the time that it arrives, its bidder may wait there no more."""
+    bid = Bid.of(scripts.fleet, ("a", "c"), "n1", 30.0, Turn("client.1", waited=2.0))
+    plain = release_command(scripts.fleet, replace(bid, turn=None), 0, (1, 2))
+    for stay in (True, False):
+        assert without_place(release_command(scripts.fleet, bid, 0, (1, 2), stay=stay)) == plain
+    assert without_place(plain) == plain
 
 
 def test_foreign_value_under_a_lock_key_is_somebody_elses(scripts: Scripts) -> None:

@@ -280,7 +280,6 @@ def test_storm_of_cancelled_tasks_that_wait_leaves_nothing(
     run(main())
     assert all(seen == sorted(set(seen)) for seen in tokens.values())
     assert sum(map(len, tokens.values())) > 50
-    assert not client._wanted
 
 
 def test_node_that_was_killed_is_heard_again(

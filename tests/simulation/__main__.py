@@ -6,9 +6,9 @@ python -m tests.simulation --replay 62 --nodes 3    # everything that happens, l
 python -m tests.simulation --rolling                # only rolling restarts; also with --replay
 python -m tests.simulation --tidy                   # only broken connections and hung nodes; the same
 
-Each seed is played with three nodes and with five: once with everything going wrong, once with a rolling restart
-of all nodes, in which no holder may lose a lease, and once with connections that break, after which no lock may be
-left. The exit status is 1 if a promise was broken.
+Each seed is played with three nodes and with five: once with everything going wrong, once with a rolling
+restart of all nodes, in which no holder may lose a lease, and once with connections that break, after which
+no lock may be left. The exit status is 1 if a promise was broken.
 """
 
 from __future__ import annotations

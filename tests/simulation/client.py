@@ -175,9 +175,7 @@ class Client:
         waiter = Waiter(
             process.line, lambda: process.now, lambda: process.now, fair=fair, patient=timeout != 0
         )
-        acquisition = Acquisition(
-            resources, ttl, process.wanted, partial(self._new_nonce, resources), waiter, above=above
-        )
+        acquisition = Acquisition(resources, ttl, partial(self._new_nonce, resources), waiter, above=above)
         if epoch is not None:
             acquisition.hint(epoch)
         try:
@@ -261,7 +259,7 @@ class Client:
         old = hold.granted
         bid = old.bid
         nonce = partial(self._new_nonce, bid.resources)
-        acquisition = Acquisition(bid.resources, bid.ttl, self.process.wanted, nonce, instead_of=old)
+        acquisition = Acquisition(bid.resources, bid.ttl, nonce, instead_of=old)
         try:
             grant = yield from acquisition.remint(self.process.see, old, jitter=self._random.random)
         except LockLostError:
@@ -281,7 +279,7 @@ class Client:
         # Of an extension under way, which is not waited for here, the end releases as well.
         valid = hold.is_valid() and not hold.busy
         hold.released = True
-        ours = yield from operations.release(self.process.see, self.process.wanted, hold.granted)
+        ours = yield from operations.release(self.process.see, hold.granted)
         if valid and ours is False:
             self._judge.ended(hold, "it was not there any more when it was given back")
         return ours

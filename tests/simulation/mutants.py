@@ -283,18 +283,6 @@ MUTANTS = (
         run=Tidy,
     ),
     Mutant(
-        "owed once",
-        "what is owed of a lock in use is kept until it is given back",
-        patches=(Patch(nodes.NodeConnections, "_put_owed", weaker.forget_what_is_owed),),
-        run=Tidy,
-    ),
-    Mutant(
-        "broken and forgotten",
-        "an ACQUIRE whose connection broke before its answer is undone over the next one",
-        patches=(Patch(nodes, "undoing", weaker.undoing_releases_only),),
-        run=Tidy,
-    ),
-    Mutant(
         "given up without RELEASE",
         "a bid that came to nothing is released wherever it may have locked something",
         patches=(Patch(acquire, "abandon", weaker.abandon_nothing),),

@@ -12,12 +12,10 @@ from fencelock.authority.redlock.membership import recover
 from fencelock.authority.redlock.membership.members import Membership
 from fencelock.authority.redlock.membership.reports import NodeGroup, NodeReport, Reports
 from fencelock.authority.redlock.membership.view import MembershipView
-from fencelock.authority.redlock.protocol import bids, messages, undo
+from fencelock.authority.redlock.protocol import bids, messages
 from fencelock.authority.redlock.protocol.bids import Bid
 from fencelock.authority.redlock.protocol.messages import Answer, Answers, Broadcast, Command, Round, Said
 from fencelock.authority.redlock.protocol.nodeset import Fleet
-from fencelock.authority.redlock.wire.connection import Connection
-from fencelock.authority.redlock.wire.nodes import NodeConnections
 from tests.simulation.node import Lock, ModelNode
 
 
@@ -206,7 +204,6 @@ def mixed_epochs(answers: Answers) -> tuple[int, dict[int, tuple[int, ...]]]:
     return epoch, {node: answer.counters for node, answer in granted.items()}
 
 
-_shipped_put_owed = NodeConnections._put_owed
 _shipped_choice = recover._choose_epoch
 
 
@@ -242,19 +239,8 @@ def no_second_look(
     return (yield from group.read(shut))[0]
 
 
-def owe_nothing(_node: Any, _undos: Iterable[Command]) -> None:
+def owe_nothing(_node: Any, _release: Command) -> None:
     """Keep no RELEASE for the next connection: instead of `_Node.owe`."""
-
-
-def forget_what_is_owed(connections: NodeConnections, node: Any, connection: Connection, now: float) -> None:
-    """Send what is owed and not in use, and forget the rest: instead of `NodeConnections._put_owed`."""
-    _shipped_put_owed(connections, node, connection, now)
-    node.owed.clear()
-
-
-def undoing_releases_only(command: Command) -> list[Command]:
-    """Undo no ACQUIRE and no EXTEND: instead of `undo.undoing`."""
-    return undo.undoing(command) if command.script == "release" else []
 
 
 def abandon_nothing(*_: Any, **_more: Any) -> Generator[Broadcast, Round, None]:

@@ -21,7 +21,6 @@ from fencelock.authority.redlock.membership.members import Identity, Membership
 from fencelock.authority.redlock.membership.recover import recover
 from fencelock.authority.redlock.membership.reports import NodeGroup
 from fencelock.authority.redlock.membership.view import MembershipView
-from fencelock.authority.redlock.operations import Wanted
 from fencelock.authority.redlock.protocol.messages import (
     SUBSCRIBE,
     Answer,
@@ -208,7 +207,6 @@ class Process:
     Attributes:
         name: unlike that of any other, also of those that come after it.
         seats: numbers of the servers that it is configured with, in its order.
-        wanted: by nonce, the bids whose grants must not be released.
         line: its places in the nodes' queues.
         nodes: its connections.
         see: returns the fleet as it is known now.
@@ -220,7 +218,6 @@ class Process:
         self.clock = clock
         self.alive = True
         self.frozen_until = 0.0
-        self.wanted: Wanted = {}
         self.recovers = True
         self._recovering = False
         self._failures = 0
@@ -240,7 +237,6 @@ class Process:
             self,
             self.line,
             self.name,
-            is_wanted=self.wanted.__contains__,
             on_identity=view.meet,
             on_trouble=self.hear_of_trouble,
             connect_timeout=PATIENCE,

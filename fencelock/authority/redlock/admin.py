@@ -230,7 +230,6 @@ def change_nodes(
         list(nodes.values()),
         group.node_key,
         on_identity=lambda _node, _identity: None,
-        is_wanted=lambda _nonce: True,
         on_trouble=lambda: None,
         connect_timeout=patience,
         patience=patience,

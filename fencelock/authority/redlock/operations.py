@@ -1,11 +1,11 @@
-"""One acquisition: its bids, which of them is wanted, and what is left of it. No sockets, no clock.
+"""One acquisition: its bids, and what is left of it. No sockets, no clock.
 
 Threads, event loops and the simulator run the same of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, MutableMapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -21,17 +21,13 @@ from fencelock.errors import AuthorityError, FencelockError
 #: Grants that are extended in one round trip. A node does nothing else meanwhile: about a millisecond.
 BATCH: Final = 500
 
-#: By nonce: the bids of acquisitions under way and of grants in use. Late grants of others are released.
-Wanted = MutableMapping[str, Bid]
-
 
 class Acquisition:
-    """One bid after the other, each with a nonce of its own; one at a time is wanted.
+    """One bid after the other, each with a nonce of its own.
 
     Args:
         resources: what is acquired, in the order of the caller.
         ttl: seconds.
-        wanted: where the bids are noted.
         new_nonce: makes a nonce. It is drawn when it is needed: two processes that were restored from one
             snapshot would have had the same in advance, and a node would take the bid of one for that of the
             other, resent.
@@ -44,7 +40,6 @@ class Acquisition:
         self,
         resources: tuple[str, ...],
         ttl: float,
-        wanted: Wanted,
         new_nonce: Callable[[], str],
         waiter: Waiter | None = None,
         instead_of: Granted | None = None,
@@ -54,7 +49,6 @@ class Acquisition:
         self._resources = resources
         self._canonical = resources if len(resources) == 1 else tuple(sorted(resources))
         self._ttl = ttl
-        self._wanted = wanted
         self._new_nonce = new_nonce
         self._waiter = waiter
         #: What makes a bid more than an ordinary one.
@@ -75,14 +69,12 @@ class Acquisition:
             ValueError: the ttl is longer than these nodes allow.
         """
         check_max_ttl(self._ttl, fleet)
-        self._forget()
         nonce = self._new_nonce()
         turn = self._waiter.turn() if self._waiter is not None else None
         bid = Bid.of(fleet, self._canonical, nonce, self._ttl, turn)
         if self._special:
             bid = replace(bid, **self._special)
         self._latest = fleet, bid
-        self._wanted[nonce] = bid
         return bid
 
     def hint(self, epoch: int) -> None:
@@ -113,7 +105,6 @@ class Acquisition:
         self, see: Callable[[], Fleet], granted: Granted, *, jitter: Callable[[], float]
     ) -> Generator[Request, Any, Grant]:
         """Exchange a grant for one with larger tokens: see `holding.remint`."""
-        self._wanted.pop(granted.bid.nonce, None)
         return (yield from self._ending(holding.remint(see, self.next_bid, granted, jitter=jitter)))
 
     def _ending(self, bidding: Generator[Request, Any, Granted]) -> Generator[Request, Any, Grant]:
@@ -123,11 +114,9 @@ class Acquisition:
             self._leave_queue()
             return self._won(granted)
         except (FencelockError, GeneratorExit):  # the last bid was abandoned before that
-            self._forget()
             self._leave_queue()
             raise
         except BaseException:  # of a signal handler, or a cancellation: nothing else would release it
-            self._forget()
             if self._latest is not None:
                 yield from undo.abandon(*self._latest)
             self._leave_queue()
@@ -142,10 +131,6 @@ class Acquisition:
         counters = dict(zip(self._canonical, granted.counters, strict=True))
         tokens = tuple(token.compose(granted.epoch, counters[resource]) for resource in self._resources)
         return Grant(self._resources, tokens, granted.expires_at, granted)
-
-    def _forget(self) -> None:
-        if self._latest is not None:
-            self._wanted.pop(self._latest[1].nonce, None)
 
 
 def extend(
@@ -174,9 +159,7 @@ def _extended(grant: Grant, end: float | FencelockError) -> Grant | FencelockErr
     return replace(grant, expires_at=end, proof=replace(grant.proof, expires_at=end))
 
 
-def release(
-    see: Callable[[], Fleet], wanted: Wanted, granted: Granted
-) -> Generator[Request, Any, bool | None]:
+def release(see: Callable[[], Fleet], granted: Granted) -> Generator[Request, Any, bool | None]:
     """Give a lock back: see `holding.release`. Where that is interrupted, it is sent once more."""
     try:
         return (yield from holding.release(see(), granted))
@@ -185,8 +168,6 @@ def release(
     except BaseException:
         yield from undo.abandon(see(), granted.bid)
         raise
-    finally:  # not before: a late grant has its RELEASE behind it, and another one must not come first
-        wanted.pop(granted.bid.nonce, None)
 
 
 def check_max_ttl(ttl: float, fleet: Fleet) -> None:

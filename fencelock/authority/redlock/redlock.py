@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Generator, Sequence
 from typing import Any, ClassVar, TypeVar
-from weakref import WeakValueDictionary
 
 from fencelock import token
 from fencelock._checks import check_seconds
@@ -25,7 +24,6 @@ from fencelock.authority.redlock.membership.reports import NodeGroup
 from fencelock.authority.redlock.membership.view import MembershipView
 from fencelock.authority.redlock.operations import Acquisition
 from fencelock.authority.redlock.protocol import messages
-from fencelock.authority.redlock.protocol.bids import Bid
 from fencelock.authority.redlock.recovery import Recoverer
 from fencelock.authority.redlock.transport.aio import LoopConnections
 from fencelock.authority.redlock.transport.blocking import SharedConnections
@@ -106,8 +104,6 @@ class Redlock(Stepped):
         self._pid = os.getpid()
         self._view = MembershipView(self._names, self._node_key, self._node_timeout, self._init_command())
         self._see = self._view.see
-        # Of acquisitions under way and grants in use. Grants that are let expire leave by themselves.
-        self._wanted: WeakValueDictionary[str, Bid] = WeakValueDictionary()
         self._connections = self._connect()
         self._recoverer = Recoverer(self._connect, self._recovering)
 
@@ -148,7 +144,7 @@ class Redlock(Stepped):
         """
         queue: Line = yield QUEUE
         waiter = Waiter(queue, time.monotonic, time.time, fair=fair, patient=timeout != 0)
-        acquisition = Acquisition(resources, ttl, self._wanted, _new_nonce, waiter, above=above)
+        acquisition = Acquisition(resources, ttl, _new_nonce, waiter, above=above)
         initialised = False
         while True:
             try:
@@ -175,12 +171,12 @@ class Redlock(Stepped):
 
     def reminting(self, grant: Grant, ttl: float) -> Steps[Grant]:
         """Do as `Authority.remint`."""
-        acquisition = Acquisition(grant.resources, ttl, self._wanted, _new_nonce, instead_of=grant.proof)
+        acquisition = Acquisition(grant.resources, ttl, _new_nonce, instead_of=grant.proof)
         return acquisition.remint(self._see, grant.proof, jitter=random.random)
 
     def releasing(self, grant: Grant) -> Steps[bool | None]:
         """Do as `Authority.release`."""
-        return operations.release(self._see, self._wanted, grant.proof)
+        return operations.release(self._see, grant.proof)
 
     def do(self, step: Any) -> Any:
         """Take a step, blocking."""
@@ -313,7 +309,6 @@ class Redlock(Stepped):
     def _wiring(self) -> dict[str, Any]:
         return {
             "on_identity": self._meet,
-            "is_wanted": self._wanted.__contains__,
             "on_trouble": self._hear,
             "connect_timeout": self._connect_timeout,
             "patience": self._node_timeout,

@@ -29,7 +29,7 @@ class Turn:
     fair: bool = False
 
 
-@dataclass(slots=True, weakref_slot=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Bid:
     """One attempt at a lock: which resources, under which nonce, for how long. Never changed.
 

@@ -1,4 +1,4 @@
-"""Giving up: which RELEASEs undo what a command may have locked."""
+"""Giving up a bid."""
 
 from __future__ import annotations
 
@@ -9,27 +9,9 @@ from fencelock.authority.redlock.protocol.messages import Broadcast, Command, Ro
 from fencelock.authority.redlock.protocol.nodeset import Fleet
 
 
-def undoing(command: Command) -> list[Command]:
-    """Return the RELEASEs of what a command may have locked whose answer never comes.
-
-    They give no place in line, as a RELEASE may: by now no bidder may wait there any more.
-    """
-    script, nonce, keys, arguments = command
-    if script == "release":
-        return [command._replace(arguments=arguments[: 1 + 2 * len(keys)])]
-    if script == "acquire":
-        return [_undo(nonce, keys)]
-    found, key = [], 1
-    for at in range(2, len(arguments) if script == "extend" else 0, 4):
-        its_nonce, _, locks, _ = arguments[at : at + 4]
-        found.append(_undo(str(its_nonce), (keys[0], *keys[key : key + int(locks)])))
-        key += int(locks)
-    return found
-
-
-def _undo(nonce: str, keys: tuple[str, ...]) -> Command:
-    """Return a RELEASE that decides nothing, of a client whose list of nodes may be another by now."""
-    return Command("release", nonce, keys, ("", nonce, 0, *(0, 0) * (len(keys) - 1)))
+def without_place(release: Command) -> Command:
+    """Return a RELEASE that gives no place in line, and gives none up."""
+    return release._replace(arguments=release.arguments[: 1 + 2 * len(release.keys)])
 
 
 def abandon(

@@ -84,6 +84,7 @@ class Connection:
     """The state of one connection.
 
     Attributes:
+        acquiring: the nonces of the ACQUIREs that it has not answered.
         identity: the server process that it was opened to.
         epoch: in which the nodes have granted last; None if they have not.
         pushes: whether it can bring what is published, beside the answers.
@@ -98,6 +99,7 @@ class Connection:
         "_index",
         "_own_arguments",
         "_reader",
+        "acquiring",
         "epoch",
         "identity",
         "outgoing",
@@ -114,6 +116,7 @@ class Connection:
         self.unanswered: deque[PendingReply] = deque()
         self.outgoing = bytearray()
         self.published: list[bytes] = []
+        self.acquiring: set[str] = set()
         self.spoilt = False
         self._index = index
         self._reader = hiredis.Reader()
@@ -123,8 +126,11 @@ class Connection:
         """Take a command, whose common part has been packed."""
         spoilt, self.spoilt = self.spoilt, True
         self.unanswered.append(pending)
+        script, nonce, keys, _ = pending.command
+        if script == "acquire":
+            self.acquiring.add(nonce)
         self.outgoing += packed
-        if pending.command.keys:  # all scripts have one
+        if keys:  # all scripts have one
             self.outgoing += self._own_arguments
         self.spoilt = spoilt  # where an earlier one was interrupted, it stays so
 
@@ -159,6 +165,7 @@ class Connection:
     def answered(self, pending: PendingReply, answer: Answer) -> bool:
         """Hand an answer on to what waits for it; tell whether it has to be looked at besides."""
         said = answer.said
+        self.acquiring.discard(pending.command.nonce)
         if said in _NEWS or (said is GRANTED and answer.epoch != self.epoch):
             return True
         if (broadcast := pending.broadcast) is not None and not broadcast.over:

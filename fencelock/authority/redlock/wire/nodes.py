@@ -4,21 +4,20 @@ It moves no bytes, knows no clock and waits for nothing. Inputs are `ask`, `conn
 and `broken`, each with the time. Outputs are the calls of a `Transport`, and what stands in
 `Connection.outgoing`. Threads, event loops and the simulator run the same of it.
 
-No lock may stay that no acquisition wants. A RELEASE is behind its ACQUIRE on one connection. One that finds
-no connection, or a node that is silent, is owed, and so is that of an ACQUIRE whose connection has broken: it
-goes out when the node answers again.
+No lock may stay that no acquisition wants. A RELEASE is behind its ACQUIRE on one connection. A RELEASE that
+finds no connection or a silent node, or that was lost with a connection, is owed: it goes out when the node
+answers again.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from fencelock.authority.redlock.membership.members import Identity
 from fencelock.authority.redlock.protocol.messages import SUBSCRIBE, Answer, Broadcast, Command, Said
-from fencelock.authority.redlock.protocol.undo import undoing
+from fencelock.authority.redlock.protocol.undo import without_place
 from fencelock.authority.redlock.waiting import Line
 from fencelock.authority.redlock.wire.codec import leads_elsewhere, pack
 from fencelock.authority.redlock.wire.connection import (
@@ -37,8 +36,6 @@ LONGEST_BACKOFF: Final = 2.0
 _MOST_DOUBLINGS: Final = 10
 #: RELEASEs that are kept for a node; what is beyond that ends with its ttl.
 MOST_OWED: Final = 10_000
-#: RELEASEs that are owed and looked at at once. The next follow when the node has answered some.
-_PORTION: Final = 200
 #: Seconds before the first exchange in which more than a majority of the connections may come up.
 _OTHERS_GRACE: Final = 0.05
 #: Seconds after which a node that owes an answer is connected to anew, because its machine may be gone.
@@ -73,11 +70,11 @@ class _Node:
         #: By nonce.
         self.owed: dict[str, Command] = {}
 
-    def owe(self, undos: Iterable[Command]) -> None:
-        """Keep RELEASEs for the next connection."""
-        self.owed.update((undo.nonce, undo) for undo in undos)
-        for nonce in list(itertools.islice(self.owed, max(0, len(self.owed) - MOST_OWED))):
-            del self.owed[nonce]
+    def owe(self, release: Command) -> None:
+        """Keep a RELEASE for when the node answers again. By now no bidder may wait at its place any more."""
+        self.owed[release.nonce] = without_place(release)
+        if len(self.owed) > MOST_OWED:
+            del self.owed[next(iter(self.owed))]
 
 
 class NodeConnections:
@@ -88,7 +85,6 @@ class NodeConnections:
         transport: moves the bytes.
         queue: hears what the nodes publish.
         channel: what they publish that on.
-        is_wanted: tells whether the acquisition with a nonce is wanted still, or its grant in use.
         on_identity: told of the server process whenever a connection has been opened.
         on_trouble: told when an answer shows that a node has forgotten, restarted, or is in another epoch.
         connect_timeout: seconds that a node may take to accept a connection.
@@ -104,7 +100,6 @@ class NodeConnections:
         queue: Line,
         channel: str,
         *,
-        is_wanted: Callable[[str], bool],
         on_identity: Callable[[int, Identity], object],
         on_trouble: Callable[[], None],
         connect_timeout: float,
@@ -118,7 +113,6 @@ class NodeConnections:
         self._names = names
         self._nodes = [_Node() for _ in names]
         self._transport = transport
-        self._is_wanted = is_wanted
         self._on_identity = on_identity
         self._on_trouble = on_trouble
         self._connect_timeout = connect_timeout
@@ -173,14 +167,18 @@ class NodeConnections:
             connection = node.connection
             if connection is None:
                 broadcast.add_reply(index, node.failure)
-            elif not connection.unanswered or (silence := self._silence(connection, now)) is None:
+            elif (
+                not connection.unanswered
+                or (silence := self._silence(connection, now)) is None
+                or (is_release and command.nonce in connection.acquiring)
+            ):
                 connection.put(pending, packed)
                 continue
             else:
                 broadcast.add_reply(index, silence)
                 self._look_elsewhere_if_lost(index, connection, now)
             if is_release:
-                node.owe(undoing(command))
+                node.owe(command)
 
     def _silence(self, connection: Connection, now: float) -> Answer | None:
         """Return what to report for a node that is not asked, because it owes too much, or for too long."""
@@ -315,11 +313,9 @@ class NodeConnections:
         return answer
 
     def _put_owed(self, node: _Node, connection: Connection, now: float) -> None:
-        """Put a portion of what is owed into a connection; what is wanted is kept for when that is over."""
-        for nonce, undo in list(itertools.islice(node.owed.items(), _PORTION)):
-            if not self._is_wanted(nonce):
-                connection.put(PendingReply(None, undo, now), pack(undo))
-                del node.owed[nonce]
+        for release in node.owed.values():
+            connection.put(PendingReply(None, release, now), pack(release))
+        node.owed.clear()
 
     def broken(self, index: int, failure: Answer) -> None:
         """Give up a node's connection: what it owes is answered with the failure, and released later."""
@@ -331,8 +327,9 @@ class NodeConnections:
         self.absent += 1
         self.queue.go_deaf(index)
         self._transport.disconnect(index)
-        node.owe(undo for pending in connection.unanswered for undo in undoing(pending.command))
-        for broadcast, _, _ in connection.unanswered:
+        for broadcast, command, _ in connection.unanswered:
+            if command.script == "release":
+                node.owe(command)
             if broadcast is not None and not broadcast.over:
                 broadcast.add_reply(index, failure)
 
