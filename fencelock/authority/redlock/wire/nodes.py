@@ -183,8 +183,6 @@ class NodeConnections:
     def _silence(self, connection: Connection, now: float) -> Answer | None:
         """Return what to report for a node that is not asked, because it owes too much, or for too long."""
         unanswered = connection.unanswered
-        if not unanswered:
-            return None
         owes_for = now - unanswered[0].sent_at
         if owes_for > self._patience:
             return Answer(Said.SILENT, detail=f"it owes an answer for {owes_for:.1f} s")
