@@ -1,4 +1,3 @@
--- include prelude
 -- ACQUIRE: grant all the locks, or none.
 -- ARGV[3] ttl in ms, ARGV[4] the epoch that the hints are of; then for each lock its stripe and a hint.
 -- After these, of a bidder that waits in line or heeds it: its place (or ''), ms waited, since when in ms, and 1 for

@@ -1,4 +1,3 @@
--- include prelude
 -- include marker
 -- CONFIRM: raise the counters to the decided values T, if the locks are still ours.
 -- ARGV[3] the epoch of the decision; then for each lock its stripe and T.
@@ -13,15 +12,13 @@ local answer, higher = {'HIGHER', epoch}, false
 for i = 1, LOCKS do
   local nonce, its_epoch, counter = read_lock(KEYS[i + 1])
   if nonce ~= NONCE or its_epoch ~= epoch then return {'LOST'} end
-  -- A lock that EXTEND has made again: somebody else may have had it, with T, in between.
+  -- A lock that EXTEND has made again: another holder may have had it, with T, in between.
   if not counter then return {'LOST'} end
   answer[2 + i] = counter
-  -- This node granted more than T: somebody else may hold T from it already. It must not be counted.
+  -- This node granted more than T: another holder may have T from it already. It must not be counted.
   if counter > tonumber(ARGV[3 + 2 * i]) then higher = true end
 end
 if higher then return answer end
 
-for i = 1, LOCKS do
-  catch_up(ARGV[2 + 2 * i], ARGV[3 + 2 * i], state[5])
-end
+for i = 1, LOCKS do catch_up(ARGV[2 + 2 * i], ARGV[3 + 2 * i], state[5]) end
 return {'CONFIRMED'}

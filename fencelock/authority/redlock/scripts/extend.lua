@@ -1,12 +1,11 @@
--- include prelude
 -- include marker
 -- EXTEND: let the locks of completed leases live on, grant by grant, each if all its locks are still ours. The
 -- tokens stay. A lock that is missing here is made again with a mark that no CONFIRM accepts: this node had
--- missed it, or lost it. That is not counted in this round, for somebody else may have had it in between.
+-- missed it, or lost it. That is not counted in this round: another holder may have had it in between.
 -- A node that does not vote, for it is blank or has restarted, makes locks as well, and counts for nothing: when it
--- is admitted, it has the locks of all leases that are extended, and nobody who waits gets one there.
--- A claim is missing too: it is nobody's lock, and whom it is for is refused by the majority that has ours. They stay
--- in line, and are called when ours is released. Left alone, a node where many wait would never have it again.
+-- is admitted, it has the locks of all leases that are extended.
+-- A claim is missing too: the majority that has our lock refuses the bidder that was called, which stays in line.
+-- Left alone, a node where many wait would never have our lock again.
 -- ARGV[3..]: for each grant its nonce, ttl in ms, how many locks it has, and what to write into a missing one.
 -- Returns EXTENDED, epoch and for each grant 2 (extended), 1 (a lock was made again) or 0 (another has one of them) |
 -- a refusal.

@@ -1,5 +1,4 @@
--- Every script begins with this text.
--- KEYS[1] is the node's hash, KEYS[2..] are the locks, in canonical order.
+-- Every script begins with this. KEYS[1] is the node's hash, KEYS[2..] are the locks, in canonical order.
 -- ARGV[1] is the client's fingerprint of the membership, ARGV[2] the nonce of the acquisition.
 -- The last two ARGV belong to the socket: the run_id that it was opened to, and the replication id
 -- where every vote must prove both (else '').

@@ -16,8 +16,7 @@ local function line_up(key, place, waited, since)
   redis.call('PEXPIRE', queue, QUEUE_MS)
 end
 
--- Keep a lock that is free for the first in line, and call it. Returns its place, or nil where none waits. A
--- process that died hears nothing, and is passed over.
+-- Keep a free lock for the first in line that hears its call. Returns its place, or nil where none waits.
 local function call_next(key)
   while true do
     local place = redis.call('ZPOPMIN', queue_of(key))[1]

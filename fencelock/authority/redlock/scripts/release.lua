@@ -1,4 +1,3 @@
--- include prelude
 -- RELEASE: delete the locks that are still ours, and let a laggard's counters catch up.
 -- No vote: it never refuses. A blank node that does not know the locks says AMNESIA. ARGV[3] the epoch of the decision;
 -- then for each lock its stripe and T (0 where nothing was decided). After these, of a bidder in line: its place,
@@ -6,7 +5,7 @@
 -- Returns RELEASED | LOST | AMNESIA.
 local state = redis.call('HMGET', NODE, 'e', 'cfg', 'b', 'c' .. ARGV[4])
 
--- Most often one lock is ours still, nobody waits for it, and the counter is not behind: then it is only deleted.
+-- Most often one lock is ours still, no bidder waits for it, and the counter is not behind: then it is only deleted.
 -- Whatever is otherwise goes the long way, and nothing has been changed by then.
 if #ARGV == 7 and state[1] == ARGV[3] and state[2] == ARGV[1]
   and tonumber(state[4] or state[3]) >= tonumber(ARGV[5]) then

@@ -10,6 +10,7 @@ import hashlib
 import importlib.resources
 import math
 import re
+from importlib.resources.abc import Traversable
 from typing import Any, Final
 
 import hiredis
@@ -51,27 +52,27 @@ _BARE: Final[dict[bytes | int, Answer]] = {
 
 
 def _load_scripts() -> dict[str, str]:
-    """Return the scripts, each with the texts that it includes. Those in the folder itself are parts too."""
+    """Return the scripts by name, each with the texts that it begins with and those that it includes."""
     folder = importlib.resources.files("fencelock.authority.redlock").joinpath("scripts")
-    texts = {
-        file.name.removesuffix(".lua"): file.read_text()
-        for room in (folder, folder.joinpath("membership"))
-        for file in room.iterdir()
-        if file.is_file()
-    }
-    return {
-        name: re.sub(r"^-- include (\w+)\n", lambda found: texts[found[1]], text, flags=re.MULTILINE)
-        for name, text in texts.items()
-    }
+
+    def texts(room: Traversable) -> dict[str, str]:
+        return {file.name.removesuffix(".lua"): file.read_text() for file in room.iterdir() if file.is_file()}
+
+    parts, members = texts(folder), texts(folder.joinpath("membership"))
+    scripts = {name: parts["prelude"] + parts[name] for name in EVERYDAY}
+    head = parts["prelude"] + parts["marker"] + parts["membership"]
+    scripts |= {name: head + text for name, text in members.items()}
+    include = re.compile(r"^-- include (\w+)\n", re.MULTILINE)
+    return {name: include.sub(lambda found: parts[found[1]], text) for name, text in scripts.items()}
 
 
+EVERYDAY: Final = ("acquire", "confirm", "release", "extend")
 SCRIPTS: Final = _load_scripts()
 DIGESTS: Final = {
     name: hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest() for name, text in SCRIPTS.items()
 }
 #: Commands that are no scripts.
 _WORDS: Final = {SYNC.script: "WAITAOF", SUBSCRIBE: "SUBSCRIBE"}
-EVERYDAY: Final = ("acquire", "confirm", "release", "extend")
 
 
 def pack(command: Command) -> bytes:

@@ -1,6 +1,3 @@
--- include prelude
--- include marker
--- include membership
 -- ADMIT: let a node vote again that has lost its memory, in an epoch in which no node has ever voted.
 -- ARGV[2] the epoch, ARGV[3] the ticket, ARGV[4] the id of its seat, ARGV[5] the members.
 -- Only with the ticket: an ADMIT that arrives again, after the node has voted and forgotten, finds another one.

@@ -1,6 +1,3 @@
--- include prelude
--- include marker
--- include membership
 -- BEGIN: put a ticket on a node that is not admitted; only a client that knows it may admit the node later. One that
 -- is there already is returned unchanged, so that all clients that initialise or recover share it.
 -- ARGV[2] a random word of the sender, ARGV[3] longest ttl in ms, ARGV[4] the id that the node said it has, or

@@ -1,4 +1,3 @@
--- include prelude
 -- CLEAR: delete what this node remembers, then its locks and queues, looking at a part of its keys. For an
 -- operator only, and only once the list has lost its majority. ARGV[2] where to go on, 0 at first.
 -- Returns CLEARED, where to go on (0 at the end), and how many keys it has deleted.

@@ -1,6 +1,3 @@
--- include prelude
--- include marker
--- include membership
 -- CLOSE: refuse everything from now on, for this node's list gives way to another. Which one is set only once:
 -- two operators cannot both believe that a majority is theirs.
 -- ARGV[2] fingerprint of the next list, ARGV[3] its members, so that a later run can finish the change.

@@ -1,6 +1,3 @@
--- include prelude
--- include marker
--- include membership
 -- LEASES: how long locks live on this node, looking at a part of its keys. ARGV[2] where to go on, 0 at first.
 -- Returns LEASES, where to go on (0 at the end), and ms until the last lock of this part ends.
 local pattern = string.gsub(NODE, '[%*%?%[%]\\]', '\\%0') .. ':l:*'

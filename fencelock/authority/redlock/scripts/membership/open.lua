@@ -1,6 +1,3 @@
--- include prelude
--- include marker
--- include membership
 -- OPEN: let a node vote in a list that has not voted before. Either a node that still holds the ticket which the
 -- list was made with (its id), or one that stays and is closed for this very list; opening uses either up.
 -- ARGV[2] the epoch, ARGV[3] the node's id, ARGV[4] where counters start, ARGV[5] the members.

@@ -1,6 +1,3 @@
--- include prelude
--- include marker
--- include membership
 -- PROMISE: from now on this node answers for no epoch below ARGV[2] as the highest. A client that chooses an epoch
 -- later reads this one from some node of the majority that has promised it.
 -- ARGV[3] the ticket of a node that is not admitted, else ''; ARGV[4] 'change' where a node counts that is

@@ -1,6 +1,3 @@
--- include prelude
--- include marker
--- include membership
 -- RAISE: vote in epoch ARGV[2] from now on; never back. The counters stay. Only for an epoch that a majority has
 -- promised: with fewer, a second recoverer could choose it again, unaware.
 -- Returns RAISED | a refusal.

@@ -1,6 +1,3 @@
--- include prelude
--- include marker
--- include membership
 -- READ: all that the node says about itself at one moment; '' where there is nothing.
 -- Returns STANDING, id, members, whether it is admitted, epoch, promised epoch, fingerprint, fingerprint and members
 -- of the list that it is closed for, ticket (of this server process only), ms for which the node still stays out.
