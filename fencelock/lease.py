@@ -72,29 +72,30 @@ class Lease:
             serves tokens that come from elsewhere and are handed over with `bind`.
 
     Attributes:
-        why_lost: why it ended before it was given back, where that was noted; else empty.
-        guarded: whether the guard has seen a transaction that was written under it.
+        released: whether the holder has given it back.
+        why_lost: why it ended before that, where it was noted; else empty.
+        guarded: whether the guard has seen a transaction that was written under it, whatever its end.
         committed: whether the guard has seen the COMMIT of one.
     """
 
     __slots__ = (
         *("__weakref__", "_doubted", "_expires_at", "_fencing_token", "_left", "_needed_by", "_pid"),
-        *("_released", "_resource", "_waiting", "committed", "guarded", "why_lost"),
+        *("_resource", "_waiting", "committed", "guarded", "released", "why_lost"),
     )
 
     def __init__(self, resource: str, fencing_token: int, expires_at: float = math.inf) -> None:
         self._resource = check_resource(resource)
         self._fencing_token = tokens.check(fencing_token)
         self._expires_at = expires_at
+        self.released = self._left = self.guarded = self.committed = False
+        self.why_lost = ""
         self._pid = os.getpid()
-        self._released = self._left = self.guarded = self.committed = False
         self._doubted = 0
         self._needed_by: set[object] = set()
         self._waiting: list[Callable[[], object]] = []
-        self.why_lost = ""
 
     def __repr__(self) -> str:
-        state = "released" if self._released else "lost" if self.lost else f"{self.remaining:.3f} s left"
+        state = "released" if self.released else "lost" if self.lost else f"{self.remaining:.3f} s left"
         return f"<Lease {self._resource!r} token={self._fencing_token} {state}>"
 
     @property
@@ -118,14 +119,9 @@ class Lease:
         return max(0.0, self._expires_at - time.monotonic())
 
     @property
-    def released(self) -> bool:
-        """Whether the holder has given it back."""
-        return self._released
-
-    @property
     def usable(self) -> bool:
         """Whether work may begin under it: it was not given back, nor left to what had begun by then."""
-        return not (self._released or self._left)
+        return not (self.released or self._left)
 
     @property
     def lost(self) -> bool:
@@ -134,12 +130,12 @@ class Lease:
         True when its time ran out by this process' clock, when a node majority no longer knew it, and
         in a forked child, which holds nothing of its parent's.
         """
-        return not self._released and (self.over or self._expires_at <= time.monotonic())
+        return not self.released and (self.over or self._expires_at <= time.monotonic())
 
     @property
     def over(self) -> bool:
         """Whether it has been given back, or it was noted that it is lost."""
-        return self._released or bool(self.why_lost) or self.inherited
+        return self.released or bool(self.why_lost) or self.inherited
 
     @property
     def inherited(self) -> bool:
@@ -202,7 +198,7 @@ class Lease:
 
     def release(self) -> None:
         """Note that the holder has given the lease back."""
-        self._released = True
+        self.released = True
 
     def leave(self) -> None:
         """Note that no block is inside any more, and that open transactions still need the lease."""

@@ -176,15 +176,6 @@ def is_sealed_by(authority: Authority, engine: object) -> bool:
 #: The authorities that have a `close()`, which is called when the interpreter exits.
 in_use: WeakSet[Any] = WeakSet()
 
-#: Makes a lock. The module of locks puts `fenced_lock` here, because authorities import no locks.
-_lock_factories: list[Callable[..., Any]] = []
-
-
-def make_locks_with(factory: Callable[..., Any]) -> None:
-    """Have the `lock` of each authority call this."""
-    _lock_factories[:] = [factory]
-
-
-def make_lock(*resources: str, **settings: Any) -> Any:
-    """Return a lock."""
-    return _lock_factories[0](*resources, **settings)
+#: Makes locks: the module of locks puts `fenced_lock` here, because authorities import no locks.
+lock_factories: list[Callable[..., Any]] = []
+make_locks_with = lock_factories.append

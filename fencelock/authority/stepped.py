@@ -15,14 +15,13 @@ import logging
 import random
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NotRequired, Self, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NotRequired, Self, TypeVar, Unpack, overload
 from weakref import WeakSet
 
 from fencelock._checks import check_ttl
 from fencelock._owners import running_loop
 from fencelock._steps import Steps, block, wait_for
-from fencelock.authority.base import Grant, Seal, Terms, Wish, make_lock
+from fencelock.authority.base import Grant, Seal, Terms, Wish, lock_factories
 from fencelock.errors import FencelockError
 
 if TYPE_CHECKING:
@@ -37,23 +36,18 @@ logger = logging.getLogger("fencelock.authority")
 _warned_of: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(NamedTuple):
     """A step: wait for another holder of `key` until that time, on the clock of `time.monotonic`."""
 
     until: float
     key: str
 
 
-@dataclass(frozen=True, slots=True)
-class Abandon:
-    """A step: give back what an interrupted operation may have left.
+class Abandon(NamedTuple):
+    """A step: give back what an interrupted operation may have left, by the steps that `giving_back` makes.
 
     Blocking code does it now. Coroutines do it in a task, behind the step that was interrupted, because a
     task that is cancelled must not wait.
-
-    Attributes:
-        giving_back: makes the steps that do it.
     """
 
     giving_back: Callable[[], Steps[Any]]
@@ -80,14 +74,10 @@ def warn_of_blocked_loop(key: str) -> None:
 
 
 class LoopEnd:
-    """What an event loop does before it closes: it ends these tasks, then it calls `close`.
+    """What an event loop does before it closes: it waits until these tasks have ended, then it calls `close`.
 
-    `asyncio.run` ends the asynchronous generators that have begun in its loop. This is one of them.
-
-    Attributes:
-        tasks: that must end.
-        kept: what an authority has for this loop.
-        over: whether all that has been done.
+    `asyncio.run` ends the asynchronous generators that have begun in its loop. This is one of them. `kept` is
+    what an authority has for this loop; `over` tells whether all that has been done.
     """
 
     def __init__(self, kept: Any = None, close: Callable[[], Awaitable[None]] | None = None) -> None:
@@ -177,15 +167,10 @@ class Stepped(abc.ABC):
     def lock(self, *resources: str, **settings: Unpack[LockSettings]) -> Any:
         """Return `fenced_lock(*resources, …)` of this authority, with the same settings.
 
-        Args:
-            *resources: what to lock.
-            **settings: ttl, timeout, renew, max_hold, fair, if_lost and seal, as for `fenced_lock`.
-
         Raises:
-            TypeError: as `fenced_lock` does, and for settings that it does not have.
-            ValueError: for arguments out of range.
+            TypeError, ValueError: as `fenced_lock` does.
         """
-        return make_lock(*resources, **settings, authority=self)
+        return lock_factories[0](*resources, **settings, authority=self)
 
     def open_in_loop(self) -> LoopEnd:
         """Return the end of the running event loop, with what the authority has for this loop only."""
