@@ -41,7 +41,7 @@ def current_owner() -> object:
     task = asyncio.current_task(loop) if loop is not None else None
     # Without greenlet there is but one in each thread.
     library = sys.modules.get("greenlet")
-    current = getattr(library, "getcurrent", lambda: None)()
+    current = library.getcurrent() if library is not None and hasattr(library, "getcurrent") else None
     if task is not None and (current is None or _is_run_in(current, task)):
         return ref(task)
     return _thread.itself if current is None or current.parent is None else ref(current)

@@ -57,6 +57,12 @@ def check_resource(resource: object) -> str:
     return str.__str__(resource)
 
 
+#: Stands for this process. A fork puts in another, and inherited leases are lost.
+_process = [object()]
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: _process.__setitem__(0, object()))
+
+
 @final
 class Lease:
     """A time-bounded hold on a resource, and the fencing token that came with it.
@@ -79,7 +85,7 @@ class Lease:
     """
 
     __slots__ = (
-        *("__weakref__", "_doubted", "_expires_at", "_fencing_token", "_left", "_needed_by", "_pid"),
+        *("__weakref__", "_doubted", "_expires_at", "_fencing_token", "_left", "_needed_by", "_process"),
         *("_resource", "_waiting", "committed", "guarded", "released", "why_lost"),
     )
 
@@ -89,7 +95,7 @@ class Lease:
         self._expires_at = expires_at
         self.released = self._left = self.guarded = self.committed = False
         self.why_lost = ""
-        self._pid = os.getpid()
+        self._process = _process[0]
         self._doubted = 0
         self._needed_by: set[object] = set()
         self._waiting: list[Callable[[], object]] = []
@@ -140,7 +146,7 @@ class Lease:
     @property
     def inherited(self) -> bool:
         """Whether this is a forked child's copy of its parent's lease, which it must not release."""
-        return self._pid != os.getpid()
+        return self._process is not _process[0]
 
     def check(self) -> None:
         """Refuse a lease that is known to be lost.

@@ -1,7 +1,6 @@
 """What every authority offers to the lock, be it a quorum of nodes, a database or a consensus store.
 
-`Authority` and `AsyncAuthority` are what a lock calls. `authority/stepped.py` makes both of one set of
-generators.
+A lock calls `Authority` and `AsyncAuthority`. `authority/stepped.py` makes both of one set of generators.
 """
 
 from __future__ import annotations
@@ -41,11 +40,9 @@ def drift(ttl: float) -> float:
 
 
 def validity(began: float, ttl: float) -> float:
-    """Return until when a holder may rely on a lease, on the clock of `time.monotonic`.
+    """Return until when a holder may rely on a lease of `ttl` seconds that was asked for at `began`.
 
-    Args:
-        began: when it was asked for.
-        ttl: seconds that it was asked for.
+    Both are times on the clock of `time.monotonic`.
     """
     return began + ttl - drift(ttl)
 
@@ -56,11 +53,9 @@ def named(resources: Iterable[str]) -> str:
 
 
 def held_by_another(resources: Iterable[str], holder_ttl: float | None) -> LockTimeoutError:
-    """Return the error of an acquisition that has waited for long enough.
+    """Return the error of an acquisition that has waited for resources for long enough.
 
-    Args:
-        resources: that are held.
-        holder_ttl: seconds for which they are; None where they are free by now.
+    They are held for `holder_ttl` seconds; None where they are free by now.
     """
     if holder_ttl is None:
         return LockTimeoutError(f"{named(resources)} could not be acquired in time: others were faster")

@@ -19,14 +19,16 @@ from fencelock.renewal.schedule import Calls, Renewer, ask, logger, tell
 if TYPE_CHECKING:
     from fencelock.lock.hold import Hold
 
+#: Seconds after which a thread ends that has nothing to extend.
 _IDLE = 30.0
+#: Seconds between two looks of a task whether an extension has ended.
+_LOOK = 0.005
 
 
 def _tell_apart(calls: Calls) -> None:
     """Do as `tell`, in a thread of its own: leases are not to be lost because a callback takes its time."""
-    thread = threading.Thread(
-        target=contextvars.Context().run, args=(tell, calls), name="fencelock-lost", daemon=True
-    )
+    target = contextvars.Context().run
+    thread = threading.Thread(target=target, args=(tell, calls), name="fencelock-lost", daemon=True)
     try:
         _threads.start(thread)
     except RuntimeError:  # too many threads, or the interpreter is on its way out
@@ -38,29 +40,29 @@ class ThreadRenewer(Renewer):
 
     def __init__(self) -> None:
         super().__init__()
-        # Of a lock that may be taken again: for signal handlers that lock, and strike in the midst of it.
-        self._changed = threading.Condition(threading.RLock())
+        self._mutex = threading.RLock()  # for signal handlers that lock, and strike in the midst of it
+        self._changed = threading.Condition(self._mutex)
         self._wakes_at = -math.inf
         self._thread: threading.Thread | None = None
 
     def watch(self, hold: Hold) -> None:
         """Begin to extend a hold."""
-        with self._changed:
-            self.plan(hold, time.monotonic())
+        with self._mutex:
+            super().plan(hold, time.monotonic())
             if self._thread is None or not self._thread.is_alive():  # its start may have been interrupted
                 self._start()
-            elif self.next_at < self._wakes_at:
-                self._wakes_at = self.next_at
+            elif hold.planned < self._wakes_at:
+                self._wakes_at = hold.planned
                 self._changed.notify_all()
 
     def strike(self, hold: Hold) -> bool:
         """Cease to extend a hold; or return False, and go on, where an extension is under way."""
-        with self._changed:
+        with self._mutex:
             return super().strike(hold)
 
     def plan(self, hold: Hold, now: float) -> None:
         """Look at a hold when it is to be extended next, or ends."""
-        with self._changed:
+        with self._mutex:
             super().plan(hold, now)
 
     def stop(self, hold: Hold) -> None:
@@ -69,20 +71,15 @@ class ThreadRenewer(Renewer):
             self._changed.wait_for(lambda: self.strike(hold))
 
     async def stop_soon(self, hold: Hold) -> None:
-        """Do as `stop`, and let other tasks run meanwhile."""
-        while not self.strike(hold):
-            # Not `stop`: a thread cannot be cancelled, and would strike off what is planned anew by then.
-            await asyncio.to_thread(self._wait_for, hold)
-
-    def _wait_for(self, hold: Hold) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: hold not in self._tended)
+        """Do as `stop`, and let other tasks run meanwhile: for a task that ends a hold of blocking code."""
+        while not self.strike(hold):  # noqa: ASYNC110 - a thread sets no event of a loop
+            await asyncio.sleep(_LOOK)
 
     def _start(self) -> None:
         # An empty context: the thread must not keep the leases that its starter happens to hold.
-        self._thread = thread = threading.Thread(
-            target=contextvars.Context().run, args=(self._work,), name="fencelock-renewal", daemon=True
-        )
+        target = contextvars.Context().run
+        thread = threading.Thread(target=target, args=(self._work,), name="fencelock-renewal", daemon=True)
+        self._thread = thread
         self._changed.notify_all()  # one that is too many ends
         try:
             _threads.start(thread)

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 from fencelock._steps import Steps, wait_for
 from fencelock.authority.redlock.admin import NodeStatus
+from fencelock.authority.redlock.protocol.messages import Broadcast
 from fencelock.authority.redlock.transport.aio import LoopConnections
 from fencelock.authority.stepped import AsyncView
 
@@ -50,6 +51,8 @@ class AsyncRedlock(AsyncView):
             if connections.is_closed:  # while this task waited in line
                 connections = self.here()
             try:
+                if type(step) is Broadcast:  # mostly
+                    return await connections.broadcast(step)
                 return await connections.do(step)
             except GeneratorExit:  # the coroutine is thrown away, in whatever thread
                 with contextlib.suppress(BaseException):
