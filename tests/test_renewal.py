@@ -477,6 +477,32 @@ def test_lease_of_one_loop_is_released_in_another_while_it_is_extended(
     assert eventually(lambda: locks(nodes) == [None] * 5, 2)
 
 
+def test_task_releases_what_a_thread_extends_and_lets_other_tasks_run(
+    authority: Redlock, nodes: Nodes
+) -> None:
+    """The extension has ended before the release is sent, so no lock is made again behind it."""
+    lock = authority.lock("r", ttl=5 * TTL)
+    lock.acquire()
+    (hold,) = lock._entries[0].holds
+    for node in nodes:
+        node.pause()
+    assert eventually(lambda: hold in hold.renewer._tended)  # type: ignore[union-attr]
+
+    async def main() -> None:
+        releasing = asyncio.create_task(lock.aio.release())
+        for _ in range(10):
+            await asyncio.sleep(0.01)
+        assert not hold.release_ended
+        for node in nodes:
+            node.resume()
+        await asyncio.wait_for(releasing, 5)
+        await authority.aio.close()
+
+    asyncio.run(main())
+    assert hold not in hold.renewer._tended  # type: ignore[union-attr]
+    assert eventually(lambda: locks(nodes) == [None] * 5, 2)
+
+
 @pytest.mark.parametrize("last", ["extension", "release"])
 def test_extension_that_arrives_behind_the_release_leaves_nothing(
     authority: Redlock, nodes: Nodes, last: str
