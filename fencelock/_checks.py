@@ -29,9 +29,8 @@ def check_ttl(value: object) -> float:
 
 def check_timeout(value: object) -> float | None:
     """Return how many seconds to wait: 0 for one try, None for ever."""
-    if value is None:
-        return None
-    return check_seconds("timeout", value, zero=True, more=" (0 for one try), or None to wait for ever")
+    more = " (0 for one try), or None to wait for ever"
+    return None if value is None else check_seconds("timeout", value, zero=True, more=more)
 
 
 def check_max_hold(value: object, ttl: float) -> float | None:
@@ -40,10 +39,8 @@ def check_max_hold(value: object, ttl: float) -> float | None:
         return None
     max_hold = check_seconds("max_hold", value, more=", or None for no limit")
     if max_hold < ttl:
-        raise ValueError(
-            f"max_hold of {max_hold:g} s is shorter than the ttl of {ttl:g} s: make the ttl shorter, "
-            "or max_hold longer"
-        )
+        shorter = f"max_hold of {max_hold:g} s is shorter than the ttl of {ttl:g} s"
+        raise ValueError(f"{shorter}: make the ttl shorter, or max_hold longer")
     return max_hold
 
 

@@ -19,8 +19,6 @@ from types import BuiltinFunctionType, FrameType
 from typing import Any
 from weakref import ref
 
-_SWITCHING = ("gevent", "eventlet")
-
 
 class _Thread(threading.local):
     """Stands for a thread, and not for a later one of the same ident, as `threading.current_thread` may."""
@@ -42,26 +40,21 @@ def current_owner() -> object:
     loop = running_loop()
     task = asyncio.current_task(loop) if loop is not None else None
     # Without greenlet there is but one in each thread.
-    if (library := sys.modules.get("greenlet")) is None or not hasattr(library, "getcurrent"):
-        return _thread.itself if task is None else ref(task)
-    if task is not None and _is_run_here(task, library):
+    library = sys.modules.get("greenlet")
+    current = library.getcurrent() if library is not None and hasattr(library, "getcurrent") else None
+    if task is not None and (current is None or _is_run_in(current, task)):
         return ref(task)
-    current = library.getcurrent()
-    return _thread.itself if current.parent is None else ref(current)
+    return _thread.itself if current is None or current.parent is None else ref(current)
 
 
-def _is_run_here(task: asyncio.Task[Any], library: Any) -> bool:
-    """Whether the loop's current task is what runs in this greenlet.
+def _is_run_in(greenlet: Any, task: asyncio.Task[Any]) -> bool:
+    """Whether the loop's current task is what runs in the current greenlet.
 
     Where a task has switched to another greenlet, as gevent does to wait, the loop does not know.
     """
-    greenlet = library.getcurrent()
-    coroutine = task.get_coro()
-    frame_of_task = getattr(coroutine, "cr_frame", None)
-    if frame_of_task is None:
-        return True  # a compiled one: it cannot be told
+    frame_of_task = getattr(task.get_coro(), "cr_frame", None)
     frame: FrameType | None = sys._getframe()  # noqa: SLF001 - as `inspect.currentframe` does
-    while True:
+    while frame_of_task is not None:  # or else it is a compiled one: it cannot be told
         while frame is not None:
             if frame is frame_of_task:
                 return True
@@ -70,6 +63,7 @@ def _is_run_here(task: asyncio.Task[Any], library: Any) -> bool:
             return False
         greenlet = greenlet.parent
         frame = greenlet.gr_frame
+    return True
 
 
 @functools.cache
@@ -80,7 +74,7 @@ def name_of_process(pid: int) -> str:
 
 def switches_greenlets() -> bool:
     """Whether a library is there that switches from greenlet to greenlet wherever one waits."""
-    return any(sys.modules.get(name) is not None for name in _SWITCHING)
+    return any(sys.modules.get(name) is not None for name in ("gevent", "eventlet"))
 
 
 def blocks_greenlets(function: Callable[..., object]) -> bool:

@@ -1,4 +1,4 @@
-"""How threads are started: what a signal handler raises meanwhile comes out as it is."""
+"""How threads are started: an error that a signal handler raises meanwhile comes out as it is."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import threading
 
 
 def start(thread: threading.Thread) -> None:
-    """Start a thread, as its own method does.
+    """Start a thread, as its own method does: RuntimeError where there are too many, or the program ends.
 
     Where a handler raises when the thread has just begun, that method fails to strike the thread off a list,
     with a KeyError of its own instead.
-
-    Raises:
-        RuntimeError: there are too many threads, or the interpreter is on its way out.
     """
     try:
         thread.start()

@@ -5,9 +5,8 @@ module knows neither Redis nor SQLAlchemy, and is all that the two share besides
 
 The held leases live in a context variable. It follows the code into coroutines, into greenlets of
 SQLAlchemy's asyncio extension and into `asyncio.to_thread`; it does not reach new threads, executors, or the
-greenlets that gevent and eventlet spawn.
-Leases that have been released are never shown, whoever still has a copy of the context; nor are those whose
-block was left, and which wait only for transactions that were open then.
+greenlets that gevent and eventlet spawn. No copy of the context shows a lease that has been released, or one
+whose block was left and which waits only for transactions that were open then.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ OBJECT_IN_NAME = re.compile(r"<built-in | object at 0x")
 def check_resource(resource: object) -> str:
     """Return `resource`, as a plain string, if it can name what is locked.
 
-    A resource is 1 to 255 characters without control characters and without white space at either
-    end. That is what every supported database can keep, and compare, exactly.
+    That is 1 to 255 characters without control characters and without white space at either end, which every
+    supported database can keep, and compare, exactly.
 
     Raises:
         TypeError: if it is not a string.
@@ -52,25 +51,16 @@ def check_resource(resource: object) -> str:
         )
     if resource != resource.strip():
         raise ValueError(f"a resource's name neither begins nor ends with white space: {resource!r}")
-    for character in "" if resource.isprintable() else resource:
-        if unicodedata.category(character) in {"Cc", "Cs"}:
-            raise ValueError(f"a resource's name has no control characters or surrogates: {resource!r}")
+    if not resource.isprintable() and {"Cc", "Cs"} & set(map(unicodedata.category, resource)):
+        raise ValueError(f"a resource's name has no control characters or surrogates: {resource!r}")
     # A member of an enumeration, say, equals its text, and is written as its name.
     return str.__str__(resource)
 
 
-class _Process:
-    """Which process this is: a fork starts a new generation, in which inherited leases are lost."""
-
-    generation = 0
-
-    @classmethod
-    def forked(cls) -> None:
-        cls.generation += 1
-
-
+#: Stands for this process. A fork puts in another, and inherited leases are lost.
+_process = [object()]
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_Process.forked)
+    os.register_at_fork(after_in_child=lambda: _process.__setitem__(0, object()))
 
 
 @final
@@ -78,7 +68,7 @@ class Lease:
     """A time-bounded hold on a resource, and the fencing token that came with it.
 
     What a lease promises: its token is larger than that of every lease of the same resource whose
-    acquisition had completed before this one's began. What it does *not* promise: that nobody else
+    acquisition had completed before this one's began. What it does *not* promise: that no other holder
     works on the resource at this moment. Ask the storage, which compares tokens.
 
     Args:
@@ -86,40 +76,32 @@ class Lease:
         fencing_token: 1 … 2**63 - 1.
         expires_at: when the lease ends, on the clock of `time.monotonic`; for ever by default, which
             serves tokens that come from elsewhere and are handed over with `bind`.
+
+    Attributes:
+        released: whether the holder has given it back.
+        why_lost: why it ended before that, where it was noted; else empty.
+        guarded: whether the guard has seen a transaction that was written under it, whatever its end.
+        committed: whether the guard has seen the COMMIT of one.
     """
 
     __slots__ = (
-        "__weakref__",
-        "_committed",
-        "_doubted",
-        "_expires_at",
-        "_fencing_token",
-        "_generation",
-        "_guarded",
-        "_left",
-        "_lost",
-        "_needed_by",
-        "_released",
-        "_resource",
-        "_waiting",
+        *("__weakref__", "_doubted", "_expires_at", "_fencing_token", "_left", "_needed_by", "_process"),
+        *("_resource", "_waiting", "committed", "guarded", "released", "why_lost"),
     )
 
     def __init__(self, resource: str, fencing_token: int, expires_at: float = math.inf) -> None:
         self._resource = check_resource(resource)
         self._fencing_token = tokens.check(fencing_token)
         self._expires_at = expires_at
-        self._generation = _Process.generation
-        self._lost = ""
-        self._released = False
-        self._left = False
+        self.released = self._left = self.guarded = self.committed = False
+        self.why_lost = ""
+        self._process = _process[0]
         self._doubted = 0
         self._needed_by: set[object] = set()
-        self._guarded = False
-        self._committed = False
         self._waiting: list[Callable[[], object]] = []
 
     def __repr__(self) -> str:
-        state = "released" if self._released else "lost" if self.lost else f"{self.remaining:.3f} s left"
+        state = "released" if self.released else "lost" if self.lost else f"{self.remaining:.3f} s left"
         return f"<Lease {self._resource!r} token={self._fencing_token} {state}>"
 
     @property
@@ -143,14 +125,9 @@ class Lease:
         return max(0.0, self._expires_at - time.monotonic())
 
     @property
-    def released(self) -> bool:
-        """Whether the holder has given it back."""
-        return self._released
-
-    @property
     def usable(self) -> bool:
         """Whether work may begin under it: it was not given back, nor left to what had begun by then."""
-        return not (self._released or self._left)
+        return not (self.released or self._left)
 
     @property
     def lost(self) -> bool:
@@ -159,22 +136,17 @@ class Lease:
         True when its time ran out by this process' clock, when a node majority no longer knew it, and
         in a forked child, which holds nothing of its parent's.
         """
-        return not self._released and (self.over or self._expires_at <= time.monotonic())
-
-    @property
-    def why_lost(self) -> str:
-        """Why it ended before it was given back, where that was noted; else empty."""
-        return self._lost
+        return not self.released and (self.over or self._expires_at <= time.monotonic())
 
     @property
     def over(self) -> bool:
         """Whether it has been given back, or it was noted that it is lost."""
-        return self._released or bool(self._lost) or self.inherited
+        return self.released or bool(self.why_lost) or self.inherited
 
     @property
     def inherited(self) -> bool:
         """Whether this is a forked child's copy of its parent's lease, which it must not release."""
-        return self._generation != _Process.generation
+        return self._process is not _process[0]
 
     def check(self) -> None:
         """Refuse a lease that is known to be lost.
@@ -182,9 +154,8 @@ class Lease:
         Raises:
             LockLostError: if the lease is known to be gone, or belongs to the parent process.
         """
-        inherited = self._generation != _Process.generation
-        if inherited or self._lost:
-            reason = "it belongs to the process that this one was forked from" if inherited else self._lost
+        parent = "it belongs to the process that this one was forked from"
+        if reason := parent if self.inherited else self.why_lost:
             raise LockLostError(
                 f"the lease of {self._resource!r} is lost: {reason}; acquire the lock again", written=False
             )
@@ -192,33 +163,31 @@ class Lease:
     def token_to_write(self) -> int:
         """Return the token, where it may be written under.
 
-        It may not once the time of the lease has run out, though only the storage knows whether somebody has
-        taken over: an older holder's write that arrives after a newer one has read is accepted, unless the
-        newer one has claimed the row. What is not sent can do no such thing.
+        It may not once the time of the lease has run out, though only the storage knows whether another
+        holder has taken over: an older holder's write that arrives after a newer one has read is accepted,
+        unless the newer one has claimed the row. What is not sent can do no such thing.
 
         Raises:
             LockLostError: as `check` does; and where its time has run out, by this process' clock.
             CommitInDoubtError: where a transaction that was written with this token may still be committed.
         """
-        ended = self._expires_at <= time.monotonic()
-        if ended or self._lost or self._doubted or self._generation != _Process.generation:
-            self.check()
-            if ended:
-                raise LockLostError(
-                    f"the lease of {self._resource!r} ended before this statement: nothing was sent, so roll "
-                    f"back, and lock again",
-                    written=False,
-                )
-            if self.in_doubt:
-                raise CommitInDoubtError(
-                    f"the connection was lost during the COMMIT of a transaction that was written under the "
-                    f"lease of {self._resource!r} with token {self._fencing_token}, so it may still be "
-                    f"committed: roll back, call remint() on the lock (or lock again), and load again "
-                    f"what you write"
-                )
+        self.check()
+        if self._expires_at <= time.monotonic():
+            raise LockLostError(
+                f"the lease of {self._resource!r} ended before this statement: nothing was sent, so roll "
+                f"back, and lock again",
+                written=False,
+            )
+        if self.in_doubt:
+            raise CommitInDoubtError(
+                f"the connection was lost during the COMMIT of a transaction that was written under the "
+                f"lease of {self._resource!r} with token {self._fencing_token}, so it may still be "
+                f"committed: roll back, call remint() on the lock (or lock again), and load again "
+                f"what you write"
+            )
         return self._fencing_token
 
-    # What follows is for whoever granted the lease.
+    # What follows is for the lock, which holds the lease.
 
     def extend_to(self, expires_at: float) -> None:
         """Note that the authority has extended the lease."""
@@ -231,11 +200,11 @@ class Lease:
 
     def lose(self, reason: str) -> None:
         """Note that the lease has ended before the work did; the first reason stays."""
-        self._lost = self._lost or reason
+        self.why_lost = self.why_lost or reason
 
     def release(self) -> None:
         """Note that the holder has given the lease back."""
-        self._released = True
+        self.released = True
 
     def leave(self) -> None:
         """Note that no block is inside any more, and that open transactions still need the lease."""
@@ -245,7 +214,7 @@ class Lease:
         """Note that a block is inside again."""
         self._left = False
 
-    # What follows is for whoever writes under the lease.
+    # What follows is between the guard, which writes under the lease, and the lock, in any threads.
 
     @property
     def in_doubt(self) -> bool:
@@ -256,31 +225,19 @@ class Lease:
         """Note that the connection of such a transaction was lost during its COMMIT."""
         self._doubted = self._fencing_token
 
-    # What follows is between whoever writes under the lease and whoever gives it back, in any threads.
-
     @property
     def needed(self) -> bool:
         """Whether an open transaction has written under it."""
         return bool(self._needed_by)
 
-    @property
-    def committed(self) -> bool:
-        """Whether the guard has seen the COMMIT of a transaction that was written under it."""
-        return self._committed
-
-    @property
-    def guarded(self) -> bool:
-        """Whether the guard has seen a transaction that was written under it, whatever became of that."""
-        return self._guarded
-
     def need(self, user: object) -> None:
         """Note that `user` has begun to write under it."""
-        self._guarded = True
+        self.guarded = True
         self._needed_by.add(user)
 
     def let_go(self, user: object, *, committed: bool = False) -> list[Callable[[], object]]:
         """Note that `user` has ended; return what is to be called, where nothing needs the lease now."""
-        self._committed = self._committed or committed
+        self.committed = self.committed or committed
         self._needed_by.discard(user)
         calls: list[Callable[[], object]] = []
         with contextlib.suppress(IndexError):
@@ -293,7 +250,7 @@ class Lease:
         self._waiting.append(call)
         if self._needed_by:
             return True
-        try:  # who let go at this very moment has either seen it, and calls, or not
+        try:  # a user that lets go at this very moment has either seen it, and calls, or not
             self._waiting.remove(call)
         except ValueError:
             return True
@@ -301,23 +258,20 @@ class Lease:
 
 
 _held: ContextVar[tuple[Lease | ref[Lease], ...]] = ContextVar("fencelock_held", default=())
+_left: ContextVar[tuple[Lease, ...]] = ContextVar("fencelock_left", default=())
 
 
 def held_leases() -> tuple[Lease, ...]:
     """Return the leases that the current context holds, in the order in which they were taken."""
-    held = []
-    for entry in _held.get():
-        lease = entry if isinstance(entry, Lease) else entry()
-        if lease is not None and lease.usable:
-            held.append(lease)
-    return tuple(held)
+    leases = [entry if isinstance(entry, Lease) else entry() for entry in _held.get()]
+    return tuple([lease for lease in leases if lease is not None and lease.usable])
 
 
 def note_held(*leases: Lease) -> None:
     """Add leases to those of the current context; one that it holds already stays where it is.
 
-    Those that were let expire stay only as long as somebody else knows them: who still works under one is
-    to hear from the storage that it is stale, but what nobody releases must not pile up.
+    Those that were let expire stay only as long as other code refers to them: code that still works under one
+    is to hear from the storage that it is stale, but what is never released must not pile up.
     """
     if not _held.get() or not (held := held_leases()):
         _held.set(leases)
@@ -326,18 +280,13 @@ def note_held(*leases: Lease) -> None:
     _held.set((*earlier, *(lease for lease in leases if lease not in held)))
 
 
-_left: ContextVar[tuple[Lease, ...]] = ContextVar("fencelock_left", default=())
+def note_ended(*leases: Lease) -> None:
+    """Take leases out of the current context; those it never held are passed over."""
+    _left.set(leases)
+    # Mostly nothing else is held.
+    _held.set(() if _held.get() == leases else tuple([each for each in held_leases() if each not in leases]))
 
 
 def was_left(resource: str) -> bool:
     """Tell whether this context has just left the block that held a resource, for an error's sentence."""
     return any(lease.resource == resource for lease in _left.get())
-
-
-def note_ended(*leases: Lease) -> None:
-    """Take leases out of the current context; those it never held are passed over."""
-    _left.set(leases)
-    if _held.get() == leases:  # nothing else is held
-        _held.set(())
-        return
-    _held.set(tuple(lease for lease in held_leases() if lease not in leases))

@@ -81,12 +81,10 @@ def configure(authority: Any, **options: Any) -> Any:
         TypeError: for anything else, and for options beside a ready authority.
     """
     global _default  # noqa: PLW0603 - the process default is what this module is about
-    if not callable(getattr(authority, "acquire", None)):
-        made = _make(authority, options)
-    elif options:
+    ready = callable(getattr(authority, "acquire", None))
+    if ready and options:
         raise TypeError(f"{authority!r} has its settings already; these belong to it: {', '.join(options)}")
-    else:
-        made = authority
+    made = authority if ready else _make(authority, options)
     with _lock:
         _default = made
     return made

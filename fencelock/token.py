@@ -1,12 +1,11 @@
-"""How a fencing token is made of an epoch and a counter.
+"""How a fencing token is made of an epoch and a counter: `token = epoch << 44 | counter`.
 
-`token = epoch << 44 | counter`. In epoch 0 the token *is* the counter, so that it stays readable. The
-halves are put together here and nowhere else: a node's script never sees the whole, because Lua's
-numbers are exact only below 2**53.
+In epoch 0 the token *is* the counter, so that it stays readable. The halves are put together here and nowhere
+else: a node's script never sees the whole, because Lua's numbers are exact only below 2**53.
 
 A token fits a signed BIGINT: 44 bits of counter (Unix milliseconds until the year 2527, which is where
-counters start by default) and 19 bits of epoch. What would leave that range is refused; a token that
-wrapped around would be below all the older ones.
+counters start by default) and 19 bits of epoch. A value beyond that range is refused: a token that wrapped
+around would be below all the older ones.
 """
 
 from __future__ import annotations
@@ -19,11 +18,7 @@ MAX_TOKEN = (1 << (COUNTER_BITS + EPOCH_BITS)) - 1
 
 
 def compose(epoch: int, counter: int) -> int:
-    """Return the token of a counter in an epoch.
-
-    Raises:
-        OverflowError: if either half is outside its range.
-    """
+    """Return the token of a counter in an epoch; OverflowError if either half is outside its range."""
     if not 0 <= epoch <= MAX_EPOCH:
         raise OverflowError(f"epoch {epoch} does not fit {EPOCH_BITS} bits")
     if not 0 < counter <= MAX_COUNTER:
@@ -37,12 +32,7 @@ def split(token: int) -> tuple[int, int]:
 
 
 def check(token: object) -> int:
-    """Return `token` if it is one that a lease can carry.
-
-    Raises:
-        TypeError: if it is not an integer.
-        ValueError: if it is outside 1 … 2**63 - 1.
-    """
+    """Return a lease's token; TypeError if it is no integer, ValueError if it is outside 1 … 2**63 - 1."""
     if isinstance(token, bool) or not isinstance(token, int):
         raise TypeError(f"a fencing token is an int, not {type(token).__name__}")
     if not 1 <= token <= MAX_TOKEN:
@@ -54,7 +44,7 @@ def epoch_above(highest: int) -> int:
     """Return an epoch all of whose tokens are larger than a token that the storage has seen.
 
     A larger counter in the same epoch would do for that very token. But others may have been granted that
-    the storage has not seen yet, and whoever holds one of those may still come and write.
+    the storage has not seen yet, and their holders may still come and write.
 
     Raises:
         ValueError: if it is no token, or of the last epoch.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import types
@@ -105,6 +106,15 @@ def test_no_circle_joins_settings_lock_and_authorities() -> None:
     for room in ("authority", "renewal"):
         reached = reached_from(name for name in MODULES if name.startswith(f"fencelock.{room}"))
         assert not {"fencelock.settings", "fencelock.lock.lock", "fencelock.lock.hold"} & reached, room
+
+
+def test_two_functions_drive_the_steps_above_the_nodes() -> None:
+    """`block` and `wait_for`: a loop of its own would soon lose an answer to a signal handler that raises."""
+    rooms = [
+        path for room in ("lock", "renewal", "authority/database") for path in (PACKAGE / room).glob("*.py")
+    ]
+    for path in [*rooms, PACKAGE / "authority" / "stepped.py"]:
+        assert not re.search(r"next\(steps\)|steps\.(send|throw)\(", path.read_text()), path
 
 
 STOREYS_OF_GUARD = (

@@ -21,12 +21,13 @@ import pytest
 import redis
 
 from fencelock import FencedLock, Lease, Redlock
+from fencelock._steps import block
 from fencelock.authority.base import Grant
 from fencelock.embedded import Nodes
 from fencelock.errors import LockLostError, QuorumError
 from fencelock.lock.hold import Hold
-from fencelock.renewal.schedule import Agenda, Renewable, first_look, tend
-from fencelock.renewal.thread import for_thread
+from fencelock.renewal.schedule import Renewer
+from fencelock.renewal.thread import ThreadRenewer, for_thread
 from tests.polling import IMPATIENT, eventually
 from tests.redlock.stage import NODE_KEY
 
@@ -476,6 +477,32 @@ def test_lease_of_one_loop_is_released_in_another_while_it_is_extended(
     assert eventually(lambda: locks(nodes) == [None] * 5, 2)
 
 
+def test_task_releases_what_a_thread_extends_and_lets_other_tasks_run(
+    authority: Redlock, nodes: Nodes
+) -> None:
+    """The extension has ended before the release is sent, so no lock is made again behind it."""
+    lock = authority.lock("r", ttl=5 * TTL)
+    lock.acquire()
+    (hold,) = lock._entries[0].holds
+    for node in nodes:
+        node.pause()
+    assert eventually(lambda: hold in hold.renewer._tended)  # type: ignore[union-attr]
+
+    async def main() -> None:
+        releasing = asyncio.create_task(lock.aio.release())
+        for _ in range(10):
+            await asyncio.sleep(0.01)
+        assert not hold.release_ended
+        for node in nodes:
+            node.resume()
+        await asyncio.wait_for(releasing, 5)
+        await authority.aio.close()
+
+    asyncio.run(main())
+    assert hold not in hold.renewer._tended  # type: ignore[union-attr]
+    assert eventually(lambda: locks(nodes) == [None] * 5, 2)
+
+
 @pytest.mark.parametrize("last", ["extension", "release"])
 def test_extension_that_arrives_behind_the_release_leaves_nothing(
     authority: Redlock, nodes: Nodes, last: str
@@ -595,6 +622,14 @@ def test_forked_child_renews_nothing_of_its_parent_and_can_hold_its_own(
             assert again == token
 
 
+class Schedule(ThreadRenewer):
+    """What a renewer means to do, without a thread that does it."""
+
+    def watch(self, hold: Hold) -> None:
+        """Plan only."""
+        self.plan(hold, time.monotonic())
+
+
 class Clockwork:
     """`tend` without nodes: a hold, a clock, and what was planned."""
 
@@ -603,34 +638,49 @@ class Clockwork:
         grant = Grant(("r",), (1,), self.now + ttl, None)
         deadline = math.inf if max_hold is None else self.now + max_hold
         self.hold = Hold(object(), grant, None, ttl, deadline)  # type: ignore[arg-type]
-        self.planned: list[float] = []
+        self.schedule = Schedule()
 
     def tend(self, answer: Callable[[Grant, float], object]) -> list[Callable[[], object]]:
         """Let the hold be looked at; `answer` is the authority."""
 
-        def plan(_hold: Renewable, at: float, _interval: float) -> None:
-            self.planned.append(at - self.now)
+        def do(step: object) -> object:
+            return [answer(*wish) for wish in step] if isinstance(step, list) else True
 
-        steps = tend([self.hold], lambda: self.now, plan)
-        reply: object = ()
-        try:
-            asked = next(steps)
-            while True:
-                reply = [answer(*wish) for wish in asked] if isinstance(asked, list) else ()
-                asked = steps.send(reply)  # type: ignore[arg-type]
-        except StopIteration as end:
-            return list(end.value)
+        return block(self.schedule.tend([self.hold], lambda: self.now), do)
+
+    def planned(self) -> float:
+        """Return for how many seconds from now the hold is left alone; with the steps it is rounded up to."""
+        return self.hold.planned - self.now
 
 
 def test_extension_is_planned_for_a_third_of_the_ttl() -> None:
-    """And sooner where an acquisition has taken long, or an extension failed."""
+    """And sooner where an acquisition has taken long, or an extension failed; rounded up by a sixteenth."""
     work = Clockwork(ttl=9.0)
-    assert first_look(work.hold, work.now)[0] - work.now == pytest.approx(3.0)
+    work.schedule.plan(work.hold, work.now)
+    assert 3.0 - 1e-6 <= work.planned() < 3.0 * 17 / 16
     work.hold.prolong(Grant(("r",), (1,), work.now + 1.0, None))
-    assert first_look(work.hold, work.now)[0] - work.now == pytest.approx(0.5)
+    work.schedule.plan(work.hold, work.now)
+    assert 0.5 - 1e-6 <= work.planned() < 0.5 + 3.0 / 16
     work.tend(lambda _grant, _seconds: QuorumError("nobody"))
-    assert work.planned[-1] == pytest.approx(0.45)
+    assert 0.45 - 1e-6 <= work.planned() < 0.45 * 17 / 16
     assert work.hold.trouble == "nobody"
+
+
+@pytest.mark.parametrize("error", [QuorumError("no answer"), ZeroDivisionError("a mistake")])
+def test_error_of_the_authority_is_the_trouble_of_each_hold(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are looked at again soon; what no authority should raise is logged."""
+    work = Clockwork(ttl=9.0)
+
+    def fail(_grant: Grant, _seconds: float) -> object:
+        raise error
+
+    assert work.tend(fail) == []
+    assert str(error) in work.hold.trouble
+    assert not work.hold.over
+    assert work.planned() < 0.5
+    assert ("a mistake" in caplog.text) == isinstance(error, ZeroDivisionError)
 
 
 def test_extension_never_goes_beyond_max_hold() -> None:
@@ -645,48 +695,56 @@ def test_extension_never_goes_beyond_max_hold() -> None:
 
     work.tend(extend)
     assert asked == [pytest.approx(6.0, abs=0.01)]
-    assert work.planned == [pytest.approx(5.9, abs=0.02)]
+    assert 5.88 <= work.planned() < 5.92 + 3.0 / 16
+    work.tend(extend)  # too early: it gains nothing
+    assert len(asked) == 1
+    assert not work.hold.over
     work.now += 5.95
     work.tend(extend)
     assert len(asked) == 1
     assert work.hold.over
 
 
-def test_agenda_looks_at_nothing_early_and_forgets_what_is_struck() -> None:
+def test_schedule_looks_at_nothing_early_and_forgets_what_is_struck() -> None:
     """Steps round up, by less than a sixteenth of the interval; a hold that is gone is passed over."""
-    agenda, chance = Agenda(), random.Random(1)
-    works = [Clockwork(ttl=8.0) for _ in range(200)]
-    wanted: dict[Renewable, float] = {}
+    schedule: Renewer = Schedule()
+    chance = random.Random(1)
+    works = [Clockwork(ttl=chance.uniform(1.0, 9.0)) for _ in range(200)]
+    wanted: dict[Hold, float] = {}
     for work in works:
-        at = chance.uniform(0.0, 10.0)
-        wanted[work.hold] = at
-        agenda.plan(work.hold, at, 1.6)
-        assert at <= work.hold.planned <= at + 0.1 + 1e-9
+        now = chance.uniform(0.0, 10.0)
+        wanted[work.hold] = at = now + work.hold.ttl / 3
+        work.hold.prolong(Grant(("r",), (1,), now + work.hold.ttl, None))
+        schedule.plan(work.hold, now)
+        assert at - 1e-6 <= work.hold.planned <= at + work.hold.ttl / 3 / 16 + 1e-6
     struck = works[0]
-    agenda.strike(struck.hold)
+    assert schedule.strike(struck.hold)
     gone = works.pop()
     del wanted[gone.hold], gone, work
     gc.collect()
-    now, seen = 0.0, set()
-    while agenda.next_at < float("inf"):
-        now = agenda.next_at
-        for hold in agenda.take(now):
-            assert wanted[hold] <= now
+    now, seen, looks = 0.0, set[Hold](), 0
+    while schedule.next_at < float("inf"):
+        now = schedule.next_at
+        looks += 1
+        for hold in schedule.take(now):
+            assert wanted[hold] <= now + 1e-6
             seen.add(hold)
     assert seen == set(wanted) - {struck.hold}
+    assert looks < 150
 
 
-def test_agenda_looks_at_many_together_and_forgets_the_released() -> None:
+def test_schedule_looks_at_many_together_and_forgets_the_released() -> None:
     """What is entered within a sixteenth of the interval is looked at in one batch."""
-    agenda = Agenda()
+    schedule: Renewer = Schedule()
     works = [Clockwork(ttl=30.0) for _ in range(4)]
     now = works[-1].now
     for work in works:
-        agenda.enter(work.hold, now)
-    agenda.strike(works[0].hold)
-    assert 10.0 <= agenda.next_at - now < 10.0 + 10.0 / 16
-    assert set(agenda.take(now + 11.0)) == {work.hold for work in works[1:]}
-    assert agenda.next_at == float("inf")
+        schedule.plan(work.hold, now)
+    schedule.strike(works[0].hold)
+    assert 10.0 - 1e-6 <= schedule.next_at - now < 10.0 + 10.0 / 16
+    assert set(schedule.take(now + 11.0)) == {work.hold for work in works[1:]}
+    assert schedule.next_at == float("inf")
+    assert not schedule.strike(works[1].hold)  # it is being looked at
 
 
 def test_threads_release_while_others_hold(authority: Redlock) -> None:

@@ -30,9 +30,9 @@ from fencelock import (
     gate,
     sealing,
 )
+from fencelock._steps import block
 from fencelock.authority.redlock.membership.recover import rise
 from fencelock.authority.redlock.protocol.messages import Broadcast, Request
-from fencelock.authority.stepped import block
 from fencelock.embedded import Nodes
 from fencelock.guard.fences import FENCES
 from fencelock.sealing import Sealer, Wish

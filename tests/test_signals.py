@@ -169,7 +169,7 @@ def use():
         if name == "fencelock-lost":
             _tell_apart([])
         if name == "fencelock-release":
-            _give_back_apart(iter(()))
+            _give_back_apart(step for step in ())
 
 from fencelock.lock.releasing import _give_back_apart
 from fencelock.renewal.thread import _tell_apart

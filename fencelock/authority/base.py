@@ -1,24 +1,16 @@
 """What every authority offers to the lock, be it a quorum of nodes, a database or a consensus store.
 
-`Authority` and `AsyncAuthority` are what a lock calls. `authority/stepped.py` makes both of one set of
-generators.
+A lock calls `Authority` and `AsyncAuthority`. `authority/stepped.py` makes both of one set of generators.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self, overload
+from typing import Any, NotRequired, Protocol, TypedDict, Unpack
 from weakref import WeakSet
 
 from fencelock.errors import FencelockError, LockTimeoutError
-
-if TYPE_CHECKING:
-    from typing import Unpack
-
-    from fencelock.lock.lock import FencedLock
-    from fencelock.settings import LockSettings
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -48,11 +40,9 @@ def drift(ttl: float) -> float:
 
 
 def validity(began: float, ttl: float) -> float:
-    """Return until when a holder may rely on a lease, on the clock of `time.monotonic`.
+    """Return until when a holder may rely on a lease of `ttl` seconds that was asked for at `began`.
 
-    Args:
-        began: when it was asked for.
-        ttl: seconds that it was asked for.
+    Both are times on the clock of `time.monotonic`.
     """
     return began + ttl - drift(ttl)
 
@@ -63,11 +53,9 @@ def named(resources: Iterable[str]) -> str:
 
 
 def held_by_another(resources: Iterable[str], holder_ttl: float | None) -> LockTimeoutError:
-    """Return the error of an acquisition that has waited for long enough.
+    """Return the error of an acquisition that has waited for resources for long enough.
 
-    Args:
-        resources: that are held.
-        holder_ttl: seconds for which they are; None where they are free by now.
+    They are held for `holder_ttl` seconds; None where they are free by now.
     """
     if holder_ttl is None:
         return LockTimeoutError(f"{named(resources)} could not be acquired in time: others were faster")
@@ -76,6 +64,15 @@ def held_by_another(resources: Iterable[str], holder_ttl: float | None) -> LockT
         "extended; wait longer (timeout=) or try again later",
         holder_ttl=holder_ttl,
     )
+
+
+class Terms(TypedDict):
+    """How an acquisition is asked for: see `Authority.acquire`."""
+
+    ttl: float
+    timeout: float | None
+    fair: NotRequired[bool]
+    above: NotRequired[tuple[int, ...]]
 
 
 class Authority(Protocol):
@@ -102,20 +99,15 @@ class Authority(Protocol):
     def aio(self) -> AsyncAuthority:
         """The same authority for coroutines."""
 
-    def acquire(
-        self,
-        resources: tuple[str, ...],
-        *,
-        ttl: float,
-        timeout: float | None,
-        fair: bool = False,
-        above: tuple[int, ...] = (),
-    ) -> Grant:
+    def acquire(self, resources: tuple[str, ...], **terms: Unpack[Terms]) -> Grant:
         """Return leases of all the resources, or of none.
 
-        With `fair`, those who have waited longer come first, as far as the authority can tell. `above` has a
-        token for each resource that the new one must exceed, 0 for none: what a storage has seen, where the
-        authority has forgotten. It is asked for after a refusal only.
+        Args:
+            resources: what to lock.
+            **terms: `ttl`: seconds that the leases last. `timeout`: seconds to wait for other holders; None
+                for ever, 0 one try. `fair`: the client that has waited longest comes first, as far as the
+                authority can tell. `above`: for each resource a token that the new one must exceed, 0 for
+                none: what a storage has seen, where the authority has forgotten; given after a refusal only.
 
         Raises:
             LockTimeoutError: another holder kept one of them until the timeout.
@@ -151,16 +143,8 @@ class AsyncAuthority(Protocol):
     waiting for that, and a release takes place all the same.
     """
 
-    async def acquire(
-        self,
-        resources: tuple[str, ...],
-        *,
-        ttl: float,
-        timeout: float | None,  # noqa: ASYNC109 - it waits for other holders, with errors of its own
-        fair: bool = False,
-        above: tuple[int, ...] = (),
-    ) -> Grant:
-        """Return leases of all the resources, or of none: see `Authority.acquire`."""
+    async def acquire(self, resources: tuple[str, ...], **terms: Unpack[Terms]) -> Grant:
+        """See `Authority.acquire`."""
 
     async def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
         """See `Authority.extend_many`."""
@@ -184,76 +168,9 @@ def is_sealed_by(authority: Authority, engine: object) -> bool:
     return sealed_by is not None and sealed_by(engine)
 
 
-class Closable(Protocol):
-    """An authority that has connections."""
+#: The authorities that have a `close()`, which is called when the interpreter exits.
+in_use: WeakSet[Any] = WeakSet()
 
-    def close(self) -> None:
-        """Close them; using the authority again opens them again."""
-
-
-#: What is closed when the interpreter exits, after leases have been given back.
-in_use: WeakSet[Closable] = WeakSet()
-
-#: Makes a lock. The module of locks puts `fenced_lock` here, because authorities import no locks.
-_lock_factories: list[Callable[..., Any]] = []
-
-
-def make_locks_with(factory: Callable[..., Any]) -> None:
-    """Have `Locking.lock` call this."""
-    _lock_factories[:] = [factory]
-
-
-class Locking:
-    """What an authority inherits to have `lock`, and to be closed at the end of a `with`."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the connections. Leases that are held end by themselves; using it again connects again."""
-
-    @overload
-    def lock(self, resource: str, /, **settings: Unpack[LockSettings]) -> FencedLock[int]: ...
-    @overload
-    def lock(self, *resources: str, **settings: Unpack[LockSettings]) -> FencedLock[tuple[int, ...]]: ...
-    def lock(
-        self, *resources: str, **settings: Unpack[LockSettings]
-    ) -> FencedLock[int] | FencedLock[tuple[int, ...]]:
-        """Return `fenced_lock(*resources, …)` of this authority, with the same settings.
-
-        Args:
-            *resources: what to lock.
-            **settings: ttl, timeout, renew, max_hold, fair, if_lost and seal, as for `fenced_lock`.
-
-        Raises:
-            TypeError: as `fenced_lock` does, and for settings that it does not have.
-            ValueError: for arguments out of range.
-        """
-        made: FencedLock[int] = _lock_factories[0](*resources, **settings, authority=self)
-        return made
-
-
-class AsyncClosing:
-    """What the view of an authority for coroutines inherits, to be closed at the end of an `async with`."""
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Close the connections of the running loop; using it again connects again."""
+#: Makes locks: the module of locks puts `fenced_lock` here, because authorities import no locks.
+lock_factories: list[Callable[..., Any]] = []
+make_locks_with = lock_factories.append

@@ -11,23 +11,24 @@ import abc
 import asyncio
 import contextlib
 import contextvars
-import inspect
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NotRequired, Self, TypeVar, Unpack, overload
 from weakref import WeakSet
 
 from fencelock._checks import check_ttl
 from fencelock._owners import running_loop
-from fencelock.authority.base import AsyncClosing, Grant, Locking, Seal, Wish
+from fencelock._steps import Steps, block, wait_for
+from fencelock.authority.base import Grant, Seal, Terms, Wish, lock_factories
 from fencelock.errors import FencelockError
 
-_T = TypeVar("_T")
+if TYPE_CHECKING:
+    from fencelock.lock.lock import FencedLock
+    from fencelock.settings import LockSettings
 
-Steps = Generator[Any, Any, _T]
+_T = TypeVar("_T")
 
 logger = logging.getLogger("fencelock.authority")
 
@@ -35,23 +36,18 @@ logger = logging.getLogger("fencelock.authority")
 _warned_of: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(NamedTuple):
     """A step: wait for another holder of `key` until that time, on the clock of `time.monotonic`."""
 
     until: float
     key: str
 
 
-@dataclass(frozen=True, slots=True)
-class Abandon:
-    """A step: give back what an interrupted operation may have left.
+class Abandon(NamedTuple):
+    """A step: give back what an interrupted operation may have left, by the steps that `giving_back` makes.
 
     Blocking code does it now. Coroutines do it in a task, behind the step that was interrupted, because a
     task that is cancelled must not wait.
-
-    Attributes:
-        giving_back: makes the steps that do it.
     """
 
     giving_back: Callable[[], Steps[Any]]
@@ -77,42 +73,11 @@ def warn_of_blocked_loop(key: str) -> None:
         )
 
 
-def block(steps: Steps[_T], do: Callable[[Any], Any]) -> _T:
-    """Take steps to their end, blocking."""
-    error: BaseException | None = None
-    while True:
-        try:
-            answer: Any = None
-            while True:  # inside, because signal handlers run where a loop goes round
-                step = steps.send(answer) if error is None else steps.throw(error)
-                error = answer = None
-                if isinstance(step, Wait):
-                    warn_of_blocked_loop(step.key)
-                    time.sleep(max(0.0, step.until - time.monotonic()))
-                elif isinstance(step, Abandon):
-                    try:
-                        block(step.giving_back(), do)
-                    except FencelockError as left:
-                        _note_left(left)
-                else:
-                    answer = do(step)
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
-        except BaseException as caught:
-            if inspect.getgeneratorstate(steps) == inspect.GEN_CLOSED:
-                raise
-            error = caught  # of the step, or of a signal handler: the steps decide what to do about it
-
-
 class LoopEnd:
-    """What an event loop does before it closes: it ends these tasks, then it calls `close`.
+    """What an event loop does before it closes: it waits until these tasks have ended, then it calls `close`.
 
-    `asyncio.run` ends the asynchronous generators that have begun in its loop. This is one of them.
-
-    Attributes:
-        tasks: that must end.
-        kept: what an authority has for this loop.
-        over: whether all that has been done.
+    `asyncio.run` ends the asynchronous generators that have begun in its loop. This is one of them. `kept` is
+    what an authority has for this loop; `over` tells whether all that has been done.
     """
 
     def __init__(self, kept: Any = None, close: Callable[[], Awaitable[None]] | None = None) -> None:
@@ -150,23 +115,20 @@ class LoopEnd:
         return task
 
 
-class Stepped(Locking, abc.ABC):
-    """An `Authority` whose operations are generators of steps."""
+class SealedTerms(Terms):
+    """Also for authorities that grant in the database of an engine."""
+
+    seal: NotRequired[Seal | None]
+
+
+class Stepped(abc.ABC):
+    """An `Authority` whose operations are generators of steps. May be used in a `with`, which closes it."""
 
     #: What else it can do; see `Authority`.
     kinds: ClassVar[frozenset[str]] = frozenset()
 
     @abc.abstractmethod
-    def acquiring(
-        self,
-        resources: tuple[str, ...],
-        *,
-        ttl: float,
-        timeout: float | None,
-        fair: bool = False,
-        above: tuple[int, ...] = (),
-        seal: Seal | None = None,
-    ) -> Steps[Grant]:
+    def acquiring(self, resources: tuple[str, ...], **terms: Unpack[SealedTerms]) -> Steps[Grant]:
         """Do as `Authority.acquire`; the ttl is checked, and `fair` refused or among the `kinds`."""
 
     @abc.abstractmethod
@@ -192,6 +154,24 @@ class Stepped(Locking, abc.ABC):
     def __init__(self) -> None:
         self._loop_ends: dict[asyncio.AbstractEventLoop, LoopEnd] = {}
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    @overload
+    def lock(self, resource: str, /, **settings: Unpack[LockSettings]) -> FencedLock[int]: ...
+    @overload
+    def lock(self, *resources: str, **settings: Unpack[LockSettings]) -> FencedLock[tuple[int, ...]]: ...
+    def lock(self, *resources: str, **settings: Unpack[LockSettings]) -> Any:
+        """Return `fenced_lock(*resources, …)` of this authority, with the same settings.
+
+        Raises:
+            TypeError, ValueError: as `fenced_lock` does.
+        """
+        return lock_factories[0](*resources, **settings, authority=self)
+
     def open_in_loop(self) -> LoopEnd:
         """Return the end of the running event loop, with what the authority has for this loop only."""
         return LoopEnd()
@@ -212,42 +192,47 @@ class Stepped(Locking, abc.ABC):
             with contextlib.suppress(RuntimeError):  # it has been closed
                 loop.call_soon_threadsafe(end.begin_to_end)
 
-    def acquire(
-        self,
-        resources: tuple[str, ...],
-        *,
-        ttl: float,
-        timeout: float | None,
-        fair: bool = False,
-        above: tuple[int, ...] = (),
-        seal: Seal | None = None,
-    ) -> Grant:
-        """Return leases of all the resources, or of none: see `Authority.acquire`."""
-        self.check(ttl, fair=fair)
-        steps = self.acquiring(resources, ttl=ttl, timeout=timeout, fair=fair, above=above, seal=seal)
-        return block(steps, self.do)
-
-    def check(self, ttl: float, *, fair: bool) -> None:
-        """Refuse what this authority cannot do."""
-        check_ttl(ttl)
-        if fair and "fair" not in self.kinds:
+    def checked(self, resources: tuple[str, ...], **terms: Unpack[SealedTerms]) -> Steps[Grant]:
+        """Return `acquiring(…)`, unless this authority cannot do it."""
+        check_ttl(terms["ttl"])
+        if terms.get("fair") and "fair" not in self.kinds:
             raise ValueError(f"{self!r} keeps no waiting line: fair=True needs nodes of Redis or Valkey")
+        return self.acquiring(resources, **terms)
+
+    def acquire(self, resources: tuple[str, ...], **terms: Unpack[SealedTerms]) -> Grant:
+        """Return leases of all the resources, or of none: see `Authority.acquire`."""
+        return self.run(self.checked(resources, **terms))
 
     def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
         """Extend grants: see `Authority.extend_many`."""
-        return block(self.extending(wishes), self.do)
+        return self.run(self.extending(wishes))
 
     def remint(self, grant: Grant, ttl: float) -> Grant:
         """Exchange a grant for one with larger tokens: see `Authority.remint`."""
-        return block(self.reminting(grant, ttl), self.do)
+        return self.run(self.reminting(grant, ttl))
 
     def release(self, grant: Grant) -> bool | None:
         """Give the leases back: see `Authority.release`."""
-        return block(self.releasing(grant), self.do)
+        return self.run(self.releasing(grant))
+
+    def run(self, steps: Steps[_T]) -> _T:
+        """Take steps to their end, blocking."""
+        return block(steps, self._do)
+
+    def _do(self, step: Any) -> Any:
+        if isinstance(step, Wait):
+            warn_of_blocked_loop(step.key)
+            return time.sleep(max(0.0, step.until - time.monotonic()))
+        if not isinstance(step, Abandon):
+            return self.do(step)
+        try:
+            return self.run(step.giving_back())
+        except FencelockError as error:
+            return _note_left(error)
 
 
-class AsyncView(AsyncClosing):
-    """A `Stepped` authority for coroutines.
+class AsyncView:
+    """A `Stepped` authority for coroutines. May be used in an `async with`, which closes it.
 
     A step that has begun is taken to its end, also where its caller is cancelled meanwhile.
     """
@@ -258,29 +243,22 @@ class AsyncView(AsyncClosing):
     def __repr__(self) -> str:
         return f"{self._authority!r}.aio"
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        await self.close()
+
     async def close(self) -> None:
         """Close the connections of the running loop; using it again connects again."""
         await self._authority.loop_end().end()
 
-    async def acquire(
-        self,
-        resources: tuple[str, ...],
-        *,
-        ttl: float,
-        timeout: float | None,  # noqa: ASYNC109 - it waits for other holders, with errors of its own
-        fair: bool = False,
-        above: tuple[int, ...] = (),
-        seal: Seal | None = None,
-    ) -> Grant:
+    async def acquire(self, resources: tuple[str, ...], **terms: Unpack[SealedTerms]) -> Grant:
         """Return leases of all the resources, or of none: see `Authority.acquire`.
 
         Cancelled, it gives back what it may have acquired, without waiting for that.
         """
-        self._authority.check(ttl, fair=fair)
-        steps = self._authority.acquiring(
-            resources, ttl=ttl, timeout=timeout, fair=fair, above=above, seal=seal
-        )
-        return await self.wait_for(steps)
+        return await self.wait_for(self._authority.checked(resources, **terms))
 
     async def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
         """Extend grants: see `Authority.extend_many`."""
@@ -296,26 +274,19 @@ class AsyncView(AsyncClosing):
 
     async def wait_for(self, steps: Steps[_T]) -> _T:
         """Take steps to their end, letting other tasks run."""
-        error: BaseException | None = None
-        answer: Any = None
         latest: asyncio.Task[Any] | None = None
         end = self._authority.loop_end()
-        while True:
-            try:
-                step = steps.send(answer) if error is None else steps.throw(error)
-            except StopIteration as done:
-                return done.value  # type: ignore[no-any-return]
-            error = answer = None
-            try:
-                if isinstance(step, Wait):
-                    await asyncio.sleep(max(0.0, step.until - time.monotonic()))
-                elif isinstance(step, Abandon):
-                    end.begin(self._abandon(step, latest))
-                else:
-                    latest = end.begin(self._authority.do_soon(step))
-                    answer = await asyncio.shield(latest)
-            except BaseException as caught:  # noqa: BLE001 - the steps decide what to do about it
-                error = caught
+
+        async def do(step: Any) -> Any:
+            nonlocal latest
+            if isinstance(step, Wait):
+                return await asyncio.sleep(max(0.0, step.until - time.monotonic()))
+            if isinstance(step, Abandon):
+                return end.begin(self._abandon(step, latest))
+            latest = end.begin(self._authority.do_soon(step))
+            return await asyncio.shield(latest)
+
+        return await wait_for(steps, do)
 
     async def _abandon(self, step: Abandon, latest: asyncio.Task[Any] | None) -> None:
         try:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fencelock._owners import switches_greenlets, waits_in_vain_for
+from fencelock._steps import block, wait_for
 from fencelock.authority.base import Authority, Grant, named
 from fencelock.errors import LockTimeoutError
 from fencelock.lease import held_leases
@@ -141,32 +141,9 @@ def ask_to_release(authority: Authority, grant: Grant) -> Step:
 
 def run_blocking(steps: Steps[_T]) -> _T:
     """Take steps to their end, blocking."""
-    error: BaseException | None = None
-    while True:
-        try:
-            while True:  # inside, for it is where a loop goes round that signal handlers run
-                step = next(steps) if error is None else steps.throw(error)
-                error = None
-                step.block()
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
-        except BaseException as caught:
-            if inspect.getgeneratorstate(steps) == inspect.GEN_CLOSED:
-                raise
-            error = caught  # of the step, or a signal handler's: the steps decide what to do about it
+    return block(steps, lambda step: step.block())
 
 
-async def run_waiting(steps: Steps[_T]) -> _T:
+def run_waiting(steps: Steps[_T]) -> Awaitable[_T]:
     """Take steps to their end, letting other tasks run."""
-    error: BaseException | None = None
-    while True:
-        try:
-            step = next(steps) if error is None else steps.throw(error)
-            error = None
-            await step.wait()
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
-        except BaseException as caught:
-            if inspect.getgeneratorstate(steps) == inspect.GEN_CLOSED:
-                raise
-            error = caught
+    return wait_for(steps, lambda step: step.wait())

@@ -1,213 +1,179 @@
-"""Which lease is to be extended when, and what became of that. No thread and no event loop.
+"""Which lease is extended when, and what became of that. No thread and no event loop.
 
 A lease is looked at after a third of its ttl; if the nodes cannot be reached then, again and again until its
 validity is over. Then it is *lost*, and so it is at the end of `max_hold`: a worker that hangs beside a
-healthy renewer must not hold for ever. Whoever works under a lost lease is not interrupted, but hears of it
-from the next use of the lease, from `on_lost`, and on leaving the block; the storage has the last word.
+healthy renewer must not hold for ever. Work under a lost lease is not interrupted, but hears of it from the
+next use of the lease, from `on_lost`, and on leaving the block; the storage has the last word.
 
-A lease that is given back is taken off the agenda first, and an extension that is under way is waited for:
-nothing is extended after its release. Where it cannot be waited for, in another thread than the loop's, nodes
-may make locks again behind the release: then the one of the two that ends last releases once more.
+A lease that is given back is struck off first, and an extension that is under way is waited for: nothing is
+extended after its release. Where it cannot be waited for, in another thread than the loop's, nodes may make
+locks again behind the release: then the one of the two that ends last releases once more.
 """
 
 from __future__ import annotations
 
-import heapq
+import abc
 import logging
 import math
 import random
-from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
-from fencelock.authority.base import Authority, Grant, Wish
+from fencelock._steps import Steps
+from fencelock.authority.base import Grant, Wish
 from fencelock.errors import AuthorityError, FencelockError, LockLostError
+
+if TYPE_CHECKING:
+    from fencelock.lock.hold import Hold
 
 logger = logging.getLogger("fencelock.renewal")
 
 _PARTS = 16
 _SHORTEST_PAUSE = 0.01
 
-#: What is wanted.
-Wishes = list[Wish]
-
-#: What became of a wish.
-Extended = Grant | FencelockError
+#: What is to be called for leases that were lost.
+Calls = list[Callable[[], object]]
 
 
-class Renewable(Protocol):
-    """What is renewed: a hold of the lock's."""
+class Renewer(abc.ABC):
+    """Extends holds: many together, because looks are rounded up by less than a sixteenth of their interval.
 
-    grant: Grant
-    planned: float
-    trouble: str
-    extended_behind: bool
-
-    @property
-    def authority(self) -> Authority:
-        """The authority that granted it."""
-
-    @property
-    def itself(self) -> Callable[[], Renewable | None]:
-        """A weak reference."""
-
-    @property
-    def ttl(self) -> float:
-        """Seconds that an extension asks for."""
-
-    @property
-    def deadline(self) -> float:
-        """When it is to end whatever happens."""
-
-    @property
-    def release_ended(self) -> bool:
-        """Whether its release has been answered, or given up."""
-
-    @property
-    def over(self) -> bool:
-        """Whether there is nothing to extend."""
-
-    @property
-    def released(self) -> bool:
-        """Whether it has been given back, or is being so."""
-
-    def most_seconds(self, now: float) -> float:
-        """Return for how long it may be extended at that time."""
-
-    def prolong(self, grant: Grant) -> None:
-        """Note that the authority has extended the grant."""
-
-    def lose(self, reason: str) -> tuple[Callable[[], object], ...]:
-        """Note that it has ended; return what is to be called for that."""
-
-
-class Agenda:
-    """When each hold is to be looked at: in steps of a sixteenth of its interval, so that batches form.
-
-    Not for two threads at once, save `strike`; but a signal handler may plan in the midst of planning. Holds
-    are referred to weakly.
-
-    Attributes:
-        next_at: when something is to be done; infinite if nothing is.
+    Not for two threads at once, save `strike`; but a signal handler may plan in the midst of planning.
     """
 
     def __init__(self) -> None:
-        self._steps: dict[float, set[Callable[[], Renewable | None]]] = {}
-        self._times: list[float] = []
-        self.next_at = math.inf
+        self._looks: dict[float, set[Callable[[], Hold | None]]] = {}  # weak references
+        self._tended: frozenset[Hold] = frozenset()
         # Another one in every process, or all would ask the nodes at the same moments.
-        self._phase = random.random()  # noqa: S311 - no secret
+        self._phase = random.uniform(0.0, 1024.0)  # noqa: S311 - no secret
 
-    def enter(self, hold: Renewable, now: float) -> None:
-        """Plan the first look at a hold."""
-        self.plan(hold, *first_look(hold, now))
+    @abc.abstractmethod
+    def watch(self, hold: Hold) -> None:
+        """Begin to extend a hold."""
 
-    def plan(self, hold: Renewable, at: float, interval: float) -> None:
-        """Look at a hold at that time, or up to a sixteenth of the interval later; and at no other."""
-        self.strike(hold)
-        width = interval / _PARTS
-        hold.planned = step = (math.ceil(at / width - self._phase) + self._phase) * width
-        if step not in self._steps:
-            heapq.heappush(self._times, step)  # twice, if a handler does the same here
-        self._steps.setdefault(step, set()).add(hold.itself)
-        self.next_at = min(self.next_at, step)
+    @abc.abstractmethod
+    def stop(self, hold: Hold) -> None:
+        """Cease to extend a hold; an extension under way has ended when this returns."""
 
-    def strike(self, hold: Renewable) -> None:
-        """Take a hold off the agenda."""
-        if (holds := self._steps.get(hold.planned)) is not None:
+    @abc.abstractmethod
+    async def stop_soon(self, hold: Hold) -> None:
+        """Do as `stop`, and let other tasks run meanwhile."""
+
+    def strike(self, hold: Hold) -> bool:
+        """Cease to extend a hold; or return False, and go on, where an extension is under way."""
+        if hold in self._tended:
+            return False
+        self._strike(hold)
+        return True
+
+    def _strike(self, hold: Hold) -> None:
+        if (holds := self._looks.get(hold.planned)) is not None:
             holds.discard(hold.itself)
 
-    def take(self, now: float) -> list[Renewable]:
+    @property
+    def next_at(self) -> float:
+        """When something is to be done; infinite if nothing is."""
+        return min(self._looks, default=math.inf)
+
+    def plan(self, hold: Hold, now: float) -> None:
+        """Look at a hold when it is to be extended next, or ends, or up to a sixteenth of the pause later."""
+        self._strike(hold)
+        left = hold.grant.expires_at - now
+        interval = max(hold.ttl / 20, _SHORTEST_PAUSE) if hold.trouble else hold.ttl / 3
+        if not _is_final(hold):  # or else there is nothing to gain before the end
+            # An acquisition that took long has left less than its ttl.
+            left = min(interval, left if hold.trouble else left / 2)
+        # A power of two: leases of many ttls are looked at together.
+        width = 2.0 ** math.floor(math.log2(interval / _PARTS))
+        hold.planned = math.ceil((now + left - self._phase) / width) * width + self._phase
+        self._looks.setdefault(hold.planned, set()).add(hold.itself)
+
+    def take(self, now: float) -> list[Hold]:
         """Take off, and return, what is to be looked at now."""
-        due: list[Renewable] = []
-        while self._times and self._times[0] <= now:
-            references = self._steps.pop(heapq.heappop(self._times), ())
+        due: list[Hold] = []
+        while (look := self.next_at) <= now:
             # A copy, made in one step: another thread may strike one.
-            due += [hold for reference in list(references) if (hold := reference()) is not None]
-        self.next_at = self._times[0] if self._times else math.inf
+            references = tuple(self._looks.pop(look, ()))
+            due += [hold for reference in references if (hold := reference()) is not None]
+        self._tended = frozenset(due)
         return due
 
+    def tend(self, due: Iterable[Hold], now: Callable[[], float]) -> Steps[Calls]:
+        """Extend what is due and can be, give up what cannot, and plan the rest.
 
-def first_look(hold: Renewable, now: float) -> tuple[float, float]:
-    """Return when to look at a hold that was granted or extended, and the interval of such looks."""
-    interval = hold.ttl / 3
-    left = hold.grant.expires_at - now
-    # An acquisition that took long has left less than its ttl. At the end there is nothing to gain.
-    return now + (left if _is_final(hold) else min(interval, left / 2)), interval
+        Yields wishes, and is sent what became of each; yields grants, to be released for what may be left of
+        them: see `ask`.
+        """
+        calls: Calls = []
+        ended: list[Grant] = []
+        wanted: list[tuple[Hold, Wish]] = []
+        for hold in due:
+            moment = now()
+            if hold.over:
+                continue
+            if moment >= hold.grant.expires_at:
+                calls += hold.lose(_why_ended(hold))
+                ended.append(hold.grant)
+            elif _is_final(hold):
+                self.plan(hold, moment)
+            else:
+                wanted.append((hold, (hold.grant, hold.most_seconds(moment))))
+        outcomes = (yield from _tried([wish for _, wish in wanted], len(wanted))) if wanted else ()
+        for (hold, (grant, _)), outcome in zip(wanted, outcomes, strict=True):
+            # A holder in another thread or loop, or one that was interrupted, did not wait for this.
+            if hold.released:
+                ended += follow_release(hold)
+            elif hold.grant is not grant:
+                pass  # extended or minted anew meanwhile, and planned
+            elif hold.over or isinstance(outcome, LockLostError):
+                calls += hold.lose(str(outcome))
+                ended.append(hold.grant)
+            else:
+                self._note(hold, outcome, now())
+        for grant in ended:
+            yield from _tried(grant)
+        return calls
+
+    def _note(self, hold: Hold, outcome: Grant | FencelockError, now: float) -> None:
+        if isinstance(outcome, Grant):
+            hold.prolong(outcome)
+        else:
+            hold.trouble = str(outcome)
+        self.plan(hold, now)
 
 
-def second_look(hold: Renewable, now: float) -> tuple[float, float]:
-    """Return when to look again at a hold that could not be extended, and the interval of such looks."""
-    interval = max(hold.ttl / 20, _SHORTEST_PAUSE)
-    return min(now + interval, hold.grant.expires_at), interval
+def ask(authority: Any, step: list[Wish] | Grant) -> Any:
+    """Take a step of `tend`: with an authority, or to be awaited with its view for coroutines."""
+    return authority.release(step) if isinstance(step, Grant) else authority.extend_many(step)
 
 
-def _is_final(hold: Renewable) -> bool:
+def _tried(step: object, outcomes: int = 0) -> Steps[Any]:
+    """Take a step; return the answer, or an error as each outcome: renewal must outlive whatever happens."""
+    try:
+        return (yield step)
+    except AuthorityError as error:
+        return [error] * outcomes
+    except Exception as error:
+        logger.exception("leases could not be extended or released")
+        return [error if isinstance(error, FencelockError) else AuthorityError(repr(error))] * outcomes
+
+
+def _is_final(hold: Hold) -> bool:
     """Whether the grant lasts for as long as it ever may."""
     return hold.deadline - hold.grant.expires_at < hold.ttl / 20
 
 
-def tend(
-    due: Iterable[Renewable], now: Callable[[], float], plan: Callable[[Renewable, float, float], None]
-) -> Generator[Wishes | Grant, Sequence[Extended], list[Callable[[], object]]]:
-    """Extend what is due and can be, give up what cannot, and plan the rest.
-
-    Yields wishes, and is sent what became of each; yields a grant that is lost, to be released
-    for what may be left of it. Returns what is to be called for leases that were lost.
-    """
-    calls: list[Callable[[], object]] = []
-    wanted: list[tuple[Renewable, Grant, float]] = []
-    for hold in due:
-        moment = now()
-        if hold.over:
-            continue
-        if moment >= hold.grant.expires_at:
-            reason = (
-                "it was held for as long as max_hold allows"
-                if _is_final(hold)
-                else f"it could not be extended in time: {hold.trouble or 'this process was held up'}"
-            )
-            calls += hold.lose(reason)
-            yield hold.grant
-        elif _is_final(hold):
-            plan(hold, *first_look(hold, moment))
-        else:
-            wanted.append((hold, hold.grant, hold.most_seconds(moment)))
-    outcomes: Sequence[Extended] = ()
-    if wanted:
-        outcomes = yield [(grant, seconds) for _, grant, seconds in wanted]
-    for (hold, grant, _), outcome in zip(wanted, outcomes, strict=True):
-        # A holder in another thread or loop, or one that was interrupted, did not wait for this.
-        if hold.released:
-            yield from follow_release(hold)
-        elif hold.grant is grant:  # or else extended or minted anew meanwhile, and planned
-            calls += yield from _note(hold, outcome, now, plan)
-    return calls
+def _why_ended(hold: Hold) -> str:
+    if _is_final(hold):
+        return "it was held for as long as max_hold allows"
+    return f"it could not be extended in time: {hold.trouble or 'this process was held up'}"
 
 
-def follow_release(hold: Renewable) -> Generator[Grant, object, None]:
+def follow_release(hold: Hold) -> Iterator[Grant]:
     """Release once more what may have been made again behind the release; or leave that to the releaser."""
     hold.extended_behind = True
     if hold.release_ended:
         yield hold.grant
-
-
-def _note(
-    hold: Renewable,
-    outcome: Extended,
-    now: Callable[[], float],
-    plan: Callable[[Renewable, float, float], None],
-) -> Generator[Grant, object, tuple[Callable[[], object], ...]]:
-    calls: tuple[Callable[[], object], ...] = ()
-    if hold.over or isinstance(outcome, LockLostError):
-        calls = hold.lose(str(outcome))
-        yield hold.grant
-    elif isinstance(outcome, Grant):
-        hold.prolong(outcome)
-        plan(hold, *first_look(hold, now()))
-    else:
-        hold.trouble = str(outcome)
-        plan(hold, *second_look(hold, now()))
-    return calls
 
 
 def tell(calls: Iterable[Callable[[], object]]) -> None:
@@ -217,27 +183,3 @@ def tell(calls: Iterable[Callable[[], object]]) -> None:
             call()
         except Exception:
             logger.exception("an on_lost callback failed")
-
-
-class Renewer(Protocol):
-    """Extends holds."""
-
-    def watch(self, hold: Renewable) -> None:
-        """Begin to extend a hold."""
-
-    def strike(self, hold: Renewable) -> bool:
-        """Cease to extend a hold; or return False, and go on, where an extension is under way."""
-
-    def stop(self, hold: Renewable) -> None:
-        """Cease to extend a hold; an extension under way has ended when this returns."""
-
-    async def stop_soon(self, hold: Renewable) -> None:
-        """Do as `stop`, and let other tasks run meanwhile."""
-
-
-def failed(asked: Wishes | Grant, error: Exception) -> Sequence[Extended]:
-    """Return an authority's error as what became of each wish."""
-    if not isinstance(error, AuthorityError):
-        logger.error("leases could not be extended or released", exc_info=error)
-    count = 0 if isinstance(asked, Grant) else len(asked)
-    return [error if isinstance(error, FencelockError) else AuthorityError(repr(error))] * count

@@ -27,13 +27,13 @@ from redis.retry import Retry
 
 import fencelock
 from fencelock import Redlock
+from fencelock._steps import block
 from fencelock.authority.redlock.membership.initialise import DEFAULT_MAX_TTL, initialise
 from fencelock.authority.redlock.membership.reports import NodeGroup
 from fencelock.authority.redlock.protocol.acquire import attempt
 from fencelock.authority.redlock.protocol.bids import Bid, Failed
 from fencelock.authority.redlock.protocol.messages import Sleep
 from fencelock.authority.redlock.transport.connector import Node
-from fencelock.authority.stepped import block
 from fencelock.embedded import Nodes
 from fencelock.errors import (
     AuthorityError,

@@ -22,10 +22,11 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from fencelock._databases import SUPPORTED, is_busy, is_lost, is_read_only, lacks_table
 from fencelock._engines import OwnConnections, beside, for_blocking, is_on, own_engine, url_of
 from fencelock._owners import name_of_process
+from fencelock._steps import Steps
 from fencelock.authority.base import Grant, Seal, Wish, held_by_another, in_use, named, validity
 from fencelock.authority.database.statements import SQLITE_SET_UP, Statements
 from fencelock.authority.database.table import LEASE_TABLE, lease_table
-from fencelock.authority.stepped import Abandon, AsyncView, LoopEnd, Stepped, Steps, Wait, block, pauses
+from fencelock.authority.stepped import Abandon, AsyncView, LoopEnd, Stepped, Wait, pauses
 from fencelock.errors import (
     AuthorityError,
     FencelockError,
@@ -137,7 +138,7 @@ class Database(Stepped):
             AuthorityError: the database cannot be used.
             ValueError: no token is above that one.
         """
-        return block(self.initialising(above), self.do)
+        return self.run(self.initialising(above))
 
     def sealed_by(self, engine: object) -> bool:
         """Tell whether an engine is on the database that has the leases: one COMMIT seals them there."""

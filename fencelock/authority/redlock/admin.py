@@ -12,6 +12,7 @@ from typing import Final
 
 from fencelock import token
 from fencelock._checks import check_ttl
+from fencelock._steps import block
 from fencelock.authority.redlock.membership import initialise as initialising
 from fencelock.authority.redlock.membership.change import Change, change
 from fencelock.authority.redlock.membership.members import Membership
@@ -21,7 +22,6 @@ from fencelock.authority.redlock.membership.view import MembershipView
 from fencelock.authority.redlock.protocol.messages import Answers
 from fencelock.authority.redlock.transport.blocking import SharedConnections
 from fencelock.authority.redlock.transport.connector import Node
-from fencelock.authority.stepped import block
 from fencelock.errors import AuthorityError, MembershipError, QuorumError
 
 _CONNECT_TIMEOUT: Final = 3.0

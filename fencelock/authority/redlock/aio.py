@@ -8,10 +8,11 @@ import threading
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
+from fencelock._steps import Steps, wait_for
 from fencelock.authority.redlock.admin import NodeStatus
 from fencelock.authority.redlock.protocol.messages import Broadcast
 from fencelock.authority.redlock.transport.aio import LoopConnections
-from fencelock.authority.stepped import AsyncView, Steps
+from fencelock.authority.stepped import AsyncView
 
 if TYPE_CHECKING:
     from fencelock.authority.redlock.redlock import Redlock
@@ -44,29 +45,23 @@ class AsyncRedlock(AsyncView):
         A cancelled step has ended. The steps that give back what it may have acquired wait for nothing.
         """
         connections = self.here()
-        error: BaseException | None = None
-        answer: Any = None
-        while True:
+
+        async def do(step: Any) -> Any:
+            nonlocal connections
+            if connections.is_closed:  # while this task waited in line
+                connections = self.here()
             try:
-                step = steps.send(answer) if error is None else steps.throw(error)
-            except StopIteration as done:
-                return done.value  # type: ignore[no-any-return]
-            error = answer = None
-            try:
-                if connections.is_closed:  # while this task waited in line
-                    connections = self.here()
                 if type(step) is Broadcast:  # mostly
-                    answer = await connections.broadcast(step)
-                else:
-                    answer = await connections.do(step)
+                    return await connections.broadcast(step)
+                return await connections.do(step)
             except GeneratorExit:  # the coroutine is thrown away, in whatever thread
                 with contextlib.suppress(BaseException):
                     step = steps.throw(asyncio.CancelledError())
                     while True:
                         step = steps.send(connections.tell(step))
                 raise
-            except BaseException as caught:  # noqa: BLE001 - the steps decide what to do about it
-                error = caught
+
+        return await wait_for(steps, do)
 
     async def init(
         self, *, base: int | None = None, max_ttl: float | None = None, allow_eviction: bool = False

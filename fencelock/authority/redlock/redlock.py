@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 from fencelock import token
 from fencelock._checks import check_seconds
+from fencelock._steps import Steps, block
 from fencelock.authority.base import Grant, Seal, Wish, in_use, named
 from fencelock.authority.redlock import admin, operations
 from fencelock.authority.redlock.admin import NodeStatus
@@ -30,7 +31,7 @@ from fencelock.authority.redlock.transport.blocking import SharedConnections
 from fencelock.authority.redlock.transport.connector import Node
 from fencelock.authority.redlock.transport.endpoints import Source, sources_of
 from fencelock.authority.redlock.waiting import QUEUE, Line, Waiter
-from fencelock.authority.stepped import Stepped, Steps, block, warn_of_blocked_loop
+from fencelock.authority.stepped import Stepped, warn_of_blocked_loop
 from fencelock.errors import FencelockError, NodesNotInitialisedError, QuorumError
 
 _T = TypeVar("_T")
