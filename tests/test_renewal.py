@@ -26,7 +26,7 @@ from fencelock.authority.base import Grant
 from fencelock.embedded import Nodes
 from fencelock.errors import LockLostError, QuorumError
 from fencelock.lock.hold import Hold
-from fencelock.renewal.schedule import Renewer
+from fencelock.renewal.schedule import Renewable, Renewer
 from fencelock.renewal.thread import ThreadRenewer, for_thread
 from tests.polling import IMPATIENT, eventually
 from tests.redlock.stage import NODE_KEY
@@ -625,7 +625,7 @@ def test_forked_child_renews_nothing_of_its_parent_and_can_hold_its_own(
 class Schedule(ThreadRenewer):
     """What a renewer means to do, without a thread that does it."""
 
-    def watch(self, hold: Hold) -> None:
+    def watch(self, hold: Renewable) -> None:
         """Plan only."""
         self.plan(hold, time.monotonic())
 
@@ -710,7 +710,7 @@ def test_schedule_looks_at_nothing_early_and_forgets_what_is_struck() -> None:
     schedule: Renewer = Schedule()
     chance = random.Random(1)
     works = [Clockwork(ttl=chance.uniform(1.0, 9.0)) for _ in range(200)]
-    wanted: dict[Hold, float] = {}
+    wanted: dict[Renewable, float] = {}
     for work in works:
         now = chance.uniform(0.0, 10.0)
         wanted[work.hold] = at = now + work.hold.ttl / 3
@@ -722,7 +722,7 @@ def test_schedule_looks_at_nothing_early_and_forgets_what_is_struck() -> None:
     gone = works.pop()
     del wanted[gone.hold], gone, work
     gc.collect()
-    now, seen, looks = 0.0, set[Hold](), 0
+    now, seen, looks = 0.0, set[Renewable](), 0
     while schedule.next_at < float("inf"):
         now = schedule.next_at
         looks += 1

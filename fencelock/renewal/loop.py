@@ -11,16 +11,12 @@ import contextvars
 import math
 import os
 import time
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, ref
 
 from fencelock._owners import running_loop
 from fencelock._steps import wait_for
 from fencelock.authority.base import Authority
-from fencelock.renewal.schedule import Calls, Renewer, ask, tell
-
-if TYPE_CHECKING:
-    from fencelock.lock.hold import Hold
+from fencelock.renewal.schedule import Calls, Renewable, Renewer, ask, tell
 
 
 class LoopRenewer(Renewer):
@@ -33,7 +29,7 @@ class LoopRenewer(Renewer):
         self._wakes_at = math.inf
         self._round: asyncio.Task[Calls] | None = None
 
-    def watch(self, hold: Hold) -> None:
+    def watch(self, hold: Renewable) -> None:
         """Begin to extend a hold; called elsewhere than in the loop, begin soon."""
         loop = self._loop()
         if running_loop() is loop:
@@ -43,11 +39,11 @@ class LoopRenewer(Renewer):
             with contextlib.suppress(RuntimeError):  # it has been closed, and nothing extends
                 loop.call_soon_threadsafe(self.watch, hold, context=contextvars.Context())
 
-    def stop(self, hold: Hold) -> None:
+    def stop(self, hold: Renewable) -> None:
         """Cease to extend a hold; one under way is not waited for, as only tasks of the loop could."""
         self._strike(hold)
 
-    async def stop_soon(self, hold: Hold) -> None:
+    async def stop_soon(self, hold: Renewable) -> None:
         """Cease to extend a hold; in its loop, an extension under way has ended when this returns."""
         if self._round is not None and hold in self._tended and running_loop() is self._loop():
             await asyncio.wait([self._round])

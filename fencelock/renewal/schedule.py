@@ -17,14 +17,11 @@ import logging
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from fencelock._steps import Steps
-from fencelock.authority.base import Grant, Wish
+from fencelock.authority.base import Authority, Grant, Wish
 from fencelock.errors import AuthorityError, FencelockError, LockLostError
-
-if TYPE_CHECKING:
-    from fencelock.lock.hold import Hold
 
 logger = logging.getLogger("fencelock.renewal")
 
@@ -35,6 +32,31 @@ _SHORTEST_PAUSE = 0.01
 Calls = list[Callable[[], object]]
 
 
+class Renewable(Protocol):
+    """What is renewed. `Hold` of `lock/` meets it, and says what each of these is."""
+
+    # ruff: noqa: D102
+    grant: Grant
+    ttl: float
+    deadline: float
+    planned: float
+    trouble: str
+    extended_behind: bool
+    release_ended: bool
+
+    @property
+    def authority(self) -> Authority: ...
+    @property
+    def itself(self) -> Callable[[], Renewable | None]: ...
+    @property
+    def over(self) -> bool: ...
+    @property
+    def released(self) -> bool: ...
+    def most_seconds(self, now: float) -> float: ...
+    def prolong(self, grant: Grant) -> None: ...
+    def lose(self, reason: str) -> tuple[Callable[[], object], ...]: ...
+
+
 class Renewer(abc.ABC):
     """Extends holds: many together, because looks are rounded up by less than a sixteenth of their interval.
 
@@ -42,31 +64,31 @@ class Renewer(abc.ABC):
     """
 
     def __init__(self) -> None:
-        self._looks: dict[float, set[Callable[[], Hold | None]]] = {}  # weak references
-        self._tended: frozenset[Hold] = frozenset()
+        self._looks: dict[float, set[Callable[[], Renewable | None]]] = {}  # weak references
+        self._tended: frozenset[Renewable] = frozenset()
         # Another one in every process, or all would ask the nodes at the same moments.
         self._phase = random.uniform(0.0, 1024.0)  # noqa: S311 - no secret
 
     @abc.abstractmethod
-    def watch(self, hold: Hold) -> None:
+    def watch(self, hold: Renewable) -> None:
         """Begin to extend a hold."""
 
     @abc.abstractmethod
-    def stop(self, hold: Hold) -> None:
+    def stop(self, hold: Renewable) -> None:
         """Cease to extend a hold; an extension under way has ended when this returns."""
 
     @abc.abstractmethod
-    async def stop_soon(self, hold: Hold) -> None:
+    async def stop_soon(self, hold: Renewable) -> None:
         """Do as `stop`, and let other tasks run meanwhile."""
 
-    def strike(self, hold: Hold) -> bool:
+    def strike(self, hold: Renewable) -> bool:
         """Cease to extend a hold; or return False, and go on, where an extension is under way."""
         if hold in self._tended:
             return False
         self._strike(hold)
         return True
 
-    def _strike(self, hold: Hold) -> None:
+    def _strike(self, hold: Renewable) -> None:
         if (holds := self._looks.get(hold.planned)) is not None:
             holds.discard(hold.itself)
 
@@ -75,7 +97,7 @@ class Renewer(abc.ABC):
         """When something is to be done; infinite if nothing is."""
         return min(self._looks, default=math.inf)
 
-    def plan(self, hold: Hold, now: float) -> None:
+    def plan(self, hold: Renewable, now: float) -> None:
         """Look at a hold when it is to be extended next, or ends, or up to a sixteenth of the pause later."""
         self._strike(hold)
         left = hold.grant.expires_at - now
@@ -88,9 +110,9 @@ class Renewer(abc.ABC):
         hold.planned = math.ceil((now + left - self._phase) / width) * width + self._phase
         self._looks.setdefault(hold.planned, set()).add(hold.itself)
 
-    def take(self, now: float) -> list[Hold]:
+    def take(self, now: float) -> list[Renewable]:
         """Take off, and return, what is to be looked at now."""
-        due: list[Hold] = []
+        due: list[Renewable] = []
         while (look := self.next_at) <= now:
             # A copy, made in one step: another thread may strike one.
             references = tuple(self._looks.pop(look, ()))
@@ -98,7 +120,7 @@ class Renewer(abc.ABC):
         self._tended = frozenset(due)
         return due
 
-    def tend(self, due: Iterable[Hold], now: Callable[[], float]) -> Steps[Calls]:
+    def tend(self, due: Iterable[Renewable], now: Callable[[], float]) -> Steps[Calls]:
         """Extend what is due and can be, give up what cannot, and plan the rest.
 
         Yields wishes, and is sent what became of each; yields grants, to be released for what may be left of
@@ -106,7 +128,7 @@ class Renewer(abc.ABC):
         """
         calls: Calls = []
         ended: list[Grant] = []
-        wanted: list[tuple[Hold, Wish]] = []
+        wanted: list[tuple[Renewable, Wish]] = []
         for hold in due:
             moment = now()
             if hold.over:
@@ -134,7 +156,7 @@ class Renewer(abc.ABC):
             yield from _tried(grant)
         return calls
 
-    def _note(self, hold: Hold, outcome: Grant | FencelockError, now: float) -> None:
+    def _note(self, hold: Renewable, outcome: Grant | FencelockError, now: float) -> None:
         if isinstance(outcome, Grant):
             hold.prolong(outcome)
         else:
@@ -158,18 +180,18 @@ def _tried(step: object, outcomes: int = 0) -> Steps[Any]:
         return [error if isinstance(error, FencelockError) else AuthorityError(repr(error))] * outcomes
 
 
-def _is_final(hold: Hold) -> bool:
+def _is_final(hold: Renewable) -> bool:
     """Whether the grant lasts for as long as it ever may."""
     return hold.deadline - hold.grant.expires_at < hold.ttl / 20
 
 
-def _why_ended(hold: Hold) -> str:
+def _why_ended(hold: Renewable) -> str:
     if _is_final(hold):
         return "it was held for as long as max_hold allows"
     return f"it could not be extended in time: {hold.trouble or 'this process was held up'}"
 
 
-def follow_release(hold: Hold) -> Iterator[Grant]:
+def follow_release(hold: Renewable) -> Iterator[Grant]:
     """Release once more what may have been made again behind the release; or leave that to the releaser."""
     hold.extended_behind = True
     if hold.release_ended:

@@ -8,16 +8,12 @@ import math
 import os
 import threading
 import time
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from fencelock import _threads
 from fencelock._steps import block
 from fencelock.authority.base import Authority
-from fencelock.renewal.schedule import Calls, Renewer, ask, logger, tell
-
-if TYPE_CHECKING:
-    from fencelock.lock.hold import Hold
+from fencelock.renewal.schedule import Calls, Renewable, Renewer, ask, logger, tell
 
 #: Seconds after which a thread ends that has nothing to extend.
 _IDLE = 30.0
@@ -45,7 +41,7 @@ class ThreadRenewer(Renewer):
         self._wakes_at = -math.inf
         self._thread: threading.Thread | None = None
 
-    def watch(self, hold: Hold) -> None:
+    def watch(self, hold: Renewable) -> None:
         """Begin to extend a hold."""
         with self._mutex:
             super().plan(hold, time.monotonic())
@@ -55,22 +51,22 @@ class ThreadRenewer(Renewer):
                 self._wakes_at = hold.planned
                 self._changed.notify_all()
 
-    def strike(self, hold: Hold) -> bool:
+    def strike(self, hold: Renewable) -> bool:
         """Cease to extend a hold; or return False, and go on, where an extension is under way."""
         with self._mutex:
             return super().strike(hold)
 
-    def plan(self, hold: Hold, now: float) -> None:
+    def plan(self, hold: Renewable, now: float) -> None:
         """Look at a hold when it is to be extended next, or ends."""
         with self._mutex:
             super().plan(hold, now)
 
-    def stop(self, hold: Hold) -> None:
+    def stop(self, hold: Renewable) -> None:
         """Cease to extend a hold; an extension under way has ended when this returns."""
         with self._changed:
             self._changed.wait_for(lambda: self.strike(hold))
 
-    async def stop_soon(self, hold: Hold) -> None:
+    async def stop_soon(self, hold: Renewable) -> None:
         """Do as `stop`, and let other tasks run meanwhile: for a task that ends a hold of blocking code."""
         while not self.strike(hold):  # noqa: ASYNC110 - a thread sets no event of a loop
             await asyncio.sleep(_LOOK)
@@ -92,7 +88,7 @@ class ThreadRenewer(Renewer):
             self._extend(due)
             del due  # while it waits, it must not keep what nothing else keeps
 
-    def _extend(self, due: list[Hold]) -> None:
+    def _extend(self, due: list[Renewable]) -> None:
         authority = due[0].authority
         calls = block(self.tend(due, time.monotonic), lambda step: ask(authority, step))
         with self._changed:
@@ -101,7 +97,7 @@ class ThreadRenewer(Renewer):
         if calls:
             _tell_apart(calls)
 
-    def _await_due(self) -> list[Hold]:
+    def _await_due(self) -> list[Renewable]:
         """Return what is to be looked at; nothing when the thread may end: it was idle, or is one too many.
 
         For a signal handler that raises within `Thread.start` leaves a thread that seems not to be alive.
