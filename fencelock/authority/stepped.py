@@ -1,8 +1,8 @@
 """An authority written once, as generators of steps, for blocking code and for coroutines.
 
-Its author writes `acquiring`, `extending`, `reminting` and `releasing`, which yield steps of their own, and
-`do` and `do_soon`, which take such a step in each world. `Stepped` makes an `Authority` of that. It knows two
-more steps: `Wait`, and `Abandon`.
+Its author writes `acquiring`, `extending`, `reminting`, `releasing` and `looking`, which yield steps of their
+own, and `do` and `do_soon`, which take such a step in each world. `Stepped` makes an `Authority` of that. It
+knows two more steps: `Wait`, and `Abandon`.
 """
 
 from __future__ import annotations
@@ -182,6 +182,10 @@ class Stepped(Locking, abc.ABC):
         """Do as `Authority.release`."""
 
     @abc.abstractmethod
+    def looking(self, resources: tuple[str, ...]) -> Steps[float | None]:
+        """Do as `Authority.holder_ttl`."""
+
+    @abc.abstractmethod
     def do(self, step: Any) -> Any:
         """Take a step, blocking."""
 
@@ -245,6 +249,10 @@ class Stepped(Locking, abc.ABC):
         """Give the leases back: see `Authority.release`."""
         return block(self.releasing(grant), self.do)
 
+    def holder_ttl(self, resources: tuple[str, ...]) -> float | None:
+        """Tell for how many seconds one of them is held: see `Authority`."""
+        return block(self.looking(resources), self.do)
+
 
 class AsyncView(AsyncClosing):
     """A `Stepped` authority for coroutines.
@@ -293,6 +301,10 @@ class AsyncView(AsyncClosing):
     async def release(self, grant: Grant) -> bool | None:
         """Give the leases back: see `AsyncAuthority.release`."""
         return await self.wait_for(self._authority.releasing(grant))
+
+    async def holder_ttl(self, resources: tuple[str, ...]) -> float | None:
+        """Tell for how many seconds one of them is held: see `Authority`."""
+        return await self.wait_for(self._authority.looking(resources))
 
     async def wait_for(self, steps: Steps[_T]) -> _T:
         """Take steps to their end, letting other tasks run."""

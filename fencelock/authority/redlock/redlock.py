@@ -7,7 +7,7 @@ import logging
 import os
 import random
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Generator, Sequence
 from typing import Any, ClassVar, TypeVar
 from weakref import WeakValueDictionary
@@ -24,8 +24,9 @@ from fencelock.authority.redlock.membership.recover import recover, rise
 from fencelock.authority.redlock.membership.reports import NodeGroup
 from fencelock.authority.redlock.membership.view import MembershipView
 from fencelock.authority.redlock.operations import Acquisition
-from fencelock.authority.redlock.protocol import messages
-from fencelock.authority.redlock.protocol.bids import Bid
+from fencelock.authority.redlock.protocol import holding, messages
+from fencelock.authority.redlock.protocol.bids import Bid, Granted
+from fencelock.authority.redlock.protocol.nodeset import names_of
 from fencelock.authority.redlock.recovery import Recoverer
 from fencelock.authority.redlock.transport.aio import LoopConnections
 from fencelock.authority.redlock.transport.blocking import SharedConnections
@@ -108,6 +109,8 @@ class Redlock(Stepped):
         self._see = self._view.see
         # Of acquisitions under way and grants in use. Grants that are let expire leave by themselves.
         self._wanted: WeakValueDictionary[str, Bid] = WeakValueDictionary()
+        #: Of grants that were handed over: their late answers release nothing.
+        self._handed_over: deque[Bid] = deque(maxlen=1_000)
         self._connections = self._connect()
         self._recoverer = Recoverer(self._connect, self._recovering)
 
@@ -181,6 +184,22 @@ class Redlock(Stepped):
     def releasing(self, grant: Grant) -> Steps[bool | None]:
         """Do as `Authority.release`."""
         return operations.release(self._see, self._wanted, grant.proof)
+
+    def looking(self, resources: tuple[str, ...]) -> Steps[float | None]:
+        """Do as `Authority.holder_ttl`."""
+        return holding.holder_ttl(self._see, resources)
+
+    def dump(self, grant: Grant) -> dict[str, Any]:
+        """Do as `Authority.dump`."""
+        self._handed_over.append(grant.proof.bid)
+        return {"namespace": self._namespace, "nonce": grant.proof.bid.nonce}
+
+    def load(self, resources: tuple[str, ...], tokens: tuple[int, ...], data: dict[str, Any]) -> Grant:
+        """Do as `Authority.load`."""
+        names, halves = tuple(sorted(resources)), dict(zip(resources, map(token.split, tokens), strict=True))
+        bid = self._wanted[data["nonce"]] = Bid(names, data["nonce"], 0.0, *names_of(self._node_key, names))
+        counters = tuple(halves[name][1] for name in names)
+        return Grant(resources, tokens, 0.0, Granted(bid, halves[names[0]][0], counters, 0.0))
 
     def do(self, step: Any) -> Any:
         """Take a step, blocking."""
