@@ -104,15 +104,6 @@ def test_a_lease_that_ended_is_no_holder(pair: tuple[Any, Any]) -> None:
         assert eventually(lambda: not other.lock("r").locked())
 
 
-def test_the_ttl_is_that_of_the_last_to_end(pair: tuple[Any, Any]) -> None:
-    """The longest of several."""
-    mine, other = pair
-    assert other.holder_ttl(("a", "b")) is None
-    with mine.lock("a", ttl=5, renew=False), mine.lock("b", ttl=50, renew=False):
-        assert 3 < other.holder_ttl(("a",)) <= 5
-        assert 45 < other.holder_ttl(("a", "b", "c")) <= 50
-
-
 def test_locked_in_a_task(pair: tuple[Any, Any]) -> None:
     """The same behind `await`."""
     mine, other = pair

@@ -31,7 +31,6 @@ _PARENT = (
     "lock in one of the two only. What the holder starts may write under its lease"
 )
 
-
 _ITSELF = (
     "this very thread, task or greenlet holds the lock itself, and does not enter again because of "
     "reentrant=False: leave the outer block first, or write reentrant=True, which enters again"
