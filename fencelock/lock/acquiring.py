@@ -200,13 +200,9 @@ class LockSteps(Generic[Token]):
             yield from stop_renewal(hold)
             _check_still_held(hold)
             if len(entry.holds) > 1 or len(hold.blocks) > 1:
-                raise LockError(
-                    f"{self!r} was entered more than once: leave the other blocks before hand_over()"
-                )
+                raise LockError(f"{self!r} was entered more than once: leave the other blocks first")
             if any(lease.needed or lease.in_doubt for lease in hold.leases):
-                raise LockError(
-                    f"{self!r}: a transaction under it is open or in doubt; end it before hand_over()"
-                )
+                raise LockError(f"{self!r}: a transaction under it is open or in doubt: end it first")
             its = {"resources": hold.grant.resources, "tokens": hold.grant.tokens, "ttl": hold.ttl}
             its |= {"proof": authority.dump(hold.grant), "seal": hold.seal_nonce, "by": repr(authority)}
             self._entries.remove(entry)

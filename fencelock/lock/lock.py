@@ -304,7 +304,7 @@ def fenced_lock(
 
 
 def take_over(text: str, **settings: Unpack[AllLockSettings]) -> FencedLock[Any]:
-    """Return a lock that has been handed over: its first entering extends the lease instead of acquiring it.
+    """Return a lock that was handed over: its first entering extends the lease instead of acquiring it.
 
     The tokens stay. Each text is for one process. Entering raises LockLostError where the lease has ended.
 
@@ -313,7 +313,7 @@ def take_over(text: str, **settings: Unpack[AllLockSettings]) -> FencedLock[Any]
         **settings: as for `fenced_lock`. The ttl is that of the text by default, and max_hold begins anew.
 
     Raises:
-        ValueError: for any other text; or for that of another kind of authority, or another namespace.
+        ValueError: for any other text, also of another kind of authority, or of another namespace.
     """
     settings["authority"] = authority = cast("Any", settings.get("authority") or default_authority())
     try:
