@@ -47,7 +47,7 @@ from fencelock.guard import (
 from fencelock.lease import Lease
 from fencelock.lock.at_exit import exit_on_signals
 from fencelock.lock.decorator import fenced
-from fencelock.lock.lock import AsyncLock, FencedLock, fenced_lock
+from fencelock.lock.lock import AsyncLock, FencedLock, fenced_lock, take_over
 from fencelock.settings import configure
 from fencelock.transaction import AsyncFencedTransaction, FencedTransaction, fenced_transaction
 
@@ -101,5 +101,6 @@ __all__ = [
     "on_claim",
     "on_stale",
     "on_unfenced",
+    "take_over",
     "upsert",
 ]

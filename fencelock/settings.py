@@ -35,6 +35,7 @@ class LockSettings(TypedDict, total=False):
     renew: bool
     max_hold: float | None
     fair: bool
+    reentrant: bool
     if_lost: IfLost
     seal: Engine | AsyncEngine | None
 

@@ -90,6 +90,7 @@ def test_settings_are_the_parameters_of_fenced_lock() -> None:
         "renew": True,
         "max_hold": 3600.0,
         "fair": False,
+        "reentrant": True,
         "if_lost": "raise",
         "authority": None,
         "seal": None,

@@ -65,6 +65,7 @@ from fencelock import (
     on_claim,
     on_stale,
     on_unfenced,
+    take_over,
     upsert,
 )
 from fencelock.guard import fence_column, triggers, write_id_column
@@ -111,6 +112,7 @@ def ship(order_id: int) -> str:
     renew=True,
     max_hold=None,
     fair=True,
+    reentrant=False,
     if_lost="warn",
     authority=None,
     seal=None,
@@ -221,6 +223,13 @@ def by_hand(quorum: Redlock) -> None:
     assert_type(lock.remint(), int)
     lock.extend(60)
     lock.release()
+    assert_type(lock.locked(), bool)
+    assert_type(lock.hand_over(), str)
+    with take_over(lock.hand_over(), authority=quorum, renew=False) as token:
+        number: int = token
+        print(number)
+    with quorum.lock("order:1", reentrant=False):
+        print("once")
     if (maybe := lock.try_acquire()) is not None:
         print(maybe.lost)
     print([node.address for node in quorum.status()])
@@ -243,6 +252,10 @@ async def in_tasks(quorum: Redlock, engine: AsyncEngine) -> None:
     assert_type(lease, Lease)
     await twin.extend()
     assert_type(await twin.remint(), int)
+    assert_type(await twin.locked(), bool)
+    assert_type(await twin.hand_over(), str)
+    async with take_over(await twin.hand_over()) as tokens:
+        print(tokens)
     await twin.release()
     print((await ship_soon(1)).upper())
 
@@ -255,6 +268,8 @@ def mistakes(quorum: Redlock) -> None:
     quorum.lock("order:1", tll=5)  # type: ignore[call-overload]
     quorum.lock("order:1", timeout="5")  # type: ignore[call-overload]
     quorum.lock("order:1", authority=quorum)  # type: ignore[call-overload]
+    quorum.lock("order:1", reentrant="no")  # type: ignore[call-overload]
+    take_over("{}", tll=5)  # type: ignore[call-arg]
     fenced("order:{order_id}", tll=5)  # type: ignore[call-arg]
     fenced("order:{order_id}", fair="no")  # type: ignore[arg-type]
     fence_column(trigger="Strict")  # type: ignore[arg-type]

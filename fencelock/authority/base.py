@@ -92,6 +92,9 @@ class Authority(Protocol):
     - `kinds`, a `frozenset` of what else it can do: `"fair"`.
     - `sealed_by(engine)` tells whether it grants in the very database of an engine. Its `acquire` then takes
       `seal=`, a function that is called inside the transaction that grants (see `Seal`).
+    - `holder_ttl(resources)`, also of `aio`, tells for how many seconds one of them is held; None for none.
+    - `dump(grant)` makes plain data of a grant, and `load(resources, tokens, data)` the grant of it again.
+      Its end is known when it has been extended.
     - `inspect(resource)` tells the holder of a resource.
     """
 

@@ -1,8 +1,8 @@
 """An authority written once, as generators of steps, for blocking code and for coroutines.
 
-Its author writes `acquiring`, `extending`, `reminting` and `releasing`, which yield steps of their own, and
-`do` and `do_soon`, which take such a step in each world. `Stepped` makes an `Authority` of that. It knows two
-more steps: `Wait`, and `Abandon`.
+Its author writes `acquiring`, `extending`, `reminting`, `releasing` and `looking`, which yield steps of their
+own, and `do` and `do_soon`, which take such a step in each world. `Stepped` makes an `Authority` of that. It
+knows two more steps: `Wait`, and `Abandon`.
 """
 
 from __future__ import annotations
@@ -144,6 +144,10 @@ class Stepped(abc.ABC):
         """Do as `Authority.release`."""
 
     @abc.abstractmethod
+    def looking(self, resources: tuple[str, ...]) -> Steps[float | None]:
+        """Do as `Authority.holder_ttl`."""
+
+    @abc.abstractmethod
     def do(self, step: Any) -> Any:
         """Take a step, blocking."""
 
@@ -230,6 +234,10 @@ class Stepped(abc.ABC):
         except FencelockError as error:
             return _note_left(error)
 
+    def holder_ttl(self, resources: tuple[str, ...]) -> float | None:
+        """Tell for how many seconds one of them is held: see `Authority`."""
+        return block(self.looking(resources), self.do)
+
 
 class AsyncView:
     """A `Stepped` authority for coroutines. May be used in an `async with`, which closes it.
@@ -271,6 +279,10 @@ class AsyncView:
     async def release(self, grant: Grant) -> bool | None:
         """Give the leases back: see `AsyncAuthority.release`."""
         return await self.wait_for(self._authority.releasing(grant))
+
+    async def holder_ttl(self, resources: tuple[str, ...]) -> float | None:
+        """Tell for how many seconds one of them is held: see `Authority`."""
+        return await self.wait_for(self._authority.looking(resources))
 
     async def wait_for(self, steps: Steps[_T]) -> _T:
         """Take steps to their end, letting other tasks run."""

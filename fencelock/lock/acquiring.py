@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import re
@@ -9,15 +10,15 @@ import time
 from collections.abc import Callable
 from functools import partial
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, Unpack, cast
 from weakref import ref
 
 from fencelock._checks import check_choice, check_max_hold, check_timeout, check_ttl
 from fencelock._owners import running_loop
 from fencelock.authority.base import Authority, Grant, is_sealed_by
-from fencelock.errors import LockLostError, LockTimeoutError, NotHeldError
+from fencelock.errors import LockError, LockLostError, LockTimeoutError, NotHeldError
 from fencelock.lease import OBJECT_IN_NAME, Lease, check_resource
-from fencelock.lock.hold import Entry, Hold, find, last_of_ours
+from fencelock.lock.hold import Entry, Hold, find, last_of_ours, remove
 from fencelock.lock.releasing import Loss, end_releases, go_on_holding, leave, stop_renewal
 from fencelock.lock.sealed import check, seal, seal_anew, seal_held
 from fencelock.lock.steps import Acquisition, Step, Steps, ask_to_extend, ask_to_release, ask_to_remint
@@ -38,6 +39,9 @@ _HINTED_TRIES = 3
 #: Braces that an f-string would have filled.
 _UNFILLED = re.compile(r"\{[A-Za-z_][\w.]*\}")
 
+#: What the text of a lease that is handed over says of itself: its version, too.
+HANDED: Final = "fencelock lease 1"
+
 #: `for_thread`, or `for_loop`.
 Renewers = Callable[[Authority], Renewer]
 
@@ -53,6 +57,9 @@ class LockSteps(Generic[Token]):
         max_hold = check_max_hold(settings["max_hold"], self._ttl) if self._renew else None
         self._max_hold = math.inf if max_hold is None else max_hold
         self._fair = bool(settings["fair"])
+        self._reentrant = bool(settings["reentrant"])
+        #: What the next entering takes over: a grant, and the nonce under which it was sealed.
+        self._handed: tuple[Grant, str] | None = None
         self._if_lost = check_choice("if_lost", settings["if_lost"], ("raise", "warn"))
         self._authority = settings["authority"]
         self._sealer: Sealer | None = None
@@ -70,12 +77,16 @@ class LockSteps(Generic[Token]):
     ) -> Steps[Entry]:
         waiting = self._timeout if timeout is ... else check_timeout(timeout)
         authority = self._authority or default_authority()
-        holds = yield from self._enter_again(entry, authority)
+        handed, self._handed = self._handed, None
+        itself = not self._reentrant and any(find(authority, entry.owner, name) for name in self._resources)
+        holds = [] if handed or itself else (yield from self._enter_again(entry, authority))
         known = {name for hold in holds for name in hold.grant.resources}
         missing = tuple(name for name in self._resources if name not in known)
         if missing:
-            ask = partial(Acquisition, authority, missing, ttl=self._ttl, fair=self._fair)
-            if self._sealer is None:
+            ask = partial(Acquisition, authority, missing, ttl=self._ttl, fair=self._fair, itself=itself)
+            if handed is not None:
+                grant, nonce = (yield from _take_over(authority, handed[0], self._ttl)), handed[1]
+            elif self._sealer is None:
                 entry.asked = asked = ask(timeout=waiting)
                 yield asked
                 grant, nonce = asked.answer, ""
@@ -84,7 +95,9 @@ class LockSteps(Generic[Token]):
             for hold in holds:
                 _check_still_held(hold)  # it may have ended while the others were waited for
             new = Hold(authority, grant, entry.owner, self._ttl, time.monotonic() + self._max_hold)
-            new.sealers, new.seal_nonce = () if self._sealer is None else (self._sealer,), nonce
+            new.sealers, new.seal_nonce = () if self._sealer is None or handed else (self._sealer,), nonce
+            if handed is not None and self._sealer is not None:
+                yield from seal_held(self._sealer, new)
             if renewers is for_loop and (loop := running_loop()) is not None:
                 new.loop = ref(loop)
             if self._renew:
@@ -172,6 +185,33 @@ class LockSteps(Generic[Token]):
             _check_still_held(hold)
         return entry.tokens
 
+    def _locked(self) -> Steps[bool]:
+        authority: Any = self._authority or default_authority()
+        names = self._resources
+        asked = Step(lambda: authority.holder_ttl(names), lambda: authority.aio.holder_ttl(names))
+        yield asked
+        return asked.answer is not None
+
+    def _hand_over(self) -> Steps[str]:
+        entry = self._innermost()
+        hold, authority = entry.holds[0], cast("Any", entry.holds[0].authority)
+        _check_still_held(hold)
+        try:
+            yield from stop_renewal(hold)
+            _check_still_held(hold)
+            if len(entry.holds) > 1 or len(hold.blocks) > 1:
+                raise LockError(f"{self!r} was entered more than once: leave the other blocks first")
+            if any(lease.needed or lease.in_doubt for lease in hold.leases):
+                raise LockError(f"{self!r}: a transaction under it is open or in doubt: end it first")
+            its = {"resources": hold.grant.resources, "tokens": hold.grant.tokens, "ttl": hold.ttl}
+            its |= {"proof": authority.dump(hold.grant), "seal": hold.seal_nonce, "by": repr(authority)}
+            self._entries.remove(entry)
+            entry.holds = ()
+            remove(hold)
+        finally:
+            yield from go_on_holding(hold)
+        return json.dumps({HANDED: its})
+
     def _release(self) -> Steps[None]:
         self._complain((yield from self._leave(self._innermost())), None)
 
@@ -247,6 +287,18 @@ def _acquire_sealed(
         # A hint costs no time, so there is no wait for it, even where one try was asked for.
         if time.monotonic() >= end and not (above and tries < _HINTED_TRIES):
             raise LockTimeoutError(wish.complaint(above))
+
+
+def _take_over(authority: Authority, grant: Grant, ttl: float) -> Steps[Grant]:
+    """Extend a grant that was handed over."""
+    asked = ask_to_extend(authority, grant, ttl)
+    yield asked
+    (outcome,) = asked.answer
+    if isinstance(outcome, LockLostError):
+        yield ask_to_release(authority, grant)  # nodes may have made its locks again
+    if not isinstance(outcome, Grant):
+        raise outcome
+    return outcome
 
 
 def _check_still_held(hold: Hold) -> None:

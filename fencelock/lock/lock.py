@@ -5,19 +5,21 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable
 from types import EllipsisType
-from typing import TYPE_CHECKING, Generic, Unpack, overload
+from typing import TYPE_CHECKING, Any, Generic, Unpack, cast, overload
 
+from fencelock import token
 from fencelock.authority.base import Authority, make_locks_with
 from fencelock.errors import LockTimeoutError
 from fencelock.lease import Lease
-from fencelock.lock.acquiring import LockSteps, Token
+from fencelock.lock.acquiring import HANDED, LockSteps, Token
 from fencelock.lock.hold import Entry
 from fencelock.lock.steps import run_blocking, run_waiting
 from fencelock.renewal.loop import for_loop
 from fencelock.renewal.thread import for_thread
-from fencelock.settings import DEFAULT_TTL, AllLockSettings, IfLost
+from fencelock.settings import DEFAULT_TTL, AllLockSettings, IfLost, default_authority
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -106,6 +108,18 @@ class FencedLock(LockSteps[Token]):
             LockLostError: it could not be done; the lease has ended.
         """
         return run_blocking(self._remint())  # type: ignore[no-any-return]
+
+    def locked(self) -> bool:
+        """Tell whether a holder anywhere, also in this process, has one of the resources at this moment."""
+        return run_blocking(self._locked())
+
+    def hand_over(self) -> str:
+        """End the holding here without giving the lock back; return a text for another process's `take_over`.
+
+        Nothing renews the lease on its way. A LockError says where the lock was entered more than once, or a
+        transaction needs it; then it stays held. Other errors are as for `remint`.
+        """
+        return run_blocking(self._hand_over())
 
     def release(self) -> None:
         """Give the lock back; where it was entered several times, leave one block.
@@ -206,6 +220,14 @@ class AsyncLock(Generic[Token]):
         """Exchange the token for a new, larger one, and keep holding the lock: see `FencedLock.remint`."""
         return await run_waiting(self._lock._remint())
 
+    async def locked(self) -> bool:
+        """Tell whether a holder anywhere has one of the resources at this moment: see `FencedLock.locked`."""
+        return await run_waiting(self._lock._locked())
+
+    async def hand_over(self) -> str:
+        """End the holding here without giving the lock back: see `FencedLock.hand_over`."""
+        return await run_waiting(self._lock._hand_over())
+
     async def release(self) -> None:
         """Give the lock back: see `FencedLock.release`."""
         await run_waiting(self._lock._release())
@@ -226,6 +248,7 @@ def fenced_lock(
     renew: bool = True,
     max_hold: float | None = 3600.0,
     fair: bool = False,
+    reentrant: bool = True,
     if_lost: IfLost = "raise",
     authority: Authority | None = None,
     seal: Engine | AsyncEngine | None = None,
@@ -252,6 +275,7 @@ def fenced_lock(
         max_hold: seconds after which a lease is no longer renewed but lost, because a worker that hangs must
             not hold for ever. None for no limit.
         fair: wait in line: first come, first served, as far as a quorum can tell.
+        reentrant: let a thread, task or greenlet enter again what it holds. False: it waits as any other.
         if_lost: what leaving the block does if the lease was lost before, nothing was committed under it and
             the body raised nothing: "raise" LockLostError, or "warn" in the log.
         authority: grants it; by default what `configure()` or FENCELOCK_URL say.
@@ -271,10 +295,38 @@ def fenced_lock(
         renew=renew,
         max_hold=max_hold,
         fair=fair,
+        reentrant=reentrant,
         if_lost=if_lost,
         authority=authority,
         seal=seal,
     )
+    return lock
+
+
+def take_over(text: str, **settings: Unpack[AllLockSettings]) -> FencedLock[Any]:
+    """Return a lock that was handed over: its first entering extends the lease instead of acquiring it.
+
+    The tokens stay. Each text is for one process. Entering raises LockLostError where the lease has ended.
+
+    Args:
+        text: of `FencedLock.hand_over`.
+        **settings: as for `fenced_lock`. The ttl is that of the text by default, and max_hold begins anew.
+
+    Raises:
+        ValueError: for any other text, also of another kind of authority, or of another namespace.
+    """
+    settings["authority"] = authority = cast("Any", settings.get("authority") or default_authority())
+    try:
+        its = json.loads(text)[HANDED]
+        grant = authority.load(tuple(its["resources"]), tuple(map(token.check, its["tokens"])), its["proof"])
+        by, handed = its["by"], (grant, its["seal"])
+        settings.setdefault("ttl", its["ttl"])
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
+        raise ValueError(f"this is no text of hand_over: {str(text)[:80]!r} ({error!r})") from error
+    if authority.dump(grant) != its["proof"]:
+        raise ValueError(f"{by} has granted this lease, and {authority!r} cannot take it over")
+    lock: FencedLock[Any] = fenced_lock(*grant.resources, **settings)
+    lock._handed = handed
     return lock
 
 

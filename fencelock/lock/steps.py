@@ -31,6 +31,11 @@ _PARENT = (
     "lock in one of the two only. What the holder starts may write under its lease"
 )
 
+_ITSELF = (
+    "this very thread, task or greenlet holds the lock itself, and does not enter again because of "
+    "reentrant=False: leave the outer block first, or write reentrant=True, which enters again"
+)
+
 
 class Step:
     """Something that takes time: one function blocks for it, the other returns what is to be awaited.
@@ -64,7 +69,7 @@ Steps = Generator[Step, None, _T]
 class Acquisition(Step):
     """An acquisition of resources, which waits for others for `timeout` seconds."""
 
-    __slots__ = ("authority", "resources", "timeout")
+    __slots__ = ("authority", "itself", "resources", "timeout")
 
     def __init__(
         self,
@@ -76,6 +81,7 @@ class Acquisition(Step):
         fair: bool,
         above: tuple[int, ...] = (),
         seal: Seal | None = None,
+        itself: bool = False,
     ) -> None:
         def ask(its: Any) -> Any:
             if seal is None:
@@ -86,6 +92,7 @@ class Acquisition(Step):
         self.authority = authority
         self.resources = resources
         self.timeout = timeout
+        self.itself = itself
 
     def block(self) -> None:
         """Do it."""
@@ -101,13 +108,13 @@ class Acquisition(Step):
     def _telling(self) -> Iterator[None]:
         """Say at once, and in the error, where it waits for code that may be waiting for it."""
         parent = self._waits_for_parent() and self.timeout != 0
-        why = _PARENT if parent else _IN_VAIN
+        why = _ITSELF if self.itself else _PARENT if parent else _IN_VAIN
         if parent or (self.timeout is None and self._is_in_vain()):
             logger.warning("%s: %s", named(self.resources), why)
         try:
             yield
         except LockTimeoutError as error:
-            if parent or (self.timeout != 0 and self._is_in_vain()):
+            if self.itself or parent or (self.timeout != 0 and self._is_in_vain()):
                 raise LockTimeoutError(f"{error}; {why}", holder_ttl=error.holder_ttl) from None
             raise
 

@@ -60,6 +60,9 @@ class Face(Protocol):
     def release(self, grant: Grant) -> bool | None:
         """See `Authority.release`."""
 
+    def holder_ttl(self, *resources: str) -> float | None:
+        """See `Authority`."""
+
     def close(self) -> None:
         """Close the connections of this face."""
 
@@ -92,6 +95,11 @@ class BlockingFace:
     def release(self, grant: Grant) -> bool | None:
         """See `Authority.release`."""
         return self.client.release(grant)
+
+    def holder_ttl(self, *resources: str) -> float | None:
+        """See `Authority`."""
+        client: Any = self.client
+        return client.holder_ttl(resources)  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """Close the connections."""
@@ -158,6 +166,11 @@ class AsyncFace:
     def release(self, grant: Grant) -> bool | None:
         """See `Authority.release`."""
         return self._loop.run(self.client.aio.release(grant))
+
+    def holder_ttl(self, *resources: str) -> float | None:
+        """See `Authority`."""
+        client: Any = self.client
+        return self._loop.run(client.aio.holder_ttl(resources))  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """Close the connections of the loop, then whatever else the client has."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 import unicodedata
 from itertools import chain
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
@@ -234,3 +235,40 @@ def test_a_driver_for_asyncio_refuses_blocking_code(stage: Stage, blocking: str)
         client.acquire(("r",), ttl=5.0, timeout=0)
     assert blocking in str(caught.value)
     assert is_free_soon(stage.new(), "r")
+
+
+@pytest.mark.parametrize("stage", EVERYWHERE, indirect=True)
+def test_the_holder_of_several_is_the_last_to_end(stage: Stage) -> None:
+    """In seconds; None where all are free, were given back or have expired."""
+    mine, other = stage.new(), stage.new()
+    assert other.holder_ttl("a", "b") is None
+    short, long = mine.acquire("a", ttl=5.0), mine.acquire("b", "c", ttl=50.0)
+    for face in (mine, other):
+        assert 3.0 < (face.holder_ttl("a") or 0.0) < 5.1
+        assert 45.0 < (face.holder_ttl("a", "b", "d") or 0.0) < 50.1
+    for grant in (short, long):
+        mine.release(grant)
+    assert other.holder_ttl("a", "b", "c", "d") is None
+    acquire_briefly(mine, "a")
+    assert other.holder_ttl("a")
+    assert is_free_soon(other, "a")
+    assert other.holder_ttl("a") is None
+
+
+@pytest.mark.parametrize("stage", EVERYWHERE, indirect=True)
+def test_a_grant_is_known_elsewhere_by_plain_data(stage: Stage) -> None:
+    """Another client extends it, mints it anew and gives it back."""
+    mine, other = stage.new(), stage.new()
+    grant = mine.acquire("b", "a", ttl=5.0)
+    dumping: Any = mine.client
+    loading: Any = other.client
+    loaded = loading.load(grant.resources, grant.tokens, json.loads(json.dumps(dumping.dump(grant))))
+    (said,) = other.extend_many([(loaded, 50.0)])
+    assert isinstance(said, Grant), said
+    assert (said.resources, said.tokens) == (grant.resources, grant.tokens)
+    assert said.expires_at > time.monotonic() + 45.0
+    assert is_held(mine, "a")
+    minted = other.remint(said)
+    assert all(new > old for new, old in zip(minted.tokens, grant.tokens, strict=True))
+    assert other.release(minted) is True
+    assert mine.holder_ttl("a", "b") is None

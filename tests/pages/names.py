@@ -18,7 +18,7 @@ from tests.pages.blocks import ROOT
 PAGE: Final = ROOT / "docs" / "names.md"
 
 LOCKS: Final = (
-    *("fenced_lock", "fenced_transaction", "fenced", "configure", "exit_on_signals"),
+    *("fenced_lock", "take_over", "fenced_transaction", "fenced", "configure", "exit_on_signals"),
     *("Database", "lease_table", "Redlock"),
 )
 MODELS: Final = ("FencedModel", "FencedDataclassModel", "fence_table", "begin_immediate")

@@ -77,6 +77,7 @@ def use_everything(server: Node, admin: redis.Redis) -> None:
         held.acquire()
         held.remint()
         held.extend(1)
+        assert held.locked()
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(wait, authority)
             time.sleep(0.3)

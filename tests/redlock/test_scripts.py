@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -80,6 +81,11 @@ class Scripts:
         bids = [Bid.of(self.fleet, tuple(sorted(resources)), nonce, ttl) for nonce, resources in grants]
         return self.real.execute(_extend_command(self.fleet, bids, [0] * len(bids)))
 
+    def holder(self, *resources: str) -> Answer:
+        """HOLDER."""
+        keys = (NODE_KEY, *map(key_of, resources))
+        return self.real.execute(Command("holder", "", keys, (self.fleet.fingerprint, "")))
+
     def lock(self, resource: str) -> str | None:
         """Return what the lock key of a resource holds."""
         value = self.client.get(key_of(resource))
@@ -120,6 +126,31 @@ def test_held_lock_is_refused_with_its_remaining_time(scripts: Scripts) -> None:
     assert answer.said is Said.HELD
     assert 6 < answer.ttl <= 7
     assert scripts.counter("r") == 1
+
+
+def test_holder_is_of_the_lock_that_ends_last(scripts: Scripts) -> None:
+    """LOST where all are free, HELD with the longest ttl; a lock without an end outlasts them."""
+    assert scripts.holder("a", "b") == Answer(Said.LOST)
+    scripts.acquire("n", "a", ttl=7)
+    scripts.acquire("m", "b", ttl=70)
+    answer = scripts.holder("c", "b", "a")
+    assert answer.said is Said.HELD
+    assert 69 < answer.ttl <= 70
+    assert 6 < scripts.holder("a").ttl <= 7
+    assert (scripts.lock("a"), scripts.lock("c")) == ("n|0|1", None)
+    scripts.client.set(key_of("c"), "of something else")
+    for order in (("a", "c", "b"), ("c", "b")):
+        assert scripts.holder(*order) == Answer(Said.HELD, ttl=math.inf)
+    scripts.client.hdel(NODE_KEY, "r")
+    assert scripts.holder("a").said is Said.RESTARTED
+
+
+def test_a_claim_is_no_holder(scripts: Scripts) -> None:
+    """It is kept for a bidder that was called; beside a lock that is held, only the lock counts."""
+    scripts.client.set(key_of("a"), ">client.1", px=60_000)
+    assert scripts.holder("a", "b") == Answer(Said.LOST)
+    scripts.acquire("n", "b", ttl=7)
+    assert scripts.holder("a", "b").ttl <= 7
 
 
 def test_several_locks_are_granted_together_or_not_at_all(scripts: Scripts) -> None:

@@ -124,6 +124,7 @@ class ModelNode:
             "confirm": self.confirm,
             "release": self.release,
             "extend": self.extend,
+            "holder": self.holder,
             "begin": _spread(self.begin),
             "read": lambda _: self.read(),
             "promise": _spread(self.promise),
@@ -147,7 +148,9 @@ class ModelNode:
 
     def remember(self) -> Disk:
         """Return all that it keeps, as a file on its disk would have it."""
-        queues = {key: dict(queue.since) for key, queue in self.queues.items()}
+        queues = {
+            key: dict(queue.since) for key in list(self.queues) if (queue := self._queue(key)) is not None
+        }
         return Disk(dict(self.hash), dict(self.locks), queues)
 
     def flush(self) -> None:
@@ -389,6 +392,14 @@ class ModelNode:
             codes.append(self._extend(command.keys[start : start + count], nonce, ttl, value))
             start += count
         return refused or Answer(Said.EXTENDED, self.hash["e"], tuple(codes))
+
+    def holder(self, command: Command) -> Answer:
+        """HOLDER."""
+        if (refused := self.refusal(str(command.arguments[0]))) is not None:
+            return refused
+        locks = [lock for key in command.keys[1:] if (lock := self.lock(key)) is not None]
+        left = [lock.ends - self.now for lock in locks if not _is_claim(lock, "")]
+        return Answer(Said.HELD, ttl=max(left) / 1000) if left else Answer(Said.LOST)
 
     def makes_locks(self, refused: Answer, fingerprint: str) -> bool:
         """Whether it does not vote, but may be admitted to this list."""

@@ -208,14 +208,8 @@ class Database(Stepped):
 
     def _waiting(self, resources: tuple[str, ...], end: float, looks: Iterator[float]) -> Steps[None]:
         """Wait until all of the resources look free."""
-
-        def look(connection: Connection) -> dict[str, float]:
-            ask = functools.partial(connection.scalar, self._says.left)
-            left = {resource: ask({"resource": resource}) for resource in resources}
-            return {resource: float(seconds) for resource, seconds in left.items() if seconds and seconds > 0}
-
         while True:
-            held = yield from self._asking(Work(look))
+            held = yield from self._held(resources)
             now = time.monotonic()
             if now >= end:
                 raise held_by_another(held or resources, max(held.values(), default=None))
@@ -223,6 +217,29 @@ class Database(Stepped):
                 return
             pause = min(next(looks), max(*held.values(), _PAUSES[0]), end - now)
             yield Wait(now + pause, named(resources))
+
+    def _held(self, resources: tuple[str, ...]) -> Steps[dict[str, float]]:
+        """Return those of the resources that are held, with the seconds for which they are."""
+
+        def look(connection: Connection) -> dict[str, float]:
+            ask = functools.partial(connection.scalar, self._says.left)
+            left = {resource: ask({"resource": resource}) for resource in resources}
+            return {resource: float(seconds) for resource, seconds in left.items() if seconds and seconds > 0}
+
+        return self._asking(Work(look))
+
+    def looking(self, resources: tuple[str, ...]) -> Steps[float | None]:
+        """Return for how many seconds one of the resources is held: see `Authority.holder_ttl`."""
+        held = yield from self._held(resources)
+        return max(held.values(), default=None)
+
+    def dump(self, grant: Grant) -> dict[str, Any]:
+        """Return what recognises a grant: see `Authority.dump`."""
+        return {"database": self._dialect, "nonce": grant.proof}
+
+    def load(self, resources: tuple[str, ...], tokens: tuple[int, ...], data: dict[str, Any]) -> Grant:
+        """Return the grant again: see `Authority.load`."""
+        return Grant(resources, tokens, 0.0, data["nonce"])
 
     def extending(self, wishes: Sequence[Wish]) -> Steps[list[Grant | FencelockError]]:
         """Extend grants: see `Authority.extend_many`."""

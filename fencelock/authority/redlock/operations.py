@@ -141,10 +141,13 @@ def extend(
     for start in range(0, len(wishes), BATCH):
         batch = wishes[start : start + BATCH]
         try:
-            fleet = see()
-            for _, ttl in batch:
-                check_max_ttl(ttl, fleet)
-            ends = yield from holding.extend(fleet, [(grant.proof, ttl) for grant, ttl in batch])
+            while True:
+                fleet = see()
+                for _, ttl in batch:
+                    check_max_ttl(ttl, fleet)
+                ends = yield from holding.extend(fleet, [(grant.proof, ttl) for grant, ttl in batch])
+                if see() == fleet:  # else nodes were heard for the first time, or have got another list
+                    break
         except AuthorityError as error:
             outcomes += [error] * len(batch)
         else:

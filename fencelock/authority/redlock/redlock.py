@@ -24,7 +24,9 @@ from fencelock.authority.redlock.membership.recover import recover, rise
 from fencelock.authority.redlock.membership.reports import NodeGroup
 from fencelock.authority.redlock.membership.view import MembershipView
 from fencelock.authority.redlock.operations import Acquisition
-from fencelock.authority.redlock.protocol import messages
+from fencelock.authority.redlock.protocol import holding, messages
+from fencelock.authority.redlock.protocol.bids import Bid, Granted
+from fencelock.authority.redlock.protocol.nodeset import names_of
 from fencelock.authority.redlock.recovery import Recoverer
 from fencelock.authority.redlock.transport.aio import LoopConnections
 from fencelock.authority.redlock.transport.blocking import SharedConnections
@@ -178,6 +180,21 @@ class Redlock(Stepped):
     def releasing(self, grant: Grant) -> Steps[bool | None]:
         """Do as `Authority.release`."""
         return operations.release(self._see, grant.proof)
+
+    def looking(self, resources: tuple[str, ...]) -> Steps[float | None]:
+        """Do as `Authority.holder_ttl`."""
+        return holding.holder_ttl(self._see, resources)
+
+    def dump(self, grant: Grant) -> dict[str, Any]:
+        """Do as `Authority.dump`."""
+        return {"namespace": self._namespace, "nonce": grant.proof.bid.nonce}
+
+    def load(self, resources: tuple[str, ...], tokens: tuple[int, ...], data: dict[str, Any]) -> Grant:
+        """Do as `Authority.load`."""
+        names, halves = tuple(sorted(resources)), dict(zip(resources, map(token.split, tokens), strict=True))
+        bid = Bid(names, data["nonce"], 0.0, *names_of(self._node_key, names))
+        counters = tuple(halves[name][1] for name in names)
+        return Grant(resources, tokens, 0.0, Granted(bid, halves[names[0]][0], counters, 0.0))
 
     def do(self, step: Any) -> Any:
         """Take a step, blocking."""

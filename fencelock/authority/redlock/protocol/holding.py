@@ -1,4 +1,4 @@
-"""What is done with a lock that is held: give it back, let it live on, mint anew."""
+"""What is done with a lock that is held: give it back, let it live on, mint anew; and whether it is held."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from fencelock.authority.redlock.protocol.messages import (
     Said,
     Sleep,
 )
-from fencelock.authority.redlock.protocol.nodeset import Fleet, count_of, enough_released
-from fencelock.authority.redlock.protocol.refusals import by_name, report_of
+from fencelock.authority.redlock.protocol.nodeset import Fleet, can_vote, count_of, enough_released, names_of
+from fencelock.authority.redlock.protocol.refusals import by_name, raise_no_quorum, report_of
 from fencelock.authority.redlock.protocol.undo import abandon, release_command
 from fencelock.errors import FencelockError, LockLostError, QuorumError
 
@@ -104,6 +104,29 @@ def remint(
                 f"({report_of(fleet, outcome.answers)})"
             )
         yield Sleep(pause)
+
+
+def holder_ttl(
+    see: Callable[[], Fleet], resources: tuple[str, ...]
+) -> Generator[Broadcast, Round, float | None]:
+    """Return for how many seconds one of the resources is held; None where all are, on a majority, free."""
+
+    def enough(answers: Answers) -> bool:
+        held, spare = count_of(Said.HELD, answers), len(fleet.names) - fleet.quorum
+        return can_vote(fleet, answers) and (held > spare or count_of(Said.LOST, answers) >= fleet.quorum)
+
+    while True:
+        fleet = see()
+        keys, _ = names_of(fleet.node_key, resources)
+        command = Command("holder", "", keys, (fleet.fingerprint, ""))
+        done = yield Broadcast(command, fleet.everybody, enough, fleet.patience)
+        if see() == fleet:  # else nodes were heard for the first time, or have got another list
+            break
+    if not can_vote(fleet, done.answers):
+        raise_no_quorum(fleet, done.answers)
+    if count_of(Said.LOST, done.answers) >= fleet.quorum:
+        return None
+    return max(answer.ttl for answer in done.answers.values() if answer.said is Said.HELD)
 
 
 def _extended(fleet: Fleet, bid: Bid, granted: Granted, done: Round, index: int) -> float | FencelockError:
