@@ -184,7 +184,7 @@ except TypeError as error:
 REDLOCK = PACKAGE / "authority" / "redlock"
 #: What the simulator runs; what is proven there is what ships.
 PURE = [
-    *(REDLOCK / f"{room}.py" for room in ["operations", "waiting"]),
+    *(REDLOCK / f"{room}.py" for room in ["operations"]),
     *sorted((REDLOCK / "membership").glob("*.py")),
     *sorted((REDLOCK / "protocol").glob("*.py")),
     *sorted((REDLOCK / "wire").glob("*.py")),

@@ -144,14 +144,14 @@ def key_on(url: str, resource: str, value: str | None) -> None:
 
 
 def test_a_claim_is_no_holder(authority: Redlock, nodes: Nodes) -> None:
-    """The nodes keep the lock for a bidder that was called, for a moment."""
+    """The nodes keep the lock for a contender that was called, for a moment."""
     for node in nodes:
         key_on(node.url, "r", ">client.1")
     assert not authority.lock("r").locked()
 
 
 def test_a_minority_is_no_holder(authority: Redlock, nodes: Nodes) -> None:
-    """Two of five nodes have the rest of a bid; a third one makes a majority that is not free."""
+    """Two of five nodes have the rest of an attempt; a third one makes a majority that is not free."""
     for node in nodes[:2]:
         key_on(node.url, "r", "rest|0|1")
     assert not authority.lock("r").locked()

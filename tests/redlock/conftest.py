@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fencelock.authority.redlock.protocol import acquire, bids
+from fencelock.authority.redlock.protocol import acquire, attempts
 from tests.polling import IMPATIENT
 from tests.redlock.views import Run
 
@@ -42,7 +42,7 @@ def never_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """One who stands in line looks after 20 s only: nothing but a call can explain an early success."""
     pause = acquire.next_pause
 
-    def patched(outcome: bids.Failed, tries: int, random: float) -> float:
+    def patched(outcome: attempts.Failed, tries: int, random: float) -> float:
         return 20.0 if outcome.waits_for_a_call else pause(outcome, tries, random)
 
     monkeypatch.setattr(acquire, "next_pause", patched)

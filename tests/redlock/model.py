@@ -10,11 +10,11 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from fencelock.authority.redlock.protocol.bids import Bid, Failed, Granted
+from fencelock.authority.redlock.protocol.attempts import Attempt, Failed, Granted
 from fencelock.authority.redlock.protocol.messages import Answer, Command
-from fencelock.authority.redlock.protocol.nodeset import Fleet
+from fencelock.authority.redlock.protocol.nodeset import NodeSet
 from fencelock.token import compose
-from tests.redlock.stage import Bidder, fleet_of
+from tests.redlock.stage import Bidder, node_set_of
 from tests.simulation.node import ModelNode
 
 FINGERPRINT = "fleet"
@@ -46,7 +46,7 @@ class Message:
     """A command on its way to a node, or its answer on the way back."""
 
     contender: Contender
-    bid: Bid
+    attempt: Attempt
     round: int
     node: int
     command: Command
@@ -67,7 +67,7 @@ class History:
     def note(self, contender: Contender, outcome: Granted) -> None:
         """Check a grant against P1 and P2, and remember it."""
         self.completed += 1
-        for resource, counter in zip(outcome.bid.resources, outcome.counters, strict=True):
+        for resource, counter in zip(outcome.attempt.resources, outcome.counters, strict=True):
             token = compose(outcome.epoch, counter)
             if token in self.seen.setdefault(resource, set()):
                 self.violations.append(f"P1: {resource} was granted {token} twice")
@@ -108,7 +108,7 @@ class World:
         self.duplicating = self.random.uniform(0.0, 0.15)
         self.losing = self.random.uniform(0.0, 0.08)
         self.nodes = nodes
-        self.fleet: Fleet = fleet_of(FINGERPRINT, len(nodes))
+        self.node_set: NodeSet = node_set_of(FINGERPRINT, len(nodes))
         self.resources = resources
         self.raise_epochs = raise_epochs
         self.history = History()
@@ -159,7 +159,7 @@ class World:
     def _arrive(self, message: Message, answer: Answer) -> None:
         contender = message.contender
         bidder = contender.bidder
-        if message.bid is not bidder.bid or message.round != contender.round:
+        if message.attempt is not bidder.attempt or message.round != contender.round:
             return
         bidder.answers.setdefault(message.node, answer)
         if bidder.request.enough(bidder.answers):
@@ -190,7 +190,7 @@ class World:
         self._number += 1
         count = min(len(self.resources), self.random.choice((1, 1, 2)))
         wanted = self.random.sample(list(self.resources), count)
-        return Bidder(self.fleet, *wanted, alone=self.random.random() < 0.2, nonce=f"n{self._number}")
+        return Bidder(self.node_set, *wanted, alone=self.random.random() < 0.2, nonce=f"n{self._number}")
 
     def _broadcast(self, contender: Contender) -> None:
         contender.round += 1
@@ -198,7 +198,7 @@ class World:
 
     def _post(self, contender: Contender, command: Command, nodes: Sequence[int]) -> None:
         for node in nodes:
-            self.messages.append(Message(contender, contender.bidder.bid, contender.round, node, command))
+            self.messages.append(Message(contender, contender.bidder.attempt, contender.round, node, command))
         # What has been under way for very long is lost, so that the rest gets its turn.
         while len(self.messages) > 40 * len(self.nodes):
             self.messages.pop(self.random.randrange(len(self.messages)))

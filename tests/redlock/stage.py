@@ -1,6 +1,6 @@
 """A stage on which the protocol's generators are stepped by hand, message by message.
 
-The generators are the ones that ship. A `Bidder` stands between one of them and the nodes: a test (or a
+The generators are the ones that ship. A `Contender` stands between one of them and the nodes: a test (or a
 random schedule) decides which command reaches which node when, and which answer finds its way back. A
 node is either a real server, whose scripts a test may replace to show what breaks without a rule, or the
 model of `model.py`.
@@ -24,7 +24,7 @@ from fencelock.authority.redlock.membership.change import change
 from fencelock.authority.redlock.membership.recover import recover, rise
 from fencelock.authority.redlock.membership.reports import NodeGroup
 from fencelock.authority.redlock.protocol import acquire, undo
-from fencelock.authority.redlock.protocol.bids import Bid, Failed, Granted, Turn
+from fencelock.authority.redlock.protocol.attempts import Attempt, Failed, Granted, QueuePosition
 from fencelock.authority.redlock.protocol.messages import (
     Answer,
     Answers,
@@ -34,7 +34,7 @@ from fencelock.authority.redlock.protocol.messages import (
     Round,
     Said,
 )
-from fencelock.authority.redlock.protocol.nodeset import Fleet
+from fencelock.authority.redlock.protocol.nodeset import NodeSet
 from fencelock.authority.redlock.redlock import Redlock
 from fencelock.authority.redlock.transport.connector import Node
 from fencelock.authority.redlock.transport.sockets import read_from, write_to
@@ -126,12 +126,12 @@ class RealNode:
 
 def stripe_of(resource: str) -> int:
     """Return the stripe whose counter serves a resource."""
-    return Bid.of(fleet_of("", 1), (resource,), "n", 1.0).stripes[0]
+    return Attempt.of(node_set_of("", 1), (resource,), "n", 1.0).stripes[0]
 
 
-def fleet_of(fingerprint: str, count: int) -> Fleet:
+def node_set_of(fingerprint: str, count: int) -> NodeSet:
     """Return the view that a client has of `count` nodes."""
-    return Fleet(
+    return NodeSet(
         names=tuple(f"n{number}" for number in range(count)),
         node_key=NODE_KEY,
         fingerprint=fingerprint,
@@ -151,16 +151,18 @@ class Bidder:
 
     def __init__(
         self,
-        fleet: Fleet,
+        node_set: NodeSet,
         *resources: str,
         ttl: float = 30.0,
         alone: bool = False,
         nonce: str = "",
-        turn: Turn | None = None,
+        position: QueuePosition | None = None,
     ) -> None:
-        self.fleet = fleet
-        self.bid = Bid.of(fleet, tuple(sorted(resources)), nonce or f"nonce-{next(_nonces)}", ttl, turn)
-        self._generator = acquire.attempt(fleet, self.bid, alone=alone)
+        self.node_set = node_set
+        self.attempt = Attempt.of(
+            node_set, tuple(sorted(resources)), nonce or f"nonce-{next(_nonces)}", ttl, position
+        )
+        self._generator = acquire.make_attempt(node_set, self.attempt, alone=alone)
         self.outcome: Granted | Failed | None = None
         self.answers: dict[int, Answer] = {}
         self.request: Broadcast = next(self._generator)
@@ -197,12 +199,12 @@ class Bidder:
         """Return the RELEASE that follows: with the decided values, or without."""
         if isinstance(self.outcome, Granted):
             granted = self.outcome
-            return undo.release_command(self.fleet, self.bid, granted.epoch, granted.counters)
-        return undo.release_command(self.fleet, self.bid, 0, (0,) * len(self.bid.resources))
+            return undo.release_command(self.node_set, self.attempt, granted.epoch, granted.counters)
+        return undo.release_command(self.node_set, self.attempt, 0, (0,) * len(self.attempt.resources))
 
 
 class Stage:
-    """Real nodes, initialised with counters at 0, and bidders on them."""
+    """Real nodes, initialised with counters at 0, and contenders on them."""
 
     def __init__(self, urls: Sequence[str], scripts: Mapping[str, str] | None = None) -> None:
         with Redlock(urls) as authority:
@@ -210,16 +212,16 @@ class Stage:
         self.nodes = [RealNode(url, scripts) for url in urls]
         membership = self.nodes[0].link.identity.membership
         assert membership is not None
-        self.fleet = fleet_of(membership.fingerprint, len(urls))
+        self.node_set = node_set_of(membership.fingerprint, len(urls))
 
     def close(self) -> None:
         """Close all connections."""
         for node in self.nodes:
             node.close()
 
-    def bidder(self, *resources: str, turn: Turn | None = None) -> Bidder:
+    def bidder(self, *resources: str, position: QueuePosition | None = None) -> Bidder:
         """Return a client that is about to ACQUIRE."""
-        return Bidder(self.fleet, *(resources or ("r",)), turn=turn)
+        return Bidder(self.node_set, *(resources or ("r",)), position=position)
 
     def stand_at(self, *counters: int, resource: str = "r") -> None:
         """Let the nodes' counters of a resource stand where a schedule wants them."""
@@ -227,7 +229,7 @@ class Stage:
             node.stand_at(resource, counter)
 
     def release(self, bidder: Bidder, *nodes: int) -> list[Said]:
-        """Have nodes execute a bidder's RELEASE."""
+        """Have nodes execute a contender's RELEASE."""
         return [self.nodes[node].execute(bidder.undo()).said for node in nodes]
 
 

@@ -142,7 +142,7 @@ def test_rule_reaches_no_other_key(any_server: Node, admin: redis.Redis) -> None
     set_user(admin, rule_of(admin))
     admin.set("{fencelock}x", "mine")
     with redis.Redis.from_url(url_of(any_server)) as client:
-        for attempt in (
+        for make_attempt in (
             lambda: client.get("{fencelock}x"),
             lambda: client.set("cache", "1"),
             lambda: client.eval("return redis.call('GET', KEYS[1])", 1, "{fencelock}x"),
@@ -151,7 +151,7 @@ def test_rule_reaches_no_other_key(any_server: Node, admin: redis.Redis) -> None
             lambda: client.config_get("maxmemory"),
         ):
             with pytest.raises(redis.ResponseError):
-                attempt()
+                make_attempt()
 
 
 def test_operator_needs_scan_as_well(any_server: Node, admin: redis.Redis) -> None:

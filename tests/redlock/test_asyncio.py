@@ -145,7 +145,7 @@ def test_loop_that_is_closed_without_farewell_leaves_no_socket_behind(
     """Tasks still wait, and nobody cancels them: the next loop closes everything, or the end of the first."""
 
     async def wait(resource: str) -> None:
-        # Fair, because another bid may be granted while it waits, for nobody.
+        # Fair, because another attempt may be granted while it waits, for nobody.
         await authority.aio.acquire((resource,), ttl=30, timeout=None, fair=True)
 
     def hears_all() -> bool:
@@ -310,7 +310,7 @@ def test_node_that_hangs_hears_of_every_lock_that_it_is_to_grant(nodes: Nodes, r
         await asyncio.gather(*(take(authority, f"other{number}") for number in range(800)))
         assert len(hung.unanswered) == before
         assert all(await asyncio.gather(*map(authority.aio.release, grants)))
-        nonces = {grant.proof.bid.nonce for grant in grants}
+        nonces = {grant.proof.attempt.nonce for grant in grants}
         assert {sent.command.nonce for sent in hung.unanswered if sent.command.script == "release"} == nonces
         known.broken(0, Answer(Said.UNREACHABLE, detail="gone"))
         await asyncio.gather(*(take(authority, f"other{number}") for number in range(800)))
@@ -334,7 +334,7 @@ async def release_while_away(authority: Redlock, nodes: Nodes) -> NodeConnection
     nodes[0].pause()
     known.broken(0, Answer(Said.UNREACHABLE, detail="gone"))
     assert await authority.aio.release(mine) is True
-    assert mine.proof.bid.nonce in known._nodes[0].owed
+    assert mine.proof.attempt.nonce in known._nodes[0].owed
     return known
 
 

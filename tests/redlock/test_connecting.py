@@ -10,7 +10,7 @@ import pytest
 
 from fencelock import Redlock
 from fencelock.authority.redlock.protocol.messages import Answer, Said
-from fencelock.authority.redlock.waiting import Line
+from fencelock.authority.redlock.protocol.queue import WaitQueue
 from fencelock.authority.redlock.wire.nodes import LONGEST_BACKOFF, NodeConnections
 from fencelock.embedded import Nodes
 from tests.polling import eventually
@@ -42,7 +42,7 @@ def test_node_that_stays_away_for_hours_is_tried_as_often_as_ever() -> None:
     nodes = NodeConnections(
         ["redis://node"],
         transport,
-        Line("client", 1, random.random),
+        WaitQueue("client", 1, random.random),
         "channel",
         on_identity=lambda *_: None,
         on_trouble=lambda: None,

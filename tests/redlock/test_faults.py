@@ -851,7 +851,7 @@ def test_node_that_comes_back_is_told_what_it_is_owed(nodes: Nodes, *, hangs: bo
             nodes[0].pause()
         lose_connection(authority, 0)
         assert authority.release(grant) is True
-        assert not hangs or grant.proof.bid.nonce in authority._connections._nodes._nodes[0].owed
+        assert not hangs or grant.proof.attempt.nonce in authority._connections._nodes._nodes[0].owed
         if hangs:
             nodes[0].resume()
         assert eventually(lambda: take(authority, "other") > 0 and not locks_on(nodes)), locks_on(nodes)

@@ -30,8 +30,8 @@ from fencelock import Redlock
 from fencelock._steps import block
 from fencelock.authority.redlock.membership.initialise import DEFAULT_MAX_TTL, initialise
 from fencelock.authority.redlock.membership.reports import NodeGroup
-from fencelock.authority.redlock.protocol.acquire import attempt
-from fencelock.authority.redlock.protocol.bids import Bid, Failed
+from fencelock.authority.redlock.protocol.acquire import make_attempt
+from fencelock.authority.redlock.protocol.attempts import Attempt, Failed
 from fencelock.authority.redlock.protocol.messages import Sleep
 from fencelock.authority.redlock.transport.connector import Node
 from fencelock.embedded import Nodes
@@ -347,10 +347,12 @@ def test_second_name_of_a_server_that_connects_late_gets_no_second_vote(nodes: N
             with pytest.raises(AuthorityError):
                 wrong.lock("r", timeout=0).acquire()
             time.sleep(0.3)
-            fleet = wrong._see()
+            node_set = wrong._see()
             door.open.set()
             time.sleep(0.3)
-            outcome = block(attempt(fleet, Bid.of(fleet, ("r",), "nonce", 5.0)), wrong._connections.do)
+            outcome = block(
+                make_attempt(node_set, Attempt.of(node_set, ("r",), "nonce", 5.0)), wrong._connections.do
+            )
             assert isinstance(outcome, Failed)
         door.close()
 
@@ -403,7 +405,7 @@ def test_blank_nodes_say_which_command_to_run(nodes: Nodes) -> None:
 
 
 def test_auto_init_is_for_blank_nodes_only(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FENCELOCK_AUTO_INIT=1 initialises blank nodes; a fleet of which most lost their memory it leaves."""
+    """FENCELOCK_AUTO_INIT=1 initialises blank nodes; where most nodes lost their memory it does not."""
     monkeypatch.setenv("FENCELOCK_AUTO_INIT", "1")
     with Redlock(nodes.urls[:3]) as authority, authority.lock("r") as token:
         assert token > 1_600_000_000_000

@@ -8,12 +8,12 @@ import time
 import pytest
 
 from fencelock import Redlock
-from fencelock.authority.redlock.protocol.acquire import attempt
-from fencelock.authority.redlock.protocol.bids import Bid, Failed
+from fencelock.authority.redlock.protocol.acquire import make_attempt
+from fencelock.authority.redlock.protocol.attempts import Attempt, Failed
 from fencelock.authority.redlock.protocol.messages import Answer, Said
-from fencelock.authority.redlock.waiting import Line
+from fencelock.authority.redlock.protocol.queue import WaitQueue
 from fencelock.embedded import Nodes
-from tests.redlock.stage import Bidder, fleet_of
+from tests.redlock.stage import Bidder, node_set_of
 
 
 @pytest.mark.parametrize("deaf", [False, True], ids=["called", "looking"])
@@ -29,7 +29,7 @@ def test_contenders_all_get_their_turns(
     if deaf and (contenders == 64 or count % 2):
         pytest.skip("looking with even numbers of nodes is the hard case; 64 who look are merely slow")
     if deaf:
-        monkeypatch.setattr(Line, "listen", lambda *_: None)
+        monkeypatch.setattr(WaitQueue, "listen", lambda *_: None)
     urls = nodes.urls[:count]
     turns = 1 if contenders == 64 else 2
     with Redlock(urls) as operator:
@@ -90,8 +90,8 @@ def test_nobody_starves(nodes: Nodes, count: int) -> None:
 
 
 def test_first_node_of_the_fixed_order_is_asked_alone() -> None:
-    """After a split: nobody else hears of the bid before the first node has granted."""
-    bidder = Bidder(fleet_of("f", 4), "r", alone=True)
+    """After a split: nobody else hears of the attempt before the first node has granted."""
+    bidder = Bidder(node_set_of("f", 4), "r", alone=True)
     assert list(bidder.request.nodes) == [0]
     bidder.answers = {0: Answer(Said.GRANTED, 0, (1,))}
     bidder.resume()
@@ -100,7 +100,7 @@ def test_first_node_of_the_fixed_order_is_asked_alone() -> None:
 
 def test_refusal_of_the_first_node_ends_the_attempt() -> None:
     """Whoever holds it there is ahead; the votes of the others stay together."""
-    bidder = Bidder(fleet_of("f", 4), "r", alone=True)
+    bidder = Bidder(node_set_of("f", 4), "r", alone=True)
     bidder.answers = {0: Answer(Said.HELD, ttl=9.0)}
     bidder.resume()
     assert isinstance(bidder.outcome, Failed)
@@ -110,10 +110,10 @@ def test_refusal_of_the_first_node_ends_the_attempt() -> None:
 @pytest.mark.parametrize("said", [Said.UNREACHABLE, Said.SILENT, Said.AMNESIA, Said.RESTARTED])
 def test_next_node_of_the_fixed_order_stands_in_for_one_that_cannot_vote(said: Said) -> None:
     """A dead first node does not end the rule, and is not asked again."""
-    fleet = fleet_of("f", 4)
-    generator = attempt(fleet, Bid.of(fleet, ("r",), "n", 9.0), alone=True)
+    node_set = node_set_of("f", 4)
+    generator = make_attempt(node_set, Attempt.of(node_set, ("r",), "n", 9.0), alone=True)
     assert list(next(generator).nodes) == [0]
-    bidder = Bidder(fleet, "r", alone=True)
+    bidder = Bidder(node_set, "r", alone=True)
     bidder.answers = {0: Answer(said)}
     bidder.resume()
     assert list(bidder.request.nodes) == [1]

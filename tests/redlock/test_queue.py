@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from fencelock.authority.redlock.protocol.bids import Turn
+from fencelock.authority.redlock.protocol.attempts import QueuePosition
 from fencelock.authority.redlock.protocol.messages import Answer, Said
 from fencelock.embedded import Node
 from tests.polling import eventually
@@ -17,13 +17,13 @@ from tests.redlock.test_scripts import MADE_AGAIN, NOT_EXTENDED, Scripts, key_of
 
 CLAIM = 0.1
 FIRST, SECOND, THIRD = (
-    Turn(f"client.{number}", waited=waited, fair=True) for number, waited in enumerate((3, 2, 1))
+    QueuePosition(f"client.{number}", waited=waited, fair=True) for number, waited in enumerate((3, 2, 1))
 )
 
 
-def later(turn: Turn) -> Turn:
-    """Return the turn of the next bid, which has waited longer."""
-    return replace(turn, waited=turn.waited + 0.1)
+def later(position: QueuePosition) -> QueuePosition:
+    """Return the turn of the next attempt, which has waited longer."""
+    return replace(position, waited=position.waited + 0.1)
 
 
 @pytest.fixture
@@ -51,21 +51,21 @@ def queue_of(scripts: Scripts, resource: str = "r") -> list[str]:
 
 def test_released_lock_is_kept_for_the_first_in_line(scripts: Scripts, calls: Calls) -> None:
     """It alone is called; everybody else is refused, for as long as its claim lasts."""
-    assert scripts.queue("n2", "r", turn=SECOND).said is Said.HELD
-    assert scripts.queue("n1", "r", turn=FIRST).said is Said.HELD
+    assert scripts.queue("n2", "r", position=SECOND).said is Said.HELD
+    assert scripts.queue("n1", "r", position=FIRST).said is Said.HELD
     assert scripts.release("holder", {"r": 1}).said is Said.RELEASED
     refused = scripts.acquire("newcomer", "r")
     assert refused.said is Said.HELD
     assert 0 < refused.ttl <= CLAIM
-    assert scripts.queue("n2", "r", turn=SECOND).said is Said.HELD
-    assert scripts.queue("n1'", "r", turn=later(FIRST)) == Answer(Said.GRANTED, 0, (2,))
+    assert scripts.queue("n2", "r", position=SECOND).said is Said.HELD
+    assert scripts.queue("n1'", "r", position=later(FIRST)) == Answer(Said.GRANTED, 0, (2,))
     assert calls.heard() == ["0"]
     assert queue_of(scripts) == [SECOND.place]
 
 
 def test_claim_never_lasts_longer_than_a_moment(scripts: Scripts, calls: Calls) -> None:
     """One who was called and does not come, for its process is hung: after that anybody may have the lock."""
-    scripts.queue("n1", "r", turn=FIRST)
+    scripts.queue("n1", "r", position=FIRST)
     scripts.release("holder", {"r": 1})
     assert int(str(scripts.client.pttl(key_of("r")))) <= CLAIM * 1000
     assert eventually(lambda: scripts.acquire("newcomer", "r").said is Said.GRANTED)
@@ -74,7 +74,7 @@ def test_claim_never_lasts_longer_than_a_moment(scripts: Scripts, calls: Calls) 
 
 def test_claim_is_no_lock(scripts: Scripts, calls: Calls) -> None:
     """Nobody can confirm or release it, not even whom it is for."""
-    scripts.queue("n1", "r", turn=FIRST)
+    scripts.queue("n1", "r", position=FIRST)
     scripts.release("holder", {"r": 1})
     for nonce in ("n1", "holder"):
         assert scripts.confirm(nonce, {"r": 1}).said is Said.LOST
@@ -85,18 +85,18 @@ def test_claim_is_no_lock(scripts: Scripts, calls: Calls) -> None:
 
 def test_extension_makes_a_lock_again_where_a_claim_stands(scripts: Scripts, calls: Calls) -> None:
     """A majority has it, so who was called here would be refused; they wait on, and are called at its end."""
-    scripts.queue("n1", "r", turn=FIRST)
+    scripts.queue("n1", "r", position=FIRST)
     scripts.release("holder", {"r": 1})
     assert str(scripts.lock("r")).startswith(">")
     scripts.client.pexpire(key_of("r"), 5000)  # so that a slow machine makes no difference
     assert scripts.extend("elsewhere", "r", ttl=60) == MADE_AGAIN
     assert scripts.lock("r") == "elsewhere|0|restored"
     assert int(str(scripts.client.pttl(key_of("r")))) > 59_000
-    assert scripts.queue("n1'", "r", turn=later(FIRST)).said is Said.HELD
+    assert scripts.queue("n1'", "r", position=later(FIRST)).said is Said.HELD
     assert queue_of(scripts) == [FIRST.place]
     assert scripts.release("elsewhere", {"r": 2}).said is Said.RELEASED
     assert calls.heard() == ["0", "0"]
-    assert scripts.queue("n1''", "r", turn=later(later(FIRST))) == Answer(Said.GRANTED, 0, (3,))
+    assert scripts.queue("n1''", "r", position=later(later(FIRST))) == Answer(Said.GRANTED, 0, (3,))
 
 
 def test_extension_leaves_alone_what_only_looks_like_a_claim(scripts: Scripts) -> None:
@@ -109,18 +109,18 @@ def test_extension_leaves_alone_what_only_looks_like_a_claim(scripts: Scripts) -
 
 def test_one_whom_nobody_hears_is_passed_over(scripts: Scripts, calls: Calls) -> None:
     """A process that died costs nothing: the next in line is called in its place."""
-    scripts.queue("dead", "r", turn=Turn("another-client.0", waited=9))
-    scripts.queue("n2", "r", turn=SECOND)
+    scripts.queue("dead", "r", position=QueuePosition("another-client.0", waited=9))
+    scripts.queue("n2", "r", position=SECOND)
     scripts.release("holder", {"r": 1})
     assert calls.heard() == ["1"]
-    assert scripts.queue("n2'", "r", turn=later(SECOND)).said is Said.GRANTED
+    assert scripts.queue("n2'", "r", position=later(SECOND)).said is Said.GRANTED
 
 
 def test_order_is_by_the_bidders_clocks_where_they_are_right(scripts: Scripts) -> None:
-    """So all nodes have one order, however the bids arrived; a clock that is far off changes nothing."""
+    """So all nodes have one order, however the attempts arrived; a clock that is far off changes nothing."""
     now = time.time()
     for number, since in enumerate((now - 0.1, now - 0.3, now - 0.2, now + 3600, now - 3600)):
-        scripts.queue(f"n{number}", "r", turn=Turn(f"client.{number}", waited=0.2, since=since))
+        scripts.queue(f"n{number}", "r", position=QueuePosition(f"client.{number}", waited=0.2, since=since))
     assert queue_of(scripts)[0] == "client.1"
     assert queue_of(scripts)[-1] == "client.0"
 
@@ -134,7 +134,7 @@ def test_lock_that_nobody_waits_for_is_free_at_once(scripts: Scripts, calls: Cal
 
 def test_release_of_nothing_calls_nobody(scripts: Scripts, calls: Calls) -> None:
     """Losers would wake losers for ever."""
-    scripts.queue("n1", "r", turn=FIRST)
+    scripts.queue("n1", "r", position=FIRST)
     scripts.release("other", {"r": 0})
     assert calls.heard() == []
     assert queue_of(scripts) == [FIRST.place]
@@ -142,29 +142,29 @@ def test_release_of_nothing_calls_nobody(scripts: Scripts, calls: Calls) -> None
 
 def test_one_who_gives_up_leaves_the_queue(scripts: Scripts, calls: Calls) -> None:
     """It is not called any more; and what was kept for it goes to the next at once."""
-    scripts.queue("n1", "r", turn=FIRST)
-    scripts.queue("n2", "r", turn=SECOND)
-    scripts.queue("n3", "r", turn=THIRD)
-    scripts.give_up("n2", "r", turn=SECOND)
+    scripts.queue("n1", "r", position=FIRST)
+    scripts.queue("n2", "r", position=SECOND)
+    scripts.queue("n3", "r", position=THIRD)
+    scripts.give_up("n2", "r", position=SECOND)
     assert queue_of(scripts) == [FIRST.place, THIRD.place]
     scripts.release("holder", {"r": 1})
-    scripts.give_up("n1", "r", turn=FIRST)
+    scripts.give_up("n1", "r", position=FIRST)
     assert calls.heard() == ["0", "2"]
-    assert scripts.queue("n3'", "r", turn=THIRD).said is Said.GRANTED
+    assert scripts.queue("n3'", "r", position=THIRD).said is Said.GRANTED
     assert queue_of(scripts) == []
 
 
 def test_one_who_gives_way_stays_in_line(scripts: Scripts, calls: Calls) -> None:
     """Its votes were too few. All nodes call the same next one: whoever has waited longest, be it itself."""
-    scripts.queue("n2", "r", turn=SECOND)
-    scripts.queue("n3", "r", turn=THIRD)
+    scripts.queue("n2", "r", position=SECOND)
+    scripts.queue("n3", "r", position=THIRD)
     scripts.release("holder", {"r": 1})
-    assert scripts.queue("n2'", "r", turn=later(SECOND)).said is Said.GRANTED
-    scripts.give_up("n2'", "r", turn=later(SECOND), stay=True)
+    assert scripts.queue("n2'", "r", position=later(SECOND)).said is Said.GRANTED
+    scripts.give_up("n2'", "r", position=later(SECOND), stay=True)
     assert queue_of(scripts) == [THIRD.place]
-    assert scripts.queue("n2''", "r", turn=later(later(SECOND))).said is Said.GRANTED
-    scripts.queue("n1", "r", turn=FIRST)
-    scripts.give_up("n2''", "r", turn=later(later(SECOND)), stay=True)
+    assert scripts.queue("n2''", "r", position=later(later(SECOND))).said is Said.GRANTED
+    scripts.queue("n1", "r", position=FIRST)
+    scripts.give_up("n2''", "r", position=later(later(SECOND)), stay=True)
     assert calls.heard() == ["1", "1", "0"]
     assert queue_of(scripts) == [SECOND.place, THIRD.place]
 
@@ -172,39 +172,39 @@ def test_one_who_gives_way_stays_in_line(scripts: Scripts, calls: Calls) -> None
 def test_queue_is_bounded_and_ends(scripts: Scripts) -> None:
     """However many wait, a node keeps the first 128, and not for longer than anybody waits unheard."""
     for number in range(140):
-        scripts.queue(f"n{number}", "r", turn=Turn(f"client.{number}"))
+        scripts.queue(f"n{number}", "r", position=QueuePosition(f"client.{number}"))
     assert len(queue_of(scripts)) == 128
     assert 0 < int(str(scripts.client.pttl(f"{NODE_KEY}:q:r"))) <= 5000
 
 
 def test_free_lock_goes_to_who_has_waited_longest(scripts: Scripts, calls: Calls) -> None:
     """The holder's lease has run out, nobody was called: one in line who comes early calls the first."""
-    scripts.queue("n1", "r", turn=FIRST)
-    scripts.queue("n2", "r", turn=SECOND)
+    scripts.queue("n1", "r", position=FIRST)
+    scripts.queue("n2", "r", position=SECOND)
     scripts.client.delete(key_of("r"))
-    assert scripts.queue("n2'", "r", turn=later(SECOND)).said is Said.HELD
+    assert scripts.queue("n2'", "r", position=later(SECOND)).said is Said.HELD
     assert calls.heard() == ["0"]
-    assert scripts.queue("n1'", "r", turn=later(FIRST)).said is Said.GRANTED
+    assert scripts.queue("n1'", "r", position=later(FIRST)).said is Said.GRANTED
 
 
 def test_fair_newcomer_leaves_a_free_lock_to_those_who_wait(scripts: Scripts, calls: Calls) -> None:
     """Also one who is not going to wait; any other newcomer takes it."""
-    scripts.queue("n1", "r", turn=FIRST)
+    scripts.queue("n1", "r", position=FIRST)
     scripts.client.delete(key_of("r"))
-    assert scripts.queue("fair", "r", turn=Turn(fair=True)).said is Said.HELD
+    assert scripts.queue("fair", "r", position=QueuePosition(fair=True)).said is Said.HELD
     assert calls.heard() == ["0"]
     time.sleep(CLAIM * 1.2)
-    scripts.queue("n2", "r", turn=SECOND)
+    scripts.queue("n2", "r", position=SECOND)
     scripts.client.delete(key_of("r"))
     assert scripts.acquire("newcomer", "r").said is Said.GRANTED
 
 
 def test_first_in_line_takes_a_free_lock_at_once(scripts: Scripts, calls: Calls) -> None:
     """Nobody needs to call the one that is here."""
-    scripts.queue("n1", "r", turn=FIRST)
-    scripts.queue("n2", "r", turn=SECOND)
+    scripts.queue("n1", "r", position=FIRST)
+    scripts.queue("n2", "r", position=SECOND)
     scripts.client.delete(key_of("r"))
-    assert scripts.queue("n1'", "r", turn=later(FIRST)).said is Said.GRANTED
+    assert scripts.queue("n1'", "r", position=later(FIRST)).said is Said.GRANTED
     assert calls.heard() == []
     assert queue_of(scripts) == [SECOND.place]
 
@@ -212,23 +212,23 @@ def test_first_in_line_takes_a_free_lock_at_once(scripts: Scripts, calls: Calls)
 def test_one_who_cannot_have_all_keeps_nothing_from_others(scripts: Scripts, calls: Calls) -> None:
     """It was called for one of two locks, and the other is held: the next for the first one is called."""
     scripts.acquire("other", "s")
-    scripts.queue("n1", "r", "s", turn=FIRST)
-    scripts.queue("n2", "r", turn=SECOND)
+    scripts.queue("n1", "r", "s", position=FIRST)
+    scripts.queue("n2", "r", position=SECOND)
     scripts.release("holder", {"r": 1})
-    assert scripts.queue("n1'", "r", "s", turn=FIRST).said is Said.HELD
+    assert scripts.queue("n1'", "r", "s", position=FIRST).said is Said.HELD
     assert calls.heard() == ["0", "1"]
     assert queue_of(scripts, "s") == [FIRST.place]
-    assert scripts.queue("n2'", "r", turn=later(SECOND)).said is Said.GRANTED
+    assert scripts.queue("n2'", "r", position=later(SECOND)).said is Said.GRANTED
 
 
 def test_user_who_may_not_publish_releases_all_the_same(scripts: Scripts, calls: Calls) -> None:
     """Nobody hears it, so nothing is kept for anybody."""
-    scripts.queue("n1", "r", turn=FIRST)
+    scripts.queue("n1", "r", position=FIRST)
     scripts.client.acl_setuser("mute", enabled=True, nopass=True, keys=["*"], commands=["+@all"], reset=True)
     try:
         port = scripts.client.connection_pool.connection_kwargs["port"]
         mute = Scripts.__new__(Scripts)
-        mute.fleet = scripts.fleet
+        mute.node_set = scripts.node_set
         mute.real = type(scripts.real)(f"redis://mute:any@127.0.0.1:{port}")
         assert mute.release("holder", {"r": 1}).said is Said.RELEASED
         mute.real.close()
@@ -239,9 +239,9 @@ def test_user_who_may_not_publish_releases_all_the_same(scripts: Scripts, calls:
 
 
 def test_blank_node_keeps_no_queue(scripts: Scripts) -> None:
-    """It stays blank, whoever bids there or gives way."""
+    """It stays blank, whoever attempts there or gives way."""
     scripts.client.flushall()
-    assert scripts.queue("n1", "r", turn=FIRST).said is Said.AMNESIA
-    scripts.give_up("n1", "r", turn=FIRST, stay=True)
-    scripts.give_up("n1", "r", turn=FIRST)
+    assert scripts.queue("n1", "r", position=FIRST).said is Said.AMNESIA
+    scripts.give_up("n1", "r", position=FIRST, stay=True)
+    scripts.give_up("n1", "r", position=FIRST)
     assert scripts.client.keys("*") == []

@@ -28,7 +28,7 @@ from tests.redlock.stage import (
     Bidder,
     RealNode,
     Stage,
-    fleet_of,
+    node_set_of,
     operator,
     recoverer,
     riser,
@@ -65,18 +65,18 @@ def one_look(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def halves(bidder: Bidder) -> tuple[int, int] | None:
-    """Return the epoch and the counter of a bidder's token."""
+    """Return the epoch and the counter of a contender's token."""
     return None if bidder.token is None else token.split(bidder.token)
 
 
-def bid(
+def attempt(
     stage: Stage, *voters: int, fingerprint: str = "", members: Sequence[int] = (0, 1, 2, 3, 4)
 ) -> Bidder:
-    """Let somebody bid, whom only some nodes hear; he knows a list of `members`, or that of the stage."""
-    fleet = fleet_of(fingerprint, len(members)) if fingerprint else stage.fleet
+    """Let somebody attempt, whom only some nodes hear; he knows a list of `members`, or that of the stage."""
+    node_set = node_set_of(fingerprint, len(members)) if fingerprint else stage.node_set
     stations = [stage.nodes[node] for node in members if node < len(stage.nodes)]
     heard = [members.index(node) for node in voters]
-    bidder = Bidder(fleet, "r")
+    bidder = Bidder(node_set, "r")
     bidder.deliver(stations, *heard)
     while bidder.outcome is None:
         bidder.resume()
@@ -104,12 +104,12 @@ def play_admit_that_comes_again(stage: Stage, *scripts: str) -> Tokens:
     forget(stage, 2)
     actor = recoverer(stage.nodes)
     assert actor.finish() is True
-    a = bid(stage, 1, 2)
+    a = attempt(stage, 1, 2)
     forget(stage, 2)
     for script in scripts:
         stage.nodes[2].execute(actor.last(script, 2))
         stage.nodes[2].pass_time(DEFAULT_MAX_TTL)
-    return halves(a), halves(bid(stage, 0, 2))
+    return halves(a), halves(attempt(stage, 0, 2))
 
 
 def test_no_ticket(make_stage: MakeStage) -> None:
@@ -196,11 +196,11 @@ def play_init_that_comes_again(stage: Stage) -> Tokens:
     ticket = stage.nodes[0].execute(begin).facts[0]
     opening = Command("open", "", (NODE_KEY,), (old["cfg"], 0, ticket, 0, old["members"]))
     assert stage.nodes[0].execute(opening).said is Said.OPENED
-    a = bid(stage, 0, 1)
+    a = attempt(stage, 0, 1)
     forget(stage, 0)
     stage.nodes[0].execute(begin)
     stage.nodes[0].execute(opening)
-    return halves(a), halves(bid(stage, 0, 2))
+    return halves(a), halves(attempt(stage, 0, 2))
 
 
 def test_clients_ticket_in_init(make_stage: MakeStage) -> None:
@@ -228,10 +228,10 @@ def play_ticket_that_survives_a_rollback(stage: Stage, nodes: Nodes) -> Tokens:
     actor.until("admit")
     on_disk = stage.nodes[0].remember()
     actor.finish()
-    a = bid(stage, 0, 1)
+    a = attempt(stage, 0, 1)
     stage.nodes[0].come_back(nodes[0], on_disk)
     stage.nodes[0].execute(actor.last("admit", 0))
-    return halves(a), halves(bid(stage, 0, 2))
+    return halves(a), halves(attempt(stage, 0, 2))
 
 
 def test_ticket_not_bound(make_stage: MakeStage, nodes: Nodes) -> None:
@@ -255,7 +255,7 @@ def play_grant_in_flight_across_the_recovery(stage: Stage) -> Tokens:
     a.deliver(stage.nodes, 1)
     a.resume()
     actor.finish()
-    return halves(a), halves(bid(stage, 0, 2))
+    return halves(a), halves(attempt(stage, 0, 2))
 
 
 def test_no_epoch(make_stage: MakeStage) -> None:
@@ -331,7 +331,7 @@ def play_raise_that_reached_one_node(stage: Stage) -> Tokens:
     assert recoverer(stage.nodes).finish() is True
     a.deliver(stage.nodes, 1, 2)
     a.resume()
-    return halves(a), halves(bid(stage, 0, 3, 4))
+    return halves(a), halves(attempt(stage, 0, 3, 4))
 
 
 def test_raise_without_promise(make_stage: MakeStage) -> None:
@@ -372,7 +372,7 @@ def play_promise_that_is_forgotten_before_all_have_made_it(stage: Stage) -> Toke
     assert second.finish() is True
     a.deliver(stage.nodes, 1)
     a.resume()
-    return halves(a), halves(bid(stage, 0, 2))
+    return halves(a), halves(attempt(stage, 0, 2))
 
 
 def test_one_look_at_promises(make_stage: MakeStage) -> None:
@@ -404,7 +404,7 @@ def play_all_restarted_and_one_rolls_back(stage: Stage, nodes: Nodes) -> Tokens:
     assert recoverer(stage.nodes).finish() is True
     a.deliver(stage.nodes, 1)
     a.resume()
-    return halves(a), halves(bid(stage, 0, 2))
+    return halves(a), halves(attempt(stage, 0, 2))
 
 
 def test_no_p(make_stage: MakeStage, nodes: Nodes) -> None:
@@ -433,13 +433,13 @@ def play_one_rolls_back_between_two_readings(
     slow.until("read")
     read_all_but_n0(slow)
     assert recoverer(stage.nodes).finish() is True
-    a = bid(stage, 0, 1)
+    a = attempt(stage, 0, 1)
     stage.nodes[0].come_back(nodes[0], on_disk)
     slow.until("admit")
     stage.nodes[0].pass_time(DEFAULT_MAX_TTL)
     slow.finish()
     free(stage, 0, 1, 2)
-    return halves(a), halves(bid(stage, 0, 2))
+    return halves(a), halves(attempt(stage, 0, 2))
 
 
 def test_read_and_begin_node_by_node(make_stage: MakeStage, nodes: Nodes) -> None:
@@ -485,7 +485,7 @@ def play_two_recoverers_share_a_ticket(stage: Stage) -> Tokens:
     stage.nodes[0].client.hset(NODE_KEY, "r", "0" * 40)  # as after a restart with all data
     slow = recoverer(stage.nodes)
     slow.until("admit")
-    fingerprint = stage.fleet.fingerprint
+    fingerprint = stage.node_set.fingerprint
     for node in (1, 2):
         stage.nodes[node].client.hset(NODE_KEY, "e", "0")  # RAISE is still under way
     ticket = slow.last("begin", 0)
@@ -501,7 +501,7 @@ def play_two_recoverers_share_a_ticket(stage: Stage) -> Tokens:
     assert recoverer(stage.nodes).finish() is True
     a.deliver(stage.nodes, 0)
     a.resume()
-    return halves(a), halves(bid(stage, 1, 2))
+    return halves(a), halves(attempt(stage, 1, 2))
 
 
 def test_admit_lowers_p(make_stage: MakeStage) -> None:
@@ -530,7 +530,7 @@ class Opening:
             self.tickets.append(stage.nodes[node].execute(begin).facts[0])
         names = (station.node.name for station in stage.nodes)
         self.list = Membership(tuple(sorted(zip(self.tickets, names, strict=True))), 1.0)
-        stage.fleet = fleet_of(self.list.fingerprint, 3)
+        stage.node_set = node_set_of(self.list.fingerprint, 3)
 
     def promise(self, node: int, epoch: int) -> Said:
         """PROMISE, as an operator does."""
@@ -568,7 +568,7 @@ def play_two_operators_open_the_same_list(
     recoverer(stage.nodes).finish()
     a.deliver(stage.nodes, 1)
     a.resume()
-    return halves(a), halves(bid(stage, 0, 2))
+    return halves(a), halves(attempt(stage, 0, 2))
 
 
 def test_open_without_promise(make_stage: MakeStage) -> None:
@@ -672,8 +672,8 @@ def play_one_forgets_between_two_closings(stage: Stage) -> Tokens:
         arguments = (*actor.command.arguments[:2], _id_of(stage, node, actor), 0)
         text = actor.command.arguments[4]
         stage.nodes[node].execute(Command("open", "", (NODE_KEY,), (*arguments, text)))
-    b = bid(stage, 1, 3, fingerprint=str(actor.command.arguments[0]), members=(0, 1, 3))
-    return halves(b), halves(bid(stage, 0, 2))
+    b = attempt(stage, 1, 3, fingerprint=str(actor.command.arguments[0]), members=(0, 1, 3))
+    return halves(b), halves(attempt(stage, 0, 2))
 
 
 def _id_of(stage: Stage, node: int, actor: Actor) -> str:
@@ -750,8 +750,8 @@ def play_recovery_of_a_list_that_is_closed(stage: Stage) -> Tokens:
             "open", "", (NODE_KEY,), (*command.arguments[:2], _id_of(stage, 1, actor), *command.arguments[3:])
         )
     )
-    b = bid(stage, 1, 3, fingerprint=str(command.arguments[0]), members=(0, 1, 3))
-    return halves(b), halves(bid(stage, 0, 2))
+    b = attempt(stage, 1, 3, fingerprint=str(command.arguments[0]), members=(0, 1, 3))
+    return halves(b), halves(attempt(stage, 0, 2))
 
 
 def test_recovery_reads_closed_nodes(make_wider_stage: MakeStage) -> None:
@@ -783,14 +783,14 @@ def play_return_to_an_earlier_list(stage: Stage) -> Tokens:
     there = operator(three, (0, 1, 2))
     assert there.finish().done is True
     larger = fingerprint_on(stage, 0)
-    a = bid(stage, 0, 1, fingerprint=larger, members=(0, 1, 2))
+    a = attempt(stage, 0, 1, fingerprint=larger, members=(0, 1, 2))
     back = operator(three, (0, 1))
     assert back.finish().done is True
     free(stage, 0, 1, 2)
     for node in range(len(pair)):
         for script in ("close", "open"):
             stage.nodes[node].execute(there.last(script, node))
-    return halves(a), halves(bid(stage, 0, 1, fingerprint=larger, members=(0, 1, 2)))
+    return halves(a), halves(attempt(stage, 0, 1, fingerprint=larger, members=(0, 1, 2)))
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 import redis
 
 from fencelock import Lease, Redlock
-from fencelock.authority.redlock.protocol import acquire, bids
+from fencelock.authority.redlock.protocol import acquire, attempts
 from fencelock.authority.redlock.protocol.messages import Said
 from fencelock.embedded import Nodes
 from fencelock.errors import LockLostError, NotHeldError
@@ -207,8 +207,10 @@ def scripts(nodes: Nodes) -> Iterator[Scripts]:
 def test_resent_remint_gets_the_answer_that_it_got_before(scripts: Scripts) -> None:
     """And a late duplicate of the old ACQUIRE finds the lock held."""
     scripts.acquire("n1", RESOURCE)
-    bid = replace(bids.Bid.of(scripts.fleet, (RESOURCE,), "n2", 30.0), hints=(5,), instead_of="n1")
-    command = acquire._acquire_command(bid, scripts.fleet)
+    attempt = replace(
+        attempts.Attempt.of(scripts.node_set, (RESOURCE,), "n2", 30.0), hints=(5,), instead_of="n1"
+    )
+    command = acquire._acquire_command(attempt, scripts.node_set)
     assert scripts.real.execute(command).counters == (5,)
     assert scripts.real.execute(command).counters == (5,)
     assert scripts.acquire("n1", RESOURCE).said is Said.HELD
@@ -228,9 +230,11 @@ def test_late_confirm_of_the_old_token_counts_for_nothing(nodes: Nodes) -> None:
         a.resume()
         assert a.token == 2
         again = replace(
-            bids.Bid.of(stage.fleet, (RESOURCE,), "anew", 30.0), hints=(3,), instead_of=a.bid.nonce
+            attempts.Attempt.of(stage.node_set, (RESOURCE,), "anew", 30.0),
+            hints=(3,),
+            instead_of=a.attempt.nonce,
         )
-        command = acquire._acquire_command(again, stage.fleet)
+        command = acquire._acquire_command(again, stage.node_set)
         assert [node.execute(command).counters for node in stage.nodes] == [(3,)] * 3
         assert [node.execute(late).said for node in stage.nodes] == [Said.LOST] * 3
     finally:

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from fencelock.authority.redlock.protocol import acquire, bids, holding, messages
-from fencelock.authority.redlock.protocol.bids import Granted
+from fencelock.authority.redlock.protocol import acquire, attempts, holding, messages
+from fencelock.authority.redlock.protocol.attempts import Granted
 from fencelock.authority.redlock.protocol.messages import Answer, Said, Sleep
 from fencelock.embedded import Nodes
 from fencelock.errors import LockLostError, QuorumError
@@ -135,7 +135,7 @@ def play_extension_before_completion(stage: Stage) -> tuple[int | None, int | No
     b.deliver(stage.nodes, 0, 2)
     b.resume()
     stage.release(b, 0)
-    stage.nodes[0].execute(holding._extend_command(a.fleet, [a.bid], [0]))
+    stage.nodes[0].execute(holding._extend_command(a.node_set, [a.attempt], [0]))
     a.deliver(stage.nodes, 0)
     a.resume()
     return a.token, b.token
@@ -157,13 +157,13 @@ def play_extension_after_another_had_the_lock(stage: Stage) -> Any:
     a, b = stage.bidder(), stage.bidder()
     a.deliver(stage.nodes, 0, 1)
     a.resume()
-    assert isinstance(a.outcome, bids.Granted)
+    assert isinstance(a.outcome, attempts.Granted)
     for node in stage.nodes[:2]:
         node.expire("r")
     b.deliver(stage.nodes, 0, 1)
     b.resume()
     stage.release(b, 0, 1)
-    actor = Actor(stage.nodes, holding.extend(a.fleet, [(a.outcome, 30.0)]))
+    actor = Actor(stage.nodes, holding.extend(a.node_set, [(a.outcome, 30.0)]))
     actor.deliver(0, 1)
     actor.resume()
     return actor.result[0]
@@ -358,7 +358,7 @@ def test_late_release_leaves_another_holder_alone(make_stage: MakeStage) -> None
     b.deliver(stage.nodes, 0, 1, 2)
     b.resume()
     assert stage.release(a, 0, 1, 2) == [Said.LOST] * 3
-    assert all(node.client.get(f"{NODE_KEY}:l:r") == f"{b.bid.nonce}|0|2" for node in stage.nodes)
+    assert all(node.client.get(f"{NODE_KEY}:l:r") == f"{b.attempt.nonce}|0|2" for node in stage.nodes)
 
 
 def test_late_confirm_after_release_is_refused(make_stage: MakeStage) -> None:
@@ -424,14 +424,14 @@ def play_node_that_forgets_when_another_is_admitted(stage: Stage) -> Any:
     a = stage.bidder()
     a.deliver(stage.nodes, 0, 1)
     a.resume()
-    assert isinstance(a.outcome, bids.Granted)
+    assert isinstance(a.outcome, attempts.Granted)
     stage.nodes[1].client.flushall()
     return a
 
 
 def extend_everywhere(stage: Stage, bidder: Any) -> Any:
     """Return what an extension comes to that all nodes hear of."""
-    actor = Actor(stage.nodes, holding.extend(bidder.fleet, [(bidder.outcome, 30.0)]))
+    actor = Actor(stage.nodes, holding.extend(bidder.node_set, [(bidder.outcome, 30.0)]))
     (end,) = actor.finish()
     return end
 
@@ -441,7 +441,7 @@ def test_lease_goes_on_where_a_node_forgets_as_soon_as_another_is_admitted(make_
     stage = make_stage()
     bidder = play_node_that_forgets_when_another_is_admitted(stage)
     assert isinstance(extend_everywhere(stage, bidder), float)
-    assert stage.nodes[2].client.get(f"{NODE_KEY}:l:r") == f"{bidder.bid.nonce}|0|{messages.RESTORED}"
+    assert stage.nodes[2].client.get(f"{NODE_KEY}:l:r") == f"{bidder.attempt.nonce}|0|{messages.RESTORED}"
 
 
 def test_lease_on_two_blank_nodes_of_three_is_not_extended_and_not_lost(make_stage: MakeStage) -> None:
@@ -466,24 +466,24 @@ def test_release_does_not_add_up_nodes_that_forgot_one_after_the_other(make_stag
     """Nobody can tell the holder that his lease had ended; where two voters know nothing of it, it had."""
     stage = make_stage()
     bidder = play_node_that_forgets_when_another_is_admitted(stage)
-    actor = Actor(stage.nodes, holding.release(bidder.fleet, bidder.outcome))
+    actor = Actor(stage.nodes, holding.release(bidder.node_set, bidder.outcome))
     assert actor.finish() is None
-    again = Actor(stage.nodes, holding.release(bidder.fleet, bidder.outcome))
+    again = Actor(stage.nodes, holding.release(bidder.node_set, bidder.outcome))
     assert again.finish() is False
 
 
 def test_bidder_who_waits_learns_of_a_list_that_comes_meanwhile(make_stage: MakeStage) -> None:
-    """The nodes are asked which list they belong to before the bidder is told that his is wrong."""
+    """The nodes are asked which list they belong to before the contender is told that his is wrong."""
     stage = make_stage()
     holder = stage.bidder()
     holder.deliver(stage.nodes, 0, 1, 2)
-    fleets = [stage.fleet]
-    new_bid = itertools.count()
+    node_sets = [stage.node_set]
+    new_attempt = itertools.count()
     actor = Actor(
         stage.nodes,
         acquire.acquire(
-            lambda: fleets[-1],
-            lambda fleet: bids.Bid.of(fleet, ("r",), f"bid-{next(new_bid)}", 5.0),
+            lambda: node_sets[-1],
+            lambda node_set: attempts.Attempt.of(node_set, ("r",), f"bid-{next(new_attempt)}", 5.0),
             began=0.0,
             timeout=30.0,
             grace=0.0,
@@ -497,7 +497,7 @@ def test_bidder_who_waits_learns_of_a_list_that_comes_meanwhile(make_stage: Make
         node.client.hset(NODE_KEY, "cfg", "another list")
         node.expire("r")
     actor.until("read")
-    fleets.append(replace(stage.fleet, fingerprint="another list"))
+    node_sets.append(replace(stage.node_set, fingerprint="another list"))
     assert isinstance(actor.finish(), Granted)
 
 

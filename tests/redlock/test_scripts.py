@@ -10,16 +10,16 @@ import pytest
 import redis
 
 from fencelock.authority.redlock.protocol.acquire import _acquire_command
-from fencelock.authority.redlock.protocol.bids import Bid, Turn, in_pairs
+from fencelock.authority.redlock.protocol.attempts import Attempt, QueuePosition, in_pairs
 from fencelock.authority.redlock.protocol.holding import _extend_command
 from fencelock.authority.redlock.protocol.messages import Answer, Command, Said
-from fencelock.authority.redlock.protocol.nodeset import Fleet
+from fencelock.authority.redlock.protocol.nodeset import NodeSet
 from fencelock.authority.redlock.protocol.undo import release_command, without_place
 from fencelock.authority.redlock.redlock import Redlock
 from fencelock.authority.redlock.wire.codec import read_answer
 from fencelock.embedded import Node
 from fencelock.token import MAX_COUNTER
-from tests.redlock.stage import NODE_KEY, RealNode, fleet_of, stripe_of
+from tests.redlock.stage import NODE_KEY, RealNode, node_set_of, stripe_of
 
 EXTENDED, MADE_AGAIN, NOT_EXTENDED = (Answer(Said.EXTENDED, counters=(code,)) for code in (2, 1, 0))
 
@@ -36,41 +36,43 @@ class Scripts:
         self.client = self.real.client
         membership = self.real.link.identity.membership
         assert membership is not None
-        self.fleet: Fleet = fleet_of(membership.fingerprint, 1)
+        self.node_set: NodeSet = node_set_of(membership.fingerprint, 1)
 
     def acquire(
         self, nonce: str, *resources: str, hint: int = 0, epoch: int = 0, ttl: float = 30.0
     ) -> Answer:
         """ACQUIRE."""
-        bid = Bid.of(self.fleet, tuple(sorted(resources)), nonce, ttl)
-        pairs = in_pairs(bid.stripes, [hint] * len(resources))
-        arguments = (self.fleet.fingerprint, nonce, bid.ttl_ms, epoch, *pairs)
-        return self.real.execute(Command("acquire", nonce, bid.keys, arguments))
+        attempt = Attempt.of(self.node_set, tuple(sorted(resources)), nonce, ttl)
+        pairs = in_pairs(attempt.stripes, [hint] * len(resources))
+        arguments = (self.node_set.fingerprint, nonce, attempt.ttl_ms, epoch, *pairs)
+        return self.real.execute(Command("acquire", nonce, attempt.keys, arguments))
 
-    def queue(self, nonce: str, *resources: str, turn: Turn | None) -> Answer:
+    def queue(self, nonce: str, *resources: str, position: QueuePosition | None) -> Answer:
         """ACQUIRE as one who waits in line, or heeds it."""
-        bid = Bid.of(self.fleet, tuple(sorted(resources)), nonce, 30.0, turn)
-        return self.real.execute(_acquire_command(bid, self.fleet))
+        attempt = Attempt.of(self.node_set, tuple(sorted(resources)), nonce, 30.0, position)
+        return self.real.execute(_acquire_command(attempt, self.node_set))
 
-    def give_up(self, nonce: str, *resources: str, turn: Turn | None = None, stay: bool = False) -> Answer:
+    def give_up(
+        self, nonce: str, *resources: str, position: QueuePosition | None = None, stay: bool = False
+    ) -> Answer:
         """RELEASE as one who waits in line, and goes on with that or not."""
-        bid = Bid.of(self.fleet, tuple(sorted(resources)), nonce, 30.0, turn)
+        attempt = Attempt.of(self.node_set, tuple(sorted(resources)), nonce, 30.0, position)
         nothing = [0] * len(resources)
-        return self.real.execute(release_command(self.fleet, bid, 0, nothing, stay=stay))
+        return self.real.execute(release_command(self.node_set, attempt, 0, nothing, stay=stay))
 
     def confirm(self, nonce: str, counters: dict[str, int], *, epoch: int = 0) -> Answer:
         """CONFIRM the values of some resources."""
-        bid = Bid.of(self.fleet, tuple(sorted(counters)), nonce, 30.0)
-        pairs = in_pairs(bid.stripes, [counters[resource] for resource in bid.resources])
+        attempt = Attempt.of(self.node_set, tuple(sorted(counters)), nonce, 30.0)
+        pairs = in_pairs(attempt.stripes, [counters[resource] for resource in attempt.resources])
         return self.real.execute(
-            Command("confirm", nonce, bid.keys, (self.fleet.fingerprint, nonce, epoch, *pairs))
+            Command("confirm", nonce, attempt.keys, (self.node_set.fingerprint, nonce, epoch, *pairs))
         )
 
     def release(self, nonce: str, counters: dict[str, int], *, epoch: int = 0) -> Answer:
         """RELEASE with the decided values of some resources."""
-        bid = Bid.of(self.fleet, tuple(sorted(counters)), nonce, 30.0)
-        decided = [counters[resource] for resource in bid.resources]
-        return self.real.execute(release_command(self.fleet, bid, epoch, decided))
+        attempt = Attempt.of(self.node_set, tuple(sorted(counters)), nonce, 30.0)
+        decided = [counters[resource] for resource in attempt.resources]
+        return self.real.execute(release_command(self.node_set, attempt, epoch, decided))
 
     def extend(self, nonce: str, *resources: str, ttl: float = 30.0) -> Answer:
         """EXTEND one grant."""
@@ -78,13 +80,15 @@ class Scripts:
 
     def extend_many(self, grants: Sequence[tuple[str, tuple[str, ...]]], ttl: float) -> Answer:
         """EXTEND several grants."""
-        bids = [Bid.of(self.fleet, tuple(sorted(resources)), nonce, ttl) for nonce, resources in grants]
-        return self.real.execute(_extend_command(self.fleet, bids, [0] * len(bids)))
+        attempts = [
+            Attempt.of(self.node_set, tuple(sorted(resources)), nonce, ttl) for nonce, resources in grants
+        ]
+        return self.real.execute(_extend_command(self.node_set, attempts, [0] * len(attempts)))
 
     def holder(self, *resources: str) -> Answer:
         """HOLDER."""
         keys = (NODE_KEY, *map(key_of, resources))
-        return self.real.execute(Command("holder", "", keys, (self.fleet.fingerprint, "")))
+        return self.real.execute(Command("holder", "", keys, (self.node_set.fingerprint, "")))
 
     def lock(self, resource: str) -> str | None:
         """Return what the lock key of a resource holds."""
@@ -146,7 +150,7 @@ def test_holder_is_of_the_lock_that_ends_last(scripts: Scripts) -> None:
 
 
 def test_a_claim_is_no_holder(scripts: Scripts) -> None:
-    """It is kept for a bidder that was called; beside a lock that is held, only the lock counts."""
+    """It is kept for a contender that was called; beside a lock that is held, only the lock counts."""
     scripts.client.set(key_of("a"), ">client.1", px=60_000)
     assert scripts.holder("a", "b") == Answer(Said.LOST)
     scripts.acquire("n", "b", ttl=7)
@@ -257,8 +261,8 @@ def test_release_in_another_epoch_or_list_changes_no_counter(scripts: Scripts) -
     scripts.acquire("n", "r")
     assert scripts.release("n", {"r": 90}, epoch=3).said is Said.RELEASED
     assert scripts.counter("r") == 1
-    bid = Bid.of(fleet_of("another list", 1), ("r",), "n", 1.0)
-    scripts.real.execute(release_command(fleet_of("another list", 1), bid, 0, [90]))
+    attempt = Attempt.of(node_set_of("another list", 1), ("r",), "n", 1.0)
+    scripts.real.execute(release_command(node_set_of("another list", 1), attempt, 0, [90]))
     assert scripts.counter("r") == 1
 
 
@@ -323,11 +327,11 @@ def test_many_grants_are_extended_in_one_call_each_for_itself(scripts: Scripts) 
 
 
 def test_release_that_is_owed_gives_no_place_in_line(scripts: Scripts) -> None:
-    """By the time that it arrives, its bidder may wait there no more."""
-    bid = Bid.of(scripts.fleet, ("a", "c"), "n1", 30.0, Turn("client.1", waited=2.0))
-    plain = release_command(scripts.fleet, replace(bid, turn=None), 0, (1, 2))
+    """By the time that it arrives, its contender may wait there no more."""
+    attempt = Attempt.of(scripts.node_set, ("a", "c"), "n1", 30.0, QueuePosition("client.1", waited=2.0))
+    plain = release_command(scripts.node_set, replace(attempt, position=None), 0, (1, 2))
     for stay in (True, False):
-        assert without_place(release_command(scripts.fleet, bid, 0, (1, 2), stay=stay)) == plain
+        assert without_place(release_command(scripts.node_set, attempt, 0, (1, 2), stay=stay)) == plain
     assert without_place(plain) == plain
 
 

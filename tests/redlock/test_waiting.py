@@ -15,7 +15,7 @@ import pytest
 import redis
 
 from fencelock import Redlock
-from fencelock.authority.redlock.waiting import HESITATION, Line, Waiter
+from fencelock.authority.redlock.protocol.queue import HESITATION, Waiter, WaitQueue
 from fencelock.embedded import Nodes
 from fencelock.errors import LockTimeoutError
 from tests.polling import eventually
@@ -24,9 +24,9 @@ from tests.redlock.views import all_wait, is_held_everywhere
 
 
 @pytest.fixture
-def line() -> Line:
+def line() -> WaitQueue:
     """A line of the client `c`, over five nodes of which three are heard."""
-    made = Line("c", 5, lambda: 0.5)
+    made = WaitQueue("c", 5, lambda: 0.5)
     for node in range(3):
         made.listen(node)
     return made
@@ -35,7 +35,7 @@ def line() -> Line:
 class TestLine:
     """What calls mean, without sockets and clocks."""
 
-    def test_majority_of_calls_is_due_at_once(self, line: Line) -> None:
+    def test_majority_of_calls_is_due_at_once(self, line: WaitQueue) -> None:
         """Two of five are not enough; the third is."""
         place = line.expect("")
         for node in range(2):
@@ -44,22 +44,22 @@ class TestLine:
         line.note(2, b"1", 10.001)
         assert line.due(place) == 10.001
 
-    def test_minority_of_calls_is_due_soon(self, line: Line) -> None:
+    def test_minority_of_calls_is_due_soon(self, line: WaitQueue) -> None:
         """Nodes that disagree on who is first leave nobody waiting; a repeated call adds nothing."""
         place = line.expect("")
         for _ in range(5):
             line.note(4, b"1", 10.0)
         assert 10.0 + 0.5 * HESITATION <= line.due(place) <= 10.0 + 1.5 * HESITATION
 
-    def test_calls_count_from_the_last_try_only(self, line: Line) -> None:
-        """What called a bid that has failed since says nothing about the next one."""
+    def test_calls_count_from_the_last_try_only(self, line: WaitQueue) -> None:
+        """What called an attempt that has failed since says nothing about the next one."""
         place = line.expect("")
         for node in range(3):
             line.note(node, b"1", 10.0)
         assert line.expect(place) == place
         assert line.due(place) == math.inf
 
-    def test_calls_for_nobody_are_ignored(self, line: Line) -> None:
+    def test_calls_for_nobody_are_ignored(self, line: WaitQueue) -> None:
         """Of an acquisition that is over, of another client, or no call at all."""
         place = line.expect("")
         for message in (b"2", b"", b"\xff", b"1 soon", b"one"):
@@ -69,7 +69,7 @@ class TestLine:
         line.note(0, b"1", 10.0)
         assert line.due(place) == math.inf
 
-    def test_nobody_stands_in_line_where_most_nodes_are_silent(self, line: Line) -> None:
+    def test_nobody_stands_in_line_where_most_nodes_are_silent(self, line: WaitQueue) -> None:
         """Nobody would call them."""
         heard = [line.hears]
         line.go_deaf(1)
@@ -79,31 +79,31 @@ class TestLine:
         heard.append(line.hears)
         assert heard == [True, False, True]
 
-    def test_a_call_ends_no_sleep_when_its_place_is_gone(self, line: Line) -> None:
-        """A bidder that was called, and hears no majority any more, would come back at once for ever."""
+    def test_a_call_ends_no_sleep_when_its_place_is_gone(self, line: WaitQueue) -> None:
+        """A contender that was called, and hears no majority any more, would come back at once for ever."""
         waiter = Waiter(line, lambda: 0.0, lambda: 0.0, fair=False, patient=True)
-        waiter.turn()
-        turn = waiter.turn()
-        assert turn is not None
-        assert turn.place == waiter.place == "c.1"
+        waiter.position()
+        position = waiter.position()
+        assert position is not None
+        assert position.place == waiter.place == "c.1"
         for node in range(3):
             line.note(node, b"1", 0.0)
         assert line.due(waiter.place) == 0.0
         line.go_deaf(0)
-        assert waiter.turn() is None
+        assert waiter.position() is None
         assert line.due(waiter.place) == math.inf
 
-    def test_first_bid_stands_in_line_where_the_last_acquisition_had_to_wait(self, line: Line) -> None:
+    def test_first_bid_stands_in_line_where_the_last_acquisition_had_to_wait(self, line: WaitQueue) -> None:
         """Otherwise the lock is mostly free."""
         places = []
-        for bids in (1, 2, 1, 1):
+        for attempts in (1, 2, 1, 1):
             waiter = Waiter(line, lambda: 0.0, lambda: 0.0, fair=False, patient=True)
-            turns = [waiter.turn() for _ in range(bids)]
-            places.append(turns[0] is not None)
+            positions = [waiter.position() for _ in range(attempts)]
+            places.append(positions[0] is not None)
             waiter.leave()
         assert places == [False, False, True, False]
 
-    def test_no_place_is_given_twice(self, line: Line) -> None:
+    def test_no_place_is_given_twice(self, line: WaitQueue) -> None:
         """It names the client and one acquisition of it."""
         places = [line.expect("") for _ in range(3)]
         assert places == ["c.1", "c.2", "c.3"]
@@ -165,7 +165,7 @@ def test_waiter_that_hears_nothing_is_not_woken(
     authority: Redlock, waiter: Redlock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control of the tests around it: it has the lock only when it looks for a last time."""
-    monkeypatch.setattr(Line, "note", lambda *_: "")
+    monkeypatch.setattr(WaitQueue, "note", lambda *_: "")
     assert seconds_until_handed_over(authority, waiter, timeout=3.0) > 2.0
 
 
@@ -184,12 +184,12 @@ def test_waiter_is_woken_though_calls_of_a_minority_are_lost(
     authority: Redlock, waiter: Redlock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two of five calls never arrive."""
-    note = Line.note
+    note = WaitQueue.note
 
-    def lossy(line: Line, node: int, message: bytes, now: float) -> str:
+    def lossy(line: WaitQueue, node: int, message: bytes, now: float) -> str:
         return note(line, node, message, now) if node > 1 else ""
 
-    monkeypatch.setattr(Line, "note", lossy)
+    monkeypatch.setattr(WaitQueue, "note", lossy)
     assert seconds_until_handed_over(authority, waiter) < 1.0
 
 
@@ -197,7 +197,7 @@ def test_waiter_whose_calls_are_all_lost_looks_by_itself(
     authority: Redlock, waiter: Redlock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After somewhat more than a second at the latest: a claim that nobody takes, and a look."""
-    monkeypatch.setattr(Line, "note", lambda *_: "")
+    monkeypatch.setattr(WaitQueue, "note", lambda *_: "")
     assert seconds_until_handed_over(authority, waiter, timeout=10.0) < 2.0
 
 

@@ -19,8 +19,8 @@ import redis
 
 from fencelock import Redlock
 from fencelock.authority.base import Grant
+from fencelock.authority.redlock.protocol.queue import WaitQueue
 from fencelock.authority.redlock.transport.aio import LoopConnections
-from fencelock.authority.redlock.waiting import Line
 from fencelock.embedded import Nodes
 from fencelock.errors import FencelockError, LockTimeoutError
 from tests.polling import eventually
@@ -121,7 +121,7 @@ def test_task_that_hears_nothing_is_not_woken(
     authority: Redlock, client: Redlock, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control of the tests around it: it has the lock only when it looks for a last time."""
-    monkeypatch.setattr(Line, "note", lambda *_: "")
+    monkeypatch.setattr(WaitQueue, "note", lambda *_: "")
 
     async def main() -> None:
         await start_listening(client, authority)
@@ -134,7 +134,7 @@ def test_task_that_hears_nothing_is_not_woken(
 def test_call_that_comes_before_the_wait_begins_is_not_missed(
     authority: Redlock, client: Redlock, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The release falls between the answers to the bid and the wait."""
+    """The release falls between the answers to the attempt and the wait."""
     wait = LoopConnections.wait
 
     async def late(listener: LoopConnections, place: str, seconds: float) -> None:
@@ -173,9 +173,9 @@ def test_fifty_tasks_take_turns_without_a_herd(
     *,
     hears: bool,
 ) -> None:
-    """Whoever is called bids, the others are quiet; those who look (the control) ask far more often."""
+    """Whoever is called attempts, the others are quiet; those who look (the control) ask far more often."""
     if not hears:
-        monkeypatch.setattr(Line, "listen", lambda *_: None)
+        monkeypatch.setattr(WaitQueue, "listen", lambda *_: None)
 
     async def work() -> int:
         grant = await client.aio.acquire(("r",), ttl=30.0, timeout=60.0)

@@ -49,7 +49,7 @@ def locks_on(nodes: Nodes) -> list[str]:
 def is_held_everywhere(urls: Sequence[str], resource: str = "r", seconds: float = 15.0) -> bool:
     """Return whether every node that can be reached and is initialised comes to hold a lock that was granted.
 
-    A majority is enough for the grant. On the others, whoever bids next may still be the first.
+    A majority is enough for the grant. On the others, whoever attempts next may still be the first.
     """
     return eventually(lambda: all(_has_lock_or_no_vote(url, resource) for url in urls), seconds)
 

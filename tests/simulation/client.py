@@ -18,9 +18,9 @@ from fencelock.authority.redlock import operations
 from fencelock.authority.redlock.membership.recover import rise
 from fencelock.authority.redlock.operations import Acquisition
 from fencelock.authority.redlock.protocol import holding, undo
-from fencelock.authority.redlock.protocol.bids import Granted
+from fencelock.authority.redlock.protocol.attempts import Granted
 from fencelock.authority.redlock.protocol.messages import Sleep
-from fencelock.authority.redlock.waiting import Waiter
+from fencelock.authority.redlock.protocol.queue import Waiter
 from fencelock.errors import FencelockError, LockLostError, QuorumError
 from tests.simulation.judge import Judge
 from tests.simulation.storage import Stale, Storage, Transaction
@@ -35,7 +35,7 @@ class Habits:
 
     Attributes:
         commits_first: a lease outlives the COMMIT of what was written under it.
-        new_nonces: every bid has a nonce of its own.
+        new_nonces: every attempt has a nonce of its own.
         seals_all: under a seal, every lock is sealed.
         mints_anew: after a COMMIT in doubt, a new token before anything else.
         claims_anew: … and a claim with it before anything is read.
@@ -82,7 +82,7 @@ class Hold:
     @property
     def resources(self) -> tuple[str, ...]:
         """What is held."""
-        return self.granted.bid.resources
+        return self.granted.attempt.resources
 
     def is_over(self) -> bool:
         """Whether it has been given back, or is known to have ended."""
@@ -146,7 +146,7 @@ class Client:
         """Acquire, and seal where all locks are sealed."""
         above: tuple[int, ...] = ()
         for _ in range(_HINTED_TRIES):
-            granted = yield from self._bid(resources, ttl, timeout, above, fair=fair)
+            granted = yield from self._attempt(resources, ttl, timeout, above, fair=fair)
             hold = Hold(self, granted)
             if not self.weather.sealed or (not self._habits.seals_all and self._random.random() < 0.5):
                 self._learn(hold)
@@ -157,7 +157,7 @@ class Client:
             yield from self.release(hold)
         raise QuorumError("it was not sealed", nodes={})
 
-    def _bid(
+    def _attempt(
         self,
         resources: tuple[str, ...],
         ttl: float,
@@ -193,7 +193,7 @@ class Client:
         return grant.proof  # type: ignore[no-any-return]
 
     def _new_nonce(self, resources: tuple[str, ...]) -> str:
-        """Return a nonce. The tokens that are out by now are below that of its bid."""
+        """Return a nonce. The tokens that are out by now are below that of its attempt."""
         self._floors = self._judge.floors(resources)
         return self.world.new_word() if self._habits.new_nonces else self.process.name
 
@@ -207,7 +207,7 @@ class Client:
 
     def _seal(self, hold: Hold) -> Generator[Any, Any, tuple[int, ...]]:
         """Seal a grant before its holder learns of it; return the fences that are in the way, or nothing."""
-        nonce = hold.granted.bid.nonce
+        nonce = hold.granted.attempt.nonce
         while True:
             try:
                 fences = yield Ask(
@@ -231,7 +231,7 @@ class Client:
         """Extend the lease from time to time, as the renewer does."""
         part = 3
         while True:
-            ttl = hold.granted.bid.ttl
+            ttl = hold.granted.attempt.ttl
             yield Sleep(ttl / part * (0.9 + 0.2 * self._random.random()))
             if hold.is_over():
                 return
@@ -249,7 +249,7 @@ class Client:
             elif not isinstance(end, FencelockError) and hold.granted is granted:
                 hold.granted = replace(granted, expires_at=end)
             if hold.is_over():
-                yield from undo.abandon(self.process.see(), granted.bid)
+                yield from undo.abandon(self.process.see(), granted.attempt)
 
     def _remint(self, hold: Hold) -> Program:
         """Exchange the token for a larger one."""
@@ -257,9 +257,9 @@ class Client:
             yield Sleep(0.001)
         hold.busy = hold.minting = True
         old = hold.granted
-        bid = old.bid
-        nonce = partial(self._new_nonce, bid.resources)
-        acquisition = Acquisition(bid.resources, bid.ttl, nonce, instead_of=old)
+        attempt = old.attempt
+        nonce = partial(self._new_nonce, attempt.resources)
+        acquisition = Acquisition(attempt.resources, attempt.ttl, nonce, instead_of=old)
         try:
             grant = yield from acquisition.remint(self.process.see, old, jitter=self._random.random)
         except LockLostError:

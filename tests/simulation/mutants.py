@@ -130,7 +130,7 @@ MUTANTS = (
         patches=(Patch(acquire, "largest_epoch", weaker.mixed_epochs),),
         control=_SCHEDULES + "votes_of_two_epochs_added_up_give_a_token_twice",
     ),
-    _habit("one nonce for all", "every bid has a nonce of its own", new_nonces=False),
+    _habit("one nonce for all", "every attempt has a nonce of its own", new_nonces=False),
     Mutant(
         "restore before completion",
         "what EXTEND has made again vouches for no grant",
@@ -284,7 +284,7 @@ MUTANTS = (
     ),
     Mutant(
         "given up without RELEASE",
-        "a bid that came to nothing is released wherever it may have locked something",
+        "an attempt that came to nothing is released wherever it may have locked something",
         patches=(Patch(acquire, "abandon", weaker.abandon_nothing),),
         run=Tidy,
     ),

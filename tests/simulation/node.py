@@ -58,8 +58,8 @@ class Queue:
         return min(self.since, key=lambda place: (self.since[place], place))
 
 
-class Turn(NamedTuple):
-    """How a bidder behaves towards others, as it goes over the wire."""
+class QueuePosition(NamedTuple):
+    """How a contender behaves towards others, as it goes over the wire."""
 
     place: str = ""
     waited: int = 0
@@ -68,7 +68,7 @@ class Turn(NamedTuple):
     instead_of: str = ""
 
 
-_NO_TURN = Turn()
+_NO_POSITION = QueuePosition()
 
 
 class Disk(NamedTuple):
@@ -247,23 +247,24 @@ class ModelNode:
             return refused
         keys = command.keys[1:]
         count = 4 + 2 * len(keys)
-        turn = Turn(*arguments[count:]) if len(arguments) > count else _NO_TURN
+        position = QueuePosition(*arguments[count:]) if len(arguments) > count else _NO_POSITION
         found: list[Lock | None] = []
         for key in keys:
             lock = self.lock(key)
             if lock is not None and (
-                lock.nonce == ">" + turn.place or (turn.instead_of and lock.nonce == turn.instead_of)
+                lock.nonce == ">" + position.place
+                or (position.instead_of and lock.nonce == position.instead_of)
             ):
                 lock = None
             elif (lock is not None and (lock.nonce != command.nonce or lock.counter is None)) or (
-                lock is None and (turn.place or turn.fair) and self._is_anothers_turn(key, turn)
+                lock is None and (position.place or position.fair) and self._is_anothers_turn(key, position)
             ):
-                return self._held(command, key, turn)
+                return self._held(command, key, position)
             found.append(lock)
-        return self._grant(command, keys, found, turn)
+        return self._grant(command, keys, found, position)
 
     def _grant(
-        self, command: Command, keys: Sequence[str], found: Sequence[Lock | None], turn: Turn
+        self, command: Command, keys: Sequence[str], found: Sequence[Lock | None], position: QueuePosition
     ) -> Answer:
         arguments: Sequence[Any] = command.arguments
         epoch = self.hash["e"]
@@ -285,9 +286,9 @@ class ModelNode:
         self.hash |= counters
         for key, counter in new:
             self.locks[key] = Lock(command.nonce, epoch, counter, self.now + arguments[2])
-        if turn.place:
+        if position.place:
             for key in keys:
-                self._leave_queue(key, turn.place)
+                self._leave_queue(key, position.place)
         return Answer(_GRANTED, epoch, tuple(granted))
 
     def next_counter(self, last: int, hint: int) -> int:
@@ -424,27 +425,27 @@ class ModelNode:
 
     # Waiting in line: hints, which can make the node say HELD and never more than that.
 
-    def _held(self, command: Command, key: str, turn: Turn) -> Answer:
+    def _held(self, command: Command, key: str, position: QueuePosition) -> Answer:
         lock = self.lock(key)
         left = -0.002 if lock is None else (lock.ends - self.now) / 1000
-        if turn.place:
+        if position.place:
             for each in command.keys[1:]:
                 claim = self.lock(each)
-                if claim is not None and claim.nonce == ">" + turn.place:
+                if claim is not None and claim.nonce == ">" + position.place:
                     self._pass_on(each)
-            self._line_up(key, turn.place, turn.waited, turn.since)
+            self._line_up(key, position.place, position.waited, position.since)
         return Answer(Said.HELD, ttl=left)
 
-    def _is_anothers_turn(self, key: str, turn: Turn) -> bool:
+    def _is_anothers_turn(self, key: str, position: QueuePosition) -> bool:
         queue = self._queue(key)
         if queue is None:
             return False
-        if turn.place:
-            self._line_up(key, turn.place, turn.waited, turn.since)
-            if queue.first() == turn.place:
+        if position.place:
+            self._line_up(key, position.place, position.waited, position.since)
+            if queue.first() == position.place:
                 return False
         called = self._call_next(key)
-        return called not in {"", turn.place}
+        return called not in {"", position.place}
 
     def _queue(self, key: str) -> Queue | None:
         queue = self.queues.get(key)

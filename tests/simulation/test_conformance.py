@@ -16,12 +16,12 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from fencelock.authority.redlock.protocol.bids import Bid
+from fencelock.authority.redlock.protocol.attempts import Attempt
 from fencelock.authority.redlock.protocol.messages import Answer, Command, Said
 from fencelock.authority.redlock.wire.codec import SCRIPTS
 from fencelock.embedded import Node
 from fencelock.token import MAX_COUNTER
-from tests.redlock.stage import NODE_KEY, RealNode, Station, fleet_of
+from tests.redlock.stage import NODE_KEY, RealNode, Station, node_set_of
 from tests.simulation import node as model_module
 from tests.simulation.node import Lock, ModelNode
 
@@ -54,7 +54,7 @@ class LockCommand:
     def command(self, now: int) -> Command:
         """Return it as it goes to a node whose clock says so."""
         keys = (NODE_KEY, *(f"{NODE_KEY}:l:{resource}" for resource in self.resources))
-        stripes = Bid.of(fleet_of("", 1), self.resources, "n", 1.0).stripes
+        stripes = Attempt.of(node_set_of("", 1), self.resources, "n", 1.0).stripes
         pairs = [number for pair in zip(stripes, self.numbers, strict=False) for number in pair]
         since = now - self.ago
         arguments: list[str | int] = [self.fingerprint, self.nonce]
@@ -379,7 +379,7 @@ def real(shared_nodes: list[Node]) -> Iterator[RealNode]:
 
 def test_two_of_the_resources_share_a_stripe() -> None:
     """The conformance test is to meet two locks of one command on one counter."""
-    stripes = Bid.of(fleet_of("", 1), RESOURCES, "n", 1.0).stripes
+    stripes = Attempt.of(node_set_of("", 1), RESOURCES, "n", 1.0).stripes
     assert stripes[0] == stripes[1] != stripes[2]
 
 

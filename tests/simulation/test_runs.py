@@ -50,7 +50,7 @@ def test_nobody_loses_a_lease_while_all_nodes_restart_one_after_the_other(size: 
 
 @pytest.mark.parametrize("size", [3, 5])
 def test_no_lock_is_left_where_connections_break_and_nodes_hang(size: int) -> None:
-    """Of bids that were given up, of grants that came late, and of releases that found no connection."""
+    """Of attempts that were given up, of grants that came late, and of releases that found no connection."""
     acquisitions, faults = 0, Counter[str]()
     for seed in range(SEEDS):
         outcome = play(seed, size, run=Tidy)

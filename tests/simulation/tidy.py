@@ -1,8 +1,8 @@
 """A third kind of run: nothing forgets and nothing crashes, but connections break, and nodes hang.
 
 Leases are so long that none ends meanwhile. When all is calm again and every lock was given back, no lock is
-left on any node: none of a bid that was given up, of a grant that came too late, or of a RELEASE that found
-no connection. A lock that is left keeps others out for as long as its ttl.
+left on any node: none of an attempt that was given up, of a late grant, or of a RELEASE that found no
+connection. A lock that is left keeps others out for as long as its ttl.
 """
 
 from __future__ import annotations

@@ -12,10 +12,10 @@ from fencelock.authority.redlock.membership import recover
 from fencelock.authority.redlock.membership.members import Membership
 from fencelock.authority.redlock.membership.reports import NodeGroup, NodeReport, Reports
 from fencelock.authority.redlock.membership.view import MembershipView
-from fencelock.authority.redlock.protocol import bids, messages
-from fencelock.authority.redlock.protocol.bids import Bid
+from fencelock.authority.redlock.protocol import attempts, messages
+from fencelock.authority.redlock.protocol.attempts import Attempt
 from fencelock.authority.redlock.protocol.messages import Answer, Answers, Broadcast, Command, Round, Said
-from fencelock.authority.redlock.protocol.nodeset import Fleet
+from fencelock.authority.redlock.protocol.nodeset import NodeSet
 from tests.simulation.node import Lock, ModelNode
 
 
@@ -185,8 +185,8 @@ class AdmitLowersPromise(ModelNode):
 
 
 def maximum_without_write_back(
-    _fleet: Fleet,
-    _bid: Bid,
+    _node_set: NodeSet,
+    _attempt: Attempt,
     _answers: dict[int, Answer],
     _epoch: int,
     granted: dict[int, tuple[int, ...]],
@@ -194,7 +194,7 @@ def maximum_without_write_back(
 ) -> Generator[Broadcast, Round, tuple[tuple[int, ...] | None, float]]:
     """Decide the maximum and tell nobody: instead of `acquire._decide`."""
     yield from ()
-    return bids.maximum_of(granted.values()), ended
+    return attempts.maximum_of(granted.values()), ended
 
 
 def mixed_epochs(answers: Answers) -> tuple[int, dict[int, tuple[int, ...]]]:
@@ -244,19 +244,19 @@ def owe_nothing(_node: Any, _release: Command) -> None:
 
 
 def abandon_nothing(*_: Any, **_more: Any) -> Generator[Broadcast, Round, None]:
-    """Release nothing of a bid that came to nothing: instead of `undo.abandon`."""
+    """Release nothing of an attempt that came to nothing: instead of `undo.abandon`."""
     yield from ()
 
 
-def still_extended_all_gone(fleet: Fleet, answers: Answers, index: int) -> bool | None:
+def still_extended_all_gone(node_set: NodeSet, answers: Answers, index: int) -> bool | None:
     """Add up blank nodes and those that have made the lock again: instead of `holding._still_extended`."""
     voters = [answer for answer in answers.values() if answer.said is Said.EXTENDED]
     extended = sum(answer.counters[index] == messages.EXTENDED for answer in voters)
     blank = sum(answer.said is Said.AMNESIA for answer in answers.values())
-    if extended >= fleet.quorum:
+    if extended >= node_set.quorum:
         return True
     gone = len(voters) - extended + blank
-    return None if len(fleet.names) - gone >= fleet.quorum else False
+    return None if len(node_set.names) - gone >= node_set.quorum else False
 
 
 _shipped_note = MembershipView.note

@@ -30,7 +30,7 @@ from fencelock.authority.redlock.protocol.messages import (
     Said,
     Sleep,
 )
-from fencelock.authority.redlock.waiting import Line
+from fencelock.authority.redlock.protocol.queue import WaitQueue
 from fencelock.authority.redlock.wire.connection import Connection, PendingBroadcast, PendingReply
 from fencelock.authority.redlock.wire.nodes import NodeConnections
 from fencelock.errors import FencelockError
@@ -209,7 +209,7 @@ class Process:
         seats: numbers of the servers that it is configured with, in its order.
         line: its places in the nodes' queues.
         nodes: its connections.
-        see: returns the fleet as it is known now.
+        see: returns the set of nodes as it is known now.
     """
 
     def __init__(self, world: World, name: str, seats: Sequence[int], clock: Clock) -> None:
@@ -231,7 +231,7 @@ class Process:
         self._connecting: set[int] = set()
         view = MembershipView(self.names, NODE_KEY, PATIENCE)
         self.see = view.see
-        self.line = Line(self.name, len(seats), self.world.random.random)
+        self.line = WaitQueue(self.name, len(seats), self.world.random.random)
         self.nodes = NodeConnections(
             self.names,
             self,

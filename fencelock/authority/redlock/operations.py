@@ -1,4 +1,4 @@
-"""One acquisition: its bids, and what is left of it. No sockets, no clock.
+"""One acquisition: its attempts, and what is left of it. No sockets, no clock.
 
 Threads, event loops and the simulator run the same of it.
 """
@@ -12,10 +12,10 @@ from typing import Any, Final
 from fencelock import token
 from fencelock.authority.base import Grant, Wish
 from fencelock.authority.redlock.protocol import acquire, holding, undo
-from fencelock.authority.redlock.protocol.bids import Bid, Granted
+from fencelock.authority.redlock.protocol.attempts import Attempt, Granted
 from fencelock.authority.redlock.protocol.messages import Request
-from fencelock.authority.redlock.protocol.nodeset import Fleet
-from fencelock.authority.redlock.waiting import Waiter
+from fencelock.authority.redlock.protocol.nodeset import NodeSet
+from fencelock.authority.redlock.protocol.queue import Waiter
 from fencelock.errors import AuthorityError, FencelockError
 
 #: Grants that are extended in one round trip. A node does nothing else meanwhile: about a millisecond.
@@ -23,16 +23,16 @@ BATCH: Final = 500
 
 
 class Acquisition:
-    """One bid after the other, each with a nonce of its own.
+    """One attempt after the other, each with a nonce of its own.
 
     Args:
         resources: what is acquired, in the order of the caller.
         ttl: seconds.
         new_nonce: makes a nonce. It is drawn when it is needed: two processes that were restored from one
-            snapshot would have had the same in advance, and a node would take the bid of one for that of the
-            other, resent.
+            snapshot would have had the same in advance, and a node would take the attempt of one for that of
+            the other, resent.
         waiter: knows its place among those who wait; None where there is no waiting.
-        instead_of: what the bids take over.
+        instead_of: what the attempts take over.
         above: a token for each resource that the new one must exceed; empty for none.
     """
 
@@ -51,34 +51,34 @@ class Acquisition:
         self._ttl = ttl
         self._new_nonce = new_nonce
         self._waiter = waiter
-        #: What makes a bid more than an ordinary one.
+        #: What makes an attempt more than an ordinary one.
         self._special: dict[str, Any] = {}
         if instead_of is not None:
             hints = tuple(counter + 1 for counter in instead_of.counters)
             self._special = {
                 "hint_epoch": instead_of.epoch,
                 "hints": hints,
-                "instead_of": instead_of.bid.nonce,
+                "instead_of": instead_of.attempt.nonce,
             }
-        self._latest: tuple[Fleet, Bid] | None = None
+        self._latest: tuple[NodeSet, Attempt] | None = None
 
-    def next_bid(self, fleet: Fleet) -> Bid:
-        """Return a new bid, and forget the one before.
+    def next_attempt(self, node_set: NodeSet) -> Attempt:
+        """Return a new attempt, and forget the one before.
 
         Raises:
             ValueError: the ttl is longer than these nodes allow.
         """
-        check_max_ttl(self._ttl, fleet)
+        check_max_ttl(self._ttl, node_set)
         nonce = self._new_nonce()
-        turn = self._waiter.turn() if self._waiter is not None else None
-        bid = Bid.of(fleet, self._canonical, nonce, self._ttl, turn)
+        position = self._waiter.position() if self._waiter is not None else None
+        attempt = Attempt.of(node_set, self._canonical, nonce, self._ttl, position)
         if self._special:
-            bid = replace(bid, **self._special)
-        self._latest = fleet, bid
-        return bid
+            attempt = replace(attempt, **self._special)
+        self._latest = node_set, attempt
+        return attempt
 
     def hint(self, epoch: int) -> None:
-        """Have the next bids exceed what they must in this epoch, in which the nodes vote now."""
+        """Have the next attempts exceed what they must in this epoch, in which the nodes vote now."""
         halves = dict(zip(self._resources, map(token.split, self.above), strict=True))
         hints = tuple(
             halves[resource][1] + 1 if halves[resource][0] == epoch else 0 for resource in self._canonical
@@ -87,7 +87,7 @@ class Acquisition:
 
     def acquire(
         self,
-        see: Callable[[], Fleet],
+        see: Callable[[], NodeSet],
         *,
         began: float,
         timeout: float | None,
@@ -95,25 +95,25 @@ class Acquisition:
         outage: float,
         jitter: Callable[[], float],
     ) -> Generator[Request, Any, Grant]:
-        """Bid until a quorum grants: see `acquire.acquire`."""
+        """Attempt until a quorum grants: see `acquire.acquire`."""
         bidding = acquire.acquire(
-            see, self.next_bid, began=began, timeout=timeout, grace=grace, outage=outage, jitter=jitter
+            see, self.next_attempt, began=began, timeout=timeout, grace=grace, outage=outage, jitter=jitter
         )
         return (yield from self._ending(bidding))
 
     def remint(
-        self, see: Callable[[], Fleet], granted: Granted, *, jitter: Callable[[], float]
+        self, see: Callable[[], NodeSet], granted: Granted, *, jitter: Callable[[], float]
     ) -> Generator[Request, Any, Grant]:
         """Exchange a grant for one with larger tokens: see `holding.remint`."""
-        return (yield from self._ending(holding.remint(see, self.next_bid, granted, jitter=jitter)))
+        return (yield from self._ending(holding.remint(see, self.next_attempt, granted, jitter=jitter)))
 
     def _ending(self, bidding: Generator[Request, Any, Granted]) -> Generator[Request, Any, Grant]:
-        """Return the grant that the bids come to; leave nothing behind where they come to none."""
+        """Return the grant that the attempts come to; leave nothing behind where they come to none."""
         try:
             granted = yield from bidding
             self._leave_queue()
             return self._won(granted)
-        except (FencelockError, GeneratorExit):  # the last bid was abandoned before that
+        except (FencelockError, GeneratorExit):  # the last attempt was abandoned before that
             self._leave_queue()
             raise
         except BaseException:  # of a signal handler, or a cancellation: nothing else would release it
@@ -127,14 +127,14 @@ class Acquisition:
             self._waiter.leave()
 
     def _won(self, granted: Granted) -> Grant:
-        """Return the grant that a bid has come to."""
+        """Return the grant that an attempt has come to."""
         counters = dict(zip(self._canonical, granted.counters, strict=True))
         tokens = tuple(token.compose(granted.epoch, counters[resource]) for resource in self._resources)
         return Grant(self._resources, tokens, granted.expires_at, granted)
 
 
 def extend(
-    see: Callable[[], Fleet], wishes: Sequence[Wish]
+    see: Callable[[], NodeSet], wishes: Sequence[Wish]
 ) -> Generator[Request, Any, list[Grant | FencelockError]]:
     """Let grants live on, so many in one round trip: see `Authority.extend_many`."""
     outcomes: list[Grant | FencelockError] = []
@@ -142,11 +142,11 @@ def extend(
         batch = wishes[start : start + BATCH]
         try:
             while True:
-                fleet = see()
+                node_set = see()
                 for _, ttl in batch:
-                    check_max_ttl(ttl, fleet)
-                ends = yield from holding.extend(fleet, [(grant.proof, ttl) for grant, ttl in batch])
-                if see() == fleet:  # else nodes were heard for the first time, or have got another list
+                    check_max_ttl(ttl, node_set)
+                ends = yield from holding.extend(node_set, [(grant.proof, ttl) for grant, ttl in batch])
+                if see() == node_set:  # else nodes were heard for the first time, or have got another list
                     break
         except AuthorityError as error:
             outcomes += [error] * len(batch)
@@ -162,26 +162,26 @@ def _extended(grant: Grant, end: float | FencelockError) -> Grant | FencelockErr
     return replace(grant, expires_at=end, proof=replace(grant.proof, expires_at=end))
 
 
-def release(see: Callable[[], Fleet], granted: Granted) -> Generator[Request, Any, bool | None]:
+def release(see: Callable[[], NodeSet], granted: Granted) -> Generator[Request, Any, bool | None]:
     """Give a lock back: see `holding.release`. Where that is interrupted, it is sent once more."""
     try:
         return (yield from holding.release(see(), granted))
     except (FencelockError, GeneratorExit):
         raise
     except BaseException:
-        yield from undo.abandon(see(), granted.bid)
+        yield from undo.abandon(see(), granted.attempt)
         raise
 
 
-def check_max_ttl(ttl: float, fleet: Fleet) -> None:
+def check_max_ttl(ttl: float, node_set: NodeSet) -> None:
     """Refuse what the nodes would not keep out for.
 
     Raises:
         ValueError: the ttl is longer than they allow.
     """
-    if ttl > fleet.max_ttl:
+    if ttl > node_set.max_ttl:
         raise ValueError(
-            f"a ttl of {ttl:g} s is longer than the {fleet.max_ttl:g} s that these nodes were initialised "
+            f"a ttl of {ttl:g} s is longer than the {node_set.max_ttl:g} s that these nodes were initialised "
             "for: a node that lost its memory stays out for no longer than that. Use a shorter one and "
             "extend it in time, or initialise with a larger --max-ttl"
         )

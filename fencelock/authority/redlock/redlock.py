@@ -25,14 +25,14 @@ from fencelock.authority.redlock.membership.reports import NodeGroup
 from fencelock.authority.redlock.membership.view import MembershipView
 from fencelock.authority.redlock.operations import Acquisition
 from fencelock.authority.redlock.protocol import holding, messages
-from fencelock.authority.redlock.protocol.bids import Bid, Granted
+from fencelock.authority.redlock.protocol.attempts import Attempt, Granted
 from fencelock.authority.redlock.protocol.nodeset import names_of
+from fencelock.authority.redlock.protocol.queue import QUEUE, Waiter, WaitQueue
 from fencelock.authority.redlock.recovery import Recoverer
 from fencelock.authority.redlock.transport.aio import LoopConnections
 from fencelock.authority.redlock.transport.blocking import SharedConnections
 from fencelock.authority.redlock.transport.connector import Node
 from fencelock.authority.redlock.transport.endpoints import Source, sources_of
-from fencelock.authority.redlock.waiting import QUEUE, Line, Waiter
 from fencelock.authority.stepped import Stepped, warn_of_blocked_loop
 from fencelock.errors import FencelockError, NodesNotInitialisedError, QuorumError
 
@@ -145,7 +145,7 @@ class Redlock(Stepped):
             MembershipError: nodes and client disagree on which the N nodes are.
             ValueError: the ttl is longer than these nodes allow.
         """
-        queue: Line = yield QUEUE
+        queue: WaitQueue = yield QUEUE
         waiter = Waiter(queue, time.monotonic, time.time, fair=fair, patient=timeout != 0)
         acquisition = Acquisition(resources, ttl, _new_nonce, waiter, above=above)
         initialised = False
@@ -187,14 +187,14 @@ class Redlock(Stepped):
 
     def dump(self, grant: Grant) -> dict[str, Any]:
         """Do as `Authority.dump`."""
-        return {"namespace": self._namespace, "nonce": grant.proof.bid.nonce}
+        return {"namespace": self._namespace, "nonce": grant.proof.attempt.nonce}
 
     def load(self, resources: tuple[str, ...], tokens: tuple[int, ...], data: dict[str, Any]) -> Grant:
         """Do as `Authority.load`."""
         names, halves = tuple(sorted(resources)), dict(zip(resources, map(token.split, tokens), strict=True))
-        bid = Bid(names, data["nonce"], 0.0, *names_of(self._node_key, names))
+        attempt = Attempt(names, data["nonce"], 0.0, *names_of(self._node_key, names))
         counters = tuple(halves[name][1] for name in names)
-        return Grant(resources, tokens, 0.0, Granted(bid, halves[names[0]][0], counters, 0.0))
+        return Grant(resources, tokens, 0.0, Granted(attempt, halves[names[0]][0], counters, 0.0))
 
     def do(self, step: Any) -> Any:
         """Take a step, blocking."""
@@ -272,7 +272,7 @@ class Redlock(Stepped):
     def recover(self) -> bool:
         """Admit nodes again that restarted or forgot, after waiting for the longest lease to pass.
 
-        Clients do this in the background. It is for fleets of whose clients none lives as long as that.
+        Clients do this in the background. It is for nodes of whose clients none lives as long as that.
 
         Returns:
             True when nothing is left to do; False where nothing can be done, as `status` tells.
@@ -356,7 +356,7 @@ class Redlock(Stepped):
 def _default_base() -> int:
     """Where counters start unless told otherwise: Unix milliseconds.
 
-    A fleet that is initialised again after losing everything then starts above its old tokens, if no
+    Nodes that are initialised again after losing everything then start above their old tokens, if no
     epoch above 0 was used, clocks are sane, and no stripe averaged 1,000 leases a second. Defence in
     depth, no guarantee.
     """

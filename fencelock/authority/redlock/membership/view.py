@@ -15,12 +15,12 @@ from collections import Counter
 from dataclasses import replace
 
 from fencelock.authority.redlock.membership.members import Identity, Membership
-from fencelock.authority.redlock.protocol.nodeset import Fleet
+from fencelock.authority.redlock.protocol.nodeset import NodeSet
 from fencelock.errors import MembershipError
 
 
 class MembershipView:
-    """What each node has said last, and the nodes as a client sees them because of that: see `Fleet`.
+    """What each node has said last, and the nodes as a client sees them because of that: see `NodeSet`.
 
     It takes no lock: a signal handler that locks may have interrupted the frame that would hold it.
 
@@ -33,11 +33,13 @@ class MembershipView:
     ) -> None:
         self.identities: dict[int, Identity] = {}
         #: The nodes before any of them has named a list.
-        self._fleet = Fleet(names, node_key, "", tuple(range(len(names))), math.inf, patience, init_command)
+        self._node_set = NodeSet(
+            names, node_key, "", tuple(range(len(names))), math.inf, patience, init_command
+        )
         #: Of those that ever named a list: the id and that list.
         self._said: dict[int, tuple[str, Membership]] = {}
         self._news = object()
-        self._seen: tuple[object, Fleet] | None = None
+        self._seen: tuple[object, NodeSet] | None = None
 
     def meet(self, node: int, identity: Identity) -> bool:
         """Note which server process answers for a node; return whether that is news."""
@@ -53,7 +55,7 @@ class MembershipView:
         if membership is not None:
             self._said[node] = node_id, membership
 
-    def see(self) -> Fleet:
+    def see(self) -> NodeSet:
         """Return the nodes as they are known now.
 
         Raises:
@@ -64,17 +66,17 @@ class MembershipView:
             seen = self._seen = news, self._look()
         return seen[1]
 
-    def _look(self) -> Fleet:
+    def _look(self) -> NodeSet:
         self._check_distinct()
-        known, names = self._membership(), self._fleet.names
+        known, names = self._membership(), self._node_set.names
         # In the order of the ids, which is the same for all clients; then the others. The list has the ids
         # for the addresses, because a node that holds a fellow's data says the fellow's.
         own = known.seats_of(names) if known is not None else {}
         ids = {node: own.get(node, said) for node, (said, _) in list(self._said.items())}
         order = tuple(sorted(range(len(names)), key=lambda node: (ids.get(node, "~"), node)))
         if known is None:
-            return replace(self._fleet, order=order)
-        return replace(self._fleet, fingerprint=known.fingerprint, order=order, max_ttl=known.max_ttl)
+            return replace(self._node_set, order=order)
+        return replace(self._node_set, fingerprint=known.fingerprint, order=order, max_ttl=known.max_ttl)
 
     def _check_distinct(self) -> None:
         """Refuse two addresses of one server process: it would have two votes.
@@ -85,7 +87,7 @@ class MembershipView:
         for node, identity in list(self.identities.items()):
             other = seen.setdefault(identity.run_id, node)
             if other != node:
-                names = self._fleet.names
+                names = self._node_set.names
                 raise MembershipError(
                     f"{names[other]} and {names[node]} are the same server, which "
                     "would have two votes: name each node once (databases of one server are one node)"
@@ -93,7 +95,7 @@ class MembershipView:
 
     def _membership(self) -> Membership | None:
         """Return the list of as many nodes as the client has that most of them name; None if none does."""
-        names = self._fleet.names
+        names = self._node_set.names
         lists = Counter(membership for _, membership in list(self._said.values()))
         known: Membership | None = None
         for candidate, members in lists.most_common():

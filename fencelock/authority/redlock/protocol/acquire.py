@@ -29,7 +29,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from fencelock.authority.base import validity
-from fencelock.authority.redlock.protocol.bids import Bid, Failed, Granted, in_pairs, maximum_of
+from fencelock.authority.redlock.protocol.attempts import Attempt, Failed, Granted, in_pairs, maximum_of
 from fencelock.authority.redlock.protocol.messages import (
     PASSING,
     VOTING,
@@ -42,19 +42,19 @@ from fencelock.authority.redlock.protocol.messages import (
     Said,
     Sleep,
 )
-from fencelock.authority.redlock.protocol.nodeset import Fleet, can_vote, enough_granted, largest_epoch
+from fencelock.authority.redlock.protocol.nodeset import NodeSet, can_vote, enough_granted, largest_epoch
 from fencelock.authority.redlock.protocol.refusals import raise_no_quorum, raise_timeout
 from fencelock.authority.redlock.protocol.undo import abandon
 
-#: Seconds after which a bidder that waits to be called looks for the first time; longer than a claim.
+#: Seconds after which a contender that waits to be called looks for the first time; longer than a claim.
 _LOOK = 0.15
 #: Seconds in which connections may come up, however soon an acquisition is to be over.
 _LEAST_FOR_LINKS = 0.5
 
 
 def acquire(
-    see: Callable[[], Fleet],
-    new_bid: Callable[[Fleet], Bid],
+    see: Callable[[], NodeSet],
+    new_attempt: Callable[[NodeSet], Attempt],
     *,
     began: float,
     timeout: float | None,
@@ -62,11 +62,11 @@ def acquire(
     outage: float,
     jitter: Callable[[], float],
 ) -> Generator[Request, Any, Granted]:
-    """Bid until a quorum grants, or until the time is over.
+    """Make attempts until a quorum grants, or until the time is over.
 
     Args:
         see: returns the nodes as they are known at the moment.
-        new_bid: makes the next bid, each with a nonce of its own.
+        new_attempt: makes the next attempt, each with a nonce of its own.
         began: when the caller began, on the driver's clock.
         timeout: seconds to wait for another holder; None for ever, 0 one try.
         grace: seconds to go on without a quorum before giving up, so that a short outage is survived.
@@ -85,79 +85,79 @@ def acquire(
     tries = 0
     alone = False
     while True:
-        fleet = see()
-        bid = new_bid(fleet)
+        node_set = see()
+        attempt = new_attempt(node_set)
         links_until = min(links_end, last_quorum + outage)
-        outcome = yield from attempt(fleet, bid, alone=alone, links_until=links_until)
+        outcome = yield from make_attempt(node_set, attempt, alone=alone, links_until=links_until)
         if isinstance(outcome, Granted):
             return outcome
         if nodes := [node for node, answer in outcome.answers.items() if answer.said is not Said.HELD]:
-            yield from abandon(fleet, bid, nodes, stay=True)
+            yield from abandon(node_set, attempt, nodes, stay=True)
         tries += 1
         alone = outcome.split and not alone
-        yield from _learn(fleet, outcome, links_until)
-        if see() != fleet:  # nodes were heard for the first time, or have got another list
+        yield from _learn(node_set, outcome, links_until)
+        if see() != node_set:  # nodes were heard for the first time, or have got another list
             continue
         if outcome.contended:
             last_quorum = outcome.ended
-        elif not _may_recover(fleet, outcome.answers, grace) or outcome.ended - last_quorum >= grace:
-            yield from _leave(fleet, bid)
-            raise_no_quorum(fleet, outcome.answers)
+        elif not _may_recover(node_set, outcome.answers, grace) or outcome.ended - last_quorum >= grace:
+            yield from _leave(node_set, attempt)
+            raise_no_quorum(node_set, outcome.answers)
         if outcome.ended >= ends:
-            yield from _leave(fleet, bid)
-            raise_timeout(fleet, outcome)
+            yield from _leave(node_set, attempt)
+            raise_timeout(node_set, outcome)
         pause = min(ends - outcome.ended, next_pause(outcome, tries, jitter()))
-        yield Sleep(pause, bid.resources, bid.place)
+        yield Sleep(pause, attempt.resources, attempt.place)
 
 
-def attempt(
-    fleet: Fleet,
-    bid: Bid,
+def make_attempt(
+    node_set: NodeSet,
+    attempt: Attempt,
     *,
     alone: bool = False,
     links_until: float = math.inf,
 ) -> Generator[Broadcast, Round, Granted | Failed]:
-    """Make one bid: ACQUIRE, and CONFIRM where the counters disagree.
+    """Make one attempt: ACQUIRE, and CONFIRM where the counters disagree.
 
     With `alone`, the first node of the fixed order that answers is asked before all the others. Two (or
     four) clients that keep splitting the votes of an even number of nodes would otherwise do so for ever.
     """
-    patience = min(fleet.patience, bid.ttl)
-    command = _acquire_command(bid, fleet)
+    patience = min(node_set.patience, attempt.ttl)
+    command = _acquire_command(attempt, node_set)
     answers: dict[int, Answer] = {}
     began: float | None = None
-    for node in fleet.order if alone else ():
+    for node in node_set.order if alone else ():
         first = yield Broadcast(command, [node], lambda new: len(new) == 1, patience, links_until)
         began = first.began if began is None else began
         answers.update(first.answers)
         if answers[node].said is Said.GRANTED:
             break
         if answers[node].said is Said.HELD:
-            return Failed(bid, answers, began, first.ended, contended=True, split=True)
-    others = [node for node in fleet.everybody if node not in answers]
-    enough = enough_granted(fleet, dict(answers))
+            return Failed(attempt, answers, began, first.ended, contended=True, split=True)
+    others = [node for node in node_set.everybody if node not in answers]
+    enough = enough_granted(node_set, dict(answers))
     everyone = yield Broadcast(command, others, enough, patience, links_until)
     began = everyone.began if began is None else began
     answers.update(everyone.answers)
     # The validity counts from before the first request to after the last answer.
-    expires_at = validity(began, bid.ttl)
+    expires_at = validity(began, attempt.ttl)
     epoch, granted = largest_epoch(answers)
-    if len(granted) < fleet.quorum:
-        contended = can_vote(fleet, answers)
+    if len(granted) < node_set.quorum:
+        contended = can_vote(node_set, answers)
         held = any(answer.said is Said.HELD for answer in answers.values())
         split = contended and held and len(granted) > 0
-        return Failed(bid, answers, began, everyone.ended, contended=contended, split=split)
-    counters, ended = yield from _decide(fleet, bid, answers, epoch, granted, everyone.ended)
+        return Failed(attempt, answers, began, everyone.ended, contended=contended, split=split)
+    counters, ended = yield from _decide(node_set, attempt, answers, epoch, granted, everyone.ended)
     if counters is None:
-        return Failed(bid, answers, began, ended, contended=can_vote(fleet, answers))
+        return Failed(attempt, answers, began, ended, contended=can_vote(node_set, answers))
     if expires_at <= ended:
-        return Failed(bid, answers, began, ended, contended=True, late=True)
-    return Granted(bid, epoch, counters, expires_at)
+        return Failed(attempt, answers, began, ended, contended=True, late=True)
+    return Granted(attempt, epoch, counters, expires_at)
 
 
-def _decide(  # noqa: PLR0917 - what the bid has come to so far
-    fleet: Fleet,
-    bid: Bid,
+def _decide(  # noqa: PLR0917 - what the attempt has come to so far
+    node_set: NodeSet,
+    attempt: Attempt,
     answers: dict[int, Answer],
     epoch: int,
     granted: dict[int, tuple[int, ...]],
@@ -169,26 +169,26 @@ def _decide(  # noqa: PLR0917 - what the bid has come to so far
     """
     votes = list(granted.values())
     value = max(votes, key=votes.count)
-    if votes.count(value) < fleet.quorum:
+    if votes.count(value) < node_set.quorum:
         value = maximum_of(votes)
-    patience = min(fleet.patience, bid.ttl)
+    patience = min(node_set.patience, attempt.ttl)
     acknowledged: set[int] = set()
     refused = {node for node in answers if node not in granted and answers[node].said is not Said.SILENT}
     while True:
         at_value = {node for node, counters in granted.items() if counters == value} | acknowledged
-        if len(at_value) >= fleet.quorum:
+        if len(at_value) >= node_set.quorum:
             return value, ended
-        targets = [node for node in fleet.everybody if node not in at_value and node not in refused]
-        if len(at_value) + len(targets) < fleet.quorum:
+        targets = [node for node in node_set.everybody if node not in at_value and node not in refused]
+        if len(at_value) + len(targets) < node_set.quorum:
             return None, ended
         command = Command(
             "confirm",
-            bid.nonce,
-            bid.keys,
-            (fleet.fingerprint, bid.nonce, epoch, *in_pairs(bid.stripes, value)),
+            attempt.nonce,
+            attempt.keys,
+            (node_set.fingerprint, attempt.nonce, epoch, *in_pairs(attempt.stripes, value)),
         )
         confirmed = yield Broadcast(
-            command, targets, _enough_confirmed(fleet.quorum - len(at_value), len(targets)), patience
+            command, targets, _enough_confirmed(node_set.quorum - len(at_value), len(targets)), patience
         )
         ended = confirmed.ended
         cut_short = any(answer.said is Said.HIGHER for answer in confirmed.answers.values())
@@ -209,35 +209,41 @@ def _decide(  # noqa: PLR0917 - what the bid has come to so far
             acknowledged.clear()
 
 
-def _leave(fleet: Fleet, bid: Bid) -> Generator[Broadcast, Round, None]:
+def _leave(node_set: NodeSet, attempt: Attempt) -> Generator[Broadcast, Round, None]:
     """Wait no longer: give up the place in line, if there is one."""
-    if bid.place:
-        yield from abandon(fleet, bid)
+    if attempt.place:
+        yield from abandon(node_set, attempt)
 
 
-def _learn(fleet: Fleet, outcome: Failed, links_until: float) -> Generator[Broadcast, Round, None]:
+def _learn(node_set: NodeSet, outcome: Failed, links_until: float) -> Generator[Broadcast, Round, None]:
     """Ask nodes that name another list which one, where too few vote in this one.
 
     They may have been initialised, or changed, since we last looked; also while we waited.
     """
     others = [node for node, answer in outcome.answers.items() if answer.said is Said.CONFIG]
     if others and not outcome.contended:
-        read = Command("read", "", (fleet.node_key,), ("",))
+        read = Command("read", "", (node_set.node_key,), ("",))
         yield Broadcast(
-            read, others, lambda new: len(new) == len(others), fleet.patience, links_until=links_until
+            read, others, lambda new: len(new) == len(others), node_set.patience, links_until=links_until
         )
 
 
-def _acquire_command(bid: Bid, fleet: Fleet) -> Command:
-    hints = bid.hints or (0,) * len(bid.resources)
-    arguments = (fleet.fingerprint, bid.nonce, bid.ttl_ms, bid.hint_epoch, *in_pairs(bid.stripes, hints))
-    turn = bid.turn
-    if turn is not None:
-        waiting = (round(turn.waited * 1000), round(turn.since * 1000))
-        arguments = (*arguments, turn.place, *waiting, int(turn.fair))
-    elif bid.instead_of:
-        arguments = (*arguments, "", 0, 0, 0, bid.instead_of)
-    return Command("acquire", bid.nonce, bid.keys, arguments)
+def _acquire_command(attempt: Attempt, node_set: NodeSet) -> Command:
+    hints = attempt.hints or (0,) * len(attempt.resources)
+    arguments = (
+        node_set.fingerprint,
+        attempt.nonce,
+        attempt.ttl_ms,
+        attempt.hint_epoch,
+        *in_pairs(attempt.stripes, hints),
+    )
+    position = attempt.position
+    if position is not None:
+        waiting = (round(position.waited * 1000), round(position.since * 1000))
+        arguments = (*arguments, position.place, *waiting, int(position.fair))
+    elif attempt.instead_of:
+        arguments = (*arguments, "", 0, 0, 0, attempt.instead_of)
+    return Command("acquire", attempt.nonce, attempt.keys, arguments)
 
 
 def _enough_confirmed(needed: int, asked: int) -> Callable[[Answers], bool]:
@@ -251,12 +257,12 @@ def _enough_confirmed(needed: int, asked: int) -> Callable[[Answers], bool]:
 
 def next_pause(outcome: Failed, tries: int, random: float) -> float:
     """Seconds until the next try: longer from try to try, never the same for two contenders."""
-    if tries == 1 and outcome.contended and not outcome.split and not outcome.bid.place:
+    if tries == 1 and outcome.contended and not outcome.split and not outcome.attempt.place:
         return 0.0  # the next one does
     ends = [answer.ttl for answer in outcome.answers.values() if answer.said is Said.HELD]
     if outcome.waits_for_a_call:
         # The nodes will call; should they not, or should the one before us never come, look again. Locks that
-        # end sooner than that are mostly kept for a bidder that has been called: all would come back at once.
+        # end sooner are mostly kept for a contender that was called: all would come back at once.
         pause = min(1.0, _LOOK * 1.5 ** min(tries, 12)) * (0.75 + 0.5 * random)
         ends = [end for end in ends if end > _LOOK]
     else:
@@ -265,7 +271,7 @@ def next_pause(outcome: Failed, tries: int, random: float) -> float:
     return min([pause, *(end + 0.001 + 0.01 * random for end in ends)])
 
 
-def _may_recover(fleet: Fleet, answers: Answers, grace: float) -> bool:
+def _may_recover(node_set: NodeSet, answers: Answers, grace: float) -> bool:
     """Whether a quorum could come back without an operator, and within so many seconds."""
     hopeful = sum(
         answer.said in VOTING
@@ -273,4 +279,4 @@ def _may_recover(fleet: Fleet, answers: Answers, grace: float) -> bool:
         or (answer.said is Said.RESTARTED and answer.ttl < grace)
         for answer in answers.values()
     )
-    return hopeful >= fleet.quorum
+    return hopeful >= node_set.quorum

@@ -144,7 +144,7 @@ class Sleep(NamedTuple):
 
     Attributes:
         seconds: how many.
-        waits_for: the resources for which a bidder waits. It may be resumed earlier, when the nodes call it.
+        waits_for: the resources for which a contender waits. A call of the nodes may resume it earlier.
         place: its place in line, under which they call it; empty for none.
     """
 

@@ -11,7 +11,7 @@ from fencelock.authority.redlock.protocol.messages import GRANTED, STRIPES, VOTI
 
 
 @dataclass(frozen=True)
-class Fleet:
+class NodeSet:
     """The N nodes as this client sees them.
 
     Attributes:
@@ -59,7 +59,7 @@ def largest_epoch(answers: Answers) -> tuple[int, dict[int, tuple[int, ...]]]:
     return epoch, {node: answer.counters for node, answer in grants if answer.epoch == epoch}
 
 
-def enough_granted(fleet: Fleet, earlier: Answers) -> Callable[[Answers], bool]:
+def enough_granted(node_set: NodeSet, earlier: Answers) -> Callable[[Answers], bool]:
     """Return whether more answers to ACQUIRE could not change what comes next.
 
     Where it fails for want of voters, every node is heard: the error will say what each one said.
@@ -67,22 +67,22 @@ def enough_granted(fleet: Fleet, earlier: Answers) -> Callable[[Answers], bool]:
 
     def enough(answers: Answers) -> bool:
         together = {**earlier, **answers} if earlier else answers
-        if len(together) < fleet.quorum:
+        if len(together) < node_set.quorum:
             return False
         most = len(largest_epoch(together)[1])
-        missing = len(fleet.names) - len(together)
-        return most >= fleet.quorum or (most + missing < fleet.quorum and can_vote(fleet, together))
+        missing = len(node_set.names) - len(together)
+        return most >= node_set.quorum or (most + missing < node_set.quorum and can_vote(node_set, together))
 
     return enough
 
 
-def enough_released(fleet: Fleet) -> Callable[[Answers], bool]:
+def enough_released(node_set: NodeSet) -> Callable[[Answers], bool]:
     """Return whether a majority has released the lock, or can no longer say so."""
-    spare = len(fleet.names) - fleet.quorum
+    spare = len(node_set.names) - node_set.quorum
 
     def enough(answers: Answers) -> bool:
         count = count_of(Said.RELEASED, answers)
-        return count >= fleet.quorum or len(answers) - count > spare
+        return count >= node_set.quorum or len(answers) - count > spare
 
     return enough
 
@@ -92,6 +92,6 @@ def count_of(said: Said, answers: Answers) -> int:
     return [answer.said for answer in answers.values()].count(said)
 
 
-def can_vote(fleet: Fleet, answers: Answers) -> bool:
+def can_vote(node_set: NodeSet, answers: Answers) -> bool:
     """Tell whether a majority votes."""
-    return sum(answer.said in VOTING for answer in answers.values()) >= fleet.quorum
+    return sum(answer.said in VOTING for answer in answers.values()) >= node_set.quorum

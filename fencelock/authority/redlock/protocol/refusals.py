@@ -8,84 +8,84 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from fencelock.authority.base import held_by_another
-from fencelock.authority.redlock.protocol.bids import Failed
+from fencelock.authority.redlock.protocol.attempts import Failed
 from fencelock.authority.redlock.protocol.messages import VOTING, Answers, Said
-from fencelock.authority.redlock.protocol.nodeset import Fleet
+from fencelock.authority.redlock.protocol.nodeset import NodeSet
 from fencelock.errors import LockTimeoutError, MembershipError, NodesNotInitialisedError, QuorumError
 
 
-def raise_timeout(fleet: Fleet, outcome: Failed) -> NoReturn:
+def raise_timeout(node_set: NodeSet, outcome: Failed) -> NoReturn:
     """Say why the time was over: other holders, slow nodes, or too few of them."""
     if not outcome.contended:
-        raise_no_quorum(fleet, outcome.answers)
+        raise_no_quorum(node_set, outcome.answers)
     if outcome.late:
         raise QuorumError(
-            f"the nodes answer too slowly for a ttl of {outcome.bid.ttl:g} s: a majority granted "
-            f"{outcome.bid.name}, but no validity was left; use a longer ttl",
-            nodes=by_name(fleet.names, outcome.answers),
+            f"the nodes answer too slowly for a ttl of {outcome.attempt.ttl:g} s: a majority granted "
+            f"{outcome.attempt.name}, but no validity was left; use a longer ttl",
+            nodes=by_name(node_set.names, outcome.answers),
         )
     holder_ttl = outcome.holder_ttl
     if holder_ttl is None:
         raise LockTimeoutError(
-            f"{outcome.bid.name} could not be acquired in time: contenders split the votes"
+            f"{outcome.attempt.name} could not be acquired in time: contenders split the votes"
         )
     if holder_ttl == math.inf:
         raise LockTimeoutError(
-            f"{outcome.bid.name} is held for ever: something else than fencelock has written its key "
-            f"({', '.join(outcome.bid.keys[1:])}) without an end; remove it on the nodes",
+            f"{outcome.attempt.name} is held for ever: something else than fencelock has written its key "
+            f"({', '.join(outcome.attempt.keys[1:])}) without an end; remove it on the nodes",
             holder_ttl=holder_ttl,
         )
-    raise held_by_another(outcome.bid.resources, holder_ttl)
+    raise held_by_another(outcome.attempt.resources, holder_ttl)
 
 
-def raise_no_quorum(fleet: Fleet, answers: Answers) -> NoReturn:
+def raise_no_quorum(node_set: NodeSet, answers: Answers) -> NoReturn:
     """Say why too few nodes vote, and what to do about it."""
     said = Counter(answer.said for answer in answers.values())
-    spare = len(fleet.names) - fleet.quorum
-    report = report_of(fleet, answers)
+    spare = len(node_set.names) - node_set.quorum
+    report = report_of(node_set, answers)
     if said[Said.AMNESIA] > spare:
-        raise NodesNotInitialisedError(_why_blank(fleet, said[Said.AMNESIA], report))
+        raise NodesNotInitialisedError(_why_blank(node_set, said[Said.AMNESIA], report))
     if said[Said.CONFIG] + said[Said.CLOSED] > spare:
         raise MembershipError(
-            f"the nodes do not agree with this list of {len(fleet.names)} nodes: configure every client with "
-            f"exactly the nodes that were initialised together ({report})"
+            f"the nodes do not agree with this list of {len(node_set.names)} nodes: configure every client "
+            f"with exactly the nodes that were initialised together ({report})"
         )
     voters = sum(answer.said in VOTING for answer in answers.values())
     advice = "bring the others back, or mend their URLs"
     if said[Said.AMNESIA] or said[Said.RESTARTED]:
-        advice = f"{_when_back(fleet, answers)}; `fencelock nodes` tells more (docs/redis.md)"
+        advice = f"{_when_back(node_set, answers)}; `fencelock nodes` tells more (docs/redis.md)"
     raise QuorumError(
-        f"{voters} of {len(fleet.names)} nodes can vote, and a majority is {fleet.quorum}: {report}; "
+        f"{voters} of {len(node_set.names)} nodes can vote, and a majority is {node_set.quorum}: {report}; "
         f"{advice}",
-        nodes=by_name(fleet.names, answers),
+        nodes=by_name(node_set.names, answers),
     )
 
 
-def _why_blank(fleet: Fleet, blank: int, report: str) -> str:
+def _why_blank(node_set: NodeSet, blank: int, report: str) -> str:
     """Return what to say where too many nodes are blank: what is likelier comes first."""
-    new = f"Nodes that are used for the first time: `{fleet.init_command}`"
+    new = f"Nodes that are used for the first time: `{node_set.init_command}`"
     used = (
-        f"Nodes that were used before: `{fleet.init_command} --after-loss --database URL`, which starts "
+        f"Nodes that were used before: `{node_set.init_command} --after-loss --database URL`, which starts "
         "above the tokens that the database has seen"
     )
-    if blank < len(fleet.names):
+    if blank < len(node_set.names):
         return (
-            f"{blank} of {len(fleet.names)} nodes are blank, and may have forgotten tokens that they gave "
+            f"{blank} of {len(node_set.names)} nodes are blank, and may have forgotten tokens that they gave "
             f"out ({report}). {used}. {new}"
         )
-    if fleet.fingerprint:
+    if node_set.fingerprint:
         return f"no node is initialised any more: they have lost their memory in use. {used}. {new}"
     return f"no node is initialised. {new}. {used}"
 
 
-def _when_back(fleet: Fleet, answers: Answers) -> str:
+def _when_back(node_set: NodeSet, answers: Answers) -> str:
     """Return when nodes that restarted vote again, as far as they have said it."""
     waits = [answer.ttl for answer in answers.values() if answer.said is Said.RESTARTED]
     if waits and not max(waits):
         return "what restarted votes again as soon as a client has admitted it, which begins now: try again"
     if waits and max(waits) < math.inf:
         return f"what restarted votes again in {math.ceil(max(waits))} s, when the next client admits it"
-    longest = f", {fleet.max_ttl:g} s," if fleet.max_ttl < math.inf else ""
+    longest = f", {node_set.max_ttl:g} s," if node_set.max_ttl < math.inf else ""
     return f"what restarted votes again when the longest lease{longest} has passed since a client met it"
 
 
@@ -94,6 +94,6 @@ def by_name(names: Sequence[str], answers: Answers) -> dict[str, str]:
     return {names[node]: str(answers[node]) for node in sorted(answers)}
 
 
-def report_of(fleet: Fleet, answers: Answers) -> str:
+def report_of(node_set: NodeSet, answers: Answers) -> str:
     """Return the same in one line."""
-    return "; ".join(f"{name}: {said}" for name, said in by_name(fleet.names, answers).items())
+    return "; ".join(f"{name}: {said}" for name, said in by_name(node_set.names, answers).items())

@@ -1,12 +1,12 @@
-"""Giving up a bid."""
+"""Giving up an attempt."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 
-from fencelock.authority.redlock.protocol.bids import Bid, in_pairs
+from fencelock.authority.redlock.protocol.attempts import Attempt, in_pairs
 from fencelock.authority.redlock.protocol.messages import Broadcast, Command, Round
-from fencelock.authority.redlock.protocol.nodeset import Fleet
+from fencelock.authority.redlock.protocol.nodeset import NodeSet
 
 
 def without_place(release: Command) -> Command:
@@ -15,26 +15,26 @@ def without_place(release: Command) -> Command:
 
 
 def abandon(
-    fleet: Fleet, bid: Bid, nodes: Sequence[int] | None = None, *, stay: bool = False
+    node_set: NodeSet, attempt: Attempt, nodes: Sequence[int] | None = None, *, stay: bool = False
 ) -> Generator[Broadcast, Round, None]:
-    """Release a failed bid, also where the answer was lost; wait for no answer.
+    """Release a failed attempt, also where the answer was lost; wait for no answer.
 
     Args:
-        fleet: the nodes.
-        bid: the bid.
+        node_set: the nodes.
+        attempt: the attempt.
         nodes: where; everywhere by default.
         stay: keep the place in line.
     """
-    command = release_command(fleet, bid, 0, (0,) * len(bid.resources), stay=stay)
-    yield Broadcast(command, fleet.everybody if nodes is None else nodes, lambda _: True, 0.0)
+    command = release_command(node_set, attempt, 0, (0,) * len(attempt.resources), stay=stay)
+    yield Broadcast(command, node_set.everybody if nodes is None else nodes, lambda _: True, 0.0)
 
 
 def release_command(
-    fleet: Fleet, bid: Bid, epoch: int, counters: Sequence[int], *, stay: bool = False
+    node_set: NodeSet, attempt: Attempt, epoch: int, counters: Sequence[int], *, stay: bool = False
 ) -> Command:
-    """Return the RELEASE of a bid. With `stay` it keeps the place in line."""
-    arguments = (fleet.fingerprint, bid.nonce, epoch, *in_pairs(bid.stripes, counters))
-    if (turn := bid.turn) is not None and turn.place:
-        waiting = (round(turn.waited * 1000), round(turn.since * 1000)) if stay else ()
-        arguments = (*arguments, turn.place, *waiting)
-    return Command("release", bid.nonce, bid.keys, arguments)
+    """Return the RELEASE of an attempt. With `stay` it keeps the place in line."""
+    arguments = (node_set.fingerprint, attempt.nonce, epoch, *in_pairs(attempt.stripes, counters))
+    if (position := attempt.position) is not None and position.place:
+        waiting = (round(position.waited * 1000), round(position.since * 1000)) if stay else ()
+        arguments = (*arguments, position.place, *waiting)
+    return Command("release", attempt.nonce, attempt.keys, arguments)

@@ -1,6 +1,6 @@
 -- ACQUIRE: grant all the locks, or none.
 -- ARGV[3] ttl in ms, ARGV[4] the epoch that the hints are of; then for each lock its stripe and a hint.
--- After these, of a bidder that waits in line or heeds it: its place (or ''), ms waited, since when in ms, and 1 for
+-- After these, of a contender that waits in line or heeds it: its place (or ''), ms waited, since when in ms, and 1 for
 -- fair. After these, of a holder that mints anew: the nonce of its own grant, whose locks it takes over. (RELEASE and
 -- ACQUIRE in one step; the hints stand for RELEASE's catching up.)
 -- Returns GRANTED, epoch, counter … | HELD, remaining ms | FULL | a refusal.
@@ -8,7 +8,7 @@ local fields = {'e', 'r', 'cfg', 'next', 'b', 'c' .. ARGV[5]}
 for i = 2, LOCKS do fields[5 + i] = 'c' .. ARGV[3 + 2 * i] end
 local state = redis.call('HMGET', NODE, unpack(fields))
 
--- Most often one lock is free, its bidder neither waits nor hints, and the marker is in order: that takes two
+-- Most often one lock is free, its contender neither waits nor hints, and the marker is in order: that takes two
 -- commands more. Every other case goes the long way, and nothing has been changed by then.
 if #ARGV == 8 and ARGV[6] == '0' and state[1] and state[2] == ARGV[7] and ARGV[8] == '' and state[3] == ARGV[1]
   and not state[4] and is_unbroken() then
@@ -34,7 +34,7 @@ if #ARGV > 6 + 2 * LOCKS then
 end
 local claim = '>' .. place
 
--- Refuse, and put the bidder in line. One that cannot have all the locks must not keep one from others.
+-- Refuse, and put the contender in line. One that cannot have all the locks must not keep one from others.
 local function held(key)
   local ttl = redis.call('PTTL', key)
   if place ~= '' then
@@ -46,7 +46,7 @@ local function held(key)
   return {'HELD', ttl}
 end
 
--- Whether a lock that is free is for another bidder, which has waited longer.
+-- Whether a lock that is free is for another contender, which has waited longer.
 local function is_anothers_turn(key)
   local queue = queue_of(key)
   if redis.call('EXISTS', queue) == 0 then return false end

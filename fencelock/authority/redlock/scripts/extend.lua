@@ -4,7 +4,7 @@
 -- missed it, or lost it. That is not counted in this round: another holder may have had it in between.
 -- A node that does not vote, for it is blank or has restarted, makes locks as well, and counts for nothing: when it
 -- is admitted, it has the locks of all leases that are extended.
--- A claim is missing too: the majority that has our lock refuses the bidder that was called, which stays in line.
+-- A claim is missing too: the majority that has our lock refuses the contender that was called, which stays in line.
 -- Left alone, a node where many wait would never have our lock again.
 -- ARGV[3..]: for each grant its nonce, ttl in ms, how many locks it has, and what to write into a missing one.
 -- Returns EXTENDED, epoch and for each grant 2 (extended), 1 (a lock was made again) or 0 (another has one of them) |

@@ -1,12 +1,12 @@
--- Waiting in line. A queue ({ns}:q:<resource>, sorted by since when each has waited) and the claim of the bidder
+-- Waiting in line. A queue ({ns}:q:<resource>, sorted by since when each has waited) and the claim of the contender
 -- that has been called are hints: they can make this node say HELD, and never more than that. A claim is a lock
--- of no client, '>' and the place, that only the bidder at this place may take over.
-local CLAIM_MS = 100       -- how long the lock is kept for a bidder that was called: longer than any wake-up
-local LONGEST_QUEUE = 128  -- a later bidder looks from time to time instead
-local QUEUE_MS = 5000      -- longer than any bidder waits without looking again
+-- of no client, '>' and the place, that only the contender at this place may take over.
+local CLAIM_MS = 100       -- how long the lock is kept for a contender that was called: longer than any wake-up
+local LONGEST_QUEUE = 128  -- a later contender looks from time to time instead
+local QUEUE_MS = 5000      -- longer than any contender waits without looking again
 
--- The bidder says since when it has waited, by its own clock and in ms: so all nodes have one order, however
--- the bids arrived. Where that clock is wrong by more than a second, this node's own decides.
+-- The contender says since when it has waited, by its own clock and in ms: so all nodes have one order, however
+-- the attempts arrived. Where that clock is wrong by more than a second, this node's own decides.
 local function line_up(key, place, waited, since)
   local queue = queue_of(key)
   if redis.call('ZCARD', queue) >= LONGEST_QUEUE then return end

@@ -1,11 +1,11 @@
 -- RELEASE: delete the locks that are still ours, and let a laggard's counters catch up.
 -- No vote: it never refuses. A blank node that does not know the locks says AMNESIA. ARGV[3] the epoch of the decision;
--- then for each lock its stripe and T (0 where nothing was decided). After these, of a bidder in line: its place,
+-- then for each lock its stripe and T (0 where nothing was decided). After these, of a contender in line: its place,
 -- which it leaves; where it waits on, also the ms waited and since when in ms.
 -- Returns RELEASED | LOST | AMNESIA.
 local state = redis.call('HMGET', NODE, 'e', 'cfg', 'b', 'c' .. ARGV[4])
 
--- Most often one lock is ours still, no bidder waits for it, and the counter is not behind: then it is only deleted.
+-- Most often one lock is ours still, no contender waits for it, and the counter is not behind: then it is only deleted.
 -- Whatever is otherwise goes the long way, and nothing has been changed by then.
 if #ARGV == 7 and state[1] == ARGV[3] and state[2] == ARGV[1]
   and tonumber(state[4] or state[3]) >= tonumber(ARGV[5]) then
@@ -24,7 +24,7 @@ if state[1] == ARGV[3] and state[2] == ARGV[1] then
   for i = 1, LOCKS do catch_up(ARGV[2 + 2 * i], ARGV[3 + 2 * i], state[3]) end
 end
 
--- Before anything is passed on: a bidder that gives way, but has waited longest, is the next all the same. So
+-- Before anything is passed on: a contender that gives way, but has waited longest, is the next all the same. So
 -- contenders that have split the votes end up with one of them, the same on all nodes.
 local place, leaves = #ARGV > 5 + 2 * LOCKS and ARGV[4 + 2 * LOCKS], #ARGV == 6 + 2 * LOCKS
 if place and not leaves and state[1] then line_up(KEYS[2], place, ARGV[5 + 2 * LOCKS], ARGV[6 + 2 * LOCKS]) end

@@ -19,11 +19,11 @@ from functools import partial
 from typing import Any, Final
 
 from fencelock.authority.redlock.protocol.messages import Broadcast, Round
+from fencelock.authority.redlock.protocol.queue import QUEUE
 from fencelock.authority.redlock.transport.blocking import FRESH
 from fencelock.authority.redlock.transport.connector import Node, Opened, UnusableError
 from fencelock.authority.redlock.transport.links import Links
 from fencelock.authority.redlock.transport.sockets import broken_by, read_from, write_to
-from fencelock.authority.redlock.waiting import QUEUE
 from fencelock.authority.redlock.wire.connection import PendingBroadcast
 
 #: Seconds between two looks for broadcasts whose patience has ended.

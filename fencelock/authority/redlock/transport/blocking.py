@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from fencelock.authority.redlock.protocol.messages import Broadcast, Round
+from fencelock.authority.redlock.protocol.queue import QUEUE
 from fencelock.authority.redlock.transport.connector import Node, Opened, UnusableError
 from fencelock.authority.redlock.transport.links import Links
 from fencelock.authority.redlock.transport.polling import new_poll
@@ -34,7 +35,6 @@ from fencelock.authority.redlock.transport.waits import (
     ring,
     sleep_until_rung,
 )
-from fencelock.authority.redlock.waiting import QUEUE
 from fencelock.authority.redlock.wire.connection import Connection
 
 #: Seconds after which a thread that reads looks for new connections, while there is none to some node.

@@ -16,8 +16,8 @@ from typing import Any
 
 from fencelock import _threads
 from fencelock.authority.redlock.protocol.messages import Answer, Said
+from fencelock.authority.redlock.protocol.queue import WaitQueue
 from fencelock.authority.redlock.transport.connector import Node, Opened, UnusableError
-from fencelock.authority.redlock.waiting import Line
 from fencelock.authority.redlock.wire.nodes import NodeConnections
 
 
@@ -35,7 +35,7 @@ class Links(abc.ABC):
 
     def __init__(self, nodes: Sequence[Node], node_key: str, **options: Any) -> None:
         client = secrets.token_hex(8)
-        self.queue = Line(client, len(nodes), random.random)
+        self.queue = WaitQueue(client, len(nodes), random.random)
         names = [node.name for node in nodes]
         channel = f"{node_key}:w:{client}"
         self._nodes = NodeConnections(names, self, self.queue, channel, jitter=random.random, **options)

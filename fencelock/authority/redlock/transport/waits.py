@@ -10,7 +10,7 @@ from typing import Final
 
 from fencelock._owners import blocks_greenlets
 from fencelock.authority.redlock.protocol.messages import Broadcast
-from fencelock.authority.redlock.waiting import Line
+from fencelock.authority.redlock.protocol.queue import WaitQueue
 from fencelock.authority.redlock.wire.connection import PendingBroadcast
 
 #: How often a lock is looked at that cannot be waited for.
@@ -45,7 +45,7 @@ class WaitForCall:
 
     __slots__ = ("_deadline", "_place", "_queue", "bell", "over")
 
-    def __init__(self, deadline: float, queue: Line, place: str) -> None:
+    def __init__(self, deadline: float, queue: WaitQueue, place: str) -> None:
         self.bell: threading.Lock | None = None
         self.over = False
         self._deadline = deadline

@@ -17,8 +17,8 @@ from typing import Final, Protocol
 
 from fencelock.authority.redlock.membership.members import Identity
 from fencelock.authority.redlock.protocol.messages import SUBSCRIBE, Answer, Broadcast, Command, Said
+from fencelock.authority.redlock.protocol.queue import WaitQueue
 from fencelock.authority.redlock.protocol.undo import without_place
-from fencelock.authority.redlock.waiting import Line
 from fencelock.authority.redlock.wire.codec import leads_elsewhere, pack
 from fencelock.authority.redlock.wire.connection import (
     FORGETFUL,
@@ -71,7 +71,7 @@ class _Node:
         self.owed: dict[str, Command] = {}
 
     def owe(self, release: Command) -> None:
-        """Keep a RELEASE for when the node answers again. By now no bidder may wait at its place any more."""
+        """Keep a RELEASE for when the node answers again. By then no contender may wait at its place."""
         self.owed[release.nonce] = without_place(release)
         if len(self.owed) > MOST_OWED:
             del self.owed[next(iter(self.owed))]
@@ -97,7 +97,7 @@ class NodeConnections:
         self,
         names: Sequence[str],
         transport: Transport,
-        queue: Line,
+        queue: WaitQueue,
         channel: str,
         *,
         on_identity: Callable[[int, Identity], object],

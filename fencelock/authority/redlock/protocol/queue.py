@@ -1,4 +1,4 @@
-"""The bidders of this client that wait in line, and the calls that the nodes publish for them.
+"""The contenders of this client that wait in line, and the calls that the nodes publish for them.
 
 Pure. Threads share it without a lock: each step is one operation on a dict or a set, which Python does whole.
 
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from fencelock.authority.redlock.protocol.bids import Turn
+from fencelock.authority.redlock.protocol.attempts import QueuePosition
 
 #: A step: return the queue that hears the nodes' calls for the caller.
 QUEUE: Final = object()
@@ -28,14 +28,14 @@ HESITATION = 0.02
 
 
 @dataclass(slots=True)
-class _Place:
-    """The nodes that have called a place since its last bid, and when it is to bid again because of that."""
+class _QueueEntry:
+    """The nodes that have called a place since its last attempt, and when the next is due because of that."""
 
     callers: set[int] = field(default_factory=set)
     due: float = math.inf
 
 
-class Line:
+class WaitQueue:
     """The places of one client in the nodes' queues.
 
     Args:
@@ -50,7 +50,7 @@ class Line:
         self._jitter = jitter
         self._numbers = itertools.count(1)
         self._listening: set[int] = set()
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, _QueueEntry] = {}
         #: Whether the last acquisition had to wait. Then the next one will, mostly.
         self.waits = False
 
@@ -68,12 +68,12 @@ class Line:
         self._listening.discard(node)
 
     def expect(self, place: str) -> str:
-        """Count the calls for a bid from now on; return its place, a new one where it is empty.
+        """Count the calls for an attempt from now on; return its place, a new one where it is empty.
 
-        Said before each bid, because a call may come before its answer does.
+        Said before each attempt, because a call may come before its answer does.
         """
         place = place or f"{self._client}.{next(self._numbers)}"
-        self._places[place] = _Place()
+        self._places[place] = _QueueEntry()
         return place
 
     def leave(self, place: str) -> None:
@@ -102,8 +102,8 @@ class Line:
 class Waiter:
     """One acquisition's part in waiting: whether it stands in line, and where.
 
-    Its first bid does not, if the last acquisition of this client had not to wait: then the lock is mostly
-    free, and a node has less to do.
+    Its first attempt does not, if the last acquisition of this client had not to wait: then the lock is
+    mostly free, and a node has less to do.
 
     Args:
         queue: hears the nodes' calls.
@@ -118,7 +118,7 @@ class Waiter:
 
     def __init__(
         self,
-        queue: Line,
+        queue: WaitQueue,
         clock: Callable[[], float],
         wall: Callable[[], float],
         *,
@@ -131,21 +131,21 @@ class Waiter:
         self._patient = patient
         self._began = clock()
         self._since = wall()
-        self._bids = 0
+        self._attempts = 0
         self.place = ""
 
-    def turn(self) -> Turn | None:
-        """Return how the next bid behaves; from now on calls for it count."""
-        self._bids += 1
-        if self._patient and (self._bids > 1 or self._queue.waits) and self._queue.hears:
+    def position(self) -> QueuePosition | None:
+        """Return how the next attempt behaves; from now on calls for it count."""
+        self._attempts += 1
+        if self._patient and (self._attempts > 1 or self._queue.waits) and self._queue.hears:
             self.place = self._queue.expect(self.place)
-            return Turn(self.place, self._clock() - self._began, self._since, self._fair)
+            return QueuePosition(self.place, self._clock() - self._began, self._since, self._fair)
         self._leave_line()  # a call from before would end every sleep at once
-        return Turn(fair=True) if self._fair else None
+        return QueuePosition(fair=True) if self._fair else None
 
     def leave(self) -> None:
         """Forget the place: the acquisition is over."""
-        self._queue.waits = self._bids > 1
+        self._queue.waits = self._attempts > 1
         self._leave_line()
 
     def _leave_line(self) -> None:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from fencelock.authority.base import named
 from fencelock.authority.redlock.protocol.messages import VOTING, Answers, Said
-from fencelock.authority.redlock.protocol.nodeset import Fleet, names_of
+from fencelock.authority.redlock.protocol.nodeset import NodeSet, names_of
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """How a bidder behaves towards others that wait. A hint: no token depends on it.
+class QueuePosition:
+    """How a contender behaves towards others that wait. A hint: no token depends on it.
 
     Attributes:
         place: its place in line, `client.number`, under which the nodes call it; empty for one that
@@ -30,7 +30,7 @@ class Turn:
 
 
 @dataclass(slots=True, eq=False)
-class Bid:
+class Attempt:
     """One attempt at a lock: which resources, under which nonce, for how long. Never changed.
 
     Attributes:
@@ -40,7 +40,7 @@ class Bid:
         turn: its place in line; None for one that neither waits in line nor heeds it.
         hint_epoch: of which epoch the hints are.
         hints: below which no counter is granted; empty for none.
-        instead_of: the nonce of a grant of the same client, whose locks this bid takes over.
+        instead_of: the nonce of a grant of the same client, whose locks this attempt takes over.
     """
 
     resources: tuple[str, ...]
@@ -48,17 +48,22 @@ class Bid:
     ttl: float
     keys: tuple[str, ...]
     stripes: tuple[int, ...]
-    turn: Turn | None = None
+    position: QueuePosition | None = None
     hint_epoch: int = 0
     hints: tuple[int, ...] = ()
     instead_of: str = ""
 
     @classmethod
     def of(
-        cls, fleet: Fleet, resources: tuple[str, ...], nonce: str, ttl: float, turn: Turn | None = None
-    ) -> Bid:
-        """Return a bid with the keys and stripes that the resources have on this fleet."""
-        return cls(resources, nonce, ttl, *names_of(fleet.node_key, resources), turn)
+        cls,
+        node_set: NodeSet,
+        resources: tuple[str, ...],
+        nonce: str,
+        ttl: float,
+        position: QueuePosition | None = None,
+    ) -> Attempt:
+        """Return an attempt with the keys and stripes that the resources have on these nodes."""
+        return cls(resources, nonce, ttl, *names_of(node_set.node_key, resources), position)
 
     @property
     def ttl_ms(self) -> int:
@@ -73,21 +78,21 @@ class Bid:
     @property
     def place(self) -> str:
         """Its place in line; empty for none."""
-        return "" if self.turn is None else self.turn.place
+        return "" if self.position is None else self.position.place
 
 
 @dataclass(slots=True, unsafe_hash=True)
 class Granted:
-    """A bid that a quorum granted, and what it came to. Never changed.
+    """An attempt that a quorum granted, and what it came to. Never changed.
 
     Attributes:
-        bid: what was asked for.
+        attempt: what was asked for.
         epoch: the epoch of the decision.
         counters: the decided counter of each resource; with the epoch it makes the token.
         expires_at: end of the validity on the driver's clock.
     """
 
-    bid: Bid
+    attempt: Attempt
     epoch: int
     counters: tuple[int, ...]
     expires_at: float
@@ -95,10 +100,10 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A bid that came to nothing. What it left behind must be released.
+    """An attempt that came to nothing. What it left behind must be released.
 
     Attributes:
-        bid: what was asked for.
+        attempt: what was asked for.
         answers: the last that each node said.
         began: when it began, on the driver's clock.
         ended: when it was over.
@@ -107,7 +112,7 @@ class Failed:
         late: a majority granted, but too slowly for the ttl.
     """
 
-    bid: Bid
+    attempt: Attempt
     answers: Answers
     began: float
     ended: float
@@ -119,7 +124,7 @@ class Failed:
     def waits_for_a_call(self) -> bool:
         """Whether others hold the lock, nothing was granted, and the nodes know whom to call."""
         voted = {answer.said for answer in self.answers.values() if answer.said in VOTING}
-        return self.bid.place != "" and self.contended and voted == {Said.HELD}
+        return self.attempt.place != "" and self.contended and voted == {Said.HELD}
 
     @property
     def holder_ttl(self) -> float | None:
