@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 
 from sqlalchemy import Engine, select, update
@@ -115,23 +115,30 @@ class Storage:
             Whether it is certain what came of it.
         """
         additions = self._begin(tokens, plan, before)
-        with Session(self._engine, expire_on_commit=False) as session:
-            try:
-                counters = self._read(session, additions, plan, before)
-                if not plan.together:
-                    session.commit()  # a claim stays: by the fence, no longer by the row's lock
-                if plan.late:
-                    self._write(session, counters, additions)
-                with self._thinking():
-                    time.sleep(plan.think)
-                if not plan.late:
-                    self._write(session, counters, additions)
-            except (FencelockError, StaleDataError, DBAPIError) as error:
-                return self._note_failure(additions, error)
-            try:
-                session.commit()
-            except (FencelockError, DBAPIError) as error:
-                return self._note_commit(additions, error)
+        # Closing the session fails where its connection was ended behind the COMMIT.
+        with suppress(DBAPIError), Session(self._engine, expire_on_commit=False) as session:
+            certain = self._add(session, additions, plan, before)
+        return certain
+
+    def _add(
+        self, session: Session, additions: list[_Addition], plan: Plan, before: Mapping[str, Kept]
+    ) -> bool:
+        try:
+            counters = self._read(session, additions, plan, before)
+            if not plan.together:
+                session.commit()  # a claim stays: by the fence, no longer by the row's lock
+            if plan.late:
+                self._write(session, counters, additions)
+            with self._thinking():
+                time.sleep(plan.think)
+            if not plan.late:
+                self._write(session, counters, additions)
+        except (FencelockError, StaleDataError, DBAPIError) as error:
+            return self._note_failure(additions, error)
+        try:
+            session.commit()
+        except (FencelockError, DBAPIError) as error:
+            return self._note_commit(additions, error)
         return self._note_commit(additions)
 
     async def add_soon(self, tokens: Mapping[str, int], plan: Plan, before: Mapping[str, Kept]) -> bool:
@@ -139,23 +146,30 @@ class Storage:
         if self._async_engine is None:
             return await asyncio.to_thread(self.add, tokens, plan, before)
         additions = self._begin(tokens, plan, before)
-        async with AsyncSession(self._async_engine, expire_on_commit=False) as session:
-            try:
-                counters = await session.run_sync(self._read, additions, plan, before)
-                if not plan.together:
-                    await session.commit()
-                if plan.late:
-                    await session.run_sync(self._write, counters, additions)
-                with self._thinking():
-                    await asyncio.sleep(plan.think)
-                if not plan.late:
-                    await session.run_sync(self._write, counters, additions)
-            except (FencelockError, StaleDataError, DBAPIError) as error:
-                return self._note_failure(additions, error)
-            try:
+        with suppress(DBAPIError):
+            async with AsyncSession(self._async_engine, expire_on_commit=False) as session:
+                certain = await self._add_soon(session, additions, plan, before)
+        return certain
+
+    async def _add_soon(
+        self, session: AsyncSession, additions: list[_Addition], plan: Plan, before: Mapping[str, Kept]
+    ) -> bool:
+        try:
+            counters = await session.run_sync(self._read, additions, plan, before)
+            if not plan.together:
                 await session.commit()
-            except (FencelockError, DBAPIError) as error:
-                return self._note_commit(additions, error)
+            if plan.late:
+                await session.run_sync(self._write, counters, additions)
+            with self._thinking():
+                await asyncio.sleep(plan.think)
+            if not plan.late:
+                await session.run_sync(self._write, counters, additions)
+        except (FencelockError, StaleDataError, DBAPIError) as error:
+            return self._note_failure(additions, error)
+        try:
+            await session.commit()
+        except (FencelockError, DBAPIError) as error:
+            return self._note_commit(additions, error)
         return self._note_commit(additions)
 
     def _begin(self, tokens: Mapping[str, int], plan: Plan, before: Mapping[str, Kept]) -> list[_Addition]:
