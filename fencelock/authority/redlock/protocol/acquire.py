@@ -169,8 +169,9 @@ def _decide(  # noqa: PLR0917 - what the attempt has come to so far
     """
     votes = list(granted.values())
     value = max(votes, key=votes.count)
-    if votes.count(value) < node_set.quorum:
-        value = maximum_of(votes)
+    if votes.count(value) >= node_set.quorum:
+        return value, ended
+    value = maximum_of(votes)
     patience = min(node_set.patience, attempt.ttl)
     acknowledged: set[int] = set()
     refused = {node for node in answers if node not in granted and answers[node].said is not Said.SILENT}

@@ -81,6 +81,8 @@ def enough_released(node_set: NodeSet) -> Callable[[Answers], bool]:
     spare = len(node_set.names) - node_set.quorum
 
     def enough(answers: Answers) -> bool:
+        if len(answers) <= spare:
+            return False
         count = count_of(Said.RELEASED, answers)
         return count >= node_set.quorum or len(answers) - count > spare
 
