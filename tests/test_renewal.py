@@ -542,8 +542,8 @@ def test_extension_that_arrives_behind_the_release_leaves_nothing(
         await authority.aio.close()
 
     asyncio.run(main())
-    # The loop's EXTEND and the thread's RELEASE have connections of their own: a node that is slow just then may
-    # execute them the other way round, and keep the lock until its ttl.
+    # The loop's EXTEND and the thread's RELEASE have connections of their own: a node that is slow just then
+    # may execute them the other way round, and keep the lock until its ttl.
     assert eventually(lambda: locks(nodes).count(None) >= 4, 1)
 
 
