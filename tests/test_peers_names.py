@@ -1,4 +1,4 @@
-"""What users of other lock libraries look for: `locked`, `reentrant`, `hand_over` and `take_over`.
+"""What users of other lock libraries look for: `locked`, `reentrant`, `cancel`, `hand_over` and `take_over`.
 
 On nodes and on each database, in blocking code and in coroutines.
 """
@@ -6,11 +6,13 @@ On nodes and on each database, in blocking code and in coroutines.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import json
 import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -570,3 +572,41 @@ def test_the_default_authority_takes_over(authority: Redlock, monkeypatch: pytes
     with take_over(handed):
         assert lock.locked()
     assert not lock.locked()
+
+
+def test_another_thread_cancels_what_waits(pair: tuple[Any, Any]) -> None:
+    """It ends soon, leaves nothing behind, and the lock object may wait again."""
+    mine, theirs = pair
+    lock = theirs.lock("r", timeout=None)
+    with mine.lock("r", ttl=30), ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(contextvars.Context().run, lock.acquire)
+        time.sleep(0.5)
+        assert not waiting.done()
+        theirs.lock("r").cancel()  # of another lock object: that is not meant
+        lock.cancel()
+        with pytest.raises(LockTimeoutError, match="cancelled"):
+            waiting.result(5)
+    lock.cancel()  # nothing waits
+    with lock:
+        assert lock.leases
+
+
+def test_a_task_is_cancelled_by_its_lock(pair: tuple[Any, Any]) -> None:
+    """Of two that wait, the one that is meant; the other has the lock in its turn."""
+    mine, theirs = pair
+
+    async def main() -> None:
+        lock, other = theirs.lock("r", timeout=None), theirs.lock("r", timeout=20)
+        holder = mine.lock("r", ttl=30)
+        await holder.aio.acquire()
+        first, second = (asyncio.create_task(each.aio.acquire()) for each in (lock, other))
+        await asyncio.sleep(0.5)
+        lock.cancel()
+        with pytest.raises(LockTimeoutError, match="cancelled"):
+            await asyncio.wait_for(first, 5)
+        assert not second.done()
+        await holder.aio.release()
+        await asyncio.wait_for(second, 5)
+        await other.aio.release()
+
+    run(mine, theirs, main=main)

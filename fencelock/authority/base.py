@@ -6,6 +6,7 @@ A lock calls `Authority` and `AsyncAuthority`. `authority/stepped.py` makes both
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NotRequired, Protocol, TypedDict, Unpack
 from weakref import WeakSet
@@ -64,6 +65,20 @@ def held_by_another(resources: Iterable[str], holder_ttl: float | None) -> LockT
         "extended; wait longer (timeout=) or try again later",
         holder_ttl=holder_ttl,
     )
+
+
+class GivenUp(BaseException):
+    """Ends an acquisition that `FencedLock.cancel` has given up, as an interruption does."""
+
+
+#: Whether the acquisition of this context has been given up.
+is_given_up: ContextVar[Callable[[], bool]] = ContextVar("fencelock_is_given_up", default=lambda: False)
+
+
+def go_on_waiting() -> None:
+    """Raise GivenUp, where that is so. Drivers call it after each wait for another holder."""
+    if is_given_up.get()():
+        raise GivenUp
 
 
 class Terms(TypedDict):

@@ -21,7 +21,7 @@ from weakref import WeakSet
 from fencelock._checks import check_ttl
 from fencelock._owners import running_loop
 from fencelock._steps import Steps, block, wait_for
-from fencelock.authority.base import Grant, Seal, Terms, Wish, lock_factories
+from fencelock.authority.base import Grant, Seal, Terms, Wish, go_on_waiting, lock_factories
 from fencelock.errors import FencelockError
 
 if TYPE_CHECKING:
@@ -226,7 +226,8 @@ class Stepped(abc.ABC):
     def _do(self, step: Any) -> Any:
         if isinstance(step, Wait):
             warn_of_blocked_loop(step.key)
-            return time.sleep(max(0.0, step.until - time.monotonic()))
+            time.sleep(max(0.0, step.until - time.monotonic()))
+            return go_on_waiting()
         if not isinstance(step, Abandon):
             return self.do(step)
         try:
@@ -292,7 +293,8 @@ class AsyncView:
         async def do(step: Any) -> Any:
             nonlocal latest
             if isinstance(step, Wait):
-                return await asyncio.sleep(max(0.0, step.until - time.monotonic()))
+                await asyncio.sleep(max(0.0, step.until - time.monotonic()))
+                return go_on_waiting()
             if isinstance(step, Abandon):
                 return end.begin(self._abandon(step, latest))
             latest = end.begin(self._authority.do_soon(step))

@@ -83,7 +83,9 @@ class LockSteps(Generic[Token]):
         known = {name for hold in holds for name in hold.grant.resources}
         missing = tuple(name for name in self._resources if name not in known)
         if missing:
-            ask = partial(Acquisition, authority, missing, ttl=self._ttl, fair=self._fair, itself=itself)
+            ask = partial(
+                Acquisition, authority, missing, ttl=self._ttl, fair=self._fair, itself=itself, lock=self
+            )
             if handed is not None:
                 grant, nonce = (yield from _take_over(authority, handed[0], self._ttl)), handed[1]
             elif self._sealer is None:

@@ -16,7 +16,7 @@ from fencelock.errors import LockTimeoutError
 from fencelock.lease import Lease
 from fencelock.lock.acquiring import HANDED, LockSteps, Token
 from fencelock.lock.hold import Entry
-from fencelock.lock.steps import run_blocking, run_waiting
+from fencelock.lock.steps import run_blocking, run_waiting, under_way
 from fencelock.renewal.loop import for_loop
 from fencelock.renewal.thread import for_thread
 from fencelock.settings import DEFAULT_TTL, AllLockSettings, IfLost, default_authority
@@ -112,6 +112,14 @@ class FencedLock(LockSteps[Token]):
     def locked(self) -> bool:
         """Tell whether a holder anywhere, also in this process, has one of the resources at this moment."""
         return run_blocking(self._locked())
+
+    def cancel(self) -> None:
+        """Give up the acquisitions of this lock that wait for another holder, in whatever thread or task.
+
+        Within about a second each raises a LockTimeoutError, and leaves no lock behind.
+        """
+        for asked in list(under_way):
+            asked.given_up = asked.given_up or asked.lock is self
 
     def hand_over(self) -> str:
         """End the holding here without giving the lock back; return a text for another process's `take_over`.

@@ -6,10 +6,11 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakSet
 
 from fencelock._owners import switches_greenlets, waits_in_vain_for
 from fencelock._steps import block, wait_for
-from fencelock.authority.base import Authority, Grant, named
+from fencelock.authority.base import Authority, GivenUp, Grant, is_given_up, named
 from fencelock.errors import LockTimeoutError
 from fencelock.lease import held_leases
 from fencelock.lock.hold import owners_of
@@ -66,10 +67,14 @@ class Step:
 Steps = Generator[Step, None, _T]
 
 
+#: The acquisitions that wait for their authority.
+under_way: WeakSet[Acquisition] = WeakSet()
+
+
 class Acquisition(Step):
     """An acquisition of resources, which waits for others for `timeout` seconds."""
 
-    __slots__ = ("authority", "itself", "resources", "timeout")
+    __slots__ = ("__weakref__", "authority", "given_up", "itself", "lock", "resources", "timeout")
 
     def __init__(
         self,
@@ -82,6 +87,7 @@ class Acquisition(Step):
         above: tuple[int, ...] = (),
         seal: Seal | None = None,
         itself: bool = False,
+        lock: object = None,
     ) -> None:
         def ask(its: Any) -> Any:
             if seal is None:
@@ -93,6 +99,8 @@ class Acquisition(Step):
         self.resources = resources
         self.timeout = timeout
         self.itself = itself
+        self.lock = lock
+        self.given_up = False
 
     def block(self) -> None:
         """Do it."""
@@ -111,12 +119,20 @@ class Acquisition(Step):
         why = _ITSELF if self.itself else _PARENT if parent else _IN_VAIN
         if parent or (self.timeout is None and self._is_in_vain()):
             logger.warning("%s: %s", named(self.resources), why)
+        under_way.add(self)
+        before = is_given_up.set(lambda: self.given_up)
         try:
             yield
+        except GivenUp:
+            raise LockTimeoutError(f"{named(self.resources)}: the acquisition was cancelled") from None
         except LockTimeoutError as error:
             if self.itself or parent or (self.timeout != 0 and self._is_in_vain()):
                 raise LockTimeoutError(f"{error}; {why}", holder_ttl=error.holder_ttl) from None
             raise
+        finally:
+            under_way.discard(self)
+            with contextlib.suppress(ValueError):  # a coroutine that is thrown away ends in another context
+                is_given_up.reset(before)
 
     def _is_in_vain(self) -> bool:
         return switches_greenlets() and waits_in_vain_for(owners_of(self.authority, self.resources))

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
+from fencelock.authority.base import go_on_waiting
 from fencelock.authority.redlock.protocol.messages import Broadcast, Round
 from fencelock.authority.redlock.protocol.queue import QUEUE
 from fencelock.authority.redlock.transport.blocking import FRESH
@@ -134,6 +135,7 @@ class LoopConnections(Links):
             return self.queue
         if request.waits_for:
             await self.wait(request.place, request.seconds)
+            go_on_waiting()
         else:
             await asyncio.sleep(request.seconds)
         return time.monotonic()

@@ -22,6 +22,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final, NamedTuple
 
+from fencelock.authority.base import go_on_waiting
 from fencelock.authority.redlock.protocol.messages import Broadcast, Round
 from fencelock.authority.redlock.protocol.queue import QUEUE
 from fencelock.authority.redlock.transport.connector import Node, Opened, UnusableError
@@ -97,6 +98,7 @@ class SharedConnections(Links):
             return self.queue
         if request.waits_for:
             self.wait(request.place, request.seconds)
+            go_on_waiting()
         else:
             time.sleep(request.seconds)
         return time.monotonic()
