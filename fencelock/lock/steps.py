@@ -6,7 +6,6 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakSet
 
 from fencelock._owners import switches_greenlets, waits_in_vain_for
 from fencelock._steps import block, wait_for
@@ -68,13 +67,13 @@ Steps = Generator[Step, None, _T]
 
 
 #: The acquisitions that wait for their authority.
-under_way: WeakSet[Acquisition] = WeakSet()
+under_way: set[Acquisition] = set()
 
 
 class Acquisition(Step):
     """An acquisition of resources, which waits for others for `timeout` seconds."""
 
-    __slots__ = ("__weakref__", "authority", "given_up", "itself", "lock", "resources", "timeout")
+    __slots__ = ("authority", "given_up", "itself", "lock", "resources", "timeout")
 
     def __init__(
         self,
