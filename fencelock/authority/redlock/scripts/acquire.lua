@@ -1,8 +1,7 @@
 -- ACQUIRE: grant all the locks, or none.
 -- ARGV[3] ttl in ms, ARGV[4] the epoch that the hints are of; then for each lock its stripe and a hint.
 -- After these, of a contender that waits in line or heeds it: its place (or ''), ms waited, since when in ms, and 1 for
--- fair. After these, of a holder that mints anew: the nonce of its own grant, whose locks it takes over. (RELEASE and
--- ACQUIRE in one step; the hints stand for RELEASE's catching up.)
+-- fair; then, of a holder that mints anew: the nonce of its own grant, whose locks it takes over.
 -- Returns GRANTED, epoch, counter … | HELD, remaining ms | FULL | a refusal.
 local fields = {'e', 'r', 'cfg', 'next', 'b', 'c' .. ARGV[5]}
 for i = 2, LOCKS do fields[5 + i] = 'c' .. ARGV[3 + 2 * i] end
@@ -71,8 +70,7 @@ for i = 1, LOCKS do
   if nonce and its_epoch == epoch then ours[i] = its_counter end
 end
 
-local answer = {'GRANTED', epoch}
-local counters = {}
+local answer, counters = {'GRANTED', epoch}, {}
 for i = 1, LOCKS do
   local field = fields[5 + i]
   if not ours[i] then

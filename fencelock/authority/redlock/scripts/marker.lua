@@ -3,8 +3,7 @@ local function now_ms()
   return time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
--- Ms for which a node still stays out that got its ticket at that time: so long may locks live that it has
--- forgotten. By a clock that was set back since, no longer than from now.
+-- Ms for which a node still stays out: so long may locks live that it has forgotten since it got its ticket.
 local function ms_out(ticket_at, ticket_ttl)
   return math.max(0, math.min(ticket_ttl, ticket_at + ticket_ttl - now_ms()))
 end
@@ -16,9 +15,8 @@ local function restarted(run_id)
   return {'RESTARTED', is_valid and ms_out(ticket[2], ticket[3]) or -1}
 end
 
--- Why this node must not vote, or nil. `r` was written at admission: a server that was restarted, or
--- that came back with an older file, has another run_id than the one it was admitted with. One that has loaded
--- older data while it ran has the same.
+-- Why this node must not vote, or nil. `r` was written at admission: a server that was restarted since, or that came
+-- back with an older file, has another run_id.
 local function refusal(epoch, admitted_run_id, membership, closed)
   if not epoch then return {'AMNESIA'} end
   local run_id, replid = ARGV[#ARGV - 1], ARGV[#ARGV]

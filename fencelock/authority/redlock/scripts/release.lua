@@ -6,7 +6,6 @@
 local state = redis.call('HMGET', NODE, 'e', 'cfg', 'b', 'c' .. ARGV[4])
 
 -- Most often one lock is ours still, no contender waits for it, and the counter is not behind: then it is only deleted.
--- Whatever is otherwise goes the long way, and nothing has been changed by then.
 if #ARGV == 7 and state[1] == ARGV[3] and state[2] == ARGV[1]
   and tonumber(state[4] or state[3]) >= tonumber(ARGV[5]) then
   local value = redis.call('GET', KEYS[2])

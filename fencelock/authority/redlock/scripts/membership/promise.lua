@@ -1,7 +1,5 @@
--- PROMISE: from now on this node answers for no epoch below ARGV[2] as the highest. A client that chooses an epoch
--- later reads this one from some node of the majority that has promised it.
--- ARGV[3] the ticket of a node that is not admitted, else ''; ARGV[4] 'change' where a node counts that is
--- closed for this very list.
+-- PROMISE: from now on this node answers for no epoch below ARGV[2] as the highest: clients that choose one later read
+-- it. ARGV[3] the ticket of a node that is not admitted, else ''; ARGV[4] 'change': one counts that is closed for this list.
 -- Returns PROMISED | NO_TICKET | a refusal.
 local counts
 if is_admitted() then
