@@ -1,6 +1,6 @@
 """Extends the leases of asyncio code: the event loop itself, with timers and short-lived tasks.
 
-So nothing is pending while nothing is held.
+Where nothing is held, at most one timer is left, which rings once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class LoopRenewer(Renewer):
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__()
         self._loop = ref(loop)
-        self._timer: asyncio.TimerHandle | None = None
+        #: It knows the loop, which must be free to go: see `_of_loops`.
+        self._timer: ref[asyncio.TimerHandle] | None = None
         self._wakes_at = math.inf
         self._round: asyncio.Task[Calls] | None = None
 
@@ -54,11 +55,11 @@ class LoopRenewer(Renewer):
         at = self.next_at
         if self._round is not None or at >= self._wakes_at:
             return
-        if self._timer is not None:
-            self._timer.cancel()
+        if self._timer is not None and (timer := self._timer()) is not None:
+            timer.cancel()
         self._wakes_at = at
         pause, loop = max(0.0, at - time.monotonic()), asyncio.get_running_loop()
-        self._timer = loop.call_later(pause, self._ring, context=contextvars.Context())
+        self._timer = ref(loop.call_later(pause, self._ring, context=contextvars.Context()))
 
     def _ring(self) -> None:
         self._timer, self._wakes_at = None, math.inf

@@ -13,6 +13,7 @@ import random
 import signal
 import threading
 import time
+import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -101,6 +102,24 @@ def test_loops_in_sequence_each_have_their_own_connections(authority: Redlock, r
         with authority.lock("r") as token:
             tokens.append(token)
     assert tokens == sorted(set(tokens))
+
+
+def test_loop_that_has_ended_is_thrown_away_with_its_connections(
+    authority: Redlock, nodes: Nodes, run: Run
+) -> None:
+    """Also where the timer of its renewal is still to ring: a worker may run a loop for each job."""
+    loops: list[weakref.ref[asyncio.AbstractEventLoop]] = []
+
+    async def work() -> None:
+        loops.append(weakref.ref(asyncio.get_running_loop()))
+        async with authority.lock("r"):
+            pass
+
+    for _ in range(3):
+        run(work())
+    gc.collect()
+    assert [loop() for loop in loops] == [None, None, None]
+    assert eventually(lambda: connections_to(nodes) == 0)
 
 
 def test_loops_in_two_threads_share_one_authority(authority: Redlock, nodes: Nodes, run: Run) -> None:

@@ -2,7 +2,7 @@
 
 What is asked within one turn of the loop leaves in one write for each node. A loop knows its connections by
 its readers and timers, and they know it by a weak reference only, so that a loop that is thrown away can go.
-Where a loop is shut down as `asyncio.run` does it, they are closed before it is.
+They are closed when their loop is thrown away, or when the next one begins.
 """
 
 from __future__ import annotations
