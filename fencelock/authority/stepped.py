@@ -237,7 +237,7 @@ class Stepped(abc.ABC):
 
     def holder_ttl(self, resources: tuple[str, ...]) -> float | None:
         """Tell for how many seconds one of them is held: see `Authority`."""
-        return block(self.looking(resources), self.do)
+        return self.run(self.looking(resources))
 
 
 class AsyncView:

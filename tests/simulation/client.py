@@ -175,9 +175,9 @@ class Client:
         waiter = Waiter(
             process.line, lambda: process.now, lambda: process.now, fair=fair, patient=timeout != 0
         )
-        acquisition = Acquisition(resources, ttl, partial(self._new_nonce, resources), waiter, above=above)
+        acquisition = Acquisition(resources, ttl, partial(self._new_nonce, resources), waiter)
         if epoch is not None:
-            acquisition.hint(epoch)
+            acquisition.hint(epoch, above)
         try:
             grant = yield from acquisition.acquire(
                 process.see,

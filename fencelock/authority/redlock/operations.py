@@ -33,19 +33,16 @@ class Acquisition:
             the other, resent.
         waiter: knows its place among those who wait; None where there is no waiting.
         instead_of: what the attempts take over.
-        above: a token for each resource that the new one must exceed; empty for none.
     """
 
-    def __init__(  # noqa: PLR0917 - all of them are what an acquisition is about
+    def __init__(
         self,
         resources: tuple[str, ...],
         ttl: float,
         new_nonce: Callable[[], str],
         waiter: Waiter | None = None,
         instead_of: Granted | None = None,
-        above: tuple[int, ...] = (),
     ) -> None:
-        self.above = above
         self._resources = resources
         self._canonical = resources if len(resources) == 1 else tuple(sorted(resources))
         self._ttl = ttl
@@ -63,7 +60,7 @@ class Acquisition:
         self._latest: tuple[NodeSet, Attempt] | None = None
 
     def next_attempt(self, node_set: NodeSet) -> Attempt:
-        """Return a new attempt, and forget the one before.
+        """Return a new attempt, with a nonce of its own.
 
         Raises:
             ValueError: the ttl is longer than these nodes allow.
@@ -77,9 +74,9 @@ class Acquisition:
         self._latest = node_set, attempt
         return attempt
 
-    def hint(self, epoch: int) -> None:
-        """Have the next attempts exceed what they must in this epoch, in which the nodes vote now."""
-        halves = dict(zip(self._resources, map(token.split, self.above), strict=True))
+    def hint(self, epoch: int, above: tuple[int, ...]) -> None:
+        """Have the next attempts exceed a token for each resource; the nodes vote in this epoch."""
+        halves = dict(zip(self._resources, map(token.split, above), strict=True))
         hints = tuple(
             halves[resource][1] + 1 if halves[resource][0] == epoch else 0 for resource in self._canonical
         )
@@ -95,11 +92,11 @@ class Acquisition:
         outage: float,
         jitter: Callable[[], float],
     ) -> Generator[Request, Any, Grant]:
-        """Attempt until a quorum grants: see `acquire.acquire`."""
-        bidding = acquire.acquire(
+        """Make attempts until a quorum grants: see `acquire.acquire`."""
+        attempts = acquire.acquire(
             see, self.next_attempt, began=began, timeout=timeout, grace=grace, outage=outage, jitter=jitter
         )
-        return (yield from self._ending(bidding))
+        return (yield from self._ending(attempts))
 
     def remint(
         self, see: Callable[[], NodeSet], granted: Granted, *, jitter: Callable[[], float]
@@ -107,10 +104,10 @@ class Acquisition:
         """Exchange a grant for one with larger tokens: see `holding.remint`."""
         return (yield from self._ending(holding.remint(see, self.next_attempt, granted, jitter=jitter)))
 
-    def _ending(self, bidding: Generator[Request, Any, Granted]) -> Generator[Request, Any, Grant]:
+    def _ending(self, attempts: Generator[Request, Any, Granted]) -> Generator[Request, Any, Grant]:
         """Return the grant that the attempts come to; leave nothing behind where they come to none."""
         try:
-            granted = yield from bidding
+            granted = yield from attempts
             self._leave_queue()
             return self._won(granted)
         except (FencelockError, GeneratorExit):  # the last attempt was abandoned before that

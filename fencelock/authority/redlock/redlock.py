@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import random
 import time
@@ -39,8 +38,6 @@ from fencelock.errors import FencelockError, NodesNotInitialisedError, QuorumErr
 _T = TypeVar("_T")
 
 DEFAULT_NAMESPACE = "fencelock"
-
-logger = logging.getLogger(__name__)
 
 
 class Redlock(Stepped):
@@ -147,13 +144,13 @@ class Redlock(Stepped):
         """
         queue: WaitQueue = yield QUEUE
         waiter = Waiter(queue, time.monotonic, time.time, fair=fair, patient=timeout != 0)
-        acquisition = Acquisition(resources, ttl, _new_nonce, waiter, above=above)
+        acquisition = Acquisition(resources, ttl, _new_nonce, waiter)
         initialised = False
         while True:
             try:
                 if above:
-                    yield from self._rising(acquisition, max(above))
-                bidding = acquisition.acquire(
+                    yield from self._rising(acquisition, above)
+                attempts = acquisition.acquire(
                     self._see,
                     began=time.monotonic(),
                     timeout=timeout,
@@ -161,7 +158,7 @@ class Redlock(Stepped):
                     outage=max(self._connect_timeout, self._outage_grace),
                     jitter=random.random,
                 )
-                return (yield from bidding)
+                return (yield from attempts)
             except NodesNotInitialisedError:
                 if initialised or os.environ.get("FENCELOCK_AUTO_INIT") != "1":
                     raise
@@ -279,15 +276,17 @@ class Redlock(Stepped):
         """
         return self._run_apart(recover(self._group()))
 
-    def _rising(self, acquisition: Acquisition, above: int) -> Generator[messages.Request, Any, None]:
-        """Bring the nodes where they can grant tokens above that one."""
-        epoch = yield from rise(self._group(), above)
+    def _rising(
+        self, acquisition: Acquisition, above: tuple[int, ...]
+    ) -> Generator[messages.Request, Any, None]:
+        """Bring the nodes where they can grant tokens above those."""
+        epoch = yield from rise(self._group(), max(above))
         if epoch is None:
             raise QuorumError(
-                f"the storage has seen token {above}, and too few nodes vote or answer to bring "
+                f"the storage has seen token {max(above)}, and too few nodes vote or answer to bring "
                 "them above it; `fencelock nodes` tells how they stand"
             )
-        acquisition.hint(epoch)
+        acquisition.hint(epoch, above)
 
     def _initialising(
         self, base: int | None, max_ttl: float | None, epoch: int = 0, *, allow_eviction: bool = False

@@ -18,8 +18,8 @@ which is B's maximum again. Therefore a value is decided only when a majority *s
 3. Votes of different epochs are never added up.
 
 Two decided values of one resource share a node. There the second was granted after the first had been
-reached, so it is larger; and whoever began after another had completed finds a majority of counters at
-or above that token. No clock takes part in this. Clocks bound only the *validity* of the lease.
+reached, so it is larger; and an acquisition that began after another had completed finds a majority of
+counters at or above that token. No clock takes part in this. Clocks bound only the *validity* of the lease.
 """
 
 from __future__ import annotations
