@@ -71,13 +71,20 @@ class GivenUp(BaseException):
     """Ends an acquisition that `FencedLock.cancel` has given up, as an interruption does."""
 
 
-#: Whether the acquisition of this context has been given up.
-is_given_up: ContextVar[Callable[[], bool]] = ContextVar("fencelock_is_given_up", default=lambda: False)
+class Asked(Protocol):
+    """An acquisition of a lock."""
+
+    given_up: bool
+
+
+#: The acquisition of this context.
+asked_here: ContextVar[Asked | None] = ContextVar("fencelock_asked_here", default=None)
 
 
 def go_on_waiting() -> None:
     """Raise GivenUp, where that is so. Drivers call it after each wait for another holder."""
-    if is_given_up.get()():
+    asked = asked_here.get()
+    if asked is not None and asked.given_up:
         raise GivenUp
 
 

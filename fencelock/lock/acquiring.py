@@ -8,7 +8,7 @@ import math
 import re
 import time
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, Unpack, cast
 from weakref import ref
@@ -83,17 +83,23 @@ class LockSteps(Generic[Token]):
         known = {name for hold in holds for name in hold.grant.resources}
         missing = tuple(name for name in self._resources if name not in known)
         if missing:
-            ask = partial(
-                Acquisition, authority, missing, ttl=self._ttl, fair=self._fair, itself=itself, lock=self
+            asked = Acquisition(
+                authority=authority,
+                resources=missing,
+                ttl=self._ttl,
+                timeout=waiting,
+                fair=self._fair,
+                lock=self,
+                itself=itself,
             )
             if handed is not None:
                 grant, nonce = (yield from _take_over(authority, handed[0], self._ttl)), handed[1]
             elif self._sealer is None:
-                entry.asked = asked = ask(timeout=waiting)
+                entry.asked = asked
                 yield asked
                 grant, nonce = asked.answer, ""
             else:
-                grant, nonce = yield from _acquire_sealed(entry, authority, self._sealer, ask, waiting)
+                grant, nonce = yield from _acquire_sealed(entry, self._sealer, asked)
             for hold in holds:
                 _check_still_held(hold)  # it may have ended while the others were waited for
             new = Hold(authority, grant, entry.owner, self._ttl, time.monotonic() + self._max_hold)
@@ -260,35 +266,35 @@ class LockSteps(Generic[Token]):
             raise lost.error
 
 
-def _acquire_sealed(
-    entry: Entry, authority: Authority, sealer: Sealer, ask: partial[Acquisition], waiting: float | None
-) -> Steps[tuple[Grant, str]]:
+def _acquire_sealed(entry: Entry, sealer: Sealer, asked: Acquisition) -> Steps[tuple[Grant, str]]:
     """Acquire until the storage has accepted the tokens, and the lease is still valid after that.
 
     Returns the grant, and the nonce that the storage has accepted it under.
     """
     yield check(sealer)
-    if is_sealed_by(authority, sealer.engine):
+    if is_sealed_by(asked.authority, sealer.engine):
         nonce = sealer.new_nonce()
-        entry.asked = asked = ask(timeout=waiting, seal=sealer.within(nonce))
+        asked.seal = sealer.within(nonce)
+        entry.asked = asked
         yield asked
         return asked.answer, nonce
-    end = math.inf if waiting is None else time.monotonic() + waiting
-    above: tuple[int, ...] = ()
+    end = math.inf if asked.timeout is None else time.monotonic() + asked.timeout
     tries = 0
     while True:
         tries += 1
-        left = None if waiting is None else max(0.0, end - time.monotonic())
-        entry.asked = asked = ask(timeout=left, above=above)
+        entry.asked = asked
         yield asked
         wish, done, above = yield from seal(sealer, asked.answer)
         if done:
             return asked.answer, wish.nonce
-        yield ask_to_release(authority, asked.answer)
+        yield ask_to_release(asked.authority, asked.answer)
         entry.asked = None
         # A hint costs no time, so there is no wait for it, even where one try was asked for.
-        if time.monotonic() >= end and not (above and tries < _HINTED_TRIES):
+        now = time.monotonic()
+        if now >= end and not (above and tries < _HINTED_TRIES):
             raise LockTimeoutError(wish.complaint(above))
+        left = None if asked.timeout is None else max(0.0, end - now)
+        asked = replace(asked, timeout=left, above=above, answer=None)
 
 
 def _take_over(authority: Authority, grant: Grant, ttl: float) -> Steps[Grant]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Generator, Iterator
+from collections.abc import Awaitable, Callable, Generator
+from contextvars import Token as ContextToken
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fencelock._owners import switches_greenlets, waits_in_vain_for
 from fencelock._steps import block, wait_for
-from fencelock.authority.base import Authority, GivenUp, Grant, is_given_up, named
+from fencelock.authority.base import Authority, GivenUp, Grant, asked_here, named
 from fencelock.errors import LockTimeoutError
 from fencelock.lease import held_leases
 from fencelock.lock.hold import owners_of
@@ -63,75 +65,75 @@ class Step:
         self.answer = await self._wait()
 
 
-Steps = Generator[Step, None, _T]
-
-
 #: The acquisitions that wait for their authority.
 under_way: set[Acquisition] = set()
 
 
-class Acquisition(Step):
-    """An acquisition of resources, which waits for others for `timeout` seconds."""
+@dataclass(eq=False, repr=False, slots=True, kw_only=True)
+class Acquisition:
+    """A step: acquire resources, which waits for other holders for `timeout` seconds.
 
-    __slots__ = ("authority", "given_up", "itself", "lock", "resources", "timeout")
+    Attributes:
+        lock: for which.
+        itself: whether the owner holds one of the resources, and does not enter again.
+        given_up: whether `FencedLock.cancel` has given it up.
+        answer: the grant.
+    """
 
-    def __init__(
-        self,
-        authority: Authority,
-        resources: tuple[str, ...],
-        *,
-        ttl: float,
-        timeout: float | None,
-        fair: bool,
-        above: tuple[int, ...] = (),
-        seal: Seal | None = None,
-        itself: bool = False,
-        lock: object = None,
-    ) -> None:
-        def ask(its: Any) -> Any:
-            if seal is None:
-                return its.acquire(resources, ttl=ttl, timeout=timeout, fair=fair, above=above)
-            return its.acquire(resources, ttl=ttl, timeout=timeout, fair=fair, seal=seal)
-
-        super().__init__(lambda: ask(authority), lambda: ask(authority.aio))
-        self.authority = authority
-        self.resources = resources
-        self.timeout = timeout
-        self.itself = itself
-        self.lock = lock
-        self.given_up = False
+    authority: Authority
+    resources: tuple[str, ...]
+    ttl: float
+    timeout: float | None
+    fair: bool
+    lock: object
+    itself: bool
+    above: tuple[int, ...] = ()
+    seal: Seal | None = None
+    given_up: bool = False
+    answer: Any = None
+    _parent: bool = False
+    _before: ContextToken[Any] | None = None
 
     def block(self) -> None:
         """Do it."""
-        with self._telling():
-            self.answer = self._block()
+        with self:
+            self.answer = self._ask(self.authority)
 
     async def wait(self) -> None:
         """Do it, letting other tasks run."""
-        with self._telling():
-            self.answer = await self._wait()
+        with self:
+            self.answer = await self._ask(self.authority.aio)
 
-    @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Say at once, and in the error, where it waits for code that may be waiting for it."""
-        parent = self._waits_for_parent() and self.timeout != 0
-        why = _ITSELF if self.itself else _PARENT if parent else _IN_VAIN
-        if parent or (self.timeout is None and self._is_in_vain()):
-            logger.warning("%s: %s", named(self.resources), why)
+    def _ask(self, its: Any) -> Any:
+        if self.seal is None:
+            return its.acquire(
+                self.resources, ttl=self.ttl, timeout=self.timeout, fair=self.fair, above=self.above
+            )
+        return its.acquire(self.resources, ttl=self.ttl, timeout=self.timeout, fair=self.fair, seal=self.seal)
+
+    def __enter__(self) -> None:
+        """Say at once where it waits for code that may be waiting for it."""
+        self._parent = self.timeout != 0 and self._waits_for_parent()
+        if self._parent or (self.timeout is None and self._is_in_vain()):
+            logger.warning("%s: %s", named(self.resources), self._why())
         under_way.add(self)
-        before = is_given_up.set(lambda: self.given_up)
-        try:
-            yield
-        except GivenUp:
-            raise LockTimeoutError(f"{named(self.resources)}: the acquisition was cancelled") from None
-        except LockTimeoutError as error:
-            if self.itself or parent or (self.timeout != 0 and self._is_in_vain()):
-                raise LockTimeoutError(f"{error}; {why}", holder_ttl=error.holder_ttl) from None
-            raise
-        finally:
-            under_way.discard(self)
+        self._before = asked_here.set(self)
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        """Say so in the error, too."""
+        under_way.discard(self)
+        if self._before is not None:
             with contextlib.suppress(ValueError):  # a coroutine that is thrown away ends in another context
-                is_given_up.reset(before)
+                asked_here.reset(self._before)
+        if isinstance(error, GivenUp):
+            raise LockTimeoutError(f"{named(self.resources)}: the acquisition was cancelled") from None
+        if isinstance(error, LockTimeoutError) and (
+            self.itself or self._parent or (self.timeout != 0 and self._is_in_vain())
+        ):
+            raise LockTimeoutError(f"{error}; {self._why()}", holder_ttl=error.holder_ttl) from None
+
+    def _why(self) -> str:
+        return _ITSELF if self.itself else _PARENT if self._parent else _IN_VAIN
 
     def _is_in_vain(self) -> bool:
         return switches_greenlets() and waits_in_vain_for(owners_of(self.authority, self.resources))
@@ -140,6 +142,9 @@ class Acquisition(Step):
         """Tell whether the lease stands in this context, which was copied from that of its holder."""
         held = [lease.resource for lease in held_leases() if lease.resource in self.resources]
         return bool(held and owners_of(self.authority, held))
+
+
+Steps = Generator[Step | Acquisition, None, _T]
 
 
 def _call(authority: Authority, ask: Callable[[Any], Any]) -> Step:

@@ -96,13 +96,13 @@ class Acquisition:
         attempts = acquire.acquire(
             see, self.next_attempt, began=began, timeout=timeout, grace=grace, outage=outage, jitter=jitter
         )
-        return (yield from self._ending(attempts))
+        return self._ending(attempts)
 
     def remint(
         self, see: Callable[[], NodeSet], granted: Granted, *, jitter: Callable[[], float]
     ) -> Generator[Request, Any, Grant]:
         """Exchange a grant for one with larger tokens: see `holding.remint`."""
-        return (yield from self._ending(holding.remint(see, self.next_attempt, granted, jitter=jitter)))
+        return self._ending(holding.remint(see, self.next_attempt, granted, jitter=jitter))
 
     def _ending(self, attempts: Generator[Request, Any, Granted]) -> Generator[Request, Any, Grant]:
         """Return the grant that the attempts come to; leave nothing behind where they come to none."""
