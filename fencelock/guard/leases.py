@@ -17,6 +17,8 @@ from sqlalchemy import Executable
 from sqlalchemy.engine import Connection, Transaction, TwoPhaseTransaction
 from sqlalchemy.orm import Session
 
+from fencelock import _events
+from fencelock._events import CommitInDoubt
 from fencelock.errors import FenceError, UnfencedWriteError
 from fencelock.guard._sqlalchemy import isolation_on_connect, refuse_inactive
 from fencelock.guard.events import report
@@ -120,6 +122,8 @@ class Writing:
         """Let go of the leases: the transaction has ended."""
         for lease in self._needs if in_doubt else ():
             lease.doubt()
+            if _events.listeners:
+                _events.tell(CommitInDoubt(lease.resource, lease.fencing_token))
         _call_each(self._let_go(committed=committed))
 
     def _let_go(self, *, committed: bool) -> list[Callable[[], object]]:

@@ -13,7 +13,9 @@ from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, Unpack, cast
 from weakref import ref
 
+from fencelock import _events
 from fencelock._checks import check_choice, check_max_hold, check_timeout, check_ttl
+from fencelock._events import LockNotAcquired, LockRequested, Outcome
 from fencelock._owners import running_loop
 from fencelock.authority.base import Authority, Grant, is_sealed_by
 from fencelock.errors import LockError, LockLostError, LockTimeoutError, NotHeldError
@@ -71,6 +73,8 @@ class LockSteps(Generic[Token]):
         #: Entered by `with` and not left yet. Its body may have released it, so that it is no entry any more.
         self._blocks: list[Entry] = []
         self._listeners: tuple[Callable[[Lease], object], ...] = ()
+        #: What `@fenced` was given; for listeners to events.
+        self.template = ""
 
     def _acquire(
         self, entry: Entry, timeout: float | EllipsisType | None, renewers: Renewers
@@ -92,33 +96,69 @@ class LockSteps(Generic[Token]):
                 lock=self,
                 itself=itself,
             )
-            if handed is not None:
-                grant, nonce = (yield from _take_over(authority, handed[0], self._ttl)), handed[1]
-            elif self._sealer is None:
-                entry.asked = asked
-                yield asked
-                grant, nonce = asked.answer, ""
-            else:
-                grant, nonce = yield from _acquire_sealed(entry, self._sealer, asked)
-            for hold in holds:
-                _check_still_held(hold)  # it may have ended while the others were waited for
-            new = Hold(authority, grant, entry.owner, self._ttl, time.monotonic() + self._max_hold)
-            new.sealers, new.seal_nonce = () if self._sealer is None or handed else (self._sealer,), nonce
-            if handed is not None and self._sealer is not None:
-                yield from seal_held(self._sealer, new)
-            if renewers is for_loop and (loop := running_loop()) is not None:
-                new.loop = ref(loop)
-            if self._renew:
-                new.renewer = renewers(authority)
-            holds.append(new)
-        entry.enter(holds, self._resources)
-        self._entries.append(entry)
-        if missing and (renewer := holds[-1].renewer) is not None:
-            # Not before: what is interrupted until here is not extended while the traceback lives.
-            renewer.watch(holds[-1])
+            yield from self._enter_anew(entry, asked, holds, handed, renewers)
+        else:
+            self._note_entered(entry, holds)
         for hold in entry.holds:
             hold.tell_when_lost(self._listeners)
         return entry
+
+    def _enter_anew(
+        self,
+        entry: Entry,
+        asked: Acquisition,
+        holds: list[Hold],
+        handed: tuple[Grant, str] | None,
+        renewers: Renewers,
+    ) -> Steps[None]:
+        """Acquire what is not held yet, and enter that and the rest."""
+        began = time.monotonic()
+        names = asked.authority, asked.resources, self.template
+        if _events.listeners:
+            _events.tell(LockRequested(*names))
+        try:
+            grant, nonce = yield from self._granted(entry, asked, handed)
+            for hold in holds:
+                _check_still_held(hold)  # it may have ended while the others were waited for
+            new = self._new_hold(entry, asked.authority, grant, renewers)
+            new.sealers, new.seal_nonce = () if self._sealer is None or handed else (self._sealer,), nonce
+            if handed is not None and self._sealer is not None:
+                yield from seal_held(self._sealer, new)
+            self._note_entered(entry, [*holds, new])
+        except BaseException as error:
+            if _events.listeners:
+                waited = time.monotonic() - began
+                _events.tell(LockNotAcquired(*names, waited, _outcome_of(error), error))
+            raise
+        new.note_acquired(time.monotonic() - began)
+        if new.renewer is not None:
+            # Not before: what is interrupted until here is not extended while the traceback lives.
+            new.renewer.watch(new)
+
+    def _granted(
+        self, entry: Entry, asked: Acquisition, handed: tuple[Grant, str] | None
+    ) -> Steps[tuple[Grant, str]]:
+        """Return a grant, and the nonce under which it was sealed."""
+        if handed is not None:
+            return (yield from _take_over(asked.authority, handed[0], self._ttl)), handed[1]
+        if self._sealer is not None:
+            return (yield from _acquire_sealed(entry, self._sealer, asked))
+        entry.asked = asked
+        yield asked
+        return asked.answer, ""
+
+    def _new_hold(self, entry: Entry, authority: Authority, grant: Grant, renewers: Renewers) -> Hold:
+        hold = Hold(authority, grant, entry.owner, self._ttl, time.monotonic() + self._max_hold)
+        hold.template = self.template
+        if renewers is for_loop and (loop := running_loop()) is not None:
+            hold.loop = ref(loop)
+        if self._renew:
+            hold.renewer = renewers(authority)
+        return hold
+
+    def _note_entered(self, entry: Entry, holds: list[Hold]) -> None:
+        entry.enter(holds, self._resources)
+        self._entries.append(entry)
 
     def _enter_again(self, entry: Entry, authority: Authority) -> Steps[list[Hold]]:
         """Be inside what the owner holds already; return that."""
@@ -216,6 +256,7 @@ class LockSteps(Generic[Token]):
             self._entries.remove(entry)
             entry.holds = ()
             remove(hold)
+            hold.note_released()
         finally:
             yield from go_on_holding(hold)
         return json.dumps({HANDED: its})
@@ -307,6 +348,12 @@ def _take_over(authority: Authority, grant: Grant, ttl: float) -> Steps[Grant]:
     if not isinstance(outcome, Grant):
         raise outcome
     return outcome
+
+
+def _outcome_of(error: BaseException) -> Outcome:
+    if isinstance(error, LockTimeoutError):
+        return "timeout"
+    return "error" if isinstance(error, Exception) else "cancelled"
 
 
 def _check_still_held(hold: Hold) -> None:

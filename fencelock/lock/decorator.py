@@ -50,7 +50,9 @@ def fenced(
             call = signature.bind(*args, **kwargs)
             call.apply_defaults()
             resources = (_Filling().vformat(template, (), call.arguments) for template in templates)
-            return fenced_lock(*dict.fromkeys(resources), **settings)
+            lock: FencedLock[Any] = fenced_lock(*dict.fromkeys(resources), **settings)
+            lock.template = ", ".join(templates)
+            return lock
 
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(_what_runs(function)):
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import ReferenceType, WeakValueDictionary, ref
 
+from fencelock import _events
+from fencelock._events import LeaseLost, LockAcquired, LockReleased, LossReason, TokenReminted
 from fencelock._owners import current_owner
 from fencelock.authority.base import Authority, Grant, named
 from fencelock.lease import Lease, note_ended, note_held
@@ -45,6 +48,9 @@ class Hold:
             the one that sees the other's releases once more; earlier, the release would hear of a loss.
         sealers: the databases that have raised their fences to its tokens.
         seal_nonce: under which they did; empty where there are none.
+        template: what `@fenced` was given; empty otherwise.
+        since: when listeners were told that it is held; None until then, and when it has ended.
+        loss: why it was lost, as `LeaseLost.reason` says it; empty if it was not.
     """
 
     authority: Authority
@@ -63,6 +69,9 @@ class Hold:
     release_ended: bool = False
     sealers: tuple[Sealer, ...] = ()
     seal_nonce: str = ""
+    template: str = ""
+    since: float | None = None
+    loss: LossReason | Literal[""] = ""
     _listeners: tuple[Callable[[Lease], object], ...] = ()
     _waiting: list[bool] = field(default_factory=list)
 
@@ -120,7 +129,7 @@ class Hold:
         if new := tuple(each for each in listeners if each not in self._listeners):
             self._listeners = (*self._listeners, *new)
             if self.lost:
-                for call in self.lose("its time ran out"):
+                for call in self.lose("its time ran out", "expired"):
                     call()
 
     def prolong(self, grant: Grant) -> None:
@@ -135,14 +144,44 @@ class Hold:
         self.grant = grant
         for lease, token in zip(self.leases, grant.tokens, strict=True):
             lease.remint(token, grant.expires_at)
+        if _events.listeners:
+            _events.tell(TokenReminted(*self.names, grant.tokens))
 
-    def lose(self, reason: str) -> tuple[Callable[[], object], ...]:
+    def lose(self, detail: str, reason: LossReason = "gone") -> tuple[Callable[[], object], ...]:
         """Note that the hold has ended before it was given back; return what is to be called for that."""
         if self.released:
             return ()
         for lease in self.leases:
-            lease.lose(reason)
+            lease.lose(detail)
+        self.note_loss(detail, reason)
         return self.calls_when_lost()
+
+    @property
+    def names(self) -> tuple[Authority, tuple[str, ...], str]:
+        """What every event about it begins with."""
+        return self.authority, self.grant.resources, self.template
+
+    def note_acquired(self, waited: float) -> None:
+        """Tell listeners that it is held, after so many seconds."""
+        if _events.listeners:
+            self.since = time.monotonic()
+            _events.tell(LockAcquired(*self.names, self.grant.tokens, waited))
+
+    def note_loss(self, detail: str, reason: LossReason) -> None:
+        """Tell listeners that it was lost, unless they have heard that."""
+        if not self.loss:
+            self.loss = reason
+            if _events.listeners:
+                _events.tell(LeaseLost(*self.names, self.grant.tokens, reason, detail))
+
+    def note_released(self, error: BaseException | None = None) -> None:
+        """Tell listeners that it is not held any more, if they were told that it was."""
+        since, self.since = self.since, None
+        if since is not None:
+            held = time.monotonic() - since
+            end: Literal["released", "lost", "max_hold"] = "lost" if self.loss else "released"
+            end = "max_hold" if self.loss == "max_hold" else end
+            _events.tell(LockReleased(*self.names, self.grant.tokens, held, end, error))
 
     def calls_when_lost(self) -> tuple[Callable[[], object], ...]:
         """Return what is to be called for a lost hold, which is only told once."""

@@ -8,6 +8,7 @@ import contextvars
 import functools
 import logging
 import threading
+import time
 from typing import NamedTuple
 
 from fencelock import _threads
@@ -177,6 +178,7 @@ def release_hold(hold: Hold) -> Steps[Loss | None]:
         error = f"the lease of {hold.name} belongs to the parent of this forked process"
         return Loss(LockLostError(error))
     released = ask_to_release(hold.authority, hold.grant)
+    failure: AuthorityError | None = None
     try:
         try:
             yield from stop_renewal(hold)
@@ -191,14 +193,19 @@ def release_hold(hold: Hold) -> Steps[Loss | None]:
         if released.answer is None:
             logger.warning("%s: too few nodes answered to release it; it ends by itself", hold.name)
     except AuthorityError as error:
+        failure = error
         logger.warning("%s could not be released and ends by itself: %s", hold.name, error)
-    return _loss_of(hold) if lost or released.answer is False else None
+    found = _loss_of(hold) if lost or released.answer is False else None
+    hold.note_released(failure)
+    return found
 
 
 def _loss_of(hold: Hold) -> Loss:
     """Return how a lease is to be reported that ended before it was given back, and tell its listeners."""
     tell(hold.calls_when_lost())
     leases = hold.leases
+    is_over = hold.grant.expires_at <= time.monotonic()
+    hold.note_loss("found when it was given back", "expired" if is_over else "gone")
     ended = f"the lease of {hold.name} (token {hold.grant.tokens[0]}) ended before the work did"
     if reason := leases[0].why_lost:
         ended += f" ({reason})"

@@ -17,8 +17,10 @@ import logging
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
+from fencelock import _events
+from fencelock._events import LeaseExtended, LossReason
 from fencelock._steps import Steps
 from fencelock.authority.base import Authority, Grant, Wish
 from fencelock.errors import AuthorityError, FencelockError, LockLostError
@@ -43,6 +45,7 @@ class Renewable(Protocol):
     trouble: str
     extended_behind: bool
     release_ended: bool
+    template: str
 
     @property
     def authority(self) -> Authority: ...
@@ -54,7 +57,7 @@ class Renewable(Protocol):
     def released(self) -> bool: ...
     def most_seconds(self, now: float) -> float: ...
     def prolong(self, grant: Grant) -> None: ...
-    def lose(self, reason: str) -> tuple[Callable[[], object], ...]: ...
+    def lose(self, detail: str, reason: LossReason = "gone") -> tuple[Callable[[], object], ...]: ...
 
 
 class Renewer(abc.ABC):
@@ -128,29 +131,32 @@ class Renewer(abc.ABC):
         """
         calls: Calls = []
         ended: list[Grant] = []
-        wanted: list[tuple[Renewable, Wish]] = []
+        wanted: list[tuple[Renewable, Wish, float]] = []
         for hold in due:
             moment = now()
             if hold.over:
                 continue
             if moment >= hold.grant.expires_at:
-                calls += hold.lose(_why_ended(hold))
+                calls += hold.lose(*_why_ended(hold))
                 ended.append(hold.grant)
             elif _is_final(hold):
                 self.plan(hold, moment)
             else:
-                wanted.append((hold, (hold.grant, hold.most_seconds(moment))))
-        outcomes = (yield from _tried([wish for _, wish in wanted], len(wanted))) if wanted else ()
-        for (hold, (grant, _)), outcome in zip(wanted, outcomes, strict=True):
+                late = max(0.0, moment - hold.planned)
+                wanted.append((hold, (hold.grant, hold.most_seconds(moment)), late))
+        outcomes = (yield from _tried([wish for _, wish, _ in wanted], len(wanted))) if wanted else ()
+        for (hold, (grant, _), late), outcome in zip(wanted, outcomes, strict=True):
             # A holder in another thread or loop, or one that was interrupted, did not wait for this.
             if hold.released:
                 ended += follow_release(hold)
             elif hold.grant is not grant:
                 pass  # extended or minted anew meanwhile, and planned
             elif hold.over or isinstance(outcome, LockLostError):
+                _tell(hold, outcome, late)
                 calls += hold.lose(str(outcome))
                 ended.append(hold.grant)
             else:
+                _tell(hold, outcome, late)
                 self._note(hold, outcome, now())
         for grant in ended:
             yield from _tried(grant)
@@ -185,10 +191,21 @@ def _is_final(hold: Renewable) -> bool:
     return hold.deadline - hold.grant.expires_at < hold.ttl / 20
 
 
-def _why_ended(hold: Renewable) -> str:
+def _why_ended(hold: Renewable) -> tuple[str, LossReason]:
     if _is_final(hold):
-        return "it was held for as long as max_hold allows"
-    return f"it could not be extended in time: {hold.trouble or 'this process was held up'}"
+        return "it was held for as long as max_hold allows", "max_hold"
+    return f"it could not be extended in time: {hold.trouble or 'this process was held up'}", "expired"
+
+
+def _tell(hold: Renewable, outcome: Grant | FencelockError, late: float) -> None:
+    """Tell listeners what has become of an extension."""
+    if _events.listeners:
+        names = hold.authority, hold.grant.resources, hold.template
+        if isinstance(outcome, Grant):
+            _events.tell(LeaseExtended(*names, "extended", late, hold.ttl, None))
+        else:
+            word: Literal["lost", "error"] = "lost" if isinstance(outcome, LockLostError) else "error"
+            _events.tell(LeaseExtended(*names, word, late, hold.ttl, outcome))
 
 
 def follow_release(hold: Renewable) -> Iterator[Grant]:

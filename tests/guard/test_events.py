@@ -164,7 +164,7 @@ def test_callback_that_fails_changes_nothing(
     finally:
         forget(fail)
     assert len(told["stale"]) == 1
-    assert "a callback of on_stale failed" in caplog.text
+    assert "a listener for events failed" in caplog.text
 
 
 def test_what_is_no_function_is_refused() -> None:

@@ -19,8 +19,10 @@ from sqlalchemy import URL, Connection, Engine, MetaData, event, inspect
 from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError, StatementError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
+from fencelock import _events
 from fencelock._databases import SUPPORTED, is_busy, is_lost, is_read_only, lacks_table
 from fencelock._engines import OwnConnections, beside, for_blocking, is_on, own_engine, url_of
+from fencelock._events import ConnectionFailed, ConnectionOpened
 from fencelock._owners import name_of_process
 from fencelock._steps import Steps
 from fencelock.authority.base import Grant, Seal, Wish, held_by_another, in_use, named, validity
@@ -362,6 +364,8 @@ class Database(Stepped):
         said = (str(original).strip() or type(original).__name__).splitlines()[0]
         unavailable = isinstance(error, OperationalError | PoolTimeoutError | OSError)
         if unavailable or is_lost(error) or is_read_only(error):
+            if _events.listeners:
+                _events.tell(ConnectionFailed("Database", self._shown, said))
             return QuorumError(f"{self._shown} did not answer: {said}", nodes={self._shown: said})
         return AuthorityError(f"{self._shown} refuses: {said}")
 
@@ -425,6 +429,8 @@ class Database(Stepped):
 
     def _set_up(self, connection: Any, _record: object) -> None:
         """Prepare a new connection of the driver."""
+        if _events.listeners:
+            _events.tell(ConnectionOpened("Database", self._shown))
         self._connecting.dialect.set_isolation_level(connection, "AUTOCOMMIT")
         if self._dialect == "sqlite":
             with contextlib.closing(connection.cursor()) as cursor:

@@ -14,7 +14,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from fencelock import _threads
+from fencelock import _events, _threads
+from fencelock._events import ConnectionFailed, ConnectionOpened
 from fencelock.authority.redlock.protocol.messages import Answer, Said
 from fencelock.authority.redlock.protocol.queue import WaitQueue
 from fencelock.authority.redlock.transport.connector import Node, Opened, UnusableError
@@ -36,7 +37,7 @@ class Links(abc.ABC):
     def __init__(self, nodes: Sequence[Node], node_key: str, **options: Any) -> None:
         client = secrets.token_hex(8)
         self.queue = WaitQueue(client, len(nodes), random.random)
-        names = [node.name for node in nodes]
+        self._names = names = [node.name for node in nodes]
         channel = f"{node_key}:w:{client}"
         self._nodes = NodeConnections(names, self, self.queue, channel, jitter=random.random, **options)
         self._opens = [node.open for node in nodes]
@@ -68,6 +69,10 @@ class Links(abc.ABC):
             opened = self._opens[node](self._node_key)
         except UnusableError as error:
             opened = error
+        if _events.listeners:
+            why = str(opened.answer) if isinstance(opened, UnusableError) else ""
+            event = ConnectionFailed if why else ConnectionOpened
+            _events.tell(event("Redlock", self._names[node], *filter(None, [why])))
         self._opened(node, opened)
 
     @abc.abstractmethod

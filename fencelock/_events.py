@@ -1,0 +1,243 @@
+"""What happens in fencelock, as values; and the one list of listeners, which every part tells.
+
+Documented as `fencelock.observe`. Nothing pays for it while nothing listens: whoever tells asks for
+`listeners` first. A listener is called in the thread, task or greenlet in which the thing happened, and not
+for two events of one thread at once, unless a signal handler locks. One that raises is logged, and changes
+nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+logger = logging.getLogger("fencelock.observe")
+
+Outcome = Literal["timeout", "error", "cancelled"]
+LossReason = Literal["max_hold", "expired", "gone"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened. Which kind it is tells the class."""
+
+
+@dataclass(frozen=True, slots=True)
+class LockEvent(Event):
+    """Something that happened to a lock.
+
+    Attributes:
+        authority: what grants it; its `repr` shows no password.
+        resources: what is locked.
+        template: `"order:{id}"` where `@fenced` was given that; empty otherwise.
+    """
+
+    authority: object
+    resources: tuple[str, ...]
+    template: str
+
+
+@dataclass(frozen=True, slots=True)
+class LockRequested(LockEvent):
+    """The authority is about to be asked for a lock. `LockAcquired` or `LockNotAcquired` follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class LockAcquired(LockEvent):
+    """A lock is held. `LockReleased` follows, once.
+
+    Attributes:
+        tokens: one for each resource.
+        waited: seconds since `LockRequested`.
+    """
+
+    tokens: tuple[int, ...]
+    waited: float
+
+
+@dataclass(frozen=True, slots=True)
+class LockNotAcquired(LockEvent):
+    """A lock that was requested was not acquired.
+
+    Attributes:
+        waited: seconds since `LockRequested`.
+        outcome: another holder kept it ("timeout"), it could not be decided ("error"), or the task was
+            cancelled, the thread interrupted or the acquisition given up ("cancelled").
+        error: what is raised.
+    """
+
+    waited: float
+    outcome: Outcome
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True)
+class LockReleased(LockEvent):
+    """A lock is not held any more.
+
+    Attributes:
+        tokens: one for each resource.
+        held: seconds since `LockAcquired`.
+        end: it was given back, or handed over to another process ("released"); its lease had ended before
+            ("lost"), because `max_hold` was over ("max_hold").
+        error: why the nodes or the database could not be told; it ends by itself then. None if they were.
+    """
+
+    tokens: tuple[int, ...]
+    held: float
+    end: Literal["released", "lost", "max_hold"]
+    error: BaseException | None
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseExtended(LockEvent):
+    """A lease was to be extended in the background.
+
+    Attributes:
+        outcome: it lives on ("extended"), it has ended ("lost"), or nothing was decided, and it is tried
+            again until it ends ("error").
+        lateness: seconds between when that was planned and when it began. A process that is too busy to
+            renew its leases shows here first.
+        ttl: seconds that the lease lasts.
+        error: why it was not extended; None if it was.
+    """
+
+    outcome: Literal["extended", "lost", "error"]
+    lateness: float
+    ttl: float
+    error: BaseException | None
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseLost(LockEvent):
+    """A lease has been found to have ended before it was given back.
+
+    Attributes:
+        tokens: one for each resource.
+        reason: `max_hold` was over; its time ran out before it could be extended ("expired"); or the
+            authority does not know it any more ("gone").
+        detail: the same as a sentence.
+    """
+
+    tokens: tuple[int, ...]
+    reason: LossReason
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenReminted(LockEvent):
+    """A lock that is held has got larger tokens: the new ones, one for each resource."""
+
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionOpened(Event):
+    """An authority has opened a connection.
+
+    Attributes:
+        authority: `"Redlock"` or `"Database"`.
+        endpoint: the node's address, or the database without its password.
+    """
+
+    authority: str
+    endpoint: str
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionFailed(ConnectionOpened):
+    """An authority could not open a connection, or has lost one.
+
+    Attributes:
+        reason: why.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GuardEvent(Event):
+    """Something that the guard did.
+
+    Attributes:
+        table: name of the table; None where it cannot be told.
+        identity: primary key of the row, as a tuple; None where there is no one row.
+        resource: of the lease; None where it is not known, or there is none.
+        token: the fencing token that was written or refused; None where there is none.
+        fence: of the row, where that was higher than the token.
+        error: what is raised; None for a claim.
+    """
+
+    table: str | None
+    identity: tuple[Any, ...] | None = None
+    resource: str | None = None
+    token: int | None = None
+    fence: int | None = None
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StaleWriteRefused(GuardEvent):
+    """The database has turned a stale token away."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnfencedWriteRefused(GuardEvent):
+    """A write without its lease was refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowClaimed(GuardEvent):
+    """A row has been claimed, or a gate passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommitInDoubt(Event):
+    """The connection was lost during the COMMIT of a transaction that was written under a lease.
+
+    Attributes:
+        resource: of the lease.
+        token: with which it was written.
+    """
+
+    resource: str
+    token: int
+
+
+Listener = Callable[[Any], object]
+_L = TypeVar("_L", bound=Listener)
+
+#: Replaced and never changed, so that telling goes on with what it has begun with.
+listeners: tuple[Listener, ...] = ()
+
+
+def on_event(listener: _L) -> _L:
+    """Have a function called with every event; may be used as a decorator.
+
+    It is to be quick, and must not use the session, connection or lock that the event tells of.
+
+    Raises:
+        TypeError: for what is no function.
+    """
+    global listeners  # noqa: PLW0603 - the list of this process is what this module is about
+    if not callable(listener):
+        raise TypeError(f"events are told to a function, and {listener!r} is none")
+    listeners = (*listeners, listener)
+    return listener
+
+
+def forget(listener: Listener) -> None:
+    """Call a function no more."""
+    global listeners  # noqa: PLW0603 - as above
+    listeners = tuple(each for each in listeners if each != listener)
+
+
+def tell(event: Event) -> None:
+    """Call all listeners."""
+    for listener in listeners:
+        try:
+            listener(event)
+        except Exception:
+            logger.exception("a listener for events failed")

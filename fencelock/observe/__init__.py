@@ -1,0 +1,47 @@
+"""See what locks and fences do: events, and what makes metrics of them.
+
+Call `on_event` for the events themselves; `fencelock.observe.prometheus` and `fencelock.observe.otel` listen
+for you. Nothing that locks or writes imports these modules, and none of it pays while nothing listens.
+"""
+
+from fencelock._events import (
+    CommitInDoubt,
+    ConnectionFailed,
+    ConnectionOpened,
+    Event,
+    GuardEvent,
+    LeaseExtended,
+    LeaseLost,
+    LockAcquired,
+    LockEvent,
+    LockNotAcquired,
+    LockReleased,
+    LockRequested,
+    RowClaimed,
+    StaleWriteRefused,
+    TokenReminted,
+    UnfencedWriteRefused,
+    forget,
+    on_event,
+)
+
+__all__ = [
+    "CommitInDoubt",
+    "ConnectionFailed",
+    "ConnectionOpened",
+    "Event",
+    "GuardEvent",
+    "LeaseExtended",
+    "LeaseLost",
+    "LockAcquired",
+    "LockEvent",
+    "LockNotAcquired",
+    "LockReleased",
+    "LockRequested",
+    "RowClaimed",
+    "StaleWriteRefused",
+    "TokenReminted",
+    "UnfencedWriteRefused",
+    "forget",
+    "on_event",
+]

@@ -1,0 +1,257 @@
+"""The events: what a lock, its renewal, its authority and the guard tell, on nodes and on each database."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+
+from fencelock import LockLostError, LockTimeoutError, QuorumError, Redlock, fenced, take_over
+from fencelock.embedded import Nodes
+from fencelock.observe import (
+    ConnectionFailed,
+    ConnectionOpened,
+    Event,
+    LeaseExtended,
+    LeaseLost,
+    LockAcquired,
+    LockEvent,
+    LockNotAcquired,
+    LockReleased,
+    LockRequested,
+    TokenReminted,
+    forget,
+    on_event,
+)
+from tests.authorities.kinds import MAKERS, Kind
+from tests.polling import IMPATIENT, eventually
+
+
+@pytest.fixture(params=["quorum", "postgresql", "mariadb", "sqlite"])
+def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
+    """One server of each sort."""
+    with contextmanager(MAKERS[request.param])(request) as made:
+        yield made
+
+
+@pytest.fixture
+def mine(kind: Kind) -> Iterator[Any]:
+    """A client of it."""
+    made = kind.make()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def other(kind: Kind) -> Iterator[Any]:
+    """Another one."""
+    made = kind.make()
+    yield made
+    made.close()
+
+
+def kinds_of(events: list[Event]) -> list[str]:
+    """Return the names of what was told about locks."""
+    return [type(event).__name__ for event in events if isinstance(event, LockEvent)]
+
+
+def only(events: list[Event], kind: type[Any]) -> Any:
+    """Return the one event of a kind."""
+    (found,) = [event for event in events if type(event) is kind]
+    return found
+
+
+def test_life_of_a_lock(mine: Any, events: list[Event]) -> None:
+    """Requested, acquired, released: each once, with what was granted and how long it took."""
+    with mine.lock("order:1", "order:2") as tokens, mine.lock("order:1"):
+        time.sleep(0.05)
+    assert kinds_of(events) == ["LockRequested", "LockAcquired", "LockReleased"]
+    for event in events:
+        if isinstance(event, LockEvent):
+            assert (event.authority, event.resources, event.template) == (mine, ("order:1", "order:2"), "")
+    acquired, released = only(events, LockAcquired), only(events, LockReleased)
+    assert acquired.tokens == released.tokens == tokens
+    assert 0 < acquired.waited < 5
+    assert 0.05 <= released.held < 5
+    assert (released.end, released.error) == ("released", None)
+
+
+def test_life_of_a_lock_in_a_task(mine: Any, events: list[Event]) -> None:
+    """The same behind `async with`."""
+
+    async def main() -> None:
+        async with mine.lock("order:1"):
+            pass
+        await mine.aio.close()
+
+    asyncio.run(main())
+    assert kinds_of(events) == ["LockRequested", "LockAcquired", "LockReleased"]
+
+
+def test_lock_that_another_holds(mine: Any, other: Any, events: list[Event]) -> None:
+    """It was waited for, and the error is that of the caller."""
+    with other.lock("order:1"):
+        events.clear()
+        with pytest.raises(LockTimeoutError) as refused:
+            mine.lock("order:1").acquire(timeout=0.2)
+    assert kinds_of(events)[:2] == ["LockRequested", "LockNotAcquired"]
+    event = only(events, LockNotAcquired)
+    assert (event.outcome, event.error) == ("timeout", refused.value)
+    assert 0.2 <= event.waited < 5
+
+
+def test_task_that_is_cancelled_while_it_waits(mine: Any, other: Any, events: list[Event]) -> None:
+    """That is no error of the authority."""
+
+    async def main() -> None:
+        task = asyncio.create_task(mine.lock("order:1").aio.acquire())
+        await asyncio.sleep(0.3)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        await mine.aio.close()
+
+    with other.lock("order:1"):
+        events.clear()
+        asyncio.run(main())
+    assert only(events, LockNotAcquired).outcome == "cancelled"
+
+
+def test_lease_that_is_extended(mine: Any, events: list[Event]) -> None:
+    """Each time with how late that began."""
+    with mine.lock("order:1", ttl=0.6):
+        assert eventually(lambda: sum(isinstance(event, LeaseExtended) for event in events) >= 2)
+    for event in events:
+        if isinstance(event, LeaseExtended):
+            assert (event.outcome, event.ttl, event.error) == ("extended", 0.6, None)
+            assert 0 <= event.lateness < 0.6
+
+
+def test_lease_at_the_end_of_max_hold(mine: Any, events: list[Event]) -> None:
+    """The loss is told once, and so is the end of the lock."""
+    with mine.lock("order:1", ttl=0.3, max_hold=0.4, if_lost="warn"):
+        assert eventually(lambda: any(isinstance(event, LeaseLost) for event in events))
+    lost = only(events, LeaseLost)
+    assert lost.reason == "max_hold"
+    assert "max_hold" in lost.detail
+    assert only(events, LockReleased).end == "max_hold"
+
+
+def test_lease_that_nothing_extends(mine: Any, events: list[Event]) -> None:
+    """It is found when the block is left."""
+    with pytest.raises(LockLostError), mine.lock("order:1", ttl=0.2, renew=False):
+        time.sleep(0.3)
+    assert only(events, LeaseLost).reason == "expired"
+    assert only(events, LockReleased).end == "lost"
+
+
+def test_reminted_lock(mine: Any, events: list[Event]) -> None:
+    """The new token is told."""
+    lock = mine.lock("order:1")
+    with lock:
+        token = lock.remint()
+    assert only(events, TokenReminted).tokens == (token,)
+    assert only(events, LockReleased).tokens == (token,)
+
+
+def test_lock_that_is_handed_over(mine: Any, other: Any, events: list[Event]) -> None:
+    """It ends here, and begins there."""
+    lock = mine.lock("order:1")
+    lock.acquire()
+    text = lock.hand_over()
+    with take_over(text, authority=other):
+        pass
+    assert kinds_of(events) == ["LockRequested", "LockAcquired", "LockReleased"] * 2
+
+
+def test_template_of_a_decorated_function(mine: Any, events: list[Event]) -> None:
+    """Metrics are labelled by it, because there are as many resources as orders."""
+
+    @fenced("order:{order_id}", authority=mine)
+    def ship(order_id: int) -> int:
+        return order_id
+
+    assert ship(7) == 7
+    assert {event.template for event in events if isinstance(event, LockEvent)} == {"order:{order_id}"}
+    assert only(events, LockAcquired).resources == ("order:7",)
+
+
+def test_connections_are_told_without_passwords(mine: Any, events: list[Event]) -> None:
+    """Each with where it leads."""
+    with mine.lock("order:1"):
+        pass
+    opened = [event for event in events if isinstance(event, ConnectionOpened)]
+    assert {event.authority for event in opened} == {type(mine).__name__}
+    assert all(event.endpoint in repr(mine) for event in opened)
+
+
+def test_node_that_is_gone(make_nodes: Callable[..., Nodes], events: list[Event]) -> None:
+    """Each try to connect is told; and a lock without a majority is an error."""
+    nodes = make_nodes(1)
+    with Redlock(nodes.urls, **IMPATIENT) as authority:
+        authority.init()
+        nodes[0].kill()
+        with pytest.raises(QuorumError):
+            authority.lock("order:1").acquire(timeout=1)
+    failed = [event for event in events if isinstance(event, ConnectionFailed)]
+    assert {event.endpoint for event in failed} == set(authority.nodes)
+    assert only(events, LockNotAcquired).outcome == "error"
+
+
+def test_listener_that_fails_changes_nothing(
+    mine: Any, events: list[Event], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is logged, and the others are called."""
+
+    @on_event
+    def fails(_event: Event) -> None:
+        raise RuntimeError("of a listener")
+
+    try:
+        with mine.lock("order:1"):
+            pass
+    finally:
+        forget(fails)
+    assert kinds_of(events) == ["LockRequested", "LockAcquired", "LockReleased"]
+    assert "of a listener" in caplog.text
+
+
+def test_lock_acquired_before_anything_listened(mine: Any) -> None:
+    """Its release is not told: a gauge would go below zero."""
+    found: list[Event] = []
+    with mine.lock("order:1"):
+        on_event(found.append)
+    forget(found.append)
+    assert not [event for event in found if isinstance(event, LockReleased)]
+
+
+def test_threads_tell_in_their_own_thread(mine: Any) -> None:
+    """A listener may know its caller by that."""
+    found: list[int] = []
+
+    @on_event
+    def note(event: Event) -> None:
+        if isinstance(event, LockRequested):
+            found.append(threading.get_ident())
+
+    def work() -> None:
+        with mine.lock("order:1"):
+            pass
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    forget(note)
+    assert found == [thread.ident]
+
+
+def test_what_is_no_function_is_refused() -> None:
+    """At once, and not when something happens."""
+    given: Any = "metrics"
+    with pytest.raises(TypeError, match="told to a function"):
+        on_event(given)
