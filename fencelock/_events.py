@@ -1,14 +1,18 @@
 """What happens in fencelock, as values; and the one list of listeners, which every part tells.
 
-Documented as `fencelock.observe`. Nothing pays for it while nothing listens: whoever tells asks for
-`listeners` first. A listener is called in the thread, task or greenlet in which the thing happened, and not
-for two events of one thread at once, unless a signal handler locks. One that raises is logged, and changes
-nothing.
+Documented as `fencelock.observe`. Nothing pays for it while nothing listens: each part asks for `listeners`
+before it makes an event. A listener is called in the thread, task or greenlet in which the thing happened,
+and for one event at a time there: what a listener causes itself, or a signal handler, comes after that. A
+listener that raises is logged, and changes nothing.
+
+The events are not frozen, because each field of a frozen dataclass costs as much as the rest of it.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -19,12 +23,12 @@ Outcome = Literal["timeout", "error", "cancelled"]
 LossReason = Literal["max_hold", "expired", "gone"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Event:
     """Something that happened. Which kind it is tells the class."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LockEvent(Event):
     """Something that happened to a lock.
 
@@ -39,12 +43,12 @@ class LockEvent(Event):
     template: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LockRequested(LockEvent):
     """The authority is about to be asked for a lock. `LockAcquired` or `LockNotAcquired` follows."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LockAcquired(LockEvent):
     """A lock is held. `LockReleased` follows, once.
 
@@ -57,7 +61,7 @@ class LockAcquired(LockEvent):
     waited: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LockNotAcquired(LockEvent):
     """A lock that was requested was not acquired.
 
@@ -73,7 +77,7 @@ class LockNotAcquired(LockEvent):
     error: BaseException
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LockReleased(LockEvent):
     """A lock is not held any more.
 
@@ -91,7 +95,7 @@ class LockReleased(LockEvent):
     error: BaseException | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LeaseExtended(LockEvent):
     """A lease was to be extended in the background.
 
@@ -110,7 +114,7 @@ class LeaseExtended(LockEvent):
     error: BaseException | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LeaseLost(LockEvent):
     """A lease has been found to have ended before it was given back.
 
@@ -126,14 +130,14 @@ class LeaseLost(LockEvent):
     detail: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenReminted(LockEvent):
     """A lock that is held has got larger tokens: the new ones, one for each resource."""
 
     tokens: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ConnectionOpened(Event):
     """An authority has opened a connection.
 
@@ -146,7 +150,7 @@ class ConnectionOpened(Event):
     endpoint: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ConnectionFailed(ConnectionOpened):
     """An authority could not open a connection, or has lost one.
 
@@ -157,7 +161,7 @@ class ConnectionFailed(ConnectionOpened):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GuardEvent(Event):
     """Something that the guard did.
 
@@ -178,22 +182,22 @@ class GuardEvent(Event):
     error: Exception | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StaleWriteRefused(GuardEvent):
     """The database has turned a stale token away."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class UnfencedWriteRefused(GuardEvent):
     """A write without its lease was refused."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RowClaimed(GuardEvent):
     """A row has been claimed, or a gate passed."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CommitInDoubt(Event):
     """The connection was lost during the COMMIT of a transaction that was written under a lease.
 
@@ -234,10 +238,24 @@ def forget(listener: Listener) -> None:
     listeners = tuple(each for each in listeners if each != listener)
 
 
+#: The events that a thread has still to tell, which is calling listeners at this moment.
+_telling: dict[int, deque[Event]] = {}
+
+
 def tell(event: Event) -> None:
     """Call all listeners."""
-    for listener in listeners:
-        try:
-            listener(event)
-        except Exception:
-            logger.exception("a listener for events failed")
+    thread = threading.get_ident()
+    if (later := _telling.get(thread)) is not None:
+        later.append(event)
+        return
+    events = _telling[thread] = deque([event])
+    try:
+        while events:
+            event = events.popleft()
+            for listener in listeners:
+                try:
+                    listener(event)
+                except Exception:
+                    logger.exception("a listener for events failed")
+    finally:
+        del _telling[thread]

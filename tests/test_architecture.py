@@ -216,3 +216,10 @@ def test_what_moves_bytes_knows_no_authority() -> None:
     """Connections are told what they need to know of it by functions."""
     for path in (REDLOCK / "transport").glob("*.py"):
         assert not [name for name in imports_of(path) if name.startswith(f"{_REDLOCK}.redlock")]
+
+
+def test_nothing_that_locks_or_writes_imports_what_observes() -> None:
+    """They tell `_events`; who listens is no concern of theirs."""
+    for name, path in MODULES.items():
+        if not name.startswith(("fencelock.observe", "fencelock.cli")):
+            assert not {found for found in imports_of(path) if found.startswith("fencelock.observe")}, name

@@ -1,0 +1,46 @@
+"""How locks are called in metrics and spans: never by resource, of which there are as many as orders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from fencelock._events import LockEvent
+
+#: Names that are told apart; a program that locks random names would make a time series of each.
+_MOST_NAMES: Final = 200
+OTHER: Final = "other"
+
+#: Returns the name of a lock in metrics and spans.
+LabelFunction = Callable[[LockEvent], str]
+
+
+def kind_of_lock(event: LockEvent) -> str:
+    """Return the template that `@fenced` was given, or else what stands before the first `:`."""
+    return event.template or event.resources[0].partition(":")[0]
+
+
+class Labels:
+    """Names locks; all that are too many have the same name.
+
+    Args:
+        function: returns the name of a lock.
+    """
+
+    def __init__(self, function: LabelFunction = kind_of_lock) -> None:
+        self._function = function
+        self._known: set[str] = set()
+
+    def of(self, event: LockEvent) -> str:
+        """Return the name of the lock that an event tells of."""
+        name = self._function(event)
+        if name not in self._known:
+            if len(self._known) >= _MOST_NAMES:
+                return OTHER
+            self._known.add(name)
+        return name
+
+
+def authority_of(event: LockEvent) -> str:
+    """Return what kind of authority grants a lock."""
+    return type(event.authority).__name__

@@ -1,0 +1,189 @@
+"""Metrics and spans for OpenTelemetry (the extra `fencelock[otel]`).
+
+`opentelemetry-instrument python …` finds this by itself. By hand:
+
+```python
+from fencelock.observe.otel import FencelockInstrumentor
+
+FencelockInstrumentor().instrument()
+```
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from typing import Any, Final
+
+from opentelemetry import metrics, trace
+from opentelemetry.instrumentation.instrumentor import BaseInstrumentor  # type: ignore[attr-defined]
+from opentelemetry.metrics import Counter, Histogram, UpDownCounter
+from opentelemetry.trace import SpanKind, Status, StatusCode
+
+from fencelock import _events
+from fencelock._events import (
+    CommitInDoubt,
+    Event,
+    GuardEvent,
+    LeaseExtended,
+    LeaseLost,
+    LockAcquired,
+    LockEvent,
+    LockNotAcquired,
+    LockReleased,
+    LockRequested,
+    RowClaimed,
+    StaleWriteRefused,
+    TokenReminted,
+    UnfencedWriteRefused,
+)
+from fencelock.errors import AuthorityError
+from fencelock.observe.labels import LabelFunction, Labels, authority_of, kind_of_lock
+
+_NAME: Final = "fencelock"
+_GUARD: Final[dict[type[GuardEvent], str]] = {
+    StaleWriteRefused: "fencelock.stale_writes.refused",
+    UnfencedWriteRefused: "fencelock.unfenced_writes.refused",
+    RowClaimed: "fencelock.claims",
+}
+
+
+class FencelockInstrumentor(BaseInstrumentor):  # type: ignore[misc]
+    """Counts what locks and fences do, and makes a span of each acquisition.
+
+    `instrument` takes `meter_provider` and `tracer_provider`, the global ones by default, and `label`, as
+    `fencelock.observe.prometheus.instrument` does.
+    """
+
+    _listener: _Listener | None = None
+
+    def instrumentation_dependencies(self) -> Collection[str]:
+        """Return what has to be installed: this very package, whose part this is."""
+        return ()
+
+    def _instrument(self, **kwargs: Any) -> None:
+        self._listener = _Listener(
+            metrics.get_meter(_NAME, meter_provider=kwargs.get("meter_provider")),
+            trace.get_tracer(_NAME, tracer_provider=kwargs.get("tracer_provider")),
+            kwargs.get("label") or kind_of_lock,
+        )
+        _events.on_event(self._listener)
+
+    def _uninstrument(self, **_kwargs: Any) -> None:
+        if self._listener is not None:
+            _events.forget(self._listener)
+            self._listener = None
+
+
+class _Listener:
+    """Makes metrics and spans of events."""
+
+    def __init__(self, meter: metrics.Meter, tracer: trace.Tracer, label: LabelFunction) -> None:
+        self._tracer = tracer
+        self._label = Labels(label).of
+        duration: Callable[[str, str], Histogram] = lambda name, text: meter.create_histogram(  # noqa: E731
+            name, "s", text
+        )
+        number: Callable[[str, str], UpDownCounter] = meter.create_up_down_counter
+        count: Callable[[str], Counter] = meter.create_counter
+        self._wait = duration("fencelock.lock.wait.duration", "Until acquired or given up")
+        self._hold = duration("fencelock.lock.hold.duration", "From acquired to released")
+        self._late = duration("fencelock.renewal.lateness", "From planned to begun")
+        self._held = number("fencelock.locks.held", "{lock}")
+        self._waiters = number("fencelock.lock.waiters", "{acquisition}")
+        self._lost = count("fencelock.leases.lost")
+        self._renewals = count("fencelock.renewals")
+        self._remints = count("fencelock.remints")
+        self._errors = count("fencelock.authority.errors")
+        self._doubts = count("fencelock.commits.in_doubt")
+        self._guard = {kind: count(name) for kind, name in _GUARD.items()}
+        self._notes: dict[type[Event], Callable[[Any], object]] = {
+            LockRequested: lambda event: self._waiters.add(1, self._its(event)),
+            LockAcquired: self._on_acquired,
+            LockNotAcquired: self._on_not_acquired,
+            LockReleased: self._on_released,
+            LeaseExtended: self._on_extended,
+            LeaseLost: self._on_lost,
+            TokenReminted: self._on_reminted,
+            CommitInDoubt: lambda _: self._doubts.add(1),
+            **dict.fromkeys(_GUARD, self._on_guard),
+        }
+
+    def __call__(self, event: Event) -> None:
+        if (note := self._notes.get(type(event))) is not None:
+            note(event)
+
+    def _its(self, event: LockEvent) -> dict[str, str]:
+        return {"fencelock.authority": authority_of(event), "fencelock.lock": self._label(event)}
+
+    def _on_acquired(self, event: LockAcquired) -> None:
+        its = self._its(event)
+        self._waiters.add(-1, its)
+        self._held.add(1, its)
+        self._wait.record(event.waited, its | {"fencelock.outcome": "acquired"})
+        self._end_span(event, event.waited, {**its, **_facts(event), "fencelock.outcome": "acquired"}, None)
+
+    def _on_not_acquired(self, event: LockNotAcquired) -> None:
+        its = self._its(event)
+        self._waiters.add(-1, its)
+        its |= {"fencelock.outcome": event.outcome}
+        self._wait.record(event.waited, its)
+        self._count_error(event, event.error)
+        self._end_span(event, event.waited, {**its, **_facts(event)}, event.error)
+
+    def _end_span(
+        self, event: LockEvent, seconds: float, its: dict[str, Any], error: BaseException | None
+    ) -> None:
+        """Make the span of an acquisition that has ended, as a child of what is current here."""
+        now = time.time_ns()
+        span = self._tracer.start_span(
+            f"fencelock acquire {self._label(event)}",
+            kind=SpanKind.CLIENT,
+            attributes=its,
+            start_time=now - int(seconds * 1e9),
+        )
+        if error is not None:
+            span.record_exception(error)
+            span.set_status(Status(StatusCode.ERROR, type(error).__name__))
+        span.end(now)
+
+    def _on_released(self, event: LockReleased) -> None:
+        its = self._its(event)
+        self._held.add(-1, its)
+        self._hold.record(event.held, its | {"fencelock.end": event.end})
+        self._count_error(event, event.error)
+        _add_to_span("fencelock released", event, {"fencelock.end": event.end, "fencelock.held": event.held})
+
+    def _on_extended(self, event: LeaseExtended) -> None:
+        self._renewals.add(1, {"fencelock.outcome": event.outcome})
+        self._late.record(event.lateness)
+        self._count_error(event, event.error)
+
+    def _on_lost(self, event: LeaseLost) -> None:
+        self._lost.add(1, {"fencelock.lock": self._label(event), "fencelock.reason": event.reason})
+        _add_to_span("fencelock lost", event, {"fencelock.reason": event.reason})
+
+    def _on_reminted(self, event: TokenReminted) -> None:
+        self._remints.add(1, {"fencelock.authority": authority_of(event)})
+        _add_to_span("fencelock reminted", event, {})
+
+    def _on_guard(self, event: GuardEvent) -> None:
+        self._guard[type(event)].add(1, {"fencelock.table": event.table or ""})
+        facts = {"table": event.table, "resource": event.resource, "token": event.token, "fence": event.fence}
+        attributes = {f"fencelock.{name}": fact for name, fact in facts.items() if fact is not None}
+        trace.get_current_span().add_event(_GUARD[type(event)], attributes)
+
+    def _count_error(self, event: LockEvent, error: BaseException | None) -> None:
+        if isinstance(error, AuthorityError):
+            its = {"fencelock.authority": authority_of(event), "fencelock.error": type(error).__name__}
+            self._errors.add(1, its)
+
+
+def _facts(event: LockEvent) -> dict[str, Any]:
+    """Return what a span says of a lock, and a metric must not: there are too many of them."""
+    return {"fencelock.resource": event.resources, "fencelock.token": getattr(event, "tokens", ())}
+
+
+def _add_to_span(name: str, event: LockEvent, facts: dict[str, Any]) -> None:
+    """Note on the span that is current here what has become of a lock."""
+    trace.get_current_span().add_event(name, {**_facts(event), **facts})

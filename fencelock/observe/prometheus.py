@@ -1,0 +1,261 @@
+"""Metrics for Prometheus, by `prometheus_client` (the extra `fencelock[prometheus]`).
+
+```python
+from fencelock.observe import prometheus
+
+prometheus.instrument()
+```
+
+It also works in the multiprocess mode of `prometheus_client` (gunicorn, Celery's prefork pool). Set
+PROMETHEUS_MULTIPROC_DIR before anything imports `prometheus_client`, as its documentation says.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+
+from fencelock import _events
+from fencelock._events import (
+    CommitInDoubt,
+    Event,
+    LeaseExtended,
+    LeaseLost,
+    LockAcquired,
+    LockEvent,
+    LockNotAcquired,
+    LockReleased,
+    LockRequested,
+    RowClaimed,
+    StaleWriteRefused,
+    TokenReminted,
+    UnfencedWriteRefused,
+)
+from fencelock.authority.redlock.admin import NodeState
+from fencelock.errors import AuthorityError, FencelockError
+from fencelock.observe.labels import LabelFunction, Labels, authority_of, kind_of_lock
+
+if TYPE_CHECKING:
+    from fencelock.authority.redlock.redlock import Redlock
+
+logger = logging.getLogger("fencelock.observe")
+
+_M = TypeVar("_M", Counter, Gauge, Histogram)
+_IS_MULTIPROCESS: Final = "PROMETHEUS_MULTIPROC_DIR" in os.environ
+
+#: Seconds: a lock on nodes nearby takes one or two milliseconds, and a timeout is mostly 10 s.
+BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+class _OfLock:
+    """The series of one authority and one kind of lock, ready to be counted in.
+
+    To look a series up by its labels costs as much as to count in it, so that is done once.
+    """
+
+    def __init__(self, metrics: Metrics, labels: tuple[str, str]) -> None:
+        self.waiting = 0
+        self.held = 0
+        self._labels = labels
+        self._wait, self._hold = metrics.wait, metrics.hold
+        self.acquired = self.waited("acquired")
+        self.released = self.held_until("released")
+        self._gauges = metrics.waiters.labels(*labels), metrics.held.labels(*labels)
+        self._mutex = threading.Lock()
+        if not _IS_MULTIPROCESS:
+            self._gauges[0].set_function(lambda: self.waiting)
+            self._gauges[1].set_function(lambda: self.held)
+
+    def count(self, *, waiting: int, held: int) -> None:
+        """Note that so many more wait, and so many more are held."""
+        if _IS_MULTIPROCESS:  # the numbers are in a file, which another process reads
+            for gauge, number in zip(self._gauges, (waiting, held), strict=True):
+                if number:
+                    gauge.inc(number)
+        else:
+            with self._mutex:
+                self.waiting += waiting
+                self.held += held
+
+    def waited(self, outcome: str) -> Callable[[float], None]:
+        """Return what takes the seconds of an acquisition that has ended so."""
+        return self._wait.labels(*self._labels, outcome).observe
+
+    def held_until(self, end: str) -> Callable[[float], None]:
+        """Return what takes the seconds of a lock that has ended so."""
+        return self._hold.labels(*self._labels, end).observe
+
+
+class Metrics:
+    """What `instrument` returns: listens until it is closed."""
+
+    def __init__(
+        self, registry: CollectorRegistry, label: LabelFunction, *, textbook_names: bool = False
+    ) -> None:
+        self._registry = registry
+        self._made: list[Any] = []
+        self._label = Labels(label).of
+        self._series: dict[tuple[type, str], _OfLock] = {}
+
+        def made(kind: Callable[..., _M], name: str, text: str, *labels: str, **options: Any) -> _M:
+            metric = kind(f"fencelock_{name}", text, labels, registry=registry, **options)
+            self._made.append(metric)
+            return metric
+
+        seconds = partial(made, Histogram, buckets=BUCKETS)
+        gauge = partial(made, Gauge, multiprocess_mode="livesum")
+        its = ("authority", "lock")
+        self.wait = seconds("lock_wait_seconds", "Until acquired or given up", *its, "outcome")
+        self.hold = seconds("lock_hold_seconds", "From acquired to released", *its, "end")
+        self.held = gauge("locks_held", "Locks that this process holds", *its)
+        self.waiters = gauge("lock_waiters", "Acquisitions that have not ended", *its)
+        self._lost = made(Counter, "leases_lost", "Leases that ended before their lock", "lock", "reason")
+        self._renewals = made(Counter, "renewals", "Extensions in the background", "outcome")
+        self._late = seconds("renewal_lateness_seconds", "From planned to begun")
+        self._stale = made(Counter, "stale_writes_refused", "Writes with an old token", "table")
+        self._unfenced = made(Counter, "unfenced_writes_refused", "Writes without a lease", "table")
+        self._claims = made(Counter, "claims", "Rows claimed and gates passed", "table")
+        self._doubts = made(Counter, "commits_in_doubt", "Connections lost during a COMMIT")
+        self._remints = made(Counter, "remints", "Tokens exchanged for larger ones", "authority")
+        self._errors = made(Counter, "authority_errors", "Undecided operations", "authority", "error")
+        self._notes: dict[type[Event], Callable[[Any], object]] = {
+            LockRequested: lambda event: self._of(event).count(waiting=1, held=0),
+            LockAcquired: self._on_acquired,
+            LockNotAcquired: self._on_not_acquired,
+            LockReleased: self._on_released,
+            LeaseLost: lambda event: self._lost.labels(self._label(event), event.reason).inc(),
+            LeaseExtended: self._on_extended,
+            StaleWriteRefused: lambda event: self._stale.labels(event.table or "").inc(),
+            UnfencedWriteRefused: lambda event: self._unfenced.labels(event.table or "").inc(),
+            RowClaimed: lambda event: self._claims.labels(event.table or "").inc(),
+            CommitInDoubt: lambda _: self._doubts.inc(),
+            TokenReminted: lambda event: self._remints.labels(authority_of(event)).inc(),
+        }
+        _events.on_event(self)
+        if textbook_names:
+            name, text = "distributed_lock_wait_seconds", "Until acquired"
+            self._textbook_wait = Histogram(name, text, ("lock",), buckets=BUCKETS, registry=registry)
+            name, text = "distributed_lock_failures", "Locks that were not acquired"
+            self._textbook_failures = Counter(name, text, ("lock", "outcome"), registry=registry)
+            self._made += [self._textbook_wait, self._textbook_failures]
+            _events.on_event(self._count_by_textbook)
+
+    def __call__(self, event: Event) -> None:
+        """Count an event."""
+        if (note := self._notes.get(type(event))) is not None:
+            note(event)
+
+    def close(self) -> None:
+        """Listen no more, and take the metrics out of the registry."""
+        _events.forget(self)
+        _events.forget(self._count_by_textbook)
+        for metric in self._made:
+            self._registry.unregister(metric)
+
+    def _of(self, event: LockEvent) -> _OfLock:
+        key = type(event.authority), self._label(event)
+        series = self._series.get(key)
+        if series is None:
+            series = self._series.setdefault(key, _OfLock(self, (key[0].__name__, key[1])))
+        return series
+
+    def _on_acquired(self, event: LockAcquired) -> None:
+        series = self._of(event)
+        series.count(waiting=-1, held=1)
+        series.acquired(event.waited)
+
+    def _on_not_acquired(self, event: LockNotAcquired) -> None:
+        series = self._of(event)
+        series.count(waiting=-1, held=0)
+        series.waited(event.outcome)(event.waited)
+        self._count_error(event, event.error)
+
+    def _on_released(self, event: LockReleased) -> None:
+        series = self._of(event)
+        series.count(waiting=0, held=-1)
+        (series.released if event.end == "released" else series.held_until(event.end))(event.held)
+        self._count_error(event, event.error)
+
+    def _on_extended(self, event: LeaseExtended) -> None:
+        self._renewals.labels(event.outcome).inc()
+        self._late.observe(event.lateness)
+        self._count_error(event, event.error)
+
+    def _count_by_textbook(self, event: Event) -> None:
+        if isinstance(event, LockAcquired):
+            self._textbook_wait.labels(self._label(event)).observe(event.waited)
+        elif isinstance(event, LockNotAcquired):
+            self._textbook_failures.labels(self._label(event), event.outcome).inc()
+
+    def _count_error(self, event: LockEvent, error: BaseException | None) -> None:
+        if isinstance(error, AuthorityError):
+            self._errors.labels(authority_of(event), type(error).__name__).inc()
+
+
+def instrument(
+    registry: CollectorRegistry = REGISTRY,
+    *,
+    label: LabelFunction = kind_of_lock,
+    textbook_names: bool = False,
+) -> Metrics:
+    """Count from now on what locks and fences do; call it once in a process, and before it forks.
+
+    Args:
+        registry: where the metrics are; the default one of `prometheus_client` by default.
+        label: returns what the label `lock` says of an event. By default that is the template that `@fenced`
+            was given, or else what stands before the first `:` of the resource. There are at most 200
+            values; what is beyond is called `other`.
+        textbook_names: count also as `distributed_lock_wait_seconds` and `distributed_lock_failures_total`.
+
+    Raises:
+        ValueError: the registry has these metrics already.
+    """
+    return Metrics(registry, label, textbook_names=textbook_names)
+
+
+def watch_nodes(
+    authority: Redlock, every: float = 15.0, *, registry: CollectorRegistry = REGISTRY
+) -> Callable[[], None]:
+    """Have a thread ask the nodes how they stand, now and after each so many seconds; return what ends it.
+
+    `fencelock_node_state` is 1 for the state that a node is in, and 0 for all others. One process of a
+    program is enough.
+
+    Raises:
+        ValueError: the registry has these metrics already.
+    """
+    gauge = partial(Gauge, registry=registry, multiprocess_mode="mostrecent")
+    state = gauge("fencelock_node_state", "Whether a node is in this state", ("node", "state"))
+    epoch = gauge("fencelock_node_epoch", "The epoch that a node grants in", ("node",))
+    left = gauge("fencelock_node_recovery_remaining_seconds", "Until a node may vote again", ("node",))
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.is_set():
+            try:
+                found = authority.status()
+            except FencelockError as error:
+                logger.warning("the nodes could not be asked how they stand: %s", error)
+                found = ()
+            for node in found:
+                for each in NodeState:
+                    state.labels(node.address, each.value).set(each is node.state)
+                epoch.labels(node.address).set(node.epoch or 0)
+                left.labels(node.address).set(node.recovering_for or 0.0)
+            over.wait(every)
+
+    def end() -> None:
+        over.set()
+        thread.join()
+        for metric in (state, epoch, left):
+            registry.unregister(metric)
+
+    thread = threading.Thread(target=watch, name="fencelock-watch-nodes", daemon=True)
+    thread.start()
+    return end

@@ -1,0 +1,145 @@
+"""Metrics and spans for OpenTelemetry, with the real SDK."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
+
+from fencelock import LockTimeoutError, Redlock
+from fencelock.observe.otel import FencelockInstrumentor
+
+
+@dataclass
+class Telemetry:
+    """What the SDK has collected."""
+
+    reader: InMemoryMetricReader
+    exporter: InMemorySpanExporter
+    tracer: Any
+
+    def value(self, name: str, **attributes: str) -> Any:
+        """Return the number of a metric's series, or the count of a histogram's; None if there is none."""
+        wanted = {f"fencelock.{key}": value for key, value in attributes.items()}
+        data = self.reader.get_metrics_data()
+        for resource in data.resource_metrics if data is not None else ():
+            for scope in resource.scope_metrics:
+                for metric in scope.metrics:
+                    for point in metric.data.data_points if metric.name == name else ():
+                        if dict(point.attributes or {}) == wanted:
+                            return getattr(point, "count", None) or getattr(point, "value", None)
+        return None
+
+
+@pytest.fixture
+def telemetry() -> Iterator[Telemetry]:
+    """Metrics and spans of what a test does."""
+    reader, exporter = InMemoryMetricReader(), InMemorySpanExporter()
+    tracers, meters = TracerProvider(), MeterProvider([reader])
+    tracers.add_span_processor(SimpleSpanProcessor(exporter))
+    instrumentor = FencelockInstrumentor()
+    instrumentor.instrument(tracer_provider=tracers, meter_provider=meters)
+    yield Telemetry(reader, exporter, tracers.get_tracer("test"))
+    instrumentor.uninstrument()
+    meters.shutdown()
+    tracers.shutdown()
+
+
+ITS = {"authority": "Redlock", "lock": "order"}
+
+
+def test_acquisition_is_a_span_and_two_metrics(authority: Redlock, telemetry: Telemetry) -> None:
+    """The span has the resource and the token, which metrics must not have."""
+    with telemetry.tracer.start_as_current_span("request"), authority.lock("order:1") as token:
+        assert telemetry.value("fencelock.locks.held", **ITS) == 1
+    acquire, request = telemetry.exporter.get_finished_spans()
+    assert (acquire.name, acquire.kind) == ("fencelock acquire order", SpanKind.CLIENT)
+    assert acquire.parent is not None
+    assert acquire.parent.span_id == request.context.span_id
+    assert acquire.attributes is not None
+    assert acquire.attributes["fencelock.resource"] == ("order:1",)
+    assert acquire.attributes["fencelock.token"] == (token,)
+    assert acquire.attributes["fencelock.outcome"] == "acquired"
+    assert acquire.start_time is not None
+    assert acquire.end_time is not None
+    assert 0 < acquire.end_time - acquire.start_time < 5e9
+    (released,) = request.events
+    assert released.name == "fencelock released"
+    assert telemetry.value("fencelock.lock.wait.duration", **ITS, outcome="acquired") == 1
+    assert telemetry.value("fencelock.lock.hold.duration", **ITS, end="released") == 1
+    assert telemetry.value("fencelock.locks.held", **ITS) == 0
+
+
+def test_task_that_waits_in_vain(authority: Redlock, rival: Redlock, telemetry: Telemetry) -> None:
+    """The span is an error, and belongs to the span of its task."""
+
+    async def main() -> None:
+        with telemetry.tracer.start_as_current_span("job"):
+            await authority.lock("order:1").aio.acquire(timeout=0.1)
+
+    with rival.lock("order:1"):
+        telemetry.exporter.clear()
+        with pytest.raises(LockTimeoutError):
+            asyncio.run(main())
+    acquire, job = telemetry.exporter.get_finished_spans()
+    assert acquire.parent is not None
+    assert acquire.parent.span_id == job.context.span_id
+    assert acquire.status.status_code is StatusCode.ERROR
+    assert acquire.events[0].name == "exception"
+    assert telemetry.value("fencelock.lock.wait.duration", **ITS, outcome="timeout") == 1
+
+
+def test_what_becomes_of_a_lock_stands_on_the_span(authority: Redlock, telemetry: Telemetry) -> None:
+    """Where it was minted anew, and lost."""
+    lock = authority.lock("order:1", ttl=0.3, renew=False, if_lost="warn")
+    with telemetry.tracer.start_as_current_span("request"), lock:
+        lock.remint()
+        while not lock.lease.lost:
+            pass
+    request = telemetry.exporter.get_finished_spans()[-1]
+    assert [event.name for event in request.events] == [
+        "fencelock reminted",
+        "fencelock lost",
+        "fencelock released",
+    ]
+    assert telemetry.value("fencelock.remints", authority="Redlock") == 1
+    assert telemetry.value("fencelock.leases.lost", lock="order", reason="expired") == 1
+
+
+def test_uninstrumented_counts_no_more(authority: Redlock, telemetry: Telemetry) -> None:
+    """And the listener is gone."""
+    FencelockInstrumentor().uninstrument()
+    with authority.lock("order:1"):
+        pass
+    assert telemetry.value("fencelock.locks.held", **ITS) is None
+    assert not telemetry.exporter.get_finished_spans()
+
+
+def test_opentelemetry_finds_it_by_itself() -> None:
+    """By the entry point, as `opentelemetry-instrument` does."""
+    (found,) = entry_points(group="opentelemetry_instrumentor", name="fencelock")
+    assert found.load() is FencelockInstrumentor
+    code = "from fencelock import _events; print(len(_events.listeners))"
+    from_scripts = ["-c", "from opentelemetry.instrumentation.auto_instrumentation import run; run()"]
+    environment = os.environ | {"OTEL_TRACES_EXPORTER": "none", "OTEL_METRICS_EXPORTER": "none"}
+    run = subprocess.run(
+        [sys.executable, *from_scripts, sys.executable, "-c", code],
+        check=True,
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert run.stdout.strip() == "1", run.stderr
