@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -238,24 +237,30 @@ def forget(listener: Listener) -> None:
     listeners = tuple(each for each in listeners if each != listener)
 
 
-#: The events that a thread has still to tell, which is calling listeners at this moment.
-_telling: dict[int, deque[Event]] = {}
+#: The threads that call listeners at this moment, with the events that each has to tell after that.
+_telling: dict[int, tuple[Event, ...]] = {}
 
 
 def tell(event: Event) -> None:
     """Call all listeners."""
     thread = threading.get_ident()
-    if (later := _telling.get(thread)) is not None:
-        later.append(event)
+    if thread in _telling:
+        _telling[thread] += (event,)
         return
-    events = _telling[thread] = deque([event])
+    _telling[thread] = ()
     try:
-        while events:
-            event = events.popleft()
-            for listener in listeners:
-                try:
-                    listener(event)
-                except Exception:
-                    logger.exception("a listener for events failed")
+        _call_listeners(event)
+        while later := _telling[thread]:
+            _telling[thread] = ()
+            for each in later:
+                _call_listeners(each)
     finally:
         del _telling[thread]
+
+
+def _call_listeners(event: Event) -> None:
+    for listener in listeners:
+        try:
+            listener(event)
+        except Exception:
+            logger.exception("a listener for events failed")

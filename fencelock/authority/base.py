@@ -31,6 +31,52 @@ class Grant:
     proof: Any
 
 
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """The process that holds a lock, as it has called itself.
+
+    Attributes:
+        host: name of its machine.
+        pid: its id there.
+        program: name of what it runs.
+    """
+
+    host: str
+    pid: int
+    program: str
+
+    def __str__(self) -> str:
+        return f"{self.program} (process {self.pid} on {self.host})"
+
+    @classmethod
+    def of(cls, text: str) -> Holder:
+        """Read what `name_of_process` has written."""
+        host, pid, program = (*text.split(" ", 2), "", "")[:3]
+        return cls(host, int(pid) if pid.isdecimal() else 0, program)
+
+
+@dataclass(frozen=True, slots=True)
+class LockInfo:
+    """A lock that is held at this moment.
+
+    Attributes:
+        resource: what is locked.
+        token: the holder's fencing token; None where nodes have made the lock again, and do not know it.
+        holder: which process; None where it cannot be told.
+        since: when it was acquired, in Unix time, by the clock of the holder or of the database; None where
+            that cannot be told.
+        remaining: seconds until it ends unless it is extended; infinite for what ends never.
+        waiters: how many wait in line, as far as the authority can tell; None where it cannot.
+    """
+
+    resource: str
+    token: int | None
+    holder: Holder | None
+    since: float | None
+    remaining: float
+    waiters: int | None
+
+
 #: A grant, and for how many seconds from now it is to last.
 Wish = tuple[Grant, float]
 
@@ -117,7 +163,8 @@ class Authority(Protocol):
     - `holder_ttl(resources)`, also of `aio`, tells for how many seconds one of them is held; None for none.
     - `dump(grant)` makes plain data of a grant, and `load(resources, tokens, data)` the grant of it again.
       Its end is known when it has been extended.
-    - `inspect(resource)` tells the holder of a resource.
+    - `inspect(resource)`, also of `aio`, returns the `LockInfo` of a resource, None where it is free;
+      `inspect()` those of all that are held.
     """
 
     @property

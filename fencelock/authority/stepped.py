@@ -1,8 +1,8 @@
 """An authority written once, as generators of steps, for blocking code and for coroutines.
 
-Its author writes `acquiring`, `extending`, `reminting`, `releasing` and `looking`, which yield steps of their
-own, and `do` and `do_soon`, which take such a step in each world. `Stepped` makes an `Authority` of that. It
-knows two more steps: `Wait`, and `Abandon`.
+Its author writes `acquiring`, `extending`, `reminting`, `releasing`, `looking` and `inspecting`, which yield
+steps of their own, and `do` and `do_soon`, which take such a step in each world. `Stepped` makes an
+`Authority` of that. It knows two more steps: `Wait`, and `Abandon`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from weakref import WeakSet
 from fencelock._checks import check_ttl
 from fencelock._owners import running_loop
 from fencelock._steps import Steps, block, wait_for
-from fencelock.authority.base import Grant, Seal, Terms, Wish, go_on_waiting, lock_factories
+from fencelock.authority.base import Grant, LockInfo, Seal, Terms, Wish, go_on_waiting, lock_factories
 from fencelock.errors import FencelockError
+from fencelock.lease import check_resource
 
 if TYPE_CHECKING:
     from fencelock.lock.lock import FencedLock
@@ -148,6 +149,10 @@ class Stepped(abc.ABC):
         """Do as `Authority.holder_ttl`."""
 
     @abc.abstractmethod
+    def inspecting(self, resources: tuple[str, ...]) -> Steps[list[LockInfo]]:
+        """Return the locks that are held of these resources; of all, where none is named."""
+
+    @abc.abstractmethod
     def do(self, step: Any) -> Any:
         """Take a step, blocking."""
 
@@ -239,6 +244,20 @@ class Stepped(abc.ABC):
         """Tell for how many seconds one of them is held: see `Authority`."""
         return self.run(self.looking(resources))
 
+    @overload
+    def inspect(self, resource: str, /) -> LockInfo | None: ...
+    @overload
+    def inspect(self, resource: None = None, /) -> list[LockInfo]: ...
+    def inspect(self, resource: str | None = None, /) -> LockInfo | list[LockInfo] | None:
+        """Tell by whom a resource is held, None where it is free; without one, all that is held.
+
+        Raises:
+            AuthorityError: it could not be told.
+        """
+        if resource is None:
+            return self.run(self.inspecting(()))
+        return next(iter(self.run(self.inspecting((check_resource(resource),)))), None)
+
 
 class AsyncView:
     """A `Stepped` authority for coroutines. May be used in an `async with`, which closes it.
@@ -284,6 +303,17 @@ class AsyncView:
     async def holder_ttl(self, resources: tuple[str, ...]) -> float | None:
         """Tell for how many seconds one of them is held: see `Authority`."""
         return await self.wait_for(self._authority.looking(resources))
+
+    @overload
+    async def inspect(self, resource: str, /) -> LockInfo | None: ...
+    @overload
+    async def inspect(self, resource: None = None, /) -> list[LockInfo]: ...
+    async def inspect(self, resource: str | None = None, /) -> LockInfo | list[LockInfo] | None:
+        """Tell by whom a resource is held: see `Stepped.inspect`."""
+        if resource is None:
+            return await self.wait_for(self._authority.inspecting(()))
+        found = await self.wait_for(self._authority.inspecting((check_resource(resource),)))
+        return next(iter(found), None)
 
     async def wait_for(self, steps: Steps[_T]) -> _T:
         """Take steps to their end, letting other tasks run."""

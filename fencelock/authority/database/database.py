@@ -25,7 +25,17 @@ from fencelock._engines import OwnConnections, beside, for_blocking, is_on, own_
 from fencelock._events import ConnectionFailed, ConnectionOpened
 from fencelock._owners import name_of_process
 from fencelock._steps import Steps
-from fencelock.authority.base import Grant, Seal, Wish, held_by_another, in_use, named, validity
+from fencelock.authority.base import (
+    Grant,
+    Holder,
+    LockInfo,
+    Seal,
+    Wish,
+    held_by_another,
+    in_use,
+    named,
+    validity,
+)
 from fencelock.authority.database.statements import SQLITE_SET_UP, Statements
 from fencelock.authority.database.table import LEASE_TABLE, lease_table
 from fencelock.authority.stepped import Abandon, AsyncView, LoopEnd, Stepped, Wait, pauses
@@ -234,6 +244,23 @@ class Database(Stepped):
         """Return for how many seconds one of the resources is held: see `Authority.holder_ttl`."""
         held = yield from self._held(resources)
         return max(held.values(), default=None)
+
+    def inspecting(self, resources: tuple[str, ...]) -> Steps[list[LockInfo]]:
+        """Return the locks that are held: see `Stepped.inspecting`."""
+
+        def look(connection: Connection) -> list[LockInfo]:
+            asked = [{"resource": each} for each in resources]
+            rows = (
+                [row for its in asked for row in connection.execute(self._says.holder, its)]
+                if asked
+                else connection.execute(self._says.holders).all()
+            )
+            return [
+                LockInfo(name, int(minted), Holder.of(who) if who else None, float(since), float(left), None)
+                for name, minted, who, since, left in rows
+            ]
+
+        return self._asking(Work(look))
 
     def dump(self, grant: Grant) -> dict[str, Any]:
         """Return what recognises a grant: see `Authority.dump`."""

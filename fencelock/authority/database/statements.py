@@ -52,6 +52,7 @@ _WORDS: Final[dict[str, dict[str, str]]] = {
         "now": "statement_timestamp()",
         "until": "statement_timestamp() + CAST(:ttl AS DOUBLE PRECISION) * INTERVAL '1 second'",
         "left": "CAST(EXTRACT(EPOCH FROM expires_at - statement_timestamp()) AS DOUBLE PRECISION)",
+        "since": "CAST(EXTRACT(EPOCH FROM since) AS DOUBLE PRECISION)",
         "later": "GREATEST",
         "milliseconds": "CAST(EXTRACT(EPOCH FROM statement_timestamp()) * 1000 AS BIGINT)",
         "timeline": "('x' || left(pg_walfile_name(pg_current_wal_insert_lsn()), 8))::bit(32)::bigint",
@@ -62,6 +63,7 @@ _WORDS: Final[dict[str, dict[str, str]]] = {
         "now": "UTC_TIMESTAMP(6)",
         "until": "UTC_TIMESTAMP(6) + INTERVAL :ttl SECOND",
         "left": "TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), expires_at) / 1e6",
+        "since": "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', since) / 1e6",
         "later": "GREATEST",
         "milliseconds": "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)) DIV 1000",
     },
@@ -72,6 +74,7 @@ _WORDS: Final[dict[str, dict[str, str]]] = {
         "now": "strftime('%Y-%m-%d %H:%M:%f', 'now')",
         "until": "strftime('%Y-%m-%d %H:%M:%f', 'now', '+' || :ttl || ' seconds')",
         "left": "(julianday(expires_at) - julianday('now')) * 86400.0",
+        "since": "(julianday(since) - 2440587.5) * 86400.0",
         "later": "MAX",
         "milliseconds": "CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)",
     },
@@ -113,6 +116,13 @@ class Statements:
         self.left = said(
             "SELECT CASE WHEN nonce IS NOT NULL THEN {left} END FROM {table} WHERE resource = :resource"
         )
+        #: Of the locks that are held: resource, token, holder, since when in Unix time, and how many seconds.
+        holders = (
+            "SELECT resource, token, holder, {since}, {left} FROM {table} "
+            "WHERE nonce IS NOT NULL AND expires_at > {now}"
+        )
+        self.holder = said(holders + " AND resource = :resource")
+        self.holders = said(holders + " ORDER BY resource")
         self.extend = said(
             "UPDATE {table} SET expires_at = {later}(expires_at, {until}) WHERE {of_grants}",
             "resources",

@@ -12,8 +12,9 @@ from typing import Any, ClassVar, TypeVar
 
 from fencelock import token
 from fencelock._checks import check_seconds
+from fencelock._owners import name_of_process
 from fencelock._steps import Steps, block
-from fencelock.authority.base import Grant, Seal, Wish, in_use, named
+from fencelock.authority.base import Grant, LockInfo, Seal, Wish, in_use, named
 from fencelock.authority.redlock import admin, operations
 from fencelock.authority.redlock.admin import NodeStatus
 from fencelock.authority.redlock.aio import AsyncRedlock
@@ -23,8 +24,9 @@ from fencelock.authority.redlock.membership.recover import recover, rise
 from fencelock.authority.redlock.membership.reports import NodeGroup
 from fencelock.authority.redlock.membership.view import MembershipView
 from fencelock.authority.redlock.operations import Acquisition
-from fencelock.authority.redlock.protocol import holding, messages
+from fencelock.authority.redlock.protocol import holding, inspecting, messages
 from fencelock.authority.redlock.protocol.attempts import Attempt, Granted
+from fencelock.authority.redlock.protocol.messages import INTRODUCE, Command
 from fencelock.authority.redlock.protocol.nodeset import names_of
 from fencelock.authority.redlock.protocol.queue import QUEUE, Waiter, WaitQueue
 from fencelock.authority.redlock.recovery import Recoverer
@@ -32,6 +34,7 @@ from fencelock.authority.redlock.transport.aio import LoopConnections
 from fencelock.authority.redlock.transport.blocking import SharedConnections
 from fencelock.authority.redlock.transport.connector import Node
 from fencelock.authority.redlock.transport.endpoints import Source, sources_of
+from fencelock.authority.redlock.wire.nodes import INTRODUCED_FOR
 from fencelock.authority.stepped import Stepped, warn_of_blocked_loop
 from fencelock.errors import FencelockError, NodesNotInitialisedError, QuorumError
 
@@ -102,6 +105,9 @@ class Redlock(Stepped):
     def _start_over(self) -> None:
         """Begin without connections: at first, and in a forked child."""
         self._pid = os.getpid()
+        self._client = os.urandom(inspecting.CLIENT_DIGITS // 2).hex()
+        itself = f"{self._node_key}:w:{self._client}", name_of_process(self._pid)
+        self._introduction = Command(INTRODUCE, "", (), (*itself, "PX", int(INTRODUCED_FOR * 1000)))
         self._view = MembershipView(self._names, self._node_key, self._node_timeout, self._init_command())
         self._see = self._view.see
         self._connections = self._connect()
@@ -144,7 +150,7 @@ class Redlock(Stepped):
         """
         queue: WaitQueue = yield QUEUE
         waiter = Waiter(queue, time.monotonic, time.time, fair=fair, patient=timeout != 0)
-        acquisition = Acquisition(resources, ttl, _new_nonce, waiter)
+        acquisition = Acquisition(resources, ttl, self._new_nonce, waiter)
         initialised = False
         while True:
             try:
@@ -171,12 +177,16 @@ class Redlock(Stepped):
 
     def reminting(self, grant: Grant, ttl: float) -> Steps[Grant]:
         """Do as `Authority.remint`."""
-        acquisition = Acquisition(grant.resources, ttl, _new_nonce, instead_of=grant.proof)
+        acquisition = Acquisition(grant.resources, ttl, self._new_nonce, instead_of=grant.proof)
         return acquisition.remint(self._see, grant.proof, jitter=random.random)
 
     def releasing(self, grant: Grant) -> Steps[bool | None]:
         """Do as `Authority.release`."""
         return operations.release(self._see, grant.proof)
+
+    def inspecting(self, resources: tuple[str, ...]) -> Steps[list[LockInfo]]:
+        """Do as `Stepped.inspecting`."""
+        return inspecting.look(self._see, resources)
 
     def looking(self, resources: tuple[str, ...]) -> Steps[float | None]:
         """Do as `Authority.holder_ttl`."""
@@ -323,8 +333,12 @@ class Redlock(Stepped):
         """Return connections for an event loop."""
         return LoopConnections(loop, self._nodes, self._node_key, **self._wiring())
 
+    def _new_nonce(self) -> str:
+        return inspecting.new_nonce(self._client, time.time(), os.urandom(8).hex())
+
     def _wiring(self) -> dict[str, Any]:
         return {
+            "introduction": self._introduction,
             "on_identity": self._meet,
             "on_trouble": self._hear,
             "connect_timeout": self._connect_timeout,
@@ -360,10 +374,6 @@ def _default_base() -> int:
     depth, no guarantee.
     """
     return time.time_ns() // 1_000_000
-
-
-def _new_nonce() -> str:
-    return os.urandom(16).hex()
 
 
 def _check_namespace(namespace: str) -> str:

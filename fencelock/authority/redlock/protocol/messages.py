@@ -31,6 +31,8 @@ class Said(enum.Enum):
     LEASES = "told how long its locks live"
     CLEARED = "deleted what was left"
     SHUT = "closed in favour of the next list"
+    SHOWN = "told which locks are held"
+    NOTED = "has noted what this client is"
     ON_DISK = "has written it to its disk"
     SUBSCRIBED = "publishes its calls to this connection"
     NOT_ON_DISK = "has not written it to its disk in time"
@@ -113,6 +115,10 @@ SYNC = Command("sync", "", (), (1, 0, 2000))
 
 #: No script, either: what is published on the channel that it names comes over this connection from now on.
 SUBSCRIBE = "subscribe"
+
+
+#: No script, either: it sets a key to what a client is. The ms for which that is kept come last.
+INTRODUCE = "introduce"
 
 
 class Broadcast(NamedTuple):

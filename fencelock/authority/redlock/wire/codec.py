@@ -15,7 +15,15 @@ from typing import Any, Final
 
 import hiredis
 
-from fencelock.authority.redlock.protocol.messages import GRANTED, SUBSCRIBE, SYNC, Answer, Command, Said
+from fencelock.authority.redlock.protocol.messages import (
+    GRANTED,
+    INTRODUCE,
+    SUBSCRIBE,
+    SYNC,
+    Answer,
+    Command,
+    Said,
+)
 
 #: Error replies of a server that is starting, about to be promoted, or no longer the one to ask.
 PASSING_ERRORS: Final = (
@@ -35,7 +43,7 @@ _SAID: Final = {said.name.encode(): said for said in Said}
 _OWN_ARGUMENTS: Final = 2
 _LEADING: Final = frozenset({Said.UNREACHABLE, Said.ERROR})
 _WITH_FACTS: Final = frozenset(
-    {Said.TICKET, Said.ADMITTED, Said.OPENED, Said.STANDING, Said.LEASES, Said.CLEARED}
+    {Said.TICKET, Said.ADMITTED, Said.OPENED, Said.STANDING, Said.LEASES, Said.CLEARED, Said.SHOWN}
 )
 _WITH_TTL: Final = frozenset({Said.HELD, Said.RESTARTED, Said.EARLY})
 _WITH_COUNTERS: Final = frozenset({Said.EXTENDED, Said.GRANTED, Said.HIGHER})
@@ -59,7 +67,7 @@ def _load_scripts() -> dict[str, str]:
         return {file.name.removesuffix(".lua"): file.read_text() for file in room.iterdir() if file.is_file()}
 
     parts, members = texts(folder), texts(folder.joinpath("membership"))
-    scripts = {name: parts["prelude"] + parts[name] for name in (*EVERYDAY, "holder")}
+    scripts = {name: parts["prelude"] + parts[name] for name in (*EVERYDAY, "holder", "inspect")}
     head = parts["prelude"] + parts["marker"] + parts["membership"]
     scripts |= {name: head + text for name, text in members.items()}
     include = re.compile(r"^-- include (\w+)\n", re.MULTILINE)
@@ -72,7 +80,7 @@ DIGESTS: Final = {
     name: hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest() for name, text in SCRIPTS.items()
 }
 #: Commands that are no scripts.
-_WORDS: Final = {SYNC.script: "WAITAOF", SUBSCRIBE: "SUBSCRIBE"}
+_WORDS: Final = {SYNC.script: "WAITAOF", SUBSCRIBE: "SUBSCRIBE", INTRODUCE: "SET"}
 
 
 def pack(command: Command) -> bytes:
@@ -107,6 +115,8 @@ def pack_words(*words: str | int) -> bytes:
 
 def read_reply(reply: Any) -> Answer | bytes | None:
     """Return the answer that a reply is; what was published, as bytes; None where a script is unknown."""
+    if reply == b"OK":  # to SET
+        return Answer(Said.NOTED)
     if not isinstance(reply, hiredis.PushNotification):
         return None if str(reply).startswith("NOSCRIPT") else read_answer(reply)
     if reply[0] == b"subscribe":  # the only answer to that

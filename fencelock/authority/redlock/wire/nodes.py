@@ -12,7 +12,7 @@ answers again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol
 
 from fencelock.authority.redlock.membership.members import Identity
@@ -40,6 +40,8 @@ MOST_OWED: Final = 10_000
 _OTHERS_GRACE: Final = 0.05
 #: Seconds after which a node that owes an answer is connected to anew, because its machine may be gone.
 _LOST_AFTER: Final = 10.0
+#: Seconds for which a node remembers what a client is. A lease that is held is extended more often than that.
+INTRODUCED_FOR: Final = 3600.0
 #: Answers that a node may owe before it counts as silent.
 _MOST_UNANSWERED: Final = 50_000
 
@@ -90,6 +92,7 @@ class NodeConnections:
         connect_timeout: seconds that a node may take to accept a connection.
         patience: seconds after which a node that owes an answer is asked no more.
         jitter: returns a random number between 0 and 1.
+        introduction: what each node is told when a connection has been opened, and again from time to time.
         new_connection: makes a connection, as `Connection` does.
     """
 
@@ -105,6 +108,7 @@ class NodeConnections:
         connect_timeout: float,
         patience: float,
         jitter: Callable[[], float],
+        introduction: Command | None = None,
         new_connection: Callable[..., Connection] = Connection,
     ) -> None:
         self.queue = queue
@@ -124,6 +128,8 @@ class NodeConnections:
         self._majority_at: float | None = None
         self._subscribe = Command(SUBSCRIBE, "", (), (channel,))
         self._listens = False
+        self._introduction = introduction
+        self._introduce_at = math.inf
 
     def connection(self, node: int) -> Connection | None:
         """Return the connection to a node, if there is one."""
@@ -159,6 +165,8 @@ class NodeConnections:
     def ask(self, broadcast: PendingBroadcast, request: Broadcast, now: float) -> None:
         """Put a command into the connections of its nodes; where that cannot be, it is answered at once."""
         self._has_asked = True
+        if now >= self._introduce_at:
+            self._introduce(self._nodes, now)
         command, packed = request.command, pack(request.command)
         pending = PendingReply(broadcast, command, now)
         is_release = command.script == "release"
@@ -179,6 +187,15 @@ class NodeConnections:
                 self._look_elsewhere_if_lost(index, connection, now)
             if is_release:
                 node.owe(command)
+
+    def _introduce(self, nodes: Iterable[_Node], now: float) -> None:
+        """Tell nodes what this client is; their keys of that end by themselves."""
+        if self._introduction is not None:
+            self._introduce_at = now + INTRODUCED_FOR / 3
+            pending, packed = PendingReply(None, self._introduction, now), pack(self._introduction)
+            for node in nodes:
+                if node.connection is not None:
+                    node.connection.put(pending, packed)
 
     def _silence(self, connection: Connection, now: float) -> Answer | None:
         """Return what to report for a node that is not asked, because it owes too much, or for too long."""
@@ -224,6 +241,7 @@ class NodeConnections:
                 return None
         node.connection = connection = self._new_connection(index, identity, self._epoch, pushes=pushes)
         self.absent -= 1
+        self._introduce([node], now)
         if self._listens:
             self._put_subscribe(index, connection, now)
         self._put_owed(node, connection, now)

@@ -1,0 +1,241 @@
+"""`authority.inspect()`: who holds what, on nodes and on each database, in blocking code and coroutines."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from fencelock import QuorumError, Redlock
+from fencelock._owners import name_of_process
+from fencelock.authority.base import Holder
+from fencelock.embedded import Nodes
+from tests.authorities.kinds import MAKERS, Kind
+from tests.polling import IMPATIENT, eventually
+from tests.redlock.stage import NODE_KEY
+
+
+@pytest.fixture(params=["quorum", "one-node", "postgresql", "mariadb", "sqlite"])
+def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
+    """One server of each sort."""
+    with contextmanager(MAKERS[request.param])(request) as made:
+        yield made
+
+
+@pytest.fixture
+def mine(kind: Kind) -> Iterator[Any]:
+    """A client of it."""
+    made = kind.make()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def other(kind: Kind) -> Iterator[Any]:
+    """Another one."""
+    made = kind.make()
+    yield made
+    made.close()
+
+
+def test_lock_names_its_holder(mine: Any, other: Any) -> None:
+    """Host, process, program; the token, since when, and for how long still."""
+    began = time.time()
+    with mine.lock("order:1", ttl=20) as token:
+        info = other.inspect("order:1")
+    assert info.resource == "order:1"
+    assert info.token == token
+    assert info.holder == Holder.of(name_of_process(os.getpid()))
+    assert info.holder.pid == os.getpid()
+    assert began - 1 < info.since < time.time() + 1
+    assert 15 < info.remaining <= 20
+    assert other.inspect("order:1") is None
+
+
+def test_all_that_is_held(mine: Any, other: Any) -> None:
+    """In the order of their names; nothing where nothing is held."""
+    assert other.inspect() == []
+    names = ["order:1", "order:2", "ünïcode {} * ? [x] \\ 'quoted'", "z" * 255]
+    with mine.lock(*reversed(names)) as tokens:
+        found = other.inspect()
+    assert [info.resource for info in found] == sorted(names)
+    assert [info.token for info in found] == list(reversed(tokens))[: len(names)] or set(tokens) == {
+        info.token for info in found
+    }
+    assert other.inspect() == []
+
+
+def test_in_a_task(mine: Any, other: Any) -> None:
+    """The same behind `await`."""
+
+    async def main() -> None:
+        async with mine.lock("order:1") as token:
+            info = await other.aio.inspect("order:1")
+            assert info is not None
+            assert info.token == token
+            assert [each.resource for each in await other.aio.inspect()] == ["order:1"]
+        assert await other.aio.inspect("order:1") is None
+        for authority in (mine, other):
+            await authority.aio.close()
+
+    asyncio.run(main())
+
+
+def test_reminted_and_extended_lock(mine: Any, other: Any) -> None:
+    """The token is the new one, and the holder the same."""
+    lock = mine.lock("order:1", ttl=5)
+    with lock:
+        token = lock.remint()
+        lock.extend(30)
+        info = other.inspect("order:1")
+    assert (info.token, info.holder.pid) == (token, os.getpid())
+    assert 25 < info.remaining <= 30
+
+
+def test_another_process(kind: Kind, other: Any, tmp_path: Path) -> None:
+    """Its own name and id, not ours."""
+    program = tmp_path / "billing.py"
+    program.write_text(
+        "import sys, fencelock\n"
+        "fencelock.configure(sys.argv[1])\n"
+        "with fencelock.fenced_lock('order:1'):\n"
+        "    print('held', flush=True); sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, str(program), kind.url], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"held\n"
+        info = other.inspect("order:1")
+        child.communicate()
+    assert (info.holder.program, info.holder.pid) == ("billing.py", child.pid)
+    assert info.holder.host == name_of_process(os.getpid()).split()[0]
+
+
+def test_forked_child_is_another_process(mine: Any, other: Any) -> None:
+    """It was the same client before."""
+    with mine.lock("order:0"):
+        pass
+    ours, theirs = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            lock = mine.lock("order:1")
+            lock.acquire()
+            os.write(theirs, b"held")
+            time.sleep(30)
+        finally:
+            os._exit(0)
+    assert os.read(ours, 4) == b"held"
+    try:
+        info = other.inspect("order:1")
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    assert info.holder.pid == child
+
+
+def test_name_that_is_no_resource_is_refused(mine: Any) -> None:
+    """Before anything is asked."""
+    with pytest.raises(ValueError, match="empty"):
+        mine.inspect("")
+
+
+# Nodes only.
+
+
+def test_those_that_wait_are_counted(authority: Redlock, rival: Redlock) -> None:
+    """As far as they stand in line."""
+
+    def work() -> None:
+        with authority.lock("order:1", timeout=20):
+            pass
+
+    waiting = [threading.Thread(target=work) for _ in range(3)]
+    with rival.lock("order:1"):
+        for thread in waiting:
+            thread.start()
+        assert eventually(lambda: (info := rival.inspect("order:1")) is not None and info.waiters == 3)
+    for thread in waiting:
+        thread.join()
+
+
+def test_lock_that_is_left_on_a_minority_is_free(authority: Redlock, node_urls: list[str]) -> None:
+    """A majority says so."""
+    with authority.lock("order:0"):
+        pass
+    with redis.Redis.from_url(node_urls[0]) as node:
+        node.set(f"{NODE_KEY}:l:order:1", "f" * 43 + "|0|7", px=5000)
+    assert authority.inspect("order:1") is None
+    assert authority.inspect() == []
+
+
+def test_key_that_something_else_has_written(authority: Redlock, node_urls: list[str]) -> None:
+    """It is held for ever, by none of ours."""
+    with authority.lock("order:0"):
+        pass
+    for url in node_urls:
+        with redis.Redis.from_url(url) as node:
+            node.set(f"{NODE_KEY}:l:order:1", "mine!")
+    info = authority.inspect("order:1")
+    assert info is not None
+    assert (info.token, info.holder, info.since, info.remaining) == (None, None, None, math.inf)
+
+
+def test_minority_of_nodes_is_gone(make_nodes: Callable[..., Nodes]) -> None:
+    """A majority tells; without one it is an error, and no silence."""
+    nodes = make_nodes(3)
+    with Redlock(nodes.urls, **IMPATIENT) as authority:
+        authority.init()
+        with authority.lock("order:1") as token:
+            nodes[0].kill()
+            info = authority.inspect("order:1")
+            assert info is not None
+            assert info.token == token
+            nodes[1].kill()
+            with pytest.raises(QuorumError):
+                authority.inspect("order:1")
+
+
+def test_node_that_has_forgotten_the_client(authority: Redlock, rival: Redlock, node_urls: list[str]) -> None:
+    """Another one knows who it is; and without any, the lock is shown all the same."""
+    with authority.lock("order:1") as token:
+        for forgotten in range(5):
+            info = rival.inspect("order:1")
+            assert info is not None
+            assert info.holder is not None
+            with redis.Redis.from_url(node_urls[forgotten]) as node:
+                assert node.delete(*node.keys(f"{NODE_KEY}:w:*")) == 2
+        info = rival.inspect("order:1")
+        assert info is not None
+        assert (info.token, info.holder) == (token, None)
+
+
+def test_many_locks_take_pages(authority: Redlock, node_urls: list[str]) -> None:
+    """Ten thousand are found, and no script has looked at all."""
+    with authority.lock("order:0"):
+        pass
+    for url in node_urls:
+        with redis.Redis.from_url(url) as node, node.pipeline() as pipe:
+            for number in range(10_000):
+                pipe.set(f"{NODE_KEY}:l:order:{number}", "f" * 43 + f"|0|{number + 1}", px=60_000)
+            pipe.execute()
+            node.slowlog_reset()
+            node.config_set("slowlog-log-slower-than", 20_000)
+    found = authority.inspect()
+    assert [info.token for info in found if info.resource == "order:77"] == [78]
+    assert len(found) == 10_000
+    for url in node_urls:
+        with redis.Redis.from_url(url) as node:
+            assert not [entry for entry in node.slowlog_get() if b"EVALSHA" in entry["command"]]
+            node.config_set("slowlog-log-slower-than", 10_000)
