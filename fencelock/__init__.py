@@ -44,7 +44,7 @@ from fencelock.guard import (
     on_unfenced,
     upsert,
 )
-from fencelock.lease import Lease
+from fencelock.lease import Lease, assert_held
 from fencelock.lock.at_exit import exit_on_signals
 from fencelock.lock.decorator import fenced
 from fencelock.lock.lock import AsyncLock, FencedLock, fenced_lock, take_over
@@ -77,6 +77,7 @@ __all__ = [
     "StaleReadError",
     "StaleTokenError",
     "UnfencedWriteError",
+    "assert_held",
     "begin_immediate",
     "bind",
     "bypass",

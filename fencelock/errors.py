@@ -3,7 +3,7 @@
 ```
 FencelockError
 ├── LockError
-│   ├── LockTimeoutError (also TimeoutError)   somebody else held it until the timeout; .holder_ttl
+│   ├── LockTimeoutError (also TimeoutError)   somebody else held it until the timeout; .holder .holder_ttl
 │   ├── LockLostError                          the lease ended before the work did
 │   └── NotHeldError                           release or extend of what is not held
 ├── AuthorityError
@@ -31,9 +31,12 @@ Bad arguments (a negative ttl, a malformed URL, an empty resource name) are plai
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy.exc import DontWrapMixin
+
+if TYPE_CHECKING:
+    from fencelock.authority.base import Holder
 
 __all__ = [
     "AuthorityError",
@@ -75,11 +78,16 @@ class LockTimeoutError(LockError, TimeoutError):
     Attributes:
         holder_ttl: seconds until the holder's lease ends unless it is renewed, as the nodes last
             reported it; None where contenders split the votes and nobody held it.
+        holder: the process that held it, and since when (`host`, `pid`, `program`, `since`); None where it
+            could not be told, and from `try_acquire`.
     """
 
-    def __init__(self, message: str, *, holder_ttl: float | None = None) -> None:
+    def __init__(
+        self, message: str, *, holder_ttl: float | None = None, holder: Holder | None = None
+    ) -> None:
         super().__init__(message)
         self.holder_ttl = holder_ttl
+        self.holder = holder
 
 
 class LockLostError(LockError):

@@ -23,7 +23,7 @@ from typing import final
 from weakref import ref
 
 from fencelock import token as tokens
-from fencelock.errors import CommitInDoubtError, LockLostError
+from fencelock.errors import CommitInDoubtError, LockLostError, NotHeldError
 
 MAX_RESOURCE_LENGTH = 255
 #: What an f-string leaves in a name where it was given an object, and not a value.
@@ -290,3 +290,25 @@ def note_ended(*leases: Lease) -> None:
 def was_left(resource: str) -> bool:
     """Tell whether this context has just left the block that held a resource, for an error's sentence."""
     return any(lease.resource == resource for lease in _left.get())
+
+
+def assert_held(resource: str) -> Lease:
+    """Return the lease of a resource that this context holds, and may work under at this moment.
+
+    For code that relies on its caller's lock. It asks no server: whether another holder has taken over, only
+    the storage knows.
+
+    Raises:
+        NotHeldError: this context holds no lock on it. Threads and executors do not see the locks of others.
+        LockLostError: its lease has ended.
+    """
+    for lease in held_leases():
+        if lease.resource == resource:
+            lease.check()
+            if lease.lost:
+                raise LockLostError(f"the lease of {resource!r} has ended: lock again", written=False)
+            return lease
+    left = "; its block was left" if was_left(resource) else ""
+    raise NotHeldError(
+        f"{resource!r} is not locked here{left}: write `with fenced_lock({resource!r}):` around"
+    )

@@ -41,6 +41,7 @@ from fencelock import (
     StaleReadError,
     StaleTokenError,
     UnfencedWriteError,
+    assert_held,
     begin_immediate,
     bind,
     bypass,
@@ -126,6 +127,7 @@ def with_blocks(engine: Engine) -> None:
     """Lock, claim, write."""
     with fenced_lock("order:1") as token, Session(engine) as session:
         assert_type(token, int)
+        assert_type(assert_held("order:1"), Lease)
         order = claim(session, Order, 1)
         assert_type(order, Order)
         order.status = "paid"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, NotRequired, Protocol, TypedDict, Unpack
 from weakref import WeakSet
 
@@ -36,23 +37,26 @@ class Holder:
     """The process that holds a lock, as it has called itself.
 
     Attributes:
-        host: name of its machine.
+        host: name of its machine; empty where nothing tells which process it is.
         pid: its id there.
         program: name of what it runs.
+        since: when it acquired the lock, in Unix time, by its own clock or by that of the database.
     """
 
     host: str
     pid: int
     program: str
+    since: float
 
     def __str__(self) -> str:
-        return f"{self.program} (process {self.pid} on {self.host})"
+        process = f"{self.program} (process {self.pid} on {self.host})" if self.host else "an unknown process"
+        return f"{process} since {datetime.fromtimestamp(self.since, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
     @classmethod
-    def of(cls, text: str) -> Holder:
+    def of(cls, text: str, since: float) -> Holder:
         """Read what `name_of_process` has written."""
         host, pid, program = (*text.split(" ", 2), "", "")[:3]
-        return cls(host, int(pid) if pid.isdecimal() else 0, program)
+        return cls(host, int(pid) if pid.isdecimal() else 0, program, since)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +66,7 @@ class LockInfo:
     Attributes:
         resource: what is locked.
         token: the holder's fencing token; None where nodes have made the lock again, and do not know it.
-        holder: which process; None where it cannot be told.
-        since: when it was acquired, in Unix time, by the clock of the holder or of the database; None where
-            that cannot be told.
+        holder: which process, and since when; None where something else than fencelock has made the lock.
         remaining: seconds until it ends unless it is extended; infinite for what ends never.
         waiters: how many wait in line, as far as the authority can tell; None where it cannot.
     """
@@ -72,7 +74,6 @@ class LockInfo:
     resource: str
     token: int | None
     holder: Holder | None
-    since: float | None
     remaining: float
     waiters: int | None
 

@@ -23,7 +23,15 @@ from fencelock.lease import OBJECT_IN_NAME, Lease, check_resource
 from fencelock.lock.hold import Entry, Hold, find, last_of_ours, remove
 from fencelock.lock.releasing import Loss, end_releases, go_on_holding, leave, stop_renewal
 from fencelock.lock.sealed import check, seal, seal_anew, seal_held
-from fencelock.lock.steps import Acquisition, Step, Steps, ask_to_extend, ask_to_release, ask_to_remint
+from fencelock.lock.steps import (
+    Acquisition,
+    Step,
+    Steps,
+    ask_to_extend,
+    ask_to_release,
+    ask_to_remint,
+    name_holder,
+)
 from fencelock.renewal.loop import for_loop
 from fencelock.renewal.schedule import Renewer, tell
 from fencelock.settings import DEFAULT_TTL, AllLockSettings, default_authority
@@ -126,6 +134,8 @@ class LockSteps(Generic[Token]):
                 yield from seal_held(self._sealer, new)
             self._note_entered(entry, [*holds, new])
         except BaseException as error:
+            if type(error) is LockTimeoutError and not entry.is_try:
+                yield from name_holder(asked, error)
             if _events.listeners:
                 waited = time.monotonic() - began
                 _events.tell(LockNotAcquired(*names, waited, _outcome_of(error), error))

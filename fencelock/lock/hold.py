@@ -236,6 +236,7 @@ class Entry:
         asked: for what it did not hold before.
         holds: what it is inside.
         leases: what it yields, in the order of the lock's resources.
+        is_try: whether the caller does not want to know by whom the lock is held.
     """
 
     owner: object = field(default_factory=current_owner)
@@ -243,6 +244,7 @@ class Entry:
     asked: Acquisition | None = None
     holds: tuple[Hold, ...] = ()
     leases: tuple[Lease, ...] = ()
+    is_try: bool = False
 
     def enter_again(self, hold: Hold) -> bool:
         """Be inside a hold that the owner has already; return False where that is being given back."""

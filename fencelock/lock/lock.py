@@ -70,19 +70,21 @@ class FencedLock(LockSteps[Token]):
             LockLostError: the lease of a resource that was held already ended meanwhile.
             AuthorityError: it could not be decided.
         """
-        entry = Entry()
+        return self._acquire_lease(Entry(), timeout)
+
+    def try_acquire(self) -> Lease | None:
+        """Try once: return the lease, or None if another holder has the lock; errors as for `acquire`."""
+        try:
+            return self._acquire_lease(Entry(is_try=True), 0)
+        except LockTimeoutError:
+            return None
+
+    def _acquire_lease(self, entry: Entry, timeout: float | EllipsisType | None) -> Lease:
         try:
             return run_blocking(self._acquire(entry, timeout, for_thread)).leases[0]
         except BaseException:
             run_blocking(self._take_back(entry))
             raise
-
-    def try_acquire(self) -> Lease | None:
-        """Try once: return the lease, or None if another holder has the lock; errors as for `acquire`."""
-        try:
-            return self.acquire(timeout=0)
-        except LockTimeoutError:
-            return None
 
     def extend(self, ttl: float | None = None) -> None:
         """Let the lease live on for `ttl` seconds from now, or for what the lock was made with.
@@ -206,19 +208,21 @@ class AsyncLock(Generic[Token]):
 
     async def acquire(self, timeout: float | EllipsisType | None = ...) -> Lease:  # noqa: ASYNC109 - how long others may hold it
         """Wait for the lock and return its lease: see `FencedLock.acquire`."""
-        entry = Entry()
-        try:
-            return (await run_waiting(self._lock._acquire(entry, timeout, for_loop))).leases[0]
-        except BaseException:
-            await run_waiting(self._lock._take_back(entry))
-            raise
+        return await self._acquire_lease(Entry(), timeout)
 
     async def try_acquire(self) -> Lease | None:
         """Try once: return the lease, or None if another holder has the lock."""
         try:
-            return await self.acquire(timeout=0)
+            return await self._acquire_lease(Entry(is_try=True), 0)
         except LockTimeoutError:
             return None
+
+    async def _acquire_lease(self, entry: Entry, seconds: float | EllipsisType | None) -> Lease:
+        try:
+            return (await run_waiting(self._lock._acquire(entry, seconds, for_loop))).leases[0]
+        except BaseException:
+            await run_waiting(self._lock._take_back(entry))
+            raise
 
     async def extend(self, ttl: float | None = None) -> None:
         """Let the lease live on: see `FencedLock.extend`."""

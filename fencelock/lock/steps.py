@@ -7,12 +7,13 @@ import logging
 from collections.abc import Awaitable, Callable, Generator
 from contextvars import Token as ContextToken
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fencelock._owners import switches_greenlets, waits_in_vain_for
 from fencelock._steps import block, wait_for
 from fencelock.authority.base import Authority, GivenUp, Grant, asked_here, named
-from fencelock.errors import LockTimeoutError
+from fencelock.errors import AuthorityError, LockTimeoutError
 from fencelock.lease import held_leases
 from fencelock.lock.hold import owners_of
 
@@ -164,6 +165,24 @@ def ask_to_remint(authority: Authority, grant: Grant, seconds: float) -> Step:
 def ask_to_release(authority: Authority, grant: Grant) -> Step:
     """Give a grant back."""
     return _call(authority, lambda its: its.release(grant))
+
+
+def name_holder(asked: Acquisition, error: LockTimeoutError) -> Steps[None]:
+    """Have an error say who holds the lock that could not be acquired, where the authority can tell."""
+    for name in asked.resources:
+        looked = _call(asked.authority, partial(_inspect, name))
+        try:
+            yield looked
+        except (AuthorityError, AttributeError):  # one that has no `inspect`
+            return
+        if looked.answer is not None and looked.answer.holder is not None:
+            error.holder = looked.answer.holder
+            error.args = (f"{error}. {name!r} is held by {error.holder}",)
+            return
+
+
+def _inspect(name: str, its: Any) -> Any:
+    return its.inspect(name)
 
 
 def run_blocking(steps: Steps[_T]) -> _T:

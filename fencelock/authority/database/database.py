@@ -256,7 +256,7 @@ class Database(Stepped):
                 else connection.execute(self._says.holders).all()
             )
             return [
-                LockInfo(name, int(minted), Holder.of(who) if who else None, float(since), float(left), None)
+                LockInfo(name, int(minted), Holder.of(who, float(since)), float(left), None)
                 for name, minted, who, since, left in rows
             ]
 

@@ -124,11 +124,11 @@ def _info(resource: str, seen: list[_Seen]) -> LockInfo:
     """Return what most nodes say of a lock."""
     nonce, _ = Counter(its.value.partition("|")[0] for its in seen).most_common(1)[0]
     its = [each for each in seen if each.value.partition("|")[0] == nonce]
+    since = _since(nonce)
     return LockInfo(
         resource=resource,
         token=_token_of(its),
-        holder=next((Holder.of(each.who) for each in its if each.who), None),
-        since=_since(nonce),
+        holder=None if since is None else Holder.of(max(each.who for each in its), since),
         remaining=max(each.left for each in its),
         waiters=max(each.waiters for each in seen),
     )
