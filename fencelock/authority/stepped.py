@@ -153,6 +153,10 @@ class Stepped(abc.ABC):
         """Return the locks that are held of these resources; of all, where none is named."""
 
     @abc.abstractmethod
+    def forcing(self, resource: str) -> Steps[LockInfo | None]:
+        """Do as `force_release`."""
+
+    @abc.abstractmethod
     def do(self, step: Any) -> Any:
         """Take a step, blocking."""
 
@@ -243,6 +247,17 @@ class Stepped(abc.ABC):
     def holder_ttl(self, resources: tuple[str, ...]) -> float | None:
         """Tell for how many seconds one of them is held: see `Authority`."""
         return self.run(self.looking(resources))
+
+    def force_release(self, resource: str) -> LockInfo | None:
+        """Give back what another holds, and return what it was; None where it was free.
+
+        Nothing stops the holder, which hears of it when it extends its lease. Have a new holder claim what
+        the old one may write, so that the database refuses it: `fencelock release --force` does so.
+
+        Raises:
+            AuthorityError: it could not be done, or not be told whether it was.
+        """
+        return self.run(self.forcing(check_resource(resource)))
 
     @overload
     def inspect(self, resource: str, /) -> LockInfo | None: ...

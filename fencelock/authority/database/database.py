@@ -262,6 +262,13 @@ class Database(Stepped):
 
         return self._asking(Work(look))
 
+    def forcing(self, resource: str) -> Steps[LockInfo | None]:
+        """Give back what another holds: see `Stepped.force_release`."""
+        found = yield from self.inspecting((resource,))
+        work = Work(lambda connection: connection.execute(self._says.force, {"resource": resource}))
+        yield from self._asking(work)
+        return next(iter(found), None)
+
     def dump(self, grant: Grant) -> dict[str, Any]:
         """Return what recognises a grant: see `Authority.dump`."""
         return {"database": self._dialect, "nonce": grant.proof}

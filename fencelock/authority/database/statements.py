@@ -134,6 +134,7 @@ class Statements:
         )
         self.token = said("SELECT token, nonce FROM {table} WHERE {held}")
         self.release = said("UPDATE {table} SET nonce = NULL WHERE {held}")
+        self.force = said("UPDATE {table} SET nonce = NULL WHERE resource = :resource")
         #: What the row of no resource notes, and above what tokens are minted now.
         self.floor = said("SELECT {noted}, {from}")
         self.forget = said("DELETE FROM {table} WHERE resource = ''")

@@ -188,6 +188,19 @@ class Redlock(Stepped):
         """Do as `Stepped.inspecting`."""
         return inspecting.look(self._see, resources)
 
+    def forcing(self, resource: str) -> Steps[LockInfo | None]:
+        """Do as `Stepped.force_release`."""
+        return inspecting.force(self._see, resource)
+
+    def endless(self, pattern: str) -> dict[str, list[str]]:
+        """Return the keys without an end that match a pattern of Redis, of whatever program, by node.
+
+        Raises:
+            QuorumError: a node did not answer.
+        """
+        found = self.run(inspecting.look_for_endless(self._see, pattern))
+        return {self._names[node]: keys for node, keys in found.items()}
+
     def looking(self, resources: tuple[str, ...]) -> Steps[float | None]:
         """Do as `Authority.holder_ttl`."""
         return holding.holder_ttl(self._see, resources)

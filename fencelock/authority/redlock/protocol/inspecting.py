@@ -14,16 +14,19 @@ from typing import Any, Final, NamedTuple
 
 from fencelock import token
 from fencelock.authority.base import Holder, LockInfo
+from fencelock.authority.redlock.protocol.attempts import Attempt
 from fencelock.authority.redlock.protocol.messages import Answer, Broadcast, Command, Round, Said
 from fencelock.authority.redlock.protocol.nodeset import NodeSet, names_of
 from fencelock.authority.redlock.protocol.refusals import raise_no_quorum
+from fencelock.authority.redlock.protocol.undo import release_command
 
 #: Keys that a node looks at in one script: about a millisecond.
 PAGE: Final = 200
 CLIENT_DIGITS: Final = 16
 _TIME_DIGITS: Final = 11
 _FACTS: Final = 5
-_MOST_OF_A_TOKEN: Final = 2
+_HALVES_OF_A_TOKEN: Final = 2
+_GONE: Final = frozenset({Said.RELEASED, Said.LOST, Said.AMNESIA})
 
 
 def new_nonce(client: str, wall: float, random: str) -> str:
@@ -45,6 +48,15 @@ class _Seen(NamedTuple):
     waiters: int
     who: str
 
+    @property
+    def nonce(self) -> str:
+        """Under which it was granted; for what something else has written, all of it."""
+        return self.value.partition("|")[0]
+
+
+#: What nodes say of a resource, by node.
+_Sightings = dict[int, _Seen]
+
 
 def look(see: Callable[[], NodeSet], resources: tuple[str, ...]) -> Generator[Broadcast, Any, list[LockInfo]]:
     """Return those of the resources that are held; of all, where none is named.
@@ -54,6 +66,38 @@ def look(see: Callable[[], NodeSet], resources: tuple[str, ...]) -> Generator[Br
     Raises:
         QuorumError: too few nodes vote.
     """
+    node_set, seen, voters = yield from _seen_by_nodes(see, resources)
+    order = {resource: index for index, resource in enumerate(resources)}
+    return [
+        _info(name, list(seen[name].values()))
+        for name in sorted(seen, key=lambda name: (order.get(name, 0), name))
+        if voters - len(seen[name]) < node_set.quorum
+    ]
+
+
+def force(see: Callable[[], NodeSet], resource: str) -> Generator[Broadcast, Any, LockInfo | None]:
+    """Release a lock, whoever holds it; return what it was, or None where none was left on any node.
+
+    Its holder hears of that when it extends the lease.
+
+    Raises:
+        QuorumError: too few nodes vote, or have released it.
+    """
+    node_set, seen, _ = yield from _seen_by_nodes(see, (resource,))
+    its = list(seen.get(resource, {}).values())
+    for nonce in {each.nonce for each in its}:
+        attempt = Attempt.of(node_set, (resource,), nonce, 0.0)
+        command = release_command(node_set, attempt, 0, (0,))
+        done = yield Broadcast(command, node_set.everybody, lambda _: False, node_set.patience)
+        if sum(answer.said in _GONE for answer in done.answers.values()) < node_set.quorum:
+            raise_no_quorum(node_set, done.answers)
+    return _info(resource, its) if its else None
+
+
+def _seen_by_nodes(
+    see: Callable[[], NodeSet], resources: tuple[str, ...]
+) -> Generator[Broadcast, Any, tuple[NodeSet, dict[str, _Sightings], int]]:
+    """Return the nodes, what they have of which resources, and how many of them vote."""
     while True:
         node_set = see()
         pages: dict[int, list[Answer]] = {node: [] for node in node_set.everybody}
@@ -71,21 +115,19 @@ def look(see: Callable[[], NodeSet], resources: tuple[str, ...]) -> Generator[Br
     voters = [node for node, answer in last.items() if answer.said is Said.SHOWN]
     if len(voters) < node_set.quorum:
         raise_no_quorum(node_set, last)
-    seen: dict[str, dict[int, _Seen]] = {}
+    seen: dict[str, _Sightings] = {}
     for node in voters:
         for resource, its in _locks_of(pages[node]):
             seen.setdefault(resource, {})[node] = its
-    order = {resource: index for index, resource in enumerate(resources)}
-    names = sorted(seen, key=lambda name: (order.get(name, 0), name))
-    return [
-        _info(name, list(seen[name].values()))
-        for name in names
-        if len(voters) - len(seen[name]) < node_set.quorum
-    ]
+    return node_set, seen, len(voters)
 
 
-def look_for_endless(node_set: NodeSet, pattern: str) -> Generator[Broadcast, Any, dict[int, list[str]]]:
+def look_for_endless(
+    see: Callable[[], NodeSet], pattern: str
+) -> Generator[Broadcast, Any, dict[int, list[str]]]:
     """Return the keys without an end that match a pattern of Redis, by node."""
+    yield from _seen_by_nodes(see, ("fencelock",))  # so that the nodes are known
+    node_set = see()
     found: dict[int, list[str]] = {}
     for node in node_set.everybody:
         pages = yield from _pages_of(node_set, node, pattern)
@@ -122,8 +164,8 @@ def _locks_of(pages: list[Answer]) -> Generator[tuple[str, _Seen], None, None]:
 
 def _info(resource: str, seen: list[_Seen]) -> LockInfo:
     """Return what most nodes say of a lock."""
-    nonce, _ = Counter(its.value.partition("|")[0] for its in seen).most_common(1)[0]
-    its = [each for each in seen if each.value.partition("|")[0] == nonce]
+    nonce, _ = Counter(each.nonce for each in seen).most_common(1)[0]
+    its = [each for each in seen if each.nonce == nonce]
     since = _since(nonce)
     return LockInfo(
         resource=resource,
@@ -145,7 +187,7 @@ def _token_of(seen: list[_Seen]) -> int | None:
     tokens = []
     for each in seen:
         numbers = each.value.split("|")[1:]
-        if len(numbers) == _MOST_OF_A_TOKEN and all(map(str.isdecimal, numbers)):
+        if len(numbers) == _HALVES_OF_A_TOKEN and all(map(str.isdecimal, numbers)):
             tokens.append(token.compose(int(numbers[0]), int(numbers[1])))
     # A majority stands at the token; other nodes may have granted less, or more.
     return max(tokens, key=lambda each: (tokens.count(each), each), default=None)

@@ -1,0 +1,194 @@
+"""Commands that look and change nothing: `inspect`, `leaks` and `top`."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated, Any, Final
+
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from sqlalchemy import Engine, column, select, table
+
+from fencelock.authority.base import LockInfo
+from fencelock.authority.database.database import Database
+from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
+from fencelock.commands.shared import (
+    FOUND_NOTHING,
+    AsJson,
+    Namespace,
+    Url,
+    authority_of,
+    database_at,
+    fail,
+    print_json,
+)
+from fencelock.guard.tables import FENCE_COLUMN, FENCE_TABLE
+
+#: Rows that a person reads; `--json` has them all.
+_MOST_ROWS: Final = 100
+_FENCES: Final = table(FENCE_TABLE, column("resource"), column(FENCE_COLUMN))
+
+
+def inspect(
+    resource: Annotated[str | None, typer.Argument(help="Which lock; all that are held by default.")] = None,
+    *,
+    url: Url = "",
+    namespace: Namespace = DEFAULT_NAMESPACE,
+    database: Annotated[
+        str, typer.Option(help="SQLAlchemy URL of a database with a fence table: show the fence, too.")
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Show which locks are held: by whom, since when, for how long still. Status 3: that one is free."""
+    with authority_of(url, namespace) as authority:
+        found = authority.inspect() if resource is None else [authority.inspect(resource)]
+    held = [info for info in found if info is not None]
+    fences = _fences_of(database, held) if database else None
+    if as_json:
+        print_json([_as_json(info, fences) for info in held])
+    elif held:
+        Console().print(_table(held, fences))
+        if len(held) > _MOST_ROWS:
+            Console().print(f"… and {len(held) - _MOST_ROWS} more: --json lists them all")
+    else:
+        Console().print(f"{resource!r} is free" if resource else "no lock is held", highlight=False)
+    if resource is not None and not held:
+        raise typer.Exit(FOUND_NOTHING)
+
+
+def _fences_of(url: str, held: Sequence[LockInfo]) -> dict[str, int]:
+    """Return the fences that a database's fence table has for these resources."""
+    with database_at(url) as engine:
+        return fences_in(engine, [info.resource for info in held])
+
+
+def fences_in(engine: Engine, resources: Sequence[str]) -> dict[str, int]:
+    """Return the fences of resources; those that have none are missing."""
+    found: dict[str, int] = {}
+    with engine.connect() as connection:
+        for start in range(0, len(resources), 500):
+            wanted = _FENCES.c.resource.in_(resources[start : start + 500])
+            rows = connection.execute(select(_FENCES.c.resource, _FENCES.c[FENCE_COLUMN]).where(wanted))
+            found |= {name: int(fence) for name, fence in rows}
+    return found
+
+
+def _as_json(info: LockInfo, fences: dict[str, int] | None = None) -> dict[str, Any]:
+    facts = asdict(info)
+    if info.remaining == math.inf:
+        facts["remaining"] = None
+    if fences is not None:
+        facts["fence"] = fences.get(info.resource)
+    return facts
+
+
+def _table(held: Sequence[LockInfo], fences: dict[str, int] | None = None) -> Table:
+    shown = Table("resource", "holder", "held for", "ends in", "waiting", "token", header_style="bold")
+    if fences is not None:
+        shown.add_column("fence")
+    now = time.time()
+    for info in held[:_MOST_ROWS]:
+        holder, age = "not fencelock", ""
+        if info.holder is not None:
+            age = _span(now - info.holder.since)
+            holder = f"{info.holder.program}\n{info.holder.pid} on {info.holder.host}"
+            holder = holder if info.holder.host else "unknown process"
+        its = [
+            escape(info.resource),
+            escape(holder),
+            age,
+            "[red]never[/]" if info.remaining == math.inf else _span(info.remaining),
+            "" if info.waiters is None else str(info.waiters),
+            "" if info.token is None else str(info.token),
+        ]
+        if fences is not None:
+            fence = fences.get(info.resource)
+            above = fence is not None and info.token is not None and fence > info.token
+            its.append("" if fence is None else f"[red]{fence}[/]" if above else str(fence))
+        shown.add_row(*its)
+    return shown
+
+
+def _span(seconds: float) -> str:
+    """Return a length of time as people say it."""
+    seconds = max(0.0, seconds)
+    for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"  # noqa: PLR2004 - as people say it
+
+
+def leaks(
+    *,
+    url: Url = "",
+    namespace: Namespace = DEFAULT_NAMESPACE,
+    longest: Annotated[
+        float, typer.Option(help="Seconds: a lease that has longer to live than this is reported, too.")
+    ] = 3600.0,
+    pattern: Annotated[
+        str,
+        typer.Option(
+            help="Keys of other programs on the nodes, such as 'lock:*': those without an end, as SET NX "
+            "leaves them behind."
+        ),
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Find locks that nothing ends. Status 3: there are some."""
+    with authority_of(url, namespace) as authority:
+        if pattern and not isinstance(authority, Redlock):
+            fail("--pattern looks for keys on nodes, and a database has none")
+        found = [info for info in authority.inspect() if info.remaining > longest]
+        foreign = authority.endless(pattern) if pattern and isinstance(authority, Redlock) else {}
+    keys = sorted({key for its in foreign.values() for key in its})
+    if as_json:
+        print_json({"locks": [_as_json(info) for info in found], "keys": foreign})
+    else:
+        if found:
+            Console().print(_table(found))
+            hint = "fencelock release RESOURCE --force --reason … gives one back"
+            Console().print(hint, highlight=False)
+        for key in keys[:_MOST_ROWS]:
+            on = ", ".join(node for node, its in foreign.items() if key in its)
+            Console().print(f"{key} has no end on {on}", markup=False, highlight=False)
+        if not found and not keys:
+            Console().print("no lock is left that nothing ends")
+    if found or keys:
+        raise typer.Exit(FOUND_NOTHING)
+
+
+def top(
+    *,
+    url: Url = "",
+    namespace: Namespace = DEFAULT_NAMESPACE,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    times: Annotated[int, typer.Option(min=0, help="Looks; 0 for as many as until Ctrl-C.")] = 0,
+) -> None:
+    """Watch the locks that are waited for most, and held longest. Ctrl-C ends it."""
+    looks = 0
+    with authority_of(url, namespace) as authority, Live(screen=times == 0, auto_refresh=False) as live:
+        try:
+            while True:
+                began = time.monotonic()
+                live.update(_screen(authority, live.console.height), refresh=True)
+                looks += 1
+                if looks == times:
+                    break
+                time.sleep(max(0.0, began + every - time.monotonic()))
+        except KeyboardInterrupt:
+            pass
+
+
+def _screen(authority: Redlock | Database, height: int) -> Group:
+    held = authority.inspect()
+    now = time.time()
+    held.sort(key=lambda info: (-(info.waiters or 0), info.holder.since if info.holder else now))
+    waiting = sum(info.waiters or 0 for info in held)
+    line = f"{time.strftime('%H:%M:%S')}   {len(held)} held   {waiting} waiting   {authority!r}"
+    return Group(escape(line), _table(held[: max(1, (height - 6) // 2)]))

@@ -1,0 +1,97 @@
+"""What all commands share: how they say what went wrong, and what they speak to."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from sqlalchemy import Engine
+from sqlalchemy.exc import SQLAlchemyError
+
+from fencelock._engines import blocking_engine
+from fencelock.authority.database.database import Database
+from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
+from fencelock.errors import FencelockError
+from fencelock.settings import DATABASE, factory_of
+
+#: The exit status of a question whose answer is no: the lock is free, nothing was found.
+FOUND_NOTHING = 3
+
+Url = Annotated[
+    str, typer.Option("--url", help="What grants the locks: nodes or a database; FENCELOCK_URL by default.")
+]
+Namespace = Annotated[str, typer.Option(help="Prefix of every key on the nodes.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+def error_console() -> Console:
+    """Return where everything is printed that is no answer."""
+    return Console(stderr=True, soft_wrap=True, highlight=False)
+
+
+@contextmanager
+def errors_as_sentences() -> Iterator[None]:
+    """Print what goes wrong as a sentence, without a traceback, and exit with status 1."""
+    try:
+        yield
+    except (FencelockError, ValueError) as error:
+        fail(f"{type(error).__name__}: {error}")
+
+
+def fail(sentence: str) -> NoReturn:
+    """Print what is wrong, and exit with status 1."""
+    error_console().print(sentence, style="red", markup=False)
+    raise typer.Exit(1) from None
+
+
+@contextmanager
+def refusing_databases(shown: str, done: str) -> Iterator[None]:
+    """Say in a sentence why a database cannot be used."""
+    try:
+        yield
+    except (SQLAlchemyError, ImportError) as error:
+        hint = "; install its driver: the extra postgres or mysql" if isinstance(error, ImportError) else ""
+        fail(f"{shown} cannot be {done}: {str(error).splitlines()[0]}{hint}")
+
+
+def without_password(url: str) -> str:
+    """Return a URL that has been understood, with the word PASSWORD wherever one is to be typed."""
+    before, mark, query = url.partition("?")
+    before = re.sub(r"(://[^:@/]*:).*@", r"\1PASSWORD@", before)
+    return before + mark + re.sub(r"(password=)[^&]*", r"\1PASSWORD", query)
+
+
+@contextmanager
+def authority_of(url: str, namespace: str = DEFAULT_NAMESPACE) -> Iterator[Redlock | Database]:
+    """Return what grants the locks; its errors are printed as sentences."""
+    url = url or os.environ.get("FENCELOCK_URL", "")
+    if not url.strip():
+        fail("what grants the locks? Set FENCELOCK_URL, or add --url redis://r1:6379,redis://r2:6379,…")
+    with errors_as_sentences():
+        made = (
+            Database(url) if factory_of(url) == DATABASE else Redlock(url, namespace=namespace, recover=False)
+        )
+        with made:
+            yield made
+
+
+@contextmanager
+def database_at(url: str) -> Iterator[Engine]:
+    """Return an engine on a database; its errors are printed as sentences."""
+    with errors_as_sentences(), refusing_databases(without_password(url), "read"):
+        engine = blocking_engine(url)
+        try:
+            yield engine
+        finally:
+            engine.dispose()
+
+
+def print_json(found: Any) -> None:
+    """Print for programs."""
+    typer.echo(json.dumps(found, ensure_ascii=False, indent=2))
