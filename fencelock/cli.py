@@ -24,7 +24,7 @@ from fencelock.authority.database.database import Database
 from fencelock.authority.redlock.admin import NodeState, NodeStatus, change_nodes
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
 from fencelock.authority.redlock.transport.endpoints import split_urls
-from fencelock.commands import act, look
+from fencelock.commands import act, doctor, look
 from fencelock.commands.shared import (
     error_console,
     errors_as_sentences,
@@ -216,7 +216,7 @@ def nodes(
         bool, typer.Option("--wait", help="First admit again what can be, which takes the longest lease.")
     ] = False,
 ) -> None:
-    """Show how the nodes stand. Status 0 if a majority votes."""
+    """Show how the nodes stand. Status 0 if a majority votes, and the list is that of the members."""
     if context.invoked_subcommand is not None:
         context.obj = (current, namespace)
         return
@@ -224,11 +224,18 @@ def nodes(
     with errors_as_sentences(), Redlock(urls, namespace=namespace, recover=False) as quorum:
         if wait:
             quorum.recover()
-        found = quorum.status()
+        found, (unnamed, strangers) = quorum.status(), quorum.compare_lists()
     voters = sum(status.state is NodeState.ADMITTED for status in found)
     Console().print(_table(found))
     if 2 * voters <= len(found):
         fail(f"{voters} of {len(found)} nodes vote, which is no majority: nobody gets a lock")
+    if unnamed or strangers:
+        missing = f"{', '.join(unnamed)} belong to the list and are not named" if unnamed else ""
+        other = f"{', '.join(strangers)} do not belong to it" if strangers else ""
+        fail(
+            f"these are not the nodes that were initialised together: "
+            f"{'; '.join(filter(None, (missing, other)))}. Every program needs the same list"
+        )
 
 
 def _present(current: str) -> list[str]:
@@ -351,6 +358,7 @@ def check(
 
 
 app.command()(torture)
+app.command()(doctor.doctor)
 app.command()(look.inspect)
 app.command()(look.leaks)
 app.command()(look.top)

@@ -23,13 +23,14 @@ def highest_fence(connection: Connection) -> tuple[int, int]:
         sqlalchemy.exc.SQLAlchemyError: a table cannot be read.
     """
     highest = count = 0
-    for table in _fenced_tables(connection):
+    for table in fenced_tables(connection):
         count += 1
         highest = max(highest, connection.scalar(select(func.max(table.c[FENCE_COLUMN]))) or 0)
     return highest, count
 
 
-def _fenced_tables(connection: Connection) -> Iterator[Table]:
+def fenced_tables(connection: Connection) -> Iterator[Table]:
+    """Return the tables that have the column, in every schema, with no other column."""
     inspector = inspect(connection)
     # The schemas of MariaDB and MySQL are databases of their own; only the one that was named is asked.
     several = connection.dialect.name not in {"mysql", "mariadb"}

@@ -50,8 +50,8 @@ def release(
     database: Annotated[
         str,
         typer.Option(
-            help="SQLAlchemy URL of the database that the holder writes to: raise the resource's fence there, so "
-            "that its next write behind the gate is refused."
+            help="SQLAlchemy URL of the database that the holder writes to: raise the fence there, so that "
+            "its next write behind the gate is refused."
         ),
     ] = "",
     claim: Annotated[

@@ -177,7 +177,9 @@ def name_holder(asked: Acquisition, error: LockTimeoutError) -> Steps[None]:
             return
         if looked.answer is not None and looked.answer.holder is not None:
             error.holder = looked.answer.holder
-            error.args = (f"{error}. {name!r} is held by {error.holder}",)
+            said, by = str(error), f"is held by {error.holder}"
+            one = len(asked.resources) == 1
+            error.args = (said.replace("is held by another", by) if one else f"{said}. {name!r} {by}",)
             return
 
 

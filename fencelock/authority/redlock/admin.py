@@ -146,6 +146,24 @@ def status(group: NodeGroup, view: MembershipView) -> Steps[tuple[NodeStatus, ..
     return tuple(found)
 
 
+def compare_lists(group: NodeGroup) -> Steps[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Return the members that are none of these nodes, and the nodes that are no members, by address."""
+    reports, _ = yield from group.read()
+    if (census := Census.of(group.names, reports)) is None:
+        return (), ()
+    met = {report.node_id for report in reports.values()}
+    listed = census.membership
+    missing = [name for node_id, name in listed.seats if node_id not in met and name not in group.names]
+    if len(missing) <= len(group.names) - len(reports):  # those that are silent may be these, by other names
+        missing = []
+    strangers = [
+        group.names[node]
+        for node, report in reports.items()
+        if report.node_id not in listed.ids and group.names[node] not in listed.addresses
+    ]
+    return tuple(missing), tuple(strangers)
+
+
 def statuses(names: tuple[str, ...], reports: Reports, answers: Answers) -> tuple[NodeStatus, ...]:
     """Return what to tell people about each node."""
     try:

@@ -289,6 +289,10 @@ class Redlock(Stepped):
         """
         return self._run_apart(admin.status(self._group(), self._view))
 
+    def compare_lists(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the members that are none of these nodes, and the nodes that are no members, by address."""
+        return self._run_apart(admin.compare_lists(self._group()))
+
     def recover(self) -> bool:
         """Admit nodes again that restarted or forgot, after waiting for the longest lease to pass.
 

@@ -1,0 +1,330 @@
+"""`fencelock doctor`: what is wrong with nodes and databases, and what to do about each."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Annotated, Any, Final
+
+import typer
+from redis import Redis
+from redis.exceptions import RedisError, ResponseError
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from sqlalchemy import Connection, MetaData, inspect, text
+
+from fencelock.authority.database.database import Database
+from fencelock.authority.redlock.admin import NodeState
+from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
+from fencelock.authority.redlock.transport.endpoints import split_urls
+from fencelock.commands.shared import (
+    FOUND_NOTHING,
+    AsJson,
+    Namespace,
+    Url,
+    authority_of,
+    database_at,
+    fail,
+    print_json,
+    without_password,
+)
+from fencelock.errors import LockTimeoutError
+from fencelock.guard import triggers
+from fencelock.guard.tables import FENCE_TABLE, WRITE_COLUMN, fenced_table
+from fencelock.max_fence import fenced_tables, highest_fence
+
+_OLDEST_SERVER: Final = (6, 2)
+#: Seconds in which clocks are compared, and by which part of that they may differ: see `base.drift`.
+_CLOCK_LOOK: Final = 1.0
+_MOST_DRIFT: Final = 0.01
+_PROBE: Final = "fencelock:doctor"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something to know.
+
+    Attributes:
+        where: a node, a database or a table.
+        what: what is so.
+        advice: what to do.
+        is_problem: whether locks or data are in danger; otherwise it is worth a thought.
+    """
+
+    where: str
+    what: str
+    advice: str
+    is_problem: bool = True
+
+
+_note = partial(Finding, is_problem=False)
+
+
+def doctor(
+    *,
+    url: Url = "",
+    namespace: Namespace = DEFAULT_NAMESPACE,
+    database: Annotated[
+        list[str] | None,
+        typer.Option(help="SQLAlchemy URL of a database with fenced tables, to be looked at, too."),
+    ] = None,
+    models: Annotated[
+        str, typer.Option(help="The metadata of the program's models, such as shop.models:Base.")
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Look for what goes wrong sooner or later. Status 3: there are problems."""
+    found: list[Finding] = []
+    given = split_urls(url or os.environ.get("FENCELOCK_URL", ""))
+    with authority_of(url, namespace) as authority:
+        if isinstance(authority, Redlock):
+            found += _of_nodes(authority, given)
+        token = _new_token(authority, found)
+        for its in database or ():
+            with database_at(its) as engine, engine.connect() as connection:
+                found += _of_database(connection, without_password(its), token, _metadata(models))
+        if isinstance(authority, Database):
+            with database_at(given[0]) as engine, engine.connect() as connection:
+                found += _of_leases(connection, without_password(given[0]))
+    if as_json:
+        print_json([asdict(each) for each in found])
+    else:
+        _show(found)
+    if any(each.is_problem for each in found):
+        raise typer.Exit(FOUND_NOTHING)
+
+
+def _show(found: list[Finding]) -> None:
+    console = Console(highlight=False)
+    places: dict[tuple[bool, str, str], list[str]] = {}
+    for each in sorted(found, key=lambda each: not each.is_problem):
+        places.setdefault((each.is_problem, each.what, each.advice), []).append(each.where)
+    for (is_problem, what, advice), where in places.items():
+        console.print("[red]problem[/]" if is_problem else "[yellow]note[/]", escape(", ".join(where)))
+        console.print(Padding(escape(f"{what}\n→ {advice}"), (0, 0, 1, 8)))
+    if not found:
+        console.print("nothing was found")
+
+
+def _new_token(authority: Redlock | Database, found: list[Finding]) -> int | None:
+    """Return a token that is granted now; none where nothing is granted."""
+    try:
+        with authority.lock(_PROBE, ttl=5, timeout=2, renew=False) as token:
+            return token
+    except LockTimeoutError as error:
+        found.append(_note(repr(authority), str(error), "another doctor is at work: try again"))
+    return None
+
+
+# Nodes.
+
+
+def _of_nodes(authority: Redlock, urls: list[str]) -> Iterator[Finding]:
+    for node in authority.status():
+        if node.state is not NodeState.ADMITTED:
+            advice = "it votes again by itself" if node.recovering_for else "docs/recover.md"
+            yield Finding(node.address, f"does not vote: {node.state.value} {node.detail}".strip(), advice)
+    if (count := len(authority.nodes)) % 2 == 0:
+        yield _note("nodes", f"{count} nodes survive no more losses than {count - 1}", "use 1, 3 or 5")
+    for url, name in zip(urls, authority.nodes, strict=False):
+        if "+" in url.partition("://")[0]:
+            yield _note(name, "is behind Sentinel or a cluster", "ask its servers themselves")
+            continue
+        try:
+            with Redis.from_url(url, socket_timeout=5, socket_connect_timeout=5) as node:
+                yield from _of_node(node, name)
+        except RedisError as error:
+            yield Finding(name, f"cannot be asked: {error}", "see that it runs, and its ACL has +info")
+
+
+def _of_node(node: Redis, name: str) -> Iterator[Finding]:
+    info: dict[str, Any] = node.info()
+    version = str(info.get("valkey_version") or info.get("redis_version", ""))
+    if tuple(int(part) for part in version.split(".")[:2] if part.isdecimal()) < _OLDEST_SERVER:
+        yield Finding(name, f"is version {version}", "use Redis 6.2 or later, or Valkey")
+    policy = info.get("maxmemory_policy", "noeviction")
+    if info.get("maxmemory") and policy != "noeviction":
+        yield Finding(
+            name,
+            f"drops keys when its memory is full ({policy}): held locks, or the record of all tokens",
+            "CONFIG SET maxmemory-policy noeviction, and in its configuration file",
+        )
+    if info.get("evicted_keys"):
+        yield _note(name, f"has dropped {info['evicted_keys']} keys since its start", "give it more memory")
+    if not info.get("aof_enabled"):
+        yield _note(
+            name,
+            "writes no append-only file: after a restart it is blank",
+            "appendonly yes; a single node needs it, of three or five each is admitted again by the others",
+        )
+    if info.get("connected_slaves") and not _setting(node, "min-replicas-to-write"):
+        yield _note(
+            name,
+            "has replicas, and may be replaced by one that has not heard of the last grants",
+            "fencelock notices that at each vote; for no outage then, use independent nodes",
+        )
+    yield from _of_clock(node, name)
+
+
+def _of_clock(node: Redis, name: str) -> Iterator[Finding]:
+    first, began = _time_of(node), time.monotonic()
+    time.sleep(_CLOCK_LOOK)
+    second, ended = _time_of(node), time.monotonic()
+    off = (second - first) / (ended - began) - 1
+    if abs(off) > _MOST_DRIFT + 0.02 / _CLOCK_LOOK:  # the round trips are not alike
+        yield Finding(name, f"its clock is {100 * off:+.1f} % off ours", "mend the clocks: NTP that slews")
+    if abs(second - time.time()) > 1:
+        yield _note(
+            name, f"its clock shows {second - time.time():+.0f} s", "waiting lines are less fair: NTP"
+        )
+
+
+def _time_of(node: Redis) -> float:
+    seconds, microseconds = node.time()
+    return float(seconds + microseconds / 1e6)
+
+
+def _setting(node: Redis, name: str) -> int:
+    """Return a number of the configuration; 0 where the user may not ask."""
+    try:
+        return int(dict(node.config_get(name)).get(name, 0))  # type: ignore[arg-type]
+    except ResponseError:
+        return 0
+
+
+# Databases.
+
+#: Settings by dialect: how to ask, what is wrong, what to do, and whether it is a problem.
+_SETTINGS: Final[dict[str, tuple[tuple[str, tuple[str, ...], str, str, bool], ...]]] = {
+    "postgresql": (
+        (
+            "SHOW idle_in_transaction_session_timeout",
+            ("0",),
+            "a transaction that hangs keeps its rows locked for ever",
+            "idle_in_transaction_session_timeout = '60s' for the program's role",
+            False,
+        ),
+        ("SHOW lock_timeout", ("0",), "a statement waits for a row for ever", "lock_timeout = '5s'", False),
+        ("SHOW fsync", ("off",), "a crash may lose what was committed", "fsync = on", True),
+    ),
+    "mysql": (
+        (
+            "SELECT @@GLOBAL.idle_transaction_timeout",
+            ("0",),
+            "a transaction that hangs keeps its rows locked for ever",
+            "idle_transaction_timeout = 60",
+            False,
+        ),
+    ),
+}
+_DURABLE: Final[dict[str, tuple[str, tuple[str, ...], str, str]]] = {
+    "postgresql": (
+        "SHOW fsync",
+        ("off",),
+        "a crash may lose leases that were granted, and grant their tokens again",
+        "fsync = on",
+    ),
+    "mysql": (
+        "SELECT @@GLOBAL.innodb_flush_log_at_trx_commit",
+        ("0", "2"),
+        "a crash may lose leases that were granted, and grant their tokens again",
+        "innodb_flush_log_at_trx_commit = 1",
+    ),
+}
+
+
+def _of_database(
+    connection: Connection, shown: str, token: int | None, metadata: MetaData | None
+) -> Iterator[Finding]:
+    highest, count = highest_fence(connection)
+    if not count:
+        yield Finding(shown, "has no fenced table", "add the columns: op.add_fence in a migration")
+    if token is not None and highest > token:
+        yield Finding(
+            shown,
+            f"has seen token {highest}, above what is granted now ({token}): every write is refused",
+            "what grants has lost its memory: fencelock init --after-loss --database URL",
+        )
+    for each in fenced_tables(connection):
+        yield from _of_table(connection, each.name, each.schema)
+    yield from _of_models(connection, metadata)
+    for ask, bad, what, advice, is_problem in _SETTINGS.get(_dialect(connection), ()):
+        if _is_one_of(connection, ask, bad):
+            yield Finding(shown, what, advice, is_problem)
+
+
+def _of_table(connection: Connection, name: str, schema: str | None) -> Iterator[Finding]:
+    if name == FENCE_TABLE:
+        return
+    columns = {column["name"] for column in inspect(connection).get_columns(name, schema=schema)}
+    if WRITE_COLUMN not in columns:
+        yield Finding(
+            name,
+            f"has no column {WRITE_COLUMN}: a write that was made meanwhile is not noticed",
+            "op.add_fence in a migration adds it",
+        )
+    if triggers.knows(connection.dialect.name) and not triggers.installed(connection, name, schema=schema):
+        yield _note(
+            name,
+            "has no trigger: SQL that names no fence, of other programs, is not refused",
+            "op.create_fence_trigger, where others write: docs/triggers.md",
+        )
+
+
+def _of_models(connection: Connection, metadata: MetaData | None) -> Iterator[Finding]:
+    """Compare the models' fenced tables with the database."""
+    for each in metadata.sorted_tables if metadata is not None else ():
+        if (fenced := fenced_table(each)) is None:
+            continue
+        inspector = inspect(connection)
+        if not inspector.has_table(each.name, schema=each.schema):
+            yield Finding(each.name, "is not in the database", "migrate")
+            continue
+        columns = inspector.get_columns(each.name, schema=each.schema)
+        missing = {fenced.fence.name} - {column["name"] for column in columns}
+        if missing:
+            yield Finding(each.name, f"has no column {', '.join(missing)}", "op.add_fence in a migration")
+        wanted = [column.name for column in fenced.template.columns.values()]
+        key = inspector.get_pk_constraint(each.name, schema=each.schema)["constrained_columns"]
+        indexes = inspector.get_indexes(each.name, schema=each.schema)
+        several: list[list[str | None]] = [[*key], *(its["column_names"] for its in indexes)]
+        first = {names[0] for names in several if names}
+        if wanted and not first & set(wanted):
+            yield _note(
+                each.name,
+                f"has no index that begins with {' or '.join(wanted)}, which name its resource",
+                "add an index: claim_all of one resource reads the whole table",
+            )
+
+
+def _of_leases(connection: Connection, shown: str) -> Iterator[Finding]:
+    if (setting := _DURABLE.get(_dialect(connection))) is not None:
+        ask, bad, what, advice = setting
+        if _is_one_of(connection, ask, bad):
+            yield Finding(shown, what, advice)
+
+
+def _dialect(connection: Connection) -> str:
+    return "mysql" if connection.dialect.name == "mariadb" else connection.dialect.name
+
+
+def _is_one_of(connection: Connection, ask: str, bad: tuple[str, ...]) -> bool:
+    return str(connection.scalar(text(ask))) in bad
+
+
+def _metadata(name: str) -> MetaData | None:
+    """Return the metadata that `shop.models:Base` names."""
+    if not name:
+        return None
+    module, _, attribute = name.partition(":")
+    try:
+        found: Any = getattr(importlib.import_module(module), attribute or "Base")
+    except (ImportError, AttributeError) as error:
+        fail(f"{name!r} cannot be imported: {error}; write --models shop.models:Base")
+    metadata = getattr(found, "metadata", found)
+    return metadata if isinstance(metadata, MetaData) else fail(f"{name!r} has no metadata")

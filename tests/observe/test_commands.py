@@ -1,0 +1,352 @@
+"""The commands for whoever is on call, run as programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from sqlalchemy import Engine, text
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+
+from fencelock import Database, FencedModel, Redlock, StaleTokenError, claim, fence_table, gate
+from fencelock.embedded import Nodes
+from tests.authorities.kinds import MAKERS, Kind
+from tests.polling import eventually
+from tests.redlock.stage import NODE_KEY
+from tests.test_cli import fencelock
+
+
+class Base(DeclarativeBase):
+    """The models of this file."""
+
+
+class Order(FencedModel, Base):
+    """What is written."""
+
+    __tablename__ = "cm_orders"
+    __fence_resource__ = "order:{id}"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    amount: Mapped[int] = mapped_column(default=0)
+
+
+fence_table(Base.metadata)
+
+
+@pytest.fixture(params=["quorum", "postgresql", "mariadb", "sqlite"])
+def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
+    """One server of each sort."""
+    with contextmanager(MAKERS[request.param])(request) as made:
+        yield made
+
+
+@pytest.fixture
+def mine(kind: Kind) -> Iterator[Any]:
+    """A client of it."""
+    made = kind.make()
+    yield made
+    made.close()
+
+
+def test_inspect_of_one_lock(kind: Kind, mine: Any) -> None:
+    """Who holds it, as a table and as JSON; status 3 where it is free."""
+    free = fencelock("inspect", "order:1", "--url", kind.url)
+    assert (free.returncode, free.stdout) == (3, "'order:1' is free\n")
+    with mine.lock("order:1") as token:
+        shown = fencelock("inspect", "order:1", FENCELOCK_URL=kind.url)
+        found = json.loads(fencelock("inspect", "order:1", "--json", "--url", kind.url).stdout)
+    assert shown.returncode == 0, shown.stderr
+    assert str(os.getpid()) in shown.stdout
+    assert str(token) in shown.stdout
+    assert found[0]["token"] == token
+    assert found[0]["holder"]["pid"] == os.getpid()
+
+
+def test_inspect_of_all(kind: Kind, mine: Any) -> None:
+    """Also of names that are markup to the table."""
+    assert fencelock("inspect", "--url", kind.url).stdout == "no lock is held\n"
+    with mine.lock("order:1", "[red]1[/]"):
+        shown = fencelock("inspect", "--url", kind.url).stdout
+    assert "order:1" in shown
+    assert "[red]1[/]" in shown
+
+
+def test_inspect_shows_the_fence(engine: Engine, authority: Redlock, node_urls: list[str]) -> None:
+    """Of the fence table, where a gate was passed."""
+    Base.metadata.create_all(engine)
+    with authority.lock("order:1") as token, Session(engine) as session:
+        gate(session)
+        session.commit()
+        database = engine.url.render_as_string(hide_password=False)
+        url = ("--url", ",".join(node_urls))
+        found = json.loads(fencelock("inspect", *url, "--json", "--database", database).stdout)
+        assert found[0]["fence"] == token
+        shown = fencelock("inspect", *url, "--database", database)
+        assert "fence" in shown.stdout
+
+
+def test_nothing_to_ask() -> None:
+    """The sentence says what to type."""
+    result = fencelock("inspect")
+    assert result.returncode == 1
+    assert "FENCELOCK_URL" in result.stderr
+
+
+def test_leaks_on_nodes(authority: Redlock, node_urls: list[str]) -> None:
+    """A lock without an end, and keys of other programs that use plain SET NX."""
+    url = ("--url", ",".join(node_urls))
+    with authority.lock("order:0"):
+        assert fencelock("leaks", *url).returncode == 0
+    for each in node_urls:
+        with redis.Redis.from_url(each) as node:
+            node.set(f"{NODE_KEY}:l:order:1", "mine!")
+    with redis.Redis.from_url(node_urls[2]) as node:
+        node.set("lock:cron", "1")
+        node.set("lock:short", "1", px=60_000)
+        node.hset("lock:hash", "no", "lock")
+    found = fencelock("leaks", *url, "--pattern", "lock:*")
+    assert found.returncode == 3, found.stderr
+    assert "order:1" in found.stdout
+    assert "never" in found.stdout
+    assert f"lock:cron has no end on {authority.nodes[2]}" in found.stdout
+    assert "lock:short" not in found.stdout
+    as_json = json.loads(fencelock("leaks", *url, "--pattern", "lock:*", "--json").stdout)
+    assert as_json["locks"][0]["remaining"] is None
+    assert "lock:cron" in as_json["keys"][authority.nodes[2]]
+
+
+def test_leaks_in_a_database(tmp_path: Path) -> None:
+    """A lease of a day."""
+    url = f"sqlite:///{tmp_path / 'app.db'}"
+    with Database(url) as authority, authority.lock("order:1", ttl=86_400, max_hold=None):
+        found = fencelock("leaks", "--url", url)
+        assert found.returncode == 3
+        assert "order:1" in found.stdout
+        assert fencelock("leaks", "--url", url, "--longest", "100000").returncode == 0
+
+
+def test_release_wants_force_and_a_reason(mine: Any, kind: Kind) -> None:
+    """Nothing is taken by mistake."""
+    with mine.lock("order:1"):
+        for options in ((), ("--force",), ("--force", "--reason", " "), ("--reason", "why")):
+            refused = fencelock("release", "order:1", "--url", kind.url, *options)
+            assert refused.returncode == 1
+            assert "--force" in refused.stderr
+        assert mine.inspect("order:1") is not None
+
+
+def test_release_by_force(mine: Any, kind: Kind) -> None:
+    """The next holder gets it at once; the old one hears that it has lost it."""
+    lock = mine.lock("order:1", ttl=1.5, if_lost="warn")
+    lost: list[object] = []
+    with lock as token:
+        lock.on_lost(lost.append)
+        taken = fencelock("release", "order:1", "--force", "--reason", "it hangs", "--url", kind.url)
+        assert taken.returncode == 0, taken.stderr
+        assert f"process {os.getpid()}" in taken.stderr
+        assert eventually(lambda: bool(lost))
+        other = kind.make()
+        later = other.acquire(("order:1",), ttl=5, timeout=2)
+        assert later.tokens[0] > token
+        other.release(later)
+        other.close()
+    again = fencelock("release", "order:1", "--force", "--reason", "it hangs", "--url", kind.url)
+    assert again.returncode == 3
+
+
+def test_release_by_force_has_the_database_refuse_the_victim(
+    engine: Engine, authority: Redlock, node_urls: list[str]
+) -> None:
+    """Its next write, of a row that was claimed and behind the gate."""
+    Base.metadata.create_all(engine)
+    url, database = ",".join(node_urls), engine.url.render_as_string(hide_password=False)
+    with authority.lock("order:1", if_lost="warn"), Session(engine) as session:
+        session.add(Order(id=1))
+        session.commit()
+        session.get_one(Order, 1)
+        session.commit()
+        force = ("release", "order:1", "--force", "--reason", "paused", "--url", url, "--database", database)
+        taken = fencelock(*force, "--claim", "cm_orders:id=1")
+        assert taken.returncode == 0, taken.stderr
+        for write in (lambda: claim(session, Order, 1), lambda: gate(session, "order:1")):
+            with pytest.raises(StaleTokenError):
+                write()
+            session.rollback()
+    wrong = fencelock(*force, "--claim", "cm_orders:id=7")
+    assert "no row" in wrong.stderr
+
+
+def test_claim_that_names_no_row(node_urls: list[str], authority: Redlock) -> None:
+    """Before anything is taken."""
+    with authority.lock("order:1"):
+        url = ("--url", ",".join(node_urls), "--force", "--reason", "why", "--database", "sqlite://")
+        for wrong in ("orders", "orders:", "x y:id=1", "orders;--:id=1"):
+            refused = fencelock("release", "order:1", *url, "--claim", wrong)
+            assert refused.returncode == 1
+            assert "--claim orders:id=1" in refused.stderr
+        assert authority.inspect("order:1") is not None
+
+
+def test_run_gives_the_command_its_token(kind: Kind, mine: Any) -> None:
+    """And its status is the command's."""
+    with mine.lock("job") as before:
+        pass
+    code = (
+        "import os, sys; print(os.environ['FENCELOCK_TOKEN'], os.environ['FENCELOCK_RESOURCE']); sys.exit(7)"
+    )
+    ran = fencelock("run", "job", "--url", kind.url, "--", sys.executable, "-c", code)
+    token, resource = ran.stdout.split()
+    assert ran.returncode == 7, ran.stderr
+    assert (int(token) > before, resource) == (True, "job")
+    assert mine.inspect("job") is None
+
+
+def test_run_waits_in_vain(kind: Kind, mine: Any) -> None:
+    """Status 75, and the sentence names the holder."""
+    with mine.lock("job"):
+        ran = fencelock("run", "job", "--url", kind.url, "--timeout", "0.2", "--", "true")
+    assert ran.returncode == 75
+    assert f"process {os.getpid()}" in ran.stderr
+
+
+@pytest.mark.parametrize("arguments", [(), ("--", "no-such-program")])
+def test_run_without_a_program(arguments: tuple[str, ...], authority: Redlock, node_urls: list[str]) -> None:
+    """A sentence, and the lock is given back."""
+    ran = fencelock("run", "job", "--url", ",".join(node_urls), *arguments)
+    assert ran.returncode == 1
+    assert len(ran.stderr.strip().splitlines()) == 1
+    assert authority.inspect("job") is None
+
+
+def test_run_ends_a_command_whose_lock_was_lost(authority: Redlock, node_urls: list[str]) -> None:
+    """What works on without the lock is told to end."""
+    command = ("run", "job", "--ttl", "1", "--url", ",".join(node_urls), "--", "sleep", "60")
+    with subprocess.Popen([sys.executable, "-m", "fencelock", *command], stderr=subprocess.PIPE) as program:
+        assert eventually(lambda: authority.inspect("job") is not None)
+        began = time.monotonic()
+        authority.force_release("job")
+        assert program.wait(30) == 1
+        assert time.monotonic() - began < 15
+        assert program.stderr is not None
+        assert b"ended before the work did" in program.stderr.read()
+
+
+def test_run_passes_signals_on(authority: Redlock, node_urls: list[str]) -> None:
+    """SIGTERM ends the command, and the lock is given back."""
+    command = ("run", "job", "--url", ",".join(node_urls), "--", "sleep", "60")
+    with subprocess.Popen([sys.executable, "-m", "fencelock", *command]) as program:
+        assert eventually(lambda: authority.inspect("job") is not None)
+        time.sleep(0.3)
+        program.send_signal(signal.SIGTERM)
+        assert program.wait(30) == 128 + signal.SIGTERM
+    assert authority.inspect("job") is None
+
+
+def test_top_looks_as_often_as_it_is_told(kind: Kind, mine: Any) -> None:
+    """A screen for each look."""
+    with mine.lock("order:1"):
+        shown = fencelock("top", "--times", "2", "--every", "0.2", "--url", kind.url)
+    assert shown.returncode == 0, shown.stderr
+    assert "order:1" in shown.stdout
+    assert "1 held" in shown.stdout
+
+
+def test_doctor_of_healthy_nodes(authority: Redlock, node_urls: list[str]) -> None:
+    """Notes at most."""
+    with authority.lock("order:1"):
+        pass
+    healthy = fencelock("doctor", "--url", ",".join(node_urls))
+    assert healthy.returncode == 0, healthy.stdout + healthy.stderr
+    assert "append-only" in healthy.stdout
+
+
+def test_doctor_of_ill_nodes(make_nodes: Callable[..., Nodes]) -> None:
+    """One evicts keys, one is down: each with what to do."""
+    nodes = make_nodes(3)
+    with Redlock(nodes.urls) as authority:
+        authority.init()
+        with redis.Redis.from_url(nodes[0].url) as node:
+            node.config_set("maxmemory", "100mb")
+            node.config_set("maxmemory-policy", "allkeys-lru")
+        nodes[1].kill()
+        found = fencelock("doctor", "--url", ",".join(nodes.urls), "--json")
+    assert found.returncode == 3
+    problems = {each["where"]: each for each in json.loads(found.stdout) if each["is_problem"]}
+    assert "noeviction" in problems[authority.nodes[0]]["advice"]
+    assert (
+        "does not vote" in problems[authority.nodes[1]]["what"]
+        or "cannot be asked" in (problems[authority.nodes[1]]["what"])
+    )
+
+
+def test_doctor_of_a_database(engine: Engine, authority: Redlock, node_urls: list[str]) -> None:
+    """A table without columns, a fence above all tokens; and nothing where all is well."""
+    url = ("--url", ",".join(node_urls))
+    database = ("--database", engine.url.render_as_string(hide_password=False))
+    empty = fencelock("doctor", *url, *database)
+    assert empty.returncode == 3
+    assert "no fenced table" in empty.stdout
+    Base.metadata.create_all(engine)
+    with authority.lock("order:1"), Session(engine) as session:
+        session.add(Order(id=1))
+        session.commit()
+    models = ("--models", "tests.observe.test_commands:Base")
+    well = json.loads(fencelock("doctor", *url, *database, *models, "--json").stdout)
+    assert {each["advice"] for each in well if each["is_problem"]} <= {"fsync = on"}  # tests need none
+    with engine.begin() as connection:
+        connection.execution_options(fencelock="bypass").execute(
+            text("UPDATE cm_orders SET last_fencing_token = 4611686018427387904")
+        )
+        connection.exec_driver_sql("CREATE TABLE cm_bare (last_fencing_token BIGINT)")
+    found = fencelock("doctor", *url, *database)
+    assert found.returncode == 3
+    assert "--after-loss" in found.stdout
+    assert "last_write_id" in found.stdout
+
+
+def test_nodes_that_are_not_those_of_the_list(make_nodes: Callable[..., Nodes]) -> None:
+    """A program with that list locks on fewer nodes than the others believe."""
+    nodes = make_nodes(4)
+    with Redlock(nodes.urls[:3]) as authority:
+        authority.init()
+    assert fencelock("nodes", "--current", ",".join(nodes.urls[:3])).returncode == 0
+    fewer = fencelock("nodes", "--current", nodes.urls[0])
+    assert fewer.returncode == 1
+    assert nodes.urls[1] in fewer.stderr.replace("\n", "")
+    more = fencelock("nodes", "--current", ",".join(nodes.urls))
+    assert more.returncode == 1
+    nodes[2].kill()
+    assert fencelock("nodes", "--current", ",".join(nodes.urls[:3])).returncode == 0
+
+
+def test_passwords_are_never_printed(make_nodes: Callable[..., Nodes]) -> None:
+    """By no command, whatever goes wrong."""
+    nodes = make_nodes(1, password="s3cret")
+    url = nodes.urls[0]
+    assert "s3cret" in url
+    wrong = url.replace("s3cret", "wr0ng-s3cret")
+    commands = (
+        ("inspect",),
+        ("leaks", "--pattern", "*"),
+        ("top", "--times", "1"),
+        ("doctor", "--database", "postgresql+psycopg://user:s3cret@127.0.0.1:1/none"),
+        ("release", "r", "--force", "--reason", "why"),
+        ("run", "r", "--", "true"),
+        ("nodes",),
+    )
+    for prepared in (False, True):
+        if prepared:
+            assert fencelock("init", url).returncode == 0
+        for command in commands:
+            for given in (url, wrong):
+                ran = fencelock(*command, FENCELOCK_URL=given)
+                assert "s3cret" not in ran.stdout + ran.stderr, command
