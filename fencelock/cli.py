@@ -362,6 +362,7 @@ app.command()(doctor.doctor)
 app.command()(look.inspect)
 app.command()(look.leaks)
 app.command()(look.top)
+app.command()(look.history)
 app.command()(act.release)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(act.run)
 

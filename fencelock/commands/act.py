@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Annotated, Final
 
 import typer
-from sqlalchemy import Engine
+from sqlalchemy import Engine, inspect
 from sqlalchemy.orm import Session
 
 from fencelock.authority.base import LockInfo
@@ -31,6 +31,7 @@ from fencelock.errors import LockLostError, LockTimeoutError
 from fencelock.guard.gate import gate
 from fencelock.guard.sql import conditional_update
 from fencelock.lock.lock import FencedLock
+from fencelock.observe.history import EVENT_TABLE, note
 
 logger = logging.getLogger("fencelock.command")
 
@@ -75,6 +76,9 @@ def release(
         if database:
             with database_at(database) as engine:
                 _raise_fences(authority, engine, resource, rows)
+                if inspect(engine).has_table(EVENT_TABLE):
+                    taken_from = f"from {was.holder}: " if was is not None else ""
+                    note(engine, "forced", resource, was.token if was else None, taken_from + reason)
     console = error_console()
     if was is None:
         console.print(f"{resource!r} was free", markup=False)

@@ -29,6 +29,7 @@ from fencelock.commands.shared import (
     print_json,
 )
 from fencelock.guard.tables import FENCE_COLUMN, FENCE_TABLE
+from fencelock.observe.history import read
 
 #: Rows that a person reads; `--json` has them all.
 _MOST_ROWS: Final = 100
@@ -160,6 +161,34 @@ def leaks(
         if not found and not keys:
             Console().print("no lock is left that nothing ends")
     if found or keys:
+        raise typer.Exit(FOUND_NOTHING)
+
+
+def history(
+    resource: Annotated[str, typer.Argument(help="Which lock.")],
+    *,
+    database: Annotated[str, typer.Option(help="SQLAlchemy URL of the database that has the history.")],
+    last: Annotated[int, typer.Option(min=1, help="How many entries.")] = 50,
+    as_json: AsJson = False,
+) -> None:
+    """Show what has become of a lock: granted, lost, refused, released by force. Status 3: nothing is known.
+
+    The program has to write it: fencelock.observe.history.record(engine).
+    """
+    with database_at(database) as engine:
+        found = read(engine, resource, last)
+    if as_json:
+        print_json([{**asdict(entry), "at": entry.at.isoformat()} for entry in found])
+    elif found:
+        shown = Table("at (UTC)", "what", "token", "process", "", header_style="bold")
+        for entry in found:
+            token = "" if entry.token is None else str(entry.token)
+            its = (f"{entry.at:%m-%d %H:%M:%S}", entry.what, token, entry.holder, entry.detail)
+            shown.add_row(*map(escape, its))
+        Console().print(shown)
+    else:
+        Console().print(f"nothing is known of {resource!r}", highlight=False, markup=False)
+    if not found:
         raise typer.Exit(FOUND_NOTHING)
 
 

@@ -1,0 +1,202 @@
+"""A history of locks in a table: who was granted, lost, refused, released by force, and when.
+
+```python
+from fencelock.observe import history
+
+history.record(engine)
+```
+
+It is written behind the program, by a thread, with connections of the engine and in transactions of its own.
+It is for people: what could not be written is logged and left out, and no lock waits for it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    DateTime,
+    Engine,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    delete,
+    insert,
+    select,
+)
+from sqlalchemy.exc import SQLAlchemyError
+
+from fencelock import _events, _threads
+from fencelock._databases import RESOURCE
+from fencelock._events import Event, LeaseLost, LockAcquired, StaleWriteRefused
+from fencelock._owners import name_of_process
+
+logger = logging.getLogger("fencelock.observe")
+
+EVENT_TABLE: Final = "fencelock_events"
+_DAY: Final = 86_400.0
+#: Seconds between two writes, and between two looks for what is too old.
+_PAUSE, _PRUNING_PAUSE = 0.5, 3600.0
+#: Entries that wait to be written, when the database does not answer.
+_MOST_WAITING: Final = 10_000
+
+
+def history_table(metadata: MetaData, *, schema: str | None = None) -> Table:
+    """Return the table `fencelock_events` as part of `metadata`: for migrations.
+
+    A row has its time in UTC (`at`), `what` happened (granted, lost, refused, forced), the `resource`, the
+    `token`, which process (`holder`: host, process id, program), and a `detail` for people.
+    """
+    return Table(
+        EVENT_TABLE,
+        metadata,
+        Column("id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True),
+        Column("at", DateTime, nullable=False, index=True),
+        Column("what", String(16), nullable=False),
+        Column("resource", RESOURCE, nullable=False),
+        Column("token", BigInteger),
+        Column("holder", String(255), nullable=False),
+        Column("detail", String(255), nullable=False),
+        Index(f"ix_{EVENT_TABLE}_of_resource", "resource", "id"),
+        schema=schema,
+        keep_existing=True,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A row of the history; `at` is in UTC, without a time zone."""
+
+    at: datetime
+    what: str
+    resource: str
+    token: int | None
+    holder: str
+    detail: str = ""
+
+
+class Recorder:
+    """What `record` returns: listens until it is closed."""
+
+    def __init__(self, engine: Engine, keep: float, schema: str | None) -> None:
+        self._engine = engine
+        self._keep = keep
+        self._table = history_table(MetaData(), schema=schema)
+        self._table.create(engine, checkfirst=True)
+        self._pruned_at = float("-inf")
+        self._start_over()
+        _events.on_event(self)
+        atexit.register(self.close)
+
+    def _start_over(self) -> None:
+        """Begin without a thread: at first, and in a forked child."""
+        self._pid = os.getpid()
+        self._waiting: deque[Entry] = deque(maxlen=_MOST_WAITING)
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __call__(self, event: Event) -> None:
+        """Note an event, and have it written soon."""
+        if entries := list(_entries_of(event)):
+            if self._pid != os.getpid():
+                self._start_over()
+            self._waiting.extend(entries)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="fencelock-history", daemon=True)
+                _threads.start(self._thread)
+
+    def close(self) -> None:
+        """Listen no more, and write what is left to be written."""
+        _events.forget(self)
+        atexit.unregister(self.close)
+        if self._pid == os.getpid():
+            self._over.set()
+            if self._thread is not None:
+                self._thread.join(5)
+            self._write()
+
+    def _work(self) -> None:
+        while not self._over.wait(_PAUSE):
+            self._write()
+
+    def _write(self) -> None:
+        entries: list[dict[str, Any]] = []
+        while self._waiting:
+            entry = self._waiting.popleft()
+            entries.append({name: getattr(entry, name) for name in Entry.__slots__})
+        try:
+            if entries:
+                with self._engine.begin() as connection:
+                    connection.execute(insert(self._table), entries)
+            if time.monotonic() >= self._pruned_at + _PRUNING_PAUSE:
+                self._pruned_at = time.monotonic()
+                with self._engine.begin() as connection:
+                    oldest = datetime.fromtimestamp(time.time() - self._keep, UTC).replace(tzinfo=None)
+                    connection.execute(delete(self._table).where(self._table.c.at < oldest))
+        except SQLAlchemyError as error:
+            logger.warning("%d entries of the history could not be written: %s", len(entries), error)
+
+
+def record(engine: Engine, *, keep: float = 7 * _DAY, schema: str | None = None) -> Recorder:
+    """Write the history of this process from now on; `close()` of what is returned ends that.
+
+    Args:
+        engine: of the database that has the table, which is made where it is not there.
+        keep: seconds after which an entry is deleted.
+        schema: where the table is, if not in the connection's default schema.
+
+    Raises:
+        sqlalchemy.exc.SQLAlchemyError: the table is not there and cannot be made.
+    """
+    return Recorder(engine, keep, schema)
+
+
+def read(engine: Engine, resource: str, last: int = 50, *, schema: str | None = None) -> Sequence[Entry]:
+    """Return the last entries of a resource, the oldest first.
+
+    Raises:
+        sqlalchemy.exc.SQLAlchemyError: the table cannot be read.
+    """
+    table = history_table(MetaData(), schema=schema)
+    columns = [table.c[name] for name in Entry.__slots__]
+    newest = select(*columns).where(table.c.resource == resource).order_by(table.c.id.desc()).limit(last)
+    with engine.connect() as connection:
+        return [Entry(*row) for row in reversed(connection.execute(newest).all())]
+
+
+def note(engine: Engine, what: str, resource: str, token: int | None, detail: str) -> None:
+    """Write one entry now, if the table is there."""
+    entry = _entry(what, resource, token, detail)
+    with engine.begin() as connection:
+        connection.execute(
+            insert(history_table(MetaData())), [{name: getattr(entry, name) for name in Entry.__slots__}]
+        )
+
+
+def _entry(what: str, resource: str, token: int | None, detail: str = "") -> Entry:
+    at = datetime.now(UTC).replace(tzinfo=None)
+    return Entry(at, what, resource, token, name_of_process(os.getpid()), detail[:255])
+
+
+def _entries_of(event: Event) -> Iterator[Entry]:
+    """Return what is written of an event."""
+    if isinstance(event, (LockAcquired, LeaseLost)):
+        what, detail = ("lost", event.detail) if isinstance(event, LeaseLost) else ("granted", "")
+        for resource, token in zip(event.resources, event.tokens, strict=True):
+            yield _entry(what, resource, token, detail)
+    elif isinstance(event, StaleWriteRefused) and event.resource is not None:
+        detail = f"{event.table} {event.identity}: the fence is {event.fence}"
+        yield _entry("refused", event.resource, event.token, detail)
