@@ -99,8 +99,8 @@ class LeaseExtended(LockEvent):
     """A lease was to be extended in the background.
 
     Attributes:
-        outcome: it lives on ("extended"), it has ended ("lost"), or nothing was decided, and it is tried
-            again until it ends ("error").
+        outcome: it lives on ("extended"), it has ended, maybe before it could be tried ("lost"), or nothing
+            was decided, and it is tried again until it ends ("error").
         lateness: seconds between when that was planned and when it began. A process that is too busy to
             renew its leases shows here first.
         ttl: seconds that the lease lasts.

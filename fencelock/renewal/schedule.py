@@ -137,7 +137,7 @@ class Renewer(abc.ABC):
             if hold.over:
                 continue
             if moment >= hold.grant.expires_at:
-                calls += hold.lose(*_why_ended(hold))
+                calls += _give_up(hold, moment)
                 ended.append(hold.grant)
             elif _is_final(hold):
                 self.plan(hold, moment)
@@ -191,10 +191,13 @@ def _is_final(hold: Renewable) -> bool:
     return hold.deadline - hold.grant.expires_at < hold.ttl / 20
 
 
-def _why_ended(hold: Renewable) -> tuple[str, LossReason]:
+def _give_up(hold: Renewable, now: float) -> tuple[Callable[[], object], ...]:
+    """Note that a hold's time has run out; return what is to be called for that."""
     if _is_final(hold):
-        return "it was held for as long as max_hold allows", "max_hold"
-    return f"it could not be extended in time: {hold.trouble or 'this process was held up'}", "expired"
+        return hold.lose("it was held for as long as max_hold allows", "max_hold")
+    detail = f"it could not be extended in time: {hold.trouble or 'this process was held up'}"
+    _tell(hold, LockLostError(detail), max(0.0, now - hold.planned))
+    return hold.lose(detail, "expired")
 
 
 def _tell(hold: Renewable, outcome: Grant | FencelockError, late: float) -> None:

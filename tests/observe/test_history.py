@@ -54,7 +54,7 @@ def test_what_happens_to_a_lock_is_written(
     Base.metadata.create_all(engine)
     with authority.lock("order:1"):  # its token is 1, and stale from now on
         pass
-    with authority.lock("order:1", "order:2") as (token, _), Session(engine) as session:
+    with authority.lock("order:1", "order:2") as (_, token), Session(engine) as session:
         session.add(Order(id=1))
         session.commit()
     with Session(engine) as session:
