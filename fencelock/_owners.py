@@ -69,7 +69,9 @@ def _is_run_in(greenlet: Any, task: asyncio.Task[Any]) -> bool:
 @functools.cache
 def name_of_process(pid: int) -> str:
     """Return host, process id and program of this process: at most 255 characters."""
-    return f"{socket.gethostname()} {pid} {Path(sys.argv[0]).name}"[:255]
+    path = Path(sys.argv[0])
+    program = path.parent.name if path.name == "__main__.py" else path.name  # of `python -m package`
+    return f"{socket.gethostname()} {pid} {program}"[:255]
 
 
 def switches_greenlets() -> bool:

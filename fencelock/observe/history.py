@@ -37,6 +37,7 @@ from sqlalchemy import (
     insert,
     select,
 )
+from sqlalchemy.dialects.mysql import DATETIME
 from sqlalchemy.exc import SQLAlchemyError
 
 from fencelock import _events, _threads
@@ -47,6 +48,7 @@ from fencelock._owners import name_of_process
 logger = logging.getLogger("fencelock.observe")
 
 EVENT_TABLE: Final = "fencelock_events"
+_TIME: Final = DateTime().with_variant(DATETIME(fsp=6), "mysql", "mariadb")
 _DAY: Final = 86_400.0
 #: Seconds between two writes, and between two looks for what is too old.
 _PAUSE, _PRUNING_PAUSE = 0.5, 3600.0
@@ -64,13 +66,15 @@ def history_table(metadata: MetaData, *, schema: str | None = None) -> Table:
         EVENT_TABLE,
         metadata,
         Column("id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True),
-        Column("at", DateTime, nullable=False, index=True),
+        Column(
+            "at", DateTime().with_variant(DATETIME(fsp=6), "mysql", "mariadb"), nullable=False, index=True
+        ),
         Column("what", String(16), nullable=False),
         Column("resource", RESOURCE, nullable=False),
         Column("token", BigInteger),
         Column("holder", String(255), nullable=False),
         Column("detail", String(255), nullable=False),
-        Index(f"ix_{EVENT_TABLE}_of_resource", "resource", "id"),
+        Index(f"ix_{EVENT_TABLE}_of_resource", "resource", "at"),
         schema=schema,
         keep_existing=True,
     )
@@ -172,7 +176,8 @@ def read(engine: Engine, resource: str, last: int = 50, *, schema: str | None = 
     """
     table = history_table(MetaData(), schema=schema)
     columns = [table.c[name] for name in Entry.__slots__]
-    newest = select(*columns).where(table.c.resource == resource).order_by(table.c.id.desc()).limit(last)
+    by_age = table.c.at.desc(), table.c.id.desc()  # each process writes for itself, and a little later
+    newest = select(*columns).where(table.c.resource == resource).order_by(*by_age).limit(last)
     with engine.connect() as connection:
         return [Entry(*row) for row in reversed(connection.execute(newest).all())]
 

@@ -1,12 +1,24 @@
-"""Listeners for what the tests of this folder cause."""
+"""Listeners for what the tests of this folder cause, and a shop with its Prometheus."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+from sqlalchemy import create_engine
+from sqlalchemy.orm import Session
 
+from fencelock import Redlock
+from fencelock.embedded import Nodes
 from fencelock.observe import Event, forget, on_event
+from tests.conftest import ROOT
+from tests.observe.shop import Base, Order
+from tests.observe.stage import RULES, Server, free_port, heard
+from tests.polling import eventually
 
 
 @pytest.fixture
@@ -16,3 +28,62 @@ def events() -> Iterator[list[Event]]:
     on_event(found.append)
     yield found
     forget(found.append)
+
+
+@pytest.fixture
+def own_nodes(make_nodes: Callable[..., Nodes]) -> Nodes:
+    """Three that a test may end."""
+    made = make_nodes(3)
+    with Redlock(made.urls) as authority:
+        authority.init()
+    return made
+
+
+@pytest.fixture
+def shop(own_nodes: Nodes, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """The program; `ask` is to be called for its answers."""
+    database = f"sqlite:///{tmp_path / 'shop.db'}"
+    engine = create_engine(database)
+    Base.metadata.create_all(engine)
+    with Redlock(own_nodes.urls) as authority, authority.lock("order:1"), Session(engine) as session:
+        session.add(Order(id=1))
+        session.commit()
+    engine.dispose()
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.observe.shop", ",".join(own_nodes.urls), database],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    ) as program:
+        yield program
+        program.kill()
+
+
+@pytest.fixture
+def server(shop: subprocess.Popen[str], tmp_path: Path) -> Iterator[Server]:
+    """A Prometheus that scrapes the program twice a second, with the shipped rules and shorter windows."""
+    rules = RULES.read_text()
+    rules = re.sub(r"\[\d+m\]", "[8s]", rules)
+    rules = re.sub(r"offset \d+m", "offset 8s", rules)
+    rules = re.sub(r"for: \d+m", "for: 1s", rules)
+    (tmp_path / "alerts.yml").write_text(rules.replace("[8s]))) > 5", "[8s]))) > 0.5"))
+    port = free_port()
+    (tmp_path / "prometheus.yml").write_text(
+        "global: {scrape_interval: 500ms, scrape_timeout: 400ms, evaluation_interval: 500ms}\n"
+        "rule_files: [alerts.yml]\n"
+        f"scrape_configs: [{{job_name: shop, static_configs: [{{targets: ['127.0.0.1:{heard(shop)}']}}]}}]\n"
+    )
+    command = [
+        "prometheus",
+        f"--config.file={tmp_path / 'prometheus.yml'}",
+        f"--storage.tsdb.path={tmp_path / 'data'}",
+        f"--web.listen-address=127.0.0.1:{port}",
+        "--log.level=error",
+    ]
+    with subprocess.Popen(command) as process:
+        made = Server(port)
+        assert eventually(made.is_up, 30)
+        yield made
+        process.terminate()
+        process.wait(20)
