@@ -12,14 +12,16 @@ from typing import Any, Final
 import fencelock
 import fencelock.embedded
 import fencelock.guard
+import fencelock.observe
 from fencelock.guard import triggers
+from fencelock.observe import history, otel, prometheus
 from tests.pages.blocks import ROOT
 
 PAGE: Final = ROOT / "docs" / "names.md"
 
 LOCKS: Final = (
     *("fenced_lock", "take_over", "fenced_transaction", "fenced", "configure", "exit_on_signals"),
-    *("Database", "lease_table", "Redlock"),
+    *("assert_held", "Database", "lease_table", "Redlock"),
 )
 MODELS: Final = ("FencedModel", "FencedDataclassModel", "fence_table", "begin_immediate")
 WRITING: Final = (
@@ -31,8 +33,8 @@ WATCHING: Final = ("on_stale", "on_unfenced", "on_claim", "GuardEvent")
 OBJECTS: Final = ("FencedLock", "AsyncLock", "FencedTransaction", "AsyncFencedTransaction", "Lease")
 MEMBERS: Final = {
     "Lease": ("resource", "fencing_token", "expires_at", "remaining", "lost", "in_doubt"),
-    "Database": ("lock", "init", "close"),
-    "Redlock": ("nodes", "lock", "init", "status", "recover", "close"),
+    "Database": ("lock", "inspect", "force_release", "init", "close"),
+    "Redlock": ("nodes", "lock", "inspect", "force_release", "init", "status", "recover", "close"),
 }
 """Of other classes all public members are shown; these have some that are for the library alone."""
 
@@ -94,6 +96,13 @@ def render() -> str:
     lines += ["", "## In `fencelock.guard`", *table(fencelock.guard, ("fence_column", "forget"))]
     lines += ["", "## In `fencelock.guard.triggers`"]
     lines += table(triggers, ("create", "drop", "installed", "prepare"), "triggers.")
+    lines += ["", "## In `fencelock.observe`", *table(fencelock.observe, tuple(fencelock.observe.__all__))]
+    for module, names in (
+        (prometheus, ("instrument", "watch_nodes")),
+        (otel, ("FencelockInstrumentor",)),
+        (history, ("record", "read", "history_table")),
+    ):
+        lines += ["", f"## In `{module.__name__}`", *table(module, names)]
     lines += ["", "## In `fencelock.embedded`"]
     lines += table(fencelock.embedded, ("Nodes", "Node", "Postgres", "EmbeddedServerError"))
     lines += ["", "Alembic's operations: [migrate](migrating.md#3-migrate)."]
