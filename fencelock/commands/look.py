@@ -13,6 +13,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 from sqlalchemy import Engine, column, select, table
 
 from fencelock.authority.base import LockInfo
@@ -219,5 +220,6 @@ def _screen(authority: Redlock | Database, height: int) -> Group:
     now = time.time()
     held.sort(key=lambda info: (-(info.waiters or 0), info.holder.since if info.holder else now))
     waiting = sum(info.waiters or 0 for info in held)
-    line = f"{time.strftime('%H:%M:%S')}   {len(held)} held   {waiting} waiting   {authority!r}"
-    return Group(escape(line), _table(held[: max(1, (height - 6) // 2)]))
+    where = f"{len(authority.nodes)} nodes" if isinstance(authority, Redlock) else repr(authority)
+    line = Text(f"{time.strftime('%H:%M:%S')}   {len(held)} held   {waiting} waiting   {where}")
+    return Group(line, _table(held[: max(1, (height - 6) // 2)]))

@@ -1,5 +1,5 @@
--- INSPECT: which locks are held, and by whom. KEYS[2..] which; without them, a page of all: ARGV[3] where to go on, 0 at
--- first, ARGV[4] how many keys to look at. ARGV[5] other keys instead, by a pattern: those that have no end.
+-- INSPECT: which locks are held, and by whom. KEYS[2..] which; without them, a page of all: ARGV[3] where to go on,
+-- 0 at first, ARGV[4] how many keys to look at. ARGV[5] other keys instead, by a pattern: those that have no end.
 -- Returns SHOWN, where to go on (0 at the end), then for each lock its resource, value, remaining ms (-1: no end), how
 -- many wait, and what its client has told of itself; for other keys only their names | a refusal.
 -- include marker
@@ -10,7 +10,7 @@ if LOCKS == 0 then
   local pattern = ARGV[5] ~= '' and ARGV[5] or string.gsub(prefix, '[%*%?%[%]\\]', '\\%0') .. '*'
   following, keys = unpack(redis.call('SCAN', ARGV[3], 'MATCH', pattern, 'COUNT', ARGV[4]))
 end
-local answer = {'SHOWN', following}
+local answer, told = {'SHOWN', following}, {}
 for _, key in ipairs(keys) do
   local left = redis.call('PTTL', key)
   if LOCKS == 0 and ARGV[5] ~= '' then
@@ -18,8 +18,10 @@ for _, key in ipairs(keys) do
   else
     local value = redis.pcall('GET', key)
     if type(value) == 'string' and string.sub(value, 1, 1) ~= '>' then
-      local who = redis.call('GET', NODE .. ':w:' .. string.sub(value, 1, 16)) or ''
-      local its = {string.sub(key, #prefix + 1), value, tostring(left), tostring(redis.call('ZCARD', queue_of(key))), who}
+      local client = string.sub(value, 1, 16)
+      told[client] = told[client] or redis.call('GET', NODE .. ':w:' .. client) or ''
+      local waiters = tostring(redis.call('ZCARD', queue_of(key)))
+      local its = {string.sub(key, #prefix + 1), value, tostring(left), waiters, told[client]}
       for _, fact in ipairs(its) do answer[#answer + 1] = fact end
     end
   end
