@@ -1,6 +1,6 @@
 """An authority written once, as generators of steps, for blocking code and for coroutines.
 
-Its author writes `acquiring`, `extending`, `reminting`, `releasing`, `looking` and `inspecting`, which yield
+Its author writes `acquiring`, `extending`, `reminting`, `releasing`, `inspecting` and `forcing`, which yield
 steps of their own, and `do` and `do_soon`, which take such a step in each world. `Stepped` makes an
 `Authority` of that. It knows two more steps: `Wait`, and `Abandon`.
 """
@@ -145,10 +145,6 @@ class Stepped(abc.ABC):
         """Do as `Authority.release`."""
 
     @abc.abstractmethod
-    def looking(self, resources: tuple[str, ...]) -> Steps[float | None]:
-        """Do as `Authority.holder_ttl`."""
-
-    @abc.abstractmethod
     def inspecting(self, resources: tuple[str, ...]) -> Steps[list[LockInfo]]:
         """Return the locks that are held of these resources; of all, where none is named."""
 
@@ -246,7 +242,7 @@ class Stepped(abc.ABC):
 
     def holder_ttl(self, resources: tuple[str, ...]) -> float | None:
         """Tell for how many seconds one of them is held: see `Authority`."""
-        return self.run(self.looking(resources))
+        return _last_end(self.run(self.inspecting(resources)))
 
     def force_release(self, resource: str) -> LockInfo | None:
         """Give back what another holds, and return what it was; None where it was free.
@@ -317,7 +313,7 @@ class AsyncView:
 
     async def holder_ttl(self, resources: tuple[str, ...]) -> float | None:
         """Tell for how many seconds one of them is held: see `Authority`."""
-        return await self.wait_for(self._authority.looking(resources))
+        return _last_end(await self.wait_for(self._authority.inspecting(resources)))
 
     @overload
     async def inspect(self, resource: str, /) -> LockInfo | None: ...
@@ -357,6 +353,10 @@ class AsyncView:
             raise
         except FencelockError as error:
             _note_left(error)
+
+
+def _last_end(found: Sequence[LockInfo]) -> float | None:
+    return max((info.remaining for info in found), default=None)
 
 
 def _note_left(error: FencelockError) -> None:

@@ -15,7 +15,6 @@ import typer
 from sqlalchemy import Engine, inspect
 from sqlalchemy.orm import Session
 
-from fencelock.authority.base import LockInfo
 from fencelock.authority.database.database import Database
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
 from fencelock.commands.shared import (
@@ -72,13 +71,15 @@ def release(
         fail("--claim needs the database that has the row: add --database URL")
     with authority_of(url, namespace) as authority:
         was = authority.force_release(resource)
-        _log(resource, was, reason)
+        holder = was.holder if was is not None else None
+        facts = {"resource": resource, "token": was and was.token, "holder": str(holder), "reason": reason}
+        logger.warning("%r was released by force: %s (held by %s)", resource, reason, holder, extra=facts)
         if database:
             with database_at(database) as engine:
                 _raise_fences(authority, engine, resource, rows)
                 if inspect(engine).has_table(EVENT_TABLE):
-                    taken_from = f"from {was.holder}: " if was is not None else ""
-                    note(engine, "forced", resource, was.token if was else None, taken_from + reason)
+                    token = None if was is None else was.token
+                    note(engine, "forced", resource, token, f"from {holder}: {reason}")
     console = error_console()
     if was is None:
         console.print(f"{resource!r} was free", markup=False)
@@ -88,13 +89,6 @@ def release(
             console.print("its holder may still write until the next one has: --database URL refuses it now")
     if was is None:
         raise typer.Exit(FOUND_NOTHING)
-
-
-def _log(resource: str, was: LockInfo | None, reason: str) -> None:
-    token = None if was is None else was.token
-    holder = None if was is None else was.holder
-    facts = {"resource": resource, "token": token, "holder": str(holder), "reason": reason}
-    logger.warning("%r was released by force: %s (it was held by %s)", resource, reason, holder, extra=facts)
 
 
 def _row_of(text: str) -> tuple[str, dict[str, str]]:

@@ -90,7 +90,7 @@ def doctor(
                 found += _of_database(connection, without_password(its), token, _metadata(models))
         if isinstance(authority, Database):
             with database_at(given[0]) as engine, engine.connect() as connection:
-                found += _of_leases(connection, without_password(given[0]))
+                found += _of_settings(connection, without_password(given[0]))
     if as_json:
         print_json([asdict(each) for each in found])
     else:
@@ -199,43 +199,25 @@ def _setting(node: Redis, name: str) -> int:
 
 # Databases.
 
-#: Settings by dialect: how to ask, what is wrong, what to do, and whether it is a problem.
-_SETTINGS: Final[dict[str, tuple[tuple[str, tuple[str, ...], str, str, bool], ...]]] = {
-    "postgresql": (
-        (
-            "SHOW idle_in_transaction_session_timeout",
-            ("0",),
-            "a transaction that hangs keeps its rows locked for ever",
-            "idle_in_transaction_session_timeout = '60s' for the program's role",
-            False,
-        ),
-        ("SHOW lock_timeout", ("0",), "a statement waits for a row for ever", "lock_timeout = '5s'", False),
-        ("SHOW fsync", ("off",), "a crash may lose what was committed", "fsync = on", True),
-    ),
-    "mysql": (
-        (
-            "SELECT @@GLOBAL.idle_transaction_timeout",
-            ("0",),
-            "a transaction that hangs keeps its rows locked for ever",
-            "idle_transaction_timeout = 60",
-            False,
-        ),
-    ),
-}
-_DURABLE: Final[dict[str, tuple[str, tuple[str, ...], str, str]]] = {
-    "postgresql": (
-        "SHOW fsync",
-        ("off",),
-        "a crash may lose leases that were granted, and grant their tokens again",
-        "fsync = on",
-    ),
-    "mysql": (
-        "SELECT @@GLOBAL.innodb_flush_log_at_trx_commit",
-        ("0", "2"),
-        "a crash may lose leases that were granted, and grant their tokens again",
-        "innodb_flush_log_at_trx_commit = 1",
-    ),
-}
+_HANGS: Final = "a transaction that hangs keeps its rows locked for ever"
+_FORGETS: Final = "a crash may lose what was committed, leases and their tokens too"
+_IDLE: Final = "idle_in_transaction_session_timeout"
+_FLUSH: Final = "innodb_flush_log_at_trx_commit"
+#: Of a dialect: how to ask, what is bad, why, what to do.
+_SETTINGS: Final[tuple[tuple[str, str, tuple[str, ...], str, str], ...]] = (
+    ("postgresql", f"SHOW {_IDLE}", ("0",), _HANGS, f"{_IDLE} = '60s' for the program's role"),
+    ("postgresql", "SHOW lock_timeout", ("0",), "a statement waits for ever", "lock_timeout = '5s'"),
+    ("postgresql", "SHOW fsync", ("off",), _FORGETS, "fsync = on"),
+    ("mysql", "SELECT @@GLOBAL.idle_transaction_timeout", ("0",), _HANGS, "idle_transaction_timeout = 60"),
+    ("mysql", f"SELECT @@GLOBAL.{_FLUSH}", ("0", "2"), _FORGETS, f"{_FLUSH} = 1"),
+)
+
+
+def _of_settings(connection: Connection, shown: str) -> Iterator[Finding]:
+    dialect = "mysql" if connection.dialect.name == "mariadb" else connection.dialect.name
+    for its, ask, bad, what, advice in _SETTINGS:
+        if its == dialect and str(connection.scalar(text(ask))) in bad:
+            yield Finding(shown, what, advice, is_problem=what is _FORGETS)
 
 
 def _of_database(
@@ -253,9 +235,7 @@ def _of_database(
     for each in fenced_tables(connection):
         yield from _of_table(connection, each.name, each.schema)
     yield from _of_models(connection, metadata)
-    for ask, bad, what, advice, is_problem in _SETTINGS.get(_dialect(connection), ()):
-        if _is_one_of(connection, ask, bad):
-            yield Finding(shown, what, advice, is_problem)
+    yield from _of_settings(connection, shown)
 
 
 def _of_table(connection: Connection, name: str, schema: str | None) -> Iterator[Finding]:
@@ -278,43 +258,22 @@ def _of_table(connection: Connection, name: str, schema: str | None) -> Iterator
 
 def _of_models(connection: Connection, metadata: MetaData | None) -> Iterator[Finding]:
     """Compare the models' fenced tables with the database."""
+    inspector = inspect(connection)
     for each in metadata.sorted_tables if metadata is not None else ():
         if (fenced := fenced_table(each)) is None:
             continue
-        inspector = inspect(connection)
-        if not inspector.has_table(each.name, schema=each.schema):
-            yield Finding(each.name, "is not in the database", "migrate")
+        name, where = each.name, {"schema": each.schema}
+        if not inspector.has_table(name, **where):
+            yield Finding(name, "is not in the database", "migrate")
             continue
-        columns = inspector.get_columns(each.name, schema=each.schema)
-        missing = {fenced.fence.name} - {column["name"] for column in columns}
-        if missing:
-            yield Finding(each.name, f"has no column {', '.join(missing)}", "op.add_fence in a migration")
+        if fenced.fence.name not in {column["name"] for column in inspector.get_columns(name, **where)}:
+            yield Finding(name, f"has no column {fenced.fence.name}", "op.add_fence in a migration")
         wanted = [column.name for column in fenced.template.columns.values()]
-        key = inspector.get_pk_constraint(each.name, schema=each.schema)["constrained_columns"]
-        indexes = inspector.get_indexes(each.name, schema=each.schema)
-        several: list[list[str | None]] = [[*key], *(its["column_names"] for its in indexes)]
-        first = {names[0] for names in several if names}
-        if wanted and not first & set(wanted):
-            yield _note(
-                each.name,
-                f"has no index that begins with {' or '.join(wanted)}, which name its resource",
-                "add an index: claim_all of one resource reads the whole table",
-            )
-
-
-def _of_leases(connection: Connection, shown: str) -> Iterator[Finding]:
-    if (setting := _DURABLE.get(_dialect(connection))) is not None:
-        ask, bad, what, advice = setting
-        if _is_one_of(connection, ask, bad):
-            yield Finding(shown, what, advice)
-
-
-def _dialect(connection: Connection) -> str:
-    return "mysql" if connection.dialect.name == "mariadb" else connection.dialect.name
-
-
-def _is_one_of(connection: Connection, ask: str, bad: tuple[str, ...]) -> bool:
-    return str(connection.scalar(text(ask))) in bad
+        indexed = [[*inspector.get_pk_constraint(name, **where)["constrained_columns"]]]
+        indexed += [[*filter(None, its["column_names"])] for its in inspector.get_indexes(name, **where)]
+        if wanted and not any(its[0] in wanted for its in indexed if its):
+            what = f"has no index that begins with {' or '.join(wanted)}, which name its resource"
+            yield _note(name, what, "add an index: claim_all of one resource reads the whole table")
 
 
 def _metadata(name: str) -> MetaData | None:

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
-from sqlalchemy import Engine, column, select, table
+from sqlalchemy import column, select, table
 
 from fencelock.authority.base import LockInfo
 from fencelock.authority.database.database import Database
@@ -51,7 +51,7 @@ def inspect(
     with authority_of(url, namespace) as authority:
         found = authority.inspect() if resource is None else [authority.inspect(resource)]
     held = [info for info in found if info is not None]
-    fences = _fences_of(database, held) if database else None
+    fences = _fences_of(database, [info.resource for info in held]) if database else None
     if as_json:
         print_json([_as_json(info, fences) for info in held])
     elif held:
@@ -64,16 +64,10 @@ def inspect(
         raise typer.Exit(FOUND_NOTHING)
 
 
-def _fences_of(url: str, held: Sequence[LockInfo]) -> dict[str, int]:
-    """Return the fences that a database's fence table has for these resources."""
-    with database_at(url) as engine:
-        return fences_in(engine, [info.resource for info in held])
-
-
-def fences_in(engine: Engine, resources: Sequence[str]) -> dict[str, int]:
-    """Return the fences of resources; those that have none are missing."""
+def _fences_of(url: str, resources: Sequence[str]) -> dict[str, int]:
+    """Return the fences that a database's fence table has; resources without one are missing."""
     found: dict[str, int] = {}
-    with engine.connect() as connection:
+    with database_at(url) as engine, engine.connect() as connection:
         for start in range(0, len(resources), 500):
             wanted = _FENCES.c.resource.in_(resources[start : start + 500])
             rows = connection.execute(select(_FENCES.c.resource, _FENCES.c[FENCE_COLUMN]).where(wanted))
@@ -149,18 +143,18 @@ def leaks(
         found = [info for info in authority.inspect() if info.remaining > longest]
         foreign = authority.endless(pattern) if pattern and isinstance(authority, Redlock) else {}
     keys = sorted({key for its in foreign.values() for key in its})
+    console = Console(highlight=False, markup=False)
     if as_json:
         print_json({"locks": [_as_json(info) for info in found], "keys": foreign})
+    elif not found and not keys:
+        console.print("no lock is left that nothing ends")
     else:
         if found:
-            Console().print(_table(found))
-            hint = "fencelock release RESOURCE --force --reason … gives one back"
-            Console().print(hint, highlight=False)
+            console.print(_table(found))
+            console.print("fencelock release RESOURCE --force --reason … gives one back")
         for key in keys[:_MOST_ROWS]:
             on = ", ".join(node for node, its in foreign.items() if key in its)
-            Console().print(f"{key} has no end on {on}", markup=False, highlight=False)
-        if not found and not keys:
-            Console().print("no lock is left that nothing ends")
+            console.print(f"{key} has no end on {on}")
     if found or keys:
         raise typer.Exit(FOUND_NOTHING)
 

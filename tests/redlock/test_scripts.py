@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -85,10 +84,15 @@ class Scripts:
         ]
         return self.real.execute(_extend_command(self.node_set, attempts, [0] * len(attempts)))
 
-    def holder(self, *resources: str) -> Answer:
-        """HOLDER."""
+    def inspect(self, *resources: str) -> Answer:
+        """INSPECT."""
         keys = (NODE_KEY, *map(key_of, resources))
-        return self.real.execute(Command("holder", "", keys, (self.node_set.fingerprint, "")))
+        return self.real.execute(Command("inspect", "", keys, (self.node_set.fingerprint, "", "0", 200, "")))
+
+    def shown(self, *resources: str) -> dict[str, tuple[str, ...]]:
+        """Return what INSPECT says of each lock that is held."""
+        facts = self.inspect(*resources).facts[1:]
+        return {facts[at]: facts[at + 1 : at + 5] for at in range(0, len(facts), 5)}
 
     def lock(self, resource: str) -> str | None:
         """Return what the lock key of a resource holds."""
@@ -132,29 +136,30 @@ def test_held_lock_is_refused_with_its_remaining_time(scripts: Scripts) -> None:
     assert scripts.counter("r") == 1
 
 
-def test_holder_is_of_the_lock_that_ends_last(scripts: Scripts) -> None:
-    """LOST where all are free, HELD with the longest ttl; a lock without an end outlasts them."""
-    assert scripts.holder("a", "b") == Answer(Said.LOST)
-    scripts.acquire("n", "a", ttl=7)
+def test_inspect_shows_the_locks_that_are_held(scripts: Scripts) -> None:
+    """Value, remaining ms, how many wait, and what the client has told; -1 ms for one without an end."""
+    assert scripts.shown("a", "b") == scripts.shown() == {}
+    nonce = "f" * 16 + "-of-client"
+    scripts.client.set(f"{NODE_KEY}:w:{'f' * 16}", "host 1 program")
+    scripts.acquire(nonce, "a", ttl=7)
     scripts.acquire("m", "b", ttl=70)
-    answer = scripts.holder("c", "b", "a")
-    assert answer.said is Said.HELD
-    assert 69 < answer.ttl <= 70
-    assert 6 < scripts.holder("a").ttl <= 7
-    assert (scripts.lock("a"), scripts.lock("c")) == ("n|0|1", None)
+    found = scripts.shown("c", "b", "a")
+    assert list(found) == ["b", "a"]
+    value, left, waiters, who = found["a"]
+    assert (value, waiters, who) == (f"{nonce}|0|1", "0", "host 1 program")
+    assert 6000 < int(left) <= 7000
+    assert scripts.shown().keys() == {"a", "b"}
     scripts.client.set(key_of("c"), "of something else")
-    for order in (("a", "c", "b"), ("c", "b")):
-        assert scripts.holder(*order) == Answer(Said.HELD, ttl=math.inf)
+    assert scripts.shown("c") == {"c": ("of something else", "-1", "0", "")}
     scripts.client.hdel(NODE_KEY, "r")
-    assert scripts.holder("a").said is Said.RESTARTED
+    assert scripts.inspect("a").said is Said.RESTARTED
 
 
-def test_a_claim_is_no_holder(scripts: Scripts) -> None:
-    """It is kept for a contender that was called; beside a lock that is held, only the lock counts."""
+def test_a_claim_is_not_shown(scripts: Scripts) -> None:
+    """It is kept for a contender that was called, which is no holder."""
     scripts.client.set(key_of("a"), ">client.1", px=60_000)
-    assert scripts.holder("a", "b") == Answer(Said.LOST)
     scripts.acquire("n", "b", ttl=7)
-    assert scripts.holder("a", "b").ttl <= 7
+    assert scripts.shown("a", "b").keys() == scripts.shown().keys() == {"b"}
 
 
 def test_several_locks_are_granted_together_or_not_at_all(scripts: Scripts) -> None:

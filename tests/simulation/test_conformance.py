@@ -66,8 +66,6 @@ class LockCommand:
                 arguments += [self.place, self.waited, since, int(self.flag)]
         elif self.script == "extend":
             return self._extend()
-        elif self.script == "holder":
-            pass
         else:
             arguments += [self.epoch, *pairs]
             if self.script == "release" and self.place:
@@ -140,7 +138,7 @@ GIVEN = (give("a", "n1", 1), give("c", "n2", 1))
 lock_commands = st.builds(
     LockCommand,
     script=st.sampled_from(
-        ["acquire"] * 5 + ["remint", "confirm", "confirm", "release", "release", "extend", "holder"]
+        ["acquire"] * 5 + ["remint", "confirm", "confirm", "release", "release", "extend"]
     ),
     resources=st.lists(st.sampled_from(RESOURCES), min_size=1, max_size=3, unique=True).map(
         lambda names: tuple(sorted(names))

@@ -240,11 +240,6 @@ class Database(Stepped):
 
         return self._asking(Work(look))
 
-    def looking(self, resources: tuple[str, ...]) -> Steps[float | None]:
-        """Return for how many seconds one of the resources is held: see `Authority.holder_ttl`."""
-        held = yield from self._held(resources)
-        return max(held.values(), default=None)
-
     def inspecting(self, resources: tuple[str, ...]) -> Steps[list[LockInfo]]:
         """Return the locks that are held: see `Stepped.inspecting`."""
 

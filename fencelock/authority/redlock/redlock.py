@@ -24,7 +24,7 @@ from fencelock.authority.redlock.membership.recover import recover, rise
 from fencelock.authority.redlock.membership.reports import NodeGroup
 from fencelock.authority.redlock.membership.view import MembershipView
 from fencelock.authority.redlock.operations import Acquisition
-from fencelock.authority.redlock.protocol import holding, inspecting, messages
+from fencelock.authority.redlock.protocol import inspecting, messages
 from fencelock.authority.redlock.protocol.attempts import Attempt, Granted
 from fencelock.authority.redlock.protocol.messages import INTRODUCE, Command
 from fencelock.authority.redlock.protocol.nodeset import names_of
@@ -200,10 +200,6 @@ class Redlock(Stepped):
         """
         found = self.run(inspecting.look_for_endless(self._see, pattern))
         return {self._names[node]: keys for node, keys in found.items()}
-
-    def looking(self, resources: tuple[str, ...]) -> Steps[float | None]:
-        """Do as `Authority.holder_ttl`."""
-        return holding.holder_ttl(self._see, resources)
 
     def dump(self, grant: Grant) -> dict[str, Any]:
         """Do as `Authority.dump`."""

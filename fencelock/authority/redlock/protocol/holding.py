@@ -1,4 +1,4 @@
-"""What is done with a lock that is held: give it back, let it live on, mint anew; and whether it is held."""
+"""What is done with a lock that is held: give it back, let it live on, mint anew."""
 
 from __future__ import annotations
 
@@ -23,12 +23,10 @@ from fencelock.authority.redlock.protocol.messages import (
 )
 from fencelock.authority.redlock.protocol.nodeset import (
     NodeSet,
-    can_vote,
     count_of,
     enough_released,
-    names_of,
 )
-from fencelock.authority.redlock.protocol.refusals import by_name, raise_no_quorum, report_of
+from fencelock.authority.redlock.protocol.refusals import by_name, report_of
 from fencelock.authority.redlock.protocol.undo import abandon, release_command
 from fencelock.errors import FencelockError, LockLostError, QuorumError
 
@@ -110,31 +108,6 @@ def remint(
                 f"({report_of(node_set, outcome.answers)})"
             )
         yield Sleep(pause)
-
-
-def holder_ttl(
-    see: Callable[[], NodeSet], resources: tuple[str, ...]
-) -> Generator[Broadcast, Round, float | None]:
-    """Return for how many seconds one of the resources is held; None where all are, on a majority, free."""
-
-    def enough(answers: Answers) -> bool:
-        held, spare = count_of(Said.HELD, answers), len(node_set.names) - node_set.quorum
-        return can_vote(node_set, answers) and (
-            held > spare or count_of(Said.LOST, answers) >= node_set.quorum
-        )
-
-    while True:
-        node_set = see()
-        keys, _ = names_of(node_set.node_key, resources)
-        command = Command("holder", "", keys, (node_set.fingerprint, ""))
-        done = yield Broadcast(command, node_set.everybody, enough, node_set.patience)
-        if see() == node_set:  # else nodes were heard for the first time, or have got another list
-            break
-    if not can_vote(node_set, done.answers):
-        raise_no_quorum(node_set, done.answers)
-    if count_of(Said.LOST, done.answers) >= node_set.quorum:
-        return None
-    return max(answer.ttl for answer in done.answers.values() if answer.said is Said.HELD)
 
 
 def _extended(

@@ -15,7 +15,14 @@ from typing import Any, Final, NamedTuple
 from fencelock import token
 from fencelock.authority.base import Holder, LockInfo
 from fencelock.authority.redlock.protocol.attempts import Attempt
-from fencelock.authority.redlock.protocol.messages import Answer, Broadcast, Command, Round, Said
+from fencelock.authority.redlock.protocol.messages import (
+    Answer,
+    Answers,
+    Broadcast,
+    Command,
+    Round,
+    Said,
+)
 from fencelock.authority.redlock.protocol.nodeset import NodeSet, names_of
 from fencelock.authority.redlock.protocol.refusals import raise_no_quorum
 from fencelock.authority.redlock.protocol.undo import release_command
@@ -103,9 +110,8 @@ def _seen_by_nodes(
         pages: dict[int, list[Answer]] = {node: [] for node in node_set.everybody}
         if resources:
             keys, _ = names_of(node_set.node_key, resources)
-            done = yield _ask(node_set, list(pages), keys)
-            for node, answer in done.answers.items():
-                pages[node].append(answer)
+            done = yield _ask(node_set, list(pages), keys)._replace(enough=_are_clear(node_set, resources))
+            pages = {node: [answer] for node, answer in done.answers.items()}
         else:
             for node in pages:
                 pages[node] = yield from _pages_of(node_set, node, "")
@@ -152,6 +158,19 @@ def _pages_of(node_set: NodeSet, node: int, pattern: str) -> Generator[Broadcast
 def _ask(node_set: NodeSet, nodes: list[int], keys: tuple[str, ...], *page: str | int) -> Broadcast:
     command = Command("inspect", "", keys, (node_set.fingerprint, "", *page))
     return Broadcast(command, nodes, lambda answers: len(answers) == len(nodes), node_set.patience)
+
+
+def _are_clear(node_set: NodeSet, resources: tuple[str, ...]) -> Callable[[Answers], bool]:
+    """Return whether a majority has each of the resources, or none of it."""
+
+    def enough(answers: Answers) -> bool:
+        voters = [answer for answer in answers.values() if answer.said is Said.SHOWN]
+        held = Counter(answer.facts[at] for answer in voters for at in range(1, len(answer.facts), _FACTS))
+        return all(
+            max(held[resource], len(voters) - held[resource]) >= node_set.quorum for resource in resources
+        )
+
+    return enough
 
 
 def _locks_of(pages: list[Answer]) -> Generator[tuple[str, _Seen], None, None]:

@@ -67,7 +67,7 @@ def _load_scripts() -> dict[str, str]:
         return {file.name.removesuffix(".lua"): file.read_text() for file in room.iterdir() if file.is_file()}
 
     parts, members = texts(folder), texts(folder.joinpath("membership"))
-    scripts = {name: parts["prelude"] + parts[name] for name in (*EVERYDAY, "holder", "inspect")}
+    scripts = {name: parts["prelude"] + parts[name] for name in (*EVERYDAY, "inspect")}
     head = parts["prelude"] + parts["marker"] + parts["membership"]
     scripts |= {name: head + text for name, text in members.items()}
     include = re.compile(r"^-- include (\w+)\n", re.MULTILINE)
