@@ -9,7 +9,7 @@ RETRIES ?= --seconds 600
 VENV := .venv$(if $(filter-out 2.1,$(SQLALCHEMY)),-sqlalchemy-$(SQLALCHEMY))
 RUN := $(VENV)/bin/
 
-.PHONY: help demo check test test-sqlalchemy lint bench bench-guard bench-authorities simulate torture torture-databases retries spec spec-long clean
+.PHONY: help demo check test test-sqlalchemy lint bench bench-guard bench-observing bench-authorities simulate torture torture-databases retries spec spec-long clean
 
 help:
 	@echo "make demo       watch a stale writer being turned away by a real database (ten seconds)"
@@ -19,6 +19,7 @@ help:
 	@echo "make lint       ruff and mypy --strict"
 	@echo "make bench      locks beside their peers, hung nodes, a million resources; writes docs/benchmarks.md (11 minutes on a quiet machine)"
 	@echo "make bench-guard  the guard beside its alternatives, on four databases; writes docs/guard-benchmarks.md (ten minutes on a quiet machine)"
+	@echo "make bench-observing  what metrics and inspect cost (eight minutes)"
 	@echo "make bench-authorities  databases that grant leases beside their peers and bare statements; writes docs/authority-benchmarks.md (six minutes)"
 	@echo "make simulate   the shipped algorithm with everything going wrong, seed by seed until Ctrl-C (SIMULATE='--seeds 1000', '--replay 62 --nodes 3')"
 	@echo "make torture    a million acquisitions while everything breaks, and controls that must fail; writes docs/long-run.md (half an hour)"
@@ -67,6 +68,10 @@ bench: $(VENV)/bench-installed
 
 bench-guard: $(VENV)/bench-installed
 	$(RUN)python -m benchmarks.guard --docs docs
+
+bench-observing: $(VENV)/bench-installed
+	$(RUN)python -m benchmarks.observing
+	$(RUN)python -m benchmarks.inspecting
 
 bench-authorities: $(VENV)/bench-installed
 	$(RUN)python -m benchmarks.authorities --docs docs

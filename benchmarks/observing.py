@@ -14,7 +14,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.trace import TracerProvider
@@ -41,7 +41,6 @@ def listeners() -> dict[str, Listener | None]:
     tracing = _events.listeners[-1]
     for each in (metrics, tracing):
         forget(each)
-    FencelockInstrumentor._is_instrumented_by_opentelemetry = False  # noqa: SLF001 - both worlds want one
     return {
         "nothing listens, again": None,
         "a listener that does nothing": nothing,
@@ -77,9 +76,8 @@ def waiting(authority: Redlock, count: int, runner: asyncio.Runner) -> float:
     return runner.run(main())
 
 
-def compare(name: str, measure: Callable[[], float], turns: int) -> None:
+def compare(name: str, measure: Callable[[], float], turns: int, ways: dict[str, Listener | None]) -> None:
     """Print what each way adds."""
-    ways = listeners()
     without: list[float] = []
     added: dict[str, list[float]] = {way: [] for way in ways}
     for turn in range(turns + 1):
@@ -110,10 +108,10 @@ def main() -> None:
     given = parser.parse_args()
     with Nodes(5) as nodes, Redlock(nodes.urls) as authority, asyncio.Runner() as runner:
         authority.init()
-        count = given.locks
-        compare("blocking", lambda: blocking(authority, count), given.turns)
-        of_tasks: Any = lambda: waiting(authority, count, runner)  # noqa: E731
-        compare(f"asyncio, {TASKS} tasks", of_tasks, given.turns)
+        count, ways = given.locks, listeners()
+        compare("blocking", lambda: blocking(authority, count), given.turns, ways)
+        of_tasks = partial(waiting, authority, count, runner)
+        compare(f"asyncio, {TASKS} tasks", of_tasks, given.turns, ways)
         runner.run(authority.aio.close())
 
 

@@ -238,29 +238,23 @@ def forget(listener: Listener) -> None:
 
 
 #: The threads that call listeners at this moment, with the events that each has to tell after that.
-_telling: dict[int, tuple[Event, ...]] = {}
+_telling: dict[int, list[Event]] = {}
 
 
 def tell(event: Event) -> None:
     """Call all listeners."""
     thread = threading.get_ident()
-    if thread in _telling:
-        _telling[thread] += (event,)
+    if thread in _telling:  # a listener, or a signal handler that has interrupted one
+        _telling[thread].append(event)
         return
-    _telling[thread] = ()
+    later = _telling[thread] = []
     try:
-        _call_listeners(event)
-        while later := _telling[thread]:
-            _telling[thread] = ()
-            for each in later:
-                _call_listeners(each)
+        for listener in listeners:
+            try:
+                listener(event)
+            except Exception:
+                logger.exception("a listener for events failed")
     finally:
         del _telling[thread]
-
-
-def _call_listeners(event: Event) -> None:
-    for listener in listeners:
-        try:
-            listener(event)
-        except Exception:
-            logger.exception("a listener for events failed")
+        for each in later:
+            tell(each)
