@@ -26,7 +26,7 @@ from fencelock.commands.shared import (
     error_console,
     fail,
 )
-from fencelock.errors import LockLostError, LockTimeoutError
+from fencelock.errors import LockTimeoutError
 from fencelock.guard.gate import gate
 from fencelock.guard.sql import conditional_update
 from fencelock.lock.lock import FencedLock
@@ -135,52 +135,37 @@ def run(
     if not command:
         fail("which command? Write fencelock run RESOURCE -- COMMAND ARGUMENTS")
     with authority_of(url, namespace) as authority:
-        lock = authority.lock(resource, ttl=ttl, timeout=timeout, max_hold=None)
+        lock = authority.lock(resource, ttl=ttl, timeout=timeout, max_hold=None, if_lost="warn")
         try:
-            lock.acquire()
+            with lock:
+                status = _run_under(lock, command)
         except LockTimeoutError as error:
             error_console().print(str(error), markup=False)
-            raise typer.Exit(NOT_ACQUIRED) from None
-        try:
-            status = _run_under(lock, command)
-        finally:
-            try:
-                lock.release()
-            except LockLostError as error:
-                error_console().print(str(error), style="red", markup=False)
-                status = 1
+            status = NOT_ACQUIRED
     raise typer.Exit(status)
 
 
 def _run_under(lock: FencedLock[int], command: list[str]) -> int:
     """Run a command until it ends or the lease is lost; return its status, as a shell has it."""
     lease = lock.lease
-    environment = os.environ | {
-        "FENCELOCK_TOKEN": str(lease.fencing_token),
-        "FENCELOCK_RESOURCE": lease.resource,
-    }
+    its = {"FENCELOCK_TOKEN": str(lease.fencing_token), "FENCELOCK_RESOURCE": lease.resource}
     try:
-        program = subprocess.Popen(command, env=environment)  # noqa: S603 - what the user has typed
+        program = subprocess.Popen(command, env=os.environ | its)  # noqa: S603 - what the user has typed
     except OSError as error:
         fail(f"{command[0]}: {error.strerror}")
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
         program.send_signal(number)
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGHUP)}
-    before[signal.SIGINT] = signal.signal(
-        signal.SIGINT, lambda *_: None
-    )  # the terminal tells the command, too
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, pass_on)
+    signal.signal(signal.SIGINT, lambda *_: None)  # the terminal tells the command, too
     lock.on_lost(lambda _: program.terminate())
-    try:
-        while True:
-            try:
-                status = program.wait(1.0)
-                break
-            except subprocess.TimeoutExpired:
-                if lease.lost and lease.expires_at + _GRACE < time.monotonic():
-                    program.kill()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return 128 - status if status < 0 else status
+    while True:
+        try:
+            status = program.wait(1.0)
+        except subprocess.TimeoutExpired:
+            if lease.lost and lease.expires_at + _GRACE < time.monotonic():
+                program.kill()
+        else:
+            return 1 if lease.lost else 128 - status if status < 0 else status

@@ -33,7 +33,7 @@ from fencelock.commands.shared import (
     print_json,
     without_password,
 )
-from fencelock.errors import LockTimeoutError
+from fencelock.errors import FencelockError, LockTimeoutError
 from fencelock.guard import triggers
 from fencelock.guard.tables import FENCE_TABLE, WRITE_COLUMN, fenced_table
 from fencelock.max_fence import fenced_tables, highest_fence
@@ -118,6 +118,8 @@ def _new_token(authority: Redlock | Database, found: list[Finding]) -> int | Non
             return token
     except LockTimeoutError as error:
         found.append(_note(repr(authority), str(error), "another doctor is at work: try again"))
+    except FencelockError as error:
+        found.append(Finding(repr(authority), f"grants nothing: {error}", "docs/recover.md, docs/errors.md"))
     return None
 
 

@@ -96,6 +96,8 @@ class Recorder:
     """What `record` returns: listens until it is closed."""
 
     def __init__(self, engine: Engine, keep: float, schema: str | None) -> None:
+        if not isinstance(engine, Engine):
+            raise TypeError(f"the history is written through an Engine that blocks, not through {engine!r}")
         self._engine = engine
         self._keep = keep
         self._table = history_table(MetaData(), schema=schema)

@@ -288,6 +288,19 @@ def test_doctor_of_ill_nodes(make_nodes: Callable[..., Nodes]) -> None:
     )
 
 
+def test_doctor_of_nodes_that_grant_nothing(make_nodes: Callable[..., Nodes]) -> None:
+    """Then it is needed most: each node is named, and that no lock is granted."""
+    nodes = make_nodes(3)
+    with Redlock(nodes.urls) as authority:
+        authority.init()
+    nodes[0].kill()
+    nodes[1].kill()
+    found = fencelock("doctor", "--url", ",".join(nodes.urls))
+    assert found.returncode == 3, found.stderr
+    assert "grants nothing" in found.stdout
+    assert found.stdout.count("does not vote") + found.stdout.count("cannot be asked") >= 2
+
+
 def test_doctor_of_a_database(engine: Engine, authority: Redlock, node_urls: list[str]) -> None:
     """A table without columns, a fence above all tokens; and nothing where all is well."""
     url = ("--url", ",".join(node_urls))

@@ -7,9 +7,12 @@ import logging
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import Engine, create_engine, text
+from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from fencelock import FencedModel, Lease, Redlock, StaleTokenError, bind, claim, fence_table
@@ -132,7 +135,14 @@ def test_database_that_is_gone_stops_no_lock(authority: Redlock, caplog: pytest.
     engine.dispose()
 
 
-def test_history_that_is_not_there(tmp_path: object) -> None:
+def test_engine_for_coroutines_is_refused(tmp_path: Path) -> None:
+    """At once, and not in a thread."""
+    engine: Any = create_async_engine(f"sqlite+aiosqlite:///{tmp_path}/none.db")
+    with pytest.raises(TypeError, match="Engine that blocks"):
+        history.record(engine)
+
+
+def test_history_that_is_not_there(tmp_path: Path) -> None:
     """A sentence, not a traceback."""
     ran = fencelock("history", "order:1", "--database", f"sqlite:///{tmp_path}/none.db")
     assert ran.returncode == 1
