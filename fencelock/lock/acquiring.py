@@ -134,11 +134,11 @@ class LockSteps(Generic[Token]):
                 yield from seal_held(self._sealer, new)
             self._note_entered(entry, [*holds, new])
         except BaseException as error:
-            if type(error) is LockTimeoutError and not entry.is_try:
+            if type(error) is LockTimeoutError and not (entry.is_try or asked.given_up):
                 yield from name_holder(asked, error)
             if _events.listeners:
-                waited = time.monotonic() - began
-                _events.tell(LockNotAcquired(*names, waited, _outcome_of(error), error))
+                outcome = "cancelled" if asked.given_up else _outcome_of(error)
+                _events.tell(LockNotAcquired(*names, time.monotonic() - began, outcome, error))
             raise
         new.note_acquired(time.monotonic() - began)
         if new.renewer is not None:

@@ -122,6 +122,25 @@ def test_task_that_is_cancelled_while_it_waits(mine: Any, other: Any, events: li
     assert only(events, LockNotAcquired).outcome == "cancelled"
 
 
+def test_acquisition_that_is_given_up(mine: Any, other: Any, events: list[Event]) -> None:
+    """By `cancel`: that is no timeout."""
+    lock = mine.lock("order:1", timeout=None)
+    with other.lock("order:1"):
+        thread = threading.Thread(target=wait_for, args=(lock,))
+        thread.start()
+        assert eventually(lambda: kinds_of(events)[-1:] == ["LockRequested"])
+        time.sleep(0.1)
+        lock.cancel()
+        thread.join()
+    assert only(events, LockNotAcquired).outcome == "cancelled"
+
+
+def wait_for(lock: Any) -> None:
+    """Acquire a lock until that is given up."""
+    with suppress(LockTimeoutError):
+        lock.acquire()
+
+
 def test_lease_that_is_extended(mine: Any, events: list[Event]) -> None:
     """Each time with how late that began."""
     with mine.lock("order:1", ttl=0.6):
