@@ -570,7 +570,7 @@ def test_nonces_are_drawn_when_they_are_needed(authority: Redlock, monkeypatch: 
     monkeypatch.setattr(os, "urandom", patched)
     for count in range(1, 4):
         with authority.lock("r"), authority.lock("s"):
-            assert len([word for word in drawn if len(word) == 16]) == 2 * count
+            assert len([word for word in drawn if len(word) == 8]) == 2 * count
 
 
 class Name(str, enum.Enum):  # noqa: UP042 - which is formatted as its text

@@ -48,6 +48,12 @@ OF_THE_NODE = [NODE_KEY, f"{NODE_KEY}:m"]
 _nonces = itertools.count()
 
 
+def keys_of(client: Any) -> list[str]:
+    """Return the keys of a node, without what clients have told of themselves."""
+    names = sorted(key.decode() for key in client.keys("*"))
+    return [name for name in names if not name.startswith(f"{NODE_KEY}:w:")]
+
+
 class Station(Protocol):
     """What executes a command atomically: a node, real or modelled."""
 

@@ -19,7 +19,7 @@ from fencelock.authority.redlock.protocol.queue import HESITATION, Waiter, WaitQ
 from fencelock.embedded import Nodes
 from fencelock.errors import LockTimeoutError
 from tests.polling import eventually
-from tests.redlock.stage import NODE_KEY, OF_THE_NODE
+from tests.redlock.stage import NODE_KEY, OF_THE_NODE, keys_of
 from tests.redlock.views import all_wait, is_held_everywhere
 
 
@@ -380,7 +380,7 @@ def test_waiting_for_several_resources_never_deadlocks(nodes: Nodes, authority: 
         assert sorted(pool.map(work, range(12))) == list(range(12))
     assert time.monotonic() - began < 20
     with redis.Redis.from_url(nodes[0].url) as client:
-        assert eventually(lambda: sorted(client.keys("*")) == [name.encode() for name in OF_THE_NODE], 10)
+        assert eventually(lambda: keys_of(client) == OF_THE_NODE, 10)
 
 
 def test_uncontended_acquisition_leaves_no_thread_and_no_key(authority: Redlock, nodes: Nodes) -> None:
@@ -392,7 +392,7 @@ def test_uncontended_acquisition_leaves_no_thread_and_no_key(authority: Redlock,
         other.lock("r", timeout=0).acquire()
     assert eventually(lambda: _threads() <= before)
     with redis.Redis.from_url(nodes[0].url) as client:
-        assert eventually(lambda: sorted(client.keys("*")) == [name.encode() for name in OF_THE_NODE])
+        assert eventually(lambda: keys_of(client) == OF_THE_NODE)
 
 
 def _threads() -> set[threading.Thread]:

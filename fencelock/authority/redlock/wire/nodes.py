@@ -12,7 +12,7 @@ answers again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from fencelock.authority.redlock.membership.members import Identity
@@ -62,13 +62,14 @@ class Transport(Protocol):
 class _Node:
     """What is known of one node: its connection, or why there is none and when to try again."""
 
-    __slots__ = ("connection", "failure", "failures", "owed", "retry_at")
+    __slots__ = ("connection", "failure", "failures", "introduce_at", "owed", "retry_at")
 
     def __init__(self) -> None:
         self.connection: Connection | None = None
         self.failure = Answer(Said.UNREACHABLE, detail="not connected yet")
         self.failures = 0
         self.retry_at = -math.inf
+        self.introduce_at = -math.inf
         #: By nonce.
         self.owed: dict[str, Command] = {}
 
@@ -92,7 +93,7 @@ class NodeConnections:
         connect_timeout: seconds that a node may take to accept a connection.
         patience: seconds after which a node that owes an answer is asked no more.
         jitter: returns a random number between 0 and 1.
-        introduction: what each node is told when a connection has been opened, and again from time to time.
+        introduction: what each node is told before it is asked for a lock, and again from time to time.
         new_connection: makes a connection, as `Connection` does.
     """
 
@@ -129,7 +130,7 @@ class NodeConnections:
         self._subscribe = Command(SUBSCRIBE, "", (), (channel,))
         self._listens = False
         self._introduction = introduction
-        self._introduce_at = math.inf
+        self._introduces_with = frozenset({"acquire", "extend"} if introduction is not None else ())
 
     def connection(self, node: int) -> Connection | None:
         """Return the connection to a node, if there is one."""
@@ -165,11 +166,10 @@ class NodeConnections:
     def ask(self, broadcast: PendingBroadcast, request: Broadcast, now: float) -> None:
         """Put a command into the connections of its nodes; where that cannot be, it is answered at once."""
         self._has_asked = True
-        if now >= self._introduce_at:
-            self._introduce(self._nodes, now)
         command, packed = request.command, pack(request.command)
         pending = PendingReply(broadcast, command, now)
         is_release = command.script == "release"
+        introduces = command.script in self._introduces_with
         for index in request.nodes:
             node = self._nodes[index]
             connection = node.connection
@@ -180,6 +180,8 @@ class NodeConnections:
                 or (silence := self._silence(connection, now)) is None
                 or (is_release and command.nonce in connection.acquiring)
             ):
+                if introduces and now >= node.introduce_at:
+                    self._introduce(node, connection, now)
                 connection.put(pending, packed)
                 continue
             else:
@@ -188,14 +190,11 @@ class NodeConnections:
             if is_release:
                 node.owe(command)
 
-    def _introduce(self, nodes: Iterable[_Node], now: float) -> None:
-        """Tell nodes what this client is; their keys of that end by themselves."""
+    def _introduce(self, node: _Node, connection: Connection, now: float) -> None:
+        """Tell a node what this client is, before it holds a lock there. The key of that ends by itself."""
         if self._introduction is not None:
-            self._introduce_at = now + INTRODUCED_FOR / 3
-            pending, packed = PendingReply(None, self._introduction, now), pack(self._introduction)
-            for node in nodes:
-                if node.connection is not None:
-                    node.connection.put(pending, packed)
+            node.introduce_at = now + INTRODUCED_FOR / 3
+            connection.put(PendingReply(None, self._introduction, now), pack(self._introduction))
 
     def _silence(self, connection: Connection, now: float) -> Answer | None:
         """Return what to report for a node that is not asked, because it owes too much, or for too long."""
@@ -241,7 +240,7 @@ class NodeConnections:
                 return None
         node.connection = connection = self._new_connection(index, identity, self._epoch, pushes=pushes)
         self.absent -= 1
-        self._introduce([node], now)
+        node.introduce_at = -math.inf
         if self._listens:
             self._put_subscribe(index, connection, now)
         self._put_owed(node, connection, now)
