@@ -76,9 +76,8 @@ class Story:
         )
         assert ran.returncode == status, ran.stderr
         typed = " ".join(f"'{each}'" if " " in each else each for each in arguments)
-        output = "\n".join(
-            filter(None, (ran.stdout.strip(), "\n".join(textwrap.wrap(ran.stderr.strip(), 100))))
-        )
+        said = [piece for line in ran.stderr.splitlines() for piece in textwrap.wrap(line, 100)]
+        output = "\n".join([*filter(None, [ran.stdout.strip()]), *said])
         self.show(f"$ fencelock {typed}\n{output}")
         return output
 
