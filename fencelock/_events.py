@@ -20,6 +20,7 @@ logger = logging.getLogger("fencelock.observe")
 
 Outcome = Literal["timeout", "error", "cancelled"]
 LossReason = Literal["max_hold", "expired", "gone"]
+LockEnd = Literal["released", "lost", "max_hold"]
 
 
 @dataclass(slots=True)
@@ -90,7 +91,7 @@ class LockReleased(LockEvent):
 
     tokens: tuple[int, ...]
     held: float
-    end: Literal["released", "lost", "max_hold"]
+    end: LockEnd
     error: BaseException | None
 
 
@@ -137,8 +138,8 @@ class TokenReminted(LockEvent):
 
 
 @dataclass(slots=True)
-class ConnectionOpened(Event):
-    """An authority has opened a connection.
+class ConnectionEvent(Event):
+    """Something that happened to a connection of an authority.
 
     Attributes:
         authority: `"Redlock"` or `"Database"`.
@@ -150,8 +151,13 @@ class ConnectionOpened(Event):
 
 
 @dataclass(slots=True)
-class ConnectionFailed(ConnectionOpened):
-    """An authority could not open a connection, or has lost one.
+class ConnectionOpened(ConnectionEvent):
+    """A connection has been opened."""
+
+
+@dataclass(slots=True)
+class ConnectionFailed(ConnectionEvent):
+    """A node could not be connected to, or a database did not answer.
 
     Attributes:
         reason: why.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from weakref import ReferenceType, WeakValueDictionary, ref
 
 from fencelock import _events
-from fencelock._events import LeaseLost, LockAcquired, LockReleased, LossReason, TokenReminted
+from fencelock._events import LeaseLost, LockAcquired, LockEnd, LockReleased, LossReason, TokenReminted
 from fencelock._owners import current_owner
 from fencelock.authority.base import Authority, Grant, named
 from fencelock.lease import Lease, note_ended, note_held
@@ -179,8 +179,7 @@ class Hold:
         since, self.since = self.since, None
         if since is not None:
             held = time.monotonic() - since
-            end: Literal["released", "lost", "max_hold"] = "lost" if self.loss else "released"
-            end = "max_hold" if self.loss == "max_hold" else end
+            end: LockEnd = "max_hold" if self.loss == "max_hold" else "lost" if self.loss else "released"
             _events.tell(LockReleased(*self.names, self.grant.tokens, held, end, error))
 
     def calls_when_lost(self) -> tuple[Callable[[], object], ...]:

@@ -169,11 +169,13 @@ def ask_to_release(authority: Authority, grant: Grant) -> Step:
 
 def name_holder(asked: Acquisition, error: LockTimeoutError) -> Steps[None]:
     """Have an error say who holds the lock that could not be acquired, where the authority can tell."""
+    if not hasattr(asked.authority, "inspect"):
+        return
     for name in asked.resources:
         looked = _call(asked.authority, partial(_inspect, name))
         try:
             yield looked
-        except (AuthorityError, AttributeError):  # one that has no `inspect`
+        except AuthorityError:
             return
         if looked.answer is not None and looked.answer.holder is not None:
             error.holder = looked.answer.holder

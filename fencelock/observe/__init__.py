@@ -6,6 +6,7 @@ for you. Nothing that locks or writes imports these modules, and none of it pays
 
 from fencelock._events import (
     CommitInDoubt,
+    ConnectionEvent,
     ConnectionFailed,
     ConnectionOpened,
     Event,
@@ -27,6 +28,7 @@ from fencelock._events import (
 
 __all__ = [
     "CommitInDoubt",
+    "ConnectionEvent",
     "ConnectionFailed",
     "ConnectionOpened",
     "Event",

@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -141,8 +141,7 @@ class Recorder:
     def _write(self) -> None:
         entries: list[dict[str, Any]] = []
         while self._waiting:
-            entry = self._waiting.popleft()
-            entries.append({name: getattr(entry, name) for name in Entry.__slots__})
+            entries.append(asdict(self._waiting.popleft()))
         try:
             if entries:
                 with self._engine.begin() as connection:
@@ -185,12 +184,10 @@ def read(engine: Engine, resource: str, last: int = 50, *, schema: str | None = 
 
 
 def note(engine: Engine, what: str, resource: str, token: int | None, detail: str) -> None:
-    """Write one entry now, if the table is there."""
-    entry = _entry(what, resource, token, detail)
+    """Write one entry now; the table has to be there."""
+    entry = asdict(_entry(what, resource, token, detail))
     with engine.begin() as connection:
-        connection.execute(
-            insert(history_table(MetaData())), [{name: getattr(entry, name) for name in Entry.__slots__}]
-        )
+        connection.execute(insert(history_table(MetaData())), [entry])
 
 
 def _entry(what: str, resource: str, token: int | None, detail: str = "") -> Entry:

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fencelock.observe")
 
 _M = TypeVar("_M", Counter, Gauge, Histogram)
-#: Each lock causes these, and they refer to nothing big.
+#: Each lock causes these.
 _COUNTED_LATER: Final = frozenset({LockRequested, LockAcquired, LockReleased})
 _MOST_COUNTED_LATER: Final = 200
 #: Then another process reads the numbers, whenever it likes.
@@ -158,7 +158,7 @@ class Metrics:
 
         An error is not kept, because it keeps everything alive that its traceback refers to.
         """
-        if _IS_MULTIPROCESS or type(event) not in _COUNTED_LATER:
+        if _IS_MULTIPROCESS or type(event) not in _COUNTED_LATER or getattr(event, "error", None):
             self._count(event)
             return
         self._later.append(event)

@@ -70,9 +70,8 @@ def test_all_that_is_held(mine: Any, other: Any) -> None:
     with mine.lock(*reversed(names)) as tokens:
         found = other.inspect()
     assert [info.resource for info in found] == sorted(names)
-    assert [info.token for info in found] == list(reversed(tokens))[: len(names)] or set(tokens) == {
-        info.token for info in found
-    }
+    granted = dict(zip(reversed(names), tokens, strict=True))
+    assert {info.resource: info.token for info in found} == granted
     assert other.inspect() == []
 
 

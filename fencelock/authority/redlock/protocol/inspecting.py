@@ -1,4 +1,4 @@
-"""Who holds which locks. It asks the nodes and changes nothing.
+"""Who holds which locks, and how one is taken from its holder.
 
 A nonce begins with the id of its client and the time of its attempt. Each client keeps what it is (host,
 process id, program) under its id on the nodes, so that no vote carries it.
@@ -27,7 +27,7 @@ from fencelock.authority.redlock.protocol.nodeset import NodeSet, names_of
 from fencelock.authority.redlock.protocol.refusals import raise_no_quorum
 from fencelock.authority.redlock.protocol.undo import release_command
 
-#: Keys that a node looks at in one script: about a millisecond.
+#: Keys that a node looks at in one script, and does nothing else meanwhile.
 PAGE: Final = 200
 CLIENT_DIGITS: Final = 16
 _TIME_DIGITS: Final = 11

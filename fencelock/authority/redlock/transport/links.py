@@ -69,10 +69,10 @@ class Links(abc.ABC):
             opened = self._opens[node](self._node_key)
         except UnusableError as error:
             opened = error
-        if _events.listeners:
-            why = str(opened.answer) if isinstance(opened, UnusableError) else ""
-            event = ConnectionFailed if why else ConnectionOpened
-            _events.tell(event("Redlock", self._names[node], *filter(None, [why])))
+        if _events.listeners and isinstance(opened, Opened):
+            _events.tell(ConnectionOpened("Redlock", self._names[node]))
+        elif _events.listeners:
+            _events.tell(ConnectionFailed("Redlock", self._names[node], str(opened.answer)))
         self._opened(node, opened)
 
     @abc.abstractmethod

@@ -42,6 +42,8 @@ _OTHERS_GRACE: Final = 0.05
 _LOST_AFTER: Final = 10.0
 #: Seconds for which a node remembers what a client is. A lease that is held is extended more often than that.
 INTRODUCED_FOR: Final = 3600.0
+#: Before these a node is told what this client is.
+_OF_HOLDERS: Final = frozenset({"acquire", "extend"})
 #: Answers that a node may owe before it counts as silent.
 _MOST_UNANSWERED: Final = 50_000
 
@@ -130,7 +132,6 @@ class NodeConnections:
         self._subscribe = Command(SUBSCRIBE, "", (), (channel,))
         self._listens = False
         self._introduction = introduction
-        self._introduces_with = frozenset({"acquire", "extend"} if introduction is not None else ())
 
     def connection(self, node: int) -> Connection | None:
         """Return the connection to a node, if there is one."""
@@ -169,7 +170,7 @@ class NodeConnections:
         command, packed = request.command, pack(request.command)
         pending = PendingReply(broadcast, command, now)
         is_release = command.script == "release"
-        introduces = command.script in self._introduces_with
+        introduction = self._introduction if command.script in _OF_HOLDERS else None
         for index in request.nodes:
             node = self._nodes[index]
             connection = node.connection
@@ -180,8 +181,9 @@ class NodeConnections:
                 or (silence := self._silence(connection, now)) is None
                 or (is_release and command.nonce in connection.acquiring)
             ):
-                if introduces and now >= node.introduce_at:
-                    self._introduce(node, connection, now)
+                if introduction is not None and now >= node.introduce_at:
+                    node.introduce_at = now + INTRODUCED_FOR / 3
+                    connection.put(PendingReply(None, introduction, now), pack(introduction))
                 connection.put(pending, packed)
                 continue
             else:
@@ -189,12 +191,6 @@ class NodeConnections:
                 self._look_elsewhere_if_lost(index, connection, now)
             if is_release:
                 node.owe(command)
-
-    def _introduce(self, node: _Node, connection: Connection, now: float) -> None:
-        """Tell a node what this client is, before it holds a lock there. The key of that ends by itself."""
-        if self._introduction is not None:
-            node.introduce_at = now + INTRODUCED_FOR / 3
-            connection.put(PendingReply(None, self._introduction, now), pack(self._introduction))
 
     def _silence(self, connection: Connection, now: float) -> Answer | None:
         """Return what to report for a node that is not asked, because it owes too much, or for too long."""
