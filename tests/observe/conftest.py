@@ -6,7 +6,9 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import create_engine
@@ -15,10 +17,34 @@ from sqlalchemy.orm import Session
 from fencelock import Redlock
 from fencelock.embedded import Nodes
 from fencelock.observe import Event, forget, on_event
+from tests.authorities.kinds import MAKERS, Kind
 from tests.conftest import ROOT
 from tests.observe.shop import Base, Order
 from tests.observe.stage import RULES, Server, free_port, heard
 from tests.polling import eventually
+
+
+@pytest.fixture(params=["quorum", "postgresql", "mariadb", "sqlite"])
+def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
+    """One server of each sort."""
+    with contextmanager(MAKERS[request.param])(request) as made:
+        yield made
+
+
+@pytest.fixture
+def mine(kind: Kind) -> Iterator[Any]:
+    """A client of it."""
+    made = kind.make()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def other(kind: Kind) -> Iterator[Any]:
+    """Another one."""
+    made = kind.make()
+    yield made
+    made.close()
 
 
 @pytest.fixture

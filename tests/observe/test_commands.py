@@ -8,8 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from fencelock import Database, FencedModel, Redlock, StaleTokenError, claim, fence_table, gate
 from fencelock.embedded import Nodes
-from tests.authorities.kinds import MAKERS, Kind
+from tests.authorities.kinds import Kind
 from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY
 from tests.test_cli import fencelock
@@ -40,21 +39,6 @@ class Order(FencedModel, Base):
 
 
 fence_table(Base.metadata)
-
-
-@pytest.fixture(params=["quorum", "postgresql", "mariadb", "sqlite"])
-def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
-    """One server of each sort."""
-    with contextmanager(MAKERS[request.param])(request) as made:
-        yield made
-
-
-@pytest.fixture
-def mine(kind: Kind) -> Iterator[Any]:
-    """A client of it."""
-    made = kind.make()
-    yield made
-    made.close()
 
 
 def test_inspect_of_one_lock(kind: Kind, mine: Any) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -28,31 +28,7 @@ from fencelock.observe import (
     forget,
     on_event,
 )
-from tests.authorities.kinds import MAKERS, Kind
 from tests.polling import IMPATIENT, eventually
-
-
-@pytest.fixture(params=["quorum", "postgresql", "mariadb", "sqlite"])
-def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
-    """One server of each sort."""
-    with contextmanager(MAKERS[request.param])(request) as made:
-        yield made
-
-
-@pytest.fixture
-def mine(kind: Kind) -> Iterator[Any]:
-    """A client of it."""
-    made = kind.make()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def other(kind: Kind) -> Iterator[Any]:
-    """Another one."""
-    made = kind.make()
-    yield made
-    made.close()
 
 
 def kinds_of(events: list[Event]) -> list[str]:

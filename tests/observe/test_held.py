@@ -9,38 +9,19 @@ import pickle
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from fencelock import LockLostError, LockTimeoutError, NotHeldError, Redlock, assert_held
 from fencelock.embedded import Nodes
-from tests.authorities.kinds import MAKERS, Kind
 from tests.polling import IMPATIENT
 
 
-@pytest.fixture(params=["quorum", "postgresql", "mariadb", "sqlite"])
-def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
-    """One server of each sort."""
-    with contextmanager(MAKERS[request.param])(request) as made:
-        yield made
-
-
-@pytest.fixture
-def pair(kind: Kind) -> Iterator[tuple[Any, Any]]:
-    """Two clients of it."""
-    first, second = kind.make(), kind.make()
-    yield first, second
-    first.close()
-    second.close()
-
-
 @pytest.mark.parametrize("timeout", [0, 0.2])
-def test_timeout_says_by_whom(pair: tuple[Any, Any], timeout: float) -> None:
+def test_timeout_says_by_whom(mine: Any, other: Any, timeout: float) -> None:
     """In the sentence and as attributes; another process gets it whole."""
-    mine, other = pair
     with mine.lock("order:1", ttl=20), pytest.raises(LockTimeoutError) as caught:
         other.lock("order:0", "order:1").acquire(timeout=timeout)
     error = pickle.loads(pickle.dumps(caught.value))  # noqa: S301 - our own
@@ -52,9 +33,8 @@ def test_timeout_says_by_whom(pair: tuple[Any, Any], timeout: float) -> None:
     )
 
 
-def test_timeout_in_a_task_says_by_whom(pair: tuple[Any, Any]) -> None:
+def test_timeout_in_a_task_says_by_whom(mine: Any, other: Any) -> None:
     """The same behind `async with`."""
-    mine, other = pair
 
     async def main() -> None:
         try:
@@ -69,9 +49,8 @@ def test_timeout_in_a_task_says_by_whom(pair: tuple[Any, Any]) -> None:
     assert caught.value.holder.pid == os.getpid()
 
 
-def test_a_try_asks_nothing_more(pair: tuple[Any, Any]) -> None:
+def test_a_try_asks_nothing_more(mine: Any, other: Any) -> None:
     """It returns None, so nobody reads the sentence."""
-    mine, other = pair
     other.inspect = mine.aio.inspect = None  # calling it would fail
     with mine.lock("order:1"):
         assert other.lock("order:1").try_acquire() is None

@@ -33,22 +33,6 @@ def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
         yield made
 
 
-@pytest.fixture
-def mine(kind: Kind) -> Iterator[Any]:
-    """A client of it."""
-    made = kind.make()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def other(kind: Kind) -> Iterator[Any]:
-    """Another one."""
-    made = kind.make()
-    yield made
-    made.close()
-
-
 def test_lock_names_its_holder(mine: Any, other: Any) -> None:
     """Host, process, program; the token, since when, and for how long still."""
     began = time.time()

@@ -69,10 +69,11 @@ class Links(abc.ABC):
             opened = self._opens[node](self._node_key)
         except UnusableError as error:
             opened = error
-        if _events.listeners and isinstance(opened, Opened):
-            _events.tell(ConnectionOpened("Redlock", self._names[node]))
-        elif _events.listeners:
-            _events.tell(ConnectionFailed("Redlock", self._names[node], str(opened.answer)))
+        if _events.listeners:
+            if isinstance(opened, UnusableError):
+                _events.tell(ConnectionFailed("Redlock", self._names[node], str(opened.answer)))
+            else:
+                _events.tell(ConnectionOpened("Redlock", self._names[node]))
         self._opened(node, opened)
 
     @abc.abstractmethod
