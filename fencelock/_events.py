@@ -11,9 +11,9 @@ The events are not frozen, because each field of a frozen dataclass costs as muc
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any, Literal, TypeVar
 
 logger = logging.getLogger("fencelock.observe")
@@ -44,8 +44,11 @@ class LockEvent(Event):
 
 
 @dataclass(slots=True)
-class LockRequested(LockEvent):
-    """The authority is about to be asked for a lock. `LockAcquired` or `LockNotAcquired` follows."""
+class LockWaiting(LockEvent):
+    """A lock was not granted at the first attempt, and is waited for: for its holder, or for nodes.
+
+    `LockAcquired` or `LockNotAcquired` follows.
+    """
 
 
 @dataclass(slots=True)
@@ -54,25 +57,29 @@ class LockAcquired(LockEvent):
 
     Attributes:
         tokens: one for each resource.
-        waited: seconds since `LockRequested`.
+        waited: seconds that it took.
+        had_to_wait: whether a `LockWaiting` was told before.
     """
 
     tokens: tuple[int, ...]
     waited: float
+    had_to_wait: bool
 
 
 @dataclass(slots=True)
 class LockNotAcquired(LockEvent):
-    """A lock that was requested was not acquired.
+    """A lock was asked for, and not acquired.
 
     Attributes:
-        waited: seconds since `LockRequested`.
+        waited: seconds that it took.
+        had_to_wait: whether a `LockWaiting` was told before.
         outcome: another holder kept it ("timeout"), it could not be decided ("error"), or the task was
             cancelled, the thread interrupted or the acquisition given up ("cancelled").
         error: what is raised.
     """
 
     waited: float
+    had_to_wait: bool
     outcome: Outcome
     error: BaseException
 
@@ -249,11 +256,11 @@ _telling: dict[int, list[Event]] = {}
 
 def tell(event: Event) -> None:
     """Call all listeners."""
-    thread = threading.get_ident()
+    thread = get_ident()
     if thread in _telling:  # a listener, or a signal handler that has interrupted one
         _telling[thread].append(event)
         return
-    later = _telling[thread] = []
+    _telling[thread] = []
     try:
         for listener in listeners:
             try:
@@ -261,6 +268,5 @@ def tell(event: Event) -> None:
             except Exception:
                 logger.exception("a listener for events failed")
     finally:
-        del _telling[thread]
-        for each in later:
+        for each in _telling.pop(thread):
             tell(each)

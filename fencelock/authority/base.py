@@ -121,7 +121,8 @@ class GivenUp(BaseException):
 class Asked(Protocol):
     """An acquisition of a lock."""
 
-    given_up: bool
+    def go_on_waiting(self) -> None:
+        """Note that it waits; raise GivenUp where it is to end."""
 
 
 #: The acquisition of this context.
@@ -129,10 +130,14 @@ asked_here: ContextVar[Asked | None] = ContextVar("fencelock_asked_here", defaul
 
 
 def go_on_waiting() -> None:
-    """Raise GivenUp, where that is so. Drivers call it after each wait for another holder."""
+    """Tell the acquisition of this context that it has waited. Drivers call it after each wait.
+
+    Raises:
+        GivenUp: it is to wait no more.
+    """
     asked = asked_here.get()
-    if asked is not None and asked.given_up:
-        raise GivenUp
+    if asked is not None:
+        asked.go_on_waiting()
 
 
 class Terms(TypedDict):

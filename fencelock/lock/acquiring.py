@@ -8,14 +8,13 @@ import math
 import re
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, Unpack, cast
 from weakref import ref
 
 from fencelock import _events
 from fencelock._checks import check_choice, check_max_hold, check_timeout, check_ttl
-from fencelock._events import LockNotAcquired, LockRequested, Outcome
+from fencelock._events import LockNotAcquired, Outcome
 from fencelock._owners import running_loop
 from fencelock.authority.base import Authority, Grant, is_sealed_by
 from fencelock.errors import LockError, LockLostError, LockTimeoutError, NotHeldError
@@ -121,9 +120,6 @@ class LockSteps(Generic[Token]):
     ) -> Steps[None]:
         """Acquire what is not held yet, and enter that and the rest."""
         began = time.monotonic()
-        names = asked.authority, asked.resources, self.template
-        if _events.listeners:
-            _events.tell(LockRequested(*names))
         try:
             grant, nonce = yield from self._granted(entry, asked, handed)
             for hold in holds:
@@ -138,9 +134,10 @@ class LockSteps(Generic[Token]):
                 yield from name_holder(asked, error)
             if _events.listeners:
                 outcome = "cancelled" if asked.given_up else _outcome_of(error)
-                _events.tell(LockNotAcquired(*names, time.monotonic() - began, outcome, error))
+                waited = time.monotonic() - began
+                _events.tell(LockNotAcquired(*asked.names, waited, asked.had_to_wait, outcome, error))
             raise
-        new.note_acquired(time.monotonic() - began)
+        new.note_acquired(time.monotonic() - began, had_to_wait=asked.had_to_wait)
         if new.renewer is not None:
             # Not before: what is interrupted until here is not extended while the traceback lives.
             new.renewer.watch(new)
@@ -344,8 +341,8 @@ def _acquire_sealed(entry: Entry, sealer: Sealer, asked: Acquisition) -> Steps[t
         now = time.monotonic()
         if now >= end and not (above and tries < _HINTED_TRIES):
             raise LockTimeoutError(wish.complaint(above))
-        left = None if asked.timeout is None else max(0.0, end - now)
-        asked = replace(asked, timeout=left, above=above, answer=None)
+        asked.timeout = None if asked.timeout is None else max(0.0, end - now)
+        asked.above, asked.answer = above, None
 
 
 def _take_over(authority: Authority, grant: Grant, ttl: float) -> Steps[Grant]:

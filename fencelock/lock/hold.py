@@ -161,11 +161,14 @@ class Hold:
         """What every event about it begins with."""
         return self.authority, self.grant.resources, self.template
 
-    def note_acquired(self, waited: float) -> None:
+    def note_acquired(self, waited: float, *, had_to_wait: bool) -> None:
         """Tell listeners that it is held, after so many seconds."""
         if _events.listeners:
             self.since = time.monotonic()
-            _events.tell(LockAcquired(*self.names, self.grant.tokens, waited))
+            its = self.grant
+            _events.tell(
+                LockAcquired(self.authority, its.resources, self.template, its.tokens, waited, had_to_wait)
+            )
 
     def note_loss(self, detail: str, reason: LossReason) -> None:
         """Tell listeners that it was lost, unless they have heard that."""
@@ -180,7 +183,10 @@ class Hold:
         if since is not None:
             held = time.monotonic() - since
             end: LockEnd = "max_hold" if self.loss == "max_hold" else "lost" if self.loss else "released"
-            _events.tell(LockReleased(*self.names, self.grant.tokens, held, end, error))
+            its = self.grant
+            _events.tell(
+                LockReleased(self.authority, its.resources, self.template, its.tokens, held, end, error)
+            )
 
     def calls_when_lost(self) -> tuple[Callable[[], object], ...]:
         """Return what is to be called for a lost hold, which is only told once."""

@@ -8,8 +8,10 @@ from collections.abc import Awaitable, Callable, Generator
 from contextvars import Token as ContextToken
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from fencelock import _events
+from fencelock._events import LockWaiting
 from fencelock._owners import switches_greenlets, waits_in_vain_for
 from fencelock._steps import block, wait_for
 from fencelock.authority.base import Authority, GivenUp, Grant, asked_here, named
@@ -66,6 +68,12 @@ class Step:
         self.answer = await self._wait()
 
 
+class Locking(Protocol):
+    """A lock, as its acquisition sees it."""
+
+    template: str
+
+
 #: The acquisitions that wait for their authority.
 under_way: set[Acquisition] = set()
 
@@ -78,6 +86,7 @@ class Acquisition:
         lock: for which.
         itself: whether the owner holds one of the resources, and does not enter again.
         given_up: whether `FencedLock.cancel` has given it up.
+        had_to_wait: whether listeners have been told that it waits.
         answer: the grant.
     """
 
@@ -86,11 +95,12 @@ class Acquisition:
     ttl: float
     timeout: float | None
     fair: bool
-    lock: object
+    lock: Locking
     itself: bool
     above: tuple[int, ...] = ()
     seal: Seal | None = None
     given_up: bool = False
+    had_to_wait: bool = False
     answer: Any = None
     _parent: bool = False
     _before: ContextToken[Any] | None = None
@@ -132,6 +142,19 @@ class Acquisition:
             self.itself or self._parent or (self.timeout != 0 and self._is_in_vain())
         ):
             raise LockTimeoutError(f"{error}; {self._why()}", holder_ttl=error.holder_ttl) from None
+
+    def go_on_waiting(self) -> None:
+        """Tell listeners that it waits, once; raise GivenUp where it is to end."""
+        if self.given_up:
+            raise GivenUp
+        if _events.listeners and not self.had_to_wait:
+            self.had_to_wait = True
+            _events.tell(LockWaiting(*self.names))
+
+    @property
+    def names(self) -> tuple[Authority, tuple[str, ...], str]:
+        """What every event about it begins with."""
+        return self.authority, self.resources, self.lock.template
 
     def _why(self) -> str:
         return _ITSELF if self.itself else _PARENT if self._parent else _IN_VAIN

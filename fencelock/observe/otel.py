@@ -31,7 +31,7 @@ from fencelock._events import (
     LockEvent,
     LockNotAcquired,
     LockReleased,
-    LockRequested,
+    LockWaiting,
     RowClaimed,
     StaleWriteRefused,
     TokenReminted,
@@ -98,7 +98,7 @@ class _Listener:
         self._doubts = count("fencelock.commits.in_doubt")
         self._guard = {kind: count(name) for kind, name in _GUARD.items()}
         self._notes: dict[type[Event], Callable[[Any], object]] = {
-            LockRequested: lambda event: self._waiters.add(1, self._its(event)),
+            LockWaiting: lambda event: self._waiters.add(1, self._its(event)),
             LockAcquired: self._on_acquired,
             LockNotAcquired: self._on_not_acquired,
             LockReleased: self._on_released,
@@ -118,14 +118,16 @@ class _Listener:
 
     def _on_acquired(self, event: LockAcquired) -> None:
         its = self._its(event)
-        self._waiters.add(-1, its)
+        if event.had_to_wait:
+            self._waiters.add(-1, its)
         self._held.add(1, its)
         self._wait.record(event.waited, its | {"fencelock.outcome": "acquired"})
         self._end_span(event, event.waited, {**its, **_facts(event), "fencelock.outcome": "acquired"}, None)
 
     def _on_not_acquired(self, event: LockNotAcquired) -> None:
         its = self._its(event)
-        self._waiters.add(-1, its)
+        if event.had_to_wait:
+            self._waiters.add(-1, its)
         its |= {"fencelock.outcome": event.outcome}
         self._wait.record(event.waited, its)
         self._count_error(event, event.error)

@@ -23,7 +23,6 @@ from fencelock.observe import (
     LockEvent,
     LockNotAcquired,
     LockReleased,
-    LockRequested,
     TokenReminted,
     forget,
     on_event,
@@ -43,16 +42,17 @@ def only(events: list[Event], kind: type[Any]) -> Any:
 
 
 def test_life_of_a_lock(mine: Any, events: list[Event]) -> None:
-    """Requested, acquired, released: each once, with what was granted and how long it took."""
+    """Acquired, released: each once, with what was granted and how long it took."""
     with mine.lock("order:1", "order:2") as tokens, mine.lock("order:1"):
         time.sleep(0.05)
-    assert kinds_of(events) == ["LockRequested", "LockAcquired", "LockReleased"]
+    assert kinds_of(events) == ["LockAcquired", "LockReleased"]
     for event in events:
         if isinstance(event, LockEvent):
             assert (event.authority, event.resources, event.template) == (mine, ("order:1", "order:2"), "")
     acquired, released = only(events, LockAcquired), only(events, LockReleased)
     assert acquired.tokens == released.tokens == tokens
     assert 0 < acquired.waited < 5
+    assert not acquired.had_to_wait
     assert 0.05 <= released.held < 5
     assert (released.end, released.error) == ("released", None)
 
@@ -66,7 +66,7 @@ def test_life_of_a_lock_in_a_task(mine: Any, events: list[Event]) -> None:
         await mine.aio.close()
 
     asyncio.run(main())
-    assert kinds_of(events) == ["LockRequested", "LockAcquired", "LockReleased"]
+    assert kinds_of(events) == ["LockAcquired", "LockReleased"]
 
 
 def test_lock_that_another_holds(mine: Any, other: Any, events: list[Event]) -> None:
@@ -75,10 +75,11 @@ def test_lock_that_another_holds(mine: Any, other: Any, events: list[Event]) -> 
         events.clear()
         with pytest.raises(LockTimeoutError) as refused:
             mine.lock("order:1").acquire(timeout=0.2)
-    assert kinds_of(events)[:2] == ["LockRequested", "LockNotAcquired"]
+    assert kinds_of(events)[:2] == ["LockWaiting", "LockNotAcquired"]
     event = only(events, LockNotAcquired)
     assert (event.outcome, event.error) == ("timeout", refused.value)
     assert 0.2 <= event.waited < 5
+    assert event.had_to_wait
 
 
 def test_task_that_is_cancelled_while_it_waits(mine: Any, other: Any, events: list[Event]) -> None:
@@ -104,7 +105,7 @@ def test_acquisition_that_is_given_up(mine: Any, other: Any, events: list[Event]
     with other.lock("order:1"):
         thread = threading.Thread(target=wait_for, args=(lock,))
         thread.start()
-        assert eventually(lambda: kinds_of(events)[-1:] == ["LockRequested"])
+        assert eventually(lambda: kinds_of(events)[-1:] == ["LockWaiting"])
         time.sleep(0.1)
         lock.cancel()
         thread.join()
@@ -161,7 +162,7 @@ def test_lock_that_is_handed_over(mine: Any, other: Any, events: list[Event]) ->
     text = lock.hand_over()
     with take_over(text, authority=other):
         pass
-    assert kinds_of(events) == ["LockRequested", "LockAcquired", "LockReleased"] * 2
+    assert kinds_of(events) == ["LockAcquired", "LockReleased"] * 2
 
 
 def test_template_of_a_decorated_function(mine: Any, events: list[Event]) -> None:
@@ -212,7 +213,7 @@ def test_listener_that_fails_changes_nothing(
             pass
     finally:
         forget(fails)
-    assert kinds_of(events) == ["LockRequested", "LockAcquired", "LockReleased"]
+    assert kinds_of(events) == ["LockAcquired", "LockReleased"]
     assert "of a listener" in caplog.text
 
 
@@ -231,7 +232,7 @@ def test_threads_tell_in_their_own_thread(mine: Any) -> None:
 
     @on_event
     def note(event: Event) -> None:
-        if isinstance(event, LockRequested):
+        if isinstance(event, LockAcquired):
             found.append(threading.get_ident())
 
     def work() -> None:

@@ -36,7 +36,7 @@ from fencelock.authority.redlock.wire import nodes as wire_nodes
 from fencelock.embedded import Nodes
 from fencelock.errors import FencelockError, LockLostError, LockTimeoutError, QuorumError
 from fencelock.lease import held_leases
-from fencelock.lock.hold import everything_held
+from fencelock.lock.hold import Hold, everything_held
 from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY, SlowDoor
 from tests.redlock.views import is_held_everywhere, locks_on
@@ -494,8 +494,12 @@ def test_leases_that_are_let_expire_leave_nothing_in_memory(authority: Redlock) 
         assert contextvars.Context().run(lock.try_acquire)
         del lock
         names.append(f"once-{number}")
-    gc.collect()
-    assert not [hold for hold in everything_held() if hold.grant.resources[0] in names]
+
+    def kept() -> list[Hold]:
+        gc.collect()
+        return [hold for hold in everything_held() if hold.grant.resources[0] in names]
+
+    assert eventually(lambda: not kept())  # one may be extended at this moment
 
 
 def test_extension_of_a_lost_lease_is_refused(authority: Redlock, nodes: Nodes) -> None:
