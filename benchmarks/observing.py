@@ -3,7 +3,8 @@
     python -m benchmarks.observing
 
 Each turn locks 5 nodes some hundred times: with nothing that listens, with a listener that does nothing, with
-metrics for Prometheus, with those of OpenTelemetry and its spans. The differences are taken turn by turn.
+metrics for Prometheus, with those of OpenTelemetry, without and with spans. The
+differences are taken turn by turn.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from functools import partial
 
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.trace import NoOpTracerProvider
 from prometheus_client import CollectorRegistry
 
 from fencelock import Redlock, _events
@@ -36,17 +38,18 @@ def nothing(_event: object) -> None:
 def listeners() -> dict[str, Listener | None]:
     """Return who listens in turn."""
     metrics = prometheus.instrument(CollectorRegistry())
-    instrumentor = FencelockInstrumentor()
-    instrumentor.instrument(tracer_provider=TracerProvider(), meter_provider=MeterProvider())
-    tracing = _events.listeners[-1]
-    for each in (metrics, tracing):
-        forget(each)
-    return {
+    forget(metrics)
+    ways: dict[str, Listener | None] = {
         "nothing listens, again": None,
         "a listener that does nothing": nothing,
         "Prometheus": metrics,
-        "OpenTelemetry, with spans": tracing,
     }
+    for name, tracers in (("without", NoOpTracerProvider()), ("with", TracerProvider())):
+        instrumentor = FencelockInstrumentor()
+        instrumentor.instrument(tracer_provider=tracers, meter_provider=MeterProvider())
+        ways[f"OpenTelemetry, {name} spans"] = _events.listeners[-1]
+        instrumentor.uninstrument()
+    return ways
 
 
 def blocking(authority: Redlock, count: int) -> float:

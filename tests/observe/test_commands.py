@@ -1,4 +1,4 @@
-"""The commands for whoever is on call, run as programs."""
+"""The commands for whoever is on call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fencelock.embedded import Nodes
 from tests.authorities.kinds import Kind
 from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY
-from tests.test_cli import fencelock
+from tests.test_cli import fencelock, program
 
 
 class Base(DeclarativeBase):
@@ -161,13 +161,13 @@ def test_release_by_force_has_the_database_refuse_the_victim(
         session.get_one(Order, 1)
         session.commit()
         force = ("release", "order:1", "--force", "--reason", "paused", "--url", url, "--database", database)
-        taken = fencelock(*force, "--claim", "cm_orders:id=1")
+        taken = program(*force, "--claim", "cm_orders:id=1")
         assert taken.returncode == 0, taken.stderr
         for write in (lambda: claim(session, Order, 1), lambda: gate(session, "order:1")):
             with pytest.raises(StaleTokenError):
                 write()
             session.rollback()
-    wrong = fencelock(*force, "--claim", "cm_orders:id=7")
+    wrong = program(*force, "--claim", "cm_orders:id=7")
     assert "no row" in wrong.stderr
 
 
@@ -190,7 +190,7 @@ def test_run_gives_the_command_its_token(kind: Kind, mine: Any) -> None:
     code = (
         "import os, sys; print(os.environ['FENCELOCK_TOKEN'], os.environ['FENCELOCK_RESOURCE']); sys.exit(7)"
     )
-    ran = fencelock("run", "job", "--url", kind.url, "--", sys.executable, "-c", code)
+    ran = program("run", "job", "--url", kind.url, "--", sys.executable, "-c", code)
     token, resource = ran.stdout.split()
     assert ran.returncode == 7, ran.stderr
     assert (int(token) > before, resource) == (True, "job")
@@ -201,7 +201,7 @@ def test_run_gives_the_command_its_token(kind: Kind, mine: Any) -> None:
 def test_run_waits_in_vain(kind: Kind, mine: Any) -> None:
     """Status 75, and the sentence names the holder."""
     with mine.lock("job"):
-        ran = fencelock("run", "job", "--url", kind.url, "--timeout", "0.2", "--", "true")
+        ran = program("run", "job", "--url", kind.url, "--timeout", "0.2", "--", "true")
     assert ran.returncode == 75
     assert f"process {os.getpid()}" in ran.stderr
 
@@ -209,7 +209,7 @@ def test_run_waits_in_vain(kind: Kind, mine: Any) -> None:
 @pytest.mark.parametrize("arguments", [(), ("--", "no-such-program")])
 def test_run_without_a_program(arguments: tuple[str, ...], authority: Redlock, node_urls: list[str]) -> None:
     """A sentence, and the lock is given back."""
-    ran = fencelock("run", "job", "--url", ",".join(node_urls), *arguments)
+    ran = program("run", "job", "--url", ",".join(node_urls), *arguments)
     assert ran.returncode == 1
     assert len(ran.stderr.strip().splitlines()) == 1
     assert authority.inspect("job") is None

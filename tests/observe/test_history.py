@@ -19,7 +19,7 @@ from fencelock import FencedModel, Lease, Redlock, StaleTokenError, bind, claim,
 from fencelock.observe import history
 from fencelock.observe.history import Recorder
 from tests.polling import eventually
-from tests.test_cli import fencelock
+from tests.test_cli import fencelock, program
 
 
 class Base(DeclarativeBase):
@@ -68,7 +68,7 @@ def test_what_happens_to_a_lock_is_written(
         time.sleep(0.3)
     database = engine.url.render_as_string(hide_password=False)
     force = ("--force", "--reason", "a drill", "--url", ",".join(node_urls), "--database", database)
-    assert fencelock("release", "order:1", *force).returncode == 3
+    assert program("release", "order:1", *force).returncode == 3
     assert eventually(lambda: len(whats(engine)) == 6)
     assert sorted(whats(engine)) == ["forced", "granted", "granted", "granted", "lost", "refused"]
     assert whats(engine, "order:2") == ["granted"]

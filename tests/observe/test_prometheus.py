@@ -307,8 +307,8 @@ def test_workers_of_gunicorn_are_summed_up(authority: Redlock, node_urls: list[s
 import os
 def post_worker_init(worker):
     host, port = worker.sockets[0].getsockname()
-    open({str(address)!r} + ".new", "w").write(f"http://{{host}}:{{port}}")
-    os.replace({str(address)!r} + ".new", {str(address)!r})
+    open({str(address)!r} + str(os.getpid()), "w").write(f"http://{{host}}:{{port}}")
+    os.replace({str(address)!r} + str(os.getpid()), {str(address)!r})
 """
     (tmp_path / "gunicorn.conf.py").write_text(configuration)
     command = ("gunicorn", "--bind", "127.0.0.1:0", "--workers", "2", "--preload", "shop:app")
