@@ -19,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -66,9 +67,7 @@ def history_table(metadata: MetaData, *, schema: str | None = None) -> Table:
         EVENT_TABLE,
         metadata,
         Column("id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True),
-        Column(
-            "at", DateTime().with_variant(DATETIME(fsp=6), "mysql", "mariadb"), nullable=False, index=True
-        ),
+        Column("at", _TIME, nullable=False, index=True),
         Column("what", String(16), nullable=False),
         Column("resource", RESOURCE, nullable=False),
         Column("token", BigInteger),
@@ -140,8 +139,9 @@ class Recorder:
 
     def _write(self) -> None:
         entries: list[dict[str, Any]] = []
-        while self._waiting:
-            entries.append(asdict(self._waiting.popleft()))
+        with suppress(IndexError):
+            while True:
+                entries.append(asdict(self._waiting.popleft()))
         try:
             if entries:
                 with self._engine.begin() as connection:

@@ -393,6 +393,8 @@ def test_many_clients_recover_a_node_without_getting_in_each_others_way(
     """Eight clients wait for the same node: epochs grow by a few at most, tokens are unique."""
     clients = [connect(list(nodes.urls[:3])) for _ in range(8)]
     clients[0].init(base=0, max_ttl=MAX_TTL)
+    for client in clients:  # so that each is connected
+        take(client, "other")
     nodes[0].restart(keep_data=False)
     tokens: list[int] = []
     end = time.monotonic() + 4 * MAX_TTL
