@@ -177,6 +177,7 @@ def release_hold(hold: Hold) -> Steps[Loss | None]:
     if hold.inherited:
         error = f"the lease of {hold.name} belongs to the parent of this forked process"
         return Loss(LockLostError(error))
+    again = hold.release_ended  # the first release was interrupted, so that this one may find nothing
     released = ask_to_release(hold.authority, hold.grant)
     failure: AuthorityError | None = None
     try:
@@ -195,7 +196,10 @@ def release_hold(hold: Hold) -> Steps[Loss | None]:
     except AuthorityError as error:
         failure = error
         logger.warning("%s could not be released and ends by itself: %s", hold.name, error)
-    found = _loss_of(hold) if lost or released.answer is False else None
+    except BaseException:  # a cancellation, or of a signal handler; it was sent all the same
+        hold.note_released()
+        raise
+    found = _loss_of(hold) if lost or (released.answer is False and not again) else None
     hold.note_released(failure)
     return found
 

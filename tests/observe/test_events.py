@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -97,6 +99,55 @@ def test_task_that_is_cancelled_while_it_waits(mine: Any, other: Any, events: li
         events.clear()
         asyncio.run(main())
     assert only(events, LockNotAcquired).outcome == "cancelled"
+
+
+def test_task_that_is_cancelled_while_it_leaves(mine: Any, events: list[Event]) -> None:
+    """As a disconnected client of a web server does: the lock is released, and so a gauge goes down."""
+
+    async def work(inside: asyncio.Event) -> None:
+        async with mine.lock("order:1"):
+            inside.set()
+
+    async def main() -> None:
+        task = asyncio.create_task(work(inside := asyncio.Event()))
+        await inside.wait()
+        task.cancel()
+        await asyncio.wait([task])
+        await mine.aio.close()
+
+    asyncio.run(main())
+    assert kinds_of(events) == ["LockAcquired", "LockReleased"]
+    assert only(events, LockReleased).end == "released"
+
+
+def test_handlers_that_raise_lose_nothing(mine: Any, events: list[Event]) -> None:
+    """As the soft time limit of Celery does, at any line: what was released twice was not lost."""
+
+    class StruckError(Exception):
+        pass
+
+    def strike(*_: object) -> None:
+        raise StruckError
+
+    with mine.lock("order:1"):  # Python's own start of a thread does not survive it
+        pass
+    events.clear()
+    before = signal.signal(signal.SIGALRM, strike)
+    try:
+        for turn in range(60):
+            with suppress(StruckError):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, 0.0002 + 0.0001 * turn)
+                    with mine.lock(f"order:{turn}"):
+                        pass
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    found = Counter(kinds_of(events))
+    assert "LeaseLost" not in found
+    assert found["LockAcquired"] == found["LockReleased"] > 0
 
 
 def test_acquisition_that_is_given_up(mine: Any, other: Any, events: list[Event]) -> None:
