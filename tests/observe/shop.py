@@ -57,13 +57,19 @@ class Shop:
     def give_up(self) -> None:
         """Have a thread want what another keeps."""
 
-        def work() -> None:
+        def keep() -> None:
             with self.authority.lock("kept:1", max_hold=None):
                 while True:
-                    threading.Thread(target=self.authority.lock("kept:1").try_acquire).start()
-                    time.sleep(0.1)
+                    time.sleep(1)
 
-        threading.Thread(target=work, daemon=True).start()
+        def work() -> None:
+            while True:
+                with suppress(FencelockError), self.authority.lock("kept:1", timeout=0.1):
+                    pass
+
+        for each in (keep, work):
+            threading.Thread(target=each, daemon=True).start()
+            time.sleep(0.1)
 
     def pay(self, ttl: str) -> None:
         """Load an order under a lock, wait for the next line, write."""

@@ -109,11 +109,27 @@ def test_every_metric_that_is_asked_for_exists(file: Path, own_nodes: Nodes) -> 
 
 
 @needs_prometheus
-@pytest.mark.skipif(
-    shutil.which("promtool") is None, reason="no promtool on PATH: Debian's prometheus has it"
-)
-def test_rules_are_well_formed() -> None:
-    """As shipped, by Prometheus' own tool."""
-    promtool = shutil.which("promtool")
-    assert promtool is not None
-    subprocess.run([promtool, "check", "rules", str(RULES)], check=True, capture_output=True)
+def test_rules_in_the_course_of_time(tmp_path: Path) -> None:
+    """What is counted for the first time fires for long enough to be sent; what only tries does not."""
+    if (promtool := shutil.which("promtool")) is None:
+        pytest.skip("no promtool on PATH: Debian's prometheus has it")
+    firing = 'ALERTS{alertname="Fencelock%s", alertstate="firing"}'
+    lost, timeouts = f"expr: 'count({firing % 'LeasesLost'})'", f"expr: 'count({firing % 'Timeouts'})'"
+    wait = 'fencelock_lock_wait_seconds_%s{lock="job", outcome="timeout"%s}'
+    (tmp_path / "tests.yml").write_text(f"""
+rule_files: [{RULES}]
+tests:
+  - interval: 15s
+    input_series:
+      - {{series: 'fencelock_leases_lost_total{{lock="order", reason="expired"}}', values: '_x40 1x160'}}
+      - {{series: '{wait % ("count", "")}', values: '0+5x200'}}
+      - {{series: '{wait % ("bucket", ', le="0.05"')}', values: '0+5x200'}}
+    promql_expr_test:
+      - {{eval_time: 10m, {lost}, exp_samples: [{{value: 1}}]}}
+      - {{eval_time: 24m, {lost}, exp_samples: [{{value: 1}}]}}
+      - {{eval_time: 26m, {lost}}}
+      - {{eval_time: 30m, {timeouts}}}
+""")
+    for command in (("check", "rules", RULES), ("test", "rules", tmp_path / "tests.yml")):
+        ran = subprocess.run([promtool, *command], check=False, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
