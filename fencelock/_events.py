@@ -11,6 +11,7 @@ The events are not frozen, because each field of a frozen dataclass costs as muc
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import get_ident
@@ -53,7 +54,7 @@ class LockWaiting(LockEvent):
 
 @dataclass(slots=True)
 class LockAcquired(LockEvent):
-    """A lock is held. `LockReleased` follows, once.
+    """A lock is held. `LockReleased` follows, once; never for a lock object that was thrown away instead.
 
     Attributes:
         tokens: one for each resource.
@@ -252,6 +253,7 @@ def forget(listener: Listener) -> None:
 
 #: The threads that call listeners at this moment, with the events that each has to tell after that.
 _telling: dict[int, list[Event]] = {}
+os.register_at_fork(after_in_child=_telling.clear)
 
 
 def tell(event: Event) -> None:

@@ -93,10 +93,12 @@ def configure(authority: Any, **options: Any) -> Any:
 
 def factory_of(url: str) -> str:
     """Return which of the factories makes an authority of a URL; ValueError where none does."""
-    scheme = url.strip().partition("://")[0].partition("+")[0].lower()
+    before, mark, _ = url.strip().partition("://")
+    scheme = before.partition("+")[0].lower()
     if scheme not in FACTORIES:
+        shown = repr(scheme) if mark else "a text without ://"  # which may have a password
         raise ValueError(
-            f"{scheme!r} names nothing that grants leases: write a URL such as sqlite:///app.db, "
+            f"{shown} names nothing that grants leases: write a URL such as sqlite:///app.db, "
             "postgresql+psycopg://user@host/name, mysql+pymysql://user@host/name or redis://host:6379"
         )
     return FACTORIES[scheme]

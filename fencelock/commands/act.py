@@ -7,20 +7,24 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
+from contextlib import ExitStack, suppress
 from types import FrameType
 from typing import Annotated, Final
 
 import typer
 from sqlalchemy import Engine, inspect
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from fencelock.authority.database.database import Database
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
 from fencelock.commands import shared
-from fencelock.errors import LockTimeoutError
+from fencelock.errors import FencelockError, LockTimeoutError
 from fencelock.guard.gate import gate
 from fencelock.guard.sql import conditional_update
+from fencelock.guard.tables import FENCE_TABLE
 from fencelock.lock.lock import FencedLock
 from fencelock.observe.history import EVENT_TABLE, note
 
@@ -61,23 +65,26 @@ def release(
     rows = [_row_of(each) for each in claim or ()]
     if rows and not database:
         shared.fail("--claim needs the database that has the row: add --database URL")
-    with shared.authority_of(url, namespace) as authority:
+    with shared.authority_of(url, namespace) as authority, ExitStack() as opened:
+        engine = opened.enter_context(shared.database_at(database)) if database else None
+        if engine is not None:
+            _check_tables(engine, rows)
         was = authority.force_release(resource)
-        holder, token = (was.holder or "not fencelock", was.token) if was is not None else ("no one", None)
-        facts = {"resource": resource, "token": token, "holder": str(holder), "reason": reason}
-        logger.warning("%r was released by force: %s (held by %s)", resource, reason, holder, extra=facts)
-        if database:
-            with shared.database_at(database) as engine:
-                if inspect(engine).has_table(EVENT_TABLE):
-                    note(engine, "forced", resource, token, f"from {holder}: {reason}")
-                _raise_fences(authority, engine, resource, rows)
-    console = shared.error_console()
+        if was is None:
+            shared.say(f"{resource!r} was free")
+        else:
+            holder = str(was.holder or "what is not fencelock")
+            shared.say(f"{resource!r} was taken from {holder}")
+            facts = {"resource": resource, "token": was.token, "holder": holder, "reason": reason}
+            logger.warning("%r was released by force: %s (held by %s)", resource, reason, holder, extra=facts)
+            if engine is None:
+                shared.say("its holder may still write until the next one has: --database URL refuses it now")
+            elif inspect(engine).has_table(EVENT_TABLE):
+                note(engine, "forced", resource, was.token, f"from {holder}: {reason}")
+        if engine is not None:
+            _raise_fences(authority, engine, resource, rows)
     if was is None:
-        console.print(f"{resource!r} was free", markup=False)
         raise typer.Exit(shared.FOUND_NOTHING)
-    console.print(f"{resource!r} was taken from {holder}", markup=False)
-    if not database:
-        console.print("its holder may still write until the next one has: --database URL refuses it now")
 
 
 def _row_of(text: str) -> tuple[str, dict[str, str]]:
@@ -89,23 +96,38 @@ def _row_of(text: str) -> tuple[str, dict[str, str]]:
     return name, key
 
 
+def _check_tables(engine: Engine, rows: list[tuple[str, dict[str, str]]]) -> None:
+    """Refuse, before anything is taken, what has no fence to be raised."""
+    tables = inspect(engine)
+    for name in (FENCE_TABLE, *(name for name, _ in rows)):
+        schema, _, table = name.rpartition(".")
+        if not tables.has_table(table, schema=schema or None):
+            shared.fail(f"the database has no table {name}; nothing was taken")
+
+
 def _raise_fences(
     authority: Redlock | Database, engine: Engine, resource: str, rows: list[tuple[str, dict[str, str]]]
 ) -> None:
     """Lock with a new token, and pass the gate and claim the rows with it, so that older ones are refused."""
-    with authority.lock(resource, ttl=30, timeout=5) as token, Session(engine) as session:
-        gate(session, resource)
-        for name, key in rows:
-            dialect = engine.dialect
-            sql, parameters = conditional_update(
-                name, {}, key, token, dialect.paramstyle, dialect=dialect.name
-            )
-            if session.connection().exec_driver_sql(sql, parameters).rowcount == 0:
-                shared.fail(
-                    f"{name} has no row {key}, or a newer holder has it; the gate was not raised either"
-                )
-        session.commit()
-    shared.error_console().print(f"the database refuses tokens of {resource!r} below {token}", markup=False)
+    dialect = engine.dialect
+    try:
+        with authority.lock(resource, ttl=3, timeout=5) as token, Session(engine) as session:
+            if dialect.name != "sqlite":  # which waits for 5 seconds itself
+                is_postgresql = dialect.name == "postgresql"
+                wait = "LOCAL lock_timeout = '5s'" if is_postgresql else "innodb_lock_wait_timeout = 5"
+                session.connection().exec_driver_sql(f"SET {wait}")
+            gate(session, resource)
+            for name, key in rows:
+                sql, its = conditional_update(name, {}, key, token, dialect.paramstyle, dialect=dialect.name)
+                if session.connection().exec_driver_sql(sql, its).rowcount == 0:
+                    shared.fail(f"{name} has no row {key}, or a newer holder has it; no fence was raised")
+            session.commit()
+    except (FencelockError, SQLAlchemyError) as error:
+        shared.fail(
+            f"no fence was raised: {str(error).splitlines()[0]}. If a transaction of the old holder is open, "
+            "end its connection (pg_stat_activity, SHOW PROCESSLIST); then run the same command again"
+        )
+    shared.say(f"the database refuses tokens of {resource!r} below {token}")
 
 
 def run(
@@ -120,7 +142,7 @@ def run(
     """Run a command under a lock: fencelock run RESOURCE -- COMMAND. Its token is in FENCELOCK_TOKEN.
 
     The status is the command's; 75 where another holder kept the lock, and 1 where the lock was lost: then
-    the command is terminated.
+    the command is terminated, with all that it has started (but for what a terminal has begun).
     """
     command = context.args
     if not command:
@@ -131,7 +153,7 @@ def run(
             with lock:
                 status = _run_under(lock, command)
         except LockTimeoutError as error:
-            shared.error_console().print(str(error), markup=False)
+            shared.say(str(error))
             status = NOT_ACQUIRED
     raise typer.Exit(status)
 
@@ -140,23 +162,27 @@ def _run_under(lock: FencedLock[int], command: list[str]) -> int:
     """Run a command until it ends or the lease is lost; return its status, as a shell has it."""
     lease = lock.lease
     its = {"FENCELOCK_TOKEN": str(lease.fencing_token), "FENCELOCK_RESOURCE": lease.resource}
+    # A group of its own, so that what it starts is told, too; behind a terminal it could not read from that.
+    group = None if sys.stdin.isatty() else 0
     try:
-        program = subprocess.Popen(command, env=os.environ | its)  # noqa: S603 - what the user has typed
+        program = subprocess.Popen(command, env=os.environ | its, process_group=group)  # noqa: S603 - as typed
     except OSError as error:
-        shared.fail(f"{command[0]}: {error.strerror}")
+        shared.say(f"{command[0]}: {error.strerror}")
+        return 127  # as a shell says it
 
-    def pass_on(number: int, _frame: FrameType | None) -> None:
-        program.send_signal(number)
+    def tell(number: int, _frame: FrameType | None = None) -> None:
+        with suppress(ProcessLookupError):
+            program.send_signal(number) if group is None else os.killpg(program.pid, number)
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, pass_on)
-    signal.signal(signal.SIGINT, lambda *_: None)  # the terminal tells the command, too
-    lock.on_lost(lambda _: program.terminate())
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, tell)
+    signal.signal(signal.SIGINT, lambda *_: None if group is None else tell(signal.SIGINT))
+    lock.on_lost(lambda _: tell(signal.SIGTERM))
     while True:
         try:
             status = program.wait(1.0)
         except subprocess.TimeoutExpired:
             if lease.lost and lease.expires_at + _GRACE < time.monotonic():
-                program.kill()
+                tell(signal.SIGKILL)
         else:
             return 1 if lease.lost else 128 - status if status < 0 else status

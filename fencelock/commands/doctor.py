@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -72,17 +72,16 @@ def doctor(
 ) -> None:
     """Look for what goes wrong sooner or later. Status 3: there are problems."""
     found: list[Finding] = []
+    metadata = _metadata(models)
     given = split_urls(url or os.environ.get("FENCELOCK_URL", ""))
     with shared.authority_of(url, namespace) as authority:
         if isinstance(authority, Redlock):
             found += _of_nodes(authority, given)
         token = _new_token(authority, found)
         for its in database or ():
-            with shared.database_at(its) as engine, engine.connect() as connection:
-                found += _of_database(connection, shared.without_password(its), token, _metadata(models))
+            found += _look_into(its, partial(_of_database, token=token, metadata=metadata))
         if isinstance(authority, Database):
-            with shared.database_at(given[0]) as engine, engine.connect() as connection:
-                found += _of_settings(connection, shared.without_password(given[0]))
+            found += _look_into(given[0], _of_settings)
     if as_json:
         shared.print_json([asdict(each) for each in found])
     else:
@@ -106,7 +105,7 @@ def _show(found: list[Finding]) -> None:
 def _new_token(authority: Redlock | Database, found: list[Finding]) -> int | None:
     """Return a token that is granted now; none where nothing is granted."""
     try:
-        with authority.lock(_PROBE, ttl=5, timeout=2, renew=False) as token:
+        with authority.lock(_PROBE, ttl=1, timeout=2, renew=False, if_lost="warn") as token:
             return token
     except LockTimeoutError as error:
         found.append(_note(repr(authority), str(error), "another doctor is at work: try again"))
@@ -185,6 +184,17 @@ def _time_of(node: Redis) -> float:
 
 # Databases.
 
+
+def _look_into(url: str, look: Callable[[Connection, str], Iterable[Finding]]) -> list[Finding]:
+    """Return what is found in a database; that it cannot be read is found, too."""
+    shown = shared.without_password(url)
+    try:
+        with shared.database_at(url) as engine, engine.connect() as connection:
+            return list(look(connection, shown))
+    except typer.Exit:  # the sentence has been printed
+        return [Finding(shown, "cannot be read", "see that it runs, and that the URL is right")]
+
+
 _HANGS: Final = "a transaction that hangs keeps its rows locked for ever"
 _FORGETS: Final = "a crash may lose what was committed, leases and their tokens too"
 _IDLE: Final = "idle_in_transaction_session_timeout"
@@ -207,7 +217,7 @@ def _of_settings(connection: Connection, shown: str) -> Iterator[Finding]:
 
 
 def _of_database(
-    connection: Connection, shown: str, token: int | None, metadata: MetaData | None
+    connection: Connection, shown: str, *, token: int | None, metadata: MetaData | None
 ) -> Iterator[Finding]:
     highest, count = highest_fence(connection)
     if not count:

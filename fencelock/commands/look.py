@@ -52,7 +52,8 @@ def inspect(
         if len(held) > _MOST_ROWS:
             Console().print(f"… and {len(held) - _MOST_ROWS} more: --json lists them all")
     else:
-        Console().print(f"{resource!r} is free" if resource else "no lock is held", highlight=False)
+        shown = f"{resource!r} is free" if resource else "no lock is held"
+        Console().print(shown, highlight=False, markup=False)
     if resource is not None and not held:
         raise typer.Exit(shared.FOUND_NOTHING)
 
@@ -143,7 +144,7 @@ def leaks(
         console.print("no lock is left that nothing ends")
     else:
         if found:
-            console.print(_table(found))
+            console.print(_table(found), markup=True)
             console.print("fencelock release RESOURCE --force --reason … gives one back")
         for key in keys[:_MOST_ROWS]:
             on = ", ".join(node for node, its in foreign.items() if key in its)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
-from sqlalchemy import Engine
+from sqlalchemy import Engine, make_url
 from sqlalchemy.exc import SQLAlchemyError
 
 from fencelock._engines import blocking_engine
@@ -60,11 +60,23 @@ def refusing_databases(shown: str, done: str) -> Iterator[None]:
         fail(f"{shown} cannot be {done}: {str(error).splitlines()[0]}{hint}")
 
 
-def without_password(url: str) -> str:
-    """Return a URL that has been understood, with the word PASSWORD wherever one is to be typed."""
-    before, mark, query = url.partition("?")
-    before = re.sub(r"(://[^:@/]*:).*@", r"\1PASSWORD@", before)
-    return before + mark + re.sub(r"(password=)[^&]*", r"\1PASSWORD", query)
+def without_password(urls: str) -> str:
+    """Return one URL, or several with commas between, with PASSWORD wherever one is to be typed."""
+    each = re.split(r",(?=[\w+.-]+://)", urls)
+    hidden = [re.sub(r"(//[^:@/]*:).*@", r"\1PASSWORD@", url) for url in each]
+    return ",".join(re.sub(r"(?i)(pass\w*=)[^&]*", r"\1PASSWORD", url) for url in hidden)
+
+
+def check_file(url: str) -> None:
+    """Refuse a file of SQLite that is not there, which SQLite would make, and nothing be held in it."""
+    file = make_url(url).database if url.startswith("sqlite") else None
+    if file not in {None, "", ":memory:"} and not any(map(os.path.exists, (file, f"{file}-leases"))):
+        fail(f"there is no file {file}; for a new one: fencelock init {url}")
+
+
+def say(sentence: str) -> None:
+    """Print what is no answer."""
+    error_console().print(sentence, markup=False)
 
 
 @contextmanager
@@ -74,6 +86,7 @@ def authority_of(url: str, namespace: str = DEFAULT_NAMESPACE) -> Iterator[Redlo
     if not url.strip():
         fail("what grants the locks? Set FENCELOCK_URL, or add --url redis://r1:6379,redis://r2:6379,…")
     with errors_as_sentences():
+        check_file(url)
         made = (
             Database(url) if factory_of(url) == DATABASE else Redlock(url, namespace=namespace, recover=False)
         )
@@ -85,6 +98,7 @@ def authority_of(url: str, namespace: str = DEFAULT_NAMESPACE) -> Iterator[Redlo
 def database_at(url: str) -> Iterator[Engine]:
     """Return an engine on a database; its errors are printed as sentences."""
     with errors_as_sentences(), refusing_databases(without_password(url), "read"):
+        check_file(url)
         engine = blocking_engine(url)
         try:
             yield engine

@@ -39,7 +39,6 @@ from sqlalchemy import (
     select,
 )
 from sqlalchemy.dialects.mysql import DATETIME
-from sqlalchemy.exc import SQLAlchemyError
 
 from fencelock import _events, _threads
 from fencelock._databases import RESOURCE
@@ -118,6 +117,7 @@ class Recorder:
         if entries := list(_entries_of(event)):
             if self._pid != os.getpid():
                 self._start_over()
+                self._engine.dispose(close=False)  # its connections are the parent's
             self._waiting.extend(entries)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="fencelock-history", daemon=True)
@@ -131,7 +131,8 @@ class Recorder:
             self._over.set()
             if self._thread is not None:
                 self._thread.join(5)
-            self._write()
+            if self._thread is None or not self._thread.is_alive():  # else the database hangs
+                self._write()
 
     def _work(self) -> None:
         while not self._over.wait(_PAUSE):
@@ -151,7 +152,7 @@ class Recorder:
                 with self._engine.begin() as connection:
                     oldest = datetime.fromtimestamp(time.time() - self._keep, UTC).replace(tzinfo=None)
                     connection.execute(delete(self._table).where(self._table.c.at < oldest))
-        except SQLAlchemyError as error:
+        except Exception as error:  # noqa: BLE001 - a function of the user's may make the connections
             logger.warning("%d entries of the history could not be written: %s", len(entries), error)
 
 

@@ -77,6 +77,7 @@ class _OfLock:
 
     def count(self, waiting: int, held: int) -> None:
         """Note that so many more wait, and so many more are held."""
+        waiting, held = max(waiting, -self.waiting), max(held, -self.held)  # what began before is not known
         self.waiting += waiting
         self.held += held
         if _IS_MULTIPROCESS:  # the numbers are in a file, which another process reads
@@ -100,8 +101,8 @@ class Metrics:
     ) -> None:
         self._registry = registry
         self._later: deque[Event] = deque()
-        #: Of the one thread that counts at a moment.
-        self._mutex = threading.Lock()
+        self._start_over()
+        os.register_at_fork(after_in_child=self._start_over)
         registry.register(self)
         self._made: list[Any] = [self]
         self._name = label
@@ -150,6 +151,10 @@ class Metrics:
             self._textbook_failures = Counter(name, text, ("lock", "outcome"), registry=registry)
             self._made += [self._textbook_wait, self._textbook_failures]
             _events.on_event(self._count_by_textbook)
+
+    def _start_over(self) -> None:
+        """Let one thread count at a moment: at first, and in a forked child."""
+        self._mutex = threading.Lock()
 
     def __call__(self, event: Event) -> None:
         """Count an event, later; but keep no error, which keeps everything alive that it comes from."""

@@ -18,6 +18,7 @@ from sqlalchemy import Engine, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from fencelock import Database, FencedModel, Redlock, StaleTokenError, claim, fence_table, gate
+from fencelock.commands.shared import without_password
 from fencelock.embedded import Nodes
 from tests.authorities.kinds import Kind
 from tests.polling import eventually
@@ -171,6 +172,41 @@ def test_release_by_force_has_the_database_refuse_the_victim(
     assert "no row" in wrong.stderr
 
 
+def test_release_by_force_beside_an_open_transaction(
+    engine: Engine, authority: Redlock, node_urls: list[str]
+) -> None:
+    """The holder hangs in it. That is told soon, and the same command is right when it has ended."""
+    Base.metadata.create_all(engine)
+    url, database = ",".join(node_urls), engine.url.render_as_string(hide_password=False)
+    force = ("release", "order:1", "--force", "--reason", "hangs", "--url", url, "--database", database)
+    with authority.lock("order:1", if_lost="warn"):
+        with Session(engine) as session:
+            gate(session)
+            session.flush()
+            blocked = program(*force)
+            assert blocked.returncode == 1
+            assert "SHOW PROCESSLIST" in blocked.stderr
+            session.rollback()
+        assert program(*force).returncode == 3
+        with Session(engine) as session, pytest.raises(StaleTokenError):
+            gate(session, "order:1")
+
+
+def test_release_by_force_looks_for_the_fences_first(
+    engine: Engine, authority: Redlock, node_urls: list[str]
+) -> None:
+    """Nothing is taken from the holder where nothing could be refused to it."""
+    with engine.begin() as connection:
+        connection.execute(text("CREATE TABLE plain (id INTEGER)"))
+    url, database = ",".join(node_urls), engine.url.render_as_string(hide_password=False)
+    force = ("release", "order:1", "--force", "--reason", "hangs", "--url", url, "--database", database)
+    with authority.lock("order:1"):
+        refused = fencelock(*force)
+        assert refused.returncode == 1
+        assert "nothing was taken" in refused.stderr
+        assert authority.inspect("order:1") is not None
+
+
 def test_claim_that_names_no_row(node_urls: list[str], authority: Redlock) -> None:
     """Before anything is taken."""
     with authority.lock("order:1"):
@@ -206,11 +242,13 @@ def test_run_waits_in_vain(kind: Kind, mine: Any) -> None:
     assert f"process {os.getpid()}" in ran.stderr
 
 
-@pytest.mark.parametrize("arguments", [(), ("--", "no-such-program")])
-def test_run_without_a_program(arguments: tuple[str, ...], authority: Redlock, node_urls: list[str]) -> None:
+@pytest.mark.parametrize(("arguments", "status"), [((), 1), (("--", "no-such-program"), 127)])
+def test_run_without_a_program(
+    arguments: tuple[str, ...], status: int, authority: Redlock, node_urls: list[str]
+) -> None:
     """A sentence, and the lock is given back."""
     ran = program("run", "job", "--url", ",".join(node_urls), *arguments)
-    assert ran.returncode == 1
+    assert ran.returncode == status
     assert len(ran.stderr.strip().splitlines()) == 1
     assert authority.inspect("job") is None
 
@@ -228,15 +266,23 @@ def test_run_ends_a_command_whose_lock_was_lost(authority: Redlock, node_urls: l
         assert b"ended before the work did" in program.stderr.read()
 
 
-def test_run_passes_signals_on(authority: Redlock, node_urls: list[str]) -> None:
-    """SIGTERM ends the command, and the lock is given back."""
-    command = ("run", "job", "--url", ",".join(node_urls), "--", "sleep", "60")
-    with subprocess.Popen([sys.executable, "-m", "fencelock", *command]) as program:
-        assert eventually(lambda: authority.inspect("job") is not None)
-        time.sleep(0.3)
+def test_run_passes_signals_on(authority: Redlock, node_urls: list[str], tmp_path: Path) -> None:
+    """SIGTERM ends the command and what that has started, and the lock is given back."""
+    started = tmp_path / "started"
+    script = f"sleep 60 & echo $! > {started}.new; mv {started}.new {started}; wait"
+    command = ("run", "job", "--url", ",".join(node_urls), "--", "sh", "-c", script)
+    with subprocess.Popen([sys.executable, "-m", "fencelock", *command], stdin=subprocess.DEVNULL) as program:
+        assert eventually(started.exists)
         program.send_signal(signal.SIGTERM)
         assert program.wait(30) == 128 + signal.SIGTERM
     assert authority.inspect("job") is None
+    assert eventually(lambda: not runs(int(started.read_text())))
+
+
+def runs(pid: int) -> bool:
+    """Tell whether a process is there and has not ended; one that nobody waits for stays as a zombie."""
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 @pytest.mark.parametrize("kind", ["quorum", "sqlite"], indirect=True)
@@ -294,6 +340,8 @@ def test_doctor_of_a_database(engine: Engine, authority: Redlock, node_urls: lis
     """A table without columns, a fence above all tokens; and nothing where all is well."""
     url = ("--url", ",".join(node_urls))
     database = ("--database", engine.url.render_as_string(hide_password=False))
+    with engine.begin() as connection:
+        connection.execute(text("CREATE TABLE plain (id INTEGER)"))
     empty = fencelock("doctor", *url, *database)
     assert empty.returncode == 3
     assert "no fenced table" in empty.stdout
@@ -328,6 +376,68 @@ def test_nodes_that_are_not_those_of_the_list(make_nodes: Callable[..., Nodes]) 
     assert more.returncode == 1
     nodes[2].kill()
     assert fencelock("nodes", "--current", ",".join(nodes.urls[:3])).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://:s3?@h1:1,rediss://u:s3/@h2,redis://h3", "redis://:PASSWORD@h1:1,rediss://u:PASSWORD@h2,redis://h3"),
+        ("postgresql+psycopg://u:s3?cret@h/db", "postgresql+psycopg://u:PASSWORD@h/db"),
+        ("postgresql://h/db?user=u&password=s3&sslpassword=s3", "postgresql://h/db?user=u&password=PASSWORD&sslpassword=PASSWORD"),
+        ("mysql+pymysql://h/db?Passwd=s3", "mysql+pymysql://h/db?Passwd=PASSWORD"),
+    ],
+)  # fmt: skip
+def test_urls_without_their_passwords(url: str, shown: str) -> None:
+    """Whatever the password has in it."""
+    assert without_password(url) == shown
+
+
+def test_url_that_is_none_is_not_printed() -> None:
+    """It may have a password."""
+    for command in ("inspect", "doctor"):
+        ran = fencelock(command, "--url", "redis//u:s3cret@h:6379")
+        assert ran.returncode == 1
+        assert "s3cret" not in ran.stderr
+
+
+def test_file_that_is_not_there(tmp_path: Path) -> None:
+    """It is not made by looking at it, and nothing is said to be free in it."""
+    url = f"sqlite:///{tmp_path}/typo.db"
+    for command in (("inspect", "--url", url), ("history", "r", "--database", url), ("top", "--url", url)):
+        ran = fencelock(*command)
+        assert ran.returncode == 1
+        assert "no file" in ran.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("authority")
+def test_names_are_shown_as_they_are(node_urls: list[str]) -> None:
+    """Not as markup, and not at all bytes that are no text."""
+    url = ("--url", ",".join(node_urls))
+    assert fencelock("inspect", "[/]", *url).stdout == "'[/]' is free\n"
+    for each in node_urls:
+        with redis.Redis.from_url(each) as node:
+            node.set(f"{NODE_KEY}:l:[b]", "mine!")
+            node.set(b"lock:\xfe", "1")
+    found = fencelock("leaks", *url, "--pattern", "lock:*").stdout
+    assert "[b]" in found
+    assert "never" in found
+    assert "[red]" not in found
+    assert "lock:\\xfe has no end" in found
+
+
+def test_leaks_where_a_node_is_down(make_nodes: Callable[..., Nodes]) -> None:
+    """The others tell."""
+    nodes = make_nodes(3)
+    assert fencelock("init", *nodes.urls).returncode == 0
+    with redis.Redis.from_url(nodes[2].url) as node:
+        node.set("lock:cron", "1")
+    nodes[0].kill()
+    found = fencelock("leaks", "--url", ",".join(nodes.urls), "--pattern", "lock:*", "--json")
+    assert found.returncode == 3
+    assert len(json.loads(found.stdout)["keys"]) == 2
+    nodes[1].kill()
+    assert "1 of 3 nodes can vote" in fencelock("leaks", "--url", ",".join(nodes.urls)).stderr
 
 
 def test_passwords_are_never_printed(make_nodes: Callable[..., Nodes]) -> None:

@@ -19,10 +19,20 @@ from prometheus_client import CollectorRegistry, generate_latest
 from sqlalchemy import create_engine, update
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from fencelock import FencedModel, Lease, LockTimeoutError, QuorumError, Redlock, bind, claim, fence_table
+from fencelock import (
+    FencedModel,
+    Lease,
+    LockTimeoutError,
+    QuorumError,
+    Redlock,
+    _events,
+    bind,
+    claim,
+    fence_table,
+)
 from fencelock.embedded import Nodes
 from fencelock.errors import StaleTokenError, UnfencedWriteError
-from fencelock.observe import prometheus
+from fencelock.observe import Event, LockReleased, prometheus
 from tests.polling import IMPATIENT, eventually
 
 
@@ -160,6 +170,31 @@ def test_a_million_resources_are_one_series(registry: CollectorRegistry, authori
     assert 'lock="other"' in text
 
 
+def test_lock_that_was_held_before_is_not_counted_below_zero(
+    registry: CollectorRegistry, authority: Redlock, events: list[Event]
+) -> None:
+    """Something else listened already, so that its release is told."""
+    with authority.lock("order:1"):
+        metrics = prometheus.instrument(registry)
+    assert isinstance(events[-1], LockReleased)
+    assert registry.get_sample_value("fencelock_locks_held", ITS) == 0
+    metrics.close()
+
+
+def test_child_counts_that_was_forked_in_the_midst_of_counting(authority: Redlock, value: Value) -> None:
+    """Neither what its parent was telling nor what it was counting keeps it from that."""
+    (metrics,) = (each for each in _events.listeners if isinstance(each, prometheus.Metrics))
+    _events._telling[threading.get_ident()] = []
+    with metrics._mutex:
+        child = os.fork()
+        if child == 0:
+            with suppress(BaseException), authority.lock("order:1"):
+                pass
+            os._exit(int(value("fencelock_lock_hold_seconds_count", **ITS, end="released") != 1))
+    _events._telling.clear()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 def test_label_of_the_users_own(registry: CollectorRegistry, authority: Redlock) -> None:
     """A function of the event."""
     metrics = prometheus.instrument(registry, label=lambda event: event.resources[0].upper())
@@ -287,7 +322,7 @@ print(json.dumps([[s.name, s.labels, s.value] for m in registry.collect() for s 
 APPLICATION = """
 import os
 from fencelock import Redlock
-from fencelock.observe import prometheus
+from fencelock.observe import Event, LockReleased, prometheus
 
 prometheus.instrument()
 authority = Redlock(os.environ["NODES"])
@@ -334,7 +369,7 @@ import os
 from celery import Celery
 from celery.signals import worker_process_init
 from fencelock import Redlock
-from fencelock.observe import prometheus
+from fencelock.observe import Event, LockReleased, prometheus
 
 prometheus.instrument()
 authority = Redlock(os.environ["NODES"])

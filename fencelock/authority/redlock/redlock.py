@@ -193,10 +193,10 @@ class Redlock(Stepped):
         return inspecting.force(self._see, resource)
 
     def endless(self, pattern: str) -> dict[str, list[str]]:
-        """Return the keys without an end that match a pattern of Redis, of whatever program, by node.
+        """Return the keys without an end that match a pattern of Redis, by each node that votes.
 
         Raises:
-            QuorumError: a node did not answer.
+            QuorumError: too few nodes vote.
         """
         found = self.run(inspecting.look_for_endless(self._see, pattern))
         return {self._names[node]: keys for node, keys in found.items()}

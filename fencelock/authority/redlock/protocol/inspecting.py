@@ -131,15 +131,22 @@ def _seen_by_nodes(
 def look_for_endless(
     see: Callable[[], NodeSet], pattern: str
 ) -> Generator[Broadcast, Any, dict[int, list[str]]]:
-    """Return the keys without an end that match a pattern of Redis, by node."""
+    """Return the keys without an end that match a pattern of Redis, by each node that votes.
+
+    Raises:
+        QuorumError: too few nodes vote.
+    """
     yield from _seen_by_nodes(see, ("fencelock",))  # so that the nodes are known
     node_set = see()
     found: dict[int, list[str]] = {}
+    last: dict[int, Answer] = {}
     for node in node_set.everybody:
         pages = yield from _pages_of(node_set, node, pattern)
-        if pages[-1].said is not Said.SHOWN:
-            raise_no_quorum(node_set, {node: pages[-1]})
-        found[node] = sorted({key for page in pages for key in page.facts[1:]})
+        last[node] = pages[-1]
+        if last[node].said is Said.SHOWN:
+            found[node] = sorted({key for page in pages for key in page.facts[1:]})
+    if len(found) < node_set.quorum:
+        raise_no_quorum(node_set, last)
     return found
 
 

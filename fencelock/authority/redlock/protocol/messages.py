@@ -68,7 +68,7 @@ GRANTED = Said.GRANTED
 
 
 VOTING = frozenset(
-    {Said.GRANTED, Said.HELD, Said.CONFIRMED, Said.HIGHER, Said.LOST, Said.EPOCH, Said.EXTENDED}
+    {Said.GRANTED, Said.HELD, Said.CONFIRMED, Said.HIGHER, Said.LOST, Said.EPOCH, Said.EXTENDED, Said.SHOWN}
 )
 
 

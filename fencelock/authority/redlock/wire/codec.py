@@ -142,7 +142,7 @@ def read_answer(reply: Any) -> Answer:
         # A lock without an end is none of a client of ours.
         return Answer(said, ttl=reply[1] / 1000 if reply[1] >= 0 else math.inf)
     if said in _WITH_FACTS:
-        return Answer(said, facts=tuple(part.decode() for part in reply[1:]))
+        return Answer(said, facts=tuple(part.decode(errors="backslashreplace") for part in reply[1:]))
     return Answer(said, reply[1], tuple(reply[2:]))
 
 
