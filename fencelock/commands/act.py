@@ -21,7 +21,7 @@ from sqlalchemy.orm import Session
 from fencelock.authority.database.database import Database
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
 from fencelock.commands import shared
-from fencelock.errors import FencelockError, LockTimeoutError
+from fencelock.errors import FencelockError, LockLostError, LockTimeoutError
 from fencelock.guard.gate import gate
 from fencelock.guard.sql import conditional_update
 from fencelock.guard.tables import FENCE_TABLE
@@ -40,7 +40,7 @@ def release(
     resource: Annotated[str, typer.Argument(help="Which lock.")],
     *,
     force: Annotated[bool, typer.Option("--force", help="Yes, take it from its holder.")] = False,
-    reason: Annotated[str, typer.Option(help="Why; it is logged.")] = "",
+    reason: Annotated[str, typer.Option(help="Why; it is required, and logged.")] = "",
     url: shared.Url = "",
     namespace: shared.Namespace = DEFAULT_NAMESPACE,
     database: Annotated[
@@ -148,13 +148,16 @@ def run(
     if not command:
         shared.fail("which command? Write fencelock run RESOURCE -- COMMAND ARGUMENTS")
     with shared.authority_of(url, namespace) as authority:
-        lock = authority.lock(resource, ttl=ttl, timeout=timeout, max_hold=None, if_lost="warn")
+        lock = authority.lock(resource, ttl=ttl, timeout=timeout, max_hold=None)
         try:
             with lock:
                 status = _run_under(lock, command)
         except LockTimeoutError as error:
             shared.say(str(error))
             status = NOT_ACQUIRED
+        except LockLostError as error:  # maybe found only now
+            shared.say(str(error))
+            status = 1
     raise typer.Exit(status)
 
 
@@ -185,4 +188,4 @@ def _run_under(lock: FencedLock[int], command: list[str]) -> int:
             if lease.lost and lease.expires_at + _GRACE < time.monotonic():
                 tell(signal.SIGKILL)
         else:
-            return 1 if lease.lost else 128 - status if status < 0 else status
+            return 128 - status if status < 0 else status

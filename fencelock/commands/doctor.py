@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -29,6 +30,7 @@ from fencelock.errors import FencelockError, LockTimeoutError
 from fencelock.guard import triggers
 from fencelock.guard.tables import FENCE_TABLE, WRITE_COLUMN, fenced_table
 from fencelock.max_fence import fenced_tables, highest_fence
+from fencelock.token import split
 
 _OLDEST_SERVER: Final = (6, 2)
 #: Seconds in which clocks are compared, and by which part of that they may differ: see `base.drift`.
@@ -92,11 +94,13 @@ def doctor(
 
 def _show(found: list[Finding]) -> None:
     console = Console(highlight=False)
-    places: dict[tuple[bool, str, str], list[str]] = {}
+    places: dict[tuple[bool, str, str], dict[str, None]] = {}
     for each in sorted(found, key=lambda each: not each.is_problem):
-        places.setdefault((each.is_problem, each.what, each.advice), []).append(each.where)
+        places.setdefault((each.is_problem, each.what, each.advice), {})[each.where] = None
     for (is_problem, what, advice), where in places.items():
-        console.print("[red]problem[/]" if is_problem else "[yellow]note[/]", escape(", ".join(where)))
+        console.print(
+            "[red]problem[/]" if is_problem else "[yellow]note[/]", escape(", ".join(dict.fromkeys(where)))
+        )
         console.print(Padding(escape(f"{what}\n→ {advice}"), (0, 0, 1, 8)))
     if not found:
         console.print("nothing was found")
@@ -222,10 +226,11 @@ def _of_database(
     highest, count = highest_fence(connection)
     if not count:
         yield Finding(shown, "has no fenced table", "add the columns: op.add_fence in a migration")
-    if token is not None and highest > token:
+    seen, granted = split(highest)[0], split(token)[0] if token is not None else math.inf
+    if seen > granted:  # counters are of each resource, and cannot be compared
         yield Finding(
             shown,
-            f"has seen token {highest}, above what is granted now ({token}): every write is refused",
+            f"has seen tokens of epoch {seen}, and {granted} is granted now: writes are refused",
             "what grants has lost its memory: fencelock init --after-loss --database URL",
         )
     for each in fenced_tables(connection):

@@ -167,7 +167,7 @@ def history(
     with shared.database_at(database) as engine:
         found = read(engine, resource, last)
     if as_json:
-        shared.print_json([{**asdict(entry), "at": entry.at.isoformat()} for entry in found])
+        shared.print_json([{**asdict(entry), "at": f"{entry.at.isoformat()}Z"} for entry in found])
     elif found:
         shown = Table("at (UTC)", "what", "token", "process", "", header_style="bold")
         for entry in found:
