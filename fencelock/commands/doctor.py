@@ -98,9 +98,7 @@ def _show(found: list[Finding]) -> None:
     for each in sorted(found, key=lambda each: not each.is_problem):
         places.setdefault((each.is_problem, each.what, each.advice), {})[each.where] = None
     for (is_problem, what, advice), where in places.items():
-        console.print(
-            "[red]problem[/]" if is_problem else "[yellow]note[/]", escape(", ".join(dict.fromkeys(where)))
-        )
+        console.print("[red]problem[/]" if is_problem else "[yellow]note[/]", escape(", ".join(where)))
         console.print(Padding(escape(f"{what}\n→ {advice}"), (0, 0, 1, 8)))
     if not found:
         console.print("nothing was found")
