@@ -23,7 +23,10 @@ from tests.redlock.groups import Cluster
 
 
 def fencelock(*arguments: str, typed: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run the command line on a wide terminal, in this process: to start one takes a second."""
+    """Run the command line on a wide terminal, in this process: to start one takes a second.
+
+    Not for `fencelock run`, which handles the signals of its process.
+    """
     terminal = CliRunner(env={"COLUMNS": "160", "TERM": "dumb", **variables})
     result = terminal.invoke(app, arguments, input=typed)
     if not isinstance(result.exception, SystemExit | None):

@@ -74,9 +74,8 @@ def release(
             shared.say(f"{resource!r} was free")
         else:
             holder = str(was.holder or "what is not fencelock")
-            shared.say(f"{resource!r} was taken from {holder}")
             facts = {"resource": resource, "token": was.token, "holder": holder, "reason": reason}
-            logger.warning("%r was released by force: %s (held by %s)", resource, reason, holder, extra=facts)
+            logger.warning("%r was taken from %s: %s", resource, holder, reason, extra=facts)
             if engine is None:
                 shared.say("its holder may still write until the next one has: --database URL refuses it now")
             elif inspect(engine).has_table(EVENT_TABLE):

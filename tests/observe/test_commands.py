@@ -137,7 +137,7 @@ def test_release_by_force(mine: Any, kind: Kind) -> None:
     lost: list[object] = []
     with lock as token:
         lock.on_lost(lost.append)
-        taken = fencelock("release", "order:1", "--force", "--reason", "it hangs", "--url", kind.url)
+        taken = program("release", "order:1", "--force", "--reason", "it hangs", "--url", kind.url)
         assert taken.returncode == 0, taken.stderr
         assert f"process {os.getpid()}" in taken.stderr
         assert eventually(lambda: bool(lost))
@@ -468,5 +468,5 @@ def test_passwords_are_never_printed(make_nodes: Callable[..., Nodes]) -> None:
     assert fencelock("init", url).returncode == 0
     for command in commands:
         for given in (url, wrong):
-            ran = fencelock(*command, FENCELOCK_URL=given)
+            ran = (program if command[0] == "run" else fencelock)(*command, FENCELOCK_URL=given)
             assert "s3cret" not in ran.stdout + ran.stderr, command
