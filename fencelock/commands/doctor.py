@@ -41,14 +41,7 @@ _PROBE: Final = "fencelock:doctor"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something to know.
-
-    Attributes:
-        where: a node, a database or a table.
-        what: what is so.
-        advice: what to do.
-        is_problem: whether locks or data are in danger; otherwise it is worth a thought.
-    """
+    """What is so somewhere, and what to do. A note, unless locks or data are in danger."""
 
     where: str
     what: str

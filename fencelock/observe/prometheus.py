@@ -187,8 +187,8 @@ class Metrics:
         """Listen no more, and take the metrics out of the registry."""
         _events.forget(self)
         _events.forget(self._count_by_textbook)
-        for metric in self._made:
-            self._registry.unregister(metric)
+        while self._made:
+            self._registry.unregister(self._made.pop())
 
     def _of(self, event: LockEvent) -> _OfLock:
         return self._series.get((type(event.authority), self._name(event))) or self._add(event)
