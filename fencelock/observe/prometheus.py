@@ -77,7 +77,8 @@ class _OfLock:
 
     def count(self, waiting: int, held: int) -> None:
         """Note that so many more wait, and so many more are held."""
-        waiting, held = max(waiting, -self.waiting), max(held, -self.held)  # what began before is not known
+        if self.waiting + waiting < 0 or self.held + held < 0:  # it began before anything was counted
+            return
         self.waiting += waiting
         self.held += held
         if _IS_MULTIPROCESS:  # the numbers are in a file, which another process reads
