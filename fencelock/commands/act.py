@@ -44,15 +44,10 @@ def release(
     url: shared.Url = "",
     namespace: shared.Namespace = DEFAULT_NAMESPACE,
     database: Annotated[
-        str,
-        typer.Option(
-            help="SQLAlchemy URL of the database that the holder writes to: raise the fence there, so that "
-            "its next write behind the gate is refused."
-        ),
+        str, typer.Option(help="SQLAlchemy URL of the database that the holder writes to: refuse that.")
     ] = "",
     claim: Annotated[
-        list[str] | None,
-        typer.Option(help="Also claim a row in that database: orders:id=1. May be given several times."),
+        list[str] | None, typer.Option(help="Also claim a row in it, orders:id=1; several times for several.")
     ] = None,
 ) -> None:
     """Take a lock from its holder. Status 3: it was free.

@@ -57,8 +57,7 @@ def doctor(
     url: shared.Url = "",
     namespace: shared.Namespace = DEFAULT_NAMESPACE,
     database: Annotated[
-        list[str] | None,
-        typer.Option(help="SQLAlchemy URL of a database with fenced tables, to be looked at, too."),
+        list[str] | None, typer.Option(help="SQLAlchemy URL of a database with fenced tables.")
     ] = None,
     models: Annotated[
         str, typer.Option(help="The metadata of the program's models, such as shop.models:Base.")
@@ -141,11 +140,8 @@ def _of_node(node: Redis, name: str) -> Iterator[Finding]:
         yield Finding(name, f"is version {version}", "use Redis 6.2 or later, or Valkey")
     policy = info.get("maxmemory_policy", "noeviction")
     if info.get("maxmemory") and policy != "noeviction":
-        yield Finding(
-            name,
-            f"drops keys when its memory is full ({policy}): held locks, or the record of all tokens",
-            "CONFIG SET maxmemory-policy noeviction, and in its configuration file",
-        )
+        what = f"drops keys when its memory is full ({policy}): held locks, or the record of all tokens"
+        yield Finding(name, what, "CONFIG SET maxmemory-policy noeviction, and in its configuration file")
     if info.get("evicted_keys"):
         yield _note(name, f"has dropped {info['evicted_keys']} keys since its start", "give it more memory")
     if not info.get("aof_enabled"):
@@ -155,11 +151,8 @@ def _of_node(node: Redis, name: str) -> Iterator[Finding]:
             "appendonly yes; a single node needs it, of three or five each is admitted again by the others",
         )
     if info.get("connected_slaves") and "min_slaves_good_slaves" not in info:  # no min-replicas-to-write
-        yield _note(
-            name,
-            "has replicas, and may be replaced by one that has not heard of the last grants",
-            "fencelock notices that at each vote; for no outage then, use independent nodes",
-        )
+        what = "has replicas, and may be replaced by one that has not heard of the last grants"
+        yield _note(name, what, "fencelock notices that and waits; independent nodes have no such outage")
     yield from _of_clock(node, name)
 
 
@@ -219,11 +212,8 @@ def _of_database(
         yield Finding(shown, "has no fenced table", "add the columns: op.add_fence in a migration")
     seen, granted = split(highest)[0], split(token)[0] if token is not None else math.inf
     if seen > granted:  # counters are of each resource, and cannot be compared
-        yield Finding(
-            shown,
-            f"has seen tokens of epoch {seen}, and {granted} is granted now: writes are refused",
-            "what grants has lost its memory: fencelock init --after-loss --database URL",
-        )
+        what = f"has seen tokens of epoch {seen}, and {granted} is granted now: writes are refused"
+        yield Finding(shown, what, "the memory of the nodes is lost: fencelock init --after-loss")
     for each in fenced_tables(connection):
         yield from _of_table(connection, each.name, each.schema)
     yield from _of_models(connection, metadata)
@@ -235,17 +225,11 @@ def _of_table(connection: Connection, name: str, schema: str | None) -> Iterator
         return
     columns = {column["name"] for column in inspect(connection).get_columns(name, schema=schema)}
     if WRITE_COLUMN not in columns:
-        yield Finding(
-            name,
-            f"has no column {WRITE_COLUMN}: a write that was made meanwhile is not noticed",
-            "op.add_fence in a migration adds it",
-        )
+        what = f"has no column {WRITE_COLUMN}: a write that was made meanwhile is not noticed"
+        yield Finding(name, what, "op.add_fence in a migration adds it")
     if triggers.knows(connection.dialect.name) and not triggers.installed(connection, name, schema=schema):
-        yield _note(
-            name,
-            "has no trigger: SQL that names no fence, of other programs, is not refused",
-            "op.create_fence_trigger, where others write: docs/triggers.md",
-        )
+        what = "has no trigger: SQL that names no fence, of other programs, is not refused"
+        yield _note(name, what, "op.create_fence_trigger, where others write: docs/triggers.md")
 
 
 def _of_models(connection: Connection, metadata: MetaData | None) -> Iterator[Finding]:

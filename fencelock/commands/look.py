@@ -122,11 +122,7 @@ def leaks(
         float, typer.Option(help="Seconds: a lease that has longer to live than this is reported, too.")
     ] = 3600.0,
     pattern: Annotated[
-        str,
-        typer.Option(
-            help="Keys of other programs on the nodes, such as 'lock:*': those without an end, as SET NX "
-            "leaves them behind."
-        ),
+        str, typer.Option(help="Also keys of other programs that have no end, such as 'lock:*'.")
     ] = "",
     as_json: shared.AsJson = False,
 ) -> None:
