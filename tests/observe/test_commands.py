@@ -345,6 +345,16 @@ def test_doctor_of_nodes_that_grant_nothing(make_nodes: Callable[..., Nodes]) ->
     assert found.stdout.count("does not vote") + found.stdout.count("cannot be asked") >= 2
 
 
+@pytest.mark.usefixtures("authority")
+def test_doctor_of_a_database_that_is_down(node_urls: list[str]) -> None:
+    """It is one finding among others."""
+    dead = ("--database", "postgresql+psycopg://user@127.0.0.1:1/none")
+    found = fencelock("doctor", "--url", ",".join(node_urls), *dead)
+    assert found.returncode == 3
+    assert "cannot be read" in found.stdout
+    assert "append-only" in found.stdout
+
+
 def test_doctor_of_a_database(engine: Engine, authority: Redlock, node_urls: list[str]) -> None:
     """A table without columns, a fence above all tokens; and nothing where all is well."""
     url = ("--url", ",".join(node_urls))
