@@ -3,8 +3,8 @@
     python -m benchmarks.observing
 
 Each turn locks 5 nodes some hundred times: with nothing that listens, with a listener that does nothing, with
-metrics for Prometheus, with those of OpenTelemetry, without and with spans. The
-differences are taken turn by turn.
+metrics for Prometheus, with those of OpenTelemetry, without and with spans. The differences are taken turn by
+turn.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def without_password(urls: str) -> str:
 
 
 def check_file(url: str) -> None:
-    """Refuse a file of SQLite that is not there, which SQLite would make, and nothing be held in it."""
+    """Refuse a file of SQLite that is not there. SQLite would make an empty one."""
     file = make_url(url).database if url.startswith("sqlite") else None
     if file not in {None, "", ":memory:"} and not any(map(os.path.exists, (file, f"{file}-leases"))):
         fail(f"there is no file {file}; for a new one: fencelock init {url}")
@@ -86,10 +86,12 @@ def authority_of(url: str, namespace: str = DEFAULT_NAMESPACE) -> Iterator[Redlo
     if not url.strip():
         fail("what grants the locks? Set FENCELOCK_URL, or add --url redis://r1:6379,redis://r2:6379,…")
     with errors_as_sentences():
-        check_file(url)
-        made = (
-            Database(url) if factory_of(url) == DATABASE else Redlock(url, namespace=namespace, recover=False)
-        )
+        made: Redlock | Database
+        if factory_of(url) == DATABASE:
+            check_file(url)
+            made = Database(url)
+        else:
+            made = Redlock(url, namespace=namespace, recover=False)
         with made:
             yield made
 

@@ -165,10 +165,7 @@ class Hold:
         """Tell listeners that it is held, after so many seconds."""
         if _events.listeners:
             self.since = time.monotonic()
-            its = self.grant
-            _events.tell(
-                LockAcquired(self.authority, its.resources, self.template, its.tokens, waited, had_to_wait)
-            )
+            _events.tell(LockAcquired(*self.names, self.grant.tokens, waited, had_to_wait))
 
     def note_loss(self, detail: str, reason: LossReason) -> None:
         """Tell listeners that it was lost, unless they have heard that."""
@@ -183,10 +180,7 @@ class Hold:
         if since is not None:
             held = time.monotonic() - since
             end: LockEnd = "max_hold" if self.loss == "max_hold" else "lost" if self.loss else "released"
-            its = self.grant
-            _events.tell(
-                LockReleased(self.authority, its.resources, self.template, its.tokens, held, end, error)
-            )
+            _events.tell(LockReleased(*self.names, self.grant.tokens, held, end, error))
 
     def calls_when_lost(self) -> tuple[Callable[[], object], ...]:
         """Return what is to be called for a lost hold, which is only told once."""

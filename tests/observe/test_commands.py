@@ -415,9 +415,10 @@ def test_urls_without_their_passwords(url: str, shown: str) -> None:
 def test_url_that_is_none_is_not_printed() -> None:
     """It may have a password."""
     for command in ("inspect", "doctor"):
-        ran = fencelock(command, "--url", "redis//u:s3cret@h:6379")
-        assert ran.returncode == 1
-        assert "s3cret" not in ran.stderr
+        for url in ("redis//u:s3cret@h:6379", "sqlite:s3cret.db"):
+            ran = fencelock(command, "--url", url)
+            assert ran.returncode == 1
+            assert "s3cret" not in ran.stderr
 
 
 def test_file_that_is_not_there(tmp_path: Path) -> None:

@@ -322,7 +322,7 @@ print(json.dumps([[s.name, s.labels, s.value] for m in registry.collect() for s 
 APPLICATION = """
 import os
 from fencelock import Redlock
-from fencelock.observe import Event, LockReleased, prometheus
+from fencelock.observe import prometheus
 
 prometheus.instrument()
 authority = Redlock(os.environ["NODES"])
@@ -369,7 +369,7 @@ import os
 from celery import Celery
 from celery.signals import worker_process_init
 from fencelock import Redlock
-from fencelock.observe import Event, LockReleased, prometheus
+from fencelock.observe import prometheus
 
 prometheus.instrument()
 authority = Redlock(os.environ["NODES"])
