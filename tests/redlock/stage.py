@@ -91,9 +91,9 @@ class RealNode:
     def execute(self, command: Command) -> Answer:
         """Send the command, and wait for its answer."""
         text = self.scripts.get(command.script)
-        packed = codec.pack(command) if text is None else codec._pack_call(command, "EVAL", text)
+        alone = None if text is None else codec._pack_call(command, "EVAL", text)
         waiting = PendingBroadcast(Broadcast(command, [0], lambda _: True, 5.0))
-        self.link.put(PendingReply(waiting, command, 0.0), packed)
+        self.link.put(PendingReply(waiting, command, 0.0), codec.Packed(command, alone))
         poll = select.poll()
         poll.register(self.sock.fileno(), select.POLLIN)
         while True:

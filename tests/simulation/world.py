@@ -31,6 +31,7 @@ from fencelock.authority.redlock.protocol.messages import (
     Sleep,
 )
 from fencelock.authority.redlock.protocol.queue import WaitQueue
+from fencelock.authority.redlock.wire.codec import Packed
 from fencelock.authority.redlock.wire.connection import Connection, PendingBroadcast, PendingReply
 from fencelock.authority.redlock.wire.nodes import NodeConnections
 from fencelock.errors import FencelockError
@@ -182,7 +183,7 @@ class Link(Connection):
         self.is_subscribed = False
         self.free_at = 0.0
 
-    def put(self, pending: PendingReply, packed: bytes) -> None:
+    def put(self, pending: PendingReply, packed: Packed) -> None:
         """Send a command."""
         super().put(pending, packed)
         self.outgoing.clear()

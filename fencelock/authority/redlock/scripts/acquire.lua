@@ -1,3 +1,4 @@
+-- include shortcut
 -- ACQUIRE: grant all the locks, or none.
 -- ARGV[3] ttl in ms, ARGV[4] the epoch that the hints are of; then for each lock its stripe and a hint.
 -- After these, of a contender that waits in line or heeds it: its place (or ''), ms waited, since when in ms, and 1 for
@@ -11,12 +12,8 @@ local state = redis.call('HMGET', NODE, unpack(fields))
 -- commands more. Every other case goes the long way, and nothing has been changed by then.
 if #ARGV == 8 and ARGV[6] == '0' and state[1] and state[2] == ARGV[7] and ARGV[8] == '' and state[3] == ARGV[1]
   and not state[4] and is_unbroken() then
-  local counter = (state[6] or state[5]) + 1
-  if counter <= COUNTER_LIMIT
-    and redis.call('SET', KEYS[2], NONCE .. '|' .. state[1] .. '|' .. counter, 'PX', ARGV[3], 'NX') then
-    redis.call('HSET', NODE, fields[6], counter)
-    return {'GRANTED', tonumber(state[1]), counter}
-  end
+  local counter = grant(state[1], KEYS[2], NONCE, ARGV[3], fields[6], state[6] or state[5])
+  if counter then return {'GRANTED', tonumber(state[1]), counter} end
 end
 
 -- include marker

@@ -1,3 +1,4 @@
+-- include shortcut
 -- RELEASE: delete the locks that are still ours, and let a laggard's counters catch up.
 -- No vote: it never refuses. A blank node that does not know the locks says AMNESIA. ARGV[3] the epoch of the decision;
 -- then for each lock its stripe and T (0 where nothing was decided). After these, of a contender in line: its place,
@@ -7,13 +8,8 @@ local state = redis.call('HMGET', NODE, 'e', 'cfg', 'b', 'c' .. ARGV[4])
 
 -- Most often one lock is ours still, no contender waits for it, and the counter is not behind: then it is only deleted.
 if #ARGV == 7 and state[1] == ARGV[3] and state[2] == ARGV[1]
-  and tonumber(state[4] or state[3]) >= tonumber(ARGV[5]) then
-  local value = redis.call('GET', KEYS[2])
-  if value and string.sub(value, 1, #NONCE + 1) == NONCE .. '|'
-    and redis.call('EXISTS', queue_of(KEYS[2])) == 0 then
-    redis.call('DEL', KEYS[2])
-    return {'RELEASED'}
-  end
+  and tonumber(state[4] or state[3]) >= tonumber(ARGV[5]) and let_go(KEYS[2], NONCE) then
+  return {'RELEASED'}
 end
 
 -- include marker

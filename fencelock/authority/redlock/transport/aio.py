@@ -25,6 +25,7 @@ from fencelock.authority.redlock.transport.blocking import FRESH
 from fencelock.authority.redlock.transport.connector import Node, Opened, UnusableError
 from fencelock.authority.redlock.transport.links import Links
 from fencelock.authority.redlock.transport.sockets import broken_by, read_from, write_to
+from fencelock.authority.redlock.wire.batch import BATCHES, BatchingConnection
 from fencelock.authority.redlock.wire.connection import PendingBroadcast
 
 #: Seconds between two looks for broadcasts whose patience has ended.
@@ -64,7 +65,8 @@ class LoopConnections(Links):
     def __init__(
         self, loop: asyncio.AbstractEventLoop, nodes: Sequence[Node], node_key: str, **options: Any
     ) -> None:
-        super().__init__(nodes, node_key, **options)
+        batching = {"new_connection": BatchingConnection} if BATCHES else {}
+        super().__init__(nodes, node_key, **batching, **options)
         self._sockets: dict[int, socket.socket] = {}
         #: What connecting threads have opened and the loop has not taken over yet.
         self._arrived: dict[int, Opened | UnusableError] = {}

@@ -10,6 +10,7 @@ import hashlib
 import importlib.resources
 import math
 import re
+from collections.abc import Sequence
 from importlib.resources.abc import Traversable
 from typing import Any, Final
 
@@ -74,13 +75,67 @@ def _load_scripts() -> dict[str, str]:
     return {name: include.sub(lambda found: parts[found[1]], text) for name, text in scripts.items()}
 
 
-EVERYDAY: Final = ("acquire", "confirm", "release", "extend")
+EVERYDAY: Final = ("acquire", "confirm", "release", "extend", "batch")
 SCRIPTS: Final = _load_scripts()
 DIGESTS: Final = {
     name: hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest() for name, text in SCRIPTS.items()
 }
 #: Commands that are no scripts.
 _WORDS: Final = {SYNC.script: "WAITAOF", SUBSCRIBE: "SUBSCRIBE", INTRODUCE: "SET"}
+
+
+#: How many arguments an ACQUIRE and a RELEASE have, of one lock, whose contender does not stand in line.
+_SIMPLE: Final = {"acquire": 6, "release": 5}
+
+
+class Packed:
+    """A command as bytes, the same for every node; made when they are first needed.
+
+    Attributes:
+        command: the command.
+        is_simple: whether it may be a part of a batch.
+        fingerprint: of its membership, which it shares with the other parts; empty for no part.
+    """
+
+    __slots__ = ("_alone", "_part", "command", "fingerprint", "is_simple")
+
+    def __init__(self, command: Command, alone: bytes | None = None) -> None:
+        self.command = command
+        script, _, _, arguments = command
+        # The last one of an ACQUIRE is a hint.
+        self.is_simple = len(arguments) == _SIMPLE.get(script) and (script == "release" or not arguments[-1])
+        self.fingerprint = arguments[0] if self.is_simple else ""
+        self._alone = alone
+        self._part: tuple[bytes, bytes] | None = None
+
+    @property
+    def alone(self) -> bytes:
+        """The command as it travels alone."""
+        if self._alone is None:
+            self._alone = pack(self.command)
+        return self._alone
+
+    @property
+    def part(self) -> tuple[bytes, bytes]:
+        """Its lock and its other words, as a batch has them."""
+        if self._part is None:
+            script, nonce, (_, lock), arguments = self.command
+            if script == "acquire":
+                _, _, ttl, _, stripe, _ = arguments
+                words = pack_words(nonce, stripe, ttl, "")
+            else:
+                _, _, epoch, stripe, counter = arguments
+                words = pack_words(nonce, stripe, epoch, counter)
+            self._part = pack_words(lock), words
+        return self._part
+
+
+def pack_batch(batch: Sequence[Packed]) -> bytes:
+    """Return simple commands as one call."""
+    keys, words = zip(*[each.part for each in batch], strict=True)
+    head = pack_words("EVALSHA", DIGESTS["batch"], 1 + len(batch), batch[0].command.keys[0])
+    count = 5 + 5 * len(batch) + _OWN_ARGUMENTS
+    return b"".join([b"*%d\r\n" % count, head, *keys, pack_words(batch[0].fingerprint), *words])
 
 
 def pack(command: Command) -> bytes:
@@ -113,16 +168,23 @@ def pack_words(*words: str | int) -> bytes:
     return packed[packed.index(b"\n") + 1 :]
 
 
-def read_reply(reply: Any) -> Answer | bytes | None:
-    """Return the answer that a reply is; what was published, as bytes; None where a script is unknown."""
-    if reply == b"OK":  # to SET
-        return Answer(Said.NOTED)
-    if not isinstance(reply, hiredis.PushNotification):
-        return None if str(reply).startswith("NOSCRIPT") else read_answer(reply)
-    if reply[0] == b"subscribe":  # the only answer to that
-        return Answer(Said.SUBSCRIBED)
-    published: bytes = reply[2] if reply[0] == b"message" else b""
-    return published
+def published_in(reply: Any) -> bytes | None:
+    """Return what a node has published; None for a reply."""
+    if type(reply) is not hiredis.PushNotification or reply[0] == b"subscribe":  # the only reply to that
+        return None
+    return reply[2] if reply[0] == b"message" else b""
+
+
+def read_reply(reply: Any) -> Answer | None:
+    """Return the answer that a reply is; None where the node does not know the script."""
+    if type(reply) is not list:
+        if reply == b"OK":  # to SET
+            return Answer(Said.NOTED)
+        if type(reply) is hiredis.PushNotification:
+            return Answer(Said.SUBSCRIBED)
+        if str(reply).startswith("NOSCRIPT"):
+            return None
+    return read_answer(reply)
 
 
 def read_answer(reply: Any) -> Answer:

@@ -9,13 +9,19 @@ reconnected after its node had been killed was granted the same counter twice.
 from __future__ import annotations
 
 from collections import deque
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import hiredis
 
 from fencelock.authority.redlock.membership.members import Identity
 from fencelock.authority.redlock.protocol.messages import GRANTED, Answer, Answers, Broadcast, Command, Said
-from fencelock.authority.redlock.wire.codec import pack_with_script, pack_words, read_answer, read_reply
+from fencelock.authority.redlock.wire.codec import (
+    Packed,
+    pack_with_script,
+    pack_words,
+    published_in,
+    read_reply,
+)
 
 _SILENT: Final = Answer(Said.SILENT)
 #: Answers that name the node's id and its list, if it has one.
@@ -37,6 +43,10 @@ class PendingReply(NamedTuple):
     broadcast: PendingBroadcast | None
     command: Command
     sent_at: float
+
+
+#: Commands, and answers to them that say something about the node itself.
+News = list[tuple[PendingReply, Answer]]
 
 
 class PendingBroadcast:
@@ -89,7 +99,6 @@ class Connection:
         epoch: in which the nodes have granted last; None if they have not.
         pushes: whether it can bring what is published, beside the answers.
         unanswered: what has been sent and not been answered, in that order.
-        outgoing: what is still to be written.
         published: messages that have arrived on the channel of this client, to be taken away.
         spoilt: whether an exception from outside, such as a signal handler's, has struck in the middle of a
             change: then answers could be taken for others, and it must not be used any more.
@@ -97,12 +106,12 @@ class Connection:
 
     __slots__ = (
         "_index",
+        "_outgoing",
         "_own_arguments",
         "_reader",
         "acquiring",
         "epoch",
         "identity",
-        "outgoing",
         "published",
         "pushes",
         "spoilt",
@@ -114,53 +123,75 @@ class Connection:
         self.epoch = epoch
         self.pushes = pushes
         self.unanswered: deque[PendingReply] = deque()
-        self.outgoing = bytearray()
         self.published: list[bytes] = []
         self.acquiring: set[str] = set()
         self.spoilt = False
         self._index = index
+        self._outgoing = bytearray()
         self._reader = hiredis.Reader()
         self._own_arguments = pack_words(identity.run_id, identity.replid)
 
-    def put(self, pending: PendingReply, packed: bytes) -> None:
-        """Take a command, whose common part has been packed."""
+    @property
+    def outgoing(self) -> bytearray:
+        """What is still to be written."""
+        return self._outgoing
+
+    def put(self, pending: PendingReply, packed: Packed) -> None:
+        """Take a command."""
+        self.put_alone(pending, packed)
+
+    def put_alone(self, pending: PendingReply, packed: Packed) -> None:
+        """Take a command that does not travel with others."""
         spoilt, self.spoilt = self.spoilt, True
-        self.unanswered.append(pending)
-        script, nonce, keys, _ = pending.command
-        if script == "acquire":
-            self.acquiring.add(nonce)
-        self.outgoing += packed
-        if keys:  # all scripts have one
-            self.outgoing += self._own_arguments
+        self._note(pending)
+        self._outgoing += packed.alone
+        if pending.command.keys:  # all scripts have one
+            self._outgoing += self._own_arguments
         self.spoilt = spoilt  # where an earlier one was interrupted, it stays so
 
-    def received(self, data: bytes, now: float) -> list[tuple[PendingReply, Answer]]:
-        """Hand on what is waited for; return what says something about the node.
+    def _note(self, pending: PendingReply) -> None:
+        self.unanswered.append(pending)
+        if pending.command.script == "acquire":
+            self.acquiring.add(pending.command.nonce)
 
-        A command whose script the node does not know is put here again, with its text.
+    def received(self, data: bytes, now: float) -> News:
+        """Hand on what is waited for; return what says something about the node.
 
         Raises:
             MalformedReplyError: if what answers is no node.
         """
-        unusual = []
+        news: News = []
         reader = self._reader
         try:
             reader.feed(data)
             while (reply := reader.gets()) is not False:
-                answer = read_answer(reply) if type(reply) is list else read_reply(reply)
-                if isinstance(answer, bytes):
-                    self.published.append(answer)
-                    continue
-                pending = self.unanswered.popleft()
-                if answer is None:
-                    # On the same connection, because another may lead to another server process.
-                    again = PendingReply(pending.broadcast, pending.command, now)
-                    self.put(again, pack_with_script(pending.command))
-                elif self.answered(pending, answer):
-                    unusual.append((pending, answer))
+                if (published := published_in(reply)) is not None:
+                    self.published.append(published)
+                else:
+                    self._take(reply, now, news)
         except (hiredis.HiredisError, LookupError, TypeError, ValueError) as error:
             raise MalformedReplyError(repr(error)) from error
-        return unusual
+        return news
+
+    def _take(self, reply: Any, now: float, news: News) -> None:
+        """Take the reply to the oldest command."""
+        pending = self.unanswered.popleft()
+        if (answer := read_reply(reply)) is None:
+            self._put_again(pending, pack_with_script(pending.command), now)
+        elif self.answered(pending, answer):
+            news.append((pending, answer))
+
+    def _put_again(self, pending: PendingReply, packed: bytes | None, now: float) -> None:
+        """Put a command again for which the node has done nothing: here, for another may be another process.
+
+        What nothing waits for any more is not put again, save a RELEASE: that of the same lock may have gone
+        before.
+        """
+        broadcast, command, _ = pending
+        if command.script != "release" and (broadcast is None or broadcast.over):
+            self.acquiring.discard(command.nonce)
+        else:
+            self.put_alone(PendingReply(broadcast, command, now), Packed(command, packed))
 
     def answered(self, pending: PendingReply, answer: Answer) -> bool:
         """Hand an answer on to what waits for it; tell whether it has to be looked at besides."""

@@ -19,7 +19,7 @@ from fencelock.authority.redlock.membership.members import Identity
 from fencelock.authority.redlock.protocol.messages import SUBSCRIBE, Answer, Broadcast, Command, Said
 from fencelock.authority.redlock.protocol.queue import WaitQueue
 from fencelock.authority.redlock.protocol.undo import without_place
-from fencelock.authority.redlock.wire.codec import leads_elsewhere, pack
+from fencelock.authority.redlock.wire.codec import Packed, leads_elsewhere
 from fencelock.authority.redlock.wire.connection import (
     FORGETFUL,
     NAMING,
@@ -167,7 +167,7 @@ class NodeConnections:
     def ask(self, broadcast: PendingBroadcast, request: Broadcast, now: float) -> None:
         """Put a command into the connections of its nodes; where that cannot be, it is answered at once."""
         self._has_asked = True
-        command, packed = request.command, pack(request.command)
+        command, packed = request.command, Packed(request.command)
         pending = PendingReply(broadcast, command, now)
         is_release = command.script == "release"
         introduction = self._introduction if command.script in _OF_HOLDERS else None
@@ -183,7 +183,7 @@ class NodeConnections:
             ):
                 if introduction is not None and now >= node.introduce_at:
                     node.introduce_at = now + INTRODUCED_FOR / 3
-                    connection.put(PendingReply(None, introduction, now), pack(introduction))
+                    connection.put(PendingReply(None, introduction, now), Packed(introduction))
                 connection.put(pending, packed)
                 continue
             else:
@@ -217,7 +217,7 @@ class NodeConnections:
     def _put_subscribe(self, index: int, connection: Connection | None, now: float) -> None:
         """Subscribe. What is put behind it may count on the calls already; a node that refuses says so."""
         if connection is not None and connection.pushes:
-            connection.put(PendingReply(None, self._subscribe, now), pack(self._subscribe))
+            connection.put(PendingReply(None, self._subscribe, now), Packed(self._subscribe))
             self.queue.listen(index)
 
     def connected(self, index: int, identity: Identity, now: float, *, pushes: bool) -> Connection | None:
@@ -325,7 +325,7 @@ class NodeConnections:
 
     def _put_owed(self, node: _Node, connection: Connection, now: float) -> None:
         for release in node.owed.values():
-            connection.put(PendingReply(None, release, now), pack(release))
+            connection.put(PendingReply(None, release, now), Packed(release))
         node.owed.clear()
 
     def broken(self, index: int, failure: Answer) -> None:

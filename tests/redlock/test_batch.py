@@ -1,0 +1,301 @@
+"""Commands that travel together: on a real node they do what each does alone."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import select
+from collections.abc import Sequence
+from typing import Any
+
+import hiredis
+import pytest
+import redis
+
+from fencelock import Redlock
+from fencelock.authority.redlock.protocol.acquire import _acquire_command
+from fencelock.authority.redlock.protocol.attempts import Attempt, QueuePosition
+from fencelock.authority.redlock.protocol.messages import Answer, Broadcast, Command, Said
+from fencelock.authority.redlock.protocol.undo import release_command
+from fencelock.authority.redlock.transport import aio
+from fencelock.authority.redlock.transport.sockets import read_from, write_to
+from fencelock.authority.redlock.wire import batch
+from fencelock.authority.redlock.wire.batch import BatchingConnection
+from fencelock.authority.redlock.wire.codec import DIGESTS, SCRIPTS, Packed
+from fencelock.authority.redlock.wire.connection import MalformedReplyError, PendingBroadcast, PendingReply
+from fencelock.embedded import Nodes
+from fencelock.errors import QuorumError
+from tests.redlock.stage import NODE_KEY, RealNode, node_set_of
+from tests.redlock.views import Run, connected, locks_on, soon, take
+
+
+class Told(PendingBroadcast):
+    """Waits for the answer to one command, and notes when it comes."""
+
+    def __init__(self, command: Command, answered: list[tuple[Command, Answer]]) -> None:
+        super().__init__(Broadcast(command, [0], lambda _: True, 5.0))
+        self._command = command
+        self._answered = answered
+
+    def add_reply(self, node: int, answer: Answer) -> None:
+        """Note it."""
+        super().add_reply(node, answer)
+        self._answered.append((self._command, answer))
+
+
+class BatchingNode(RealNode):
+    """A real node that is told commands together."""
+
+    def __init__(self, url: str) -> None:
+        with Redlock(url) as authority:
+            authority.init(base=0)
+        super().__init__(url)
+        membership = self.link.identity.membership
+        assert membership is not None
+        self.node_set = node_set_of(membership.fingerprint, 1)
+
+    def _open(self) -> None:
+        super()._open()
+        self.link = BatchingConnection(0, self.link.identity, 0, pushes=True)
+
+    def ask(self, commands: Sequence[Command]) -> list[tuple[Command, Answer]]:
+        """Return the commands with their answers, in the order in which these have come."""
+        answered: list[tuple[Command, Answer]] = []
+        for command in commands:
+            self.link.put(PendingReply(Told(command, answered), command, 0.0), Packed(command))
+        self.hear()
+        return answered
+
+    def hear(self) -> None:
+        """Write, and read until everything is answered."""
+        poll = select.poll()
+        poll.register(self.sock.fileno(), select.POLLIN)
+        while self.link.unanswered:
+            write_to(self.sock, self.link)
+            assert poll.poll(5000), "the node does not answer"
+            for (waiting, _, _), answer in self.link.received(read_from(self.sock) or b"", 0.0):
+                assert waiting is not None
+                waiting.add_reply(0, answer)
+
+    def acquire(self, nonce: str, resource: str, position: QueuePosition | None = None) -> Command:
+        """ACQUIRE."""
+        attempt = Attempt.of(self.node_set, (resource,), nonce, 30.0, position)
+        return _acquire_command(attempt, self.node_set)
+
+    def release(self, nonce: str, resource: str, counter: int = 0) -> Command:
+        """RELEASE."""
+        attempt = Attempt.of(self.node_set, (resource,), nonce, 30.0)
+        return release_command(self.node_set, attempt, 0, [counter])
+
+    def state(self) -> dict[str, Any]:
+        """Return the counters, what each lock holds, and who waits."""
+        counters = {k: v for k, v in self.remember().items() if k.startswith("c") and k != "cfg"}
+        locks = {key: self.client.get(key) for key in self.client.keys(f"{NODE_KEY}:l:*")}
+        queues = {key: self.client.zrange(key, 0, -1) for key in self.client.keys(f"{NODE_KEY}:q:*")}
+        return {"counters": counters, "locks": locks, "queues": queues}
+
+    def calls(self, command: str = "evalsha") -> int:
+        """Return how often the node was called."""
+        stats: Any = self.client.info("commandstats")
+        return int(stats.get(f"cmdstat_{command}", {"calls": 0})["calls"])
+
+
+@pytest.fixture
+def node(nodes: Nodes) -> Any:
+    """One node that is told commands together."""
+    its = BatchingNode(nodes[0].url)
+    yield its
+    its.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_commands_do_together_what_they_do_alone(nodes: Nodes, seed: int) -> None:
+    """Random histories: two nodes execute the same commands in the same order, one of them in batches."""
+    chance = random.Random(seed)
+    together, alone = (BatchingNode(nodes[number].url) for number in (0, 1))
+    resources = ["a", "b", "c", "d"]
+    nonces = [(f"n{number}", resource) for number in range(3) for resource in resources]
+    granted: dict[tuple[str, str], int] = {}
+
+    def draw(its: BatchingNode, kind: str, nonce: str, resource: str) -> Command:
+        if kind == "release":
+            return its.release(nonce, resource, granted.get((nonce, resource), 0))
+        if kind == "lag":
+            return its.release(nonce, resource, granted.get((nonce, resource), 0) + 2)
+        position = QueuePosition("c.1", 0.1, 0.0, fair=True) if kind == "queue" else None
+        return its.acquire(nonce, resource, position)
+
+    said: set[Said] = set()
+    for _ in range(60):
+        drawn = [
+            (
+                chance.choice(("acquire", "acquire", "release", "release", "queue", "lag")),
+                *chance.choice(nonces),
+            )
+            for _ in range(chance.randint(2, 8))
+        ]
+        commands = [draw(together, *each) for each in drawn]
+        same = {id(command): draw(alone, *each) for command, each in zip(commands, drawn, strict=True)}
+        answers = together.ask(commands)
+        for command, answer in answers:
+            ((_, expected),) = alone.ask([same[id(command)]])
+            assert answer._replace(ttl=0.0) == expected._replace(ttl=0.0), command
+            said.add(answer.said)
+            if answer.said is Said.GRANTED:
+                granted[command.nonce, command.keys[1].rpartition(":")[2]] = answer.counters[0]
+        assert together.state() == alone.state()
+        if chance.random() < 0.3:  # the claim of a contender that was called ends with its ttl
+            for its in (together, alone):
+                its.client.delete(*(f"{NODE_KEY}:l:{resource}" for resource in resources))
+    assert said >= {Said.GRANTED, Said.HELD, Said.RELEASED, Said.LOST}
+    for its in (together, alone):
+        its.close()
+
+
+def test_node_takes_many_commands_in_one_call(node: BatchingNode) -> None:
+    """A hundred locks: one call to acquire them, one to release them; what is more goes into another one."""
+    names = [f"r{number}" for number in range(batch._LARGEST)]
+    before = node.calls()
+    answers = node.ask([node.acquire(name, name) for name in names])
+    assert {answer.said for _, answer in answers} == {Said.GRANTED}
+    node.ask([node.release(name, name) for name in names])
+    assert node.calls() == before + 2
+    node.ask([node.acquire(name, name) for name in [*names, "one more"]])
+    assert node.calls() == before + 4
+
+
+def test_command_that_is_not_so_simple_travels_alone(node: BatchingNode) -> None:
+    """A lock that is held, and a place in line: the others' answers come at once, the order stays."""
+    node.ask([node.acquire("n0", "held")])
+    place = QueuePosition("c.1", 0.1, 0.0)
+    commands = [
+        node.acquire("n1", "held"),
+        node.acquire("n2", "free"),
+        node.acquire("n3", "held", place),
+        node.acquire("n4", "free too"),
+        node.acquire("n5", "free as well"),
+    ]
+    heard = [(command.nonce, answer.said) for command, answer in node.ask(commands)]
+    assert heard == [
+        ("n2", Said.GRANTED),
+        ("n3", Said.HELD),
+        ("n4", Said.GRANTED),
+        ("n5", Said.GRANTED),
+        ("n1", Said.HELD),
+    ]
+
+
+def test_acquire_that_nothing_waits_for_is_not_put_again(node: BatchingNode) -> None:
+    """Its RELEASE may have gone before: then nothing would release what it gets."""
+    node.ask([node.acquire("n0", "r")])
+    answered: list[tuple[Command, Answer]] = []
+    late, other = node.acquire("late", "r"), node.acquire("n2", "other")
+    for command in (late, other):
+        told = Told(command, answered)
+        node.link.put(PendingReply(told, command, 0.0), Packed(command))
+        told.over = command is late
+    node.ask([node.release("n0", "r"), node.release("late", "r")])
+    node.hear()
+    assert [command.nonce for command, _ in answered] == ["n2"]
+    assert node.client.get(f"{NODE_KEY}:l:r") is None
+    assert "late" not in node.link.acquiring
+
+
+def test_node_that_has_forgotten_its_scripts_is_told_them_again(node: BatchingNode) -> None:
+    """The call fails as a whole, and each of its commands is put again."""
+    node.ask([node.acquire("n0", "a"), node.acquire("n1", "b")])
+    node.client.script_flush()
+    commands = [node.release("n0", "a"), node.acquire("n2", "c"), node.release("n1", "b")]
+    heard = {command.nonce: answer.said for command, answer in node.ask(commands)}
+    assert heard == {"n0": Said.RELEASED, "n2": Said.GRANTED, "n1": Said.RELEASED}
+
+
+def test_error_in_the_midst_of_a_call_loses_no_release(node: BatchingNode) -> None:
+    """A node whose memory is full grants nothing, and gives back what is given back."""
+    node.ask([node.acquire("n0", "a"), node.acquire("n1", "b")])
+    node.client.config_set("maxmemory", 1)
+    commands = [node.acquire("n2", "c"), node.release("n0", "a"), node.release("n1", "b")]
+    heard = {command.nonce: answer.said for command, answer in node.ask(commands)}
+    node.client.config_set("maxmemory", 0)
+    assert heard["n2"] is Said.ERROR
+    assert node.client.keys(f"{NODE_KEY}:l:*") == []
+
+
+def test_other_number_of_answers_is_no_node(node: BatchingNode) -> None:
+    """Answers could be taken for others."""
+    for nonce in ("n0", "n1"):
+        command = node.acquire(nonce, nonce)
+        node.link.put(PendingReply(None, command, 0.0), Packed(command))
+    assert node.link.outgoing
+    with pytest.raises(MalformedReplyError, match="1 answers to 2 commands"):
+        node.link.received(b"*3\r\n$5\r\nBATCH\r\n:0\r\n:1\r\n", 0.0)
+
+
+def test_batch_is_known_by_its_digest(node: BatchingNode) -> None:
+    """What goes over the wire: one EVALSHA with all locks as keys."""
+    commands = [node.acquire("n0", "a"), node.release("n1", "b", 7)]
+    for command in commands:
+        node.link.put(PendingReply(None, command, 0.0), Packed(command))
+    reader = hiredis.Reader(encoding="utf-8")
+    reader.feed(bytes(node.link.outgoing))
+    words: Any = reader.gets()
+    assert reader.gets() is False
+    assert words[:6] == ["EVALSHA", DIGESTS["batch"], "3", NODE_KEY, f"{NODE_KEY}:l:a", f"{NODE_KEY}:l:b"]
+    assert words[7:15] == ["n0", words[8], "30000", "", "n1", words[12], "0", "7"]
+    assert words[15:] == [node.link.identity.run_id, ""]
+
+
+@pytest.mark.parametrize("batches", [True, False])
+def test_tasks_share_calls_unless_it_is_switched_off(
+    authority: Redlock, nodes: Nodes, run: Run, batches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two hundred locks of a hundred tasks: some calls, or two for each lock; the rest is the same."""
+    monkeypatch.setattr(aio, "BATCHES", batches)
+    client = redis.Redis.from_url(nodes[0].url)
+
+    async def main() -> int:
+        await connected(authority)
+        client.config_resetstat()
+        tokens = await asyncio.gather(*(take(authority, f"r{number}") for number in range(100)))
+        assert len(tokens) == 100
+        await asyncio.gather(*(take(authority, f"r{number}") for number in range(100)))
+        assert await soon(lambda: not locks_on(nodes))
+        stats: Any = client.info("commandstats")
+        return int(stats["cmdstat_evalsha"]["calls"])
+
+    calls = run(main())
+    client.close()
+    assert calls < 100 if batches else calls >= 400
+
+
+def test_tasks_hear_of_nodes_whose_memory_is_full(authority: Redlock, nodes: Nodes, run: Run) -> None:
+    """Each with its own error; no lock is left."""
+
+    async def main() -> None:
+        await connected(authority)
+        held = [await authority.aio.acquire((f"held{number}",), ttl=30, timeout=0) for number in range(5)]
+        for node in nodes:
+            with redis.Redis.from_url(node.url) as client:
+                client.config_set("maxmemory", 1)
+        try:
+            outcomes = await asyncio.gather(
+                *(authority.aio.acquire((f"r{number}",), ttl=30, timeout=0) for number in range(5)),
+                *map(authority.aio.release, held),
+                return_exceptions=True,
+            )
+        finally:
+            for node in nodes:
+                with redis.Redis.from_url(node.url) as client:
+                    client.config_set("maxmemory", 0)
+        assert all(isinstance(outcome, QuorumError) and "OOM" in str(outcome) for outcome in outcomes[:5])
+        assert outcomes[5:] == [True] * 5
+        assert await soon(lambda: not locks_on(nodes))
+
+    run(main())
+
+
+def test_scripts_share_the_text_of_their_shortcuts() -> None:
+    """So that a batch cannot differ from what its commands do alone."""
+    shortcut = SCRIPTS["batch"].partition("local function grant(")[2].partition("-- BATCH")[0]
+    assert len(shortcut) > 500
+    assert all(shortcut in SCRIPTS[name] for name in ("acquire", "release"))
