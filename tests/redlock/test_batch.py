@@ -152,6 +152,43 @@ def test_commands_do_together_what_they_do_alone(nodes: Nodes, seed: int) -> Non
         its.close()
 
 
+def _spoil(its: BatchingNode, how: str) -> None:
+    client = its.client
+    if how == "blank":
+        client.delete(NODE_KEY, f"{NODE_KEY}:m")
+    elif how == "loaded from a file":
+        client.set(f"{NODE_KEY}:m", "1")
+    else:
+        field, _, value = how.partition("=")
+        client.hset(NODE_KEY, field, value)
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["blank", "loaded from a file", "r=another", "cfg=another", "next=another", "e=1", "b=17592186044415"],
+)
+def test_node_that_does_not_vote_says_so_to_each(nodes: Nodes, how: str) -> None:
+    """Blank, restarted, in another list, closed, in another epoch, or without counters."""
+    together, alone = (BatchingNode(nodes[number].url) for number in (0, 1))
+    heard: list[list[tuple[str, Answer]]] = []
+    for its in (together, alone):
+        its.ask([its.acquire("n0", "a"), its.acquire("n1", "b")])
+        _spoil(its, how)
+        commands = [
+            its.acquire("n2", "c"),
+            its.release("n0", "a", 1),
+            its.acquire("n3", "d"),
+            its.release("n4", "e"),
+        ]
+        groups = [commands] if its is together else [[command] for command in commands]
+        answers = [(command.nonce, answer) for group in groups for command, answer in its.ask(group)]
+        heard.append(sorted(answers))
+    assert heard[0] == heard[1]
+    assert together.state() == alone.state()
+    for its in (together, alone):
+        its.close()
+
+
 def test_node_takes_many_commands_in_one_call(node: BatchingNode) -> None:
     """A hundred locks: one call to acquire them, one to release them; what is more goes into another one."""
     names = [f"r{number}" for number in range(batch._LARGEST)]
@@ -194,7 +231,9 @@ def test_acquire_that_nothing_waits_for_is_not_put_again(node: BatchingNode) -> 
         told = Told(command, answered)
         node.link.put(PendingReply(told, command, 0.0), Packed(command))
         told.over = command is late
-    node.ask([node.release("n0", "r"), node.release("late", "r")])
+    for command in (node.release("n0", "r"), node.release("late", "r")):
+        write_to(node.sock, node.link)
+        node.link.put(PendingReply(None, command, 0.0), Packed(command))
     node.hear()
     assert [command.nonce for command, _ in answered] == ["n2"]
     assert node.client.get(f"{NODE_KEY}:l:r") is None
