@@ -280,7 +280,7 @@ def test_batch_is_known_by_its_digest(node: BatchingNode) -> None:
     words: Any = reader.gets()
     assert reader.gets() is False
     assert words[:6] == ["EVALSHA", DIGESTS["batch"], "3", NODE_KEY, f"{NODE_KEY}:l:a", f"{NODE_KEY}:l:b"]
-    assert words[7:15] == ["n0", words[8], "30000", "", "n1", words[12], "0", "7"]
+    assert words[7:15] == ["n0", words[8], "30000", "", "n1", words[12], "", "7"]
     assert words[15:] == [node.link.identity.run_id, ""]
 
 

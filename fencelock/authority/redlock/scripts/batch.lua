@@ -1,6 +1,6 @@
 -- include shortcut
 -- BATCH: ACQUIREs and RELEASEs of one lock each, one after the other, as far as their shortcuts go.
--- ARGV[2..]: for each lock a nonce and a stripe; then the ttl in ms and '' of an ACQUIRE, or the epoch and T of a RELEASE.
+-- ARGV[2..]: for each lock a nonce and a stripe; then the ttl in ms and '' of an ACQUIRE, or '' and T of a RELEASE.
 -- Returns BATCH, epoch and for each the counter that was granted; 1 for a lock that was released; or 0: nothing was
 -- changed, and the command has to come alone.
 local state = redis.call('HMGET', NODE, 'e', 'r', 'cfg', 'next', 'b')
@@ -8,10 +8,10 @@ local epoch = state[1]
 local votes = epoch and state[2] == ARGV[#ARGV - 1] and ARGV[#ARGV] == '' and state[3] == ARGV[1] and not state[4]
   and is_unbroken()
 
-local function take(key, nonce, field, ttl_or_epoch, decided)
+local function take(key, nonce, field, ttl, decided)
   local last = tonumber(redis.call('HGET', NODE, field) or state[5])
-  if decided == '' then return grant(epoch, key, nonce, ttl_or_epoch, field, last) end
-  return ttl_or_epoch == epoch and last >= tonumber(decided) and let_go(key, nonce)
+  if decided == '' then return grant(epoch, key, nonce, ttl, field, last) end
+  return last >= tonumber(decided) and let_go(key, nonce)
 end
 
 local answer = {'BATCH', tonumber(epoch or 0)}

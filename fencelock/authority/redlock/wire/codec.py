@@ -124,8 +124,8 @@ class Packed:
                 _, _, ttl, _, stripe, _ = arguments
                 words = pack_words(nonce, stripe, ttl, "")
             else:
-                _, _, epoch, stripe, counter = arguments
-                words = pack_words(nonce, stripe, epoch, counter)
+                _, _, _, stripe, counter = arguments
+                words = pack_words(nonce, stripe, "", counter)
             self._part = pack_words(lock), words
         return self._part
 
