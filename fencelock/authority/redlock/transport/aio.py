@@ -65,8 +65,7 @@ class LoopConnections(Links):
     def __init__(
         self, loop: asyncio.AbstractEventLoop, nodes: Sequence[Node], node_key: str, **options: Any
     ) -> None:
-        batching = {"new_connection": BatchingConnection} if BATCHES else {}
-        super().__init__(nodes, node_key, **batching, **options)
+        super().__init__(nodes, node_key, new_connection=BatchingConnection, **options)
         self._sockets: dict[int, socket.socket] = {}
         #: What connecting threads have opened and the loop has not taken over yet.
         self._arrived: dict[int, Opened | UnusableError] = {}
@@ -155,7 +154,8 @@ class LoopConnections(Links):
             await self._await_connections(request, loop)
         began = time.monotonic()
         pending = PendingOfTask(request, loop)
-        self._nodes.ask(pending, request, began)
+        # Where no other task waits, there is nothing to travel with.
+        self._nodes.ask(pending, request, began, together=BATCHES and bool(self._pending))
         self._flush_soon(loop)
         try:
             if not pending.complete and pending.woken is not None:
@@ -264,9 +264,12 @@ class LoopConnections(Links):
     def _write(self, index: int) -> None:
         """Write as much as the socket takes; the loop says when it takes more."""
         connection = self._nodes.connection(index)
-        if connection is None or not connection.outgoing:
+        if connection is None:
             return
         try:
+            connection.seal()
+            if not connection.outgoing:
+                return
             is_complete = write_to(self._sockets[index], connection)
         except OSError as error:
             self._nodes.broken(index, broken_by(error))

@@ -28,59 +28,58 @@ _RELEASED: Final = Answer(Said.RELEASED)
 class BatchingConnection(Connection):
     """A connection whose simple commands travel together: those that are put before something is written."""
 
-    __slots__ = ("_parts", "_sizes")
+    __slots__ = ("_batches", "_first", "_parts")
 
     def __init__(self, index: int, identity: Identity, epoch: int | None, *, pushes: bool) -> None:
         super().__init__(index, identity, epoch, pushes=pushes)
         #: The last of `unanswered`, which are not in `outgoing` yet.
         self._parts: list[Packed] = []
-        #: How many of `unanswered` each reply answers.
-        self._sizes: deque[int] = deque()
-
-    @property
-    def outgoing(self) -> bytearray:
-        """What is still to be written; what is put later travels in another batch."""
-        if self._parts:
-            self._end_batch()
-        return self._outgoing
+        #: The first of each batch that is not answered, and how many there are in it.
+        self._batches: deque[tuple[PendingReply, int]] = deque()
 
     def put(self, pending: PendingReply, packed: Packed) -> None:
-        """Take a command."""
+        """Take a command, which may travel with others."""
         # A node that has each vote prove its server does not take shortcuts.
         if not packed.is_simple or self.identity.replid:
             self.put_alone(pending, packed)
             return
         spoilt, self.spoilt = self.spoilt, True
         parts = self._parts
-        if len(parts) == _LARGEST or (parts and parts[0].fingerprint != packed.fingerprint):
-            self._end_batch()
-        self._note(pending)
+        if parts and (len(parts) == _LARGEST or parts[0].fingerprint != packed.fingerprint):
+            self.seal()
+        if not self._parts:
+            self._first = pending
         self._parts.append(packed)
+        self.unanswered.append(pending)
+        if pending.command.script == "acquire":
+            self.acquiring.add(pending.command.nonce)
         self.spoilt = spoilt
 
     def put_alone(self, pending: PendingReply, packed: Packed) -> None:
-        """Take a command that does not travel with others."""
-        spoilt, self.spoilt = self.spoilt, True
-        self._end_batch()
-        self._sizes.append(1)
+        """Take a command that does not."""
+        if self._parts:
+            self.seal()
         super().put_alone(pending, packed)
-        self.spoilt = spoilt
 
-    def _end_batch(self) -> None:
+    def seal(self) -> None:
+        """Let what is to travel together stand in `outgoing`."""
+        if not self._parts:
+            return
         spoilt, self.spoilt = self.spoilt, True
         parts, self._parts = self._parts, []
-        if parts:
-            self._sizes.append(len(parts))
-            self._outgoing += parts[0].alone if len(parts) == 1 else pack_batch(parts)
-            self._outgoing += self._own_arguments
+        if len(parts) > 1:
+            self._batches.append((self._first, len(parts)))
+        self.outgoing += pack_batch(parts) if len(parts) > 1 else parts[0].alone
+        self.outgoing += self._own_arguments
         self.spoilt = spoilt
 
     def _take(self, reply: Any, now: float, news: News) -> None:
         """Take a reply, which may answer many commands."""
-        size = self._sizes.popleft()
-        if size == 1:
+        if not self._batches or self._batches[0][0] is not self.unanswered[0]:
             super()._take(reply, now, news)
-        elif isinstance(reply, hiredis.ReplyError):
+            return
+        _, size = self._batches.popleft()
+        if isinstance(reply, hiredis.ReplyError):
             self._take_error(reply, size, now, news)
         else:
             _, epoch, *numbers = reply

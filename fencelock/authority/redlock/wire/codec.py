@@ -168,23 +168,13 @@ def pack_words(*words: str | int) -> bytes:
     return packed[packed.index(b"\n") + 1 :]
 
 
-def published_in(reply: Any) -> bytes | None:
-    """Return what a node has published; None for a reply."""
-    if type(reply) is not hiredis.PushNotification or reply[0] == b"subscribe":  # the only reply to that
-        return None
-    return reply[2] if reply[0] == b"message" else b""
-
-
 def read_reply(reply: Any) -> Answer | None:
-    """Return the answer that a reply is; None where the node does not know the script."""
-    if type(reply) is not list:
-        if reply == b"OK":  # to SET
-            return Answer(Said.NOTED)
-        if type(reply) is hiredis.PushNotification:
-            return Answer(Said.SUBSCRIBED)
-        if str(reply).startswith("NOSCRIPT"):
-            return None
-    return read_answer(reply)
+    """Return the answer that any reply is; None where the node does not know the script."""
+    if reply == b"OK":  # to SET
+        return Answer(Said.NOTED)
+    if isinstance(reply, hiredis.PushNotification):  # the only reply to SUBSCRIBE
+        return Answer(Said.SUBSCRIBED)
+    return None if str(reply).startswith("NOSCRIPT") else read_answer(reply)
 
 
 def read_answer(reply: Any) -> Answer:

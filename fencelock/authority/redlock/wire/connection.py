@@ -19,7 +19,7 @@ from fencelock.authority.redlock.wire.codec import (
     Packed,
     pack_with_script,
     pack_words,
-    published_in,
+    read_answer,
     read_reply,
 )
 
@@ -99,6 +99,7 @@ class Connection:
         epoch: in which the nodes have granted last; None if they have not.
         pushes: whether it can bring what is published, beside the answers.
         unanswered: what has been sent and not been answered, in that order.
+        outgoing: what is still to be written.
         published: messages that have arrived on the channel of this client, to be taken away.
         spoilt: whether an exception from outside, such as a signal handler's, has struck in the middle of a
             change: then answers could be taken for others, and it must not be used any more.
@@ -106,12 +107,12 @@ class Connection:
 
     __slots__ = (
         "_index",
-        "_outgoing",
         "_own_arguments",
         "_reader",
         "acquiring",
         "epoch",
         "identity",
+        "outgoing",
         "published",
         "pushes",
         "spoilt",
@@ -123,36 +124,32 @@ class Connection:
         self.epoch = epoch
         self.pushes = pushes
         self.unanswered: deque[PendingReply] = deque()
+        self.outgoing = bytearray()
         self.published: list[bytes] = []
         self.acquiring: set[str] = set()
         self.spoilt = False
         self._index = index
-        self._outgoing = bytearray()
         self._reader = hiredis.Reader()
         self._own_arguments = pack_words(identity.run_id, identity.replid)
 
-    @property
-    def outgoing(self) -> bytearray:
-        """What is still to be written."""
-        return self._outgoing
-
     def put(self, pending: PendingReply, packed: Packed) -> None:
-        """Take a command."""
+        """Take a command, which may travel with others."""
         self.put_alone(pending, packed)
 
     def put_alone(self, pending: PendingReply, packed: Packed) -> None:
-        """Take a command that does not travel with others."""
+        """Take a command that does not."""
         spoilt, self.spoilt = self.spoilt, True
-        self._note(pending)
-        self._outgoing += packed.alone
-        if pending.command.keys:  # all scripts have one
-            self._outgoing += self._own_arguments
+        self.unanswered.append(pending)
+        script, nonce, keys, _ = pending.command
+        if script == "acquire":
+            self.acquiring.add(nonce)
+        self.outgoing += packed.alone
+        if keys:  # all scripts have one
+            self.outgoing += self._own_arguments
         self.spoilt = spoilt  # where an earlier one was interrupted, it stays so
 
-    def _note(self, pending: PendingReply) -> None:
-        self.unanswered.append(pending)
-        if pending.command.script == "acquire":
-            self.acquiring.add(pending.command.nonce)
+    def seal(self) -> None:
+        """Let what is to travel together stand in `outgoing`: it is about to be written."""
 
     def received(self, data: bytes, now: float) -> News:
         """Hand on what is waited for; return what says something about the node.
@@ -165,8 +162,8 @@ class Connection:
         try:
             reader.feed(data)
             while (reply := reader.gets()) is not False:
-                if (published := published_in(reply)) is not None:
-                    self.published.append(published)
+                if type(reply) is hiredis.PushNotification and reply[0] != b"subscribe":
+                    self.published += reply[2:] if reply[0] == b"message" else ()
                 else:
                     self._take(reply, now, news)
         except (hiredis.HiredisError, LookupError, TypeError, ValueError) as error:
@@ -176,7 +173,8 @@ class Connection:
     def _take(self, reply: Any, now: float, news: News) -> None:
         """Take the reply to the oldest command."""
         pending = self.unanswered.popleft()
-        if (answer := read_reply(reply)) is None:
+        answer = read_answer(reply) if type(reply) is list else read_reply(reply)
+        if answer is None:
             self._put_again(pending, pack_with_script(pending.command), now)
         elif self.answered(pending, answer):
             news.append((pending, answer))

@@ -164,8 +164,13 @@ class NodeConnections:
             deadline = min(deadline, self._majority_at + (0.0 if self._has_asked else _OTHERS_GRACE))
         return deadline
 
-    def ask(self, broadcast: PendingBroadcast, request: Broadcast, now: float) -> None:
-        """Put a command into the connections of its nodes; where that cannot be, it is answered at once."""
+    def ask(
+        self, broadcast: PendingBroadcast, request: Broadcast, now: float, *, together: bool = False
+    ) -> None:
+        """Put a command into the connections of its nodes; where that cannot be, it is answered at once.
+
+        With `together` it travels with what is put before and after it, as far as it can.
+        """
         self._has_asked = True
         command, packed = request.command, Packed(request.command)
         pending = PendingReply(broadcast, command, now)
@@ -183,8 +188,11 @@ class NodeConnections:
             ):
                 if introduction is not None and now >= node.introduce_at:
                     node.introduce_at = now + INTRODUCED_FOR / 3
-                    connection.put(PendingReply(None, introduction, now), Packed(introduction))
-                connection.put(pending, packed)
+                    connection.put_alone(PendingReply(None, introduction, now), Packed(introduction))
+                if together:
+                    connection.put(pending, packed)
+                else:
+                    connection.put_alone(pending, packed)
                 continue
             else:
                 broadcast.add_reply(index, silence)
@@ -217,7 +225,7 @@ class NodeConnections:
     def _put_subscribe(self, index: int, connection: Connection | None, now: float) -> None:
         """Subscribe. What is put behind it may count on the calls already; a node that refuses says so."""
         if connection is not None and connection.pushes:
-            connection.put(PendingReply(None, self._subscribe, now), Packed(self._subscribe))
+            connection.put_alone(PendingReply(None, self._subscribe, now), Packed(self._subscribe))
             self.queue.listen(index)
 
     def connected(self, index: int, identity: Identity, now: float, *, pushes: bool) -> Connection | None:
@@ -325,7 +333,7 @@ class NodeConnections:
 
     def _put_owed(self, node: _Node, connection: Connection, now: float) -> None:
         for release in node.owed.values():
-            connection.put(PendingReply(None, release, now), Packed(release))
+            connection.put_alone(PendingReply(None, release, now), Packed(release))
         node.owed.clear()
 
     def broken(self, index: int, failure: Answer) -> None:
