@@ -37,7 +37,7 @@ class Hold:
         deadline: when it is to end whatever happens, on the clock of `time.monotonic`.
         renewer: extends it; None if nothing does.
         loop: whose task has acquired it; returns None for blocking code's.
-        leases: of each of its resources.
+        leases: of each of its resources. All of them end together.
         itself: a weak reference: what is thrown away while it is held is not extended any more.
         blocks: what is inside it; when that is nothing any more, it is given back.
         trouble: why it could not be extended last time; empty if it could.
@@ -108,12 +108,12 @@ class Hold:
     @property
     def lost(self) -> bool:
         """Whether it is known to have ended before it was given back."""
-        return any(lease.lost for lease in self.leases)
+        return self.leases[0].lost
 
     @property
     def over(self) -> bool:
         """Whether it has been given back, or was noted to be lost: there is nothing to extend."""
-        return any(lease.over for lease in self.leases)
+        return self.leases[0].over
 
     @property
     def released(self) -> bool:

@@ -156,18 +156,15 @@ def leave(entry: Entry) -> Steps[Loss | None]:
         hold.blocks.discard(entry.mark)
         if not hold.blocks and not waits_for_transactions(hold):
             over.append(hold)
-    return _release_each(over)
-
-
-def _release_each(holds: list[Hold]) -> Steps[Loss | None]:
-    """Give holds back, each also where the one before was interrupted; return as `release_hold` does."""
-    if not holds:
-        return None
-    try:
-        lost = yield from release_hold(holds[0])
-    finally:
-        later = yield from _release_each(holds[1:])
-    return later or lost
+    lost, interruption = None, None
+    for hold in over:
+        try:
+            lost = (yield from release_hold(hold)) or lost
+        except BaseException as error:  # noqa: BLE001 - the others are given back all the same
+            interruption = interruption or error
+    if interruption is not None:
+        raise interruption
+    return lost
 
 
 def release_hold(hold: Hold) -> Steps[Loss | None]:

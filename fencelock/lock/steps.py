@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Generator
 from contextvars import Token as ContextToken
@@ -86,6 +85,7 @@ class Acquisition:
         lock: for which.
         itself: whether the owner holds one of the resources, and does not enter again.
         given_up: whether `FencedLock.cancel` has given it up.
+        warned: whether it was looked whether it waits in vain.
         had_to_wait: whether listeners have been told that it waits.
         answer: the grant.
     """
@@ -100,9 +100,9 @@ class Acquisition:
     above: tuple[int, ...] = ()
     seal: Seal | None = None
     given_up: bool = False
+    warned: bool = False
     had_to_wait: bool = False
     answer: Any = None
-    _parent: bool = False
     _before: ContextToken[Any] | None = None
 
     def block(self) -> None:
@@ -123,30 +123,29 @@ class Acquisition:
         return its.acquire(self.resources, ttl=self.ttl, timeout=self.timeout, fair=self.fair, seal=self.seal)
 
     def __enter__(self) -> None:
-        """Say at once where it waits for code that may be waiting for it."""
-        self._parent = self.timeout != 0 and self._waits_for_parent()
-        if self._parent or (self.timeout is None and self._is_in_vain()):
-            logger.warning("%s: %s", named(self.resources), self._why())
+        """Be known to what waits for the authority."""
         under_way.add(self)
         self._before = asked_here.set(self)
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        """Say so in the error, too."""
+        """Have an error say what it has waited for in vain."""
         under_way.discard(self)
-        if self._before is not None:
-            with contextlib.suppress(ValueError):  # a coroutine that is thrown away ends in another context
-                asked_here.reset(self._before)
+        # A coroutine that is thrown away ends in another context.
+        if self._before is not None and not isinstance(error, GeneratorExit):
+            asked_here.reset(self._before)
         if isinstance(error, GivenUp):
             raise LockTimeoutError(f"{named(self.resources)}: the acquisition was cancelled") from None
-        if isinstance(error, LockTimeoutError) and (
-            self.itself or self._parent or (self.timeout != 0 and self._is_in_vain())
-        ):
-            raise LockTimeoutError(f"{error}; {self._why()}", holder_ttl=error.holder_ttl) from None
+        if isinstance(error, LockTimeoutError) and (why := self._why()):
+            raise LockTimeoutError(f"{error}; {why}", holder_ttl=error.holder_ttl) from None
 
     def go_on_waiting(self) -> None:
-        """Tell listeners that it waits, once; raise GivenUp where it is to end."""
+        """Tell the log and listeners, once, that it waits; raise GivenUp where it is to end."""
         if self.given_up:
             raise GivenUp
+        if not self.warned:
+            self.warned = True
+            if why := self._why():
+                logger.warning("%s: %s", named(self.resources), why)
         if _events.listeners and not self.had_to_wait:
             self.had_to_wait = True
             _events.tell(LockWaiting(*self.names))
@@ -157,15 +156,17 @@ class Acquisition:
         return self.authority, self.resources, self.lock.template
 
     def _why(self) -> str:
-        return _ITSELF if self.itself else _PARENT if self._parent else _IN_VAIN
-
-    def _is_in_vain(self) -> bool:
-        return switches_greenlets() and waits_in_vain_for(owners_of(self.authority, self.resources))
-
-    def _waits_for_parent(self) -> bool:
-        """Tell whether the lease stands in this context, which was copied from that of its holder."""
+        """Return why it waits in vain; empty where it does not, or does not wait."""
+        if self.itself:
+            return _ITSELF
+        if self.timeout == 0:
+            return ""
+        # A lease that stands in this context, which was copied from that of its holder.
         held = [lease.resource for lease in held_leases() if lease.resource in self.resources]
-        return bool(held and owners_of(self.authority, held))
+        if held and owners_of(self.authority, held):
+            return _PARENT
+        owners = owners_of(self.authority, self.resources)
+        return _IN_VAIN if switches_greenlets() and waits_in_vain_for(owners) else ""
 
 
 Steps = Generator[Step | Acquisition, None, _T]
