@@ -183,9 +183,9 @@ class Link(Connection):
         self.is_subscribed = False
         self.free_at = 0.0
 
-    def put(self, pending: PendingReply, packed: Packed) -> None:
+    def put_alone(self, pending: PendingReply, packed: Packed) -> None:
         """Send a command."""
-        super().put(pending, packed)
+        super().put_alone(pending, packed)
         self.outgoing.clear()
         self.process.world.send(self, pending)
 
