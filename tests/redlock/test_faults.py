@@ -11,17 +11,14 @@ import contextlib
 import contextvars
 import functools
 import gc
-import linecache
 import os
 import signal
 import socket
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -39,6 +36,7 @@ from fencelock.lease import held_leases
 from fencelock.lock.hold import Hold, everything_held
 from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY, SlowDoor
+from tests.redlock.strikes import interrupt_at
 from tests.redlock.views import is_held_everywhere, locks_on
 
 
@@ -597,44 +595,6 @@ def _child_is_right(lock: Any, lease: Any, authority: Redlock) -> bool:
         with pytest.raises(LockTimeoutError):
             take(authority, "r", timeout=0)
         return True
-    return False
-
-
-class InterruptionError(Exception):
-    """What a signal handler raises: an Exception, as the time limits of task queues are."""
-
-
-def _is_atomic(frame: FrameType) -> bool:
-    """Whether no signal handler can run here: Python looks for signals after calls and when it jumps back."""
-    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-    # The second is the first line of `__exit__`, which calls nothing; nor do the last two, where steps end.
-    return line in {"try:", "entry = None"} or line.startswith(
-        ("with ", "except StopIteration", "return end.value")
-    )
-
-
-def interrupt_at(line: int, action: Callable[[], object]) -> bool:
-    """Run an action, and raise at the n-th line of the library that it executes; tell whether that came."""
-    left = line
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal left
-        if "/fencelock/" not in frame.f_code.co_filename:
-            return None
-        if event == "line" and not _is_atomic(frame):
-            left -= 1
-            if left == 0:
-                sys.settrace(None)
-                raise InterruptionError
-        return trace
-
-    sys.settrace(trace)
-    try:
-        action()
-    except InterruptionError:
-        return True
-    finally:
-        sys.settrace(None)
     return False
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import redis
 
 from fencelock import Redlock
-from fencelock.embedded import Nodes
+from fencelock.embedded import Node, Nodes
 from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY
 
@@ -35,7 +35,7 @@ async def take(authority: Redlock, resource: str = "r", **options: Any) -> int:
     return grant.tokens[0]
 
 
-def locks_on(nodes: Nodes) -> list[str]:
+def locks_on(nodes: Sequence[Node]) -> list[str]:
     """Return the lock keys that any running node has, each with its node, what it holds and ms to live."""
     found: list[str] = []
     for number, node in enumerate(nodes):

@@ -16,7 +16,7 @@ end
 
 local answer = {'BATCH', tonumber(epoch or 0)}
 for i = 2, #KEYS do
-  local at = 4 * i - 6
+  local at = 4 * i - 6  -- 2, 6, 10 …
   answer[i + 1] = votes and take(KEYS[i], ARGV[at], 'c' .. ARGV[at + 1], ARGV[at + 2], ARGV[at + 3]) or 0
 end
 return answer

@@ -154,10 +154,10 @@ class LoopConnections(Links):
             await self._await_connections(request, loop)
         began = time.monotonic()
         pending = PendingOfTask(request, loop)
-        # Where no other task waits, there is nothing to travel with.
-        self._nodes.ask(pending, request, began, together=BATCHES and bool(self._pending))
-        self._flush_soon(loop)
         try:
+            # Where no other task waits, there is nothing to travel with.
+            self._nodes.ask(pending, request, began, together=BATCHES and bool(self._pending))
+            self._flush_soon(loop)
             if not pending.complete and pending.woken is not None:
                 pending.deadline = began + request.patience
                 self._pending.add(pending)

@@ -247,6 +247,8 @@ class SharedConnections(Links):
                     self._poll.unregister(descriptor)
                 continue
             index, sock, connection = link
+            if self._nodes.connection(index) is None:
+                continue
             connection.spoilt = True  # until `received` has dealt with all that was read
             try:
                 data = read_from(sock)

@@ -28,37 +28,33 @@ _RELEASED: Final = Answer(Said.RELEASED)
 class BatchingConnection(Connection):
     """A connection whose simple commands travel together: those that are put before something is written."""
 
-    __slots__ = ("_batches", "_first", "_parts")
+    __slots__ = ("_batches", "_does_batches", "_parts")
 
     def __init__(self, index: int, identity: Identity, epoch: int | None, *, pushes: bool) -> None:
         super().__init__(index, identity, epoch, pushes=pushes)
         #: The last of `unanswered`, which are not in `outgoing` yet.
         self._parts: list[Packed] = []
-        #: The first of each batch that is not answered, and how many there are in it.
+        #: The first of each batch that is not answered, which no other is, and how many there are in it.
         self._batches: deque[tuple[PendingReply, int]] = deque()
+        #: A node that has each vote prove its server takes no shortcuts.
+        self._does_batches = not identity.replid
 
     def put(self, pending: PendingReply, packed: Packed) -> None:
         """Take a command, which may travel with others."""
-        # A node that has each vote prove its server does not take shortcuts.
-        if not packed.is_simple or self.identity.replid:
+        if not packed.is_simple or not self._does_batches:
             self.put_alone(pending, packed)
             return
         spoilt, self.spoilt = self.spoilt, True
         parts = self._parts
         if parts and (len(parts) == _LARGEST or parts[0].fingerprint != packed.fingerprint):
             self.seal()
-        if not self._parts:
-            self._first = pending
         self._parts.append(packed)
-        self.unanswered.append(pending)
-        if pending.command.script == "acquire":
-            self.acquiring.add(pending.command.nonce)
+        self._note(pending)
         self.spoilt = spoilt
 
     def put_alone(self, pending: PendingReply, packed: Packed) -> None:
-        """Take a command that does not."""
-        if self._parts:
-            self.seal()
+        """Take a command that travels alone."""
+        self.seal()
         super().put_alone(pending, packed)
 
     def seal(self) -> None:
@@ -68,7 +64,7 @@ class BatchingConnection(Connection):
         spoilt, self.spoilt = self.spoilt, True
         parts, self._parts = self._parts, []
         if len(parts) > 1:
-            self._batches.append((self._first, len(parts)))
+            self._batches.append((self.unanswered[-len(parts)], len(parts)))
         self.outgoing += pack_batch(parts) if len(parts) > 1 else parts[0].alone
         self.outgoing += self._own_arguments
         self.spoilt = spoilt
@@ -86,19 +82,23 @@ class BatchingConnection(Connection):
             if len(numbers) != size:
                 raise ValueError(f"{len(numbers)} answers to {size} commands")
             for number in numbers:
-                pending = self.unanswered.popleft()
                 if not number:
-                    self._put_again(pending, None, now)
+                    self._put_again(now)
                     continue
+                pending = self.unanswered.popleft()
                 is_release = pending.command.script == "release"
                 answer = _RELEASED if is_release else Answer(GRANTED, epoch, (number,))
                 if self.answered(pending, answer):
                     news.append((pending, answer))
 
     def _take_error(self, reply: hiredis.ReplyError, size: int, now: float, news: News) -> None:
-        """Take an error for each ACQUIRE: its lock may have been granted, and has to be released."""
+        """Hand an error to each ACQUIRE, whose lock may have been granted; put each RELEASE again.
+
+        A node that does not know the script is not told it: from now on each command travels alone.
+        """
+        self._does_batches = self._does_batches and not str(reply).startswith("NOSCRIPT")
         for _ in range(size):
             if self.unanswered[0].command.script == "release":
-                self._put_again(self.unanswered.popleft(), None, now)
+                self._put_again(now)
             else:
                 super()._take(reply, now, news)

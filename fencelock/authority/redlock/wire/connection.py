@@ -94,15 +94,15 @@ class Connection:
     """The state of one connection.
 
     Attributes:
-        acquiring: the nonces of the ACQUIREs that it has not answered.
+        acquiring: the nonces of the ACQUIREs that it has not answered, and that were not released meanwhile.
         identity: the server process that it was opened to.
         epoch: in which the nodes have granted last; None if they have not.
         pushes: whether it can bring what is published, beside the answers.
         unanswered: what has been sent and not been answered, in that order.
         outgoing: what is still to be written.
         published: messages that have arrived on the channel of this client, to be taken away.
-        spoilt: whether an exception from outside, such as a signal handler's, has struck in the middle of a
-            change: then answers could be taken for others, and it must not be used any more.
+        spoilt: whether a change is going on, or was interrupted by an exception from outside, such as a signal
+            handler's. Then answers could be taken for others, and it must not be used any more.
     """
 
     __slots__ = (
@@ -137,16 +137,21 @@ class Connection:
         self.put_alone(pending, packed)
 
     def put_alone(self, pending: PendingReply, packed: Packed) -> None:
-        """Take a command that does not."""
+        """Take a command that travels alone."""
         spoilt, self.spoilt = self.spoilt, True
-        self.unanswered.append(pending)
-        script, nonce, keys, _ = pending.command
-        if script == "acquire":
-            self.acquiring.add(nonce)
+        self._note(pending)
         self.outgoing += packed.alone
-        if keys:  # all scripts have one
+        if pending.command.keys:  # all scripts have one
             self.outgoing += self._own_arguments
         self.spoilt = spoilt  # where an earlier one was interrupted, it stays so
+
+    def _note(self, pending: PendingReply) -> None:
+        self.unanswered.append(pending)
+        script, nonce, _, _ = pending.command
+        if script == "acquire":
+            self.acquiring.add(nonce)
+        elif script == "release":
+            self.acquiring.discard(nonce)
 
     def seal(self) -> None:
         """Let what is to travel together stand in `outgoing`: it is about to be written."""
@@ -172,24 +177,25 @@ class Connection:
 
     def _take(self, reply: Any, now: float, news: News) -> None:
         """Take the reply to the oldest command."""
-        pending = self.unanswered.popleft()
         answer = read_answer(reply) if type(reply) is list else read_reply(reply)
         if answer is None:
-            self._put_again(pending, pack_with_script(pending.command), now)
-        elif self.answered(pending, answer):
+            self._put_again(now, pack_with_script(self.unanswered[0].command))
+        elif self.answered(pending := self.unanswered.popleft(), answer):
             news.append((pending, answer))
 
-    def _put_again(self, pending: PendingReply, packed: bytes | None, now: float) -> None:
-        """Put a command again for which the node has done nothing: here, for another may be another process.
+    def _put_again(self, now: float, packed: bytes | None = None) -> None:
+        """Put the oldest command again, alone, and here: another connection may lead to another process.
 
-        What nothing waits for any more is not put again, save a RELEASE: that of the same lock may have gone
-        before.
+        Only a RELEASE is put again in any case. An ACQUIRE or EXTEND behind the RELEASE would leave a lock.
         """
-        broadcast, command, _ = pending
-        if command.script != "release" and (broadcast is None or broadcast.over):
-            self.acquiring.discard(command.nonce)
+        broadcast, command, _ = self.unanswered[0]
+        if command.script == "acquire":
+            is_wanted = command.nonce in self.acquiring
         else:
+            is_wanted = command.script == "release" or (broadcast is not None and not broadcast.over)
+        if is_wanted:
             self.put_alone(PendingReply(broadcast, command, now), Packed(command, packed))
+        self.unanswered.popleft()  # last: a RELEASE that is interrupted before that is owed
 
     def answered(self, pending: PendingReply, answer: Answer) -> bool:
         """Hand an answer on to what waits for it; tell whether it has to be looked at besides."""

@@ -134,8 +134,12 @@ class NodeConnections:
         self._introduction = introduction
 
     def connection(self, node: int) -> Connection | None:
-        """Return the connection to a node, if there is one."""
-        return self._nodes[node].connection
+        """Return the connection to a node, if there is one to read from: one that is spoilt is given up."""
+        connection = self._nodes[node].connection
+        if connection is not None and connection.spoilt:
+            self.drop_spoilt()
+            return None
+        return connection
 
     def open_absent(self, now: float) -> float:
         """Begin to open what is not open; return when to call this again."""
@@ -277,7 +281,7 @@ class NodeConnections:
         connection.spoilt = False
         if any(leads_elsewhere(answer) for _, answer in unusual):
             self.broken(index, Answer(Said.UNREACHABLE, detail="another server has taken over"))
-        elif node.owed:
+        elif node.owed and not unusual:  # a node that refuses one would be sent it again and again
             self._put_owed(node, connection, now)
         if not connection.published:
             return ()
@@ -290,6 +294,8 @@ class NodeConnections:
         """Deal with an answer that says something about its node."""
         answer = self._heed(index, connection, answer, now)
         broadcast, command, _ = pending
+        if answer.said is Said.UNREACHABLE and command.script == "release":
+            self._nodes[index].owe(command)
         if broadcast is not None and not broadcast.over:
             broadcast.add_reply(index, answer)
         elif answer.said is Said.ERROR and command == self._subscribe:
