@@ -246,6 +246,25 @@ def test_acquire_that_nothing_waits_for_is_not_put_again(node: BatchingNode) -> 
     assert "late" not in node.link.acquiring
 
 
+def test_release_that_is_interrupted_when_it_is_put_again_is_known(
+    node: BatchingNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that it is owed: its lock would stay up to its ttl."""
+    node.ask([node.acquire("n0", "a"), node.acquire("n1", "b")])
+    node.client.zadd(f"{NODE_KEY}:q:a", {"c.1": 1})  # a contender waits, so it is not so simple
+    for command in (node.release("n0", "a"), node.release("n1", "b")):
+        node.link.put(PendingReply(None, command, 0.0), Packed(command))
+
+    def interrupt(*_: object) -> None:
+        raise InterruptionError
+
+    node.link.seal()
+    monkeypatch.setattr(BatchingConnection, "put_alone", interrupt)
+    with pytest.raises(InterruptionError):
+        node.hear()
+    assert "n0" in {pending.command.nonce for pending in node.link.unanswered}
+
+
 def test_node_that_has_forgotten_its_scripts_is_told_them_again(node: BatchingNode) -> None:
     """The call fails as a whole, and each of its commands is put again."""
     node.ask([node.acquire("n0", "a"), node.acquire("n1", "b")])

@@ -101,8 +101,8 @@ class Connection:
         unanswered: what has been sent and not been answered, in that order.
         outgoing: what is still to be written.
         published: messages that have arrived on the channel of this client, to be taken away.
-        spoilt: whether a change is going on, or was interrupted by an exception from outside, such as a signal
-            handler's. Then answers could be taken for others, and it must not be used any more.
+        spoilt: whether a change is going on, or was interrupted, as by a signal handler that raises. Then answers
+            could be taken for others, and it must not be used any more.
     """
 
     __slots__ = (
