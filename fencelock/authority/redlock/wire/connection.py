@@ -101,8 +101,8 @@ class Connection:
         unanswered: what has been sent and not been answered, in that order.
         outgoing: what is still to be written.
         published: messages that have arrived on the channel of this client, to be taken away.
-        spoilt: whether a change is going on, or was interrupted, as by a signal handler that raises. Then answers
-            could be taken for others, and it must not be used any more.
+        spoilt: whether a change is going on, or was interrupted, as by a signal handler that raises. Answers
+            could be taken for others then, and it must not be used any more.
     """
 
     __slots__ = (
