@@ -432,7 +432,7 @@ async def _strike_everywhere(authority: Redlock, nodes: Sequence[Any], step: int
         wrong = [
             each for each in outcomes if each and not isinstance(each, (InterruptionError, AuthorityError))
         ]
-        assert not wrong, f"at line {line}"
+        assert not wrong, f"at line {line}: {wrong}"
         await _connect_again(authority)
         assert await soon(lambda: not locks_on(nodes)), f"at line {line}: {locks_on(nodes)}"
         if not came:

@@ -48,8 +48,8 @@ class BatchingConnection(Connection):
         parts = self._parts
         if parts and (len(parts) == _LARGEST or parts[0].fingerprint != packed.fingerprint):
             self.seal()
+        self._note(pending)  # first: where it is interrupted, `seal` finds no part that is not there
         self._parts.append(packed)
-        self._note(pending)
         self.spoilt = spoilt
 
     def put_alone(self, pending: PendingReply, packed: Packed) -> None:
