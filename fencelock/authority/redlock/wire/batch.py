@@ -3,7 +3,7 @@
 Event loops use it: what their tasks ask for within one turn leaves together. A node takes the simple ones,
 for one lock each, in the order in which they were put. Where one is not so simple, because the lock is held
 or its queue is not empty, the node changes nothing for it and answers 0. Then it is put again, alone, on the
-same connection. Above the connections nothing knows of this, and `BATCHES = False` switches it off.
+same connection. Nothing above the connections knows of it. `BATCHES = False` lets every command travel alone.
 """
 
 from __future__ import annotations
