@@ -26,7 +26,7 @@ from fencelock.authority.redlock.wire import batch
 from fencelock.authority.redlock.wire.batch import BatchingConnection
 from fencelock.authority.redlock.wire.codec import DIGESTS, SCRIPTS, Packed
 from fencelock.authority.redlock.wire.connection import MalformedReplyError, PendingBroadcast, PendingReply
-from fencelock.embedded import Nodes
+from fencelock.embedded import Node, Nodes
 from fencelock.errors import AuthorityError, QuorumError
 from tests.redlock.stage import NODE_KEY, RealNode, node_set_of
 from tests.redlock.strikes import InterruptionError, strike_at
@@ -374,6 +374,14 @@ def test_node_without_the_script_is_told_each_command(node: BatchingNode) -> Non
     assert node.calls() == 5
 
 
+def _is_busy(node: Node) -> bool:
+    with redis.Redis.from_url(node.url) as client:
+        try:
+            return not client.ping()
+        except redis.exceptions.ResponseError as error:
+            return "BUSY" in str(error)
+
+
 def test_release_that_a_busy_node_refuses_is_sent_again(authority: Redlock, nodes: Nodes, run: Run) -> None:
     """When the node answers again to something else."""
 
@@ -387,7 +395,7 @@ def test_release_that_a_busy_node_refuses_is_sent_again(authority: Redlock, node
         try:
             waits = [asyncio.to_thread(client.eval, busy, 0) for client in clients]
             working = asyncio.gather(*waits)
-            await asyncio.sleep(0.1)
+            assert await soon(lambda: all(map(_is_busy, nodes)))
             assert set(await asyncio.gather(*map(authority.aio.release, grants))) == {None}
             await working
         finally:
