@@ -154,8 +154,8 @@ def many_tasks(arena: Arena) -> None:
         results = measure(arena, name, entered, width=width, seconds=seconds)
         fastest = _fastest_redlock(results)
         others = (
-            (fastest, f"fastest other asyncio Redlock ({_name_of(fastest)})", 6),
-            (_result_of(results, contenders.REDIS_ASYNCIO), "redis.asyncio Lock on 1 node", 1.2),
+            (fastest, f"fastest other asyncio Redlock ({_name_of(fastest)})", 10),
+            (_result_of(results, contenders.REDIS_ASYNCIO), "redis.asyncio Lock on 1 node", 2),
         )
         goals = _goals(f"rate, asyncio, {name}, {NODES} nodes", _result_of(results, OURS_ASYNCIO), others)
         title = f"asyncio, {name}, a resource each"
