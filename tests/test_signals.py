@@ -74,10 +74,13 @@ def left(name):
 random.seed(1)
 with fenced_lock("warm", authority=authority):
     pass
-began = time.monotonic()
-with fenced_lock("warm", authority=authority):
-    pass
-longest = 1.5 * (time.monotonic() - began)
+took = []
+for _ in range(20):
+    began = time.monotonic()
+    with fenced_lock("warm", authority=authority):
+        pass
+    took.append(time.monotonic() - began)
+longest = 1.5 * min(took)
 count, found = 0, []
 for round in range(3000):
     name = f"n{round}"
