@@ -195,6 +195,27 @@ def test_loop_that_is_closed_without_farewell_leaves_no_socket_behind(
     assert eventually(lambda: locks_on(nodes) == [])
 
 
+def test_loop_that_is_closed_while_a_task_waits_for_answers_can_go(authority: Redlock, nodes: Nodes) -> None:
+    """Nothing that knows the connections keeps it in memory."""
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(connected(authority))
+    for node in nodes:
+        node.pause()
+    try:
+        task = loop.create_task(authority.aio.acquire(("r",), ttl=30, timeout=0))
+        loop.run_until_complete(asyncio.sleep(0.05))
+        task._log_destroy_pending = False  # type: ignore[attr-defined] # it is, and we know
+        loop.close()
+        known = weakref.ref(loop)
+        del task, loop
+        gc.collect()
+        assert known() is None
+    finally:
+        for node in nodes:
+            node.resume()
+    assert eventually(lambda: no_connection_is_left(nodes) and locks_on(nodes) == [])
+
+
 def test_forked_child_uses_connections_of_its_own(authority: Redlock, nodes: Nodes, run: Run) -> None:
     """It is forked in the middle of the parent's loop, and both go on."""
 

@@ -35,19 +35,19 @@ _SLACK: Final = 0.01
 
 
 class PendingOfTask(PendingBroadcast):
-    """A broadcast whose task waits for `woken`: None as soon as it does not, because that knows the loop."""
+    """A broadcast whose task waits for `woken`: a weak reference, because that knows the loop."""
 
-    __slots__ = ("deadline", "woken")
+    __slots__ = ("_woken", "deadline")
 
-    def __init__(self, request: Broadcast, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, request: Broadcast, woken: asyncio.Future[None]) -> None:
         super().__init__(request)
         self.deadline = math.inf
-        self.woken: asyncio.Future[None] | None = loop.create_future()
+        self._woken = weakref.ref(woken)
 
     def wake(self) -> None:
         """Have the task go on."""
-        if self.woken is not None:
-            resume(self.woken)
+        if (woken := self._woken()) is not None:
+            resume(woken)
 
 
 def resume(woken: asyncio.Future[None]) -> None:
@@ -72,7 +72,7 @@ class LoopConnections(Links):
         self._congested: set[int] = set()
         self._loop = weakref.ref(loop)
         self._pid = os.getpid()
-        self._newcomers: set[asyncio.Future[None]] = set()
+        self._newcomers: weakref.WeakSet[asyncio.Future[None]] = weakref.WeakSet()
         self._in_line: weakref.WeakValueDictionary[str, asyncio.Future[None]] = weakref.WeakValueDictionary()
         self._flush_is_due = False
         self._pending: set[PendingOfTask] = set()
@@ -153,19 +153,19 @@ class LoopConnections(Links):
         if self._nodes.absent:
             await self._await_connections(request, loop)
         began = time.monotonic()
-        pending = PendingOfTask(request, loop)
+        woken = loop.create_future()
+        pending = PendingOfTask(request, woken)
         try:
             # Where no other task waits, there is nothing to travel with.
             self._nodes.ask(pending, request, began, together=BATCHES and bool(self._pending))
             self._flush_soon(loop)
-            if not pending.complete and pending.woken is not None:
+            if not pending.complete:
                 pending.deadline = began + request.patience
                 self._pending.add(pending)
                 self._look_later(loop)
-                await pending.woken
+                await woken
         finally:
             self._pending.discard(pending)
-            pending.woken = None
             answers = pending.close()
         return Round(began, time.monotonic(), answers)
 
