@@ -85,7 +85,7 @@ class Acquisition:
         lock: for which.
         itself: whether the owner holds one of the resources, and does not enter again.
         given_up: whether `FencedLock.cancel` has given it up.
-        warned: whether it was looked whether it waits in vain.
+        warned: whether the log has been told if it waits in vain.
         had_to_wait: whether listeners have been told that it waits.
         answer: the grant.
     """

@@ -247,7 +247,7 @@ class SharedConnections(Links):
                     self._poll.unregister(descriptor)
                 continue
             index, sock, connection = link
-            if self._nodes.connection(index) is None:
+            if self._nodes.connection(index) is None:  # it was spoilt
                 continue
             connection.spoilt = True  # until `received` has dealt with all that was read
             try:

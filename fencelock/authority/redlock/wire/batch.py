@@ -15,7 +15,7 @@ import hiredis
 
 from fencelock.authority.redlock.membership.members import Identity
 from fencelock.authority.redlock.protocol.messages import GRANTED, Answer, Said
-from fencelock.authority.redlock.wire.codec import Packed, pack_batch
+from fencelock.authority.redlock.wire.codec import Packed, pack_batch, read_reply
 from fencelock.authority.redlock.wire.connection import Connection, News, PendingReply
 
 BATCHES: Final = True
@@ -96,7 +96,7 @@ class BatchingConnection(Connection):
 
         A node that does not know the script is not told it: from now on each command travels alone.
         """
-        self._does_batches = self._does_batches and not str(reply).startswith("NOSCRIPT")
+        self._does_batches = self._does_batches and read_reply(reply) is not None
         for _ in range(size):
             if self.unanswered[0].command.script == "release":
                 self._put_again(now)
