@@ -9,7 +9,7 @@ RETRIES ?= --seconds 600
 VENV := .venv$(if $(filter-out 2.1,$(SQLALCHEMY)),-sqlalchemy-$(SQLALCHEMY))
 RUN := $(VENV)/bin/
 
-.PHONY: help demo check test test-sqlalchemy lint bench bench-guard bench-observing bench-authorities simulate torture torture-databases retries spec spec-long clean
+.PHONY: help demo check test test-sqlalchemy lint bench bench-guard bench-observing bench-authorities simulate torture torture-databases retries spec spec-long proof clean
 
 help:
 	@echo "make demo       watch a stale writer being turned away by a real database (ten seconds)"
@@ -25,8 +25,9 @@ help:
 	@echo "make torture    a million acquisitions while everything breaks, and controls that must fail; writes docs/long-run.md (half an hour)"
 	@echo "make torture-databases  the same over each database that grants leases, in short, and its controls (five minutes)"
 	@echo "make retries    orders are paid by the retry policy of docs/errors.md while everything breaks, and a control that must fail (ten minutes; RETRIES='--seconds 60')"
-	@echo "make spec       check the model of the protocol: every schedule of its bounds, every rule left out (five minutes; g++; CHECK=--write puts the results into spec/README.md)"
+	@echo "make spec       check the model of the protocol: every schedule of its bounds, every rule left out (five minutes; g++; CHECK=--write puts the results into proof/proof/spec/README.md)"
 	@echo "make spec-long  the same with larger bounds (hours, 12 GB)"
+	@echo "make proof      a short form of model, simulation, mutants, torture with its controls, and retries (ten minutes)"
 	@echo "make clean      remove the virtual environments"
 
 REQUIRE_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -39,7 +40,7 @@ $(VENV)/installed: pyproject.toml
 	@touch $@
 
 demo: $(VENV)/installed
-	$(RUN)fencelock demo
+	PYTHONPATH=examples $(RUN)python -m demo
 
 test: $(VENV)/installed
 	$(RUN)python -m pytest -n $(JOBS) --dist loadfile $(PYTEST)
@@ -77,16 +78,16 @@ bench-authorities: $(VENV)/bench-installed
 	$(RUN)python -m benchmarks.authorities --docs docs
 
 simulate: $(VENV)/installed
-	@$(RUN)python -m tests.simulation $(SIMULATE)
+	@$(RUN)python -m proof.simulation $(SIMULATE)
 
 torture: $(VENV)/bench-installed
-	$(RUN)python -m benchmarks.long_run --folder runs --docs docs
+	$(RUN)python -m proof.torture.long_run --folder runs --docs docs
 
 torture-databases: $(VENV)/bench-installed
-	$(RUN)python -m benchmarks.database_runs
+	$(RUN)python -m proof.torture.database_runs
 
 retries: $(VENV)/installed
-	@$(RUN)python -m tests.retries $(RETRIES)
+	@$(RUN)python -m proof.retries $(RETRIES)
 
 # Only for the jar of TLC, the checker of TLA+; check.py itself needs nothing but Python and g++.
 .venv-spec/installed:
@@ -96,10 +97,10 @@ retries: $(VENV)/installed
 	@touch $@
 
 spec: .venv-spec/installed
-	.venv-spec/bin/python spec/check.py --jobs 2 $(CHECK)
+	.venv-spec/bin/python proof/spec/check.py --jobs 2 $(CHECK)
 
 spec-long: .venv-spec/installed
-	.venv-spec/bin/python spec/check.py --long $(CHECK)
+	.venv-spec/bin/python proof/spec/check.py --long $(CHECK)
 
 clean:
 	rm -rf .venv .venv-sqlalchemy-* .venv-spec .venv-peers

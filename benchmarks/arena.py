@@ -16,7 +16,7 @@ from benchmarks.peers import Homes, NotInstalledError
 from benchmarks.report import Goal, Report, Section
 from benchmarks.worker import Worker, WorkerError
 from fencelock import Redlock
-from fencelock.embedded import Nodes
+from proof.servers import Nodes
 
 NODES = 5
 

@@ -49,7 +49,7 @@ from benchmarks.peers import Homes
 from benchmarks.rates import Rates
 from benchmarks.report import Bar, Goal, Report, Section, Spread
 from fencelock import Database
-from fencelock.embedded import Postgres
+from proof.servers import Postgres
 
 _WIDTH = 150
 _TASKS = 100

@@ -84,8 +84,8 @@ class _Worker:
 
     def turn(self) -> list[float]:
         """Return the µs of one flush and of one SELECT."""
-        assert self._process.stdin is not None  # noqa: S101 - it is a pipe
-        assert self._process.stdout is not None  # noqa: S101 - the same
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.write("go\n")
         return [int(number) / 1000 / _TURNS for number in self._process.stdout.readline().split()]
 

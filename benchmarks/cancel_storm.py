@@ -21,8 +21,8 @@ from collections import Counter
 import redis
 
 from fencelock import Redlock
-from fencelock.embedded import Nodes
 from fencelock.errors import FencelockError
+from proof.servers import Nodes
 
 #: Longer than a storm, so that no lock goes by itself.
 TTL = 300.0

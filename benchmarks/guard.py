@@ -38,7 +38,7 @@ from sqlalchemy.orm import Session
 from benchmarks import bystander, plot, sections
 from benchmarks.guarded import CASES, ENTRANTS, GUARDED, PLAIN, WIDER, Base, Entrant, Taken, fill, perform
 from benchmarks.report import Bar, Goal, Report, Section, Spread
-from fencelock.embedded import Postgres
+from proof.servers import Postgres
 
 SIZES = (1, 10, 1000)
 #: Rounds for each size, as a share of what is asked for.

@@ -23,7 +23,7 @@ from benchmarks.arena import NODES, NodesArena, median_ratio
 from benchmarks.contenders import FENCELOCK, Contender
 from benchmarks.report import Bar, Goal, Section, Spread
 from benchmarks.worker import Worker, WorkerError
-from fencelock.embedded import Nodes
+from proof.servers import Nodes
 
 #: Seconds that peers give a node: as much as the description of Redlock suggests at most.
 NODE_TIMEOUT = 0.05

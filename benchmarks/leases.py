@@ -23,7 +23,7 @@ from rich.progress import Progress, track
 
 from benchmarks.report import Goal, Section
 from fencelock import FencedLock, Redlock
-from fencelock.embedded import Nodes
+from proof.servers import Nodes
 
 NAMESPACE = "fencelock"
 LEASES, TTL, SECONDS, RESOURCES = 10_000, 10.0, 30.0, 1_000_000

@@ -28,7 +28,7 @@ from benchmarks import bursts, handovers, hung_nodes, leases, plot, rates
 from benchmarks.arena import NODES, NodesArena
 from benchmarks.peers import Homes
 from benchmarks.report import Report
-from fencelock.embedded import Nodes
+from proof.servers import Nodes
 
 #: Of the terminal, where it is none: tables are wide.
 _WIDTH = 140

@@ -24,9 +24,9 @@ from prometheus_client import CollectorRegistry
 
 from fencelock import Redlock, _events
 from fencelock._events import Listener
-from fencelock.embedded import Nodes
 from fencelock.observe import forget, on_event, prometheus
 from fencelock.observe.otel import FencelockInstrumentor
+from proof.servers import Nodes
 
 TASKS = 100
 

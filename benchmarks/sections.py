@@ -21,7 +21,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sess
 
 from benchmarks.report import Goal, Section
 from fencelock import FencedModel, Redlock, claim, fence_table, fenced_lock, fenced_transaction
-from fencelock.embedded import Nodes, Postgres
+from proof.servers import Nodes, Postgres
 
 NODES = 5
 _WARM_UP = 20

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from sqlalchemy import Engine, create_engine
 
 import fencelock
-from fencelock.embedded import Nodes, Postgres
+from proof.servers import Nodes, Postgres
 from shop import Base
 
 

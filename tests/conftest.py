@@ -31,7 +31,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from fencelock import Redlock
 from fencelock._alembic_plugin import PLUGIN_NAME, plugin
-from fencelock.embedded import Node, Nodes, Postgres
+from proof.servers import Node, Nodes, Postgres
 
 ROOT = Path(__file__).parent.parent
 DEFAULT_MARIADB_URL = "mysql+pymysql://root@127.0.0.1:3306/"

@@ -20,9 +20,9 @@ from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from fencelock import FencedModel, Lease, Redlock, StaleTokenError, bind, fenced_lock
-from fencelock.embedded import Nodes
 from fencelock.errors import LockLostError, LockTimeoutError, NotHeldError
 from fencelock.lease import held_leases
+from proof.servers import Nodes
 from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY
 from tests.redlock.views import becomes_free, locks_on

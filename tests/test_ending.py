@@ -13,7 +13,7 @@ import pytest
 import redis
 
 from fencelock import Redlock, exit_on_signals
-from fencelock.embedded import Nodes
+from proof.servers import Nodes
 from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY
 

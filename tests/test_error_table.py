@@ -42,7 +42,7 @@ from fencelock import (
     fenced_transaction,
     gate,
 )
-from fencelock.embedded import Nodes
+from proof.servers import Nodes
 from tests.door import Door
 from tests.pages.blocks import blocks, read
 from tests.polling import IMPATIENT, eventually

@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import Engine, text
 
 from fencelock import Redlock
-from fencelock.embedded import Nodes
+from proof.servers import Nodes
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

@@ -13,8 +13,8 @@ import pytest
 from sqlalchemy import Engine, text
 
 from fencelock import Redlock
-from fencelock.embedded import Nodes
 from fencelock.guard import triggers
+from proof.servers import Nodes
 
 ROOT = Path(__file__).parent.parent
 PROJECT = ROOT / "examples" / "existing_app"

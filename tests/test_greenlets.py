@@ -24,10 +24,10 @@ from sqlalchemy.util import greenlet_spawn
 
 from fencelock import Redlock, gate
 from fencelock._owners import current_owner
-from fencelock.embedded import Nodes, Postgres
 from fencelock.errors import LockTimeoutError
 from fencelock.guard import fence_table
 from fencelock.guard.gate import passes_gate_here
+from proof.servers import Nodes, Postgres
 from tests.polling import eventually
 
 GEVENT = {

@@ -20,10 +20,10 @@ import redis
 
 import fencelock
 from fencelock import FencedLock, Redlock, errors, fenced, fenced_lock, settings
-from fencelock.embedded import Nodes
 from fencelock.errors import AuthorityError, LockLostError, LockTimeoutError, NotHeldError
 from fencelock.lease import Lease, held_leases
 from fencelock.settings import AllLockSettings, LockSettings
+from proof.servers import Nodes
 
 
 def forget(nodes: Nodes, resource: str) -> None:

@@ -18,7 +18,7 @@ import pytest
 from sqlalchemy import create_engine, text
 
 from fencelock import Redlock
-from fencelock.embedded import Nodes
+from proof.servers import Nodes
 from tests.pages.blocks import blocks, read
 from tests.polling import eventually
 

@@ -21,7 +21,6 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 import fencelock
 from fencelock import FencedModel, Lease, Redlock, StaleTokenError, bind
-from fencelock.embedded import Nodes
 from fencelock.errors import (
     LockLostError,
     LockTimeoutError,
@@ -30,6 +29,7 @@ from fencelock.errors import (
     QuorumError,
 )
 from fencelock.lease import held_leases
+from proof.servers import Nodes
 from tests.polling import IMPATIENT, eventually
 from tests.redlock.stage import NODE_KEY, OF_THE_NODE, keys_of
 from tests.redlock.views import locks_on

@@ -23,9 +23,9 @@ from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from fencelock import Database, FencedModel, Redlock, fence_table, fenced_lock, take_over
-from fencelock.embedded import Nodes
 from fencelock.errors import LockError, LockLostError, LockTimeoutError, NotHeldError, QuorumError
 from fencelock.lease import held_leases
+from proof.servers import Nodes
 from tests.authorities.kinds import MAKERS, Kind
 from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY

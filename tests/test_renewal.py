@@ -23,11 +23,11 @@ import redis
 from fencelock import FencedLock, Lease, Redlock
 from fencelock._steps import block
 from fencelock.authority.base import Grant
-from fencelock.embedded import Nodes
 from fencelock.errors import LockLostError, QuorumError
 from fencelock.lock.hold import Hold
 from fencelock.renewal.schedule import Renewable, Renewer
 from fencelock.renewal.thread import ThreadRenewer, for_thread
+from proof.servers import Nodes
 from tests.polling import IMPATIENT, eventually
 from tests.redlock.stage import NODE_KEY
 

@@ -33,10 +33,10 @@ from fencelock import (
 from fencelock._steps import block
 from fencelock.authority.redlock.membership.recover import rise
 from fencelock.authority.redlock.protocol.messages import Broadcast, Request
-from fencelock.embedded import Nodes
 from fencelock.guard.fences import FENCES
 from fencelock.sealing import Sealer, Wish
 from fencelock.token import COUNTER_BITS, MAX_COUNTER, compose, split
+from proof.servers import Nodes
 from tests.redlock.stage import NODE_KEY
 
 PLAIN = {"fencelock": "bypass"}

@@ -19,7 +19,7 @@ import redis
 from fencelock import Redlock
 from fencelock.authority.redlock.protocol.messages import SYNC, Command
 from fencelock.authority.redlock.wire.codec import pack
-from fencelock.embedded import Nodes
+from proof.servers import Nodes
 
 _INTERRUPTED = """
 import json, random, signal, sys, threading, time

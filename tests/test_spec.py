@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-SPEC = Path(__file__).parent.parent / "spec"
+SPEC = Path(__file__).parent.parent / "proof" / "spec"
 MODEL = (SPEC / "Fencelock.tla").read_text()
 EXPLORER = (SPEC / "explore.cpp").read_text()
 

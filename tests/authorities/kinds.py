@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import make_url
 
 from fencelock import Database, Redlock
-from fencelock.embedded import Nodes
+from proof.servers import Nodes
 from tests.authorities.faces import Client
 from tests.conftest import ReusedDatabase, mariadb_database
 

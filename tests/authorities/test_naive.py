@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fencelock import Redlock
-from fencelock.embedded import Nodes
+from proof.servers import Nodes
 from tests.authorities import test_cancellation, test_leases, test_tokens, test_waiting
 from tests.authorities.kinds import Kind
 from tests.authorities.naive import Forgetful, Naive

@@ -10,8 +10,8 @@ import psycopg
 import pytest
 
 from fencelock import Database, LockTimeoutError, QuorumError
-from fencelock.embedded import Postgres
 from fencelock.token import split
+from proof.servers import Postgres
 from tests.polling import eventually
 
 

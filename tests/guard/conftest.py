@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from sqlalchemy import Engine, NullPool, create_engine, make_url, text
 
-from fencelock.embedded import Postgres
+from proof.servers import Postgres
 
 
 @pytest.fixture(scope="module", params=["sqlite", "postgresql", "mariadb"])

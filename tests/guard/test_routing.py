@@ -13,7 +13,6 @@ from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.ext.horizontal_shard import ShardedSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship, selectinload
 
-from fencelock.embedded import Postgres
 from fencelock.guard import (
     FencedModel,
     bind,
@@ -27,6 +26,7 @@ from fencelock.guard import (
     upsert,
 )
 from fencelock.lease import Lease
+from proof.servers import Postgres
 
 
 class Base(DeclarativeBase):

@@ -36,7 +36,6 @@ from sqlalchemy.orm import (
     sessionmaker,
 )
 
-from fencelock.embedded import Postgres
 from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
 from fencelock.guard import (
     FencedModel,
@@ -52,6 +51,7 @@ from fencelock.guard import (
 )
 from fencelock.lease import Lease
 from fencelock.token import MAX_TOKEN
+from proof.servers import Postgres
 
 
 class Base(DeclarativeBase):

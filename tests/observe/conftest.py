@@ -15,8 +15,8 @@ from sqlalchemy import create_engine
 from sqlalchemy.orm import Session
 
 from fencelock import Redlock
-from fencelock.embedded import Nodes
 from fencelock.observe import Event, forget, on_event
+from proof.servers import Nodes
 from tests.authorities.kinds import MAKERS, Kind
 from tests.conftest import ROOT
 from tests.observe.shop import Base, Order

@@ -17,8 +17,8 @@ from sqlalchemy import create_engine
 from sqlalchemy.orm import Session
 
 from fencelock import Redlock, claim
-from fencelock.embedded import Nodes
 from fencelock.observe import prometheus
+from proof.servers import Nodes
 from tests.conftest import ROOT
 from tests.observe.shop import Order
 from tests.observe.stage import RULES, Server, heard, needs_prometheus, tell

@@ -19,7 +19,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from fencelock import Database, FencedModel, Redlock, StaleTokenError, claim, fence_table, gate
 from fencelock.commands.shared import without_password
-from fencelock.embedded import Nodes
+from proof.servers import Nodes
 from tests.authorities.kinds import Kind
 from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY

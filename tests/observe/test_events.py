@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from fencelock import LockLostError, LockTimeoutError, QuorumError, Redlock, fenced, take_over
-from fencelock.embedded import Nodes
 from fencelock.observe import (
     ConnectionFailed,
     ConnectionOpened,
@@ -27,6 +26,7 @@ from fencelock.observe import (
     forget,
     on_event,
 )
+from proof.servers import Nodes
 from tests.polling import IMPATIENT, eventually
 
 

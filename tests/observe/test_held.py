@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from fencelock import LockLostError, LockTimeoutError, NotHeldError, Redlock, assert_held
-from fencelock.embedded import Nodes
+from proof.servers import Nodes
 from tests.polling import IMPATIENT
 
 

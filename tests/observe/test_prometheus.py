@@ -30,9 +30,9 @@ from fencelock import (
     claim,
     fence_table,
 )
-from fencelock.embedded import Nodes
 from fencelock.errors import StaleTokenError, UnfencedWriteError
 from fencelock.observe import Event, LockReleased, prometheus
+from proof.servers import Nodes
 from tests.polling import IMPATIENT, eventually
 
 

@@ -20,7 +20,7 @@ from typing import Final
 
 import pytest
 
-from fencelock.embedded import Nodes
+from proof.servers import Nodes
 from tests.conftest import ROOT
 from tests.observe.stage import Server, heard, needs_prometheus, tell
 from tests.polling import eventually

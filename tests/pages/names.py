@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import fencelock
-import fencelock.embedded
 import fencelock.guard
 import fencelock.observe
+import proof.servers
 from fencelock.guard import triggers
 from fencelock.observe import history, otel, prometheus
 from tests.pages.blocks import ROOT
@@ -103,8 +103,8 @@ def render() -> str:
         (history, ("record", "read", "history_table")),
     ):
         lines += ["", f"## In `{module.__name__}`", *table(module, names)]
-    lines += ["", "## In `fencelock.embedded`"]
-    lines += table(fencelock.embedded, ("Nodes", "Node", "Postgres", "EmbeddedServerError"))
+    lines += ["", "## In `proof.servers`"]
+    lines += table(proof.servers, ("Nodes", "Node", "Postgres", "EmbeddedServerError"))
     lines += ["", "Alembic's operations: [migrate](migrating.md#3-migrate)."]
     return "\n".join(lines) + "\n"
 

@@ -39,10 +39,10 @@ pip() {
     fi
 }
 make() { command make --no-print-directory -n -C "$FENCELOCK_ROOT" "$@" > /dev/null; }
-fencelock() {
-    case "$1" in
-        torture | demo) command fencelock "$@" --help > /dev/null ;;
-        *) command fencelock "$@" ;;
+python() {
+    case "${2-}" in
+        proof.torture) command python "$@" --help > /dev/null ;;
+        *) command python "$@" ;;
     esac
 }
 """

@@ -18,9 +18,9 @@ from redis.crc import key_slot
 from redis.retry import Retry
 
 from fencelock import Redlock
-from fencelock._workspace import Workspace
-from fencelock.embedded import LOOPBACK, Node, Nodes, _reserve_port, _valkey_executable
 from fencelock.errors import QuorumError
+from proof.servers.embedded import LOOPBACK, Node, Nodes, _reserve_port, _valkey_executable
+from proof.servers.workspace import Workspace
 from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY
 

@@ -1,7 +1,7 @@
 """A network between nodes in memory and many clients that does its worst, without time.
 
 Only attempts, one after the other; what it buys is schedules that no network with delays would make, at a
-hundred thousand deliveries a second. `tests/simulation` has everything else.
+hundred thousand deliveries a second. `proof/simulation` has everything else.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from fencelock.authority.redlock.protocol.attempts import Attempt, Failed, Grant
 from fencelock.authority.redlock.protocol.messages import Answer, Command
 from fencelock.authority.redlock.protocol.nodeset import NodeSet
 from fencelock.token import compose
+from proof.simulation.node import ModelNode
 from tests.redlock.stage import Bidder, node_set_of
-from tests.simulation.node import ModelNode
 
 FINGERPRINT = "fleet"
 

@@ -40,7 +40,7 @@ from fencelock.authority.redlock.transport.connector import Node
 from fencelock.authority.redlock.transport.sockets import read_from, write_to
 from fencelock.authority.redlock.wire import codec
 from fencelock.authority.redlock.wire.connection import Connection, PendingBroadcast, PendingReply
-from fencelock.embedded import Node as Server
+from proof.servers import Node as Server
 
 NODE_KEY = "{fencelock}"
 #: All that a node keeps when nobody holds a lock or waits.

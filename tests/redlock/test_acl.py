@@ -16,8 +16,8 @@ import redis
 
 from fencelock import Redlock
 from fencelock.authority.redlock.admin import NodeState
-from fencelock.embedded import Node
 from fencelock.errors import AuthorityError, LockLostError
+from proof.servers import Node
 from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY
 from tests.test_cli import fencelock

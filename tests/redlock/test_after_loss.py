@@ -10,9 +10,9 @@ import pytest
 import redis
 
 from fencelock import Redlock
-from fencelock.embedded import Nodes
 from fencelock.errors import QuorumError
 from fencelock.token import epoch_above
+from proof.servers import Nodes
 from tests.redlock.stage import NODE_KEY, Actor, RealNode, operator
 
 #: The highest fence of the database.

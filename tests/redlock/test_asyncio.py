@@ -25,8 +25,8 @@ from fencelock.authority.base import Grant
 from fencelock.authority.redlock.protocol.messages import Answer, Said
 from fencelock.authority.redlock.wire import nodes as wire_nodes
 from fencelock.authority.redlock.wire.nodes import NodeConnections
-from fencelock.embedded import Nodes
 from fencelock.errors import FencelockError, LockTimeoutError, NodesNotInitialisedError, QuorumError
+from proof.servers import Nodes
 from tests.polling import eventually
 from tests.redlock.stage import SlowDoor
 from tests.redlock.views import Run, becomes_free, connected, connections_to, locks_on, soon, take

@@ -26,8 +26,8 @@ from fencelock.authority.redlock.wire import batch
 from fencelock.authority.redlock.wire.batch import BatchingConnection
 from fencelock.authority.redlock.wire.codec import DIGESTS, SCRIPTS, Packed
 from fencelock.authority.redlock.wire.connection import MalformedReplyError, PendingBroadcast, PendingReply
-from fencelock.embedded import Node, Nodes
 from fencelock.errors import AuthorityError, QuorumError
+from proof.servers import Node, Nodes
 from tests.redlock.stage import NODE_KEY, RealNode, node_set_of
 from tests.redlock.strikes import InterruptionError, strike_at
 from tests.redlock.views import Run, connected, locks_on, soon, take

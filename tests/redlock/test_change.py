@@ -10,8 +10,8 @@ import pytest
 
 from fencelock import Redlock
 from fencelock.authority.redlock.admin import NodeState, change_nodes
-from fencelock.embedded import Nodes
 from fencelock.errors import FencelockError, LockTimeoutError, MembershipError, QuorumError
+from proof.servers import Nodes
 from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY, RealNode, operator
 

@@ -21,9 +21,9 @@ from redis.crc import key_slot
 
 from fencelock import Redlock
 from fencelock.authority.redlock.admin import change_nodes
-from fencelock.embedded import Nodes
 from fencelock.errors import LockTimeoutError, MembershipError, QuorumError
 from fencelock.token import split
+from proof.servers import Nodes
 from tests.polling import eventually
 from tests.redlock.groups import MAX_TTL, PATIENT, Cluster, ask, fact, is_refused, token_within
 from tests.redlock.stage import NODE_KEY, OF_THE_NODE

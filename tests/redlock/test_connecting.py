@@ -12,7 +12,7 @@ from fencelock import Redlock
 from fencelock.authority.redlock.protocol.messages import Answer, Said
 from fencelock.authority.redlock.protocol.queue import WaitQueue
 from fencelock.authority.redlock.wire.nodes import LONGEST_BACKOFF, NodeConnections
-from fencelock.embedded import Nodes
+from proof.servers import Nodes
 from tests.polling import eventually
 from tests.redlock.stage import SlowDoor
 from tests.redlock.views import connections_to

@@ -12,8 +12,8 @@ import redis
 from fencelock import Redlock
 from fencelock.authority.redlock import admin
 from fencelock.authority.redlock.transport.connector import eviction_of
-from fencelock.embedded import Nodes
 from fencelock.errors import AuthorityError
+from proof.servers import Nodes
 from tests.test_cli import fencelock
 
 POLICIES = ["allkeys-lru", "allkeys-lfu", "allkeys-random", "volatile-lru", "volatile-ttl", "volatile-random"]

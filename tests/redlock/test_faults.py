@@ -30,10 +30,10 @@ from fencelock.authority.redlock.protocol.messages import Answer, Command, Said
 from fencelock.authority.redlock.transport.blocking import SharedConnections
 from fencelock.authority.redlock.transport.connector import Node, Opened
 from fencelock.authority.redlock.wire import nodes as wire_nodes
-from fencelock.embedded import Nodes
 from fencelock.errors import FencelockError, LockLostError, LockTimeoutError, QuorumError
 from fencelock.lease import held_leases
 from fencelock.lock.hold import Hold, everything_held
+from proof.servers import Nodes
 from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY, SlowDoor
 from tests.redlock.strikes import interrupt_at

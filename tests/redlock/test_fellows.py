@@ -21,9 +21,9 @@ from fencelock.authority.redlock.membership.members import Membership
 from fencelock.authority.redlock.membership.reports import Census, NodeReport
 from fencelock.authority.redlock.membership.view import MembershipView
 from fencelock.authority.redlock.protocol.messages import Answer, Said
-from fencelock.embedded import Node, Nodes
 from fencelock.errors import FencelockError, MembershipError
 from fencelock.lease import Lease
+from proof.servers import Node, Nodes
 from tests.polling import IMPATIENT, eventually
 from tests.redlock.groups import ask, follow, promote
 from tests.redlock.stage import NODE_KEY

@@ -11,14 +11,14 @@ from collections.abc import Callable
 import pytest
 
 from fencelock.authority.redlock.protocol import acquire
-from tests.redlock.model import History, World, node_with
-from tests.simulation.node import ModelNode
-from tests.simulation.weaker import (
+from proof.simulation.node import ModelNode
+from proof.simulation.weaker import (
     WithoutComparison,
     WithoutOwnership,
     maximum_without_write_back,
     mixed_epochs,
 )
+from tests.redlock.model import History, World, node_with
 
 STEPS = 50_000
 

@@ -17,9 +17,9 @@ from fencelock.authority.redlock.membership.recover import recover
 from fencelock.authority.redlock.membership.reports import NodeGroup, NodeReport
 from fencelock.authority.redlock.protocol.messages import Broadcast, Command
 from fencelock.errors import FencelockError
+from proof.simulation.node import ModelNode
+from proof.simulation.weaker import ForgetfulPromise, OpenAllTheTime
 from tests.redlock.stage import NODE_KEY, Actor
-from tests.simulation.node import ModelNode
-from tests.simulation.weaker import ForgetfulPromise, OpenAllTheTime
 
 
 class Storm:
@@ -125,7 +125,7 @@ class Storm:
         node.out = node.out or kind != "restart"
 
     def wrong(self) -> str:
-        """Return which invariant of `spec/` does not hold."""
+        """Return which invariant of `proof/spec/` does not hold."""
         quorum = self.size // 2 + 1
         if any(node.again for node in self.nodes):
             return "NeverAgain"

@@ -34,7 +34,6 @@ from fencelock.authority.redlock.protocol.acquire import make_attempt
 from fencelock.authority.redlock.protocol.attempts import Attempt, Failed
 from fencelock.authority.redlock.protocol.messages import Sleep
 from fencelock.authority.redlock.transport.connector import Node
-from fencelock.embedded import Nodes
 from fencelock.errors import (
     AuthorityError,
     FencelockError,
@@ -43,6 +42,7 @@ from fencelock.errors import (
     QuorumError,
 )
 from fencelock.token import MAX_COUNTER, split
+from proof.servers import Nodes
 from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY, SlowDoor
 

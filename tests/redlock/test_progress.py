@@ -12,7 +12,7 @@ from fencelock.authority.redlock.protocol.acquire import make_attempt
 from fencelock.authority.redlock.protocol.attempts import Attempt, Failed
 from fencelock.authority.redlock.protocol.messages import Answer, Said
 from fencelock.authority.redlock.protocol.queue import WaitQueue
-from fencelock.embedded import Nodes
+from proof.servers import Nodes
 from tests.redlock.stage import Bidder, node_set_of
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from fencelock.authority.redlock.protocol.attempts import QueuePosition
 from fencelock.authority.redlock.protocol.messages import Answer, Said
-from fencelock.embedded import Node
+from proof.servers import Node
 from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY, OF_THE_NODE, Calls
 from tests.redlock.test_scripts import MADE_AGAIN, NOT_EXTENDED, Scripts, key_of

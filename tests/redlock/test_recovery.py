@@ -18,9 +18,9 @@ import redis
 
 from fencelock import Redlock, fenced_lock
 from fencelock.authority.redlock.admin import NodeState, NodeStatus
-from fencelock.embedded import Node, Nodes
 from fencelock.errors import AuthorityError, NodesNotInitialisedError, QuorumError
 from fencelock.token import split
+from proof.servers import Node, Nodes
 from tests.polling import IMPATIENT, eventually
 from tests.redlock.stage import NODE_KEY
 

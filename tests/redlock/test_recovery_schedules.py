@@ -1,6 +1,6 @@
 """The schedules that break weaker forms of recovery and of a change of nodes, replayed on real nodes.
 
-`spec/` found them; each has the name that it has there. Each is shown twice: the shipped scripts and
+`proof/spec/` found them; each has the name that it has there. Each is shown twice: the shipped scripts and
 generators survive it, and a mutant without the rule in question gives a token twice, or lets two lists vote.
 """
 
@@ -20,8 +20,8 @@ from fencelock.authority.redlock.membership.initialise import DEFAULT_MAX_TTL, i
 from fencelock.authority.redlock.membership.members import Membership
 from fencelock.authority.redlock.membership.reports import Census, NodeGroup, NodeReport, Reports
 from fencelock.authority.redlock.protocol.messages import Command, Said
-from fencelock.embedded import Nodes
 from fencelock.errors import MembershipError
+from proof.servers import Nodes
 from tests.redlock.stage import (
     NODE_KEY,
     Actor,

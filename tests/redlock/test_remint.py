@@ -16,8 +16,8 @@ import redis
 from fencelock import Lease, Redlock
 from fencelock.authority.redlock.protocol import acquire, attempts
 from fencelock.authority.redlock.protocol.messages import Said
-from fencelock.embedded import Nodes
 from fencelock.errors import LockLostError, NotHeldError
+from proof.servers import Nodes
 from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY, Stage
 from tests.redlock.test_scripts import Scripts

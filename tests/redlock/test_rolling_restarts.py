@@ -18,9 +18,9 @@ import redis
 
 from fencelock import Redlock
 from fencelock.authority.redlock.admin import NodeState
-from fencelock.embedded import Node, Nodes
 from fencelock.errors import FencelockError, MembershipError
 from fencelock.lease import Lease
+from proof.servers import Node, Nodes
 from tests.polling import IMPATIENT, eventually
 
 MAX_TTL = 1.2

@@ -16,15 +16,15 @@ import pytest
 from fencelock.authority.redlock.protocol import acquire, attempts, holding, messages
 from fencelock.authority.redlock.protocol.attempts import Granted
 from fencelock.authority.redlock.protocol.messages import Answer, Said, Sleep
-from fencelock.embedded import Nodes
 from fencelock.errors import LockLostError, QuorumError
-from tests.redlock.groups import follow, promote
-from tests.redlock.stage import NODE_KEY, Actor, Stage, recoverer, without
-from tests.simulation.weaker import (
+from proof.servers import Nodes
+from proof.simulation.weaker import (
     maximum_without_write_back,
     mixed_epochs,
     still_extended_all_gone,
 )
+from tests.redlock.groups import follow, promote
+from tests.redlock.stage import NODE_KEY, Actor, Stage, recoverer, without
 
 MakeStage = Callable[..., Stage]
 

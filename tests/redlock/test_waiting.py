@@ -16,8 +16,8 @@ import redis
 
 from fencelock import Redlock
 from fencelock.authority.redlock.protocol.queue import HESITATION, Waiter, WaitQueue
-from fencelock.embedded import Nodes
 from fencelock.errors import LockTimeoutError
+from proof.servers import Nodes
 from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY, OF_THE_NODE, keys_of
 from tests.redlock.views import all_wait, is_held_everywhere

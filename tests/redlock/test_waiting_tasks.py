@@ -21,8 +21,8 @@ from fencelock import Redlock
 from fencelock.authority.base import Grant
 from fencelock.authority.redlock.protocol.queue import WaitQueue
 from fencelock.authority.redlock.transport.aio import LoopConnections
-from fencelock.embedded import Nodes
 from fencelock.errors import FencelockError, LockTimeoutError
+from proof.servers import Nodes
 from tests.polling import eventually
 from tests.redlock.stage import SlowDoor
 from tests.redlock.views import (

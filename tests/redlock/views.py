@@ -11,7 +11,7 @@ from typing import Any
 import redis
 
 from fencelock import Redlock
-from fencelock.embedded import Node, Nodes
+from proof.servers import Node, Nodes
 from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY
 

@@ -1,4 +1,4 @@
-"""`python -m tests.simulation`: it counts, names what failed, stops when it is told to, and replays."""
+"""`python -m proof.simulation`: it counts, names what failed, stops when it is told to, and replays."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
-from tests.simulation import __main__ as command
-from tests.simulation.run import Outcome, play
+from proof.simulation import __main__ as command
+from proof.simulation.run import Outcome, play
 
-PROGRAM = [sys.executable, "-m", "tests.simulation"]
+PROGRAM = [sys.executable, "-m", "proof.simulation"]
 
 
 def test_seeds_are_played_and_counted(capfd: pytest.CaptureFixture[str]) -> None:
@@ -54,8 +54,8 @@ def test_failed_run_is_named_with_the_command_that_replays_it(
     monkeypatch.setattr(command, "play_all", outcomes)
     assert command.main(["--seeds", "1"]) == 1
     told = capfd.readouterr().out
-    assert "python -m tests.simulation --replay 8 --nodes 5\n" in told
-    assert "python -m tests.simulation --replay 9 --nodes 3 --rolling\n" in told
+    assert "python -m proof.simulation --replay 8 --nodes 5\n" in told
+    assert "python -m proof.simulation --replay 9 --nodes 3 --rolling\n" in told
     assert "2 runs broke a promise" in told
 
 

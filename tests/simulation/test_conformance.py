@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from fencelock.authority.redlock.protocol.attempts import Attempt
 from fencelock.authority.redlock.protocol.messages import Answer, Command, Said
 from fencelock.authority.redlock.wire.codec import SCRIPTS
-from fencelock.embedded import Node
 from fencelock.token import MAX_COUNTER
+from proof.servers import Node
+from proof.simulation import node as model_module
+from proof.simulation.node import Lock, ModelNode
 from tests.redlock.stage import NODE_KEY, RealNode, Station, node_set_of
-from tests.simulation import node as model_module
-from tests.simulation.node import Lock, ModelNode
 
 #: The first two share a stripe.
 RESOURCES = ("a", "b6", "c")

@@ -9,8 +9,8 @@ import pytest
 from fencelock.authority.redlock.membership import establish
 from fencelock.authority.redlock.membership.reports import NodeReport
 from fencelock.authority.redlock.protocol import acquire
-from tests.simulation.mutants import MUTANTS, ROOT, TABLE, Mutant, hunt, left_out, main, row
-from tests.simulation.run import play
+from proof.simulation.mutants import MUTANTS, ROOT, TABLE, Mutant, hunt, left_out, main, row
+from proof.simulation.run import play
 
 #: Rows whose seed is not above this are searched for from the beginning.
 QUICK = 4

@@ -9,9 +9,9 @@ from collections import Counter
 
 import pytest
 
-from tests.simulation.rolling import Rolling
-from tests.simulation.run import play
-from tests.simulation.tidy import Tidy
+from proof.simulation.rolling import Rolling
+from proof.simulation.run import play
+from proof.simulation.tidy import Tidy
 
 SEEDS = 40
 

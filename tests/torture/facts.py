@@ -6,7 +6,7 @@ import io
 from collections.abc import Iterable
 from pathlib import Path
 
-from fencelock.torture.history import (
+from proof.torture.history import (
     VERSION,
     Acquisition,
     Outcome,

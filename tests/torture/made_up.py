@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fencelock.token import compose
-from fencelock.torture.history import (
+from proof.torture.history import (
     VERSION,
     Acquisition,
     Failure,

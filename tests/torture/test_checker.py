@@ -18,9 +18,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fencelock.torture import checker
-from fencelock.torture.checker import Rule, Verdict, check
-from fencelock.torture.history import (
+from proof.torture import checker
+from proof.torture.checker import Rule, Verdict, check
+from proof.torture.history import (
     HELD_UP,
     Acquisition,
     Cut,
@@ -301,11 +301,10 @@ def test_the_program_refuses_what_is_no_history(tmp_path: Path, capsys: pytest.C
     assert checker.main([]) == 2
 
 
-@pytest.mark.parametrize("program", [("fencelock.torture.checker",), ("fencelock", "check")])
-def test_it_is_a_program_of_its_own_and_a_command(program: tuple[str, ...], tmp_path: Path) -> None:
-    """Both hand on the exit status."""
+def test_it_is_a_program_of_its_own(tmp_path: Path) -> None:
+    """Its exit status is the verdict."""
     wrong = save(tmp_path / "wrong", [RUN, acquisition(1, 0, 5), acquisition(1, 3, 4)])
-    command = [sys.executable, "-m", *program, str(wrong)]
+    command = [sys.executable, "-m", "proof.torture.checker", str(wrong)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (result.returncode, result.stdout.splitlines()[-1]) == (1, "WRONG: 1 P1")
 

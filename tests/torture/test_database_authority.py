@@ -1,4 +1,4 @@
-"""`fencelock torture --authority database`, in short: each database, and the controls that must fail."""
+"""`python -m proof.torture --authority database`, in short, and its controls."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from sqlalchemy.exc import DBAPIError
 from typer.testing import CliRunner
 
 from fencelock import Database
-from fencelock.cli import app
-from fencelock.embedded import Postgres
 from fencelock.errors import LockTimeoutError
-from fencelock.torture.checker import Rule
-from fencelock.torture.history import Outcome
-from fencelock.torture.lease_connections import LeaseConnections
-from fencelock.torture.run import Result, run
-from fencelock.torture.settings import DATABASE, Settings, default_faults
+from proof.servers import Postgres
+from proof.torture.__main__ import app
+from proof.torture.checker import Rule
+from proof.torture.history import Outcome
+from proof.torture.lease_connections import LeaseConnections
+from proof.torture.run import Result, run
+from proof.torture.settings import DATABASE, Settings, default_faults
 
 SHORT: dict[str, Any] = {
     "duration": 4.0,
@@ -108,7 +108,7 @@ def test_leases_of_the_user_are_left_alone(database_url: str, tmp_path: Path) ->
         authority.acquire(("r0",), ttl=60, timeout=0)
     output = tmp_path / "out"
     options = ["--authority", "database", "--database", database_url, "--yes", "--output", str(output)]
-    result = CliRunner().invoke(app, ["torture", *options])
+    result = CliRunner().invoke(app, [*options])
     assert result.exit_code == 2
     assert "the database has a table of leases, which is yours" in result.stderr
     with Database(database_url) as authority, pytest.raises(LockTimeoutError):

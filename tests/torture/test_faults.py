@@ -12,12 +12,12 @@ import redis
 from sqlalchemy import Engine, create_engine, select, update
 from sqlalchemy.exc import DBAPIError
 
-from fencelock.embedded import Nodes, Postgres
-from fencelock.torture import clocks
-from fencelock.torture.clocks import Clocks
-from fencelock.torture.doubt import Doubt
-from fencelock.torture.faults import copy_of
-from fencelock.torture.table import Base, PlainCounter, create_tables
+from proof.servers import Nodes, Postgres
+from proof.torture import clocks
+from proof.torture.clocks import Clocks
+from proof.torture.doubt import Doubt
+from proof.torture.faults import copy_of
+from proof.torture.table import Base, PlainCounter, create_tables
 from tests.polling import eventually
 
 

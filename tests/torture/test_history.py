@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fencelock.torture.history import (
+from proof.torture.history import (
     Acquisition,
     Cut,
     Failure,

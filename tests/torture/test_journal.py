@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from fencelock.torture.history import Cut, Outcome, Record, Write, read_records
-from fencelock.torture.journal import Journal, Life, history_lines
+from proof.torture.history import Cut, Outcome, Record, Write, read_records
+from proof.torture.journal import Journal, Life, history_lines
 from tests.torture.facts import acquisition, write
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from fencelock.torture.plan import Plan, choose_plan, names
-from fencelock.torture.settings import Settings
+from proof.torture.plan import Plan, choose_plan, names
+from proof.torture.settings import Settings
 
 SETTINGS = Settings(Path(), ttl=1.5, resources=10, writes=0.25)
 

@@ -13,8 +13,8 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from fencelock.embedded import Nodes
-from fencelock.torture.proxy import FAIR, Proxies, Weather
+from proof.servers import Nodes
+from proof.torture.proxy import FAIR, Proxies, Weather
 from tests.polling import eventually
 
 COUNT = "return redis.call('INCR', 'count')"

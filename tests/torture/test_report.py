@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from fencelock.token import compose
-from fencelock.torture.checker import check
-from fencelock.torture.history import (
+from proof.torture.checker import check
+from proof.torture.history import (
     VERSION,
     WORKER_KILL,
     Acquisition,
@@ -30,10 +30,10 @@ from fencelock.torture.history import (
     Run,
     Write,
 )
-from fencelock.torture.report import write_report
-from fencelock.torture.report.facts import Facts
-from fencelock.torture.report.moments import MOMENTS, choose
-from fencelock.torture.report.scale import MILLISECOND, SECOND, LogScale, Window, duration
+from proof.torture.report import write_report
+from proof.torture.report.facts import Facts
+from proof.torture.report.moments import MOMENTS, choose
+from proof.torture.report.scale import MILLISECOND, SECOND, LogScale, Window, duration
 from tests.torture.facts import RUN, acquisition, release, row, save, write
 from tests.torture.made_up import BEGAN, MadeUp
 
@@ -150,7 +150,7 @@ def test_nothing_from_a_history_becomes_markup(tmp_path: Path) -> None:
 
 def test_without_its_package_the_report_says_what_to_install() -> None:
     """Who has only the locks installed gets a sentence."""
-    script = "import sys; sys.modules['jinja2'] = None; import fencelock.torture.report"
+    script = "import sys; sys.modules['jinja2'] = None; import proof.torture.report"
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert ended.returncode == 1
     assert "pip install 'fencelock[torture]'" in ended.stderr

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fencelock.torture.report import write_report
+from proof.torture.report import write_report
 from tests.torture.browser import NAMES, Browser, find_browser
 from tests.torture.facts import save
 from tests.torture.made_up import MadeUp

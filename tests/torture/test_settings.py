@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fencelock.torture.settings import FAULTS, Settings
+from proof.torture.settings import FAULTS, Settings
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`fencelock torture`, in short: each fault, all of them together, and the controls that must fail."""
+"""`python -m proof.torture`, in short: each fault, all of them together, and the controls that must fail."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ import redis
 from sqlalchemy import create_engine, inspect
 from typer.testing import CliRunner
 
-from fencelock.cli import app
-from fencelock.embedded import Nodes
-from fencelock.torture.checker import Rule
-from fencelock.torture.faults import LANES
-from fencelock.torture.history import Fault, Outcome, Record, Style, read_records
-from fencelock.torture.run import Result, run, skipped_faults
-from fencelock.torture.settings import FAULTS, NODES, Settings, default_faults
+from proof.servers import Nodes
+from proof.torture.__main__ import app
+from proof.torture.checker import Rule
+from proof.torture.faults import LANES
+from proof.torture.history import Fault, Outcome, Record, Style, read_records
+from proof.torture.run import Result, run, skipped_faults
+from proof.torture.settings import FAULTS, NODES, Settings, default_faults
 from tests.polling import eventually
 
 SHORT: dict[str, Any] = {
@@ -151,7 +151,7 @@ def test_naive_tokens_are_given_twice(tmp_path: Path) -> None:
 
 def command(*arguments: str | Path) -> list[str]:
     """Return the command line of a run."""
-    return [sys.executable, "-m", "fencelock", "torture", *map(str, arguments)]
+    return [sys.executable, "-m", "proof.torture", *map(str, arguments)]
 
 
 def terminal() -> dict[str, str]:
@@ -237,7 +237,7 @@ def test_ctrl_c_ends_a_run_with_a_verdict_about_what_there_is(tmp_path: Path) ->
     assert process.returncode == 0, complaints
     assert "Interrupted: the verdict is about what there is" in complaints
     assert "RIGHT: every promise was kept" in said
-    check = [sys.executable, "-m", "fencelock", "check", str(out / "history.jsonl")]
+    check = [sys.executable, "-m", "proof.torture.checker", str(out / "history.jsonl")]
     assert subprocess.run(check, stdout=subprocess.DEVNULL, check=False, timeout=60).returncode == 0
 
 
@@ -283,7 +283,7 @@ def test_bad_input_gets_a_sentence(arguments: tuple[str, ...], sentence: str, tm
     """And status 2, before anything is started."""
     out = tmp_path / "out"
     output = () if "--output" in arguments else ("--output", str(out))
-    result = CliRunner().invoke(app, ["torture", *output, *arguments])
+    result = CliRunner().invoke(app, [*output, *arguments])
     assert result.exit_code == 2
     assert sentence in result.stderr
     assert not out.exists()

@@ -1,7 +1,7 @@
 """How other nodes take the place of these: close the old list, then open the new one.
 
-`establish.py` has the steps that all procedures share. The others, and the schedule in `spec/` that each
-prevents:
+`establish.py` has the steps that all procedures share. The others, and the schedule
+in `proof/spec` that each prevents:
 
 1. BEGIN puts a ticket on each new node, which becomes its id: the fingerprint of the new list covers it. A
    node that was opened, voted and forgot has another ticket, hence belongs to another list, and cannot be

@@ -3,7 +3,7 @@
     an epoch above all that is known → PROMISE on a majority, on their disks → a second look
     → RAISE those that vote → OPEN or ADMIT the others, on their disks
 
-`spec/` has it as a model, with the schedules that each step prevents:
+`proof/spec/` has it as a model, with the schedules that each step prevents:
 
 - PROMISE on a majority before any node votes in the epoch. Otherwise the one node that does may forget it,
   and the next client chooses the same epoch ("RAISE without PROMISE", which takes five nodes; "OPEN without

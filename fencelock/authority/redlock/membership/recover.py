@@ -3,8 +3,8 @@
 Redlock's "delayed restart" asks operators to keep a crashed node out for one ttl. Here the clients do it.
 They have to achieve this only: *a node that has forgotten what it did in an epoch never votes in that epoch
 again*. Within an epoch then no node forgets, and the lock core is right; and the epoch is the upper half of
-the token. `establish.py` has the steps that all procedures share. The others, and the schedule in `spec/`
-that each prevents:
+the token. `establish.py` has the steps that all procedures share. The others, and the schedule in
+`proof/spec` that each prevents:
 
 1. BEGIN puts a ticket on the node. Without it, an ADMIT that is delivered again would let a node vote anew
    that has voted since and forgotten ("no ticket"). The node makes it up, else a BEGIN and an ADMIT would do

@@ -1,0 +1,518 @@
+"""Every rule of the protocol and of the guard left out, one at a time, and what notices.
+
+    python -m proof.simulation.mutants                 # look for each again, and show the table
+    python -m proof.simulation.mutants --write         # the same, and write docs/mutants.md
+    python -m proof.simulation.mutants "no claim"      # look for some
+
+The simulation goes first: seeds 0, 1, 2 … with three nodes, then with five, up to `SEEDS` each. What it
+does not find in so many, a named schedule does, on real nodes or real databases. A double of a node that
+is cut off has neither, but the model in `proof/spec/`. A mutant is a switch that exists only here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from fencelock.authority.redlock.membership import change, establish, recover
+from fencelock.authority.redlock.membership.reports import NodeReport
+from fencelock.authority.redlock.membership.view import MembershipView
+from fencelock.authority.redlock.protocol import acquire, holding
+from fencelock.authority.redlock.wire import nodes
+from proof.simulation import weaker
+from proof.simulation.client import Habits
+from proof.simulation.judge import STUCK
+from proof.simulation.node import ModelNode
+from proof.simulation.rolling import Rolling
+from proof.simulation.run import Kept, Run, play
+from proof.simulation.storage import Rules
+from proof.simulation.tidy import Tidy
+
+SEEDS = 100
+FEW = 25
+SIZES = (3, 5)
+ROOT = Path(__file__).parents[2]
+TABLE = ROOT / "docs" / "mutants.md"
+_SCHEDULES = "tests/redlock/test_schedules.py::test_"
+_RECOVERIES = "tests/redlock/test_recovery_schedules.py::test_"
+_MEMBERS = "tests/redlock/test_members.py::test_"
+_GUARD = "tests/guard/test_histories.py::test_without_the_guard_a_history_loses_a_write"
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """Something shipped, and what stands in for it."""
+
+    owner: Any
+    name: str
+    instead: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A rule that is left out.
+
+    Attributes:
+        name: what is missing, as `proof/spec/` and the named schedules say it where they have it.
+        rule: what the rule says.
+        kept: the rules that are kept, in the simulation.
+        patches: what is replaced in the shipped generators.
+        control: a test that shows what breaks without the rule, as pytest names it.
+        model: the configuration of `proof/spec/` in which the rule is left out.
+        seeds: how many the simulation tries; fewer where several nodes must forget, each at its moment; none
+            where it cannot leave the rule out.
+        run: the kind of run in which it is looked for.
+    """
+
+    name: str
+    rule: str
+    kept: Kept = Kept()  # noqa: RUF009 - it is a value
+    patches: tuple[Patch, ...] = ()
+    control: str = ""
+    model: str = ""
+    seeds: int = SEEDS
+    run: type[Run] = Run
+
+    @property
+    def searched(self) -> str:
+        """What looks for it."""
+        return f"simulation, {self.run.kind}" if self.run.kind else "simulation"
+
+
+def _node(name: str, rule: str, node: type[ModelNode], **more: Any) -> Mutant:
+    return Mutant(name, rule, Kept(node=node), **more)
+
+
+def _guard(name: str, rule: str, **left_out: Any) -> Mutant:
+    control, model = left_out.pop("control", ""), left_out.pop("model", "")
+    return Mutant(name, rule, Kept(guard=Rules(**left_out)), control=control, model=model)
+
+
+def _habit(name: str, rule: str, **left_out: bool) -> Mutant:
+    return Mutant(name, rule, Kept(habits=Habits(**left_out)))
+
+
+_ONE_LOOK = Patch(NodeReport, "still_promises", weaker.still_promises)
+
+MUTANTS = (
+    # The lock.
+    Mutant(
+        "no write-back",
+        "a maximum is decided only when a majority stands at it",
+        Kept(node=weaker.WithoutCatchingUp),
+        (Patch(acquire, "_decide", weaker.maximum_without_write_back),),
+        control=_SCHEDULES + "maximum_without_write_back_gives_a_token_twice",
+    ),
+    _node(
+        "no ownership test",
+        "CONFIRM counts only while the lock is still ours",
+        weaker.WithoutOwnership,
+        control=_SCHEDULES + "confirm_without_ownership_gives_a_token_twice",
+    ),
+    _node(
+        "no g <= T",
+        "CONFIRM counts only where the node's own grant was not above T",
+        weaker.WithoutComparison,
+        control=_SCHEDULES + "confirm_below_the_nodes_own_grant_must_not_count",
+    ),
+    Mutant(
+        "mixed epochs",
+        "votes of different epochs are never added up",
+        patches=(Patch(acquire, "largest_epoch", weaker.mixed_epochs),),
+        control=_SCHEDULES + "votes_of_two_epochs_added_up_give_a_token_twice",
+    ),
+    _habit("one nonce for all", "every attempt has a nonce of its own", new_nonces=False),
+    Mutant(
+        "restore before completion",
+        "what EXTEND has made again vouches for no grant",
+        control=_SCHEDULES + "lock_made_again_with_its_counter_gives_a_token_twice",
+        seeds=0,
+    ),
+    _node(
+        "made again, and counted",
+        "a lock that EXTEND has made again is not counted in that round",
+        weaker.CountsMadeAgain,
+        control=_SCHEDULES + "lock_made_again_and_counted_extends_a_lease_that_had_ended",
+    ),
+    _node("RELEASE of anybody's lock", "RELEASE deletes a lock only if it is ours", weaker.ReleasesAnybodys),
+    # A node that lost its memory.
+    _node(
+        "marker on demand",
+        "a blank node does not vote",
+        weaker.MarkerOnDemand,
+        control=_SCHEDULES + "marker_made_on_demand_gives_a_token_twice",
+    ),
+    _node(
+        "clock instead of memory",
+        "… nor does the time make up for what it has forgotten",
+        weaker.ClockInsteadOfMemory,
+    ),
+    _node(
+        "any incarnation",
+        "a node that restarted does not vote before it is admitted again",
+        weaker.AnyProcess,
+        control=_SCHEDULES + "marker_without_the_run_id_gives_a_token_twice",
+        seeds=FEW,
+    ),
+    _node(
+        "any memory",
+        "a node that has loaded older data while it ran does not vote before it is admitted again",
+        weaker.AnyMemory,
+        control=_SCHEDULES + "process_alone_gives_a_token_twice_after_older_data_were_loaded",
+    ),
+    _node(
+        "no quarantine",
+        "a node stays out until the locks that it has forgotten have ended",
+        weaker.AdmitsAtOnce,
+    ),
+    _node(
+        "no ticket",
+        "ADMIT needs the ticket that BEGIN has put on the node",
+        weaker.AdmitsWithoutTicket,
+        control=_RECOVERIES + "no_ticket_control",
+    ),
+    _node(
+        "ticket not bound",
+        "a ticket is of one server process",
+        weaker.TicketOfAnyProcess,
+        control=_RECOVERIES + "ticket_not_bound_control",
+        seeds=FEW,
+    ),
+    _node(
+        "client's ticket",
+        "the node makes the ticket up, never the same twice",
+        weaker.TicketOfTheClient,
+        control=_RECOVERIES + "clients_ticket_control",
+        seeds=FEW,
+    ),
+    Mutant(
+        "no epoch",
+        "a node is admitted in an epoch in which nobody has voted",
+        patches=(Patch(recover, "_choose_epoch", weaker.same_epoch),),
+        control=_RECOVERIES + "no_epoch_control",
+    ),
+    Mutant(
+        "RAISE without PROMISE",
+        "a majority promises an epoch before anybody votes in it",
+        patches=(Patch(establish, "promise", weaker.no_promise),),
+        control=_RECOVERIES + "raise_without_promise_control",
+        seeds=FEW,
+    ),
+    Mutant(
+        "no p",
+        "what was promised is remembered",
+        Kept(node=weaker.ForgetfulPromise),
+        (_ONE_LOOK,),
+        control=_RECOVERIES + "no_p_control",
+        seeds=FEW,
+    ),
+    Mutant(
+        "one look at promises",
+        "a majority holds the promise at one time",
+        patches=(_ONE_LOOK,),
+        control=_RECOVERIES + "one_look_at_promises_control",
+        seeds=FEW,
+    ),
+    Mutant(
+        "read and BEGIN node by node",
+        "where all restarted, every node has its ticket before any is read",
+        control=_RECOVERIES + "read_and_begin_node_by_node_control",
+        seeds=0,
+    ),
+    _node(
+        "ADMIT lowers p",
+        "who is admitted keeps what it has promised meanwhile",
+        weaker.AdmitLowersPromise,
+        control=_RECOVERIES + "admit_lowers_p_control",
+        seeds=FEW,
+    ),
+    Mutant(
+        "ticket outside the hash",
+        "the ticket is lost with the promises beside it",
+        control=_RECOVERIES + "ticket_outside_the_hash_control",
+        seeds=0,
+    ),
+    Mutant(
+        "ADMIT before RAISE",
+        "a majority is raised before anybody is admitted",
+        patches=(Patch(establish, "raise_voters", weaker.no_raise),),
+        model="M ADMIT before RAISE",
+        seeds=FEW,
+    ),
+    Mutant(
+        "all restarted, no RAISE",
+        "whoever votes is raised before restarted nodes are admitted",
+        model="M all restarted, no RAISE",
+        seeds=0,
+    ),
+    # A rolling restart of all nodes.
+    Mutant(
+        "a blank node's list is forgotten",
+        "what a node has said about the list stands until it names another",
+        patches=(Patch(MembershipView, "note", weaker.forgetful_note),),
+        run=Rolling,
+    ),
+    Mutant(
+        "all that forgot are added up",
+        "who has just been admitted and who is blank are not added up against a lease",
+        patches=(Patch(holding, "_still_extended", weaker.still_extended_all_gone),),
+        control=_SCHEDULES + "nodes_that_forgot_one_after_the_other_are_not_added_up",
+        run=Rolling,
+    ),
+    _node(
+        "locks on voters only",
+        "a node is admitted with the locks of the leases that were extended meanwhile",
+        weaker.MakesLocksAsVoter,
+        control=_SCHEDULES + "node_without_the_locks_of_leases_gives_them_to_who_waits",
+        run=Rolling,
+    ),
+    # Connections that break, and nodes that hang.
+    Mutant(
+        "nothing is owed",
+        "a RELEASE that finds no connection, or a silent node, goes out when the node answers again",
+        patches=(Patch(nodes._Node, "owe", weaker.owe_nothing),),
+        run=Tidy,
+    ),
+    Mutant(
+        "given up without RELEASE",
+        "an attempt that came to nothing is released wherever it may have locked something",
+        patches=(Patch(acquire, "abandon", weaker.abandon_nothing),),
+        run=Tidy,
+    ),
+    # The list of nodes.
+    Mutant(
+        "one closing pass",
+        "the nodes are closed still when they are looked at again",
+        patches=(Patch(change, "_closed_still", weaker.no_second_look),),
+        control=_RECOVERIES + "one_closing_pass_control",
+        seeds=FEW,
+    ),
+    _node(
+        "no next",
+        "which list comes next is set once",
+        weaker.ClosedForAnybody,
+        control=_RECOVERIES + "no_next_control",
+        seeds=FEW,
+    ),
+    Mutant(
+        "recovery reads closed nodes",
+        "a closed node votes no more, and takes part in no recovery",
+        Kept(node=weaker.OpenAllTheTime),
+        (Patch(NodeReport, "closed", property(lambda _: False)),),
+        control=_RECOVERIES + "recovery_reads_closed_nodes_control",
+        seeds=FEW,
+    ),
+    Mutant(
+        "OPEN without PROMISE",
+        "a majority of the new nodes promises the epoch before they are opened",
+        control=_RECOVERIES + "open_without_promise_control",
+        seeds=0,
+    ),
+    Mutant(
+        "same ids for a new node",
+        "a list knows its nodes by the tickets that it was made with",
+        control=_RECOVERIES + "clients_ticket_in_init_control[same id for a new node that lost its ticket]",
+        seeds=0,
+    ),
+    Mutant(
+        "a list comes again",
+        "a fingerprint covers the list before",
+        control=_RECOVERIES + "return_to_an_earlier_list_control",
+        seeds=0,
+    ),
+    Mutant(
+        "init in any order, with one look",
+        "nodes are opened in the order of their ids, after a second look",
+        control=_MEMBERS + "clients_that_look_once_and_open_in_any_order_make_two",
+        seeds=0,
+    ),
+    # The storage.
+    _guard("no guard", "a write is refused below the row's fence", compares=False, control=_GUARD),
+    _guard("no stamp", "a write raises the row's fence", stamps=False),
+    _guard("no claim", "the fence is raised before anything is read", claims=False),
+    Mutant(
+        "not what was loaded",
+        "without a claim, an object is written only over the write that it was loaded from",
+        control="tests/guard/test_unclaimed_histories.py::test_without_the_write_id_updates_are_lost",
+        seeds=0,
+    ),
+    Mutant(
+        "absolute ids",
+        "a statement moves the write id that it finds, so that only an object of that version follows",
+        control="tests/guard/test_write_id_mutants.py::test_the_mutant_loses_an_update[absolute ids]",
+        seeds=0,
+    ),
+    Mutant(
+        "seeded ids",
+        "write ids come from the operating system, so that no two processes make the same",
+        control="tests/guard/test_write_id_mutants.py::test_the_mutant_loses_an_update[seeded ids]",
+        seeds=0,
+    ),
+    _guard("check, then write", "fence and row are looked at and written at once", at_once=False),
+    _guard(
+        "a holder writes once", "a write with the token that the fence is at is accepted", allows_again=False
+    ),
+    _habit(
+        "release before COMMIT", "the lease outlives the transaction that wrote under it", commits_first=False
+    ),
+    _habit(
+        "no REMINT in doubt", "after a COMMIT in doubt the next write has a larger token", mints_anew=False
+    ),
+    _habit("REMINT without claim", "… and claims with it before anything is read", claims_anew=False),
+    _guard(
+        "seal with <=",
+        "a seal is refused where the fence is already at the token",
+        strictly=False,
+        model="M seal with <=",
+    ),
+    _habit("REMINT not sealed", "what is minted anew under a seal is sealed, too", keeps_seal=False),
+    _habit("not all locks sealed", "every acquisition of a sealed resource seals", seals_all=False),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """What noticed that a rule is missing.
+
+    Attributes:
+        by: the simulation, a test, or a configuration of the model.
+        promise: which was broken, where the simulation says so.
+        size: how many nodes there were.
+        seed: the seed; all smaller ones have passed.
+        acquisitions: how many locks had been acquired until then, over all seeds of that size.
+    """
+
+    by: str
+    promise: str = ""
+    size: int = 0
+    seed: int = 0
+    acquisitions: int = 0
+
+
+@contextlib.contextmanager
+def left_out(mutant: Mutant) -> Iterator[Kept]:
+    """Leave the rule out for a while; yields what the simulation is to keep."""
+    with contextlib.ExitStack() as stack:
+        for patch in mutant.patches:
+            stack.callback(setattr, patch.owner, patch.name, patch.owner.__dict__[patch.name])
+            setattr(patch.owner, patch.name, patch.instead)
+        yield mutant.kept
+
+
+def hunt(mutant: Mutant, seeds: int) -> Kill | None:
+    """Return the first seed that shows that a rule is missing."""
+    with left_out(mutant) as kept:
+        for size in SIZES:
+            acquisitions = 0
+            for seed in range(seeds):
+                outcome = play(seed, size, kept, run=mutant.run)
+                acquisitions += outcome.acquisitions
+                if outcome.violation not in {"", STUCK}:  # whoever is stuck does no harm
+                    return Kill(mutant.searched, outcome.violation, size, seed, acquisitions)
+    return None
+
+
+def show(mutant: Mutant) -> Kill | None:
+    """Return the named schedule or the model that shows the same, having run it."""
+    if mutant.control:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", mutant.control]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+        return Kill(mutant.control) if done.returncode == 0 and " passed" in done.stdout else None
+    if mutant.model:
+        command = [sys.executable, "proof/spec/check.py", "--no-tlc", mutant.model]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
+        return Kill(f"spec/ ({mutant.model})") if done.returncode == 0 else None
+    return None
+
+
+def judge(mutant: Mutant, most: int = SEEDS) -> Kill | None:
+    """Return what notices that a rule is missing; None where nothing does."""
+    return hunt(mutant, min(mutant.seeds, most)) or show(mutant)
+
+
+def row(mutant: Mutant, kill: Kill | None) -> str:
+    """Return a mutant's row of the table."""
+    if kill is None:
+        return f"| {mutant.name} | {mutant.rule} | **nothing** | | | |"
+    if not kill.promise:
+        by = kill.by.rpartition("::")[2]
+        tried = f"none of {mutant.seeds}" if mutant.seeds else ""
+        return f"| {mutant.name} | {mutant.rule} | {_kind(kill)} `{by}` | | {tried} | |"
+    return (
+        f"| {mutant.name} | {mutant.rule} | {kill.by}: {kill.promise} | {kill.size} | {kill.seed} "
+        f"| {kill.acquisitions:,} |"
+    )
+
+
+def _kind(kill: Kill) -> str:
+    if "::" not in kill.by:
+        return "model"
+    return "guard machine" if kill.by.startswith("tests/guard") else "named schedule"
+
+
+def page(rows: Sequence[str]) -> str:
+    """Return the page of the docs."""
+    return _PAGE.format(seeds=SEEDS, rows="\n".join(rows))
+
+
+_PAGE = """\
+# Every rule left out, and what notices
+
+Written by `python -m proof.simulation.mutants --write`. Each row leaves one rule out of the shipped
+protocol or of the guard, by a switch that exists only in the tests. The [simulation](simulation.md)
+plays the seeds 0, 1, 2 … with three nodes and then with five, {seeds} of each at most, and stops at the
+first broken promise; "rolling" ones are restarts of all nodes, one after the other, and in "tidy" ones only
+connections break and nodes hang. "None of 25" says that
+so many of each have shown nothing: where several nodes must forget, each at its moment, random search has
+little power, and fewer are tried. Then a named schedule on real nodes shows it, or the exhaustive
+[model](../proof/spec/README.md), which alone has doubles of nodes.
+Seeds and acquisitions are the same on every machine.
+
+| left out | the rule | noticed by | nodes | seed | acquisitions until then |
+|---|---|---|---|---|---|
+{rows}
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Judge all mutants, or some; show what noticed them."""
+    parser = argparse.ArgumentParser(prog="python -m proof.simulation.mutants", description=__doc__)
+    parser.add_argument("names", nargs="*", help="mutants to look for; all where none is named")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="seeds to try with each number of nodes")
+    parser.add_argument("--jobs", type=int, default=1, help="how many to judge side by side")
+    parser.add_argument("--write", action="store_true", help=f"write {TABLE.relative_to(ROOT)}")
+    options = parser.parse_args(arguments)
+    mutants = [mutant for mutant in MUTANTS if not options.names or mutant.name in options.names]
+    names = [mutant.name for mutant in mutants]
+    rows, survivors = [], []
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        kills = pool.map(partial(_judge_by_name, most=options.seeds), names)
+        for mutant, kill in zip(mutants, kills, strict=True):
+            rows.append(row(mutant, kill))
+            sys.stdout.write(f"{rows[-1]}\n")
+            sys.stdout.flush()
+            if kill is None:
+                survivors.append(mutant.name)
+    if options.write:
+        TABLE.write_text(page(rows))
+    if survivors:
+        sys.stderr.write(f"nothing notices: {', '.join(survivors)}\n")
+    return len(survivors)
+
+
+def _judge_by_name(name: str, most: int) -> Kill | None:
+    """Judge a mutant in a process of its own, which knows it by name."""
+    return judge(next(mutant for mutant in MUTANTS if mutant.name == name), most)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,274 @@
+"""What a run of `python -m proof.torture` writes down: a line of JSON for each thing that happened.
+
+Facts only: a history says nothing about right and wrong, and a checker or a report needs nothing else. All
+times are nanoseconds on one monotonic clock that everybody on the machine shares, taken *outside* the
+calls that they enclose: an acquisition had begun before `acquire` was called, and was complete after it
+had returned. Lines may come in any order.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import Any, ClassVar, TextIO
+
+#: Of the format; the first line of a history names it.
+VERSION = 1
+#: The fault that ends a process, and with it its holds.
+WORKER_KILL = "worker-kill"
+#: What stands for the error where a lease was lost while its process was held up by the machine's other work.
+HELD_UP = "HeldUp"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The first line: which run this is.
+
+    Attributes:
+        version: of this format.
+        fencelock: version of the library.
+        started: date and time, ISO 8601 with the offset.
+        began: the same moment on the clock of all other lines.
+        settings: what the run was asked for, by the names of the command line's options.
+        servers: what ran, for a person: `valkey 8.1.1`, `PostgreSQL 18.0`.
+    """
+
+    kind: ClassVar[str] = "run"
+    version: int
+    fencelock: str
+    started: str
+    began: int
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    servers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Acquisition:
+    """A lock that was acquired.
+
+    Attributes:
+        worker: who has it.
+        resource: what is locked.
+        began: when it was asked for.
+        completed: when the holder knew that it had the lock.
+        token: what the holder was given.
+        valid_until: until when the holder has been promised to be alone, where the lease is not renewed.
+        kept: whether the lease is renewed until it is released, and nothing else is done.
+    """
+
+    kind: ClassVar[str] = "acquisition"
+    worker: int
+    resource: str
+    began: int
+    completed: int
+    token: int
+    valid_until: int
+    kept: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An attempt that ended without the lock.
+
+    Attributes:
+        worker: who tried.
+        resource: what was to be locked.
+        began: when it was asked for.
+        ended: when the error came.
+        error: name of the error's class.
+        message: what it said.
+    """
+
+    kind: ClassVar[str] = "failure"
+    worker: int
+    resource: str
+    began: int
+    ended: int
+    error: str
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The end of a hold; one that is missing ended with its process.
+
+    Attributes:
+        worker: who had it.
+        resource: what was locked.
+        token: of the lease.
+        worked_until: when the holder stopped working, before it released.
+        ended: when the release had returned.
+        error: name of the error's class, such as `LockLostError`; empty for none.
+    """
+
+    kind: ClassVar[str] = "release"
+    worker: int
+    resource: str
+    token: int
+    worked_until: int
+    ended: int
+    error: str = ""
+
+
+class Style(StrEnum):
+    """How a writer has come by what it writes back."""
+
+    CLAIM = "claim"  #: claimed it, then read
+    GATE = "gate"  #: passed the resource's gate in the same transaction, then read
+    GET = "get"  #: read under the lock, and claimed nothing
+    BEFORE = "before"  #: read before it asked for the lock, and kept the object
+    VERSIONED = "versioned"  #: as GET, in a table that has a `version_id_col` beside the fence
+    CORE = "core"  #: the control: as GET, written back by a statement that knows no object
+
+
+class Outcome(StrEnum):
+    """What came of a write."""
+
+    ACKNOWLEDGED = "acknowledged"  #: the COMMIT returned
+    REFUSED = "refused"  #: the guard refused it, or `version_id_col`: the error says which
+    UNKNOWN = "unknown"  #: the connection was lost during the COMMIT
+    FAILED = "failed"  #: something else went wrong before the COMMIT, and nothing was written
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """A read, and a write that builds on it, in one transaction: value + 1, in a row named as its resource.
+
+    Attributes:
+        worker: who wrote.
+        resource: which row.
+        token: of the lease under which it was written.
+        began: when the statement was about to be sent, after the row had been read.
+        ended: when its outcome was known.
+        outcome: what came of it.
+        read: the value that the row had when it was read; None where nothing was read.
+        error: name of the error's class; empty for none.
+        style: how it had come by what it wrote back.
+        fence: which the row had when it was read, where the writer knows it.
+        read_at: when it was about to be read; 0 where that is not known.
+    """
+
+    kind: ClassVar[str] = "write"
+    worker: int
+    resource: str
+    token: int
+    began: int
+    ended: int
+    outcome: Outcome
+    read: int | None = None
+    error: str = ""
+    style: Style = Style.CLAIM
+    fence: int | None = None
+    read_at: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something that was broken on purpose.
+
+    Attributes:
+        fault: what kind, by its name on the command line.
+        target: whom it hit: `worker 3`, `node 0`, `database`.
+        began: when.
+        ended: when it was over.
+        detail: what exactly, for a person.
+    """
+
+    kind: ClassVar[str] = "fault"
+    fault: str
+    target: str
+    began: int
+    ended: int
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row as it was found in the database when everything was over.
+
+    Attributes:
+        resource: which row.
+        value: how many additions it has seen.
+        fence: the largest token that it has seen; None in the control, which has no guard.
+    """
+
+    kind: ClassVar[str] = "row"
+    resource: str
+    value: int
+    fence: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What is left of a line that a worker was writing when it was killed.
+
+    Attributes:
+        text: what is left of it.
+        worker: whose it was; None where that is not known.
+    """
+
+    kind: ClassVar[str] = "cut"
+    text: str
+    worker: int | None = None
+
+
+Record = Run | Acquisition | Failure | Release | Write | Fault | Row | Cut
+_KINDS: Mapping[str, type[Record]] = {
+    record.kind: record for record in (Run, Acquisition, Failure, Release, Write, Fault, Row, Cut)
+}
+_NUMBERS: Mapping[str, tuple[str, ...]] = {
+    kind: tuple(each.name for each in fields(record) if each.type == "int") for kind, record in _KINDS.items()
+}
+
+
+class HistoryError(ValueError):
+    """A file is no history, or its facts contradict themselves."""
+
+
+def write_record(history: TextIO, record: Record) -> None:
+    """Append a record, as a line of JSON."""
+    history.write(line_of(record))
+
+
+def line_of(record: Record) -> str:
+    """Return a record as a line of JSON."""
+    # Not asdict: it copies what it finds, which takes longer than all the rest.
+    facts = {name: getattr(record, name) for name in record.__slots__}
+    return json.dumps({"kind": record.kind, **facts}, separators=(",", ":")) + "\n"
+
+
+def read_records(lines: Iterable[str]) -> Iterator[Record]:
+    """Yield the records of a history, or of what one process has written of it.
+
+    A last line without an end is what a killed process leaves: where it is no record, it is a `Cut`.
+
+    Raises:
+        HistoryError: if another line is none of this format; it says which, and why.
+    """
+    for number, line in enumerate(lines, 1):
+        try:
+            record = _record(json.loads(line))
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            if line.endswith("\n"):
+                raise HistoryError(f"line {number} is no record of a history: {error!r}") from error
+            record = Cut(line)
+        yield record
+
+
+def _record(facts: dict[str, Any]) -> Record:
+    kind = facts.pop("kind")
+    for name in _NUMBERS[kind]:
+        if type(facts[name]) is not int:
+            raise TypeError(f"{name} is a number, not {facts[name]!r}")
+    if (resource := facts.get("resource")) is not None:
+        facts["resource"] = sys.intern(resource)
+    if kind == Write.kind:
+        facts["outcome"] = Outcome(facts["outcome"])
+        facts["style"] = Style(facts.get("style", Style.CLAIM))
+    record = _KINDS[kind](**facts)
+    if isinstance(record, Run) and record.version != VERSION:
+        raise ValueError(f"it is of version {record.version}, and this fencelock reads version {VERSION}")
+    return record

@@ -1,0 +1,114 @@
+"""How one holder is going to behave: most are quick and well-behaved, the others end leases in every way."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from fencelock.settings import LockSettings
+from proof.torture.history import Style
+from proof.torture.settings import Settings
+
+_TIMEOUT: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to lock, how, and what to do under it.
+
+    Attributes:
+        resources: what to lock, together.
+        lock: how.
+        work: seconds to hold it before anything is written.
+        writes: whether to write.
+        think: seconds between the read and the write.
+        late: think between the write and its COMMIT instead.
+        together: read and write in one transaction, which keeps the row locked meanwhile; or else claim in
+            one and write in the next.
+        style: how to come by what is written back.
+    """
+
+    resources: tuple[str, ...]
+    lock: LockSettings
+    work: float = 0.0
+    writes: bool = False
+    think: float = 0.0
+    late: bool = False
+    together: bool = False
+    style: Style = Style.CLAIM
+
+
+def names(settings: Settings) -> list[str]:
+    """Return the resources of a run."""
+    return [f"r{number}" for number in range(settings.resources)]
+
+
+class Manner(StrEnum):
+    """How a holder holds."""
+
+    QUICK = "quick"  #: and well-behaved
+    OVERSTAYING = "overstaying"  #: works on after its lease has ended
+    BRIEF = "brief"  #: with a lease about as long as a round of votes, which may end before the last vote
+    RENEWED = "renewed"  #: works for longer than its first lease, and is extended
+    SEVERAL = "several"  #: locks two resources together
+    FAIR = "fair"  #: waits in turn
+
+
+_SHARES: Final = {
+    Manner.QUICK: 84,
+    Manner.OVERSTAYING: 2,
+    Manner.BRIEF: 4,
+    Manner.RENEWED: 2,
+    Manner.SEVERAL: 3,
+    Manner.FAIR: 5,
+}
+#: What the naive control can do.
+_SIMPLE: Final = {manner: _SHARES[manner] for manner in (Manner.QUICK, Manner.OVERSTAYING, Manner.BRIEF)}
+#: What a database can do, which keeps no waiting line.
+_WITHOUT_A_LINE: Final = {manner: share for manner, share in _SHARES.items() if manner is not Manner.FAIR}
+_SHARE_TOGETHER: Final = 0.3
+_SHARE_LATE: Final = 0.3
+#: How much more often than in any other style.
+_CLAIMS: Final = 4
+
+
+def choose_plan(rng: random.Random, settings: Settings) -> Plan:
+    """Return what to do next. Some resources are much more wanted than others."""
+    shares = _WITHOUT_A_LINE if settings.on_database else _SHARES
+    if not settings.quorum:
+        shares = _SIMPLE
+    (manner,) = rng.choices(list(shares), list(shares.values()))
+    resources, lock, work = _hold(manner, rng, settings)
+    weights = [_CLAIMS if style is Style.CLAIM else 1 for style in settings.styles]
+    (style,) = rng.choices(settings.styles, weights)
+    return Plan(
+        resources,
+        lock,
+        work,
+        writes=rng.random() < settings.writes,
+        think=rng.expovariate(1 / settings.think) if settings.think else 0.0,
+        late=rng.random() < _SHARE_LATE,
+        together=rng.random() < _SHARE_TOGETHER or style is Style.GATE,
+        style=style,
+    )
+
+
+def _hold(
+    manner: Manner, rng: random.Random, settings: Settings
+) -> tuple[tuple[str, ...], LockSettings, float]:
+    first, second = (f"r{int(settings.resources * rng.random() ** 2)}" for _ in range(2))
+    lock: LockSettings = {"ttl": settings.ttl, "timeout": _TIMEOUT, "renew": False}
+    part = settings.ttl * rng.uniform(0.1, 0.4)
+    match manner:
+        case Manner.OVERSTAYING:
+            return (first,), {**lock, "ttl": part}, part * rng.uniform(1.1, 3.0)
+        case Manner.BRIEF:
+            return (first,), {**lock, "ttl": rng.uniform(0.01, 0.04), "timeout": 0.5}, 0.0
+        case Manner.RENEWED:
+            return (first,), {**lock, "ttl": part, "renew": True}, part * rng.uniform(1.1, 3.0)
+        case Manner.SEVERAL if first != second:
+            return (first, second), lock, 0.0
+        case _:
+            return (first,), {**lock, "fair": manner is Manner.FAIR}, 0.0

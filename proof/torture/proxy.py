@@ -1,0 +1,234 @@
+"""A network between workers and nodes that can be made bad: it delays, drops and duplicates.
+
+A connection through it stays what TCP promises, a stream without holes: who drops something drops all that
+follows, until the connection ends. What arrives twice arrives the second time on a connection of its own,
+late, as from a network or a client that resends, and nobody reads the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final, Self
+from urllib.parse import urlsplit, urlunsplit
+
+_HOST: Final = "127.0.0.1"
+_REDIS_PORT: Final = 6379
+_READ_SIZE: Final = 65536
+_VOTES: Final = (b"EVALSHA", b"EVAL")
+#: Seconds after which nobody waits for the answer to a duplicate any more.
+_GHOST_SECONDS: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Weather:
+    """What happens to what passes.
+
+    Attributes:
+        delay: seconds that each piece waits at most.
+        requests_pass: whether anything arrives at the node.
+        answers_pass: whether anything arrives at the worker.
+        duplicates: which share of the requests is sent a second time.
+        lateness: seconds after which it is, at most.
+    """
+
+    delay: float = 0.0
+    requests_pass: bool = True
+    answers_pass: bool = True
+    duplicates: float = 0.0
+    lateness: float = 0.0
+
+    @property
+    def drops(self) -> bool:
+        """Whether anything is lost."""
+        return not (self.requests_pass and self.answers_pass)
+
+
+FAIR: Final = Weather()
+
+
+class Proxy:
+    """Stands before one node.
+
+    Args:
+        url: of the node.
+        rng: decides what is delayed and duplicated.
+
+    Attributes:
+        url: the same, at the proxy's address.
+    """
+
+    def __init__(self, url: str, rng: random.Random) -> None:
+        self._upstream = urlsplit(url)
+        self._rng = rng
+        self._weather = FAIR
+        self._broken: set[asyncio.Task[None]] = set()
+        self._running: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+        self.url = ""
+
+    async def listen(self) -> None:
+        """Begin to accept connections."""
+        self._server = await asyncio.start_server(self._serve, _HOST)
+        port = self._server.sockets[0].getsockname()[1]
+        login, at, _ = self._upstream.netloc.rpartition("@")
+        self.url = urlunsplit(self._upstream._replace(netloc=f"{login}{at}{_HOST}:{port}"))
+
+    def close(self) -> None:
+        """Accept no more, and end what there is."""
+        if self._server is not None:
+            self._server.close()
+        for task in self._running:
+            task.cancel()
+
+    def change(self, weather: Weather) -> None:
+        """Have other weather; connections that have lost something by then end."""
+        for task in self._broken:
+            task.cancel()
+        self._broken.clear()
+        self._weather = weather
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._running.add(task)
+        try:
+            await self._pass_on(reader, writer, task)
+        except (OSError, asyncio.CancelledError):
+            pass  # an end like any other, of a connection that is there to be broken
+        finally:
+            self._running.discard(task)
+            self._broken.discard(task)
+            writer.close()
+
+    async def _pass_on(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, task: asyncio.Task[None]
+    ) -> None:
+        upstream = await self._connect()
+        try:
+            async with asyncio.TaskGroup() as group:
+                there = group.create_task(self._requests(reader, upstream[1], task))
+                back = group.create_task(self._answers(upstream[0], writer, task))
+                await asyncio.wait([there, back], return_when=asyncio.FIRST_COMPLETED)
+                there.cancel()
+                back.cancel()
+        except* OSError:
+            pass
+        finally:
+            upstream[1].close()
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        host, port = self._upstream.hostname or _HOST, self._upstream.port or _REDIS_PORT
+        return await asyncio.open_connection(host, port)
+
+    async def _requests(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, task: asyncio.Task[None]
+    ) -> None:
+        """Pass on what a worker says, in pieces that are whole requests nearly always."""
+        opening = b""
+        voted = lost = False
+        while piece := await reader.read(_READ_SIZE):
+            weather = self._weather
+            await self._wait(weather)
+            lost = lost or not weather.requests_pass
+            if weather.drops:
+                self._broken.add(task)
+            if lost:
+                continue
+            voted = voted or any(name in piece for name in _VOTES)
+            if not voted:
+                opening += piece
+            elif piece.startswith(b"*") and self._rng.random() < weather.duplicates:
+                self._send_again(opening + piece, weather.lateness)
+            writer.write(piece)
+            await writer.drain()
+
+    async def _answers(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, task: asyncio.Task[None]
+    ) -> None:
+        lost = False
+        while piece := await reader.read(_READ_SIZE):
+            weather = self._weather
+            await self._wait(weather)
+            lost = lost or not weather.answers_pass
+            if lost:
+                self._broken.add(task)
+                continue
+            writer.write(piece)
+            await writer.drain()
+
+    async def _wait(self, weather: Weather) -> None:
+        if weather.delay:
+            await asyncio.sleep(self._rng.uniform(0, weather.delay))
+
+    def _send_again(self, request: bytes, lateness: float) -> None:
+        """Send a request once more, later, on a connection of its own with the same greetings."""
+        ghost = asyncio.get_running_loop().create_task(self._haunt(request, lateness))
+        self._running.add(ghost)
+        ghost.add_done_callback(self._running.discard)
+
+    async def _haunt(self, request: bytes, lateness: float) -> None:
+        await asyncio.sleep(self._rng.uniform(0, lateness))
+        with contextlib.suppress(OSError, TimeoutError):
+            reader, writer = await self._connect()
+            try:
+                writer.write(request)
+                await writer.drain()
+                async with asyncio.timeout(_GHOST_SECONDS):
+                    while await reader.read(_READ_SIZE):
+                        pass
+            finally:
+                writer.close()
+
+
+class Proxies:
+    """A proxy before each node, all in one thread: a context manager.
+
+    Args:
+        urls: of the nodes.
+        rng: decides what is delayed and duplicated.
+    """
+
+    def __init__(self, urls: Sequence[str], rng: random.Random) -> None:
+        self._proxies = [Proxy(url, rng) for url in urls]
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="fencelock-proxies", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    @property
+    def urls(self) -> list[str]:
+        """The nodes' URLs, at the proxies' addresses."""
+        return [proxy.url for proxy in self._proxies]
+
+    def change(self, node: int, weather: Weather) -> None:
+        """Have other weather before a node, from any thread."""
+        self._loop.call_soon_threadsafe(self._proxies[node].change, weather)
+
+    async def _listen(self) -> None:
+        for proxy in self._proxies:
+            await proxy.listen()
+
+    async def _close(self) -> None:
+        for proxy in self._proxies:
+            proxy.close()
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)

@@ -1,0 +1,313 @@
+"""One run, from the start of its servers to its verdict."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final
+
+import redis
+from sqlalchemy import Engine
+
+from fencelock.authority.database.database import Database
+from fencelock.authority.redlock.redlock import Redlock
+from proof.servers import Nodes, Postgres
+from proof.torture import clocks, table
+from proof.torture.checker import Verdict, check_file
+from proof.torture.clocks import Clocks
+from proof.torture.crew import Crew, Places
+from proof.torture.doubt import Doubt
+from proof.torture.faults import start_lanes
+from proof.torture.history import VERSION, Row, Run, Style, line_of
+from proof.torture.journal import Journal, history_lines
+from proof.torture.lease_connections import LeaseConnections
+from proof.torture.naive import NaiveLeases
+from proof.torture.plan import names
+from proof.torture.proxy import Proxies
+from proof.torture.settings import Settings
+from proof.torture.stage import Equipment, Stage
+from proof.torture.worker import IMPATIENT
+
+#: Seconds after which a run in which nothing is acquired is given up.
+STALLED_AFTER: Final = 120.0
+_TICK: Final = 0.1
+_NODE_SETTINGS: Final = {"auto-aof-rewrite-min-size": "16mb"}
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run has come.
+
+    Attributes:
+        seconds: since its workers began.
+        acquired: how many locks.
+    """
+
+    seconds: float
+    acquired: int
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a run has come to.
+
+    Attributes:
+        verdict: of the checker.
+        history: the file.
+        skipped: faults that were asked for and could not be had, and why.
+        trouble: sentences about what went wrong with the run itself.
+        interrupted: whether it was ended before its time.
+    """
+
+    verdict: Verdict
+    history: Path
+    skipped: dict[str, str]
+    trouble: tuple[str, ...]
+    interrupted: bool
+
+
+def skipped_faults(settings: Settings) -> dict[str, str]:
+    """Return which faults cannot be had with these settings on this machine, and why."""
+    skipped = settings.skipped()
+    if "clock" in settings.faults and clocks.find_library() is None:
+        skipped.setdefault("clock", clocks.MISSING)
+    return skipped
+
+
+def run(settings: Settings, tell: Callable[[Progress], None] = lambda _: None) -> Result:
+    """Make a run, and judge it; KeyboardInterrupt ends it before its time.
+
+    Args:
+        settings: what to do. The folder for its output must exist.
+        tell: is called now and then.
+
+    Raises:
+        EmbeddedServerError: a server could not be started.
+        FencelockError: the nodes could not be initialised.
+        sqlalchemy.exc.SQLAlchemyError: the database cannot be used.
+    """
+    skipped = skipped_faults(settings)
+    faults = [fault for fault in settings.faults if fault not in skipped]
+    fault_journal = settings.output / "faults.jsonl"
+    with _servers(settings, faults) as servers, Journal(fault_journal) as journal:
+        began = _first_line(settings, servers)
+        crew = Crew(settings, servers.places)
+        stage = Stage(settings, crew, journal, servers.authority, servers.equipment)
+        try:
+            interrupted = _supervise(stage, faults, tell)
+        finally:
+            stage.over.set()
+            crew.stop()
+        rows = table.read_rows(servers.engine, guard=settings.guard)
+    history = settings.output / "history.jsonl"
+    _merge(history, began, crew, fault_journal, rows)
+    return Result(
+        check_file(history),
+        history,
+        skipped,
+        (*crew.broken, *stage.trouble),
+        interrupted,
+    )
+
+
+def _merge(history: Path, began: Run, crew: Crew, faults: Path, rows: Sequence[Row]) -> None:
+    """Make one history of what everybody has written; logs stay where there is something in them."""
+    with history.open("w", encoding="utf-8") as merged:
+        merged.write(line_of(began))
+        for life in crew.lives():
+            merged.writelines(history_lines(life))
+            life.journal.unlink()
+        merged.write(faults.read_text(encoding="utf-8"))
+        faults.unlink()
+        merged.writelines(map(line_of, rows))
+    for log in history.parent.glob("worker*.log"):
+        if not log.stat().st_size:
+            log.unlink()
+
+
+def _supervise(stage: Stage, faults: Sequence[str], tell: Callable[[Progress], None]) -> bool:
+    """Let workers work and faults happen until it is enough; return whether somebody interrupted it."""
+    lanes = []
+    try:
+        _wait_for_the_first(stage.crew)
+        lanes = start_lanes(stage, faults)
+        _watch(stage, tell)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        stage.over.set()
+        for lane in lanes:
+            lane.join()
+    return False
+
+
+def _wait_for_the_first(crew: Crew) -> None:
+    deadline = time.monotonic() + STALLED_AFTER
+    while crew.check() and not crew.acquired and time.monotonic() < deadline:
+        time.sleep(_TICK)
+
+
+def _watch(stage: Stage, tell: Callable[[Progress], None]) -> None:
+    """Return when it is enough, or when something went wrong with the run itself."""
+    settings, crew = stage.settings, stage.crew
+    began = last = time.monotonic()
+    before = -1
+    while crew.check() and not stage.trouble:
+        now, acquired = time.monotonic(), crew.acquired
+        tell(Progress(now - began, acquired))
+        if acquired > before:
+            before, last = acquired, now
+        elif now - last > STALLED_AFTER:
+            stage.trouble.append(f"nothing was acquired for {STALLED_AFTER:g} s")
+        if settings.duration is not None and now - began >= settings.duration:
+            return
+        if settings.acquisitions is not None and acquired >= settings.acquisitions:
+            return
+        time.sleep(_TICK)
+
+
+@dataclass(frozen=True, slots=True)
+class _Servers:
+    """What a run works on."""
+
+    places: Places
+    authority: Redlock | None
+    engine: Engine
+    equipment: Equipment
+
+
+@contextmanager
+def _servers(settings: Settings, faults: Sequence[str]) -> Iterator[_Servers]:
+    """Start the servers of a run, or reach those of the user, and leave nothing behind."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fencelock-")))
+        step = Clocks(_library(), folder / "clocks") if "clock" in faults else None
+        nodes = stack.enter_context(_nodes(settings, faults, step)) if settings.embedded_nodes else None
+        urls = nodes.urls if nodes is not None else list(settings.nodes)
+        namespace = f"fencelock-torture-{secrets.token_hex(4)}"
+        authority = None
+        if not settings.on_database:
+            authority = stack.enter_context(Redlock(urls, namespace=namespace, recover=False, **IMPATIENT))
+            authority.init(max_ttl=settings.ttl)
+            if nodes is None:
+                stack.callback(_remove_keys, urls, namespace)
+        database = stack.enter_context(_database(settings, folder))
+        engine = table.engine_on(database)
+        stack.callback(engine.dispose)
+        fences = Style.GATE in settings.styles
+        table.create_tables(engine, names(settings), fences=fences)
+        stack.callback(table.drop_tables, engine, fences=fences)
+        proxies = None
+        if "partition" in faults:
+            rng = random.Random(f"{settings.seed}/weather")
+            proxies = stack.enter_context(Proxies(urls, rng))
+        doubt = Doubt(database) if "database-kill" in faults else None
+        if doubt is not None:
+            doubt.prepare(each.name for each in table.tables(fences=fences))
+        connections = None
+        leases = ""
+        if settings.on_database:
+            _prepare_leases(settings, database, stack)
+            leases = database
+        if "connection-end" in faults:
+            connections = LeaseConnections(database, ours=settings.embedded_database)
+            leases = connections.url
+        behind = proxies.urls if proxies else ()
+        places = Places(urls, behind, namespace, database, leases, settings.output)
+        yield _Servers(places, authority, engine, Equipment(nodes, proxies, step, doubt, connections))
+
+
+def _prepare_leases(settings: Settings, database: str, stack: ExitStack) -> None:
+    """Make the table in which the workers are granted leases; it goes with the stack."""
+    if table.has_lease_table(database):
+        raise ValueError("the database has a table of leases, which is yours: name a database without one")
+    if not settings.quorum:
+        NaiveLeases.prepare(database, names(settings))
+        stack.callback(NaiveLeases.drop, database)
+        return
+    stack.callback(table.drop_lease_table, database)
+    with Database(database) as authority:
+        authority.init()
+
+
+def _library() -> Path:
+    library = clocks.find_library()
+    assert library is not None
+    return library
+
+
+def _nodes(settings: Settings, faults: Sequence[str], step: Clocks | None) -> Nodes:
+    if step is not None:
+        step.prepare(settings.nodes_count)
+    return Nodes(
+        settings.nodes_count,
+        executable=None if step is None else step.program,
+        appendfsync="everysec" if "node-rollback" in faults else None,
+        settings=_NODE_SETTINGS,
+    )
+
+
+@contextmanager
+def _database(settings: Settings, folder: Path) -> Iterator[str]:
+    if settings.database == "postgresql":
+        # So that a COMMIT can be held up after it has taken place: see `doubt`.
+        with Postgres(settings={"synchronous_commit": "on"}) as server:
+            yield server.create_database()
+    elif settings.database == "sqlite":
+        yield f"sqlite:///{folder}/rows.sqlite"
+    else:
+        yield settings.database
+
+
+def _remove_keys(urls: Sequence[str], namespace: str) -> None:
+    """Leave nothing on the user's nodes, as far as they can be reached."""
+    for url in urls:
+        with suppress(redis.RedisError), redis.Redis.from_url(url, socket_timeout=10) as client:
+            for key in client.scan_iter(f"{{{namespace}}}*"):
+                client.delete(key)
+
+
+def _first_line(settings: Settings, servers: _Servers) -> Run:
+    return Run(
+        VERSION,
+        version("fencelock"),
+        datetime.now(UTC).astimezone().isoformat(timespec="seconds"),
+        time.monotonic_ns(),
+        _for_json(settings),
+        {**_about_nodes(servers.places.nodes), "database": _about_database(servers.engine)},
+    )
+
+
+def _for_json(settings: Settings) -> dict[str, Any]:
+    """Return the settings without what is secret: URLs may hold passwords."""
+    said = asdict(settings)
+    said["nodes"] = list(Redlock(settings.nodes).nodes) if settings.nodes else []
+    if not settings.embedded_database:
+        said["database"] = table.engine_on(settings.database).url.render_as_string(hide_password=True)
+    return {**said, "output": str(settings.output), "faults": list(settings.faults)}
+
+
+def _about_nodes(urls: Sequence[str]) -> dict[str, str]:
+    if not urls:
+        return {}
+    about: set[str] = set()
+    for url in urls:
+        with suppress(redis.RedisError), redis.Redis.from_url(url, socket_timeout=10) as client:
+            info: Any = client.info("server")
+            valkey = info.get("valkey_version")
+            about.add(f"Valkey {valkey}" if valkey else f"Redis {info['redis_version']}")
+    return {"nodes": f"{len(urls)} × {' and '.join(sorted(about))}"}
+
+
+def _about_database(engine: Engine) -> str:
+    with engine.connect() as connection:
+        numbers = connection.dialect.server_version_info or ()
+    return f"{engine.dialect.name} {'.'.join(map(str, numbers))}"

@@ -1,0 +1,181 @@
+"""What a run is asked for, and the names of the faults."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from proof.torture.history import Style
+
+#: Every kind of fault, and what it does.
+FAULTS: Final = {
+    "worker-pause": "SIGSTOP a worker for longer than its leases last",
+    "worker-kill": "SIGKILL a worker, and start another in its place",
+    "node-pause": "SIGSTOP nodes, fewer than a majority",
+    "node-blank": "SIGKILL nodes, fewer than a majority, which come back without their memory",
+    "node-rollback": "SIGKILL nodes, fewer than a majority, which come back with an older copy of their data",
+    "node-rolling": "SIGKILL every node in its turn, the next when all vote again; they lose their memory",
+    "node-replica": "REPLICAOF a server with an older copy, and back, on nodes, fewer than a majority",
+    "node-flush": "FLUSHALL on nodes, fewer than a majority, which keep running",
+    "clock": "step the wall clock of a node forwards or backwards",
+    "partition": "delay, drop and duplicate what workers say to nodes, and what these answer",
+    "database-kill": "have the database end connections in the middle of a COMMIT",
+    "connection-end": "end connections over which a database grants leases",
+}
+#: Those that break nodes, fewer than a majority at a time.
+_OF_NODES: Final = frozenset(
+    {"node-pause", "node-blank", "node-rolling", "node-rollback", "node-replica", "node-flush"}
+)
+#: What only nodes have.
+_WITH_NODES: Final = _OF_NODES | {"clock", "partition"}
+#: What grants the leases: nodes of Valkey or Redis, or the run's database.
+NODES, DATABASE = "nodes", "database"
+AUTHORITIES: Final = (NODES, DATABASE)
+#: Styles of writing for which something is promised.
+PROMISED: Final = tuple(style for style in Style if style is not Style.CORE)
+#: The servers that are started unless others are named.
+EMBEDDED: Final = ("postgresql", "sqlite")
+
+
+def default_faults(authority: str) -> tuple[str, ...]:
+    """Return all faults, without the one that is about another authority than nodes."""
+    return tuple(each for each in FAULTS if authority == DATABASE or each != "connection-end")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a run is asked for; the options of the command line, which says what they mean.
+
+    Attributes:
+        output: the folder that everything is written to.
+        faults: names of FAULTS.
+        duration: seconds; None for no limit.
+        acquisitions: how many are enough; None for no limit.
+        workers: how many processes.
+        tasks: how many asyncio tasks in each second of them; 0 for blocking workers only.
+        authority: what grants the leases, one of AUTHORITIES.
+        nodes: URLs of the user's nodes; none for embedded ones.
+        nodes_count: how many embedded ones.
+        database: one of EMBEDDED, or a SQLAlchemy URL.
+        resources: how many are locked; there is a row for each.
+        ttl: seconds that a lease lasts, and no lease lasts longer.
+        pause: seconds that a worker is paused at most.
+        every: seconds between two faults of one kind of target, on average.
+        writes: which share of the holders writes to the database.
+        think: seconds between the read and the write, on average.
+        seed: decides what is chosen at random; when it happens is up to the machine.
+        styles: how the writers come by what they write back.
+        guard: whether the table is fenced.
+        quorum: whether tokens are minted by fencelock; or else in the obvious, naive way.
+    """
+
+    output: Path
+    faults: tuple[str, ...] = tuple(FAULTS)
+    duration: float | None = 60.0
+    acquisitions: int | None = None
+    workers: int = 6
+    tasks: int = 8
+    authority: str = NODES
+    nodes: tuple[str, ...] = ()
+    nodes_count: int = 5
+    database: str = "postgresql"
+    resources: int = 20
+    ttl: float = 1.0
+    pause: float = 2.0
+    every: float = 1.0
+    writes: float = 0.5
+    think: float = 0.01
+    seed: int = 0
+    styles: tuple[Style, ...] = PROMISED
+    guard: bool = True
+    quorum: bool = True
+
+    def __post_init__(self) -> None:
+        for fault in self.faults:
+            if fault not in FAULTS:
+                raise ValueError(f"there is no fault {fault!r}; choose from {', '.join(FAULTS)}")
+        self._check_authority()
+        if self.duration is None and self.acquisitions is None:
+            raise ValueError("when is it enough? Give --duration, --acquisitions, or both")
+        for name in ("duration", "acquisitions", "workers", "nodes_count", "resources"):
+            _check(name, getattr(self, name), above=0)
+        for name in ("tasks", "think", "pause"):
+            _check(name, getattr(self, name), above=-1)
+        for name in ("ttl", "every"):
+            _check(name, getattr(self, name), above=0.0)
+        if not 0 <= self.writes <= 1:
+            raise ValueError(f"--writes is a share, from 0 to 1, not {self.writes:g}")
+        if self.pause <= self.ttl and "worker-pause" in self.faults:
+            raise ValueError(
+                f"--pause {self.pause:g} is to outlast a lease of --ttl {self.ttl:g}: make it longer"
+            )
+        if not self.quorum and (self.tasks or self.writes):
+            raise ValueError("naive tokens are for workers that block and do not write: --tasks 0 --writes 0")
+
+    def _check_authority(self) -> None:
+        if self.authority not in AUTHORITIES:
+            raise ValueError(f"--authority is one of {', '.join(AUTHORITIES)}, not {self.authority!r}")
+        if self.on_database and self.nodes:
+            raise ValueError("--nodes are for --authority nodes: with --authority database there are none")
+
+    @property
+    def on_database(self) -> bool:
+        """Whether the run's database grants the leases."""
+        return self.authority == DATABASE
+
+    @property
+    def minority(self) -> int:
+        """How many nodes may be without their memory at a time."""
+        return (len(self.nodes or range(self.nodes_count)) - 1) // 2
+
+    @property
+    def embedded_nodes(self) -> bool:
+        """Whether the nodes are ours to break."""
+        return not self.nodes and not self.on_database
+
+    @property
+    def embedded_database(self) -> bool:
+        """Whether the database is ours to break."""
+        return self.database in EMBEDDED
+
+    def skipped(self) -> dict[str, str]:
+        """Return which of the faults cannot be had with these settings, and why."""
+        return {fault: why for fault in self.faults if (why := self._reason_against(fault))}
+
+    def _reason_against(self, fault: str) -> str:  # noqa: PLR0911 - a table, in effect
+        match fault:
+            case str() if fault in _WITH_NODES and self.on_database:
+                return "the database grants the leases, and there are no nodes"
+            case str() if fault in _OF_NODES | {"clock"} and self.nodes:
+                return "the nodes were not started by this run"
+            case str() if fault in _OF_NODES and not self.minority:
+                return "it is for fewer than a majority of the nodes, which takes at least 3"
+            case "partition" if not all(map(_can_be_proxied, self.nodes)):
+                return "only nodes with plain redis:// URLs can be put behind the proxy"
+            case "partition" if self.workers == 1:
+                return "somebody is to see the nodes as they are: it takes at least 2 workers"
+            case "database-kill" if self.database != "postgresql":
+                return "only the embedded PostgreSQL has its connections ended"
+            case "database-kill" if not self.writes:
+                return "nothing is written"
+            case "connection-end" if not self.on_database:
+                return "nodes grant the leases: it is for --authority database"
+            case "connection-end" if self.database.startswith("sqlite"):
+                return "SQLite is a file, to which there are no connections that could be ended"
+            case _:
+                return ""
+
+
+def _can_be_proxied(url: str) -> bool:
+    return url.startswith("redis://")
+
+
+def _check(name: str, value: float | None, *, above: float) -> None:
+    if value is None:
+        return
+    if not math.isfinite(value) or value <= above:
+        option = "--" + name.replace("_", "-")
+        least = "more than 0" if above == 0 else "0 or more"
+        raise ValueError(f"{option} is {least}, not {value:g}")

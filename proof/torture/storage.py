@@ -1,0 +1,266 @@
+"""One addition, as an application would do it: read, think, write, COMMIT; noted before and after.
+
+Some think between the write and its COMMIT instead. How the reader comes by what it
+writes back is its style (`history.Style`). Blocking code and coroutines take the same steps, each with a
+session of its own kind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+
+from sqlalchemy import Engine, select, update
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
+from sqlalchemy.orm import Session
+from sqlalchemy.orm.exc import StaleDataError
+
+from fencelock.errors import FencelockError, StaleTokenError
+from fencelock.guard import claim, gate
+from proof.torture.history import Outcome, Style, Write
+from proof.torture.journal import Journal
+from proof.torture.plan import Plan
+from proof.torture.table import Counter, PlainCounter, VersionedCounter, name_of_versioned
+
+_Object = Counter | VersionedCounter | PlainCounter
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """An object that was read before the lock was asked for.
+
+    Attributes:
+        counter: it, in no session.
+        read: its value.
+        fence: its fence. Both are what was loaded, whatever becomes of the object.
+        read_at: when it was about to be read.
+    """
+
+    counter: Counter
+    read: int
+    fence: int
+    read_at: int
+
+
+@dataclass(slots=True)
+class _Addition:
+    """What is known about one row's addition so far."""
+
+    row: str
+    token: int
+    style: Style
+    began: int
+    read_at: int
+    read: int | None = None
+    fence: int | None = None
+
+
+class Storage:
+    """Adds 1 to rows, under the leases that the current context holds.
+
+    Args:
+        engine: of the database.
+        async_engine: for coroutines; None where these are to use threads.
+        journal: where each addition is noted.
+        worker: whose it is.
+        guard: whether to use the fenced tables.
+        thinking: what surrounds the time between a read and its write, or between that and its COMMIT.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        async_engine: AsyncEngine | None,
+        journal: Journal,
+        worker: int,
+        *,
+        guard: bool,
+        thinking: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._engine = engine
+        self._async_engine = async_engine
+        self._journal = journal
+        self._worker = worker
+        self._guard = guard
+        self._thinking = thinking
+
+    def read_before(self, plan: Plan) -> dict[str, Kept]:
+        """Return objects of the rows, for who is going to ask for their lock only now; none if that fails."""
+        if not plan.writes or plan.style is not Style.BEFORE or not self._guard:
+            return {}
+        now = time.monotonic_ns()
+        try:
+            with Session(self._engine) as session:
+                counters = {row: session.get_one(Counter, row) for row in plan.resources}
+                return {
+                    row: Kept(each, each.value, each.last_fencing_token, now)
+                    for row, each in counters.items()
+                }
+        except DBAPIError:
+            return {}
+
+    def add(self, tokens: Mapping[str, int], plan: Plan, before: Mapping[str, Kept]) -> bool:
+        """Add 1 to each of the rows, in one transaction.
+
+        Args:
+            tokens: of the leases, by the row.
+            plan: how.
+            before: what `read_before` has returned.
+
+        Returns:
+            Whether it is certain what came of it.
+        """
+        additions = self._begin(tokens, plan, before)
+        # Closing the session fails where its connection was ended behind the COMMIT.
+        with suppress(DBAPIError), Session(self._engine, expire_on_commit=False) as session:
+            certain = self._add(session, additions, plan, before)
+        return certain
+
+    def _add(
+        self, session: Session, additions: list[_Addition], plan: Plan, before: Mapping[str, Kept]
+    ) -> bool:
+        try:
+            counters = self._read(session, additions, plan, before)
+            if not plan.together:
+                session.commit()  # a claim stays: by the fence, no longer by the row's lock
+            if plan.late:
+                self._write(session, counters, additions)
+            with self._thinking():
+                time.sleep(plan.think)
+            if not plan.late:
+                self._write(session, counters, additions)
+        except (FencelockError, StaleDataError, DBAPIError) as error:
+            return self._note_failure(additions, error)
+        try:
+            session.commit()
+        except (FencelockError, DBAPIError) as error:
+            return self._note_commit(additions, error)
+        return self._note_commit(additions)
+
+    async def add_soon(self, tokens: Mapping[str, int], plan: Plan, before: Mapping[str, Kept]) -> bool:
+        """Do as `add`, in a coroutine."""
+        if self._async_engine is None:
+            return await asyncio.to_thread(self.add, tokens, plan, before)
+        additions = self._begin(tokens, plan, before)
+        with suppress(DBAPIError):
+            async with AsyncSession(self._async_engine, expire_on_commit=False) as session:
+                certain = await self._add_soon(session, additions, plan, before)
+        return certain
+
+    async def _add_soon(
+        self, session: AsyncSession, additions: list[_Addition], plan: Plan, before: Mapping[str, Kept]
+    ) -> bool:
+        try:
+            counters = await session.run_sync(self._read, additions, plan, before)
+            if not plan.together:
+                await session.commit()
+            if plan.late:
+                await session.run_sync(self._write, counters, additions)
+            with self._thinking():
+                await asyncio.sleep(plan.think)
+            if not plan.late:
+                await session.run_sync(self._write, counters, additions)
+        except (FencelockError, StaleDataError, DBAPIError) as error:
+            return self._note_failure(additions, error)
+        try:
+            await session.commit()
+        except (FencelockError, DBAPIError) as error:
+            return self._note_commit(additions, error)
+        return self._note_commit(additions)
+
+    def _begin(self, tokens: Mapping[str, int], plan: Plan, before: Mapping[str, Kept]) -> list[_Addition]:
+        now = time.monotonic_ns()
+        style = Style.GET if plan.style is Style.BEFORE and not before else plan.style
+        return [
+            _Addition(row, tokens[row], style, now, before[row].read_at if before else now)
+            for row in sorted(tokens)
+        ]
+
+    def _read(
+        self, session: Session, additions: list[_Addition], plan: Plan, before: Mapping[str, Kept]
+    ) -> list[_Object | int]:
+        """Return the counters, or what they hold where nothing else is known of them."""
+        found = [self._take(session, each, plan, before) for each in additions]
+        for addition, counter in zip(additions, found, strict=True):
+            if addition.style is Style.BEFORE:
+                addition.read, addition.fence = before[addition.row].read, before[addition.row].fence
+                continue
+            addition.read = counter if isinstance(counter, int) else counter.value
+            addition.fence = getattr(counter, "last_fencing_token", None)
+        return found
+
+    def _take(  # noqa: PLR0911 - a table, in effect
+        self, session: Session, addition: _Addition, plan: Plan, before: Mapping[str, Kept]
+    ) -> _Object | int:
+        row = addition.row
+        if not self._guard:
+            return session.get_one(PlainCounter, row)
+        match addition.style:
+            case Style.CLAIM:
+                return claim(session, Counter, row)
+            case Style.GATE:
+                gate(session, row)
+                return session.get_one(Counter, row)
+            case Style.GET:
+                return session.get_one(Counter, row)
+            case Style.BEFORE:
+                kept = before[row].counter
+                if plan.together:
+                    return session.merge(kept)
+                session.add(kept)
+                return kept
+            case Style.VERSIONED:
+                return session.get_one(VersionedCounter, row)
+            case Style.CORE:
+                return session.execute(select(Counter.value).where(Counter.name == row)).scalar_one()
+
+    def _write(self, session: Session, counters: list[_Object | int], additions: list[_Addition]) -> None:
+        for addition in additions:
+            addition.began = time.monotonic_ns()
+            self._journal.intend(self._record(addition, Outcome.UNKNOWN))
+        for counter, addition in zip(counters, additions, strict=True):
+            if isinstance(counter, int):
+                statement = update(Counter).where(Counter.name == addition.row).values(value=counter + 1)
+                session.execute(statement, execution_options={"synchronize_session": False})
+            else:
+                counter.value += 1
+        session.flush()
+
+    def _note_failure(self, additions: list[_Addition], error: Exception) -> bool:
+        """Note what was not written. Where one row has refused, the others were not written either."""
+        for addition in additions:
+            refused = isinstance(error, StaleDataError) or (
+                isinstance(error, StaleTokenError) and error.identity == (addition.row,)
+            )
+            self._note([addition], Outcome.REFUSED if refused else Outcome.FAILED, error)
+        return True
+
+    def _note_commit(self, additions: list[_Addition], error: Exception | None = None) -> bool:
+        lost = isinstance(error, DBAPIError) and error.connection_invalidated
+        outcome = Outcome.ACKNOWLEDGED if error is None else Outcome.UNKNOWN if lost else Outcome.FAILED
+        self._note(additions, outcome, error)
+        return not lost
+
+    def _note(self, additions: list[_Addition], outcome: Outcome, error: Exception | None = None) -> None:
+        for addition in additions:
+            self._journal.note(self._record(addition, outcome, error))
+
+    def _record(self, addition: _Addition, outcome: Outcome, error: Exception | None = None) -> Write:
+        row = addition.row if addition.style is not Style.VERSIONED else name_of_versioned(addition.row)
+        return Write(
+            self._worker,
+            row,
+            addition.token,
+            addition.began,
+            time.monotonic_ns(),
+            outcome,
+            addition.read,
+            "" if error is None else type(error).__name__,
+            addition.style,
+            addition.fence,
+            addition.read_at,
+        )
