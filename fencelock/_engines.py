@@ -176,13 +176,6 @@ def for_blocking(url: URL) -> URL:
     return url.set(drivername=_FOR_BLOCKING.get(name, name))
 
 
-def is_on(engine: object, url: URL) -> bool:
-    """Whether an engine is on this database of a server, with whichever driver."""
-    if not is_async_engine(engine) and not isinstance(engine, Engine):
-        return False
-    return bool(url.database) and for_blocking(engine.url) == for_blocking(url)
-
-
 def _is(thing: object, name: str) -> bool:
     module = sys.modules.get(_MODULE)
     return module is not None and isinstance(thing, getattr(module, name, ()))

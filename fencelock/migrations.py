@@ -375,7 +375,7 @@ class _OfLeaseTable(_OfOwnTable):
 
 @Operations.register_operation("create_fence_table")
 class CreateFenceTableOp(_OfFenceTable):
-    """The table behind `gate` and sealed locks."""
+    """The table behind `gate`."""
 
     name = "create_fence_table"
 

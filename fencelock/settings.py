@@ -37,7 +37,6 @@ class LockSettings(TypedDict, total=False):
     fair: bool
     reentrant: bool
     if_lost: IfLost
-    seal: Engine | AsyncEngine | None
 
 
 class AllLockSettings(LockSettings, total=False):

@@ -162,14 +162,14 @@ def test_public_names_are_listed_and_documented() -> None:
 
 
 def test_blocking_code_needs_no_greenlet(tmp_path: Path) -> None:
-    """SQLAlchemy 2.1 brings it only when asked to; locks, seals and transactions must do without it."""
+    """SQLAlchemy 2.1 brings it only when asked to; locks and transactions must do without it."""
     code = f"""
 import sys
 sys.modules["greenlet"] = None
 import fencelock
 from sqlalchemy import create_engine
 engine = create_engine("sqlite:///{tmp_path}/rows")
-fencelock.fenced_lock("r", seal=engine)
+fencelock.fenced_lock("r")
 fencelock.fenced_transaction(engine, "r")
 try:
     fencelock.fenced_transaction("no engine", "r")

@@ -40,7 +40,6 @@ from fencelock import (
     fenced,
     fenced_lock,
     fenced_transaction,
-    gate,
 )
 from proof.servers import Nodes
 from tests.door import Door
@@ -308,14 +307,14 @@ def release_what_is_not_held(stage: Stage) -> None:
         session.commit()
 
 
-def seal_too_late(stage: Stage) -> None:
-    """Seal what an outer block holds, and has passed the gate with."""
-    with fenced_lock("account:1", authority=stage.authority), Session(stage.engine) as session:
-        gate(session)
-        session.commit()
-        with fenced_lock("account:1", seal=stage.engine, authority=stage.authority):
-            session.add(Note(id=1))
-            session.commit()
+def hand_over_what_is_entered_twice(stage: Stage) -> None:
+    """Hand over a lock while an outer block holds it, too."""
+    with stage.working() as session:
+        session.add(Note(id=1))
+        session.flush()
+        inner = stage.authority.lock("account:1")
+        inner.acquire()
+        inner.hand_over()
 
 
 def be_late(stage: Stage) -> None:
@@ -394,7 +393,7 @@ PROVOKED: Final[dict[str, tuple[Callable[[Stage], None], ...]]] = {
     "MembershipError": (find_another_fleet,),
     "AuthorityError": (configure_nothing,),
     "NotHeldError": (release_what_is_not_held,),
-    "LockError": (seal_too_late,),
+    "LockError": (hand_over_what_is_entered_twice,),
     "StaleTokenError": (be_late,),
     "StaleReadError": (write_what_is_old,),
     "UnfencedWriteError": (write_without_a_lock,),

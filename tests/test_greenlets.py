@@ -18,15 +18,11 @@ from typing import Any
 import greenlet
 import pytest
 import redis
-from sqlalchemy import MetaData, StaticPool, create_engine
-from sqlalchemy.orm import Session
 from sqlalchemy.util import greenlet_spawn
 
-from fencelock import Redlock, gate
+from fencelock import Redlock
 from fencelock._owners import current_owner
 from fencelock.errors import LockTimeoutError
-from fencelock.guard import fence_table
-from fencelock.guard.gate import passes_gate_here
 from proof.servers import Nodes, Postgres
 from tests.polling import eventually
 
@@ -369,19 +365,6 @@ def test_no_update_is_lost_between_greenlets(nodes: Nodes, postgres: Postgres, p
         """,
     )
     assert seen == ["100"]
-
-
-def test_gate_that_another_greenlet_has_passed_is_not_ones_own(quorum: Redlock) -> None:
-    """Who seals waits for the other one's transaction, as for another thread's."""
-    metadata = MetaData()
-    fence_table(metadata)
-    engine = create_engine("sqlite://", poolclass=StaticPool)
-    metadata.create_all(engine)
-    with quorum.lock("r"), Session(engine) as session:
-        gate(session)
-        assert passes_gate_here("r")
-        assert not greenlet.greenlet(passes_gate_here).switch("r")
-    engine.dispose()
 
 
 @pytest.mark.parametrize("pool", ["gevent", "eventlet", "prefork", "threads"])

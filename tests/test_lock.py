@@ -93,7 +93,6 @@ def test_settings_are_the_parameters_of_fenced_lock() -> None:
         "reentrant": True,
         "if_lost": "raise",
         "authority": None,
-        "seal": None,
     }
     assert {each.name for each in parameters[1:]} == AllLockSettings.__optional_keys__
     assert AllLockSettings.__optional_keys__ - LockSettings.__optional_keys__ == {"authority"}

@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 import redis
-from sqlalchemy import Engine, create_engine, text
+from sqlalchemy import create_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from fencelock import Database, FencedModel, Redlock, fence_table, fenced_lock, take_over
+from fencelock import Database, FencedModel, Redlock, fenced_lock, take_over
 from fencelock.errors import LockError, LockLostError, LockTimeoutError, NotHeldError, QuorumError
 from fencelock.lease import held_leases
 from proof.servers import Nodes
@@ -434,25 +434,6 @@ def test_an_open_transaction_keeps_it(authority: Redlock, tmp_path: Path) -> Non
     engine.dispose()
 
 
-def test_a_sealed_lock_is_handed_over(authority: Redlock, rival: Redlock, engine: Engine) -> None:
-    """With seal= the next process seals what it mints anew, and takes over what is sealed already."""
-    fence_table(Base.metadata)
-    Base.metadata.create_all(engine)
-    lock = authority.lock("r", ttl=10, seal=engine)
-    with lock as token:
-        handed = lock.hand_over()
-    taken = take_over(handed, authority=rival, seal=engine)
-    with taken as its:
-        assert its == token
-        minted = taken.remint()
-    with engine.connect() as connection:
-        fence = connection.scalar(
-            text("SELECT last_fencing_token FROM fencelock_fences WHERE resource = 'r'")
-        )
-    assert fence == minted > token
-    Base.metadata.drop_all(engine)
-
-
 @pytest.mark.parametrize("garbage", ["", "x", "[]", "{}", "null", "1", '{"fencelock lease 2": {}}'])
 def test_garbage_is_refused(garbage: str, authority: Redlock) -> None:
     """In a sentence that shows it."""
@@ -474,7 +455,6 @@ def test_garbage_is_refused(garbage: str, authority: Redlock) -> None:
         ("proof", {}),
         ("ttl", None),
         ("ttl", -1),
-        ("seal", None),
     ],
 )
 def test_a_text_with_a_wrong_field_is_refused(field: str, value: Any, authority: Redlock) -> None:

@@ -116,7 +116,6 @@ def ship(order_id: int) -> str:
     reentrant=False,
     if_lost="warn",
     authority=None,
-    seal=None,
 )
 async def ship_soon(order_id: int) -> str:
     """Run under the lock, in a task."""
@@ -216,7 +215,7 @@ def by_hand(quorum: Redlock) -> None:
     """Without a block."""
     lock = quorum.lock("order:1", timeout=None, if_lost="warn")
     assert_type(lock, FencedLock[int])
-    several = quorum.lock("order:1", "stock:7", ttl=5, renew=False, max_hold=None, fair=True, seal=None)
+    several = quorum.lock("order:1", "stock:7", ttl=5, renew=False, max_hold=None, fair=True)
     assert_type(several, FencedLock[tuple[int, ...]])
     lock.on_lost(lambda lease: print(lease.resource, lease.lost))
     lease = lock.acquire(timeout=0)
@@ -306,7 +305,7 @@ def databases(engine: Engine) -> None:
     assert_type(granting, Database)
     with Database("postgresql+psycopg://app@db/shop", schema="locks") as elsewhere:
         assert_type(elsewhere.init(above=5), bool)
-        with elsewhere.lock("order:1", ttl=30, seal=engine) as token:
+        with elsewhere.lock("order:1", ttl=30) as token:
             assert_type(token, int)
     asyncio.run(granting.aio.init())
     assert_type(lease_table(MetaData(), schema="locks"), Table)

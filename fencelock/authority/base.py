@@ -5,14 +5,14 @@ A lock calls `Authority` and `AsyncAuthority`. `authority/stepped.py` makes both
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, NotRequired, Protocol, TypedDict, Unpack
 from weakref import WeakSet
 
-from fencelock.errors import FencelockError, LockTimeoutError
+from fencelock.errors import FencelockError, LockTimeoutError, QuorumError
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -114,6 +114,17 @@ def held_by_another(resources: Iterable[str], holder_ttl: float | None) -> LockT
     )
 
 
+def too_slow(
+    authority: str, ttl: float, resources: Iterable[str], nodes: Mapping[str, str] | None = None
+) -> QuorumError:
+    """Return the error of a grant that arrived after the end of its lease."""
+    return QuorumError(
+        f"{authority} answered too slowly for a ttl of {ttl:g} s: {named(resources)} was granted, but no "
+        "validity was left; use a longer ttl",
+        nodes=nodes,
+    )
+
+
 class GivenUp(BaseException):
     """Ends an acquisition that `FencedLock.cancel` has given up, as an interruption does."""
 
@@ -146,7 +157,6 @@ class Terms(TypedDict):
     ttl: float
     timeout: float | None
     fair: NotRequired[bool]
-    above: NotRequired[tuple[int, ...]]
 
 
 class Authority(Protocol):
@@ -155,17 +165,15 @@ class Authority(Protocol):
     For each resource, no two grants carry the same token, and a token exceeds every token whose
     acquisition had completed before its own began.
 
-    Any thread and any greenlet may call it, also from a signal handler that has interrupted another call.
-    A forked child uses it with connections of its own and leaves those of its parent alone. An acquisition
-    that raises leaves no lease behind.
+    Any thread and any greenlet may call it. A signal handler that has interrupted a call may get a
+    RuntimeError. A forked child uses it with connections of its own and leaves those of its parent alone. An
+    acquisition that raises leaves no lease behind.
 
     An authority may have more than this:
 
     - `close()` closes its connections, and using it again opens them again. One that is in `in_use` is closed
       when the interpreter exits, after what is held has been given back.
     - `kinds`, a `frozenset` of what else it can do: `"fair"`.
-    - `sealed_by(engine)` tells whether it grants in the very database of an engine. Its `acquire` then takes
-      `seal=`, a function that is called inside the transaction that grants (see `Seal`).
     - `holder_ttl(resources)`, also of `aio`, tells for how many seconds one of them is held; None for none.
     - `dump(grant)` makes plain data of a grant, and `load(resources, tokens, data)` the grant of it again.
       Its end is known when it has been extended.
@@ -184,8 +192,7 @@ class Authority(Protocol):
             resources: what to lock.
             **terms: `ttl`: seconds that the leases last. `timeout`: seconds to wait for other holders; None
                 for ever, 0 one try. `fair`: the client that has waited longest comes first, as far as the
-                authority can tell. `above`: for each resource a token that the new one must exceed, 0 for
-                none: what a storage has seen, where the authority has forgotten; given after a refusal only.
+                authority can tell.
 
         Raises:
             LockTimeoutError: another holder kept one of them until the timeout.
@@ -232,18 +239,6 @@ class AsyncAuthority(Protocol):
 
     async def release(self, grant: Grant) -> bool | None:
         """See `Authority.release`."""
-
-
-#: Raises the fences of a database to the tokens of a grant, on a connection of SQLAlchemy, in the transaction
-#: that grants. It returns the fences that were in the way, in the order of the resources; nothing is granted
-#: then. Empty where none was.
-Seal = Callable[[Any, Grant], tuple[int, ...]]
-
-
-def is_sealed_by(authority: Authority, engine: object) -> bool:
-    """Tell whether an authority can grant and seal in one COMMIT of an engine's database."""
-    sealed_by: Callable[[object], bool] | None = getattr(authority, "sealed_by", None)
-    return sealed_by is not None and sealed_by(engine)
 
 
 #: The authorities that have a `close()`, which is called when the interpreter exits.

@@ -15,13 +15,13 @@ import logging
 import random
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NotRequired, Self, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar, Unpack, overload
 from weakref import WeakSet
 
 from fencelock._checks import check_ttl
 from fencelock._owners import running_loop
 from fencelock._steps import Steps, block, wait_for
-from fencelock.authority.base import Grant, LockInfo, Seal, Terms, Wish, go_on_waiting, lock_factories
+from fencelock.authority.base import Grant, LockInfo, Terms, Wish, go_on_waiting, lock_factories
 from fencelock.errors import FencelockError
 from fencelock.lease import check_resource
 
@@ -116,12 +116,6 @@ class LoopEnd:
         return task
 
 
-class SealedTerms(Terms):
-    """Also for authorities that grant in the database of an engine."""
-
-    seal: NotRequired[Seal | None]
-
-
 class Stepped(abc.ABC):
     """An `Authority` whose operations are generators of steps. May be used in a `with`, which closes it."""
 
@@ -129,7 +123,7 @@ class Stepped(abc.ABC):
     kinds: ClassVar[frozenset[str]] = frozenset()
 
     @abc.abstractmethod
-    def acquiring(self, resources: tuple[str, ...], **terms: Unpack[SealedTerms]) -> Steps[Grant]:
+    def acquiring(self, resources: tuple[str, ...], **terms: Unpack[Terms]) -> Steps[Grant]:
         """Do as `Authority.acquire`; the ttl is checked, and `fair` refused or among the `kinds`."""
 
     @abc.abstractmethod
@@ -201,14 +195,14 @@ class Stepped(abc.ABC):
             with contextlib.suppress(RuntimeError):  # it has been closed
                 loop.call_soon_threadsafe(end.begin_to_end)
 
-    def checked(self, resources: tuple[str, ...], **terms: Unpack[SealedTerms]) -> Steps[Grant]:
+    def checked(self, resources: tuple[str, ...], **terms: Unpack[Terms]) -> Steps[Grant]:
         """Return `acquiring(…)`, unless this authority cannot do it."""
         check_ttl(terms["ttl"])
         if terms.get("fair") and "fair" not in self.kinds:
             raise ValueError(f"{self!r} keeps no waiting line: fair=True needs nodes of Redis or Valkey")
         return self.acquiring(resources, **terms)
 
-    def acquire(self, resources: tuple[str, ...], **terms: Unpack[SealedTerms]) -> Grant:
+    def acquire(self, resources: tuple[str, ...], **terms: Unpack[Terms]) -> Grant:
         """Return leases of all the resources, or of none: see `Authority.acquire`."""
         return self.run(self.checked(resources, **terms))
 
@@ -292,7 +286,7 @@ class AsyncView:
         """Close the connections of the running loop; using it again connects again."""
         await self._authority.loop_end().end()
 
-    async def acquire(self, resources: tuple[str, ...], **terms: Unpack[SealedTerms]) -> Grant:
+    async def acquire(self, resources: tuple[str, ...], **terms: Unpack[Terms]) -> Grant:
         """Return leases of all the resources, or of none: see `Authority.acquire`.
 
         Cancelled, it gives back what it may have acquired, without waiting for that.

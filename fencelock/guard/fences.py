@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from sqlalchemy import Column, MetaData, String, Table
+from sqlalchemy import Column, MetaData, Table
 from sqlalchemy.engine import Connection
 
 from fencelock._databases import RESOURCE
@@ -16,24 +16,20 @@ from fencelock.guard import tables
 from fencelock.guard._install import install
 from fencelock.guard.tables import FENCE_COLUMN, FENCE_TABLE
 
-SEAL_COLUMN: Final = "sealed_by"
-
 
 def fence_table(metadata: MetaData, *, schema: str | None = None, trigger: bool = False) -> Table:
     """Return the fence table as part of `metadata`, defining it there at the first call.
 
     Its columns are `resource VARCHAR(255) PRIMARY KEY` (compared exactly, on MariaDB too),
-    `last_fencing_token BIGINT NOT NULL DEFAULT 0` and `sealed_by VARCHAR(32)`, which tells an acquisition
-    that seals whether it has done so already. It is fenced itself: each row by its own resource.
+    `last_fencing_token BIGINT NOT NULL DEFAULT 0`. It is fenced itself: each row by its own resource.
 
-    Where all calls of a program name one schema (as `metadata` may do), `gate` and sealed locks look for the
-    table there; else in the default schema of the connection, or where its `schema_translate_map` has that.
+    Where all calls of a program name one schema (as `metadata` may do), `gate` looks for the table there;
+    else in the default schema of the connection, or where its `schema_translate_map` has that.
 
     Args:
         metadata: of the models.
         schema: where the table is.
-        trigger: have the database itself refuse whatever lowers a resource's fence, as for models. There is
-            no strict one: sealed locks are acquired by programs that know no models.
+        trigger: have the database itself refuse whatever lowers a resource's fence, as for models.
 
     Raises:
         ValueError: if another trigger is asked for.
@@ -49,7 +45,7 @@ def fence_table(metadata: MetaData, *, schema: str | None = None, trigger: bool 
 
 
 def fences_of(connection: Connection) -> Table:
-    """Return the fence table that a connection's gates and seals are in."""
+    """Return the fence table that a connection's gates are in."""
     translated = connection.get_execution_options().get(tables.TRANSLATED) or {}
     if len(_schemas) != 1 or None in translated:
         return FENCES
@@ -63,7 +59,6 @@ def _define(metadata: MetaData, schema: str | None) -> Table:
         metadata,
         Column("resource", RESOURCE, primary_key=True),
         tables.new_column(FENCE_COLUMN, {}),
-        Column(SEAL_COLUMN, String(32)),
         schema=schema,
         keep_existing=True,
     )

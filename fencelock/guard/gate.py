@@ -134,11 +134,6 @@ def note_gate(connection: Connection, resource: str) -> None:
     _at_gates[writing] = None
 
 
-def passes_gate_here(resource: str) -> bool:
-    """Tell whether an open transaction of this thread, task or greenlet has passed the gate of a resource."""
-    return any(True for _ in _at_gate_here(resource))
-
-
 def _at_gate_here(resource: str) -> Iterator[Transaction]:
     """Yield the open transactions of this thread, task or greenlet that have passed a resource's gate."""
     gate = resource, current_owner()

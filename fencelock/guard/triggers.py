@@ -261,7 +261,7 @@ def _lack(message: str, statement: str) -> FenceError | None:
     """Return what to do where the database lacks what its own error does not explain; None for all others."""
     if FENCE_TABLE in message and _MISSING_TABLE.search(message) and _USES_ROWS.match(statement):
         return FenceError(
-            f"the database lacks the table {FENCE_TABLE!r}, where gates and sealed locks keep their fences "
+            f"the database lacks the table {FENCE_TABLE!r}, where gates keep their fences "
             f"({message}): call fence_table(Base.metadata) beside your models, then "
             f"Base.metadata.create_all(engine), or op.create_fence_table() in a migration; or pass no gate "
             f"(gate=False), and claim before you read"

@@ -1,4 +1,4 @@
-"""What a lock does: acquire, seal, hold, extend, mint anew and give back, each as steps that take time."""
+"""What a lock does: acquire, hold, extend, mint anew and give back, each as steps that take time."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ import re
 import time
 from collections.abc import Callable
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, Unpack, cast
+from typing import Any, Final, Generic, TypeVar, Unpack, cast
 from weakref import ref
 
 from fencelock import _events
 from fencelock._checks import check_choice, check_max_hold, check_timeout, check_ttl
 from fencelock._events import LockNotAcquired, Outcome
 from fencelock._owners import running_loop
-from fencelock.authority.base import Authority, Grant, is_sealed_by
+from fencelock.authority.base import Authority, Grant
 from fencelock.errors import LockError, LockLostError, LockTimeoutError, NotHeldError
 from fencelock.lease import OBJECT_IN_NAME, Lease, check_resource
 from fencelock.lock.hold import Entry, Hold, find, last_of_ours, remove
 from fencelock.lock.releasing import Loss, end_releases, go_on_holding, leave, stop_renewal
-from fencelock.lock.sealed import check, seal, seal_anew, seal_held
 from fencelock.lock.steps import (
     Acquisition,
     Step,
@@ -35,15 +34,9 @@ from fencelock.renewal.loop import for_loop
 from fencelock.renewal.schedule import Renewer, tell
 from fencelock.settings import DEFAULT_TTL, AllLockSettings, default_authority
 
-if TYPE_CHECKING:
-    from fencelock.sealing import Sealer
-
 logger = logging.getLogger("fencelock.lock")
 
 Token = TypeVar("Token", int, tuple[int, ...])
-
-#: How often an acquisition is tried whose time is over, because the storage was ahead of the nodes.
-_HINTED_TRIES = 3
 
 #: Braces that an f-string would have filled.
 _UNFILLED = re.compile(r"\{[A-Za-z_][\w.]*\}")
@@ -67,15 +60,10 @@ class LockSteps(Generic[Token]):
         self._max_hold = math.inf if max_hold is None else max_hold
         self._fair = bool(settings["fair"])
         self._reentrant = bool(settings["reentrant"])
-        #: What the next entering takes over: a grant, and the nonce under which it was sealed.
-        self._handed: tuple[Grant, str] | None = None
+        #: A grant that the next entering takes over.
+        self._handed: Grant | None = None
         self._if_lost = check_choice("if_lost", settings["if_lost"], ("raise", "warn"))
         self._authority = settings["authority"]
-        self._sealer: Sealer | None = None
-        if settings["seal"] is not None:
-            from fencelock.sealing import Sealer  # noqa: PLC0415 - locks that seal nothing need no database
-
-            self._sealer = Sealer(settings["seal"])
         self._entries: list[Entry] = []
         #: Entered by `with` and not left yet. Its body may have released it, so that it is no entry any more.
         self._blocks: list[Entry] = []
@@ -115,19 +103,16 @@ class LockSteps(Generic[Token]):
         entry: Entry,
         asked: Acquisition,
         holds: list[Hold],
-        handed: tuple[Grant, str] | None,
+        handed: Grant | None,
         renewers: Renewers,
     ) -> Steps[None]:
         """Acquire what is not held yet, and enter that and the rest."""
         began = time.monotonic()
         try:
-            grant, nonce = yield from self._granted(entry, asked, handed)
+            grant = yield from self._granted(entry, asked, handed)
             for hold in holds:
                 _check_still_held(hold)  # it may have ended while the others were waited for
             new = self._new_hold(entry, asked.authority, grant, renewers)
-            new.sealers, new.seal_nonce = () if self._sealer is None or handed else (self._sealer,), nonce
-            if handed is not None and self._sealer is not None:
-                yield from seal_held(self._sealer, new)
             self._note_entered(entry, [*holds, new])
         except BaseException as error:
             if type(error) is LockTimeoutError and not (entry.is_try or asked.given_up):
@@ -142,17 +127,12 @@ class LockSteps(Generic[Token]):
             # Not before: what is interrupted until here is not extended while the traceback lives.
             new.renewer.watch(new)
 
-    def _granted(
-        self, entry: Entry, asked: Acquisition, handed: tuple[Grant, str] | None
-    ) -> Steps[tuple[Grant, str]]:
-        """Return a grant, and the nonce under which it was sealed."""
+    def _granted(self, entry: Entry, asked: Acquisition, handed: Grant | None) -> Steps[Grant]:
         if handed is not None:
-            return (yield from _take_over(asked.authority, handed[0], self._ttl)), handed[1]
-        if self._sealer is not None:
-            return (yield from _acquire_sealed(entry, self._sealer, asked))
+            return (yield from _take_over(asked.authority, handed, self._ttl))
         entry.asked = asked
         yield asked
-        return asked.answer, ""
+        return asked.answer  # type: ignore[no-any-return]
 
     def _new_hold(self, entry: Entry, authority: Authority, grant: Grant, renewers: Renewers) -> Hold:
         hold = Hold(authority, grant, entry.owner, self._ttl, time.monotonic() + self._max_hold)
@@ -177,8 +157,6 @@ class LockSteps(Generic[Token]):
             if self._ttl not in {hold.ttl, DEFAULT_TTL}:
                 sentence = "%s: entered again with ttl=%g, and the ttl=%g of the outer block counts"
                 logger.warning(sentence, hold.name, self._ttl, hold.ttl)
-            if self._sealer is not None:
-                yield from seal_held(self._sealer, hold)
         return holds
 
     def _take_back(self, entry: Entry) -> Steps[Loss | None]:
@@ -215,11 +193,6 @@ class LockSteps(Generic[Token]):
         entry = self._innermost()
         for hold in entry.holds:
             _check_still_held(hold)
-            # Also what a lock without seal= mints anew, inside a block that has sealed.
-            for sealer in hold.sealers:
-                yield check(sealer)
-                sealer.refuse_to_wait_for_oneself(hold.grant.resources)
-            sealed = not hold.sealers
             asked: Step | None = None
             try:
                 yield from stop_renewal(hold)
@@ -227,13 +200,10 @@ class LockSteps(Generic[Token]):
                 seconds = max(hold.most_seconds(now), hold.grant.expires_at - now)
                 asked = ask_to_remint(hold.authority, hold.grant, seconds)
                 yield asked
-                if hold.sealers:
-                    hold.seal_nonce = yield from seal_anew(hold.sealers, asked.answer)
-                    sealed = True
-                _note_remint(hold, asked, sealed=sealed)
+                _note_remint(hold, asked)
             except BaseException:
                 # Once more, where a signal handler raised in the middle of it.
-                _note_remint(hold, asked, sealed=sealed)
+                _note_remint(hold, asked)
                 raise
             finally:
                 yield from go_on_holding(hold)
@@ -259,7 +229,7 @@ class LockSteps(Generic[Token]):
             if any(lease.needed or lease.in_doubt for lease in hold.leases):
                 raise LockError(f"{self!r}: a transaction under it is open or in doubt: end it first")
             its = {"resources": hold.grant.resources, "tokens": hold.grant.tokens, "ttl": hold.ttl}
-            its |= {"proof": authority.dump(hold.grant), "seal": hold.seal_nonce, "by": repr(authority)}
+            its |= {"proof": authority.dump(hold.grant), "by": repr(authority)}
             self._entries.remove(entry)
             entry.holds = ()
             remove(hold)
@@ -314,37 +284,6 @@ class LockSteps(Generic[Token]):
             raise lost.error
 
 
-def _acquire_sealed(entry: Entry, sealer: Sealer, asked: Acquisition) -> Steps[tuple[Grant, str]]:
-    """Acquire until the storage has accepted the tokens, and the lease is still valid after that.
-
-    Returns the grant, and the nonce that the storage has accepted it under.
-    """
-    yield check(sealer)
-    if is_sealed_by(asked.authority, sealer.engine):
-        nonce = sealer.new_nonce()
-        asked.seal = sealer.within(nonce)
-        entry.asked = asked
-        yield asked
-        return asked.answer, nonce
-    end = math.inf if asked.timeout is None else time.monotonic() + asked.timeout
-    tries = 0
-    while True:
-        tries += 1
-        entry.asked = asked
-        yield asked
-        wish, done, above = yield from seal(sealer, asked.answer)
-        if done:
-            return asked.answer, wish.nonce
-        yield ask_to_release(asked.authority, asked.answer)
-        entry.asked = None
-        # A hint costs no time, so there is no wait for it, even where one try was asked for.
-        now = time.monotonic()
-        if now >= end and not (above and tries < _HINTED_TRIES):
-            raise LockTimeoutError(wish.complaint(above))
-        asked.timeout = None if asked.timeout is None else max(0.0, end - now)
-        asked.above, asked.answer = above, None
-
-
 def _take_over(authority: Authority, grant: Grant, ttl: float) -> Steps[Grant]:
     """Extend a grant that was handed over."""
     asked = ask_to_extend(authority, grant, ttl)
@@ -371,12 +310,12 @@ def _check_still_held(hold: Hold) -> None:
             raise LockLostError(f"the lease of {lease.resource!r} has ended; acquire the lock again")
 
 
-def _note_remint(hold: Hold, asked: Step | None, *, sealed: bool) -> None:
+def _note_remint(hold: Hold, asked: Step | None) -> None:
     """Note what has become of a hold for which a new token was asked for, if it was; again has no effect."""
-    if asked is not None and asked.answer is not None and sealed and not hold.released:
+    if asked is not None and asked.answer is not None and not hold.released:
         hold.remint(asked.answer)
     elif asked is not None:
-        hold.grant = asked.answer or hold.grant  # what was not sealed is still to be given back
+        hold.grant = asked.answer or hold.grant
         # The old token may belong to no lease any more.
         tell(hold.lose("a new token was asked for, and none came"))
 

@@ -24,7 +24,6 @@ from fencelock.lease import Lease, note_ended, note_held
 if TYPE_CHECKING:
     from fencelock.lock.steps import Acquisition
     from fencelock.renewal.schedule import Renewer
-    from fencelock.sealing import Sealer
 
 
 @dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
@@ -46,8 +45,6 @@ class Hold:
             that, and made locks again.
         release_ended: whether its release has been answered, or given up. Of the two that set these marks,
             the one that sees the other's releases once more; earlier, the release would hear of a loss.
-        sealers: the databases that have raised their fences to its tokens.
-        seal_nonce: under which they did; empty where there are none.
         template: what `@fenced` was given; empty otherwise.
         since: when listeners were told that it is held; None until then, and when it has ended.
         loss: why it was lost, as `LeaseLost.reason` says it; empty if it was not.
@@ -67,8 +64,6 @@ class Hold:
     planned: float = math.inf
     extended_behind: bool = False
     release_ended: bool = False
-    sealers: tuple[Sealer, ...] = ()
-    seal_nonce: str = ""
     template: str = ""
     since: float | None = None
     loss: LossReason | Literal[""] = ""

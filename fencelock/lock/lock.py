@@ -8,7 +8,7 @@ import inspect
 import json
 from collections.abc import Callable
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, Generic, Unpack, cast, overload
+from typing import Any, Generic, Unpack, cast, overload
 
 from fencelock import token
 from fencelock.authority.base import Authority, make_locks_with
@@ -20,10 +20,6 @@ from fencelock.lock.steps import run_blocking, run_waiting, under_way
 from fencelock.renewal.loop import for_loop
 from fencelock.renewal.thread import for_thread
 from fencelock.settings import DEFAULT_TTL, AllLockSettings, IfLost, default_authority
-
-if TYPE_CHECKING:
-    from sqlalchemy import Engine
-    from sqlalchemy.ext.asyncio import AsyncEngine
 
 
 class FencedLock(LockSteps[Token]):
@@ -103,7 +99,8 @@ class FencedLock(LockSteps[Token]):
 
         For a COMMIT in doubt: the connection was lost during one, and the guard refuses the lease. Once the
         rows are claimed with the new token (or their gate is passed), nothing that is under way with the old
-        one can be written any more. In this order: roll back, mint anew, claim, only then read.
+        one can be written any more. In this order: roll back, remint, load again. Statements without objects
+        also need a claim before them.
 
         Raises:
             NotHeldError: the lock is not held.
@@ -263,7 +260,6 @@ def fenced_lock(
     reentrant: bool = True,
     if_lost: IfLost = "raise",
     authority: Authority | None = None,
-    seal: Engine | AsyncEngine | None = None,
 ) -> FencedLock[int] | FencedLock[tuple[int, ...]]:
     """Return a lock on a resource, to be entered with `with` or `async with`: it yields the fencing token.
 
@@ -291,13 +287,9 @@ def fenced_lock(
         if_lost: what leaving the block does if the lease was lost before, nothing was committed under it and
             the body raised nothing: "raise" LockLostError, or "warn" in the log.
         authority: grants it; by default what `configure()` or FENCELOCK_URL say.
-        seal: an engine (an `AsyncEngine` for `async with`) on the database that has the fence table: the
-            resource's fence is raised there before the lock is held, so tokens rise even if every node loses
-            its memory. Every acquisition of the resource has to seal, in the same database (docs/sealed.md).
 
     Raises:
-        TypeError: for arguments of the wrong kind, and for an engine that does not suit `with` or `async
-            with`; entering raises the errors of `FencedLock.acquire`.
+        TypeError: for arguments of the wrong kind; entering raises the errors of `FencedLock.acquire`.
         ValueError: for arguments out of range.
     """
     lock: FencedLock[int] = FencedLock(
@@ -310,7 +302,6 @@ def fenced_lock(
         reentrant=reentrant,
         if_lost=if_lost,
         authority=authority,
-        seal=seal,
     )
     return lock
 
@@ -331,14 +322,14 @@ def take_over(text: str, **settings: Unpack[AllLockSettings]) -> FencedLock[Any]
     try:
         its = json.loads(text)[HANDED]
         grant = authority.load(tuple(its["resources"]), tuple(map(token.check, its["tokens"])), its["proof"])
-        by, handed = its["by"], (grant, its["seal"])
+        by = its["by"]
         settings.setdefault("ttl", its["ttl"])
     except (ValueError, TypeError, AttributeError, LookupError) as error:
         raise ValueError(f"this is no text of hand_over: {str(text)[:80]!r} ({error!r})") from error
     if authority.dump(grant) != its["proof"]:
         raise ValueError(f"{by} has granted this lease, and {authority!r} cannot take it over")
     lock: FencedLock[Any] = fenced_lock(*grant.resources, **settings)
-    lock._handed = handed
+    lock._handed = grant
     return lock
 
 

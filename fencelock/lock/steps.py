@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Generator
 from contextvars import Token as ContextToken
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from fencelock import _events
 from fencelock._events import LockWaiting
@@ -17,9 +17,6 @@ from fencelock.authority.base import Authority, GivenUp, Grant, asked_here, name
 from fencelock.errors import AuthorityError, LockTimeoutError
 from fencelock.lease import held_leases
 from fencelock.lock.hold import owners_of
-
-if TYPE_CHECKING:
-    from fencelock.authority.base import Seal
 
 logger = logging.getLogger("fencelock.lock")
 
@@ -97,8 +94,6 @@ class Acquisition:
     fair: bool
     lock: Locking
     itself: bool
-    above: tuple[int, ...] = ()
-    seal: Seal | None = None
     given_up: bool = False
     warned: bool = False
     had_to_wait: bool = False
@@ -116,11 +111,7 @@ class Acquisition:
             self.answer = await self._ask(self.authority.aio)
 
     def _ask(self, its: Any) -> Any:
-        if self.seal is None:
-            return its.acquire(
-                self.resources, ttl=self.ttl, timeout=self.timeout, fair=self.fair, above=self.above
-            )
-        return its.acquire(self.resources, ttl=self.ttl, timeout=self.timeout, fair=self.fair, seal=self.seal)
+        return its.acquire(self.resources, ttl=self.ttl, timeout=self.timeout, fair=self.fair)
 
     def __enter__(self) -> None:
         """Be known to what waits for the authority."""

@@ -15,7 +15,6 @@ from typing import Any
 
 from fencelock import token
 from fencelock.authority.redlock import operations
-from fencelock.authority.redlock.membership.recover import rise
 from fencelock.authority.redlock.operations import Acquisition
 from fencelock.authority.redlock.protocol import holding, undo
 from fencelock.authority.redlock.protocol.attempts import Granted
@@ -26,8 +25,6 @@ from proof.simulation.judge import Judge
 from proof.simulation.storage import Stale, Storage, Transaction
 from proof.simulation.world import IDLE, Ask, ConnectionLost, Process, Program, Task
 
-_HINTED_TRIES = 3
-
 
 @dataclass(frozen=True, slots=True)
 class Habits:
@@ -36,18 +33,14 @@ class Habits:
     Attributes:
         commits_first: a lease outlives the COMMIT of what was written under it.
         new_nonces: every attempt has a nonce of its own.
-        seals_all: under a seal, every lock is sealed.
         mints_anew: after a COMMIT in doubt, a new token before anything else.
         claims_anew: … and a claim with it before anything is read.
-        keeps_seal: REMINT under a seal is sealed, too.
     """
 
     commits_first: bool = True
     new_nonces: bool = True
-    seals_all: bool = True
     mints_anew: bool = True
     claims_anew: bool = True
-    keeps_seal: bool = True
 
 
 class Hold:
@@ -61,7 +54,6 @@ class Hold:
         "minting",
         "owner",
         "released",
-        "seal",
         "tokens",
         "transaction",
     )
@@ -70,7 +62,6 @@ class Hold:
         self.client = client
         self.owner = client.process.name
         self.lost = self.released = self.busy = self.minting = False
-        self.seal = ""
         self.transaction: Transaction | None = None
         self.adopt(granted)
 
@@ -143,41 +134,12 @@ class Client:
     def acquire(
         self, resources: tuple[str, ...], ttl: float, timeout: float | None, *, fair: bool = False
     ) -> Generator[Any, Any, Hold]:
-        """Acquire, and seal where all locks are sealed."""
-        above: tuple[int, ...] = ()
-        for _ in range(_HINTED_TRIES):
-            granted = yield from self._attempt(resources, ttl, timeout, above, fair=fair)
-            hold = Hold(self, granted)
-            if not self.weather.sealed or (not self._habits.seals_all and self._random.random() < 0.5):
-                self._learn(hold)
-                return hold
-            above = yield from self._seal(hold)
-            if not above:
-                return hold
-            yield from self.release(hold)
-        raise QuorumError("it was not sealed", nodes={})
-
-    def _attempt(
-        self,
-        resources: tuple[str, ...],
-        ttl: float,
-        timeout: float | None,
-        above: tuple[int, ...],
-        *,
-        fair: bool,
-    ) -> Generator[Any, Any, Granted]:
+        """Return the hold; a refusal is noted by the judge."""
         process = self.process
-        epoch: int | None = None
-        if above:
-            epoch = yield from rise(process.group(), max(above))
-            if epoch is None:
-                raise QuorumError("too few nodes vote to bring them above the fence", nodes={})
         waiter = Waiter(
             process.line, lambda: process.now, lambda: process.now, fair=fair, patient=timeout != 0
         )
         acquisition = Acquisition(resources, ttl, partial(self._new_nonce, resources), waiter)
-        if epoch is not None:
-            acquisition.hint(epoch, above)
         try:
             grant = yield from acquisition.acquire(
                 process.see,
@@ -190,7 +152,9 @@ class Client:
         except FencelockError as error:
             self._judge.failed(process.name, error)
             raise
-        return grant.proof  # type: ignore[no-any-return]
+        hold = Hold(self, grant.proof)
+        self._learn(hold)
+        return hold
 
     def _new_nonce(self, resources: tuple[str, ...]) -> str:
         """Return a nonce. The tokens that are out by now are below that of its attempt."""
@@ -204,22 +168,6 @@ class Client:
                 f"holds {','.join(hold.resources)} with {hold.granted.epoch}:{hold.granted.counters}",
             )
         self._judge.granted(hold.resources, hold.tokens, self._floors, hold)
-
-    def _seal(self, hold: Hold) -> Generator[Any, Any, tuple[int, ...]]:
-        """Seal a grant before its holder learns of it; return the fences that are in the way, or nothing."""
-        nonce = hold.granted.attempt.nonce
-        while True:
-            try:
-                fences = yield Ask(
-                    f"SEAL {hold.tokens}", partial(self._storage.seal, hold.resources, hold.tokens, nonce)
-                )
-            except ConnectionLost:
-                if self.process.now < hold.granted.expires_at:
-                    continue  # the same nonce finds out
-                raise QuorumError("it was not sealed in time", nodes={}) from None
-            if not fences:
-                self._learn(hold)
-            return fences  # type: ignore[no-any-return]
 
     # Keeping it.
 
@@ -268,11 +216,7 @@ class Client:
         hold.adopt(grant.proof)
         hold.busy = hold.minting = False
         self._judge.reminted += 1
-        if not self.weather.sealed or not self._habits.keeps_seal:
-            self._learn(hold)
-        elif (yield from self._seal(hold)):
-            hold.lost = True
-            raise LockLostError("what was minted anew was not sealed")
+        self._learn(hold)
 
     def release(self, hold: Hold) -> Program:
         """Give the lock back."""

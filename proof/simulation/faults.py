@@ -2,8 +2,7 @@
 
 The protocol's guarantee asks for one thing: of the nodes, fewer than a majority have forgotten at any one
 time, and they come back through admission. So much is heeded here. One more thing is, so that the run can go
-on without an operator: no node is blank while a majority has restarted. Where all locks are sealed, all nodes
-may forget at once.
+on without an operator: no node is blank while a majority has restarted.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ class Faults:
         clients: returns the processes of clients.
         crash: ends a client's process; another begins later.
         changing: tells whether a change of nodes is under way.
-        forget: has all nodes forget everything and be initialised again; None where that is not allowed.
 
     Attributes:
         over: whether all of this has ended.
@@ -43,20 +41,16 @@ class Faults:
         clients: Callable[[], list[Process]],
         crash: Callable[[Process], None],
         changing: Callable[[], bool],
-        forget: Callable[[], None] | None,
     ) -> None:
         self._world = world
         self._members = members
         self._clients = clients
         self._crash = crash
         self._changing = changing
-        self._forget = forget
         self._random = world.random
         self.over = False
         self.forgot_amid_change = False
         rates = dict(world.weather.rates)
-        if forget is not None:
-            rates["all nodes forget"] = 0.3
         for kind, rate in rates.items():
             action = getattr(self, kind.replace(" ", "_"), None)
             if rate and action is not None:
@@ -208,12 +202,6 @@ class Faults:
         server.node.hash.clear()
         server.node.out = True
         self._tell(server.node.name, "loses its hash")
-        return True
-
-    def all_nodes_forget(self) -> bool:
-        """All servers forget, and somebody initialises them as if they were new."""
-        assert self._forget is not None
-        self._forget()
         return True
 
     def _restart(self, server: Server, disk: Disk | None, what: str) -> None:

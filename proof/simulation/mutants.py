@@ -368,14 +368,6 @@ MUTANTS = (
         "no REMINT in doubt", "after a COMMIT in doubt the next write has a larger token", mints_anew=False
     ),
     _habit("REMINT without claim", "… and claims with it before anything is read", claims_anew=False),
-    _guard(
-        "seal with <=",
-        "a seal is refused where the fence is already at the token",
-        strictly=False,
-        model="M seal with <=",
-    ),
-    _habit("REMINT not sealed", "what is minted anew under a seal is sealed, too", keeps_seal=False),
-    _habit("not all locks sealed", "every acquisition of a sealed resource seals", seals_all=False),
 )
 
 

@@ -90,7 +90,7 @@ class Run:
         rng = random.Random(f"{seed}/{size}/{self.kind}" if self.kind else f"{seed}/{size}")
         weather = self.draw(rng)
         self.world = World(rng, weather, size + SPARES, kept.node, trace)
-        self.judge = Judge(exclusion=weather.sane_clocks and not weather.sealed, well=weather.well)
+        self.judge = Judge(exclusion=weather.sane_clocks, well=weather.well)
         self._storage = Storage(kept.guard, self.judge.committed)
         self._writes = itertools.count(1)
         self._lives = [0] * CLIENTS
@@ -109,9 +109,8 @@ class Run:
             clients=lambda: [client.process for client in self._clients.values()],
             crash=self._crash,
             changing=self._is_changing,
-            forget=self._forget_everything if weather.sealed else None,
         )
-        if weather.changes and not weather.sealed:
+        if weather.changes:
             self._plan_change()
 
     def draw(self, rng: random.Random) -> Weather:
@@ -144,9 +143,6 @@ class Run:
         )
 
     def _storm(self) -> None:
-        if self.world.weather.sealed:
-            self.world.run(self.world.now + SECONDS)
-            return
         end = self.world.now + SECONDS
         while self.world.now < end:
             self.world.run(min(end, self.world.now + 0.05))
@@ -167,9 +163,6 @@ class Run:
         group = NodeGroup(names, NODE_KEY, PATIENCE, world.new_word, world.random.random)
         drive(stations, initialise(group, base=0, max_ttl=self.max_ttl))
         world.tell("op", f"initialised {', '.join(names)}")
-
-    def _forget_everything(self) -> None:
-        self._initialise()
 
     def _enter(self, number: int) -> None:
         self._lives[number] += 1
@@ -281,7 +274,7 @@ class Run:
         self._mend(end)
         for number in range(CLIENTS if self._all_vote() else 0):
             self._visit(number, end)
-        if not self.world.weather.sealed and any(server.node.again for server in world.servers):
+        if any(server.node.again for server in world.servers):
             raise Violated(AGAIN, "at the end")
 
     def _mend(self, end: float) -> None:

@@ -1,4 +1,4 @@
-"""The storage: rows that the guard watches, the fences of sealed locks, transactions with row locks.
+"""The storage: rows that the guard watches, transactions with row locks.
 
 What the database does with the statements that the guard makes of a write is modelled here; that the guard
 makes such statements of every write is tested with real databases in `tests/guard`. A row's value is the
@@ -26,7 +26,6 @@ class Rules:
         claims: a holder raises the fence before it reads.
         allows_again: … and not where the fence is at the token: a holder may write again.
         at_once: fence and row are looked at and written in one statement.
-        strictly: a seal is refused where the fence is already at the token, unless by this very nonce.
     """
 
     compares: bool = True
@@ -34,7 +33,6 @@ class Rules:
     claims: bool = True
     allows_again: bool = True
     at_once: bool = True
-    strictly: bool = True
 
 
 class Stale(NamedTuple):
@@ -78,7 +76,6 @@ class Storage:
         self.rules = rules
         self._committed = committed
         self.rows: dict[str, Row] = {}
-        self.seals: dict[str, tuple[int, str]] = {}
 
     def row(self, name: str) -> Row:
         """Return a row, which is there from the beginning."""
@@ -132,20 +129,6 @@ class Storage:
         """Let nothing of a transaction take effect; also for one that is over."""
         if not transaction.over:
             self._end(transaction)
-
-    def seal(self, names: tuple[str, ...], tokens: tuple[int, ...], nonce: str, reply: Reply) -> None:
-        """Raise the fences of resources, all or none; answer where they stand if one was in the way."""
-        reply(self._seal(names, tokens, nonce))
-
-    def _seal(self, names: tuple[str, ...], tokens: tuple[int, ...], nonce: str) -> tuple[int, ...]:
-        found = [self.seals.get(name, (0, "")) for name in names]
-        for (fence, sealed_by), token in zip(found, tokens, strict=True):
-            if (fence, sealed_by) != (token, nonce) and (
-                fence >= token if self.rules.strictly else fence > token
-            ):
-                return tuple(fence for fence, _ in found)
-        self.seals |= {name: (token, nonce) for name, token in zip(names, tokens, strict=True)}
-        return ()
 
     def _claim(self, transaction: Transaction, name: str) -> int | Stale:
         refused = self._refusal(transaction, name)

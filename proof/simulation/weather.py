@@ -44,7 +44,6 @@ class Weather:
         lost: share of messages that never arrive.
         doubled: share of messages that arrive twice.
         sane_clocks: whether all clocks go evenly, at about the same rate.
-        sealed: whether every lock is sealed; then all nodes may forget at once.
         changes: changes of nodes, per second.
         resources: what is locked.
         ttl: seconds of the leases.
@@ -62,7 +61,6 @@ class Weather:
     lost: float
     doubled: float
     sane_clocks: bool
-    sealed: bool
     changes: float
     resources: tuple[str, ...]
     ttl: float
@@ -87,7 +85,6 @@ def draw(rng: random.Random) -> Weather:
     rates["snapshot"] = MOST["snapshot"] * (0.1 + rng.random())
     if sane:
         rates |= dict.fromkeys(_OF_CLOCKS, 0.0)
-    sealed = rng.random() < 0.12
     if not sane and rng.random() < 0.4:
         # A rush: locks end while they are decided upon, and everybody wants the same.
         return Weather(
@@ -98,7 +95,6 @@ def draw(rng: random.Random) -> Weather:
             lost=sometimes(0.3, 0.1),
             doubled=sometimes(0.5, 0.2),
             sane_clocks=False,
-            sealed=False,
             changes=0.0,
             resources=RESOURCES[:1],
             ttl=0.5,
@@ -113,7 +109,6 @@ def draw(rng: random.Random) -> Weather:
         lost=sometimes(0.5, 0.1),
         doubled=sometimes(0.5, 0.2),
         sane_clocks=sane,
-        sealed=sealed,
         changes=sometimes(0.2, 0.5),
         resources=RESOURCES[: rng.choice((1, 2, 3, 3))],
         ttl=rng.choice((0.1, 0.5, 1.0, 2.0)),
@@ -132,7 +127,6 @@ def draw_well(rng: random.Random) -> Weather:
         lost=0.0,
         doubled=0.0,
         sane_clocks=True,
-        sealed=False,
         changes=0.0,
         resources=RESOURCES[: rng.choice((1, 3))],
         ttl=rng.choice((1.0, 2.0)),

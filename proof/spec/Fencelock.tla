@@ -81,7 +81,7 @@ Init ==
     /\ op = [o \in 1..Ops |-> [ph |-> "idle", old |-> None, f |-> None, tk |-> NoTickets, tr |-> NoTickets, q1 |-> {}, q2 |-> {}, mx |-> 0,
                                e |-> 0, ack |-> NoTickets, ok |-> {}]]
     /\ raises = {}
-    /\ db = [fence |-> NoToken, by |-> 0, writes |-> 0, stale |-> FALSE, lost |-> FALSE,
+    /\ db = [fence |-> NoToken, writes |-> 0, stale |-> FALSE, lost |-> FALSE,
              ghost |-> NoGhost]
     /\ left = [lose |-> Losses, roll |-> Rollbacks, restart |-> Restarts]
 
@@ -162,10 +162,8 @@ Standing(a) ==
 Complete(a) ==
     /\ acq[a].begun /\ ~acq[a].done
     /\ \E t \in Standing(a) :
-        /\ With("sealed") => Below(db.fence, t) \/ (Broken("seal_le") /\ db.fence = t)
         /\ acq' = [acq EXCEPT ![a].done = TRUE, ![a].tok = t, ![a].acks = {}]
-        /\ db' = IF With("sealed") THEN [db EXCEPT !.fence = t, !.by = a] ELSE db
-    /\ UNCHANGED <<run, disk, snap, out, rec, op, raises, left>>
+    /\ UNCHANGED <<run, disk, snap, out, rec, op, raises, db, left>>
 
 \* RELEASE asks for no run_id: it never votes.
 Release(a, n) ==
@@ -556,7 +554,7 @@ RollBack(n) ==
        \* what it has loaded, nothing is of this memory (0); a mutant asks for the process only.
        \/ /\ With("reload") /\ UNCHANGED run
           /\ disk' = [disk EXCEPT ![n] = IF Broken("any_memory") THEN snap[n] ELSE [snap[n] EXCEPT !.r = 0, !.tr = 0]]
-    /\ out' = [out EXCEPT ![n].now = TRUE] /\ (With("sealed") \/ Bearable)
+    /\ out' = [out EXCEPT ![n].now = TRUE] /\ Bearable
     /\ UNCHANGED <<snap, acq, rec, op, raises, db>>
 
 \* FLUSHALL or eviction: same incarnation. A blank restart differs only in cutting connections, which forbids.
@@ -564,7 +562,7 @@ Lose(n) ==
     /\ left.lose > 0 /\ left' = [left EXCEPT !.lose = @ - 1]
     /\ \/ disk' = [disk EXCEPT ![n] = Blank]
        \/ Broken("ticket_apart") /\ disk[n].tk /= 0 /\ disk' = [disk EXCEPT ![n] = [Blank EXCEPT !.tk = disk[n].tk, !.tr = disk[n].tr]]
-    /\ out' = [out EXCEPT ![n].now = TRUE] /\ (With("sealed") \/ Bearable)
+    /\ out' = [out EXCEPT ![n].now = TRUE] /\ Bearable
     /\ UNCHANGED <<run, snap, acq, rec, op, raises, db>>
 
 Restart(n) ==
@@ -585,12 +583,6 @@ TakeOver(n) ==
         /\ out' = [out EXCEPT ![n].twin = TRUE, ![n].now = @ \/ ~data] /\ Bearable
     /\ UNCHANGED <<snap, acq, rec, op, raises, db>>
 
-\* Sealed mode must hold even where nodes forget, and nobody asks for a marker.
-Careless(n) ==
-    /\ With("sealed") /\ ~Admitted(n)
-    /\ disk' = [disk EXCEPT ![n] = [Fresh EXCEPT !.r = run[n], !.c = disk[n].c]]
-    /\ UNCHANGED <<run, snap, out, acq, rec, op, raises, db, left>>
-
 -------------------------------------------------------------------------------
 Next ==
     \/ \E a \in 1..Acqs :
@@ -608,7 +600,7 @@ Next ==
         \/ \E n \in Node : \/ OpBeginAgain(o, n) \/ OpClose(o, n) \/ OpCheck(o, n) \/ OpLook(o, n) \/ OpPromise(o, n) \/ OpStill(o, n)
                            \/ OpOpen(o, n)
                            \/ \E l \in DOMAIN Lists, f \in Olds : OpBegin(o, n, l, f)
-    \/ \E n \in Node \ Spare : Remember(n) \/ RollBack(n) \/ Lose(n) \/ Restart(n) \/ TakeOver(n) \/ Careless(n)
+    \/ \E n \in Node \ Spare : Remember(n) \/ RollBack(n) \/ Lose(n) \/ Restart(n) \/ TakeOver(n)
 
 Spec == Init /\ [][Next]_vars
 
@@ -633,7 +625,7 @@ OneList ==
            /\ Cardinality(Voters(op[o].old)) < Quorum(op[o].old)
            /\ \A q \in 1..Ops : op[q].f /= op[o].f /\ op[q].old = op[o].old => Voters(op[q].f) = {}
 \* Why epochs are not reused: nobody votes in one that a majority has not promised, lost memories apart.
-Promised == \A n \in Node : Admitted(n) /\ disk[n].e > 0 /\ ~With("sealed") =>
+Promised == \A n \in Node : Admitted(n) /\ disk[n].e > 0 =>
     LET L == Members(disk[n].cfg) IN
     Cardinality({m \in L : out[m].now \/ disk[m].p >= disk[n].e}) >= Majority(L)
 ================================================================================

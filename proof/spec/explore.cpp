@@ -51,13 +51,13 @@ struct State {
     Rec rec[MAX_RECS];
     Op op[MAX_OPS];
     u16 raises;  // bit 4 * fingerprint + epoch
-    u8 fe, fg, by, writes, stale, lost, ge, gg, gv, lose, roll, restart;  // ge, gg, gv: token and loaded id of a COMMIT in doubt
+    u8 fe, fg, writes, stale, lost, ge, gg, gv, lose, roll, restart;  // ge, gg, gv: token and loaded id of a COMMIT in doubt
 };
 
 static int N, A, K, O, MAXG, MAXE, SPARE = -1;  // SPARE: a server in no list, until it is somebody's double
 static int lists[4], n_lists;
-static bool hint, remint, sealed, restore_, guard, all_restarted, init_, only_outcome, unpromised, stray, once, descending, double_, finish, rise, reload, unclaimed, doubt;
-static bool mixed_epochs, no_ownership, no_own_limit, no_write_back, seal_le, restore_early, no_claim, no_guard, no_loaded, no_row_lock, client_ticket,
+static bool hint, remint, restore_, guard, all_restarted, init_, only_outcome, unpromised, stray, once, descending, double_, finish, rise, reload, unclaimed, doubt;
+static bool mixed_epochs, no_ownership, no_own_limit, no_write_back, restore_early, no_claim, no_guard, no_loaded, no_row_lock, client_ticket,
     ticket_unbound, closed_read, read_begin, no_promise_field, no_epoch, raise_first, admit_first, admit_lowers_p, no_ticket, no_next,
     one_pass, open_unpromised, ticket_apart, fixed_ids, no_past, any_incarnation, any_memory, init_unordered, init_one_look, admit_unraised, all_unraised, raise_double, finish_unpromised, one_look;
 
@@ -164,7 +164,6 @@ struct Votes {
 };
 
 static bool bearable(const State& t) {
-    if (sealed) return true;
     for (int l = 0; l < n_lists; l++) {
         int gone = 0;
         for (int n = 0; n < N; n++) gone += in(l, n) && t.node[n].out;
@@ -296,11 +295,9 @@ template <class Emit> static void acquisitions(const State& s, const std::vector
         if (!q.done) {
             for (u32 h = votes.standing(); h; h &= h - 1) {  // Complete
                 int b = __builtin_ctz(h), e = b / 8, g = b % 8 + 1;
-                if (sealed && !below(s.fe, s.fg, e, g) && !(seal_le && s.fe == e && s.fg == g)) continue;
                 State t = s;
                 t.acq[a].done = 1, t.acq[a].te = e, t.acq[a].tg = g;
                 for (int n = 0; n < N; n++) t.node[n].acks[a] = 0;
-                if (sealed) t.fe = e, t.fg = g, t.by = a + 1;
                 emit(t, "Complete", a + 1, g);
             }
         }
@@ -652,13 +649,6 @@ template <class Emit> static void faults(const State& s, Emit emit) {
             new_incarnation(t, n);
             emit(t, "Restart", n, n);
         }
-        if (sealed && !admitted(col.disk)) {
-            State t = s;
-            Disk u = blank();
-            u.adm = u.live = 1, u.cfg = 0, u.c = col.disk.c;
-            t.node[n].disk = u;
-            emit(t, "Careless", n, n);
-        }
     }
 }
 
@@ -686,7 +676,7 @@ static const char* violated(const State& s) {
     }
     if (s.stale) return "NoStaleWrite";
     if (s.lost) return "NoLostUpdate";
-    if (sealed || only_outcome) return nullptr;
+    if (only_outcome) return nullptr;
     for (int n = 0; n < N; n++)
         if (s.node[n].again) return "NeverAgain";
     int voters[MAX_OPS + 1] = {}, ruling = 0;
@@ -940,12 +930,12 @@ int main(int argc, char** argv) {
     if (("," + args["feature"] + ",").find(",double,") != std::string::npos) SPARE = N++;
     if (N > MAX_NODES || A > MAX_ACQS || K > MAX_RECS || O > MAX_OPS || MAXG > 8 || MAXE > 3) return puts("too large"), 2;
     std::map<std::string, bool*> flags = {
-        {"hint", &hint}, {"remint", &remint}, {"sealed", &sealed}, {"restore", &restore_}, {"guard", &guard},
+        {"hint", &hint}, {"remint", &remint}, {"restore", &restore_}, {"guard", &guard},
         {"all_restarted", &all_restarted}, {"init", &init_}, {"only_outcome", &only_outcome}, {"unpromised", &unpromised}, {"stray", &stray}, {"once", &once}, {"descending", &descending},
         {"double", &double_}, {"finish", &finish}, {"rise", &rise}, {"reload", &reload}, {"unclaimed", &unclaimed}, {"doubt", &doubt}};
     std::map<std::string, bool*> rules = {
         {"mixed_epochs", &mixed_epochs}, {"no_ownership", &no_ownership}, {"no_own_limit", &no_own_limit},
-        {"no_write_back", &no_write_back}, {"seal_le", &seal_le}, {"restore_early", &restore_early}, {"no_claim", &no_claim},
+        {"no_write_back", &no_write_back}, {"restore_early", &restore_early}, {"no_claim", &no_claim},
         {"no_guard", &no_guard}, {"no_loaded", &no_loaded}, {"no_row_lock", &no_row_lock}, {"client_ticket", &client_ticket}, {"ticket_unbound", &ticket_unbound},
         {"closed_read", &closed_read}, {"read_begin", &read_begin}, {"no_promise_field", &no_promise_field},
         {"no_epoch", &no_epoch}, {"raise_first", &raise_first}, {"admit_first", &admit_first}, {"admit_lowers_p", &admit_lowers_p}, {"no_ticket", &no_ticket},

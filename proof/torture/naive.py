@@ -96,7 +96,6 @@ class NaiveLeases(_Naive):
         ttl: float,
         timeout: float | None,
         fair: bool = False,  # noqa: ARG002 - this one has no queue
-        above: tuple[int, ...] = (),  # noqa: ARG002 - nothing is sealed here
     ) -> Grant:
         """Return a grant of one resource.
 
@@ -164,7 +163,6 @@ class NaiveRedlock(_Naive):
         ttl: float,
         timeout: float | None,
         fair: bool = False,  # noqa: ARG002 - this one has no queue
-        above: tuple[int, ...] = (),  # noqa: ARG002 - nothing is sealed here
     ) -> Grant:
         """Return a grant of one resource.
 

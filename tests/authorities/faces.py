@@ -47,7 +47,6 @@ class Face(Protocol):
         ttl: float = 30.0,
         timeout: float | None = 2.0,
         fair: bool = False,
-        above: tuple[int, ...] = (),
     ) -> Grant:
         """See `Authority.acquire`."""
 
@@ -79,10 +78,9 @@ class BlockingFace:
         ttl: float = 30.0,
         timeout: float | None = 2.0,
         fair: bool = False,
-        above: tuple[int, ...] = (),
     ) -> Grant:
         """See `Authority.acquire`."""
-        return self.client.acquire(resources, ttl=ttl, timeout=timeout, fair=fair, above=above)
+        return self.client.acquire(resources, ttl=ttl, timeout=timeout, fair=fair)
 
     def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
         """See `Authority.extend_many`."""
@@ -148,12 +146,9 @@ class AsyncFace:
         ttl: float = 30.0,
         timeout: float | None = 2.0,
         fair: bool = False,
-        above: tuple[int, ...] = (),
     ) -> Grant:
         """See `Authority.acquire`."""
-        return self._loop.run(
-            self.client.aio.acquire(resources, ttl=ttl, timeout=timeout, fair=fair, above=above)
-        )
+        return self._loop.run(self.client.aio.acquire(resources, ttl=ttl, timeout=timeout, fair=fair))
 
     def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
         """See `Authority.extend_many`."""

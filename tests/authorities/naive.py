@@ -47,10 +47,9 @@ class Naive:
         ttl: float,
         timeout: float | None,
         fair: bool = False,
-        above: tuple[int, ...] = (),
     ) -> Grant:
         """Take one after the other, and keep those before the one that is refused."""
-        del fair, above
+        del fair
         until = time.monotonic() + (3600.0 if timeout is None else timeout)
         tokens = tuple(self._acquire_one(resource, ttl, until) for resource in resources)
         return Grant(resources, tokens, time.monotonic() + ttl, None)
@@ -114,10 +113,9 @@ class _ForgetfulTasks:
         ttl: float,
         timeout: float | None,  # noqa: ASYNC109 - as every authority has it
         fair: bool = False,
-        above: tuple[int, ...] = (),
     ) -> Grant:
         """Acquire, and then wait once more, without a thought for what is held already."""
-        grant = await self._inner.acquire(resources, ttl=ttl, timeout=timeout, fair=fair, above=above)
+        grant = await self._inner.acquire(resources, ttl=ttl, timeout=timeout, fair=fair)
         await asyncio.sleep(0)
         return grant
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Engine, MetaData, StaticPool, create_engine, event, inspect, select, text
+from sqlalchemy import Engine, StaticPool, create_engine, inspect, text
 from sqlalchemy.orm import DeclarativeBase
 
 import fencelock
@@ -19,7 +18,6 @@ from fencelock import (
     LockTimeoutError,
     QuorumError,
     Redlock,
-    fence_table,
     fenced_lock,
     lease_table,
 )
@@ -117,29 +115,6 @@ def test_ended_connections_are_replaced(on_server: Engine) -> None:
         assert not isinstance(extended, Exception)
         end_all()
         assert authority.release(extended) is True
-
-
-@pytest.mark.parametrize("epoch", [0, 5])
-def test_sealed_grant_is_one_commit(on_server: Engine, epoch: int) -> None:
-    """The fence is raised where the lease is granted; nothing is sent through the engine of `seal`."""
-    fences = fence_table(MetaData())
-    fences.metadata.create_all(on_server)
-    with closing(on_server.raw_connection()) as connection:  # which no guard of another test watches
-        insert = "INSERT INTO fencelock_fences (resource, last_fencing_token) VALUES ('r', %s)"
-        connection.cursor().execute(insert, ((epoch << 44) + 7,))
-        connection.commit()
-    begun: list[object] = []
-    with Database(on_server) as authority:
-        authority.init()
-        event.listen(on_server, "begin", begun.append)
-        with fenced_lock("r", authority=authority, seal=on_server) as token:
-            assert begun == []
-            assert split(token)[0] == epoch
-            with on_server.connect() as connection:
-                stored = connection.scalar(
-                    select(fences.c.last_fencing_token).where(fences.c.resource == "r")
-                )
-            assert stored == token
 
 
 def test_tokens_begin_above_what_a_storage_has_seen(authority: Database) -> None:

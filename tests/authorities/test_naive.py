@@ -37,7 +37,6 @@ def naive(tmp_path: Path) -> Stage:
         test_tokens.test_remint_is_refused_where_another_came_between,
         test_tokens.test_remint_of_a_released_grant_is_refused,
         test_tokens.test_the_second_release_returns_false,
-        test_tokens.test_a_token_exceeds_what_the_storage_has_seen,
         test_leases.test_an_extension_never_shortens,
     ],
 )

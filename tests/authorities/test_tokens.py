@@ -6,8 +6,7 @@ import time
 
 import pytest
 
-from fencelock.errors import AuthorityError, LockLostError
-from fencelock.token import MAX_TOKEN
+from fencelock.errors import LockLostError
 from tests.authorities.faces import acquire_briefly, is_free_soon, is_held
 from tests.authorities.kinds import ASYNCIO, EACH_DATABASE, EVERYWHERE
 from tests.authorities.race import (
@@ -161,37 +160,3 @@ def test_the_second_release_returns_false(stage: Stage) -> None:
     assert mine.release(grant) is False
     assert is_held(third, "r")
     assert other.release(taken) is True
-
-
-@pytest.mark.parametrize("stage", EVERYWHERE, indirect=True)
-def test_a_token_exceeds_what_the_storage_has_seen(stage: Stage) -> None:
-    """Each of several resources exceeds its own; and whatever is granted later is larger still."""
-    mine, other = stage.new(), stage.new()
-    (before,) = acquire_briefly(mine, "plain").tokens
-    seen = (before + 1000, 0, 5 << 44)
-    grant = mine.acquire("a", "b", "c", above=seen)
-    assert all(token > least for token, least in zip(grant.tokens, seen, strict=True))
-    assert mine.release(grant) is True
-    later = other.acquire("a", "b", "c")
-    assert all(new > old for new, old in zip(later.tokens, grant.tokens, strict=True))
-    assert other.release(later) is True
-    below = mine.acquire("c", above=(1,))
-    assert below.tokens[0] > later.tokens[2]
-
-
-@pytest.mark.parametrize("least", [MAX_TOKEN - 1, MAX_TOKEN], ids=["last but one", "last"])
-def test_no_token_is_larger_than_the_largest(stage: Stage, least: int) -> None:
-    """Who asks for one is told so, and holds nothing; what fits 63 bits may be granted."""
-    mine, other = stage.new(), stage.new()
-    try:
-        grant = mine.acquire("r", "s", above=(least, 0))
-    except AuthorityError as error:
-        said = str(error)
-        assert str(least) in said, "the error does not say which token is out of reach"
-    else:
-        assert least < grant.tokens[0] <= MAX_TOKEN
-        assert mine.release(grant) is True
-        with pytest.raises(AuthorityError):
-            other.acquire("r")
-    assert is_free_soon(other, "s")
-    assert not is_held(other, "t")

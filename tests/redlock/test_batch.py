@@ -75,7 +75,7 @@ class BatchingNode(RealNode):
         poll = select.poll()
         poll.register(self.sock.fileno(), select.POLLIN)
         while self.link.unanswered:
-            self.link.seal()
+            self.link.flush_batch()
             write_to(self.sock, self.link)
             assert poll.poll(5000), "the node does not answer"
             for (waiting, _, _), answer in self.link.received(read_from(self.sock) or b"", 0.0):
@@ -237,7 +237,7 @@ def test_acquire_that_nothing_waits_for_is_not_put_again(node: BatchingNode) -> 
         node.link.put(PendingReply(told, command, 0.0), Packed(command))
         told.over = command is late
     for command in (node.release("n0", "r"), node.release("late", "r")):
-        node.link.seal()
+        node.link.flush_batch()
         write_to(node.sock, node.link)
         node.link.put(PendingReply(None, command, 0.0), Packed(command))
     node.hear()
@@ -258,7 +258,7 @@ def test_release_that_is_interrupted_when_it_is_put_again_is_known(
     def interrupt(*_: object) -> None:
         raise InterruptionError
 
-    node.link.seal()
+    node.link.flush_batch()
     monkeypatch.setattr(BatchingConnection, "put_alone", interrupt)
     with pytest.raises(InterruptionError):
         node.hear()
@@ -290,7 +290,7 @@ def test_other_number_of_answers_is_no_node(node: BatchingNode) -> None:
     for nonce in ("n0", "n1"):
         command = node.acquire(nonce, nonce)
         node.link.put(PendingReply(None, command, 0.0), Packed(command))
-    node.link.seal()
+    node.link.flush_batch()
     with pytest.raises(MalformedReplyError, match="1 answers to 2 commands"):
         node.link.received(b"*3\r\n$5\r\nBATCH\r\n:0\r\n:1\r\n", 0.0)
 
@@ -300,7 +300,7 @@ def test_batch_is_known_by_its_digest(node: BatchingNode) -> None:
     commands = [node.acquire("n0", "a"), node.release("n1", "b", 7)]
     for command in commands:
         node.link.put(PendingReply(None, command, 0.0), Packed(command))
-    node.link.seal()
+    node.link.flush_batch()
     reader = hiredis.Reader(encoding="utf-8")
     reader.feed(bytes(node.link.outgoing))
     words: Any = reader.gets()

@@ -21,7 +21,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from fencelock import _events
 from fencelock._databases import SUPPORTED, is_busy, is_lost, is_read_only, lacks_table
-from fencelock._engines import OwnConnections, beside, for_blocking, is_on, own_engine, url_of
+from fencelock._engines import OwnConnections, beside, for_blocking, own_engine, url_of
 from fencelock._events import ConnectionFailed, ConnectionOpened
 from fencelock._owners import name_of_process
 from fencelock._steps import Steps
@@ -29,11 +29,11 @@ from fencelock.authority.base import (
     Grant,
     Holder,
     LockInfo,
-    Seal,
     Wish,
     held_by_another,
     in_use,
     named,
+    too_slow,
     validity,
 )
 from fencelock.authority.database.statements import SQLITE_SET_UP, Statements
@@ -47,7 +47,7 @@ from fencelock.errors import (
     LockTimeoutError,
     QuorumError,
 )
-from fencelock.token import COUNTER_BITS, MAX_TOKEN, epoch_above
+from fencelock.token import COUNTER_BITS, epoch_above
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
@@ -56,11 +56,8 @@ if TYPE_CHECKING:
 _PAUSES: Final = (0.005, 0.2)
 #: Grants that are extended by one statement.
 _BATCH: Final = 500
-#: How often work is done whose connection was lost, or a seal that was below a fence.
+#: How often work is done whose connection was lost.
 _TRIES: Final = 3
-_TOO_SLOW: Final = (
-    "{} answers too slowly for a ttl of {:g} s: it granted {}, but no validity was left; use a longer ttl"
-)
 #: Engines of a parent process. A child keeps them, because what it frees would be closed.
 _of_parents: list[object] = []
 
@@ -73,7 +70,7 @@ class Work(NamedTuple):
 
 
 class _RefusedError(Exception):
-    """Another holds one of the resources. Or fences were in the way of the seal: they are its arguments."""
+    """Another holds one of the resources."""
 
 
 _OURS: Final = (SQLAlchemyError, FencelockError, _RefusedError)
@@ -152,50 +149,38 @@ class Database(Stepped):
         """
         return self.run(self.initialising(above))
 
-    def sealed_by(self, engine: object) -> bool:
-        """Tell whether an engine is on the database that has the leases: one COMMIT seals them there."""
-        return self._dialect != "sqlite" and (engine is self._source or is_on(engine, self.url))
-
-    def acquiring(  # noqa: C901 - one acquisition, from its beginning to its end
+    def acquiring(
         self,
         resources: tuple[str, ...],
         *,
         ttl: float,
         timeout: float | None,
         fair: bool = False,  # noqa: ARG002 - was refused
-        above: tuple[int, ...] = (),
-        seal: Seal | None = None,
     ) -> Steps[Grant]:
         """Acquire leases of all the resources, or of none: see `Authority.acquire`."""
-        nonce, began, tries = secrets.token_hex(16), 0.0, _TRIES
-        bounds = above or (0,) * len(resources)
+        nonce, began = secrets.token_hex(16), 0.0
 
         def attempt(connection: Connection) -> Grant:
-            tokens = self._mint(connection, dict(zip(resources, bounds, strict=True)), nonce, ttl)
-            grant = Grant(resources, tuple(tokens), validity(began, ttl), nonce)
-            if seal is not None and (fences := seal(connection, grant)):
-                raise _RefusedError(*fences)
-            return grant
+            tokens = self._mint(connection, resources, nonce, ttl)
+            return Grant(resources, tuple(tokens), validity(began, ttl), nonce)
 
         end = math.inf if timeout is None else time.monotonic() + timeout
         looks = pauses(*_PAUSES)
-        work = Work(attempt, atomic=len(resources) > 1 or seal is not None)
+        work = Work(attempt, atomic=len(resources) > 1)
         if len(resources) > 1:  # an attempt on one that is held would lock the rows of the others meanwhile
             yield from self._waiting(resources, end, looks)
         try:
             while True:
-                tries, began = tries - 1, time.monotonic()
+                began = time.monotonic()
                 try:
                     grant: Grant = yield from self._asking(work, patient=False)
-                except _RefusedError as refused:
-                    bounds = refused.args or bounds
-                    if not refused.args or not tries:
-                        yield from self._waiting(resources, end, looks)
+                except _RefusedError:
+                    yield from self._waiting(resources, end, looks)
                     continue
                 if time.monotonic() < grant.expires_at:
                     return grant
                 yield from self._giving_back(resources, nonce)
-                raise AuthorityError(_TOO_SLOW.format(self._shown, ttl, named(resources)))  # noqa: TRY301
+                raise too_slow(self._shown, ttl, resources)  # noqa: TRY301
         except (LockTimeoutError, GeneratorExit):
             raise
         except BaseException as error:
@@ -203,20 +188,20 @@ class Database(Stepped):
                 yield Abandon(functools.partial(self._giving_back, resources, nonce))
             raise
 
-    def _mint(self, connection: Connection, bounds: dict[str, int], nonce: str, ttl: float) -> Iterator[int]:
-        """Acquire the resources for this nonce; return a token for each, above its bound."""
+    def _mint(
+        self, connection: Connection, resources: tuple[str, ...], nonce: str, ttl: float
+    ) -> Iterator[int]:
+        """Acquire the resources for this nonce; return a token for each."""
         asked = {"nonce": nonce, "ttl": ttl, "holder": name_of_process(os.getpid())}
         tokens = {}
-        for resource, bound in sorted(bounds.items()):
-            if bound >= MAX_TOKEN:
-                raise AuthorityError(f"no token is left above {bound}")
+        for resource in sorted(resources):
             its = {**asked, "resource": resource}
-            made = connection.execute(self._says.acquire, {**its, "above": bound})
+            made = connection.execute(self._says.acquire, its)
             row = made.first() if made.returns_rows else connection.execute(self._says.token, its).first()
             if row is None or row[1] != nonce:
                 raise _RefusedError
             tokens[resource] = row[0]
-        return map(tokens.__getitem__, bounds)
+        return map(tokens.__getitem__, resources)
 
     def _waiting(self, resources: tuple[str, ...], end: float, looks: Iterator[float]) -> Steps[None]:
         """Wait until all of the resources look free."""

@@ -1,10 +1,10 @@
 """What is said to each database. A statement reads the clock once, and the clock is the database's.
 
-A new token exceeds the last one of its resource, what a storage has seen (`above`), and the floor of this
-database: an epoch, and the time in Unix milliseconds. The epoch is what `init(above=…)` has noted in the row
-of no resource and, on PostgreSQL, the timeline: a standby that is promoted may not have received what was
-granted last, and begins another timeline. MariaDB has none. There a row notes which server has minted its
-token, and another server leaves a gap.
+A new token exceeds the last one of its resource, and the floor of this database: an epoch, and the time in
+Unix milliseconds. The epoch is what `init(above=…)` has noted in the row of no resource and, on PostgreSQL,
+the timeline: a standby that is promoted may not have received what was granted last, and begins another
+timeline. MariaDB has none. There a row notes which server has minted its token, and another server leaves a
+gap.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fencelock.token import COUNTER_BITS
 # Each statement waits a second for a row, or a file, that another transaction has locked.
 _UPSERT: Final = """
 INSERT INTO {table} AS l (resource, token, nonce, expires_at, holder, since)
-SELECT CAST(:resource AS VARCHAR), {later}(CAST(:above AS BIGINT) + 1, {floor}), CAST(:nonce AS VARCHAR),
+SELECT CAST(:resource AS VARCHAR), {floor}, CAST(:nonce AS VARCHAR),
     {until}, CAST(:holder AS VARCHAR), {now}
 FROM (SELECT {settings} AS settings) AS its WHERE settings IS NOT NULL
 ON CONFLICT (resource) DO UPDATE SET
@@ -31,7 +31,7 @@ WHERE l.nonce IS NULL OR l.expires_at <= {now} OR l.nonce = excluded.nonce
 _ON_DUPLICATE_KEY: Final = """
 SET STATEMENT innodb_lock_wait_timeout = 1 FOR
 INSERT INTO {table} (resource, token, nonce, expires_at, holder, since, incarnation)
-VALUES (:resource, GREATEST(:above + 1, {floor}), :nonce, {until}, :holder, {now}, @@server_id)
+VALUES (:resource, {floor}, :nonce, {until}, :holder, {now}, @@server_id)
 ON DUPLICATE KEY UPDATE
     token = IF(nonce IS NULL OR (nonce <> VALUES(nonce) AND expires_at <= {now}),
                GREATEST(token + IF(incarnation <=> @@server_id, 1, 1 << 32), VALUES(token)), token),

@@ -74,14 +74,6 @@ class Acquisition:
         self._latest = node_set, attempt
         return attempt
 
-    def hint(self, epoch: int, above: tuple[int, ...]) -> None:
-        """Have the next attempts exceed a token for each resource; the nodes vote in this epoch."""
-        halves = dict(zip(self._resources, map(token.split, above), strict=True))
-        hints = tuple(
-            halves[resource][1] + 1 if halves[resource][0] == epoch else 0 for resource in self._canonical
-        )
-        self._special = {"hint_epoch": epoch, "hints": hints}
-
     def acquire(
         self,
         see: Callable[[], NodeSet],

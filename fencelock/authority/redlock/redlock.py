@@ -14,13 +14,13 @@ from fencelock import token
 from fencelock._checks import check_seconds
 from fencelock._owners import name_of_process
 from fencelock._steps import Steps, block
-from fencelock.authority.base import Grant, LockInfo, Seal, Wish, in_use, named
+from fencelock.authority.base import Grant, LockInfo, Wish, in_use, named
 from fencelock.authority.redlock import admin, operations
 from fencelock.authority.redlock.admin import NodeStatus
 from fencelock.authority.redlock.aio import AsyncRedlock
 from fencelock.authority.redlock.membership import initialise
 from fencelock.authority.redlock.membership.members import Identity
-from fencelock.authority.redlock.membership.recover import recover, rise
+from fencelock.authority.redlock.membership.recover import recover
 from fencelock.authority.redlock.membership.reports import NodeGroup
 from fencelock.authority.redlock.membership.view import MembershipView
 from fencelock.authority.redlock.operations import Acquisition
@@ -36,7 +36,7 @@ from fencelock.authority.redlock.transport.connector import Node
 from fencelock.authority.redlock.transport.endpoints import Source, sources_of
 from fencelock.authority.redlock.wire.nodes import INTRODUCED_FOR
 from fencelock.authority.stepped import Stepped, warn_of_blocked_loop
-from fencelock.errors import FencelockError, NodesNotInitialisedError, QuorumError
+from fencelock.errors import FencelockError, NodesNotInitialisedError
 
 _T = TypeVar("_T")
 
@@ -136,8 +136,6 @@ class Redlock(Stepped):
         ttl: float,
         timeout: float | None,
         fair: bool = False,
-        above: tuple[int, ...] = (),
-        seal: Seal | None = None,  # noqa: ARG002 - is for databases
     ) -> Steps[Grant]:
         """Do as `Authority.acquire`.
 
@@ -154,8 +152,6 @@ class Redlock(Stepped):
         initialised = False
         while True:
             try:
-                if above:
-                    yield from self._rising(acquisition, above)
                 attempts = acquisition.acquire(
                     self._see,
                     began=time.monotonic(),
@@ -217,7 +213,7 @@ class Redlock(Stepped):
         self.check_process()
         if isinstance(step, messages.Sleep) and step.waits_for:
             warn_of_blocked_loop(named(step.waits_for))
-        return self._connections.own().do(step)
+        return self._connections.do(step)
 
     async def do_soon(self, step: Any) -> Any:
         """Take a step, letting other tasks run."""
@@ -298,18 +294,6 @@ class Redlock(Stepped):
             True when nothing is left to do; False where nothing can be done, as `status` tells.
         """
         return self._run_apart(recover(self._group()))
-
-    def _rising(
-        self, acquisition: Acquisition, above: tuple[int, ...]
-    ) -> Generator[messages.Request, Any, None]:
-        """Bring the nodes where they can grant tokens above those."""
-        epoch = yield from rise(self._group(), max(above))
-        if epoch is None:
-            raise QuorumError(
-                f"the storage has seen token {max(above)}, and too few nodes vote or answer to bring "
-                "them above it; `fencelock nodes` tells how they stand"
-            )
-        acquisition.hint(epoch, above)
 
     def _initialising(
         self, base: int | None, max_ttl: float | None, epoch: int = 0, *, allow_eviction: bool = False

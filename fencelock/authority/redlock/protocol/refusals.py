@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NoReturn
 
-from fencelock.authority.base import held_by_another
+from fencelock.authority.base import held_by_another, too_slow
 from fencelock.authority.redlock.protocol.attempts import Failed
 from fencelock.authority.redlock.protocol.messages import VOTING, Answers, Said
 from fencelock.authority.redlock.protocol.nodeset import NodeSet
@@ -19,11 +19,8 @@ def raise_timeout(node_set: NodeSet, outcome: Failed) -> NoReturn:
     if not outcome.contended:
         raise_no_quorum(node_set, outcome.answers)
     if outcome.late:
-        raise QuorumError(
-            f"the nodes answer too slowly for a ttl of {outcome.attempt.ttl:g} s: a majority granted "
-            f"{outcome.attempt.name}, but no validity was left; use a longer ttl",
-            nodes=by_name(node_set.names, outcome.answers),
-        )
+        answers = by_name(node_set.names, outcome.answers)
+        raise too_slow("the nodes", outcome.attempt.ttl, outcome.attempt.resources, answers)
     holder_ttl = outcome.holder_ttl
     if holder_ttl is None:
         raise LockTimeoutError(

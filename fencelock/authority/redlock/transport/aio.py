@@ -267,7 +267,7 @@ class LoopConnections(Links):
         if connection is None:
             return
         try:
-            connection.seal()
+            connection.flush_batch()
             if not connection.outgoing:
                 return
             is_complete = write_to(self._sockets[index], connection)

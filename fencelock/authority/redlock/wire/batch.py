@@ -47,17 +47,17 @@ class BatchingConnection(Connection):
         spoilt, self.spoilt = self.spoilt, True
         parts = self._parts
         if parts and (len(parts) == _LARGEST or parts[0].fingerprint != packed.fingerprint):
-            self.seal()
-        self._note(pending)  # first: where it is interrupted, `seal` finds no part that is not there
+            self.flush_batch()
+        self._note(pending)  # first: where it is interrupted, `flush_batch` finds no part that is not there
         self._parts.append(packed)
         self.spoilt = spoilt
 
     def put_alone(self, pending: PendingReply, packed: Packed) -> None:
         """Take a command that travels alone."""
-        self.seal()
+        self.flush_batch()
         super().put_alone(pending, packed)
 
-    def seal(self) -> None:
+    def flush_batch(self) -> None:
         """Let what is to travel together stand in `outgoing`."""
         if not self._parts:
             return

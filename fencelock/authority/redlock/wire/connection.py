@@ -153,7 +153,7 @@ class Connection:
         elif script == "release":
             self.acquiring.discard(nonce)
 
-    def seal(self) -> None:
+    def flush_batch(self) -> None:
         """Let what is to travel together stand in `outgoing`: it is about to be written."""
 
     def received(self, data: bytes, now: float) -> News:
