@@ -116,13 +116,16 @@ from fencelock import Redlock, fenced_lock
 from fencelock.lock.hold import everything_held
 
 authority = Redlock(sys.argv[1:])
-count = 0
+count, refused = 0, set()
 
 def lock_too(*_):
     global count
     count += 1
-    with fenced_lock(f"handler{count}", authority=authority, ttl=5):
-        pass
+    try:
+        with fenced_lock(f"handler{count}", authority=authority, ttl=5):
+            pass
+    except RuntimeError as error:
+        refused.add(str(error))
     signal.setitimer(signal.ITIMER_REAL, random.random() * 0.003 + 1e-5)
 
 signal.signal(signal.SIGALRM, lock_too)
@@ -136,7 +139,8 @@ while time.monotonic() < until:
         lock.remint()
 signal.setitimer(signal.ITIMER_REAL, 0)
 threads = sum(thread.name == "fencelock-renewal" and thread.is_alive() for thread in threading.enumerate())
-print(json.dumps({"handlers": count, "rounds": rounds, "held": len(everything_held()), "threads": threads}))
+said = {"handlers": count, "refused": sorted(refused), "rounds": rounds, "held": len(everything_held())}
+print(json.dumps({**said, "threads": threads}))
 """
 
 
@@ -212,8 +216,11 @@ got, struck = [], []
 def handle(*_):
     if raises:
         raise Interrupted
-    with fenced_lock("handler", ttl=1, timeout=5) as token:
-        got.append(token)
+    try:
+        with fenced_lock("handler", ttl=1, timeout=5) as token:
+            got.append(token)
+    except RuntimeError:
+        got.append(0)
 
 def strike():
     if not struck:
@@ -284,13 +291,15 @@ def test_nothing_is_left_of_a_block_that_was_interrupted(nodes: Nodes) -> None:
     assert said["interrupted"] > 300
 
 
-def test_a_handler_may_lock_too(nodes: Nodes) -> None:
-    """It may strike where renewal is planned, and waits for nothing that it has interrupted."""
+def test_a_handler_that_locks_gets_a_lock_or_a_sentence(nodes: Nodes) -> None:
+    """It waits for nothing that it has interrupted, also where renewal is planned."""
     urls = [node.url for node in nodes[:3]]
     with Redlock(urls) as authority:
         authority.init()
     said = run(_LOCKING_IN_HANDLERS, *urls)
     assert said["handlers"] > 50
+    (sentence,) = said["refused"]
+    assert "Set a flag in the handler" in sentence
     assert said["rounds"] > 5
     assert (said["held"], said["threads"]) == (0, 1)
 

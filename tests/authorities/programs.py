@@ -113,7 +113,8 @@ def _seconds_of(authority: Client) -> float:
 def lock_in_handlers(url: str, seconds: float = 1.2) -> dict[str, Any]:
     """Lock in a handler that strikes while the same authority acquires, extends, mints anew and releases."""
     authority = fencelock.configure(url)
-    dice, rounds, odd, took = random.Random(2), 0, list[str](), list[float]()
+    dice, rounds, odd = random.Random(2), 0, list[str]()
+    took, refused = list[float](), list[float]()
     longest = max(0.001, _seconds_of(authority))
 
     def lock_too(*_: object) -> None:
@@ -121,6 +122,8 @@ def lock_in_handlers(url: str, seconds: float = 1.2) -> dict[str, Any]:
         try:
             grant = authority.acquire((f"handler{len(took)}",), ttl=5.0, timeout=5.0)
             authority.release(grant)
+        except RuntimeError:
+            refused.append(began)
         except FencelockError as error:
             odd.append(f"in the handler: {_told(error)}")
         took.append(time.monotonic() - began)
@@ -144,7 +147,8 @@ def lock_in_handlers(url: str, seconds: float = 1.2) -> dict[str, Any]:
         except FencelockError as error:
             odd.append(f"behind the handler: {_told(error)}")
     signal.signal(signal.SIGALRM, signal.SIG_IGN)
-    return {"handled": len(took), "rounds": rounds, "odd": _counted(odd), "longest": max(took)}
+    counts = {"handled": len(took), "refused": len(refused), "rounds": rounds}
+    return {**counts, "odd": _counted(odd), "longest": max(took)}
 
 
 def _counted(odd: list[str]) -> list[str]:

@@ -20,10 +20,11 @@ def test_nothing_is_left_of_what_a_handler_interrupts(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("stage", EACH_SORT, indirect=True)
-def test_a_handler_may_use_the_authority_that_it_interrupts(stage: Stage) -> None:
-    """It waits for nothing that it has interrupted, and spoils nothing of it."""
+def test_a_handler_that_locks_waits_for_nothing_that_it_has_interrupted(stage: Stage) -> None:
+    """It gets its lock or a RuntimeError, and spoils nothing of the interrupted call."""
     said = run("lock_in_handlers", stage.kind.url)
     assert not said["odd"], "\n".join(said["odd"])
     assert said["longest"] < 0.9, "the handler waits for what it has interrupted until that is given up"
     assert said["handled"] > 5
     assert said["rounds"] > 2
+    assert bool(said["refused"]) is stage.kind.url.startswith("redis")

@@ -5,9 +5,9 @@ all and wakes the others. Its own wait over, it leaves that to another. So nothi
 waits, in a forked child, or while the interpreter goes down. A RELEASE is always behind its ACQUIRE on one
 connection.
 
-A signal handler may lock while the thread that it has interrupted is in the midst of this. It uses
-connections of its own then, because the interrupted frame cannot go on before it. Where it raises, the
-connections are dropped on which answers could be taken for others, and another thread takes over the reading.
+A signal handler may raise at any line. The connections are dropped on which answers could be taken for
+others, and another thread takes over the reading. A handler that locks gets a RuntimeError if it has
+interrupted a frame that is using these connections, because that frame cannot go on before the handler ends.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any, Final, NamedTuple
 
 from fencelock.authority.base import go_on_waiting
@@ -57,7 +56,6 @@ class SharedConnections(Links):
 
     def __init__(self, nodes: Sequence[Node], node_key: str, **options: Any) -> None:
         super().__init__(nodes, node_key, **options)
-        self._again = partial(SharedConnections, nodes, node_key, **options)
         self._mutex = threading.Lock()
         self._changed = threading.Condition(self._mutex)
         #: By descriptor.
@@ -69,29 +67,25 @@ class SharedConnections(Links):
         self._last_read = 0.0
         #: Threads that are in the midst of using these, and what for. One whose end was interrupted stays.
         self._inside: dict[int, Wait] = {}
-        self._closes_later = False
-        self._of_handlers: SharedConnections | None = None
 
-    def own(self) -> SharedConnections:
-        """Return the connections that the calling frame may use.
+    def _check_not_inside(self) -> None:
+        """Raise RuntimeError if a frame below is using these.
 
-        In a signal handler they are others, where it has interrupted a frame that is using these.
+        A frame uses them while its wait goes on. A wait that ends may still hold the mutex.
         """
-        if not self._is_inside():
-            return self
-        if self._of_handlers is None:
-            self._of_handlers = self._again()
-        return self._of_handlers.own()
-
-    def _is_inside(self) -> bool:
-        """Tell whether a frame below is using these: a wait goes on, or ends and may still hold the mutex."""
         waiting = self._inside.get(threading.get_ident())
-        return waiting is not None and (not waiting.over or self._mutex.locked())
+        if waiting is not None and (not waiting.over or self._mutex.locked()):
+            raise RuntimeError(
+                "a signal handler or a finaliser has interrupted a lock call, and uses the same nodes: the "
+                "interrupted call cannot go on first. Set a flag in the handler, or raise an exception, and "
+                "use the lock outside"
+            )
 
     # What callers do.
 
     def do(self, request: Any) -> Any:
         """Do what a generator of the protocol asks for; return what it is to be sent."""
+        self._check_not_inside()
         if isinstance(request, Broadcast):
             return self.broadcast(request)
         if request is QUEUE:
@@ -122,7 +116,7 @@ class SharedConnections(Links):
                 self._clean_up(waiting)
             raise
         finally:
-            self._leave(thread)
+            self._inside.pop(thread, None)
 
     def wait(self, place: str, seconds: float) -> None:
         """Return when the nodes call the place, at the latest after so many seconds."""
@@ -141,34 +135,20 @@ class SharedConnections(Links):
             raise
         finally:
             self._in_line.pop(place, None)
-            self._leave(thread)
-
-    def _leave(self, thread: int) -> None:
-        self._inside.pop(thread, None)
-        if self._closes_later:
-            self.close()
+            self._inside.pop(thread, None)
 
     def close(self) -> None:
-        """Close every connection; what waits for answers is told. Using these again opens others.
-
-        In a signal handler, the frame that it has interrupted closes them when it has done with them.
-        """
-        self._closes_later = self._is_inside()
-        if self._closes_later:
-            return
+        """Close every connection; what waits for answers is told. Using these again opens others."""
+        self._check_not_inside()
         with self._mutex:
             self._connecting.clear()  # what is opened now is closed
             self._nodes.close()
             self._changed.notify_all()
-        if self._of_handlers is not None:
-            self._of_handlers.close()
 
     def leave_to_parent(self) -> None:
         """In a forked child: close its copies of the sockets, by no lock that a thread may have held."""
         for link in self._links.values():
             link.sock.close()
-        if self._of_handlers is not None:
-            self._of_handlers.leave_to_parent()
 
     # Waiting.
 
@@ -309,4 +289,4 @@ class SharedConnections(Links):
                 self._poll.register(descriptor, select.POLLIN)
                 self._write(link)
             self._changed.notify_all()
-        self._leave(thread)
+        self._inside.pop(thread, None)
