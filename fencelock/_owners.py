@@ -1,6 +1,6 @@
 """The owner of locks and transactions: what is running.
 
-A task, where an event loop runs one; or else a greenlet, where gevent or eventlet switches between several
+A task, where an event loop runs one; or else a greenlet, where gevent switches between several
 in one thread; or else the thread. Greenlets of SQLAlchemy's asyncio extension do a task's work: it owns them.
 """
 
@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import select
 import socket
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from types import BuiltinFunctionType, FrameType
 from typing import Any
@@ -39,12 +37,22 @@ def current_owner() -> object:
     """Return what is running, equal only to what it returns for the same later; keeps nothing alive."""
     loop = running_loop()
     task = asyncio.current_task(loop) if loop is not None else None
-    # Without greenlet there is but one in each thread.
-    library = sys.modules.get("greenlet")
-    current = library.getcurrent() if library is not None and hasattr(library, "getcurrent") else None
+    current = _current_greenlet()
     if task is not None and (current is None or _is_run_in(current, task)):
         return ref(task)
     return _thread.itself if current is None or current.parent is None else ref(current)
+
+
+def current_stack() -> int:
+    """Return a number for the stack of frames that runs: that of a greenlet, or of a thread."""
+    current = _current_greenlet()
+    return threading.get_ident() if current is None else id(current)
+
+
+def _current_greenlet() -> Any:
+    """Return the running greenlet; None if greenlet is not loaded: each thread has one stack then."""
+    library = sys.modules.get("greenlet")
+    return library.getcurrent() if library is not None and hasattr(library, "getcurrent") else None
 
 
 def _is_run_in(greenlet: Any, task: asyncio.Task[Any]) -> bool:
@@ -74,33 +82,6 @@ def name_of_process(pid: int) -> str:
     return f"{socket.gethostname()} {pid} {program}"[:255]
 
 
-def switches_greenlets() -> bool:
-    """Whether a library is there that switches from greenlet to greenlet wherever one waits."""
-    return any(sys.modules.get(name) is not None for name in ("gevent", "eventlet"))
-
-
 def blocks_greenlets(function: Callable[..., object]) -> bool:
     """Whether a function that waits is the interpreter's own one: no other greenlet runs meanwhile."""
     return isinstance(function, BuiltinFunctionType)
-
-
-def waits_in_vain_for(owners: Iterable[object]) -> bool:
-    """Whether one of these is another greenlet of this thread, that cannot run while this one waits."""
-    if not blocks_greenlets(time.sleep) and not blocks_greenlets(getattr(select, "poll", select.select)):
-        return False
-    own, here = current_owner(), _main_of(sys.modules["greenlet"].getcurrent())
-    return any(owner != own and _runs_in(owner, here) for owner in owners)
-
-
-def _runs_in(owner: object, main: Any) -> bool:
-    """Whether an owner is of the thread that has this main greenlet."""
-    if not isinstance(owner, ref):
-        return owner is _thread.itself
-    greenlet = owner()
-    return isinstance(greenlet, type(main)) and not greenlet.dead and _main_of(greenlet) is main
-
-
-def _main_of(greenlet: Any) -> Any:
-    while greenlet.parent is not None:
-        greenlet = greenlet.parent
-    return greenlet

@@ -5,7 +5,7 @@ module knows neither Redis nor SQLAlchemy, and is all that the two share besides
 
 The held leases live in a context variable. It follows the code into coroutines, into greenlets of
 SQLAlchemy's asyncio extension and into `asyncio.to_thread`; it does not reach new threads, executors, or the
-greenlets that gevent and eventlet spawn. No copy of the context shows a lease that has been released, or one
+greenlets that gevent spawns. No copy of the context shows a lease that has been released, or one
 whose block was left and which waits only for transactions that were open then.
 """
 

@@ -105,6 +105,22 @@ def test_task_enters_again_and_other_tasks_wait(authority: Redlock, run: Run) ->
     run(main)
 
 
+def test_tasks_whose_parent_holds_the_lock_hear_so_in_their_errors(
+    authority: Redlock, run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each once, at its timeout. The log says nothing, because the parent may wait for none of them."""
+
+    async def main() -> None:
+        async with authority.lock("r"):
+            children = [authority.lock("r").aio.acquire(timeout=0.1) for _ in range(200)]
+            errors = await asyncio.gather(*children, return_exceptions=True)
+        assert {type(error) for error in errors} == {LockTimeoutError}
+        assert all("that started this one holds it" in str(error) for error in errors)
+
+    run(main)
+    assert not caplog.records
+
+
 def test_tasks_take_turns(authority: Redlock, run: Run) -> None:
     """Fifty tasks, one at a time, tokens in order."""
     inside, tokens = Counter[str](), []

@@ -96,7 +96,7 @@ def test_a_flush_after_the_block_of_a_task(authority: Redlock, sqlite: Engine) -
 
 
 def test_a_task_waits_for_its_own_parent(authority: Redlock, caplog: pytest.LogCaptureFixture) -> None:
-    """It is told at once, refused at the timeout, and gets the lock where the parent leaves meanwhile."""
+    """It is refused at the timeout, and gets the lock when the parent leaves. Nothing is logged."""
 
     async def child(timeout: float) -> None:  # noqa: ASYNC109 - the lock's own
         async with authority.lock("order:1", timeout=timeout):
@@ -106,14 +106,12 @@ def test_a_task_waits_for_its_own_parent(authority: Redlock, caplog: pytest.LogC
         async with authority.lock("order:1"):
             with pytest.raises(LockTimeoutError, match="task or thread that started this one holds it"):
                 await asyncio.gather(child(0.3))
-            assert "'order:1': the task or thread that started this one holds it" in caplog.text
             with pytest.raises(LockTimeoutError) as caught:
                 await asyncio.gather(child(0))
             assert "started this one" not in str(caught.value), "one try waits for nothing"
             task = asyncio.create_task(child(5))
             await asyncio.sleep(0.1)
         await task
-        caplog.clear()
         await asyncio.create_task(child(5))
         assert not caplog.messages
         await authority.aio.close()

@@ -38,6 +38,11 @@ logger = logging.getLogger("fencelock.lock")
 
 Token = TypeVar("Token", int, tuple[int, ...])
 
+_ITSELF = (
+    "this very thread, task or greenlet holds it, and reentrant=False forbids to enter it again. Leave the "
+    "outer block first, or write reentrant=True"
+)
+
 #: Braces that an f-string would have filled.
 _UNFILLED = re.compile(r"\{[A-Za-z_][\w.]*\}")
 
@@ -77,8 +82,9 @@ class LockSteps(Generic[Token]):
         waiting = self._timeout if timeout is ... else check_timeout(timeout)
         authority = self._authority or default_authority()
         handed, self._handed = self._handed, None
-        itself = not self._reentrant and any(find(authority, entry.owner, name) for name in self._resources)
-        holds = [] if handed or itself else (yield from self._enter_again(entry, authority))
+        if not self._reentrant and any(find(authority, entry.owner, name) for name in self._resources):
+            raise LockTimeoutError(f"{self!r}: {_ITSELF}")
+        holds = [] if handed else (yield from self._enter_again(entry, authority))
         known = {name for hold in holds for name in hold.grant.resources}
         missing = tuple(name for name in self._resources if name not in known)
         if missing:
@@ -89,7 +95,6 @@ class LockSteps(Generic[Token]):
                 timeout=waiting,
                 fair=self._fair,
                 lock=self,
-                itself=itself,
             )
             yield from self._enter_anew(entry, asked, holds, handed, renewers)
         else:

@@ -283,7 +283,7 @@ def fenced_lock(
         max_hold: seconds after which a lease is no longer renewed but lost, because a worker that hangs must
             not hold for ever. None for no limit.
         fair: wait in line: first come, first served, as far as a quorum can tell.
-        reentrant: let a thread, task or greenlet enter again what it holds. False: it waits as any other.
+        reentrant: let a thread, task or greenlet enter again what it holds. False: LockTimeoutError at once.
         if_lost: what leaving the block does if the lease was lost before, nothing was committed under it and
             the body raised nothing: "raise" LockLostError, or "warn" in the log.
         authority: grants it; by default what `configure()` or FENCELOCK_URL say.

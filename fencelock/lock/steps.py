@@ -11,7 +11,6 @@ from typing import Any, Protocol, TypeVar
 
 from fencelock import _events
 from fencelock._events import LockWaiting
-from fencelock._owners import switches_greenlets, waits_in_vain_for
 from fencelock._steps import block, wait_for
 from fencelock.authority.base import Authority, GivenUp, Grant, asked_here, named
 from fencelock.errors import AuthorityError, LockTimeoutError
@@ -22,19 +21,9 @@ logger = logging.getLogger("fencelock.lock")
 
 _T = TypeVar("_T")
 
-_IN_VAIN = (
-    "another greenlet of this thread holds it, and cannot go on while this one waits, for what waits is not "
-    "patched: call gevent.monkey.patch_all() or eventlet.monkey_patch() before anything else is imported"
-)
-
 _PARENT = (
     "the task or thread that started this one holds it, and waits in vain if it waits for this one: take the "
     "lock in one of the two only. What the holder starts may write under its lease"
-)
-
-_ITSELF = (
-    "this very thread, task or greenlet holds the lock itself, and does not enter again because of "
-    "reentrant=False: leave the outer block first, or write reentrant=True, which enters again"
 )
 
 
@@ -80,9 +69,7 @@ class Acquisition:
 
     Attributes:
         lock: for which.
-        itself: whether the owner holds one of the resources, and does not enter again.
         given_up: whether `FencedLock.cancel` has given it up.
-        warned: whether the log has been told if it waits in vain.
         had_to_wait: whether listeners have been told that it waits.
         answer: the grant.
     """
@@ -93,9 +80,7 @@ class Acquisition:
     timeout: float | None
     fair: bool
     lock: Locking
-    itself: bool
     given_up: bool = False
-    warned: bool = False
     had_to_wait: bool = False
     answer: Any = None
     _before: ContextToken[Any] | None = None
@@ -119,24 +104,20 @@ class Acquisition:
         self._before = asked_here.set(self)
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        """Have an error say what it has waited for in vain."""
+        """Add to a timeout that a parent holds the lock."""
         under_way.discard(self)
         # A coroutine that is thrown away ends in another context.
         if self._before is not None and not isinstance(error, GeneratorExit):
             asked_here.reset(self._before)
         if isinstance(error, GivenUp):
             raise LockTimeoutError(f"{named(self.resources)}: the acquisition was cancelled") from None
-        if isinstance(error, LockTimeoutError) and (why := self._why()):
-            raise LockTimeoutError(f"{error}; {why}", holder_ttl=error.holder_ttl) from None
+        if isinstance(error, LockTimeoutError) and self.timeout != 0 and self._is_held_by_parent():
+            raise LockTimeoutError(f"{error}; {_PARENT}", holder_ttl=error.holder_ttl) from None
 
     def go_on_waiting(self) -> None:
-        """Tell the log and listeners, once, that it waits; raise GivenUp where it is to end."""
+        """Tell listeners once that it waits; raise GivenUp if it was cancelled."""
         if self.given_up:
             raise GivenUp
-        if not self.warned:
-            self.warned = True
-            if why := self._why():
-                logger.warning("%s: %s", named(self.resources), why)
         if _events.listeners and not self.had_to_wait:
             self.had_to_wait = True
             _events.tell(LockWaiting(*self.names))
@@ -146,18 +127,10 @@ class Acquisition:
         """What every event about it begins with."""
         return self.authority, self.resources, self.lock.template
 
-    def _why(self) -> str:
-        """Return why it waits in vain; empty where it does not, or does not wait."""
-        if self.itself:
-            return _ITSELF
-        if self.timeout == 0:
-            return ""
-        # A lease that stands in this context, which was copied from that of its holder.
+    def _is_held_by_parent(self) -> bool:
+        """Tell whether a lease stands in this context, which was copied from the context of its holder."""
         held = [lease.resource for lease in held_leases() if lease.resource in self.resources]
-        if held and owners_of(self.authority, held):
-            return _PARENT
-        owners = owners_of(self.authority, self.resources)
-        return _IN_VAIN if switches_greenlets() and waits_in_vain_for(owners) else ""
+        return bool(held and owners_of(self.authority, held))
 
 
 Steps = Generator[Step | Acquisition, None, _T]

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
+from fencelock._owners import current_stack
 from fencelock.authority.base import go_on_waiting
 from fencelock.authority.redlock.protocol.messages import Broadcast, Round
 from fencelock.authority.redlock.protocol.queue import QUEUE
@@ -65,7 +66,7 @@ class SharedConnections(Links):
         self._sleeping: dict[Wait, None] = {}
         self._in_line: dict[str, WaitForCall] = {}
         self._last_read = 0.0
-        #: Threads that are in the midst of using these, and what for. One whose end was interrupted stays.
+        #: What each stack of frames waits for while it uses these. An interrupted end leaves its entry here.
         self._inside: dict[int, Wait] = {}
 
     def _check_not_inside(self) -> None:
@@ -73,7 +74,7 @@ class SharedConnections(Links):
 
         A frame uses them while its wait goes on. A wait that ends may still hold the mutex.
         """
-        waiting = self._inside.get(threading.get_ident())
+        waiting = self._inside.get(current_stack())
         if waiting is not None and (not waiting.over or self._mutex.locked()):
             raise RuntimeError(
                 "a signal handler or a finaliser has interrupted a lock call, and uses the same nodes: the "
@@ -100,9 +101,9 @@ class SharedConnections(Links):
     def broadcast(self, request: Broadcast) -> Round:
         """Send a command to its nodes, and wait until there are answers enough."""
         waiting = WaitForAnswers(request)
-        thread = threading.get_ident()
+        stack = current_stack()
         try:
-            self._inside[thread] = waiting
+            self._inside[stack] = waiting
             with self._mutex:
                 began = self._await_connections(request)
                 self._nodes.ask(waiting, request, began)
@@ -116,14 +117,14 @@ class SharedConnections(Links):
                 self._clean_up(waiting)
             raise
         finally:
-            self._inside.pop(thread, None)
+            self._inside.pop(stack, None)
 
     def wait(self, place: str, seconds: float) -> None:
         """Return when the nodes call the place, at the latest after so many seconds."""
         waiting = WaitForCall(time.monotonic() + seconds, self.queue, place)
-        thread = threading.get_ident()
+        stack = current_stack()
         try:
-            self._inside[thread] = waiting
+            self._inside[stack] = waiting
             with self._mutex:
                 self._in_line[place] = waiting
                 if self._nodes.listen(time.monotonic()):
@@ -135,7 +136,7 @@ class SharedConnections(Links):
             raise
         finally:
             self._in_line.pop(place, None)
-            self._inside.pop(thread, None)
+            self._inside.pop(stack, None)
 
     def close(self) -> None:
         """Close every connection; what waits for answers is told. Using these again opens others."""
@@ -268,8 +269,8 @@ class SharedConnections(Links):
                 link.sock.close()
 
     def _opened(self, node: int, opened: Opened | UnusableError) -> None:
-        thread = threading.get_ident()
-        self._inside[thread] = WaitForCall(0.0, self.queue, "")  # the garbage collector may call in here
+        stack = current_stack()
+        self._inside[stack] = WaitForCall(0.0, self.queue, "")  # the garbage collector may call in here
         with self._mutex:
             now = time.monotonic()
             # Else these were closed in between.
@@ -289,4 +290,4 @@ class SharedConnections(Links):
                 self._poll.register(descriptor, select.POLLIN)
                 self._write(link)
             self._changed.notify_all()
-        self._inside.pop(thread, None)
+        self._inside.pop(stack, None)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import select
 import sys
-import time
+from collections.abc import Callable
+from typing import Any
 
 from fencelock._owners import blocks_greenlets
-
-_SHORTEST_PAUSE = 0.0005
-_LONGEST_PAUSE = 0.01
 
 
 class Patched:
@@ -32,34 +30,24 @@ class Patched:
 
     def poll(self, timeout: float) -> list[tuple[int, int]]:
         """Return the sockets on which something has arrived, after so many milliseconds at the latest."""
-        poll = select.poll()
+        # A look without a timeout is taken with the mutex held, so no other greenlet may run meanwhile.
+        make: Callable[[], select.poll] = select.poll if timeout else _original()
+        poll = make()
         for descriptor, events in self._events.items():
             poll.register(descriptor, events)
         return poll.poll(timeout)
 
 
-class Glancing(Patched):
-    """Looks again and again, and lets other greenlets run in between.
-
-    For eventlet, which takes `select.poll` away. Its `select.select` is of no use for several sockets: where
-    two have something at once, it wakes its caller up a second time, whatever that waits for by then.
-    """
-
-    def poll(self, timeout: float) -> list[tuple[int, int]]:
-        """Do as `Patched.poll`."""
-        poll = sys.modules["eventlet.patcher"].original("select").poll()
-        for descriptor, events in self._events.items():
-            poll.register(descriptor, events)
-        deadline = time.monotonic() + timeout / 1000
-        pause = 0.0
-        while not (ready := poll.poll(0)) and (left := deadline - time.monotonic()) > 0:
-            time.sleep(min(pause, left))
-            pause = min(max(2 * pause, _SHORTEST_PAUSE), _LONGEST_PAUSE)
-        return list(ready)
+def _original() -> Any:
+    return sys.modules["gevent.monkey"].get_original("select", "poll")
 
 
 def new_poll() -> select.poll | Patched:
-    """Return what waits for sockets, and waits for none yet."""
+    """Return what waits for sockets, and waits for none yet.
+
+    Raises:
+        RuntimeError: there is no `select.poll`.
+    """
     if not hasattr(select, "poll"):
-        return Glancing()
+        raise RuntimeError("select.poll is missing. eventlet takes it away: use gevent, threads or asyncio")
     return select.poll() if blocks_greenlets(select.poll) else Patched()
