@@ -1,5 +1,6 @@
 """fencelock: locks that mint fencing tokens, and a database that refuses stale writers."""
 
+from fencelock._configure import configure
 from fencelock.authority.database.database import Database
 from fencelock.authority.database.table import lease_table
 from fencelock.authority.redlock.redlock import Redlock
@@ -47,8 +48,8 @@ from fencelock.guard import (
 from fencelock.lease import Lease, assert_held
 from fencelock.lock.at_exit import exit_on_signals
 from fencelock.lock.decorator import fenced
-from fencelock.lock.lock import AsyncLock, FencedLock, fenced_lock, take_over
-from fencelock.settings import configure
+from fencelock.lock.fenced_lock import fenced_lock, take_over
+from fencelock.lock.lock import AsyncLock, FencedLock
 from fencelock.transaction import AsyncFencedTransaction, FencedTransaction, fenced_transaction
 
 __all__ = [

@@ -17,6 +17,7 @@ except ImportError:  # pragma: no cover - reached by a test in an environment of
 
 from sqlalchemy import make_url
 
+from fencelock._configure import factory_of
 from fencelock._engines import blocking_engine, for_blocking
 from fencelock.authority.database.database import Database
 from fencelock.authority.redlock.admin import NodeState, NodeStatus, change_nodes
@@ -31,7 +32,6 @@ from fencelock.commands.shared import (
     without_password,
 )
 from fencelock.max_fence import highest_fence
-from fencelock.settings import DATABASE, factory_of
 from fencelock.token import epoch_above
 
 app = typer.Typer(
@@ -121,7 +121,7 @@ def init(
         )
     with errors_as_sentences():
         above = _highest_fence(database or [], console) if after_loss else None
-        if factory_of(urls[0]) == DATABASE:
+        if factory_of(urls[0]) is Database:
             if len(urls) > 1 or base is not None or max_ttl is not None or allow_eviction:
                 fail("a database is named by one URL, and takes no option of nodes but --after-loss")
             _init_database(urls[0], above, console)
@@ -243,7 +243,7 @@ def _present(current: str) -> list[str]:
             "redis://r1:6379,redis://r2:6379,redis://r3:6379"
         )
     with errors_as_sentences():
-        if factory_of(urls[0]) == DATABASE:
+        if factory_of(urls[0]) is Database:
             fail(f"{without_password(urls[0])} is a database, which has no nodes")
     return urls
 

@@ -31,12 +31,11 @@ Bad arguments (a negative ttl, a malformed URL, an empty resource name) are plai
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sqlalchemy.exc import DontWrapMixin
 
-if TYPE_CHECKING:
-    from fencelock.authority.base import Holder
+from fencelock.holder import Holder
 
 __all__ = [
     "AuthorityError",

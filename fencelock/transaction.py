@@ -30,8 +30,9 @@ from fencelock.errors import CommitInDoubtError, FenceError
 from fencelock.guard import gate as pass_gate
 from fencelock.guard import gate_async
 from fencelock.guard.fences import FENCES
-from fencelock.lock.lock import FencedLock, fenced_lock
-from fencelock.settings import AllLockSettings
+from fencelock.lock.fenced_lock import fenced_lock
+from fencelock.lock.lock import FencedLock
+from fencelock.lock.options import AllLockSettings
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_scoped_session, async_sessionmaker

@@ -19,10 +19,10 @@ import pytest
 import redis
 
 import fencelock
-from fencelock import FencedLock, Redlock, errors, fenced, fenced_lock, settings
+from fencelock import FencedLock, Redlock, _configure, errors, fenced, fenced_lock
 from fencelock.errors import AuthorityError, LockLostError, LockTimeoutError, NotHeldError
 from fencelock.lease import Lease, held_leases
-from fencelock.settings import AllLockSettings, LockSettings
+from fencelock.lock.options import AllLockSettings, LockSettings
 from proof.servers import Nodes
 
 
@@ -95,6 +95,10 @@ def test_settings_are_the_parameters_of_fenced_lock() -> None:
         "authority": None,
     }
     assert {each.name for each in parameters[1:]} == AllLockSettings.__optional_keys__
+    of_the_class = list(inspect.signature(FencedLock).parameters.values())[2:]
+    assert {each.name: each.default for each in of_the_class} | {"authority": None} == {
+        each.name: each.default for each in parameters[1:]
+    }
     assert AllLockSettings.__optional_keys__ - LockSettings.__optional_keys__ == {"authority"}
 
 
@@ -528,14 +532,14 @@ def test_default_authority_comes_from_the_environment(
     authority: Redlock, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`configure` before FENCELOCK_URL before an error that names both."""
-    monkeypatch.setattr(settings, "_default", None)
+    monkeypatch.setattr(_configure, "_default", None)
     monkeypatch.delenv("FENCELOCK_URL", raising=False)
     with pytest.raises(AuthorityError, match="FENCELOCK_URL"):
         fenced_lock("r").acquire()
     monkeypatch.setenv("FENCELOCK_URL", nodes.url)
     with fenced_lock("r") as token:
         assert token == 1
-    from_environment = settings.default_authority()
+    from_environment = _configure.default_authority()
     assert isinstance(from_environment, Redlock)
     from_environment.close()
     assert fencelock.configure(authority) is authority
@@ -545,7 +549,7 @@ def test_default_authority_comes_from_the_environment(
 
 def test_lock_is_released_where_it_was_granted(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when the process default is configured anew while it is held; the next hold is of the new one."""
-    monkeypatch.setattr(settings, "_default", None)
+    monkeypatch.setattr(_configure, "_default", None)
     lock = fenced_lock("r")
     with Redlock(nodes[0].url) as first, Redlock(nodes[1].url) as second:
         for authority in (first, second):

@@ -389,7 +389,7 @@ def test_paused_process_does_not_revive_its_lease(authority: Redlock, rival: Red
 
 async def extended(lock: FencedLock[int]) -> Hold:
     """Return the hold of a task's lock when its loop has asked the nodes to extend it."""
-    (hold,) = lock._entries[0].holds
+    (hold,) = lock._entered[0].holds
     while hold not in hold.renewer._tended:  # type: ignore[union-attr]  # noqa: ASYNC110 - it says so to nobody
         await asyncio.sleep(0)
     await asyncio.sleep(0.02)
@@ -483,7 +483,7 @@ def test_task_releases_what_a_thread_extends_and_lets_other_tasks_run(
     """The extension has ended before the release is sent, so no lock is made again behind it."""
     lock = authority.lock("r", ttl=5 * TTL)
     lock.acquire()
-    (hold,) = lock._entries[0].holds
+    (hold,) = lock._entered[0].holds
     for node in nodes:
         node.pause()
     assert eventually(lambda: hold in hold.renewer._tended)  # type: ignore[union-attr]
@@ -530,7 +530,7 @@ def test_extension_that_arrives_behind_the_release_leaves_nothing(
     async def main() -> None:
         lock = authority.lock("r", ttl=5 * TTL)
         await lock.aio.acquire()
-        (hold,) = lock._entries[0].holds
+        (hold,) = lock._entered[0].holds
         await asyncio.to_thread(extended.wait, 20)
         giving_back = asyncio.create_task(asyncio.to_thread(lock.release))
         await (giving_back if last == "extension" else asyncio.to_thread(answered.wait, 20))

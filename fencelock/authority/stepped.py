@@ -15,19 +15,18 @@ import logging
 import random
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar, Unpack, overload
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar, Unpack, overload
 from weakref import WeakSet
 
 from fencelock._checks import check_ttl
 from fencelock._owners import running_loop
 from fencelock._steps import Steps, block, wait_for
-from fencelock.authority.base import Grant, LockInfo, Terms, Wish, go_on_waiting, lock_factories
+from fencelock.authority.base import Grant, Terms, Wish, go_on_waiting
 from fencelock.errors import FencelockError
+from fencelock.holder import LockInfo
 from fencelock.lease import check_resource
-
-if TYPE_CHECKING:
-    from fencelock.lock.lock import FencedLock
-    from fencelock.settings import LockSettings
+from fencelock.lock.lock import FencedLock
+from fencelock.lock.options import LockSettings
 
 _T = TypeVar("_T")
 
@@ -122,6 +121,8 @@ class Stepped(abc.ABC):
     #: What else it can do; see `Authority`.
     kinds: ClassVar[frozenset[str]] = frozenset()
 
+    aio: AsyncView
+
     @abc.abstractmethod
     def acquiring(self, resources: tuple[str, ...], **terms: Unpack[Terms]) -> Steps[Grant]:
         """Do as `Authority.acquire`; the ttl is checked, and `fair` refused or among the `kinds`."""
@@ -173,7 +174,7 @@ class Stepped(abc.ABC):
         Raises:
             TypeError, ValueError: as `fenced_lock` does.
         """
-        return lock_factories[0](*resources, **settings, authority=self)
+        return FencedLock(resources, lambda: self, **settings)
 
     def open_in_loop(self) -> LoopEnd:
         """Return the end of the running event loop, with what the authority has for this loop only."""

@@ -18,11 +18,11 @@ from rich.table import Table
 from rich.text import Text
 from sqlalchemy import column, select, table
 
-from fencelock.authority.base import LockInfo
 from fencelock.authority.database.database import Database
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
 from fencelock.commands import shared
 from fencelock.guard.tables import FENCE_COLUMN, FENCE_TABLE
+from fencelock.holder import LockInfo
 from fencelock.observe.history import read
 
 #: Rows that a person reads; `--json` has them all.

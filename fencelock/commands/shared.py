@@ -14,11 +14,11 @@ from rich.console import Console
 from sqlalchemy import Engine, make_url
 from sqlalchemy.exc import SQLAlchemyError
 
+from fencelock._configure import factory_of
 from fencelock._engines import blocking_engine
 from fencelock.authority.database.database import Database
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
 from fencelock.errors import FencelockError
-from fencelock.settings import DATABASE, factory_of
 
 #: The exit status of a question whose answer is no: the lock is free, nothing was found.
 FOUND_NOTHING = 3
@@ -87,7 +87,7 @@ def authority_of(url: str, namespace: str = DEFAULT_NAMESPACE) -> Iterator[Redlo
         fail("what grants the locks? Set FENCELOCK_URL, or add --url redis://r1:6379,redis://r2:6379,…")
     with errors_as_sentences():
         made: Redlock | Database
-        if factory_of(url) == DATABASE:
+        if factory_of(url) is Database:
             check_file(url)
             made = Database(url)
         else:

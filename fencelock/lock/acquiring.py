@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Callable
 from types import EllipsisType
-from typing import Any, Final, Generic, TypeVar, Unpack, cast
+from typing import Any, Final, Generic, TypeVar, cast
 from weakref import ref
 
 from fencelock import _events
@@ -19,7 +19,9 @@ from fencelock._owners import running_loop
 from fencelock.authority.base import Authority, Grant
 from fencelock.errors import LockError, LockLostError, LockTimeoutError, NotHeldError
 from fencelock.lease import OBJECT_IN_NAME, Lease, check_resource
-from fencelock.lock.hold import Entry, Hold, find, last_of_ours, remove
+from fencelock.lock.block import Block, last_of_ours
+from fencelock.lock.hold import Hold, find, remove
+from fencelock.lock.options import DEFAULT_TTL, IfLost
 from fencelock.lock.releasing import Loss, end_releases, go_on_holding, leave, stop_renewal
 from fencelock.lock.steps import (
     Acquisition,
@@ -32,7 +34,6 @@ from fencelock.lock.steps import (
 )
 from fencelock.renewal.loop import for_loop
 from fencelock.renewal.schedule import Renewer, tell
-from fencelock.settings import DEFAULT_TTL, AllLockSettings, default_authority
 
 logger = logging.getLogger("fencelock.lock")
 
@@ -56,35 +57,47 @@ Renewers = Callable[[Authority], Renewer]
 class LockSteps(Generic[Token]):
     """What a lock is and does, as steps that yield what takes time; the faces block or await."""
 
-    def __init__(self, resources: tuple[str, ...], **settings: Unpack[AllLockSettings]) -> None:
+    def __init__(
+        self,
+        resources: tuple[str, ...],
+        find_authority: Callable[[], Authority],
+        *,
+        ttl: float = DEFAULT_TTL,
+        timeout: float | None = 10.0,
+        renew: bool = True,
+        max_hold: float | None = 3600.0,
+        fair: bool = False,
+        reentrant: bool = True,
+        if_lost: IfLost = "raise",
+    ) -> None:
         self._resources = _check_resources(resources)
-        self._ttl = check_ttl(settings["ttl"])
-        self._timeout = check_timeout(settings["timeout"])
-        self._renew = bool(settings["renew"])
-        max_hold = check_max_hold(settings["max_hold"], self._ttl) if self._renew else None
-        self._max_hold = math.inf if max_hold is None else max_hold
-        self._fair = bool(settings["fair"])
-        self._reentrant = bool(settings["reentrant"])
+        self._find_authority = find_authority
+        self._ttl = check_ttl(ttl)
+        self._timeout = check_timeout(timeout)
+        self._renew = bool(renew)
+        most = check_max_hold(max_hold, self._ttl) if self._renew else None
+        self._max_hold = math.inf if most is None else most
+        self._fair = bool(fair)
+        self._reentrant = bool(reentrant)
         #: A grant that the next entering takes over.
         self._handed: Grant | None = None
-        self._if_lost = check_choice("if_lost", settings["if_lost"], ("raise", "warn"))
-        self._authority = settings["authority"]
-        self._entries: list[Entry] = []
-        #: Entered by `with` and not left yet. Its body may have released it, so that it is no entry any more.
-        self._blocks: list[Entry] = []
+        self._if_lost = check_choice("if_lost", if_lost, ("raise", "warn"))
+        self._entered: list[Block] = []
+        #: Entered by `with` and not left yet. Its body may have released it, so that it is no block any more.
+        self._with_blocks: list[Block] = []
         self._listeners: tuple[Callable[[Lease], object], ...] = ()
         #: What `@fenced` was given; for listeners to events.
         self.template = ""
 
     def _acquire(
-        self, entry: Entry, timeout: float | EllipsisType | None, renewers: Renewers
-    ) -> Steps[Entry]:
+        self, block: Block, timeout: float | EllipsisType | None, renewers: Renewers
+    ) -> Steps[Block]:
         waiting = self._timeout if timeout is ... else check_timeout(timeout)
-        authority = self._authority or default_authority()
+        authority = self._find_authority()
         handed, self._handed = self._handed, None
-        if not self._reentrant and any(find(authority, entry.owner, name) for name in self._resources):
+        if not self._reentrant and any(find(authority, block.owner, name) for name in self._resources):
             raise LockTimeoutError(f"{self!r}: {_ITSELF}")
-        holds = [] if handed else (yield from self._enter_again(entry, authority))
+        holds = [] if handed else (yield from self._enter_again(block, authority))
         known = {name for hold in holds for name in hold.grant.resources}
         missing = tuple(name for name in self._resources if name not in known)
         if missing:
@@ -96,16 +109,16 @@ class LockSteps(Generic[Token]):
                 fair=self._fair,
                 lock=self,
             )
-            yield from self._enter_anew(entry, asked, holds, handed, renewers)
+            yield from self._enter_anew(block, asked, holds, handed, renewers)
         else:
-            self._note_entered(entry, holds)
-        for hold in entry.holds:
+            self._note_entered(block, holds)
+        for hold in block.holds:
             hold.tell_when_lost(self._listeners)
-        return entry
+        return block
 
     def _enter_anew(
         self,
-        entry: Entry,
+        block: Block,
         asked: Acquisition,
         holds: list[Hold],
         handed: Grant | None,
@@ -114,13 +127,13 @@ class LockSteps(Generic[Token]):
         """Acquire what is not held yet, and enter that and the rest."""
         began = time.monotonic()
         try:
-            grant = yield from self._granted(entry, asked, handed)
+            grant = yield from self._granted(block, asked, handed)
             for hold in holds:
                 _check_still_held(hold)  # it may have ended while the others were waited for
-            new = self._new_hold(entry, asked.authority, grant, renewers)
-            self._note_entered(entry, [*holds, new])
+            new = self._new_hold(block, asked.authority, grant, renewers)
+            self._note_entered(block, [*holds, new])
         except BaseException as error:
-            if type(error) is LockTimeoutError and not (entry.is_try or asked.given_up):
+            if type(error) is LockTimeoutError and not (block.is_try or asked.given_up):
                 yield from name_holder(asked, error)
             if _events.listeners:
                 outcome = "cancelled" if asked.given_up else _outcome_of(error)
@@ -132,15 +145,15 @@ class LockSteps(Generic[Token]):
             # Not before: what is interrupted until here is not extended while the traceback lives.
             new.renewer.watch(new)
 
-    def _granted(self, entry: Entry, asked: Acquisition, handed: Grant | None) -> Steps[Grant]:
+    def _granted(self, block: Block, asked: Acquisition, handed: Grant | None) -> Steps[Grant]:
         if handed is not None:
             return (yield from _take_over(asked.authority, handed, self._ttl))
-        entry.asked = asked
+        block.asked = asked
         yield asked
         return asked.answer  # type: ignore[no-any-return]
 
-    def _new_hold(self, entry: Entry, authority: Authority, grant: Grant, renewers: Renewers) -> Hold:
-        hold = Hold(authority, grant, entry.owner, self._ttl, time.monotonic() + self._max_hold)
+    def _new_hold(self, block: Block, authority: Authority, grant: Grant, renewers: Renewers) -> Hold:
+        hold = Hold(authority, grant, block.owner, self._ttl, time.monotonic() + self._max_hold)
         hold.template = self.template
         if renewers is for_loop and (loop := running_loop()) is not None:
             hold.loop = ref(loop)
@@ -148,32 +161,32 @@ class LockSteps(Generic[Token]):
             hold.renewer = renewers(authority)
         return hold
 
-    def _note_entered(self, entry: Entry, holds: list[Hold]) -> None:
-        entry.enter(holds, self._resources)
-        self._entries.append(entry)
+    def _note_entered(self, block: Block, holds: list[Hold]) -> None:
+        block.enter(holds, self._resources)
+        self._entered.append(block)
 
-    def _enter_again(self, entry: Entry, authority: Authority) -> Steps[list[Hold]]:
+    def _enter_again(self, block: Block, authority: Authority) -> Steps[list[Hold]]:
         """Be inside what the owner holds already; return that."""
-        found = [hold for name in self._resources if (hold := find(authority, entry.owner, name))]
-        holds = [hold for hold in found if entry.enter_again(hold)]
+        found = [hold for name in self._resources if (hold := find(authority, block.owner, name))]
+        holds = [hold for hold in found if block.enter_again(hold)]
         if len(holds) < len(found):
-            yield end_releases(entry.owner)
-        for hold in entry.holds:
+            yield end_releases(block.owner)
+        for hold in block.holds:
             if self._ttl not in {hold.ttl, DEFAULT_TTL}:
                 sentence = "%s: entered again with ttl=%g, and the ttl=%g of the outer block counts"
                 logger.warning(sentence, hold.name, self._ttl, hold.ttl)
         return holds
 
-    def _take_back(self, entry: Entry) -> Steps[Loss | None]:
+    def _take_back(self, block: Block) -> Steps[Loss | None]:
         """Leave a block whose entering or leaving was interrupted; return as `_leave` does."""
-        for entries in (self._blocks, self._entries):
-            if entry in entries:
-                entries.remove(entry)
+        for entries in (self._with_blocks, self._entered):
+            if block in entries:
+                entries.remove(block)
         try:
-            if entry.asked is not None and entry.asked.answer is not None:  # it became no hold
-                yield ask_to_release(entry.asked.authority, entry.asked.answer)
+            if block.asked is not None and block.asked.answer is not None:  # it became no hold
+                yield ask_to_release(block.asked.authority, block.asked.answer)
         finally:
-            lost = (yield from self._leave(entry)) if entry.holds else None
+            lost = (yield from self._leave(block)) if block.holds else None
         return lost
 
     def _extend(self, ttl: float | None) -> Steps[None]:
@@ -195,8 +208,8 @@ class LockSteps(Generic[Token]):
                 yield from go_on_holding(hold)
 
     def _remint(self) -> Steps[Any]:
-        entry = self._innermost()
-        for hold in entry.holds:
+        block = self._innermost()
+        for hold in block.holds:
             _check_still_held(hold)
             asked: Step | None = None
             try:
@@ -213,30 +226,30 @@ class LockSteps(Generic[Token]):
             finally:
                 yield from go_on_holding(hold)
             _check_still_held(hold)
-        return entry.tokens
+        return block.tokens
 
     def _locked(self) -> Steps[bool]:
-        authority: Any = self._authority or default_authority()
+        authority: Any = self._find_authority()
         names = self._resources
         asked = Step(lambda: authority.holder_ttl(names), lambda: authority.aio.holder_ttl(names))
         yield asked
         return asked.answer is not None
 
     def _hand_over(self) -> Steps[str]:
-        entry = self._innermost()
-        hold, authority = entry.holds[0], cast("Any", entry.holds[0].authority)
+        block = self._innermost()
+        hold, authority = block.holds[0], cast("Any", block.holds[0].authority)
         _check_still_held(hold)
         try:
             yield from stop_renewal(hold)
             _check_still_held(hold)
-            if len(entry.holds) > 1 or len(hold.blocks) > 1:
+            if len(block.holds) > 1 or len(hold.blocks) > 1:
                 raise LockError(f"{self!r} was entered more than once: leave the other blocks first")
             if any(lease.needed or lease.in_doubt for lease in hold.leases):
                 raise LockError(f"{self!r}: a transaction under it is open or in doubt: end it first")
             its = {"resources": hold.grant.resources, "tokens": hold.grant.tokens, "ttl": hold.ttl}
             its |= {"proof": authority.dump(hold.grant), "by": repr(authority)}
-            self._entries.remove(entry)
-            entry.holds = ()
+            self._entered.remove(block)
+            block.holds = ()
             remove(hold)
             hold.note_released()
         finally:
@@ -246,37 +259,37 @@ class LockSteps(Generic[Token]):
     def _release(self) -> Steps[None]:
         self._complain((yield from self._leave(self._innermost())), None)
 
-    def _leave(self, entry: Entry) -> Steps[Loss | None]:
+    def _leave(self, block: Block) -> Steps[Loss | None]:
         """Leave one block; return what had been lost before, or None."""
         try:
-            if entry in self._entries:
-                self._entries.remove(entry)
-            return (yield from leave(entry))
+            if block in self._entered:
+                self._entered.remove(block)
+            return (yield from leave(block))
         except (Exception, KeyboardInterrupt, SystemExit):
             # A signal handler's, at any line. (One that is cancelled has been sent.) Once more does no harm.
-            yield from leave(entry)
+            yield from leave(block)
             raise
 
-    def _innermost(self) -> Entry:
-        """Return what this thread, task or greenlet entered last; or else the last entry of all."""
-        if (entry := last_of_ours(self._entries)) is None:
+    def _innermost(self) -> Block:
+        """Return what this thread, task or greenlet entered last; or else the last block of all."""
+        if (block := last_of_ours(self._entered)) is None:
             raise NotHeldError(f"{self!r}: acquire it first")
-        return entry
+        return block
 
-    def _begin_block(self, entry: Entry) -> Token:
-        self._blocks.append(entry)
-        return entry.tokens  # type: ignore[no-any-return]
+    def _begin_block(self, block: Block) -> Token:
+        self._with_blocks.append(block)
+        return block.tokens  # type: ignore[no-any-return]
 
-    def _block_to_leave(self) -> Entry | None:
+    def _block_to_leave(self) -> Block | None:
         """Return what this thread, task or greenlet leaves next."""
         # The second: it was acquired, and handed over to an ExitStack.
-        return last_of_ours(self._blocks) or last_of_ours(self._entries)
+        return last_of_ours(self._with_blocks) or last_of_ours(self._entered)
 
-    def _exit(self, entry: Entry | None) -> Steps[Loss | None]:
+    def _exit(self, block: Block | None) -> Steps[Loss | None]:
         """Leave a block, unless its body has released it; return as `_leave` does."""
-        if entry in self._blocks:
-            self._blocks.remove(entry)
-        return (yield from self._leave(entry)) if entry in self._entries else None
+        if block in self._with_blocks:
+            self._with_blocks.remove(block)
+        return (yield from self._leave(block)) if block in self._entered else None
 
     def _complain(self, lost: Loss | None, exc_value: BaseException | None) -> None:
         if lost is None:

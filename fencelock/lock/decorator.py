@@ -8,8 +8,9 @@ import string
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, Unpack, cast
 
-from fencelock.lock.lock import FencedLock, fenced_lock
-from fencelock.settings import AllLockSettings
+from fencelock.lock.fenced_lock import fenced_lock
+from fencelock.lock.lock import FencedLock
+from fencelock.lock.options import AllLockSettings
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

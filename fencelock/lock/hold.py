@@ -10,20 +10,16 @@ import asyncio
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 from weakref import ReferenceType, WeakValueDictionary, ref
 
 from fencelock import _events
 from fencelock._events import LeaseLost, LockAcquired, LockEnd, LockReleased, LossReason, TokenReminted
-from fencelock._owners import current_owner
 from fencelock.authority.base import Authority, Grant, named
 from fencelock.lease import Lease, note_ended, note_held
-
-if TYPE_CHECKING:
-    from fencelock.lock.steps import Acquisition
-    from fencelock.renewal.schedule import Renewer
+from fencelock.renewal.schedule import Renewer
 
 
 @dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
@@ -197,6 +193,14 @@ def find(authority: Authority, owner: object, resource: str) -> Hold | None:
     return None if hold is None or hold.inherited or hold.lost else hold
 
 
+def add(hold: Hold) -> None:
+    """Note that the owner of a hold may enter it again, and that this context may write under it."""
+    for lease in hold.leases:
+        lease.enter()
+        _holds[hold.authority, hold.owner, lease.resource] = hold
+    note_held(*hold.leases)
+
+
 def remove(hold: Hold) -> None:
     """Note that a hold is over."""
     for lease in hold.leases:
@@ -217,64 +221,3 @@ def owners_of(authority: Authority, resources: Iterable[str]) -> list[object]:
 def everything_held() -> list[Hold]:
     """Return all that this process holds."""
     return [hold for hold in dict.fromkeys(_holds.values()) if not hold.inherited]
-
-
-@dataclass(eq=False, slots=True)
-class Entry:
-    """One time that a lock was entered.
-
-    Attributes:
-        owner: the thread, task or greenlet that did.
-        mark: stands for it in the holds' blocks, which must not refer to it: a cycle would keep a lock that
-            was thrown away alive, and renewed, until the garbage collector comes along.
-        asked: for what it did not hold before.
-        holds: what it is inside.
-        leases: what it yields, in the order of the lock's resources.
-        is_try: whether the caller does not want to know by whom the lock is held.
-    """
-
-    owner: object = field(default_factory=current_owner)
-    mark: object = field(default_factory=object)
-    asked: Acquisition | None = None
-    holds: tuple[Hold, ...] = ()
-    leases: tuple[Lease, ...] = ()
-    is_try: bool = False
-
-    def enter_again(self, hold: Hold) -> bool:
-        """Be inside a hold that the owner has already; return False where that is being given back."""
-        if hold not in self.holds:
-            self.holds = (*self.holds, hold)  # first, so that an interruption leaves it again
-            if not (hold.blocks or hold.stop_waiting()):
-                self.holds = self.holds[:-1]
-                return False
-            hold.blocks.add(self.mark)
-        return True
-
-    def enter(self, holds: Sequence[Hold], resources: Iterable[str]) -> None:
-        """Be inside holds, which have all of the resources between them; note them, and in this context."""
-        self.holds = tuple(dict.fromkeys(holds))
-        self.asked = None
-        by_name = {lease.resource: lease for hold in self.holds for lease in hold.leases}
-        self.leases = tuple([by_name[resource] for resource in resources])
-        for hold in self.holds:
-            hold.blocks.add(self.mark)
-            for lease in hold.leases:
-                lease.enter()
-                _holds[hold.authority, hold.owner, lease.resource] = hold
-            note_held(*hold.leases)
-
-    @property
-    def tokens(self) -> Any:
-        """What `with` yields: the token, or the tokens of several resources."""
-        tokens = tuple([lease.fencing_token for lease in self.leases])
-        return tokens[0] if len(tokens) == 1 else tokens
-
-
-def last_of_ours(entries: list[Entry]) -> Entry | None:
-    """Return what this thread, task or greenlet entered last; or else the last entry of all."""
-    snapshot = tuple(entries)
-    if len(snapshot) < 2:  # noqa: PLR2004 - then there is nothing to choose
-        return snapshot[0] if snapshot else None
-    owner = current_owner()
-    ours = (entry for entry in reversed(snapshot) if entry.owner == owner)
-    return next(ours, snapshot[-1])

@@ -5,21 +5,17 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable
 from types import EllipsisType
-from typing import Any, Generic, Unpack, cast, overload
+from typing import Generic
 
-from fencelock import token
-from fencelock.authority.base import Authority, make_locks_with
 from fencelock.errors import LockTimeoutError
 from fencelock.lease import Lease
-from fencelock.lock.acquiring import HANDED, LockSteps, Token
-from fencelock.lock.hold import Entry
+from fencelock.lock.acquiring import LockSteps, Token
+from fencelock.lock.block import Block
 from fencelock.lock.steps import run_blocking, run_waiting, under_way
 from fencelock.renewal.loop import for_loop
 from fencelock.renewal.thread import for_thread
-from fencelock.settings import DEFAULT_TTL, AllLockSettings, IfLost, default_authority
 
 
 class FencedLock(LockSteps[Token]):
@@ -34,7 +30,7 @@ class FencedLock(LockSteps[Token]):
 
     def __repr__(self) -> str:
         names = ", ".join(map(repr, self._resources))
-        return f"<fenced_lock {names} {'held' if self._entries else 'not held'}>"
+        return f"<fenced_lock {names} {'held' if self._entered else 'not held'}>"
 
     @property
     def aio(self) -> AsyncLock[Token]:
@@ -44,7 +40,7 @@ class FencedLock(LockSteps[Token]):
     @property
     def leases(self) -> tuple[Lease, ...]:
         """The leases while held, in the order of the resources; empty otherwise."""
-        return self._innermost().leases if self._entries else ()
+        return self._innermost().leases if self._entered else ()
 
     @property
     def lease(self) -> Lease:
@@ -66,20 +62,20 @@ class FencedLock(LockSteps[Token]):
             LockLostError: the lease of a resource that was held already ended meanwhile.
             AuthorityError: it could not be decided.
         """
-        return self._acquire_lease(Entry(), timeout)
+        return self._acquire_lease(Block(), timeout)
 
     def try_acquire(self) -> Lease | None:
         """Try once: return the lease, or None if another holder has the lock; errors as for `acquire`."""
         try:
-            return self._acquire_lease(Entry(is_try=True), 0)
+            return self._acquire_lease(Block(is_try=True), 0)
         except LockTimeoutError:
             return None
 
-    def _acquire_lease(self, entry: Entry, timeout: float | EllipsisType | None) -> Lease:
+    def _acquire_lease(self, block: Block, timeout: float | EllipsisType | None) -> Lease:
         try:
-            return run_blocking(self._acquire(entry, timeout, for_thread)).leases[0]
+            return run_blocking(self._acquire(block, timeout, for_thread)).leases[0]
         except BaseException:
-            run_blocking(self._take_back(entry))
+            run_blocking(self._take_back(block))
             raise
 
     def extend(self, ttl: float | None = None) -> None:
@@ -154,35 +150,35 @@ class FencedLock(LockSteps[Token]):
         if not callable(given) or inspect.iscoroutinefunction(given):
             raise TypeError(f"on_lost calls a plain function with the lease, and {callback!r} is none")
         self._listeners = (*self._listeners, callback)
-        for hold in dict.fromkeys(hold for entry in self._entries for hold in entry.holds):
+        for hold in dict.fromkeys(hold for block in self._entered for hold in block.holds):
             hold.tell_when_lost([callback])
 
     def __enter__(self) -> Token:
-        entry = Entry()
+        block = Block()
         try:
-            return self._begin_block(run_blocking(self._acquire(entry, ..., for_thread)))
+            return self._begin_block(run_blocking(self._acquire(block, ..., for_thread)))
         except BaseException:
-            run_blocking(self._take_back(entry))
+            run_blocking(self._take_back(block))
             raise
 
     def __exit__(self, exc_type: object, exc_value: BaseException | None, traceback: object) -> None:
-        entry = None
+        block = None
         try:
-            entry = self._block_to_leave()
-            lost = run_blocking(self._exit(entry))
+            block = self._block_to_leave()
+            lost = run_blocking(self._exit(block))
         except BaseException:
-            # A signal handler's, at any line. Until `entry` is known nothing is left, and it is found again.
-            if (entry := entry or self._block_to_leave()) is not None:
-                run_blocking(self._take_back(entry))
+            # A signal handler's, at any line. Until `block` is known nothing is left, and it is found again.
+            if (block := block or self._block_to_leave()) is not None:
+                run_blocking(self._take_back(block))
             raise
         self._complain(lost, exc_value)
 
     async def __aenter__(self) -> Token:
-        entry = Entry()
+        block = Block()
         try:
-            return self._begin_block(await run_waiting(self._acquire(entry, ..., for_loop)))
+            return self._begin_block(await run_waiting(self._acquire(block, ..., for_loop)))
         except BaseException:
-            await run_waiting(self._take_back(entry))
+            await run_waiting(self._take_back(block))
             raise
 
     async def __aexit__(self, exc_type: object, exc_value: BaseException | None, traceback: object) -> None:
@@ -205,20 +201,20 @@ class AsyncLock(Generic[Token]):
 
     async def acquire(self, timeout: float | EllipsisType | None = ...) -> Lease:  # noqa: ASYNC109 - how long others may hold it
         """Wait for the lock and return its lease: see `FencedLock.acquire`."""
-        return await self._acquire_lease(Entry(), timeout)
+        return await self._acquire_lease(Block(), timeout)
 
     async def try_acquire(self) -> Lease | None:
         """Try once: return the lease, or None if another holder has the lock."""
         try:
-            return await self._acquire_lease(Entry(is_try=True), 0)
+            return await self._acquire_lease(Block(is_try=True), 0)
         except LockTimeoutError:
             return None
 
-    async def _acquire_lease(self, entry: Entry, seconds: float | EllipsisType | None) -> Lease:
+    async def _acquire_lease(self, block: Block, seconds: float | EllipsisType | None) -> Lease:
         try:
-            return (await run_waiting(self._lock._acquire(entry, seconds, for_loop))).leases[0]
+            return (await run_waiting(self._lock._acquire(block, seconds, for_loop))).leases[0]
         except BaseException:
-            await run_waiting(self._lock._take_back(entry))
+            await run_waiting(self._lock._take_back(block))
             raise
 
     async def extend(self, ttl: float | None = None) -> None:
@@ -240,97 +236,3 @@ class AsyncLock(Generic[Token]):
     async def release(self) -> None:
         """Give the lock back: see `FencedLock.release`."""
         await run_waiting(self._lock._release())
-
-
-@overload
-def fenced_lock(resource: str, /, **settings: Unpack[AllLockSettings]) -> FencedLock[int]: ...
-
-
-@overload
-def fenced_lock(*resources: str, **settings: Unpack[AllLockSettings]) -> FencedLock[tuple[int, ...]]: ...
-
-
-def fenced_lock(
-    *resources: str,
-    ttl: float = DEFAULT_TTL,
-    timeout: float | None = 10.0,
-    renew: bool = True,
-    max_hold: float | None = 3600.0,
-    fair: bool = False,
-    reentrant: bool = True,
-    if_lost: IfLost = "raise",
-    authority: Authority | None = None,
-) -> FencedLock[int] | FencedLock[tuple[int, ...]]:
-    """Return a lock on a resource, to be entered with `with` or `async with`: it yields the fencing token.
-
-    ```python
-    with fenced_lock("order:1") as token, Session(engine) as session:
-        order = claim(session, Order, 1)
-        order.status = "paid"
-        session.commit()
-    ```
-
-    Every lease of a resource has a larger token than all leases that had been acquired before its own
-    acquisition began, whatever networks, clocks and pauses do. An older holder may still be at work: that is
-    why the storage compares tokens.
-
-    Args:
-        *resources: what to lock: 1 to 255 characters each, without control characters. Several are
-            acquired together or not at all, and yield a tuple of tokens in their order.
-        ttl: seconds that the lease lasts on every node, and by which it is extended.
-        timeout: seconds to wait for another holder; None for ever, 0 one try.
-        renew: extend the lease in the background, after each third of its ttl, until it is released.
-        max_hold: seconds after which a lease is no longer renewed but lost, because a worker that hangs must
-            not hold for ever. None for no limit.
-        fair: wait in line: first come, first served, as far as a quorum can tell.
-        reentrant: let a thread, task or greenlet enter again what it holds. False: LockTimeoutError at once.
-        if_lost: what leaving the block does if the lease was lost before, nothing was committed under it and
-            the body raised nothing: "raise" LockLostError, or "warn" in the log.
-        authority: grants it; by default what `configure()` or FENCELOCK_URL say.
-
-    Raises:
-        TypeError: for arguments of the wrong kind; entering raises the errors of `FencedLock.acquire`.
-        ValueError: for arguments out of range.
-    """
-    lock: FencedLock[int] = FencedLock(
-        resources,
-        ttl=ttl,
-        timeout=timeout,
-        renew=renew,
-        max_hold=max_hold,
-        fair=fair,
-        reentrant=reentrant,
-        if_lost=if_lost,
-        authority=authority,
-    )
-    return lock
-
-
-def take_over(text: str, **settings: Unpack[AllLockSettings]) -> FencedLock[Any]:
-    """Return a lock that was handed over: its first entering extends the lease instead of acquiring it.
-
-    The tokens stay. Each text is for one process. Entering raises LockLostError where the lease has ended.
-
-    Args:
-        text: of `FencedLock.hand_over`.
-        **settings: as for `fenced_lock`. The ttl is that of the text by default, and max_hold begins anew.
-
-    Raises:
-        ValueError: for any other text, also of another kind of authority, or of another namespace.
-    """
-    settings["authority"] = authority = cast("Any", settings.get("authority") or default_authority())
-    try:
-        its = json.loads(text)[HANDED]
-        grant = authority.load(tuple(its["resources"]), tuple(map(token.check, its["tokens"])), its["proof"])
-        by = its["by"]
-        settings.setdefault("ttl", its["ttl"])
-    except (ValueError, TypeError, AttributeError, LookupError) as error:
-        raise ValueError(f"this is no text of hand_over: {str(text)[:80]!r} ({error!r})") from error
-    if authority.dump(grant) != its["proof"]:
-        raise ValueError(f"{by} has granted this lease, and {authority!r} cannot take it over")
-    lock: FencedLock[Any] = fenced_lock(*grant.resources, **settings)
-    lock._handed = grant
-    return lock
-
-
-make_locks_with(fenced_lock)

@@ -15,7 +15,8 @@ from fencelock import _threads
 from fencelock._owners import running_loop
 from fencelock.errors import AuthorityError, LockLostError
 from fencelock.lease import Lease, note_ended
-from fencelock.lock.hold import Entry, Hold, remove
+from fencelock.lock.block import Block
+from fencelock.lock.hold import Hold, remove
 from fencelock.lock.steps import Step, Steps, ask_to_release, run_blocking, run_waiting
 from fencelock.renewal.schedule import follow_release, tell
 
@@ -149,11 +150,11 @@ def go_on_holding(hold: Hold) -> Steps[None]:
         hold.renewer.watch(hold)
 
 
-def leave(entry: Entry) -> Steps[Loss | None]:
+def leave(block: Block) -> Steps[Loss | None]:
     """Give back what no block is inside any more; return what had been lost before, or None."""
     over = []
-    for hold in reversed(entry.holds):
-        hold.blocks.discard(entry.mark)
+    for hold in reversed(block.holds):
+        hold.blocks.discard(block.mark)
         if not hold.blocks and not waits_for_transactions(hold):
             over.append(hold)
     lost, interruption = None, None

@@ -37,7 +37,6 @@ Calls = list[Callable[[], object]]
 class Renewable(Protocol):
     """What is renewed. `Hold` of `lock/` meets it, and says what each of these is."""
 
-    # ruff: noqa: D102
     grant: Grant
     ttl: float
     deadline: float

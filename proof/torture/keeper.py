@@ -17,7 +17,8 @@ from typing import Any, Final
 from fencelock.authority.base import Authority
 from fencelock.errors import FencelockError
 from fencelock.lease import Lease
-from fencelock.lock.lock import FencedLock, fenced_lock
+from fencelock.lock.fenced_lock import fenced_lock
+from fencelock.lock.lock import FencedLock
 from proof.torture.history import HELD_UP, Acquisition, Failure, Release
 from proof.torture.journal import Journal
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from fencelock.settings import LockSettings
+from fencelock.lock.options import LockSettings
 from proof.torture.history import Style
 from proof.torture.settings import Settings
 

@@ -28,7 +28,8 @@ from fencelock.authority.base import Authority
 from fencelock.authority.redlock.redlock import Redlock
 from fencelock.errors import FencelockError, LockError, LockLostError
 from fencelock.lease import Lease
-from fencelock.lock.lock import FencedLock, fenced_lock
+from fencelock.lock.fenced_lock import fenced_lock
+from fencelock.lock.lock import FencedLock
 from proof.torture.history import Acquisition, Failure, Release, Style
 from proof.torture.journal import Journal
 from proof.torture.keeper import Keeper

@@ -19,7 +19,7 @@ import redis
 
 from fencelock import QuorumError, Redlock
 from fencelock._owners import name_of_process
-from fencelock.authority.base import Holder
+from fencelock.holder import Holder
 from proof.servers import Nodes
 from tests.authorities.kinds import MAKERS, Kind
 from tests.polling import IMPATIENT, eventually

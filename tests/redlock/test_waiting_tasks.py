@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import redis
@@ -310,7 +310,7 @@ def test_tasks_wait_by_looking_where_most_nodes_are_silent(
 
     async def main() -> None:
         async with Redlock(urls).aio as aio:
-            deaf = aio._authority
+            deaf = cast("Redlock", aio._authority)
             assert await seconds_until_handed_over(authority, deaf, timeout=5.0) < 2.0
             assert await soon(lambda: heard_by(deaf) == 2)
             assert not listener_of(deaf).queue.hears

@@ -27,8 +27,6 @@ from fencelock._owners import name_of_process
 from fencelock._steps import Steps
 from fencelock.authority.base import (
     Grant,
-    Holder,
-    LockInfo,
     Wish,
     held_by_another,
     in_use,
@@ -47,6 +45,7 @@ from fencelock.errors import (
     LockTimeoutError,
     QuorumError,
 )
+from fencelock.holder import Holder, LockInfo
 from fencelock.token import COUNTER_BITS, epoch_above
 
 if TYPE_CHECKING:
@@ -93,6 +92,8 @@ class Database(Stepped):
         TypeError: for what is neither a URL nor an engine.
         ImportError: the driver is not installed.
     """
+
+    aio: AsyncDatabase
 
     def __init__(self, source: str | URL | Engine | AsyncEngine, *, schema: str | None = None) -> None:
         super().__init__()

@@ -5,19 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 from fencelock._steps import Steps, wait_for
 from fencelock.authority.redlock.admin import NodeStatus
 from fencelock.authority.redlock.protocol.messages import Broadcast
 from fencelock.authority.redlock.transport.aio import LoopConnections
-from fencelock.authority.stepped import AsyncView
-
-if TYPE_CHECKING:
-    from fencelock.authority.redlock.redlock import Redlock
+from fencelock.authority.stepped import AsyncView, Stepped
 
 _T = TypeVar("_T")
+
+
+class Nodes(Protocol):
+    """What the asyncio face needs of a `Redlock`, in that class's words."""
+
+    def init(self, *, base: int | None, max_ttl: float | None, allow_eviction: bool) -> bool: ...
+    def status(self) -> tuple[NodeStatus, ...]: ...
+    def check_process(self) -> None: ...
+    def connect_in(self, loop: asyncio.AbstractEventLoop) -> LoopConnections: ...
 
 
 class AsyncRedlock(AsyncView):
@@ -28,10 +34,9 @@ class AsyncRedlock(AsyncView):
     sent all the same.
     """
 
-    _authority: Redlock
-
-    def __init__(self, redlock: Redlock) -> None:
-        super().__init__(redlock)
+    def __init__(self, authority: Stepped, nodes: Nodes) -> None:
+        super().__init__(authority)
+        self._nodes = nodes
         self._start_over()
 
     def _start_over(self) -> None:
@@ -67,12 +72,12 @@ class AsyncRedlock(AsyncView):
         self, *, base: int | None = None, max_ttl: float | None = None, allow_eviction: bool = False
     ) -> bool:
         """Initialise N blank nodes, once in their life: see `Redlock.init`, also for the errors."""
-        init = self._authority.init
+        init = self._nodes.init
         return await asyncio.to_thread(init, base=base, max_ttl=max_ttl, allow_eviction=allow_eviction)
 
     async def status(self) -> tuple[NodeStatus, ...]:
         """Ask every node how it stands: see `Redlock.status`."""
-        return await asyncio.to_thread(self._authority.status)
+        return await asyncio.to_thread(self._nodes.status)
 
     async def close(self) -> None:
         """Close the connections of the running loop; using it again connects again."""
@@ -83,13 +88,13 @@ class AsyncRedlock(AsyncView):
 
     def here(self) -> LoopConnections:
         """Return the running loop's connections."""
-        self._authority.check_process()
+        self._nodes.check_process()
         loop = asyncio.get_running_loop()
         connections = self._by_loop.get(loop)
         if connections is None or connections.is_closed:
             with self._lock:
                 self._close_orphans()
-                self._by_loop[loop] = connections = self._authority.connect_in(loop)
+                self._by_loop[loop] = connections = self._nodes.connect_in(loop)
         return connections
 
     def _close_orphans(self) -> None:

@@ -14,7 +14,7 @@ from fencelock import token
 from fencelock._checks import check_seconds
 from fencelock._owners import name_of_process
 from fencelock._steps import Steps, block
-from fencelock.authority.base import Grant, LockInfo, Wish, in_use, named
+from fencelock.authority.base import Grant, Wish, in_use, named
 from fencelock.authority.redlock import admin, operations
 from fencelock.authority.redlock.admin import NodeStatus
 from fencelock.authority.redlock.aio import AsyncRedlock
@@ -37,6 +37,7 @@ from fencelock.authority.redlock.transport.endpoints import Source, sources_of
 from fencelock.authority.redlock.wire.nodes import INTRODUCED_FOR
 from fencelock.authority.stepped import Stepped, warn_of_blocked_loop
 from fencelock.errors import FencelockError, NodesNotInitialisedError
+from fencelock.holder import LockInfo
 
 _T = TypeVar("_T")
 
@@ -70,6 +71,7 @@ class Redlock(Stepped):
     """
 
     kinds: ClassVar[frozenset[str]] = frozenset({"fair"})
+    aio: AsyncRedlock
 
     def __init__(
         self,
@@ -98,7 +100,7 @@ class Redlock(Stepped):
             if count > 1:
                 raise ValueError(f"{name} is named {count} times: each node has one vote")
         #: The same operations as coroutines, for asyncio code.
-        self.aio = AsyncRedlock(self)
+        self.aio = AsyncRedlock(self, self)
         self._start_over()
         in_use.add(self)
 

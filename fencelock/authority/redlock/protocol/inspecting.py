@@ -13,7 +13,6 @@ from collections.abc import Callable, Generator
 from typing import Any, Final, NamedTuple
 
 from fencelock import token
-from fencelock.authority.base import Holder, LockInfo
 from fencelock.authority.redlock.protocol.attempts import Attempt
 from fencelock.authority.redlock.protocol.messages import (
     Answer,
@@ -26,6 +25,7 @@ from fencelock.authority.redlock.protocol.messages import (
 from fencelock.authority.redlock.protocol.nodeset import NodeSet, names_of
 from fencelock.authority.redlock.protocol.refusals import raise_no_quorum
 from fencelock.authority.redlock.protocol.undo import release_command
+from fencelock.holder import Holder, LockInfo
 
 #: Keys that a node looks at in one script, and does nothing else meanwhile.
 PAGE: Final = 200

@@ -1,56 +1,31 @@
-"""The settings of a lock; and its authority unless it names one: `configure()`, or FENCELOCK_URL."""
+"""The authority of locks that name none: that of `configure()`, or of FENCELOCK_URL."""
 
 from __future__ import annotations
 
-import importlib
 import os
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, TypeVar, overload
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from sqlalchemy import URL, Engine
 
 from fencelock._engines import is_async_engine
 from fencelock.authority.base import Authority
+from fencelock.authority.database.database import Database
+from fencelock.authority.redlock.redlock import Redlock
+from fencelock.authority.redlock.transport.endpoints import Source
 from fencelock.errors import AuthorityError
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
 
-    from fencelock.authority.database.database import Database
-    from fencelock.authority.redlock.redlock import Redlock
-    from fencelock.authority.redlock.transport.endpoints import Source
 
 _Authority = TypeVar("_Authority", bound=Authority)
 
-IfLost = Literal["raise", "warn"]
-DEFAULT_TTL: Final = 30.0
-
-
-class LockSettings(TypedDict, total=False):
-    """The settings of a lock, save its authority; `fenced_lock` says what they mean, and their defaults."""
-
-    ttl: float
-    timeout: float | None
-    renew: bool
-    max_hold: float | None
-    fair: bool
-    reentrant: bool
-    if_lost: IfLost
-
-
-class AllLockSettings(LockSettings, total=False):
-    """The settings of a lock, and its authority."""
-
-    authority: Authority | None
-
-
-_REDLOCK: Final = "fencelock.authority.redlock.redlock:Redlock"
-DATABASE: Final = "fencelock.authority.database.database:Database"
-#: What makes an authority of a URL, by its scheme before any `+`. It is imported when it is first needed.
-FACTORIES: Final[dict[str, str]] = {
-    **dict.fromkeys(("redis", "rediss", "valkey", "valkeys", "unix"), _REDLOCK),
-    **dict.fromkeys(("postgresql", "mysql", "mariadb", "sqlite"), DATABASE),
+#: What makes an authority of a URL, by its scheme before any `+`.
+_FACTORIES: dict[str, Callable[..., Redlock | Database]] = {
+    **dict.fromkeys(("redis", "rediss", "valkey", "valkeys", "unix"), Redlock),
+    **dict.fromkeys(("postgresql", "mysql", "mariadb", "sqlite"), Database),
 }
 
 _lock = threading.RLock()  # for signal handlers that lock, and strike in the midst of it
@@ -90,34 +65,31 @@ def configure(authority: Any, **options: Any) -> Any:
     return made
 
 
-def factory_of(url: str) -> str:
-    """Return which of the factories makes an authority of a URL; ValueError where none does."""
+def factory_of(url: str) -> Callable[..., Redlock | Database]:
+    """Return the class whose authorities have such a URL.
+
+    Raises:
+        ValueError: there is none.
+    """
     before, mark, _ = url.strip().partition("://")
     scheme = before.partition("+")[0].lower()
-    if scheme not in FACTORIES:
+    if scheme not in _FACTORIES:
         shown = repr(scheme) if mark else "a text without ://"  # which may have a password
         raise ValueError(
             f"{shown} names nothing that grants leases: write a URL such as sqlite:///app.db, "
             "postgresql+psycopg://user@host/name, mysql+pymysql://user@host/name or redis://host:6379"
         )
-    return FACTORIES[scheme]
+    return _FACTORIES[scheme]
 
 
-def _make(source: object, options: dict[str, Any]) -> Authority:
+def _make(source: Any, options: dict[str, Any]) -> Redlock | Database:
     if isinstance(source, str):
-        factory = factory_of(source)
-    elif isinstance(source, URL | Engine) or is_async_engine(source):
-        factory = DATABASE
-    elif isinstance(source, Sequence) or callable(getattr(source, "execute_command", None)):
-        factory = _REDLOCK
-    else:
-        raise TypeError(
-            "what grants leases is made of a URL, an engine of SQLAlchemy or clients of redis-py, and not of "
-            f"{type(source).__name__}"
-        )
-    module, _, name = factory.partition(":")
-    made: Authority = getattr(importlib.import_module(module), name)(source, **options)
-    return made
+        return factory_of(source)(source, **options)
+    if isinstance(source, URL | Engine) or is_async_engine(source):
+        return Database(source, **options)
+    if isinstance(source, Sequence) or callable(getattr(source, "execute_command", None)):
+        return Redlock(source, **options)
+    raise TypeError(f"an authority is a URL, an Engine or redis-py clients, not {type(source).__name__}")
 
 
 def default_authority() -> Authority:

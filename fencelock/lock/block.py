@@ -1,0 +1,70 @@
+"""One entered block of a lock: who is inside, and which holds it stands on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fencelock._owners import current_owner
+from fencelock.lease import Lease
+from fencelock.lock.hold import Hold, add
+from fencelock.lock.steps import Acquisition
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """A block of code in which a lock is held: from one entering of it to the leaving.
+
+    Attributes:
+        owner: the thread, task or greenlet that did.
+        mark: stands for it in the holds' blocks, which must not refer to it: a cycle would keep a lock that
+            was thrown away alive, and renewed, until the garbage collector comes along.
+        asked: for what it did not hold before.
+        holds: what it is inside.
+        leases: what it yields, in the order of the lock's resources.
+        is_try: whether the caller does not want to know by whom the lock is held.
+    """
+
+    owner: object = field(default_factory=current_owner)
+    mark: object = field(default_factory=object)
+    asked: Acquisition | None = None
+    holds: tuple[Hold, ...] = ()
+    leases: tuple[Lease, ...] = ()
+    is_try: bool = False
+
+    def enter_again(self, hold: Hold) -> bool:
+        """Be inside a hold that the owner has already; return False where that is being given back."""
+        if hold not in self.holds:
+            self.holds = (*self.holds, hold)  # first, so that an interruption leaves it again
+            if not (hold.blocks or hold.stop_waiting()):
+                self.holds = self.holds[:-1]
+                return False
+            hold.blocks.add(self.mark)
+        return True
+
+    def enter(self, holds: Sequence[Hold], resources: Iterable[str]) -> None:
+        """Be inside holds, which have all of the resources between them; note them, and in this context."""
+        self.holds = tuple(dict.fromkeys(holds))
+        self.asked = None
+        by_name = {lease.resource: lease for hold in self.holds for lease in hold.leases}
+        self.leases = tuple([by_name[resource] for resource in resources])
+        for hold in self.holds:
+            hold.blocks.add(self.mark)
+            add(hold)
+
+    @property
+    def tokens(self) -> Any:
+        """What `with` yields: the token, or the tokens of several resources."""
+        tokens = tuple([lease.fencing_token for lease in self.leases])
+        return tokens[0] if len(tokens) == 1 else tokens
+
+
+def last_of_ours(blocks: list[Block]) -> Block | None:
+    """Return what this thread, task or greenlet entered last; or else the last entry of all."""
+    snapshot = tuple(blocks)
+    if len(snapshot) < 2:  # noqa: PLR2004 - then there is nothing to choose
+        return snapshot[0] if snapshot else None
+    owner = current_owner()
+    ours = (block for block in reversed(snapshot) if block.owner == owner)
+    return next(ours, snapshot[-1])

@@ -1,0 +1,28 @@
+"""The settings of a lock."""
+
+from __future__ import annotations
+
+from typing import Final, Literal, TypedDict
+
+from fencelock.authority.base import Authority
+
+IfLost = Literal["raise", "warn"]
+DEFAULT_TTL: Final = 30.0
+
+
+class LockSettings(TypedDict, total=False):
+    """The settings of a lock, save its authority; `fenced_lock` says what they mean, and their defaults."""
+
+    ttl: float
+    timeout: float | None
+    renew: bool
+    max_hold: float | None
+    fair: bool
+    reentrant: bool
+    if_lost: IfLost
+
+
+class AllLockSettings(LockSettings, total=False):
+    """The settings of a lock, and its authority."""
+
+    authority: Authority | None
