@@ -32,7 +32,7 @@ from fencelock.commands.shared import (
     without_password,
 )
 from fencelock.max_fence import highest_fence
-from fencelock.token import epoch_above
+from fencelock.tokens import epoch_above
 
 app = typer.Typer(
     help="Locks that mint fencing tokens, and a database that refuses stale writers.",

@@ -22,8 +22,8 @@ from contextvars import ContextVar
 from typing import final
 from weakref import ref
 
-from fencelock import token as tokens
 from fencelock.errors import CommitInDoubtError, LockLostError, NotHeldError
+from fencelock.tokens import check as check_token
 
 MAX_RESOURCE_LENGTH = 255
 #: What an f-string leaves in a name where it was given an object, and not a value.
@@ -91,7 +91,7 @@ class Lease:
 
     def __init__(self, resource: str, fencing_token: int, expires_at: float = math.inf) -> None:
         self._resource = check_resource(resource)
-        self._fencing_token = tokens.check(fencing_token)
+        self._fencing_token = check_token(fencing_token)
         self._expires_at = expires_at
         self.released = self._left = self.guarded = self.committed = False
         self.why_lost = ""
@@ -195,7 +195,7 @@ class Lease:
 
     def remint(self, fencing_token: int, expires_at: float) -> None:
         """Note that the authority has given a larger token to the same hold."""
-        self._fencing_token = tokens.check(fencing_token)
+        self._fencing_token = check_token(fencing_token)
         self._expires_at = expires_at
 
     def lose(self, reason: str) -> None:

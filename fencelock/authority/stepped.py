@@ -1,27 +1,22 @@
 """An authority written once, as generators of steps, for blocking code and for coroutines.
 
 Its author writes `acquiring`, `extending`, `reminting`, `releasing`, `inspecting` and `forcing`, which yield
-steps of their own, and `do` and `do_soon`, which take such a step in each world. `Stepped` makes an
-`Authority` of that. It knows two more steps: `Wait`, and `Abandon`.
+steps of the author's own. `do` takes such a step in blocking code, and `wait_for` of the `AsyncView` takes
+all of them in a loop. `Stepped` makes an `Authority` of that.
 """
 
 from __future__ import annotations
 
 import abc
 import asyncio
-import contextlib
-import contextvars
 import logging
-import random
-import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar, Unpack, overload
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self, TypeVar, Unpack, overload
 from weakref import WeakSet
 
-from fencelock._checks import check_ttl
 from fencelock._owners import running_loop
-from fencelock._steps import Steps, block, wait_for
-from fencelock.authority.base import Grant, Terms, Wish, go_on_waiting
+from fencelock._steps import Steps, block
+from fencelock.authority.base import Grant, Terms, Wish
 from fencelock.errors import FencelockError
 from fencelock.holder import LockInfo
 from fencelock.lease import check_resource
@@ -36,31 +31,6 @@ logger = logging.getLogger("fencelock.authority")
 _warned_of: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
 
 
-class Wait(NamedTuple):
-    """A step: wait for another holder of `key` until that time, on the clock of `time.monotonic`."""
-
-    until: float
-    key: str
-
-
-class Abandon(NamedTuple):
-    """A step: give back what an interrupted operation may have left, by the steps that `giving_back` makes.
-
-    Blocking code does it now. Coroutines do it in a task, behind the step that was interrupted, because a
-    task that is cancelled must not wait.
-    """
-
-    giving_back: Callable[[], Steps[Any]]
-
-
-def pauses(shortest: float, longest: float, growth: float = 1.5) -> Iterator[float]:
-    """Yield for how long to wait before each next look; others who wait look at other moments."""
-    pause = shortest
-    while True:
-        yield pause * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
-        pause = min(longest, pause * growth)
-
-
 def warn_of_blocked_loop(key: str) -> None:
     """Tell, once for each event loop, that a blocking acquisition keeps it from running."""
     if (loop := running_loop()) is not None and loop not in _warned_of:
@@ -71,48 +41,6 @@ def warn_of_blocked_loop(key: str) -> None:
             "lock.aio.acquire()`",
             key,
         )
-
-
-class LoopEnd:
-    """What an event loop does before it closes: it waits until these tasks have ended, then it calls `close`.
-
-    `asyncio.run` ends the asynchronous generators that have begun in its loop. This is one of them. `kept` is
-    what an authority has for this loop; `over` tells whether all that has been done.
-    """
-
-    def __init__(self, kept: Any = None, close: Callable[[], Awaitable[None]] | None = None) -> None:
-        self.tasks: set[asyncio.Task[Any]] = set()
-        self.kept = kept
-        self.over = False
-        self._close = close
-        self._generator = self._wait_for_end()
-        with contextlib.suppress(StopIteration):  # it has come to its `yield`
-            self._generator.asend(None).send(None)
-
-    async def _wait_for_end(self) -> AsyncGenerator[None]:
-        try:
-            yield
-        finally:
-            while self.tasks:
-                await asyncio.wait(self.tasks)
-            self.over = True
-            if self._close is not None:
-                await self._close()
-
-    async def end(self) -> None:
-        """Do it now."""
-        await self._generator.aclose()
-
-    def begin_to_end(self) -> None:
-        """Do it now, in a task of the running loop."""
-        self._ending = asyncio.get_running_loop().create_task(self.end())
-
-    def begin(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
-        """Have a task do something."""
-        task = asyncio.get_running_loop().create_task(work, context=contextvars.Context())
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
-        return task
 
 
 class Stepped(abc.ABC):
@@ -152,11 +80,8 @@ class Stepped(abc.ABC):
         """Take a step, blocking."""
 
     @abc.abstractmethod
-    async def do_soon(self, step: Any) -> Any:
-        """Take a step, letting other tasks run."""
-
-    def __init__(self) -> None:
-        self._loop_ends: dict[asyncio.AbstractEventLoop, LoopEnd] = {}
+    def close(self) -> None:
+        """Close the connections. Leases that are held end by themselves; using it again connects again."""
 
     def __enter__(self) -> Self:
         return self
@@ -176,29 +101,8 @@ class Stepped(abc.ABC):
         """
         return FencedLock(resources, lambda: self, **settings)
 
-    def open_in_loop(self) -> LoopEnd:
-        """Return the end of the running event loop, with what the authority has for this loop only."""
-        return LoopEnd()
-
-    def loop_end(self) -> LoopEnd:
-        """Return what the running event loop does before it closes."""
-        loop = asyncio.get_running_loop()
-        if (end := self._loop_ends.get(loop)) is None or end.over:
-            for each in list(self._loop_ends):
-                if each.is_closed():  # before everything was over
-                    del self._loop_ends[each]
-            end = self._loop_ends[loop] = self.open_in_loop()
-        return end
-
-    def close(self) -> None:
-        """Close the connections. Leases that are held end by themselves; using it again connects again."""
-        for loop, end in list(self._loop_ends.items()):
-            with contextlib.suppress(RuntimeError):  # it has been closed
-                loop.call_soon_threadsafe(end.begin_to_end)
-
     def checked(self, resources: tuple[str, ...], **terms: Unpack[Terms]) -> Steps[Grant]:
         """Return `acquiring(…)`, unless this authority cannot do it."""
-        check_ttl(terms["ttl"])
         if terms.get("fair") and "fair" not in self.kinds:
             raise ValueError(f"{self!r} keeps no waiting line: fair=True needs nodes of Redis or Valkey")
         return self.acquiring(resources, **terms)
@@ -221,19 +125,7 @@ class Stepped(abc.ABC):
 
     def run(self, steps: Steps[_T]) -> _T:
         """Take steps to their end, blocking."""
-        return block(steps, self._do)
-
-    def _do(self, step: Any) -> Any:
-        if isinstance(step, Wait):
-            warn_of_blocked_loop(step.key)
-            time.sleep(max(0.0, step.until - time.monotonic()))
-            return go_on_waiting()
-        if not isinstance(step, Abandon):
-            return self.do(step)
-        try:
-            return self.run(step.giving_back())
-        except FencelockError as error:
-            return _note_left(error)
+        return block(steps, self.do)
 
     def holder_ttl(self, resources: tuple[str, ...]) -> float | None:
         """Tell for how many seconds one of them is held: see `Authority`."""
@@ -265,11 +157,8 @@ class Stepped(abc.ABC):
         return next(iter(self.run(self.inspecting((check_resource(resource),)))), None)
 
 
-class AsyncView:
-    """A `Stepped` authority for coroutines. May be used in an `async with`, which closes it.
-
-    A step that has begun is taken to its end, also where its caller is cancelled meanwhile.
-    """
+class AsyncView(abc.ABC):
+    """A `Stepped` authority for coroutines. May be used in an `async with`, which closes it."""
 
     def __init__(self, authority: Stepped) -> None:
         self._authority = authority
@@ -283,9 +172,9 @@ class AsyncView:
     async def __aexit__(self, *_error: object) -> None:
         await self.close()
 
+    @abc.abstractmethod
     async def close(self) -> None:
         """Close the connections of the running loop; using it again connects again."""
-        await self._authority.loop_end().end()
 
     async def acquire(self, resources: tuple[str, ...], **terms: Unpack[Terms]) -> Grant:
         """Return leases of all the resources, or of none: see `Authority.acquire`.
@@ -321,38 +210,10 @@ class AsyncView:
         found = await self.wait_for(self._authority.inspecting((check_resource(resource),)))
         return next(iter(found), None)
 
+    @abc.abstractmethod
     async def wait_for(self, steps: Steps[_T]) -> _T:
         """Take steps to their end, letting other tasks run."""
-        latest: asyncio.Task[Any] | None = None
-        end = self._authority.loop_end()
-
-        async def do(step: Any) -> Any:
-            nonlocal latest
-            if isinstance(step, Wait):
-                await asyncio.sleep(max(0.0, step.until - time.monotonic()))
-                return go_on_waiting()
-            if isinstance(step, Abandon):
-                return end.begin(self._abandon(step, latest))
-            latest = end.begin(self._authority.do_soon(step))
-            return await asyncio.shield(latest)
-
-        return await wait_for(steps, do)
-
-    async def _abandon(self, step: Abandon, latest: asyncio.Task[Any] | None) -> None:
-        try:
-            if latest is not None:
-                await asyncio.wait([latest])
-            await self.wait_for(step.giving_back())
-        except asyncio.CancelledError:  # with all tasks, by a loop that ends; it waits for this one
-            self._authority.loop_end().begin(self._abandon(step, latest))
-            raise
-        except FencelockError as error:
-            _note_left(error)
 
 
 def _last_end(found: Sequence[LockInfo]) -> float | None:
     return max((info.remaining for info in found), default=None)
-
-
-def _note_left(error: FencelockError) -> None:
-    logger.warning("what an interrupted operation has left ends by itself: %s", error)

@@ -30,7 +30,7 @@ from fencelock.errors import FencelockError, LockTimeoutError
 from fencelock.guard import triggers
 from fencelock.guard.tables import FENCE_TABLE, WRITE_COLUMN, fenced_table
 from fencelock.max_fence import fenced_tables, highest_fence
-from fencelock.token import split
+from fencelock.tokens import split
 
 _OLDEST_SERVER: Final = (6, 2)
 #: Seconds in which clocks are compared, and by which part of that they may differ: see `base.drift`.
@@ -209,7 +209,9 @@ def _of_database(
 ) -> Iterator[Finding]:
     highest, count = highest_fence(connection)
     if not count:
-        yield Finding(shown, "has no fenced table", "add the columns: op.add_fence in a migration")
+        yield Finding(
+            shown, "has no fenced table", "add the columns: op.add_fence and op.add_write_id in a migration"
+        )
     seen, granted = split(highest)[0], split(token)[0] if token is not None else math.inf
     if seen > granted:  # counters are of each resource, and cannot be compared
         what = f"has seen tokens of epoch {seen}, and {granted} is granted now: writes are refused"
@@ -226,7 +228,7 @@ def _of_table(connection: Connection, name: str, schema: str | None) -> Iterator
     columns = {column["name"] for column in inspect(connection).get_columns(name, schema=schema)}
     if WRITE_COLUMN not in columns:
         what = f"has no column {WRITE_COLUMN}: a write that was made meanwhile is not noticed"
-        yield Finding(name, what, "op.add_fence in a migration adds it")
+        yield Finding(name, what, "op.add_write_id in a migration adds it")
     if triggers.knows(connection.dialect.name) and not triggers.installed(connection, name, schema=schema):
         what = "has no trigger: SQL that names no fence, of other programs, is not refused"
         yield _note(name, what, "op.create_fence_trigger, where others write: docs/triggers.md")

@@ -25,7 +25,7 @@ from fencelock.guard.dialects import CARRIERS, TOKEN_BIND
 from fencelock.guard.leases import note_token
 from fencelock.guard.sessions import session_of
 from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN, FencedTable, new_write_id
-from fencelock.token import check as check_token
+from fencelock.tokens import check as check_token
 
 
 def fenced_update(target: Any, *, loaded: int | BindParameter[int] | None = None) -> Update:

@@ -22,7 +22,7 @@ from fencelock.guard.events import report
 from fencelock.guard.leases import note_token
 from fencelock.guard.sessions import is_bypassed
 from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN, fenced_names, is_strict, new_write_id
-from fencelock.token import check as check_token
+from fencelock.tokens import check as check_token
 
 TOKEN: Final = "fencing_token"  # noqa: S105  no password
 WRITE_ID: Final = "fencing_write_id"

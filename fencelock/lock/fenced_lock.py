@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any, Unpack, cast, overload
 
-from fencelock import token
 from fencelock._configure import default_authority
 from fencelock.authority.base import Authority
 from fencelock.lock.acquiring import HANDED
 from fencelock.lock.lock import FencedLock
 from fencelock.lock.options import DEFAULT_TTL, AllLockSettings, IfLost
+from fencelock.tokens import check as check_token
 
 
 @overload
@@ -92,7 +92,7 @@ def take_over(text: str, **settings: Unpack[AllLockSettings]) -> FencedLock[Any]
     settings["authority"] = authority = cast("Any", settings.get("authority") or default_authority())
     try:
         its = json.loads(text)[HANDED]
-        grant = authority.load(tuple(its["resources"]), tuple(map(token.check, its["tokens"])), its["proof"])
+        grant = authority.load(tuple(its["resources"]), tuple(map(check_token, its["tokens"])), its["proof"])
         by = its["by"]
         settings.setdefault("ttl", its["ttl"])
     except (ValueError, TypeError, AttributeError, LookupError) as error:

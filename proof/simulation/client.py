@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from fencelock import token
 from fencelock.authority.redlock import operations
 from fencelock.authority.redlock.operations import Acquisition
 from fencelock.authority.redlock.protocol import holding, undo
@@ -21,6 +20,7 @@ from fencelock.authority.redlock.protocol.attempts import Granted
 from fencelock.authority.redlock.protocol.messages import Sleep
 from fencelock.authority.redlock.protocol.queue import Waiter
 from fencelock.errors import FencelockError, LockLostError, QuorumError
+from fencelock.tokens import compose
 from proof.simulation.judge import Judge
 from proof.simulation.storage import Stale, Storage, Transaction
 from proof.simulation.world import IDLE, Ask, ConnectionLost, Process, Program, Task
@@ -68,7 +68,7 @@ class Hold:
     def adopt(self, granted: Granted) -> None:
         """Hold another grant from now on."""
         self.granted = granted
-        self.tokens = tuple([token.compose(granted.epoch, counter) for counter in granted.counters])
+        self.tokens = tuple([compose(granted.epoch, counter) for counter in granted.counters])
 
     @property
     def resources(self) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from fencelock.authority.redlock.protocol.messages import Answer, Command, Said
-from fencelock.token import MAX_COUNTER
+from fencelock.tokens import MAX_COUNTER
 
 CLAIM_MS = 100
 LONGEST_QUEUE = 128

@@ -21,7 +21,7 @@ from fencelock import (
     fenced_lock,
     lease_table,
 )
-from fencelock.token import split
+from fencelock.tokens import split
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import psycopg
 import pytest
 
 from fencelock import Database, LockTimeoutError, QuorumError
-from fencelock.token import split
+from fencelock.tokens import split
 from proof.servers import Postgres
 from tests.polling import eventually
 

@@ -6,7 +6,7 @@ from sqlalchemy import Connection, MetaData, delete
 
 from fencelock.guard import execute_fenced, fenced_delete
 from fencelock.guard.tables import FENCE_COLUMN
-from fencelock.token import MAX_TOKEN
+from fencelock.tokens import MAX_TOKEN
 
 
 def empty(connection: Connection, metadata: MetaData) -> None:

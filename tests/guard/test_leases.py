@@ -61,7 +61,7 @@ from fencelock.guard import (
     write_id_column,
 )
 from fencelock.lease import Lease, note_ended, note_held
-from fencelock.token import MAX_TOKEN
+from fencelock.tokens import MAX_TOKEN
 from tests.guard.listening import listening
 
 

@@ -50,7 +50,7 @@ from fencelock.guard import (
     write_id_column,
 )
 from fencelock.lease import Lease
-from fencelock.token import MAX_TOKEN
+from fencelock.tokens import MAX_TOKEN
 from proof.servers import Postgres
 
 

@@ -19,7 +19,6 @@ from typing import Any, Protocol
 
 import redis
 
-from fencelock import token
 from fencelock.authority.redlock.membership.change import change
 from fencelock.authority.redlock.membership.recover import recover, rise
 from fencelock.authority.redlock.membership.reports import NodeGroup
@@ -40,6 +39,7 @@ from fencelock.authority.redlock.transport.connector import Node
 from fencelock.authority.redlock.transport.sockets import read_from, write_to
 from fencelock.authority.redlock.wire import codec
 from fencelock.authority.redlock.wire.connection import Connection, PendingBroadcast, PendingReply
+from fencelock.tokens import compose
 from proof.servers import Node as Server
 
 NODE_KEY = "{fencelock}"
@@ -194,7 +194,7 @@ class Bidder:
         """The tokens that were granted, in canonical order; empty where the attempt failed."""
         if not isinstance(self.outcome, Granted):
             return ()
-        return tuple(token.compose(self.outcome.epoch, counter) for counter in self.outcome.counters)
+        return tuple(compose(self.outcome.epoch, counter) for counter in self.outcome.counters)
 
     @property
     def token(self) -> int | None:

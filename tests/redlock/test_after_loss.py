@@ -11,7 +11,7 @@ import redis
 
 from fencelock import Redlock
 from fencelock.errors import QuorumError
-from fencelock.token import epoch_above
+from fencelock.tokens import epoch_above
 from proof.servers import Nodes
 from tests.redlock.stage import NODE_KEY, Actor, RealNode, operator
 

@@ -22,7 +22,7 @@ from redis.crc import key_slot
 from fencelock import Redlock
 from fencelock.authority.redlock.admin import change_nodes
 from fencelock.errors import LockTimeoutError, MembershipError, QuorumError
-from fencelock.token import split
+from fencelock.tokens import split
 from proof.servers import Nodes
 from tests.polling import eventually
 from tests.redlock.groups import MAX_TTL, PATIENT, Cluster, ask, fact, is_refused, token_within

@@ -41,7 +41,7 @@ from fencelock.errors import (
     NodesNotInitialisedError,
     QuorumError,
 )
-from fencelock.token import MAX_COUNTER, split
+from fencelock.tokens import MAX_COUNTER, split
 from proof.servers import Nodes
 from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY, SlowDoor

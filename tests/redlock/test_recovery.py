@@ -19,7 +19,7 @@ import redis
 from fencelock import Redlock, fenced_lock
 from fencelock.authority.redlock.admin import NodeState, NodeStatus
 from fencelock.errors import AuthorityError, NodesNotInitialisedError, QuorumError
-from fencelock.token import split
+from fencelock.tokens import split
 from proof.servers import Node, Nodes
 from tests.polling import IMPATIENT, eventually
 from tests.redlock.stage import NODE_KEY

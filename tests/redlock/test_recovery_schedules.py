@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from fencelock import token
 from fencelock.authority.redlock.membership import change as changing
 from fencelock.authority.redlock.membership import recover as recovery
 from fencelock.authority.redlock.membership.initialise import DEFAULT_MAX_TTL, initialise
@@ -21,6 +20,7 @@ from fencelock.authority.redlock.membership.members import Membership
 from fencelock.authority.redlock.membership.reports import Census, NodeGroup, NodeReport, Reports
 from fencelock.authority.redlock.protocol.messages import Command, Said
 from fencelock.errors import MembershipError
+from fencelock.tokens import compose, split
 from proof.servers import Nodes
 from tests.redlock.stage import (
     NODE_KEY,
@@ -66,7 +66,7 @@ def one_look(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def halves(bidder: Bidder) -> tuple[int, int] | None:
     """Return the epoch and the counter of a contender's token."""
-    return None if bidder.token is None else token.split(bidder.token)
+    return None if bidder.token is None else split(bidder.token)
 
 
 def attempt(
@@ -352,7 +352,7 @@ def play_promise_that_is_forgotten_before_all_have_made_it(stage: Stage) -> Toke
     In between a recoverer of n2 has read n0 and n1: it admits n2 in epoch 1. RAISE to 2 reaches n0 alone,
     which votes for A and forgets; another recoverer.
     """
-    client = riser(stage.nodes, token.compose(1, 1))
+    client = riser(stage.nodes, compose(1, 1))
     client.until("promise")
     client.deliver(2)
     forget(stage, 2)

@@ -16,7 +16,7 @@ from fencelock.authority.redlock.protocol.nodeset import NodeSet
 from fencelock.authority.redlock.protocol.undo import release_command, without_place
 from fencelock.authority.redlock.redlock import Redlock
 from fencelock.authority.redlock.wire.codec import read_answer
-from fencelock.token import MAX_COUNTER
+from fencelock.tokens import MAX_COUNTER
 from proof.servers import Node
 from tests.redlock.stage import NODE_KEY, RealNode, node_set_of, stripe_of
 

@@ -22,7 +22,7 @@ import redis.sentinel
 from fencelock import Redlock
 from fencelock.authority.redlock.transport import connector
 from fencelock.errors import FencelockError, QuorumError
-from fencelock.token import MAX_COUNTER, split
+from fencelock.tokens import MAX_COUNTER, split
 from proof.servers.embedded import LOOPBACK, Nodes
 from tests.polling import eventually
 from tests.redlock.groups import MAX_TTL, PATIENT, Watched, ask, fact, is_refused, token_within

@@ -20,7 +20,7 @@ import redis
 from fencelock import Redlock
 from fencelock.authority.redlock.admin import change_nodes
 from fencelock.errors import LockTimeoutError, QuorumError
-from fencelock.token import split
+from fencelock.tokens import split
 from proof.servers.embedded import EmbeddedServerError, Node, Nodes, _reserve_port
 from tests.conftest import server_programs
 from tests.redlock.groups import (

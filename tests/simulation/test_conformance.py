@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from fencelock.authority.redlock.protocol.attempts import Attempt
 from fencelock.authority.redlock.protocol.messages import Answer, Command, Said
 from fencelock.authority.redlock.wire.codec import SCRIPTS
-from fencelock.token import MAX_COUNTER
+from fencelock.tokens import MAX_COUNTER
 from proof.servers import Node
 from proof.simulation import node as model_module
 from proof.simulation.node import Lock, ModelNode

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fencelock.token import compose
+from fencelock.tokens import compose
 from proof.torture.history import (
     VERSION,
     Acquisition,

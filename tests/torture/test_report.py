@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fencelock.token import compose
+from fencelock.tokens import compose
 from proof.torture.checker import check
 from proof.torture.history import (
     VERSION,

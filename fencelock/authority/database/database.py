@@ -34,9 +34,9 @@ from fencelock.authority.base import (
     too_slow,
     validity,
 )
+from fencelock.authority.database.loops import Abandon, AsyncWithLoops, LoopEnd, Wait, WithLoops, pauses
 from fencelock.authority.database.statements import SQLITE_SET_UP, Statements
 from fencelock.authority.database.table import LEASE_TABLE, lease_table
-from fencelock.authority.stepped import Abandon, AsyncView, LoopEnd, Stepped, Wait, pauses
 from fencelock.errors import (
     AuthorityError,
     FencelockError,
@@ -46,7 +46,7 @@ from fencelock.errors import (
     QuorumError,
 )
 from fencelock.holder import Holder, LockInfo
-from fencelock.token import COUNTER_BITS, epoch_above
+from fencelock.tokens import COUNTER_BITS, epoch_above
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
@@ -75,7 +75,7 @@ class _RefusedError(Exception):
 _OURS: Final = (SQLAlchemyError, FencelockError, _RefusedError)
 
 
-class Database(Stepped):
+class Database(WithLoops):
     """Grants leases in a database, and mints their fencing tokens.
 
     Connects when first used, by connections of its own, as each forked child does. Threads may share it.
@@ -384,7 +384,7 @@ class Database(Stepped):
             return QuorumError(f"{self._shown} did not answer: {said}", nodes={self._shown: said})
         return AuthorityError(f"{self._shown} refuses: {said}")
 
-    def do(self, step: Work) -> Any:
+    def work(self, step: Work) -> Any:
         """Do work, blocking."""
         self._check_process()
         if self._connecting.dialect.is_async:
@@ -396,14 +396,14 @@ class Database(Stepped):
             connections = self._connections = OwnConnections(self._connecting)
         return connections.run(functools.partial(self._work, step=step))
 
-    async def do_soon(self, step: Work) -> Any:
+    async def work_soon(self, step: Work) -> Any:
         """Do work, letting other tasks run."""
         if (engine := self.loop_end().kept) is not None:
             async with engine.connect() as connection:
                 return await connection.run_sync(self._work, step)
         if (threads := self._threads) is None:
             threads = self._threads = ThreadPoolExecutor(8, "fencelock-database")
-        return await asyncio.get_running_loop().run_in_executor(threads, self.do, step)
+        return await asyncio.get_running_loop().run_in_executor(threads, self.work, step)
 
     def open_in_loop(self) -> LoopEnd:
         """Return the end of the running event loop, with its engine where the driver is for coroutines."""
@@ -453,7 +453,7 @@ class Database(Stepped):
                     cursor.execute(statement)
 
 
-class AsyncDatabase(AsyncView):
+class AsyncDatabase(AsyncWithLoops):
     """A `Database` for asyncio code; made by it, as `Database.aio`. Every loop has connections of its own."""
 
     _authority: Database

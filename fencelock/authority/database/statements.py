@@ -14,7 +14,7 @@ from typing import Final
 from sqlalchemy import TextClause, bindparam, text
 
 from fencelock.authority.database.table import LEASE_TABLE
-from fencelock.token import COUNTER_BITS
+from fencelock.tokens import COUNTER_BITS
 
 # Each statement waits a second for a row, or a file, that another transaction has locked.
 _UPSERT: Final = """

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from fencelock import token
 from fencelock._checks import check_ttl
 from fencelock._steps import block
 from fencelock.authority.redlock.membership import initialise as initialising
@@ -23,6 +22,7 @@ from fencelock.authority.redlock.protocol.messages import Answers
 from fencelock.authority.redlock.transport.blocking import SharedConnections
 from fencelock.authority.redlock.transport.connector import Node
 from fencelock.errors import AuthorityError, MembershipError, QuorumError
+from fencelock.tokens import MAX_COUNTER, compose
 
 _CONNECT_TIMEOUT: Final = 3.0
 _MOST_RISES: Final = 3
@@ -79,10 +79,8 @@ def initialise(
     allow_eviction: bool,
 ) -> Steps[bool]:
     """Initialise blank nodes, as `Redlock.init` tells; return whether there was anything to do."""
-    if not 0 <= base < token.MAX_COUNTER:
-        raise ValueError(
-            f"counters start between 0 and {token.MAX_COUNTER - 1}, and {base} does not lie there"
-        )
+    if not 0 <= base < MAX_COUNTER:
+        raise ValueError(f"counters start between 0 and {MAX_COUNTER - 1}, and {base} does not lie there")
     if max_ttl is not None:
         check_ttl(max_ttl)
     if not allow_eviction:
@@ -93,7 +91,7 @@ def initialise(
         view.see()  # two names of one server have a better error
         raise
     for _ in range(_MOST_RISES if epoch else 0):  # another may be at work on the same nodes
-        last = token.compose(epoch - 1, token.MAX_COUNTER)
+        last = compose(epoch - 1, MAX_COUNTER)
         if (yield from rise(group, last)) is not None:
             return done
     if epoch:

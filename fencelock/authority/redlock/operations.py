@@ -9,7 +9,6 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from fencelock import token
 from fencelock.authority.base import Grant, Wish
 from fencelock.authority.redlock.protocol import acquire, holding, undo
 from fencelock.authority.redlock.protocol.attempts import Attempt, Granted
@@ -17,6 +16,7 @@ from fencelock.authority.redlock.protocol.messages import Request
 from fencelock.authority.redlock.protocol.nodeset import NodeSet
 from fencelock.authority.redlock.protocol.queue import Waiter
 from fencelock.errors import AuthorityError, FencelockError
+from fencelock.tokens import compose
 
 #: Grants that are extended in one round trip. A node does nothing else meanwhile: about a millisecond.
 BATCH: Final = 500
@@ -118,7 +118,7 @@ class Acquisition:
     def _won(self, granted: Granted) -> Grant:
         """Return the grant that an attempt has come to."""
         counters = dict(zip(self._canonical, granted.counters, strict=True))
-        tokens = tuple(token.compose(granted.epoch, counters[resource]) for resource in self._resources)
+        tokens = tuple(compose(granted.epoch, counters[resource]) for resource in self._resources)
         return Grant(self._resources, tokens, granted.expires_at, granted)
 
 

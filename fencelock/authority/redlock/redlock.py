@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Generator, Sequence
 from typing import Any, ClassVar, TypeVar
 
-from fencelock import token
 from fencelock._checks import check_seconds
 from fencelock._owners import name_of_process
 from fencelock._steps import Steps, block
@@ -38,6 +37,7 @@ from fencelock.authority.redlock.wire.nodes import INTRODUCED_FOR
 from fencelock.authority.stepped import Stepped, warn_of_blocked_loop
 from fencelock.errors import FencelockError, NodesNotInitialisedError
 from fencelock.holder import LockInfo
+from fencelock.tokens import epoch_above, split
 
 _T = TypeVar("_T")
 
@@ -84,7 +84,6 @@ class Redlock(Stepped):
         verify: str = "auto",
         recover: bool = True,
     ) -> None:
-        super().__init__()
         sources = sources_of(nodes)
         if verify not in {"auto", "vote"}:
             raise ValueError(f"verify is 'auto' or 'vote', not {verify!r}")
@@ -205,7 +204,7 @@ class Redlock(Stepped):
 
     def load(self, resources: tuple[str, ...], tokens: tuple[int, ...], data: dict[str, Any]) -> Grant:
         """Do as `Authority.load`."""
-        names, halves = tuple(sorted(resources)), dict(zip(resources, map(token.split, tokens), strict=True))
+        names, halves = tuple(sorted(resources)), dict(zip(resources, map(split, tokens), strict=True))
         attempt = Attempt(names, data["nonce"], 0.0, *names_of(self._node_key, names))
         counters = tuple(halves[name][1] for name in names)
         return Grant(resources, tokens, 0.0, Granted(attempt, halves[names[0]][0], counters, 0.0))
@@ -216,10 +215,6 @@ class Redlock(Stepped):
         if isinstance(step, messages.Sleep) and step.waits_for:
             warn_of_blocked_loop(named(step.waits_for))
         return self._connections.do(step)
-
-    async def do_soon(self, step: Any) -> Any:
-        """Take a step, letting other tasks run."""
-        return await self.aio.here().do(step)
 
     def init(
         self,
@@ -252,7 +247,7 @@ class Redlock(Stepped):
             MembershipError: a node is in use in another list, or has lost its memory.
             ValueError: for a base, ttl or token out of range.
         """
-        epoch = 0 if above is None else token.epoch_above(above)
+        epoch = 0 if above is None else epoch_above(above)
         return self._run_apart(self._initialising(base, max_ttl, epoch, allow_eviction=allow_eviction))
 
     def remains(self) -> dict[str, tuple[str, ...]]:

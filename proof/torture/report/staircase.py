@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from fencelock.token import split
+from fencelock.tokens import split
 from proof.torture.report.chart import Bar, Chart, Curve, Glyph, Text, path
 from proof.torture.report.facts import Facts, Hold, Refusal
 from proof.torture.report.overview import whole

@@ -22,7 +22,7 @@ from collections.abc import Collection, Mapping
 from fencelock.authority.redlock.membership.members import Membership
 from fencelock.authority.redlock.membership.reports import NodeGroup, Reports, Steps, saying
 from fencelock.authority.redlock.protocol.messages import Said
-from fencelock.token import MAX_EPOCH
+from fencelock.tokens import MAX_EPOCH
 
 
 def establish(

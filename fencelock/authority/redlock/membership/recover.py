@@ -32,7 +32,7 @@ from typing import Final
 from fencelock.authority.redlock.membership.establish import establish, let_vote, raise_voters
 from fencelock.authority.redlock.membership.reports import Census, NodeGroup, Reports, Steps
 from fencelock.authority.redlock.protocol.messages import Said, Sleep
-from fencelock.token import MAX_COUNTER, split
+from fencelock.tokens import MAX_COUNTER, split
 
 #: Recoverers that have waited for one node spread their work over so many seconds, or a tenth of the wait.
 _SPREAD: Final = 5.0

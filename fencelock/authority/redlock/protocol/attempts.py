@@ -37,7 +37,9 @@ class Attempt:
         resources: in canonical order, which is the same for everybody.
         nonce: new for every attempt, so that a late duplicate of an old message means nothing.
         ttl: seconds.
-        turn: its place in line; None for one that neither waits in line nor heeds it.
+        keys: the key of a node's counters, then the key of each resource.
+        stripes: which counter each resource has.
+        position: its place in line; None if it waits in no line.
         hint_epoch: of which epoch the hints are.
         hints: below which no counter is granted; empty for none.
         instead_of: the nonce of a grant of the same client, whose locks this attempt takes over.

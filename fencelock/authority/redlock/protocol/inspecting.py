@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from typing import Any, Final, NamedTuple
 
-from fencelock import token
 from fencelock.authority.redlock.protocol.attempts import Attempt
 from fencelock.authority.redlock.protocol.messages import (
     Answer,
@@ -26,6 +25,7 @@ from fencelock.authority.redlock.protocol.nodeset import NodeSet, names_of
 from fencelock.authority.redlock.protocol.refusals import raise_no_quorum
 from fencelock.authority.redlock.protocol.undo import release_command
 from fencelock.holder import Holder, LockInfo
+from fencelock.tokens import compose
 
 #: Keys that a node looks at in one script, and does nothing else meanwhile.
 PAGE: Final = 200
@@ -214,6 +214,6 @@ def _token_of(seen: list[_Seen]) -> int | None:
     for each in seen:
         numbers = each.value.split("|")[1:]
         if len(numbers) == _HALVES_OF_A_TOKEN and all(map(str.isdecimal, numbers)):
-            tokens.append(token.compose(int(numbers[0]), int(numbers[1])))
+            tokens.append(compose(int(numbers[0]), int(numbers[1])))
     # A majority stands at the token; other nodes may have granted less, or more.
     return max(tokens, key=lambda each: (tokens.count(each), each), default=None)

@@ -1,0 +1,180 @@
+"""What a database needs in each world: pauses, cleaning up behind interruptions, the end of event loops."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import contextlib
+import contextvars
+import logging
+import random
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+from fencelock._steps import Steps, wait_for
+from fencelock.authority.base import go_on_waiting
+from fencelock.authority.stepped import AsyncView, Stepped, warn_of_blocked_loop
+from fencelock.errors import FencelockError
+
+_T = TypeVar("_T")
+
+logger = logging.getLogger("fencelock.authority")
+
+
+class Wait(NamedTuple):
+    """A step: wait for another holder of `key` until that time, on the clock of `time.monotonic`."""
+
+    until: float
+    key: str
+
+
+class Abandon(NamedTuple):
+    """A step: give back what an interrupted operation may have left, by the steps that `giving_back` makes.
+
+    Blocking code does it now. Coroutines do it in a task, behind the step that was interrupted, because a
+    task that is cancelled must not wait.
+    """
+
+    giving_back: Callable[[], Steps[Any]]
+
+
+def pauses(shortest: float, longest: float, growth: float = 1.5) -> Iterator[float]:
+    """Yield for how long to wait before each next look; others who wait look at other moments."""
+    pause = shortest
+    while True:
+        yield pause * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
+        pause = min(longest, pause * growth)
+
+
+class LoopEnd:
+    """What an event loop does before it closes: it waits until these tasks have ended, then it calls `close`.
+
+    `asyncio.run` ends the asynchronous generators that have begun in its loop. This is one of them. `kept` is
+    what an authority has for this loop; `over` tells whether all that has been done.
+    """
+
+    def __init__(self, kept: Any = None, close: Callable[[], Awaitable[None]] | None = None) -> None:
+        self.tasks: set[asyncio.Task[Any]] = set()
+        self.kept = kept
+        self.over = False
+        self._close = close
+        self._generator = self._wait_for_end()
+        with contextlib.suppress(StopIteration):  # it has come to its `yield`
+            self._generator.asend(None).send(None)
+
+    async def _wait_for_end(self) -> AsyncGenerator[None]:
+        try:
+            yield
+        finally:
+            while self.tasks:
+                await asyncio.wait(self.tasks)
+            self.over = True
+            if self._close is not None:
+                await self._close()
+
+    async def end(self) -> None:
+        """Do it now."""
+        await self._generator.aclose()
+
+    def begin_to_end(self) -> None:
+        """Do it now, in a task of the running loop."""
+        self._ending = asyncio.get_running_loop().create_task(self.end())
+
+    def begin(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
+        """Have a task do something."""
+        task = asyncio.get_running_loop().create_task(work, context=contextvars.Context())
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return task
+
+
+class WithLoops(Stepped):
+    """An authority whose steps are `Wait`, `Abandon`, and what `work` and `work_soon` do."""
+
+    def __init__(self) -> None:
+        self._loop_ends: dict[asyncio.AbstractEventLoop, LoopEnd] = {}
+
+    @abc.abstractmethod
+    def work(self, step: Any) -> Any:
+        """Take a step of the author's own, blocking."""
+
+    @abc.abstractmethod
+    async def work_soon(self, step: Any) -> Any:
+        """Take a step of the author's own, letting other tasks run."""
+
+    def open_in_loop(self) -> LoopEnd:
+        """Return the end of the running event loop, with what the authority has for this loop only."""
+        return LoopEnd()
+
+    def loop_end(self) -> LoopEnd:
+        """Return what the running event loop does before it closes."""
+        loop = asyncio.get_running_loop()
+        if (end := self._loop_ends.get(loop)) is None or end.over:
+            for each in list(self._loop_ends):
+                if each.is_closed():  # before everything was over
+                    del self._loop_ends[each]
+            end = self._loop_ends[loop] = self.open_in_loop()
+        return end
+
+    def close(self) -> None:
+        """Close the connections. Leases that are held end by themselves; using it again connects again."""
+        for loop, end in list(self._loop_ends.items()):
+            with contextlib.suppress(RuntimeError):  # it has been closed
+                loop.call_soon_threadsafe(end.begin_to_end)
+
+    def do(self, step: Any) -> Any:
+        if isinstance(step, Wait):
+            warn_of_blocked_loop(step.key)
+            time.sleep(max(0.0, step.until - time.monotonic()))
+            return go_on_waiting()
+        if not isinstance(step, Abandon):
+            return self.work(step)
+        try:
+            return self.run(step.giving_back())
+        except FencelockError as error:
+            return _note_left(error)
+
+
+class AsyncWithLoops(AsyncView):
+    """The same for coroutines.
+
+    A step that has begun is taken to its end, also if its caller is cancelled meanwhile.
+    """
+
+    _authority: WithLoops
+
+    async def close(self) -> None:
+        await self._authority.loop_end().end()
+
+    async def wait_for(self, steps: Steps[_T]) -> _T:
+        """Take steps to their end, letting other tasks run."""
+        latest: asyncio.Task[Any] | None = None
+        end = self._authority.loop_end()
+
+        async def do(step: Any) -> Any:
+            nonlocal latest
+            if isinstance(step, Wait):
+                await asyncio.sleep(max(0.0, step.until - time.monotonic()))
+                return go_on_waiting()
+            if isinstance(step, Abandon):
+                return end.begin(self._abandon(step, latest))
+            latest = end.begin(self._authority.work_soon(step))
+            return await asyncio.shield(latest)
+
+        return await wait_for(steps, do)
+
+    async def _abandon(self, step: Abandon, latest: asyncio.Task[Any] | None) -> None:
+        try:
+            if latest is not None:
+                await asyncio.wait([latest])
+            await self.wait_for(step.giving_back())
+        except asyncio.CancelledError:  # with all tasks, by a loop that ends; it waits for this one
+            self._authority.loop_end().begin(self._abandon(step, latest))
+            raise
+        except FencelockError as error:
+            _note_left(error)
+
+
+def _note_left(error: FencelockError) -> None:
+    logger.warning("what an interrupted operation has left ends by itself: %s", error)
