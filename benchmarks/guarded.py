@@ -64,7 +64,7 @@ class GuardedByRow(FencedModel, Row, Base):
 
 
 class Triggered(FencedModel, Row, Base):
-    """The same with strict triggers, which refuse whatever carries no token."""
+    """The same with strict triggers, which refuse an UPDATE that changes neither column."""
 
     __tablename__ = "bench_triggered"
     __fence_resource__ = "bench"

@@ -31,7 +31,7 @@ from alembic.operations.ops import ExecuteSQLOp, MigrateOperation
 from sqlalchemy import Connection, Engine, NullPool, create_engine, event, make_url, text
 from sqlalchemy.exc import DBAPIError
 
-from fencelock.migrations import AddFenceOp, CreateFenceTriggerOp, DropFenceOp
+from fencelock.alembic.operations import AddFenceOp, CreateFenceTriggerOp, DropFenceOp
 from proof.servers import Postgres
 
 MARIADB: Final = os.environ.get("FENCELOCK_TEST_MARIADB_URL", "mysql+pymysql://root@127.0.0.1:3306/")

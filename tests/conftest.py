@@ -30,7 +30,7 @@ from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from fencelock import Redlock
-from fencelock._alembic_plugin import PLUGIN_NAME, plugin
+from fencelock.alembic.plugin import PLUGIN_NAME, plugin
 from proof.servers import Node, Nodes, Postgres
 
 ROOT = Path(__file__).parent.parent

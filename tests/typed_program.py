@@ -144,7 +144,7 @@ def with_blocks(engine: Engine) -> None:
         assert_type(tokens, tuple[int, ...])
     sql, parameters = conditional_update("orders", {"status": "paid"}, {"id": 1}, 5)
     print(sql, parameters, conditional_delete("orders", {"id": 1}, 5, paramstyle="qmark"))
-    print(conditional_delete("orders", {"id": 1}, 5, dialect="postgresql", strict=True))
+    print(conditional_delete("orders", {"id": 1}, 5, dialect="postgresql"))
     print(ship(1).upper(), Item(id=1).id)
 
 

@@ -5,6 +5,7 @@ for objects `AND last_write_id = :loaded` as well: check and write are one state
 so that no write can forget it. Nothing here knows who grants the leases.
 """
 
+from fencelock.guard._fenced_text import fenced_text
 from fencelock.guard.claim import claim, claim_all, claim_all_async, claim_async
 from fencelock.guard.dialects import begin_immediate
 from fencelock.guard.events import GuardEvent, forget, on_claim, on_stale, on_unfenced
@@ -41,6 +42,7 @@ __all__ = [
     "fence_column",
     "fence_table",
     "fenced_delete",
+    "fenced_text",
     "fenced_update",
     "forget",
     "gate",

@@ -1,21 +1,21 @@
 """Which of a session's databases a claim, a gate or an upsert goes to: the one that a write would go to.
 
-A `get_bind` of the application's may send reads to a follower, or each row to a shard of its own. A claim
-reads where it has claimed, so `get_bind` is given an UPDATE for the reads too: it may know no other argument.
+A `get_bind` of the application may send reads to a follower, or each row to a shard of its own. A claim must
+read where it has claimed, so it refuses to read elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from sqlalchemy import Table, update
+from sqlalchemy import Select, Table, update
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import InvalidRequestError, UnboundExecutionError
 from sqlalchemy.ext.horizontal_shard import ShardedSession
 from sqlalchemy.orm import Mapper, Session
 
+from fencelock.errors import FenceError
 from fencelock.guard.leases import Tokens, begin_writing
 from fencelock.guard.sessions import join, refuse_bypass
 from fencelock.guard.tables import FencedTable
@@ -28,26 +28,18 @@ class Target(NamedTuple):
     connection: Connection
     bind_arguments: dict[str, Any]
 
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Have the session read from where it writes, what it loads eagerly as well."""
-        session, chosen_by = self.session, self.session.get_bind
-        if isinstance(session, ShardedSession) or chosen_by == Session.get_bind.__get__(session):
-            yield
+    def check_reads(self, query: Select[Any]) -> None:
+        """Refuse a query that the session sends to another database than it writes to."""
+        if isinstance(self.session, ShardedSession):
             return
-
-        def as_a_write(mapper: Any = None, **arguments: Any) -> Any:
-            if mapper is not None:
-                arguments["clause"] = update(mapper.mapper.tables[0])
-            return chosen_by(mapper=mapper, **arguments)
-
-        own = {"get_bind": chosen_by} if "get_bind" in vars(session) else {}
-        vars(session)["get_bind"] = as_a_write
-        try:
-            yield
-        finally:
-            del vars(session)["get_bind"]
-            vars(session).update(own)
+        mapper = query.column_descriptions[0]["entity"]
+        reads = self.session.get_bind(**{**self.bind_arguments, "mapper": mapper, "clause": query})
+        if reads.engine is not self.connection.engine:
+            raise FenceError(
+                f"a claim reads what it has claimed, and get_bind() of this session sends its SELECT to "
+                f"{reads.engine!r}, not to {self.connection.engine!r}: claim in a session that reads where "
+                f"it writes, such as Session(engine)"
+            )
 
 
 def target_of(

@@ -1,6 +1,6 @@
 """Puts the guard in place, once. A process that has never defined a fenced table is left alone.
 
-UPDATE, DELETE, INSERT and text are taken where they execute themselves, by private names: the events of
+UPDATE, DELETE and INSERT are taken where they execute themselves, by private names: the events of
 `Engine` make every statement of every engine 4 to 30 % slower, whether it is called or not. Those of the
 dialect cost nothing to speak of, and have the last look at what comes by another way.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from threading import Lock
 
-from sqlalchemy import Column, TextClause, UpdateBase, event
+from sqlalchemy import Column, UpdateBase, event
 from sqlalchemy.engine import Engine
 from sqlalchemy.orm import Session
 
@@ -27,8 +27,7 @@ def install() -> None:
     with _lock:
         if _installed:
             return
-        for kind in (UpdateBase, TextClause):
-            execute_by(kind, statements.guarding)
+        execute_by(UpdateBase, statements.guarding)
         hear_ends(leases.on_end)
         load_with(WRITE_COLUMN)
         hear_merges(WRITE_COLUMN, objects.on_merged)

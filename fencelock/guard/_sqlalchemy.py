@@ -11,7 +11,7 @@ from functools import wraps
 from operator import attrgetter, methodcaller
 from typing import Any
 
-from sqlalchemy import Delete, Insert, Select, TextClause, Update
+from sqlalchemy import Delete, Insert, Select, Update
 from sqlalchemy.engine import Connection, CursorResult, Transaction
 from sqlalchemy.orm import ColumnProperty, InstanceState, Mapper, loading
 
@@ -109,13 +109,6 @@ def inserts_plainly(statement: Insert) -> bool:
 def locks_rows(query: Select[Any]) -> bool:
     """Tell whether a query was given with_for_update()."""
     return query._for_update_arg is not None
-
-
-def with_text(statement: TextClause, text: str) -> TextClause:
-    """Return a text with the same parameters and other words."""
-    made = statement._generate()
-    made.text = text
-    return made
 
 
 def equal_to_parents(mapper: Mapper[Any]) -> Iterable[tuple[Any, Any]]:

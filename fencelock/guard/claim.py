@@ -21,15 +21,16 @@ from fencelock.errors import UnfencedWriteError
 from fencelock.guard._connecting import Target, begin_claim, tokens_to_claim
 from fencelock.guard._sqlalchemy import locks_rows
 from fencelock.guard.conditions import CLAIM_OPTION, TOKEN_OPTION, unchanged_by_raising
-from fencelock.guard.dialects import LOCKING_READS, TOKEN_BIND, CarriedToken, SameText, is_text, newest
+from fencelock.guard.dialects import LOCKING_READS, TOKEN_BIND, SameText, is_text, newest
 from fencelock.guard.endings import refusing
 from fencelock.guard.events import report_claim
 from fencelock.guard.sessions import BYPASS, of_task, session_of
-from fencelock.guard.tables import FENCE_COLUMN, FencedTable, fenced_table, trigger_of
+from fencelock.guard.tables import FENCE_COLUMN, FencedTable, fenced_table, new_write_id, trigger_of
 from fencelock.guard.verdict import is_one_of
 
 T = TypeVar("T")
 
+_WRITE_BIND: Final = "fencelock_write"
 _Key: TypeAlias = tuple[Any, ...]
 _Session: TypeAlias = Session | scoped_session[Any]
 _Bind: TypeAlias = Mapping[str, Any] | None
@@ -78,8 +79,8 @@ def claim(
         nowait: raise the database's error at once if the row is locked (not on SQLite, which locks no rows).
         skip_locked: return None at once if the row is locked (not on SQLite).
         bind_arguments: which database, where the model and the key do not tell: what `Session.connection`
-            takes, such as `{"shard_id": "asia"}`. A session that sends reads and writes to different
-            databases claims, and reads afterwards, where it writes.
+            takes, such as `{"shard_id": "asia"}`. A session that sends reads to another database
+            than writes is refused where a claim takes a SELECT.
 
     Raises:
         StaleTokenError: if a newer holder has claimed or written the row.
@@ -144,9 +145,9 @@ def claim_all(session: _Session, statement: Select[Any], *, bind_arguments: _Bin
     columns = (*fenced.table.primary_key, *fenced.template.columns.values())
     target = begin_claim(session, fenced.table, mapper, bind_arguments)
     connection = target.connection
+    target.check_reads(statement)
     query = _reading_now(statement.with_only_columns(*columns, maintain_column_froms=True), connection)
-    with target.reading():
-        found = session.execute(query, bind_arguments=target.bind_arguments).unique().all()
+    found = session.execute(query, bind_arguments=target.bind_arguments).unique().all()
     if not found:
         return []
     tokens = tokens_to_claim(connection, fenced)
@@ -261,6 +262,8 @@ def _claim_at_once(target: Target, mapper: Mapper[Any], fenced: FencedTable, row
     if statement is None:
         return None
     parameters = {**_parameters(row), TOKEN_BIND: token}
+    if fenced.is_strict:
+        parameters[_WRITE_BIND] = new_write_id()
     return target.session.scalar(statement, parameters, bind_arguments=target.bind_arguments)
 
 
@@ -280,9 +283,9 @@ def _claiming(mapper: Mapper[Any], fenced: FencedTable) -> Update | None:
     is_named = criteria[len(fenced.table.primary_key) :]
     criteria += [SameText(each.left, each.right) for each in is_named if is_text(each.left)]
     criteria.append(fenced.fence <= token)
-    if fenced.strict:
-        criteria.append(CarriedToken())
     values = {**unchanged_by_raising(fenced.table), fenced.fence: token}
+    if fenced.is_strict and fenced.write is not None:
+        values[fenced.write] = bindparam(_WRITE_BIND, type_=BigInteger)
     options = {"fencelock": BYPASS, CLAIM_OPTION: True, "synchronize_session": False}
     claiming = update(mapper.class_).where(*criteria).values(values).returning(mapper.class_)
     return claiming.execution_options(populate_existing=True, **options)
@@ -323,5 +326,5 @@ def _load(target: Target, statement: Select[Any], fenced: FencedTable, keys: Seq
     """Load those of a query's objects that have these keys as they are now, also into the session's own."""
     query = statement.where(is_one_of(tuple(fenced.table.primary_key), keys))
     query = newest(query.execution_options(populate_existing=True), target.connection)
-    with target.reading():
-        return target.session.scalars(query, bind_arguments=target.bind_arguments).unique().all()
+    target.check_reads(query)
+    return target.session.scalars(query, bind_arguments=target.bind_arguments).unique().all()

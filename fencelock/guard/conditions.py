@@ -20,7 +20,7 @@ from sqlalchemy.sql.operators import custom_op
 
 from fencelock.errors import UnfencedWriteError
 from fencelock.guard._sqlalchemy import keeps_order, options_of, prefixes_of, values_in, where_of, with_where
-from fencelock.guard.dialects import TOKEN_BIND, CarriedToken, holds, is_text
+from fencelock.guard.dialects import TOKEN_BIND, holds, is_text
 from fencelock.guard.tables import FENCE_COLUMN, LIMIT, WRITE_COLUMN, FencedTable, moved
 
 Row: TypeAlias = Mapping[str, Any]
@@ -329,8 +329,6 @@ def _made(statement: Any, fenced: FencedTable, kind: Kind) -> Form:
                 if is_text(column) or bind.key.startswith(_LOOKED_UP)
             ]
         )
-    if fenced.strict:
-        statement = statement.where(CarriedToken())
     if assigns:  # attributes may be called like other columns
         names = {name for name in assigned if isinstance(name, str)}
         refuse_moving(fenced, {key_of(column) for column in assigned}, names)

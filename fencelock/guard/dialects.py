@@ -1,24 +1,20 @@
-"""What databases do each in their own way: comparing text exactly, and carrying a token to a trigger.
+"""What each database does in its own way: comparing text exactly, reading what is newest, beginning.
 
-"stock:abc" and "stock:ABC" are two leases, and collations may take the rows for one. So the guard compares
-once more, exactly; the looser `=` stays and finds the row by its index. A strict trigger sees rows and no
-statement, so a criterion that is always true leaves the token behind, good for this one statement.
+"stock:abc" and "stock:ABC" are two leases, and a collation may take the rows for one. So the guard compares
+once more, exactly. The looser `=` stays and finds the row by its index.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import (
-    BigInteger,
     Boolean,
     ColumnElement,
     Enum,
     Select,
     String,
     TypeDecorator,
-    bindparam,
     event,
 )
 from sqlalchemy.engine import Connection, Engine
@@ -64,69 +60,11 @@ def holds(column: ColumnElement[Any], value: ColumnElement[Any]) -> ColumnElemen
     return SameText(column, value) if is_text(column) else column == value
 
 
-CARRIERS: Final = {
-    "sqlite": "fencelock_carry({0})",
-    "postgresql": (
-        "set_config('fencelock.token', concat(CAST({0} AS BIGINT), '@', statement_timestamp()), true) "
-        "IS NOT NULL"
-    ),
-    "mysql": "(@fencelock_token := {0}) >= 0 AND (@fencelock_at := NOW(6) + 0) > 0",
-}
-"""By dialect, the criterion around the token. SQLite has no variables: two functions hold it there."""
-CARRIERS["mariadb"] = CARRIERS["mysql"]
-
 LOCKING_READS: Final = frozenset({"mysql", "mariadb"})
 """Dialects whose plain SELECT reads an old snapshot under the default isolation level (REPEATABLE READ)."""
 
 TOKEN_BIND: Final = "fencelock_token"  # noqa: S105  no password
 """Carries the token into the condition."""
-
-_OF_CONNECTION: Final = "fencelock.carried"
-
-
-class CarriedToken(FunctionElement[bool]):
-    """True, and tells the triggers of this statement its token, by default the one the guard fills in."""
-
-    type = Boolean()
-    inherit_cache = True
-
-    def __init__(self, token: ColumnElement[int] | None = None) -> None:
-        super().__init__(bindparam(TOKEN_BIND, type_=BigInteger) if token is None else token)
-
-
-@compiles(CarriedToken)
-def _compile_carried(element: CarriedToken, compiler: SQLCompiler, **options: Any) -> str:
-    (token,) = element.clauses
-    form = CARRIERS.get(compiler.dialect.name, "{0} >= 0")
-    return f"({form.format(compiler.process(token, **options))})"
-
-
-def prepare(connection: Any) -> list[int | None]:
-    """Give a connection of sqlite3 the functions that strict triggers call, and return what is carried."""
-    carried: list[int | None] = [None]
-
-    def carry(token: int) -> int:
-        carried[0] = token
-        return 1
-
-    connection.create_function("fencelock_carry", 1, carry)
-    connection.create_function("fencelock_token", 0, lambda: carried[0])
-    return carried
-
-
-def ready(connection: Connection) -> None:
-    """See to it that a statement can carry its token on this connection."""
-    if connection.dialect.name == "sqlite" and _OF_CONNECTION not in connection.info:
-        connection.info[_OF_CONNECTION] = prepare(connection.connection.dbapi_connection)
-
-
-def take_back(connection: Connection) -> None:
-    """Forget the token of the statement that has ended."""
-    if connection.dialect.name != "sqlite" or connection.closed or connection.invalidated:
-        return
-    with suppress(NotImplementedError):  # so says a connection of no pool, by which a dialect looks around
-        if _OF_CONNECTION in connection.info:
-            connection.info[_OF_CONNECTION][0] = None
 
 
 def newest(query: Select[Any], connection: Connection) -> Select[Any]:

@@ -289,11 +289,21 @@ class Tokens:
         """Return the token of the resource that guards the row with these values of the template."""
         token = self._found.get(values)
         if token is None:
-            token = self._found[values] = self._look_up(values)
+            token = self._found[values] = self.of_resource(self.fenced.template.render(values))
         return token
 
-    def _look_up(self, values: tuple[Any, ...]) -> int:
-        resource = self.fenced.template.render(values)
+    def only_resource(self) -> str:
+        """Return the resource of the one lease that is held."""
+        self.need_some()
+        if len(self._candidates) > 1:
+            raise UnfencedWriteError(
+                f"{', '.join(map(repr, self._candidates))} are held, and this text does not say which of "
+                f"them guards the rows that it writes: fenced_text(…, resource=…)"
+            )
+        return next(iter(self._candidates))
+
+    def of_resource(self, resource: str) -> int:
+        """Return the token of a resource that guards rows of the table."""
         lease = self._candidates.get(resource)
         if lease is None:
             if not self._claiming and resource in self.writing.born:

@@ -68,7 +68,7 @@ class FencedModel:
     changes case, say). A word without braces is one resource that guards the whole table.
 
     `__fence_trigger__ = True` makes a trigger that refuses in the database itself what would lower a fence,
-    whoever writes; `"strict"` one that refuses also what carries no token: `create_all` makes it, and
+    whoever writes; `"strict"` one that refuses also what changes neither column: `create_all` makes it, and
     Alembic's autogenerate finds it missing (see `fencelock.guard.triggers`).
 
     docs/correctness.md says what stays open: what you read and do not write (see `claim`), an INSERT by a

@@ -21,10 +21,10 @@ from sqlalchemy.sql.selectable import AliasedReturnsRows
 from fencelock.guard import tables
 from fencelock.guard._install import install
 from fencelock.guard.conditions import LOADED_BIND, TOKEN_OPTION
-from fencelock.guard.dialects import CARRIERS, TOKEN_BIND
+from fencelock.guard.dialects import TOKEN_BIND
 from fencelock.guard.leases import note_token
 from fencelock.guard.sessions import session_of
-from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN, FencedTable, new_write_id
+from fencelock.guard.tables import FENCE_COLUMN, FENCE_TABLE, WRITE_COLUMN, FencedTable, new_write_id
 from fencelock.tokens import check as check_token
 
 
@@ -86,7 +86,7 @@ def execute_fenced(
     if not isinstance(statement, Update | Delete | Insert):
         raise TypeError(f"execute_fenced takes an UPDATE, DELETE or INSERT, not {type(statement).__name__}")
     connection = session_of(connection, "execute_fenced", or_connection=True)
-    _known(statement.table)
+    known(statement.table)
     options = {} if token is None else {TOKEN_OPTION: check_token(token)}
     if token is not None:
         note_token(connection, statement, token)
@@ -99,7 +99,7 @@ _Write = TypeVar("_Write", Update, Delete)
 
 def _conditional(statement: _Write, loaded: int | BindParameter[int] | None) -> _Write:
     target = statement.table
-    fenced = _known(target)
+    fenced = known(target)
     source = target if isinstance(target, AliasedReturnsRows) else fenced.table
     fence = source.c[fenced.fence.key]
     statement = statement.where(fence <= bindparam(TOKEN_BIND, type_=BigInteger))
@@ -118,7 +118,7 @@ def _loaded(write_id: int | BindParameter[int]) -> BindParameter[int]:
     return bindparam(LOADED_BIND, write_id, type_=BigInteger)
 
 
-def _known(target: FromClause) -> FencedTable:
+def known(target: FromClause) -> FencedTable:
     """Return what is known of a fenced table; a `Table` with the column is known from now on."""
     install()
     fenced = tables.fenced_table(target)
@@ -158,13 +158,12 @@ def conditional_update(
     paramstyle: str = "pyformat",
     *,
     dialect: str | None = None,
-    strict: bool = False,
 ) -> tuple[str, Any]:
     """Return the SQL and the parameters of a fenced UPDATE, for a bare DB-API cursor.
 
     It writes the row only if its fence is not above the token, raises the fence, and gives the row a new
-    write id, so the parameters are for one execution. Without values it does nothing but raise the fence and
-    lock the row: claim it so before reading it. A rowcount of 0 means that the row is gone or that a newer
+    write id, so the parameters are for one execution. Without values it claims the row: do so before reading
+    it. A rowcount of 0 means that the row is gone or that a newer
     holder has fenced it; either way, roll back.
 
     Args:
@@ -176,23 +175,23 @@ def conditional_update(
             `"pyformat"`, sqlite3 `"qmark"`), or `"numeric_dollar"`, as asyncpg has it.
         dialect: `"postgresql"`, `"mysql"`, `"mariadb"` or `"sqlite"`: quote the names for this database.
             Without it they must need no quotes: letters, digits and underscores, and no reserved word.
-        strict: carry the token for a strict trigger (see `fencelock.guard.triggers`), which takes a dialect.
 
     Returns:
         The SQL, and a dict of parameters for the styles `"named"` and `"pyformat"`, else a tuple.
 
     Raises:
         ValueError: if the token is not 1 … 2**63 - 1; the key is empty or has a None, which no row equals;
-            the values or the key name `last_fencing_token`; a name needs quotes; the style is unknown; it is
-            to be strict without a dialect.
+            the values or the key name `last_fencing_token`; a name needs quotes; the style is unknown.
         TypeError: if the token is no int.
     """
-    write = _RawWrite(paramstyle, dialect, strict=strict)
+    write = _RawWrite(paramstyle, dialect)
     _check_raw(values, key, token)
-    write_id = {WRITE_COLUMN: new_write_id()} if values else {}
-    sets = ", ".join(write.equal({**values, FENCE_COLUMN: token, **write_id}))
+    sets = {**values, FENCE_COLUMN: token, WRITE_COLUMN: new_write_id()}
+    if write.table(table).endswith(write.name(FENCE_TABLE)):
+        del sets[WRITE_COLUMN]
+    assignments = ", ".join(write.equal(sets))
     where = write.where(key, token)
-    sql = f"UPDATE {write.table(table)} SET {sets} WHERE {where}"  # noqa: S608  see name()
+    sql = f"UPDATE {write.table(table)} SET {assignments} WHERE {where}"  # noqa: S608  see name()
     return sql, write.parameters()
 
 
@@ -203,14 +202,13 @@ def conditional_delete(
     paramstyle: str = "pyformat",
     *,
     dialect: str | None = None,
-    strict: bool = False,
 ) -> tuple[str, Any]:
     """Return the SQL and the parameters of a fenced DELETE, for a bare DB-API cursor.
 
     The rest is as for `conditional_update`. The fence goes with the row: a stale holder could insert it
     again, which only a gate or a trigger prevents.
     """
-    write = _RawWrite(paramstyle, dialect, strict=strict)
+    write = _RawWrite(paramstyle, dialect)
     _check_raw({}, key, token)
     sql = f"DELETE FROM {write.table(table)} WHERE {write.where(key, token)}"  # noqa: S608  see name()
     return sql, write.parameters()
@@ -229,14 +227,11 @@ def _check_raw(values: Mapping[str, Any], key: Mapping[str, Any], token: int) ->
 class _RawWrite:
     """Collects the parameters of one statement, and writes names and placeholders as its database wants."""
 
-    def __init__(self, paramstyle: str, dialect: str | None, *, strict: bool) -> None:
+    def __init__(self, paramstyle: str, dialect: str | None) -> None:
         if paramstyle not in _PLACEHOLDERS:
             raise ValueError(f"paramstyle is one of {', '.join(_PLACEHOLDERS)}, not {paramstyle!r}")
         if dialect is not None and dialect not in _QUOTES:
             raise ValueError(f"dialect is one of {', '.join(_QUOTES)} or None, not {dialect!r}")
-        if strict and dialect is None:
-            raise ValueError("each database carries the token in its own way; with strict, give dialect=")
-        self._carrier = CARRIERS[dialect] if dialect and strict else ""
         self._paramstyle = paramstyle
         self._quote = _QUOTES[dialect] if dialect else ""
         self._values: list[Any] = []
@@ -259,8 +254,6 @@ class _RawWrite:
     def where(self, key: Mapping[str, Any], token: int) -> str:
         """Return the criteria: the key, and the condition on the fence."""
         criteria = [*self.equal(key), f"{self.name(FENCE_COLUMN)} <= {self.bind(token)}"]
-        if self._carrier:
-            criteria.append(self._carrier.format(self.bind(token)))
         return " AND ".join(criteria)
 
     def table(self, table: Any) -> str:

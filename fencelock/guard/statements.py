@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeAlias
 
-from sqlalchemy import BigInteger, Insert, TextClause, Update, literal
+from sqlalchemy import BigInteger, Insert, Update, literal
 from sqlalchemy.engine import Connection, CursorResult
 from sqlalchemy.sql import ClauseElement
 from sqlalchemy.sql.elements import BindParameter
@@ -20,14 +20,14 @@ from fencelock.errors import FenceError, LockLostError, UnfencedWriteError
 from fencelock.guard import _sqlalchemy as private
 from fencelock.guard import conditions
 from fencelock.guard.conditions import LOADED_BIND, Form, Kind, Options, Row, Rows
-from fencelock.guard.dialects import TOKEN_BIND, ready, take_back
+from fencelock.guard.dialects import TOKEN_BIND
 from fencelock.guard.endings import refuse
 from fencelock.guard.events import report
 from fencelock.guard.leases import Tokens, begin_writing, report_refusal
 from fencelock.guard.objects import Stamp, flush_of, loaded_values, new_stamp, object_of
 from fencelock.guard.sessions import is_bypassed, note_moved, refuse_bypass
 from fencelock.guard.tables import WRITE_COLUMN, FencedTable, base_of, fenced_table, new_write_id, underlying
-from fencelock.guard.text import GUARDED, guard_text
+from fencelock.guard.text import GUARDED
 from fencelock.guard.verdict import Verdict
 
 _Execute: TypeAlias = Callable[[Any, Connection, Rows, Options], CursorResult[Any]]
@@ -38,10 +38,10 @@ def guarding(execute: _Execute) -> _Execute:
     """Return a kind of statement's way to execute itself, with the guard around it."""
 
     def guarded(statement: Any, connection: Connection, rows: Rows, options: Options) -> CursorResult[Any]:
-        table = None if isinstance(statement, TextClause) else statement.table
+        table = statement.table
         fenced = fenced_table(table)
         base = base_of(table) if fenced is None else None
-        if fenced is None and base is None and table is not None:
+        if fenced is None and base is None:
             return execute(statement, connection, rows, options)  # most often, so do not dwell on it
         merged = private.options_to_execute(statement).merge_with(
             private.options_to_execute(connection), options
@@ -54,17 +54,12 @@ def guarding(execute: _Execute) -> _Execute:
                 statement, rows, verdict = _guarded(connection, statement, fenced, rows or [{}], merged)
             elif base is not None:
                 _check_sub_table(connection, statement, base, rows, merged)
-            else:
-                statement, rows, merged = guard_text(connection, statement, rows, merged)
         except (FenceError, LockLostError) as error:
             report(error, table=getattr(underlying(table), "name", None))
             refuse(connection, error)
             raise
-        if fenced is not None or base is not None:
-            merged = merged.union({GUARDED: True})
+        merged = merged.union({GUARDED: True})
         result = private.execute_unguarded(connection, statement, rows, merged)
-        if fenced is None or fenced.strict:
-            take_back(connection)
         _follow(result, statement, fenced)
         refusal = verdict and verdict.of(result)
         if refusal:
@@ -130,8 +125,6 @@ def _guarded(
     form = conditions.form_of(statement, fenced, kind)
     if form.assigns:
         conditions.refuse_moving(fenced, rows[0])
-    if fenced.strict:
-        ready(connection)
     verdict = Verdict(form, stamped, connection, options, of_objects=flush is not None)
     refusal = verdict.foreseen()
     if refusal is not None:
@@ -146,10 +139,15 @@ def _unpack_stamps(
     assert fenced.write is not None  # noqa: S101  a model has it
     fence, write, write_id = fenced.fence.key, fenced.write.key, tokens.write_id
     assigns, kind = isinstance(statement, Update), "objects"
+    if assigns and fenced.is_strict and write not in rows[0]:
+        write_id = (
+            new_write_id()
+        )  # of `post_update`, behind the UPDATE of the same flush, which set the other
     for row in rows:
         stamp = row.get(write)
         if type(stamp) is not Stamp or stamp.loaded is None:
-            stamp = _stamp_of(connection, conditions.form_of(statement, fenced, "objects"), row, tokens)
+            form = conditions.form_of(statement, fenced, "objects")
+            stamp = _stamp_of(connection, form, row, tokens, write_id)
             if stamp.loaded is None:
                 kind = "blind"
         row[TOKEN_BIND] = stamp.token
@@ -161,7 +159,9 @@ def _unpack_stamps(
     return rows, kind  # type: ignore[return-value]
 
 
-def _stamp_of(connection: Connection, form: Form, row: dict[str, Any], tokens: Tokens) -> Stamp:
+def _stamp_of(
+    connection: Connection, form: Form, row: dict[str, Any], tokens: Tokens, write_id: int
+) -> Stamp:
     """Return the stamp of a row that does not bring one, or one that does not know what it replaces.
 
     The first is that of DELETE and `post_update`, or of an object that a listener has changed since; the
@@ -176,10 +176,10 @@ def _stamp_of(connection: Connection, form: Form, row: dict[str, Any], tokens: T
         if type(known) is Stamp:  # that of the deleted object
             stamp.loaded = known.loaded
         return stamp
-    if type(known) is Stamp and known == tokens.write_id:
+    if type(known) is Stamp and known == write_id:
         return known
     loaded = tokens.write_id if state is None else None if known is None else int(known)
-    made = new_stamp(tokens.write_id, _token_of(form, tokens, row, state), loaded)
+    made = new_stamp(write_id, _token_of(form, tokens, row, state), loaded)
     if state is not None and form.assigns:
         state.dict[WRITE_COLUMN] = made
     return made
@@ -188,7 +188,8 @@ def _stamp_of(connection: Connection, form: Form, row: dict[str, Any], tokens: T
 def _stamp_rows(connection: Connection, form: Form, rows: Rows, token: int | Tokens) -> list[dict[str, Any]]:
     """Return the parameters of a statement of the program's own, with tokens and write ids."""
     fenced = form.fenced
-    by = new_write_id() if form.assigns and fenced.write is not None and form.kind != "claim" else None
+    moves = form.assigns and fenced.write is not None and (form.kind != "claim" or fenced.is_strict)
+    by = new_write_id() if moves else None
     stamped = []
     for given in rows:
         row = dict(given)

@@ -8,6 +8,7 @@ refused where the database would give it back otherwise.
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from secrets import randbelow
@@ -68,7 +69,7 @@ GUARDS_OWN: Final = frozenset({_FENCED, _SUB_TABLE_OF})
 """What the guard keeps in `Table.info`, where it is of no interest to anybody else."""
 
 FenceTrigger: TypeAlias = bool | Literal["strict"]
-"""A table's trigger: none, one that keeps the fence from going down, or one that is strict as well."""
+"""A table's trigger: none, one that keeps the fence from going down, or a strict one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,29 @@ class ResourceTemplate:
             raise ValueError(
                 f"__fence_resource__ = {self.text!r} cannot be rendered with {spelt!r}: {error}"
             ) from error
+
+    def parse(self, resource: str) -> tuple[Any, ...] | None:
+        """Return the values that a resource's name was made of; None if it does not tell them."""
+        pattern, names = "", []
+        for literal, name, spec, conversion in Formatter().parse(self.text):
+            pattern += re.escape(literal)
+            if name is not None:
+                if spec or conversion or name in names:
+                    return None
+                names.append(name)
+                pattern += "(.+)"
+        found = re.fullmatch(pattern, resource, re.DOTALL)
+        if found is None:
+            return None
+        try:
+            by_name = {
+                name: self.columns[name].type.python_type(text)
+                for name, text in zip(names, found.groups(), strict=True)
+            }
+            values = tuple([by_name[name] for name in self.columns])
+            return values if self.render(values) == resource else None
+        except (NotImplementedError, TypeError, ValueError, UnfencedWriteError):
+            return None
 
     @property
     def in_key(self) -> bool:
@@ -154,14 +178,14 @@ class FencedTable:
         self.fence = self.table.c[FENCE_COLUMN]
         self.write = self.table.c.get(WRITE_COLUMN)
 
+    @property
+    def is_strict(self) -> bool:
+        """Whether its trigger wants each UPDATE to change fence or write id, so that claims do."""
+        return trigger_of(self.table) == "strict"
+
     def mappers(self) -> list[Mapper[Any]]:
         """Return the base mappers of the models that it belongs to: mostly one."""
         return [mapper for reference in self.of_models if (mapper := reference()) is not None]
-
-    @property
-    def strict(self) -> bool:
-        """Whether the table has a trigger that wants each statement to carry its token."""
-        return trigger_of(self.table) == "strict"
 
 
 _names: dict[str, WeakSet[Table]] = {}
@@ -198,11 +222,6 @@ def fenced_names() -> list[str]:
     """
     names = [name for name, tables in list(_names.items()) if len(tables)]
     return names + [table.name for name in names if not name.isascii() for table in list(_names[name])]
-
-
-def is_strict(name: str) -> bool:
-    """Tell whether a fenced table of this name, in lower case, has a strict trigger."""
-    return any(trigger_of(table) == "strict" for table in list(_names.get(name, ())))
 
 
 def new_column(name: str, info: Mapping[Any, Any]) -> Column[int]:

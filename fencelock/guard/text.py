@@ -1,28 +1,22 @@
-"""Textual SQL: what carries the condition passes, what may write to a fenced table without it is refused.
+"""Textual SQL: what may write to a fenced table is refused, unless it was made by `fenced_text`.
 
-`guard_text` takes a text where it executes itself, `do_execute` sees every statement before the driver does.
-Both look for words and parse nothing: what they cannot tell is refused.
+`do_execute` sees every statement before the driver does. It looks for words and parses nothing: what it
+cannot tell is refused.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
-from sqlalchemy import DDL, Connection, TextClause
+from sqlalchemy import DDL
 
 from fencelock.errors import UnfencedWriteError
-from fencelock.guard._sqlalchemy import parameters_of, with_text
-from fencelock.guard.conditions import Row
-from fencelock.guard.dialects import CARRIERS, ready
 from fencelock.guard.endings import refuse
 from fencelock.guard.events import report
-from fencelock.guard.leases import note_token
 from fencelock.guard.sessions import is_bypassed
-from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN, fenced_names, is_strict, new_write_id
-from fencelock.tokens import check as check_token
+from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN, fenced_names
 
 TOKEN: Final = "fencing_token"  # noqa: S105  no password
 WRITE_ID: Final = "fencing_write_id"
@@ -36,13 +30,6 @@ _QUOTED: Final = re.compile(
 )
 #: What databases read differently, outside of strings: comments that they execute or nest, `#`, `$tag$`.
 _DOUBTFUL: Final = re.compile(r"[#']|--|/\*|\*/|\$(?!\d)\w*\$")
-_GUARDED: Final = re.compile(
-    rf"(?i)(?:delete from|update) (?:only )?(?P<name>{_FULL})"
-    rf"(?: (?:as )?(?!(?:set|where)\b)(?P<alias>{_NAME}))?"
-    r"(?: set (?P<sets>.*?))? where (?P<where>.*?)(?: (?:returning|order by|limit) .*)?"
-)
-#: What could let a row pass that the condition turns away, outside of parentheses.
-_LOOSE: Final = re.compile(r"(?i)\b(?:or|xor|between|case)\b|\|\|")
 #: A write to one table, as far as the word that follows the table's name.
 _TARGET: Final = re.compile(
     rf"(?i)\b(?:(?:insert(?:\s+or\s+\w+|\s+ignore)?|replace)\s+into\s+{_FULL}"
@@ -58,58 +45,6 @@ _WRITES: Final = re.compile(
 )
 _ORDINARY: Final = re.compile(r"(?i)(?:select|with|values|insert|replace|update|delete)\b")
 _DEFINES: Final = re.compile(r"(?i)\s*(?:create|alter(?!.*\btruncate\b)|drop|comment|grant|revoke)\b")
-
-
-def guard_text(
-    connection: Connection, statement: TextClause, rows: Sequence[Row], options: Mapping[str, Any]
-) -> tuple[TextClause, Sequence[Row], Mapping[str, Any]]:
-    """Return a text, its parameters and options: what carries the condition gets a new write id, and a mark.
-
-    A strict trigger wants to see its token, too. Any other text is left as it is.
-    """
-    text, binds = statement.text, parameters_of(statement)
-    table = guarded_table(text) if FENCE_COLUMN in text.lower() else None
-    if table is None:
-        if WRITE_ID in binds:
-            raise _unguarded_error(written(text, tuple(fenced_names())) or "?")
-        return statement, rows, options
-    given = binds[TOKEN].effective_value
-    for token in {row.get(TOKEN, given) for row in rows or [{}]}:
-        if token is None:
-            raise UnfencedWriteError(f'textual SQL has its token as a parameter: pass {{"{TOKEN}": token}}')
-        note_token(connection, statement, check_token(token))
-    if WRITE_ID in binds:
-        rows = [{**row, WRITE_ID: new_write_id()} for row in rows or [{}]]
-    if is_strict(table):
-        ready(connection)
-        carried = CARRIERS[connection.dialect.name].format(f":{TOKEN}")
-        statement = with_text(
-            statement, re.sub(rf"(?i)(\b{FENCE_COLUMN}\s*<=\s*:{TOKEN}\b)", rf"\1 AND {carried}", text)
-        )
-    return statement, rows, {**options, GUARDED: True}
-
-
-@lru_cache(maxsize=1000)
-def guarded_table(text: str) -> str | None:
-    """Return the table, in lower case, that a text writes under the condition; None for any other text."""
-    outline = _bare(text)
-    while outline and (shorter := re.sub(r"\([^()]*\)", " _ ", outline)) != outline:
-        outline = shorter
-    found = _GUARDED.fullmatch(" ".join((outline or "").split()).rstrip("; "))
-    if found is None or ";" in found[0] or _LOOSE.search(found["where"]):
-        return None
-    name = found["name"].rpartition(".")[2].strip()
-    own = "|".join(map(re.escape, (found["name"], name, found["alias"] or name)))
-    fence = rf"(?:(?:{own}) ?\. ?)?{FENCE_COLUMN}"
-    stamps = [
-        rf"(?:.*, ?)?(?:(?:{own}) ?\. ?)?{column} ?= ?:{bind}(?: ?,.*| from .*)?"
-        for column, bind in ((FENCE_COLUMN, TOKEN), (WRITE_COLUMN, WRITE_ID))
-    ]
-    condition = rf"(?:.* and )?{fence} ?<= ?:{TOKEN}(?: and .*)?"
-    sets = found["sets"]
-    is_stamped = sets is None or all(re.fullmatch(stamp, sets, re.IGNORECASE) for stamp in stamps)
-    is_guarded = is_stamped and re.fullmatch(condition, found["where"], re.IGNORECASE)
-    return name.strip('"`').lower() if is_guarded else None
 
 
 def do_execute(_cursor: object, statement: str, *rest: Any) -> None:
@@ -132,11 +67,13 @@ def do_execute(_cursor: object, statement: str, *rest: Any) -> None:
 
 
 def _unguarded_error(name: str) -> UnfencedWriteError:
+    line = (
+        f"fenced_text('UPDATE {name} SET …, {FENCE_COLUMN} = :{TOKEN}, {WRITE_COLUMN} = :{WRITE_ID} "  # noqa: S608
+        f"WHERE … AND {FENCE_COLUMN} <= :{TOKEN}', its model or Table)"
+    )
     return UnfencedWriteError(
         f"this statement may write to the fenced table {name!r} and is not guarded: write through the model, "
-        f"fenced_update(), fenced_delete() or upsert(), outside of WITH; textual SQL has "
-        f"{FENCE_COLUMN} <= :{TOKEN} in its WHERE clause, with AND and no OR beside it, and sets "
-        f"{FENCE_COLUMN} = :{TOKEN} and {WRITE_COLUMN} = :{WRITE_ID}, which the guard fills in; or, if no "
+        f"fenced_update(), fenced_delete() or upsert(), outside of WITH; as text, write {line}; or, if no "
         f"fence is wanted, execution_options(fencelock='bypass')"
     )
 

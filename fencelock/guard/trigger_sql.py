@@ -12,8 +12,10 @@ from typing import Final, Literal
 
 from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN
 
-TRIGGERS: Final = ("fence", "ids", "strict", "strict_delete", "strict_truncate")
-Form = Literal["fence", "ids", "strict", "strict_delete", "strict_truncate", "refuse", "renew"]
+TRIGGERS: Final = ("fence", "ids", "strict")
+FORMER: Final = ("strict_delete", "strict_truncate")
+"""What a strict trigger had besides, when statements carried their tokens to it."""
+Form = Literal["fence", "ids", "strict", "refuse", "renew"]
 
 _MASK: Final = 2**53 - 2
 """Ids stay below 2**53."""
@@ -21,32 +23,19 @@ _MASK: Final = 2**53 - 2
 _POSTGRESQL_FUNCTION: Final = f"""
 CREATE FUNCTION {{refuse}}() RETURNS trigger LANGUAGE plpgsql AS $fencelock$
 BEGIN
-    IF TG_OP = 'UPDATE' THEN
-        IF NEW.{FENCE_COLUMN} < OLD.{FENCE_COLUMN} THEN
-            RAISE EXCEPTION USING ERRCODE = '23000', TABLE = TG_TABLE_NAME, SCHEMA = TG_TABLE_SCHEMA,
-                MESSAGE = concat('fencelock: token ', NEW.{FENCE_COLUMN}, ' < ', OLD.{FENCE_COLUMN},
-                                 ' in ', TG_TABLE_NAME);
-        END IF;
+    IF NEW.{FENCE_COLUMN} < OLD.{FENCE_COLUMN} THEN
+        RAISE EXCEPTION USING ERRCODE = '23000', TABLE = TG_TABLE_NAME, SCHEMA = TG_TABLE_SCHEMA,
+            MESSAGE = concat('fencelock: token ', NEW.{FENCE_COLUMN}, ' < ', OLD.{FENCE_COLUMN},
+                             ' in ', TG_TABLE_NAME);
     END IF;
     RAISE EXCEPTION USING ERRCODE = '23000', TABLE = TG_TABLE_NAME, SCHEMA = TG_TABLE_SCHEMA,
-        MESSAGE = concat('fencelock: ', TG_OP, ' without a token in ', TG_TABLE_NAME);
+        MESSAGE = concat('fencelock: UPDATE without a token in ', TG_TABLE_NAME);
 END $fencelock$
 """
-
-_POSTGRESQL_CARRIED: Final = "current_setting('fencelock.token', true)"
 
 _MARIADB_STALE: Final = f"""
     IF COALESCE(NEW.{FENCE_COLUMN}, -1) < OLD.{FENCE_COLUMN} THEN
         SET refusal = CONCAT('fencelock: token ', COALESCE(NEW.{FENCE_COLUMN}, -1), ' < ',
-                             OLD.{FENCE_COLUMN}, ' in ', {{label}});
-        SIGNAL SQLSTATE '23000' SET MESSAGE_TEXT = refusal;
-    END IF;
-"""
-
-# An upsert of MariaDB that the fence turns away writes the row as it is, so it gets here.
-_MARIADB_CARRIED_LESS: Final = f"""
-    IF COALESCE(@fencelock_token < OLD.{FENCE_COLUMN} AND @fencelock_at = NOW(6) + 0, FALSE) THEN
-        SET refusal = CONCAT('fencelock: token ', @fencelock_token, ' < ',
                              OLD.{FENCE_COLUMN}, ' in ', {{label}});
         SIGNAL SQLSTATE '23000' SET MESSAGE_TEXT = refusal;
     END IF;
@@ -80,22 +69,10 @@ EXECUTE FUNCTION {{refuse}}()
 CREATE TRIGGER {{strict}} BEFORE UPDATE ON {{table}} FOR EACH ROW
 WHEN (
     NEW.{FENCE_COLUMN} < OLD.{FENCE_COLUMN}
-    OR NEW.{FENCE_COLUMN} = OLD.{FENCE_COLUMN}
-    AND {_POSTGRESQL_CARRIED} IS DISTINCT FROM concat(NEW.{FENCE_COLUMN}, '@', statement_timestamp())
+    OR NEW.{FENCE_COLUMN} = OLD.{FENCE_COLUMN} AND NEW.{WRITE_COLUMN} = OLD.{WRITE_COLUMN}
+    AND pg_trigger_depth() = 0
 )
 EXECUTE FUNCTION {{refuse}}()
-""",
-        "strict_delete": f"""
-CREATE TRIGGER {{strict_delete}} BEFORE DELETE ON {{table}} FOR EACH ROW
-WHEN (
-    NOT CASE WHEN split_part({_POSTGRESQL_CARRIED}, '@', 2) = concat(statement_timestamp())
-        THEN CAST(split_part({_POSTGRESQL_CARRIED}, '@', 1) AS BIGINT) >= OLD.{FENCE_COLUMN}
-        ELSE false END
-)
-EXECUTE FUNCTION {{refuse}}()
-""",
-        "strict_truncate": """
-CREATE TRIGGER {strict_truncate} BEFORE TRUNCATE ON {table} EXECUTE FUNCTION {refuse}()
 """,
     },
     "mysql": {
@@ -109,18 +86,9 @@ CREATE TRIGGER {{fence}} BEFORE UPDATE ON {{table}} FOR EACH ROW BEGIN
 """,
         "strict": f"""
 CREATE TRIGGER {{strict}} BEFORE UPDATE ON {{table}} FOR EACH ROW BEGIN
-    DECLARE refusal VARCHAR(128) CHARACTER SET utf8mb4;{_MARIADB_STALE}{_MARIADB_CARRIED_LESS}
-    IF NEW.{FENCE_COLUMN} = OLD.{FENCE_COLUMN} AND NOT COALESCE(
-        @fencelock_token = NEW.{FENCE_COLUMN} AND @fencelock_at = NOW(6) + 0, FALSE
-    ) THEN
+    DECLARE refusal VARCHAR(128) CHARACTER SET utf8mb4;{_MARIADB_STALE}
+    IF NEW.{FENCE_COLUMN} = OLD.{FENCE_COLUMN} AND NEW.{WRITE_COLUMN} = OLD.{WRITE_COLUMN} THEN
         SIGNAL SQLSTATE '23000' SET MESSAGE_TEXT = {{unfenced_update}};
-    END IF;
-END
-""",
-        "strict_delete": f"""
-CREATE TRIGGER {{strict_delete}} BEFORE DELETE ON {{table}} FOR EACH ROW BEGIN
-    IF NOT COALESCE(@fencelock_token >= OLD.{FENCE_COLUMN} AND @fencelock_at = NOW(6) + 0, FALSE) THEN
-        SIGNAL SQLSTATE '23000' SET MESSAGE_TEXT = {{unfenced_delete}};
     END IF;
 END
 """,
@@ -138,12 +106,7 @@ CREATE TRIGGER {{fence}} BEFORE UPDATE ON {{bare_table}} FOR EACH ROW BEGIN{_SQL
         "strict": f"""
 CREATE TRIGGER {{strict}} BEFORE UPDATE ON {{bare_table}} FOR EACH ROW BEGIN{_SQLITE_STALE}
     SELECT RAISE(ABORT, {{unfenced_update}})
-    WHERE NEW.{FENCE_COLUMN} = OLD.{FENCE_COLUMN} AND NEW.{FENCE_COLUMN} IS NOT fencelock_token();
-END
-""",
-        "strict_delete": f"""
-CREATE TRIGGER {{strict_delete}} BEFORE DELETE ON {{bare_table}} FOR EACH ROW BEGIN
-    SELECT RAISE(ABORT, {{unfenced_delete}}) WHERE COALESCE(fencelock_token(), -1) < OLD.{FENCE_COLUMN};
+    WHERE NEW.{FENCE_COLUMN} = OLD.{FENCE_COLUMN} AND NEW.{WRITE_COLUMN} = OLD.{WRITE_COLUMN};
 END
 """,
     },

@@ -1,8 +1,8 @@
 """Triggers, optional by table: what the database itself refuses, whoever writes and by whatever way.
 
 - Plain: the fence of a row never goes down, and an UPDATE that brings no write id gives its row a new one.
-- Strict: besides, an UPDATE must raise the fence or carry the token that the fence has, a DELETE must carry
-  one that is not below it, and PostgreSQL refuses TRUNCATE. docs/triggers.md says what they cannot see.
+- Strict: the fence never goes down either, and an UPDATE that changes neither fence nor write id is refused.
+  docs/triggers.md says what triggers cannot see.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from sqlalchemy.schema import ExecutableDDLElement
 from sqlalchemy.sql.compiler import DDLCompiler
 
 from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
-from fencelock.guard import dialects
 from fencelock.guard import trigger_sql as sql
 from fencelock.guard._sqlalchemy import doubles_percents
 from fencelock.guard.endings import refuse
@@ -26,14 +25,14 @@ from fencelock.guard.events import report
 from fencelock.guard.tables import FENCE_COLUMN, FENCE_TABLE, WRITE_COLUMN, FenceTrigger, trigger_of
 from fencelock.guard.trigger_sql import Form
 
-__all__ = ["FenceDDL", "FenceTrigger", "create", "drop", "installed", "knows", "prepare"]
+__all__ = ["FenceDDL", "FenceTrigger", "create", "drop", "installed", "knows"]
 
 _LONGEST_NAME: Final = 60
 """PostgreSQL cuts longer names, MariaDB refuses them."""
 
 _REFUSED: Final = re.compile(
     r"fencelock: (?:token (?P<token>-?\d+) < (?P<current>\d+)|(?P<stale>a token below the fence)"
-    r"|(?P<operation>\w+) without a token) in (?P<table>.+)"
+    r"|(?P<unfenced>UPDATE without a token)) in (?P<table>.+)"
 )
 _MISSING_TABLE: Final = re.compile(r"no such table|^relation .* does not exist|doesn't exist", re.IGNORECASE)
 #: SQLAlchemy finds out by DESCRIBE, and the error of that, whether MariaDB has a table.
@@ -41,7 +40,6 @@ _USES_ROWS: Final = re.compile(r"\s*(?:insert|update|delete|select)\b", re.IGNOR
 _MISSING_COLUMN: Final = re.compile(
     r"no such column|no column named|unknown column|column .* does not exist|undefined column", re.IGNORECASE
 )
-_NOT_PREPARED: Final = "no such function: fencelock_token"
 
 
 class FenceDDL(ExecutableDDLElement):
@@ -64,11 +62,10 @@ def _compile(ddl: FenceDDL, compiler: DDLCompiler, **_: Any) -> str:
         "label": _literal(table.name, preparer),
         "stale": _literal(f"fencelock: a token below the fence in {table.name}", preparer),
         "unfenced_update": _literal(f"fencelock: UPDATE without a token in {table.name}", preparer),
-        "unfenced_delete": _literal(f"fencelock: DELETE without a token in {table.name}", preparer),
     }
-    for form in (*sql.TRIGGERS, "refuse", "renew"):
+    for form in (*sql.TRIGGERS, *sql.FORMER, "refuse", "renew"):
         named = Table(_name(table.name, form), MetaData(), schema=table.schema)
-        of_table = preparer.dialect.name == "postgresql" and form in sql.TRIGGERS
+        of_table = preparer.dialect.name == "postgresql" and form not in {"refuse", "renew"}
         fields[form] = preparer.format_table(named, use_schema=not of_table)
     return ddl.template.format_map(fields)
 
@@ -118,15 +115,10 @@ def create(
     `create_all` with `__fence_trigger__ = True` or `"strict"`, migrations by
     `op.create_fence_trigger("orders", ids=True)`.
 
-    With a strict trigger, the guard must know of it (`__fence_trigger__ = "strict"`, or
-    `fence_column(trigger="strict")`), or its own second write with the same token is refused. For a bare
-    cursor, `conditional_update(…, strict=True)` makes statements that carry the token. On SQLite, a strict
-    trigger refuses every connection that `prepare` has not given its functions.
-
     Args:
         table: its name, or a `Table` or a model.
         dialect: the name of the engine's dialect: `"postgresql"`, `"mysql"`, `"mariadb"` or `"sqlite"`.
-        strict: refuse also an UPDATE or DELETE that carries no token.
+        strict: refuse an UPDATE that changes neither fence nor write id. The fence table has no strict one.
         ids: where it is not strict: give a new write id to each UPDATE that brings none. SQLite finds the row
             by its rowid. The fence table has no write ids.
         schema: where the table is, if it is given by its name.
@@ -143,7 +135,7 @@ def create(
         ```
     """
     target = _table(table, schema)
-    forms: tuple[Form, ...] = ("refuse", "strict", "strict_delete", "strict_truncate")
+    forms: tuple[Form, ...] = ("refuse", "strict")
     if not strict:
         has_ids = ids and (WRITE_COLUMN in target.c if target.c else target.name != FENCE_TABLE)
         forms = ("refuse", "fence", "renew", "ids") if has_ids else ("refuse", "fence")
@@ -159,7 +151,7 @@ def drop(table: Any, dialect: str, *, schema: str | None = None) -> list[FenceDD
     """
     target = _table(table, schema)
     family = _family(dialect)
-    forms = [form for form in sql.TRIGGERS if form in sql.CREATE[family]]
+    forms = (*sql.TRIGGERS, *sql.FORMER)
     dropped = [FenceDDL(sql.DROP[family].format(form=form), target) for form in forms]
     if family == "postgresql":
         dropped += [FenceDDL(f"DROP FUNCTION IF EXISTS {{{each}}}()", target) for each in ("refuse", "renew")]
@@ -171,13 +163,13 @@ def installed(
 ) -> FenceTrigger | Literal["fence"]:
     """Return which trigger a table has in the database: False, True or `"strict"`.
 
-    `"fence"` is a plain one that gives no write ids. One that is disabled, or not complete, counts as none.
+    `"fence"` is a plain one that gives no write ids. One that is disabled counts as none,
+    and so does a strict one that wants tokens to be carried.
     """
-    family = _family(connection.dialect.name)
     found = _found(connection, table, schema)
-    forms = {form for form in sql.TRIGGERS if form in sql.CREATE[family] and _name(table, form) in found}
-    if forms >= {form for form in sql.CREATE[family] if form in sql.TRIGGERS} - {"fence", "ids"}:
-        return "strict"
+    forms = {form for form in (*sql.TRIGGERS, *sql.FORMER) if _name(table, form) in found}
+    if "strict" in forms:
+        return not forms & {*sql.FORMER} and "strict"
     return "fence" in forms and ("ids" in forms or "fence")
 
 
@@ -196,8 +188,9 @@ def drop_renamed(connection: Connection, table: str, *, schema: str | None = Non
     Databases leave the names. PostgreSQL's function stays, as another table may have the old name by now.
     """
     family = _family(connection.dialect.name)
-    own = {_name(table, form) for form in sql.TRIGGERS}
-    endings = tuple(f"_{form}" for form in sql.TRIGGERS)
+    forms = (*sql.TRIGGERS, *sql.FORMER)
+    own = {_name(table, form) for form in forms}
+    endings = tuple(f"_{form}" for form in forms)
     preparer = connection.dialect.identifier_preparer
     dropped = []
     for name in sorted(_found(connection, table, schema) - own):
@@ -209,16 +202,6 @@ def drop_renamed(connection: Connection, table: str, *, schema: str | None = Non
         template = sql.DROP[family].format(form="renamed").replace("{renamed}", verbatim)
         dropped.append(FenceDDL(template, _table(table, schema)))
     return dropped
-
-
-def prepare(connection: Any) -> None:
-    """Let a bare connection of `sqlite3` write to tables with a strict trigger.
-
-    It adds the functions `fencelock_carry` and `fencelock_token`, which the statements of
-    `conditional_update(…, strict=True)` and the triggers call; SQLAlchemy's connections get them from the
-    guard. A token that was carried stays, on this connection, until the next one is.
-    """
-    dialects.prepare(connection)
 
 
 def _after_create(table: Table, connection: Any, **options: Any) -> None:
@@ -245,8 +228,6 @@ def watch_tables() -> None:
 def explain(context: ExceptionContext) -> None:
     """Say what a trigger has refused, or what to do where a column of the guard or its table is missing."""
     error = context.original_exception
-    if context.connection is not None:
-        dialects.take_back(context.connection)
     message = str(error.args[-1]).splitlines()[0] if error.args and str(error.args[-1]) else ""
     refusal = _refusal(message) if "fencelock" in message else None
     # Only the first line: those that follow quote the statement, which names the column anyway.
@@ -282,18 +263,12 @@ def _refusal(message: str) -> FenceError | None:
     refused = _REFUSED.search(message)
     table = refused and refused["table"].strip()
     refusal: FenceError
-    if _NOT_PREPARED in message:
-        refusal = UnfencedWriteError(
-            "a strict trigger of SQLite refuses this connection, which carries no tokens; write through a "
-            "model that says __fence_trigger__ = 'strict', or see fencelock.guard.triggers.prepare()"
-        )
-    elif refused is None or not table:
+    if refused is None or not table:
         return None
-    elif refused["operation"]:
+    if refused["unfenced"]:
         refusal = UnfencedWriteError(
-            f"the trigger of {table!r} has refused the {refused['operation']}, which carries no token; "
-            f"write under a lease and through the guard, whose models say __fence_trigger__ = 'strict'; or "
-            f"with conditional_update(…, strict=True)"
+            f"the strict trigger of {table!r} has refused an UPDATE that changes neither {FENCE_COLUMN} nor "
+            f"{WRITE_COLUMN}; write under a lease and through the guard, or with conditional_update()"
         )
     else:
         token, current = (int(refused[name]) if refused[name] else None for name in ("token", "current"))

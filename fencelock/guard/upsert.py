@@ -20,7 +20,7 @@ from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
 from fencelock.guard._connecting import target_of
 from fencelock.guard._install import install
 from fencelock.guard.claim import fenced_model
-from fencelock.guard.dialects import LOCKING_READS, CarriedToken, holds, is_text, newest, ready, take_back
+from fencelock.guard.dialects import LOCKING_READS, holds, is_text, newest
 from fencelock.guard.endings import refusing
 from fencelock.guard.leases import Tokens, begin_writing, report_refusal
 from fencelock.guard.sessions import BYPASS, session_of
@@ -82,9 +82,6 @@ def upsert(
     tokens = Tokens(connection, fenced)
     token_of = {key: _token(tokens, row) for key, row in by_key.items()}
 
-    if fenced.strict:
-        ready(connection)
-
     def columns(key: _Key) -> list[str]:
         return sorted(by_key[key])
 
@@ -94,7 +91,6 @@ def upsert(
         own = {} if fenced.write is None else {fenced.write.key: new_write_id()}
         stamped = [{**by_key[key], fenced.fence.key: token_of[key], **own} for key in some]
         connection.execute(statement, stamped, execution_options={"fencelock": BYPASS})
-    take_back(connection)
     try:
         written = list(_check(connection, fenced, by_key, token_of))
     except FenceError as error:
@@ -157,7 +153,11 @@ def _statement(dialect: str, fenced: FencedTable, row: Mapping[str, Any]) -> Ins
         made = mysql.insert(table)
         new, passes = made.inserted, _lets_pass(fenced, made.inserted)
         # The fence comes last, because MariaDB assigns from left to right.
-        assigned = [(name, func.if_(passes, new[name], table.c[name])) for name in (*names, *own)]
+        assigned: list[tuple[str, ColumnElement[Any]]] = [
+            (name, func.if_(passes, new[name], table.c[name])) for name in (*names, *own)
+        ]
+        if fenced.is_strict:  # its trigger sees what is turned away, and then says that the fence is lower
+            assigned[-1] = (fenced.fence.key, new[fenced.fence.key])
         return made.on_duplicate_key_update(assigned)
     if dialect not in {"postgresql", "sqlite"}:
         raise NotImplementedError(f"upsert knows PostgreSQL, SQLite, MariaDB and MySQL, not {dialect}")
@@ -179,10 +179,7 @@ def _identifying(fenced: FencedTable) -> dict[ColumnElement[Any], None]:
 def _lets_pass(fenced: FencedTable, new: Any) -> ColumnElement[bool]:
     """Return the criterion for a row that may be written: the same key, resource and no higher fence."""
     same = [holds(column, new[column.key]) for column in _identifying(fenced)]
-    token = new[fenced.fence.key]
-    # First, because MariaDB's triggers also see what is turned away.
-    carried = [CarriedToken(token)] if fenced.strict else []
-    return and_(*carried, fenced.fence <= token, *same)
+    return and_(fenced.fence <= new[fenced.fence.key], *same)
 
 
 def _check(

@@ -47,6 +47,7 @@ from fencelock.guard import (
     claim_all,
     execute_fenced,
     fenced_delete,
+    fenced_text,
     fenced_update,
     upsert,
 )
@@ -450,12 +451,12 @@ class TestTheSameHolder:
             session.bulk_update_mappings(inspect(Account), [{"id": 1, "status": "bulk"}])
             session.execute(update(Account), [{"id": 1, "status": "bulk"}])
             session.execute(
-                text(
+                fenced_text(
                     "UPDATE rd_accounts SET status = 'text', last_fencing_token = :fencing_token,"
                     " last_write_id = :fencing_write_id "
-                    "WHERE id = 1 AND last_fencing_token <= :fencing_token"
-                ),
-                {"fencing_token": 9},
+                    "WHERE id = 1 AND last_fencing_token <= :fencing_token",
+                    Account,
+                )
             )
             upsert(session, Account, [{"id": 1, "status": "upsert"}])
             session.commit()

@@ -721,7 +721,7 @@ def test_a_missing_column_says_to_migrate(session: Session, engine: Engine, miss
             work()
         session.rollback()
     advice = str(caught.value).split("migration: ")[1].replace("<table>", "re_late")
-    pytest.importorskip("fencelock.migrations")  # which the plugin imports where it is installed
+    pytest.importorskip("fencelock.alembic.operations")  # which the plugin imports where it is installed
     for choice in advice.split(", which fencelock[alembic] brings, or "):
         with engine.begin() as connection:
             op = Operations(MigrationContext.configure(connection))

@@ -8,11 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Delete, Engine, ForeignKey, Insert, Update, create_engine, delete, insert, select
+from sqlalchemy import (
+    Delete,
+    Engine,
+    ForeignKey,
+    Insert,
+    NullPool,
+    Update,
+    create_engine,
+    delete,
+    insert,
+    select,
+)
+from sqlalchemy.exc import PendingRollbackError
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.ext.horizontal_shard import ShardedSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship, selectinload
 
+from fencelock.errors import FenceError
 from fencelock.guard import (
     FencedModel,
     bind,
@@ -100,20 +113,23 @@ CLAIMS: dict[str, Callable[[Session], Any]] = {
 
 
 @pytest.mark.parametrize("how", CLAIMS)
-def test_a_claim_goes_to_the_leader_and_reads_there(leader: Engine, follower: Engine, how: str) -> None:
-    """The follower keeps its rows; afterwards the session reads as before."""
+@pytest.mark.parametrize("database", ["sqlite", "postgresql"])
+def test_a_claim_reads_where_it_has_claimed_or_is_refused(
+    postgres: Postgres, leader: Engine, follower: Engine, database: str, how: str
+) -> None:
+    """One row is claimed and read by one statement; a SELECT that would go to the follower is refused."""
+    if database == "postgresql":
+        leader = filled(create_engine(postgres.create_database(), poolclass=NullPool), 1, balance=70)
     with routing(leader, follower)() as session:
         bind(session, *LEASES)
-        account = CLAIMS[how](session)
-        assert account.balance == 70
-        account.balance += 50
-        session.commit()
-        assert session.scalar(select(Account.balance)) == 100
-        assert "get_bind" not in vars(session)
-    for engine, row in ((leader, (120, 9)), (follower, (100, 5))):
-        with engine.connect() as connection:
-            found = connection.execute(select(Account.balance, Account.last_fencing_token)).one()
-            assert tuple(found) == row
+        if how == "claim":
+            assert CLAIMS[how](session).balance == 70
+        else:
+            with pytest.raises(FenceError, match=r"sends its SELECT to .*follower.* not to"):
+                CLAIMS[how](session)
+            with pytest.raises(PendingRollbackError):
+                session.commit()
+    leader.dispose()
 
 
 @pytest.mark.parametrize(
@@ -147,7 +163,7 @@ def test_a_follower_that_is_read_only(postgres: Postgres) -> None:
     leader = filled(create_engine(url), 1, balance=70)
     options = {"options": "-c default_transaction_read_only=on"}
     follower = create_engine(url, connect_args=options)
-    ways: list[Callable[[Session], Any]] = [*CLAIMS.values(), gate]
+    ways: list[Callable[[Session], Any]] = [CLAIMS["claim"], gate]
     ways.append(lambda session: upsert(session, Account, [{"id": 1, "balance": 3}]))
     for work in ways:
         with routing(leader, follower)() as session:
@@ -170,16 +186,17 @@ def test_for_coroutines(leader: Engine, follower: Engine) -> None:
         async with AsyncSession(sync_session_class=kind) as session:
             bind(session, LEASES[0])
             await gate_async(session)
-            assert (await claim_async(session, Account, 1)).balance == 70
-            (account,) = await claim_all_async(session, select(Account))
-            account.balance = 7
             await session.commit()
+            assert (await claim_async(session, Account, 1)).balance == 70
+            await session.commit()
+            with pytest.raises(FenceError, match="sends its SELECT"):
+                await claim_all_async(session, select(Account))
         for each in both:
             await each.dispose()
 
     asyncio.run(play())
     with leader.connect() as connection:
-        assert connection.scalar(select(Account.balance)) == 7
+        assert connection.scalar(select(fences.c.last_fencing_token)) == 9
 
 
 class TestShards:

@@ -1,14 +1,14 @@
-"""Textual SQL that carries the condition and is given its token is guarded; all other writes are refused."""
+"""Textual SQL writes to a fenced table by `fenced_text` alone, which gives it a token and a new write id."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, String, delete, insert, select, text
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy import Engine, String, Table, delete, insert, select, text
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from fencelock import FencedModel, UnfencedWriteError
+from fencelock import FencedModel, Lease, StaleTokenError, UnfencedWriteError, bind, fenced_text
 
 
 class Base(DeclarativeBase):
@@ -30,6 +30,7 @@ UPDATED = (
     " WHERE id = :id AND last_fencing_token <= :fencing_token"
 )
 DELETED = "DELETE FROM tx_orders WHERE id = :id AND last_fencing_token <= :fencing_token"
+PAID = {"id": 1, "status": "paid"}
 
 
 @pytest.fixture
@@ -52,98 +53,122 @@ def orders(engine: Engine) -> dict[int, tuple[str, int]]:
 NEW = {1: ("new", 5), 2: ("new", 5)}
 
 
-def execute(engine: Engine, sql: str, *rows: dict[str, Any]) -> int:
-    """Execute a text once for each of the parameters, commit, and return how many rows it has written."""
-    with engine.begin() as connection:
-        return connection.execute(text(sql), rows or None).rowcount
+def execute(engine: Engine, statement: Any, *rows: dict[str, Any], leases: tuple[Lease, ...] = ()) -> int:
+    """Execute a statement for each of the parameters, commit, and return how many rows it has written."""
+    with Session(engine) as session:
+        bind(session, *leases)
+        written: int = session.execute(statement, [*rows] if len(rows) > 1 else dict(*rows)).rowcount  # type: ignore[attr-defined]
+        session.commit()
+    return written
 
 
-FORMS = {
-    "plain": UPDATED,
-    "spelt otherwise": UPDATED.lower().replace(" = :", "=:").replace(" <= ", "<="),
-    "alias": UPDATED.replace("tx_orders", "tx_orders AS o").replace("AND last", "AND o.last"),
-    "condition first": UPDATED.replace("id = :id AND", "(id = :id OR id = 7) AND"),
-    "comments and strings": "/* OR */ "
-    + UPDATED.replace("id = :id", "status <> 'or' AND id = :id -- OR\n")
-    + ";",
-}
-
-
-@pytest.mark.parametrize("sql", [pytest.param(sql, id=name) for name, sql in FORMS.items()])
-def test_text_with_the_condition_writes_with_its_token(engine: Engine, sql: str) -> None:
-    """A token that is above the fence, and the same again."""
+def test_text_writes_with_its_token(engine: Engine) -> None:
+    """A token above the fence, and the same again; each write gives the row another write id."""
+    seen = set()
     for status in ("paid", "sent"):
-        assert execute(engine, sql, {"id": 1, "status": status, "fencing_token": 6}) == 1
+        assert execute(engine, fenced_text(UPDATED, Order, token=6), {"id": 1, "status": status}) == 1
+        with engine.connect() as connection:
+            seen.add(connection.scalar(select(Order.last_write_id).where(Order.id == 1)))
     assert orders(engine) == {1: ("sent", 6), 2: ("new", 5)}
+    assert len(seen) == 2
+    assert execute(engine, fenced_text(DELETED, Order, token=6), {"id": 1}) == 1
+    assert orders(engine) == {2: ("new", 5)}
 
 
-def test_stale_text_writes_no_row(engine: Engine) -> None:
-    """The rowcount says so, as for a row that is not there; nothing is raised."""
-    assert execute(engine, UPDATED, {"id": 1, "status": "stale", "fencing_token": 4}) == 0
-    assert execute(engine, DELETED, {"id": 1, "fencing_token": 4}) == 0
-    assert execute(engine, DELETED, {"id": 7, "fencing_token": 6}) == 0
+@pytest.mark.parametrize(
+    ("resource", "row"),
+    [("order:1", PAID), (None, PAID), (None, {"number": 1, "status": "paid"})],
+    ids=["given", "by the parameters", "the only lease"],
+)
+def test_token_is_that_of_the_lease_that_is_held(
+    engine: Engine, resource: str | None, row: dict[str, Any]
+) -> None:
+    """Of the resource that is given, that the parameters name, or of the one that is held."""
+    sql = UPDATED if "id" in row else UPDATED.replace(":id", ":number")
+    statement = fenced_text(sql, Order, resource=resource)
+    assert execute(engine, statement, row, leases=(Lease("order:1", 7),)) == 1
+    assert orders(engine)[1] == ("paid", 7)
+
+
+def test_lease_is_asked_for(engine: Engine) -> None:
+    """None is held, another one, or several that could be meant."""
+    statement = fenced_text(UPDATED, Order)
+    with pytest.raises(UnfencedWriteError, match=r"no lease is held.*fenced_lock\('order:1'\)"):
+        execute(engine, statement, PAID)
+    with pytest.raises(UnfencedWriteError, match="needs the lease of 'order:1', and held are 'order:2'"):
+        execute(engine, statement, PAID, leases=(Lease("order:2", 7),))
+    both = (Lease("order:1", 7), Lease("order:2", 7))
+    by_number = fenced_text(UPDATED.replace(":id", ":number"), Order)
+    with pytest.raises(UnfencedWriteError, match=r"'order:1', 'order:2' are held.*resource="):
+        execute(engine, by_number, {"number": 1, "status": "x"}, leases=both)
     assert orders(engine) == NEW
-    assert execute(engine, DELETED, {"id": 1, "fencing_token": 6}) == 1
 
 
-def test_parameters_may_come_with_the_text(engine: Engine) -> None:
-    """`text(…).bindparams(…)` gives the token too."""
-    with engine.begin() as connection:
-        connection.execute(text(UPDATED).bindparams(id=1, status="paid", fencing_token=6))
-    assert orders(engine)[1] == ("paid", 6)
+def test_stale_text_is_told(engine: Engine) -> None:
+    """As far as the resource is known. A row that is not there gives a rowcount of 0."""
+    for sql, row in ((UPDATED, PAID), (DELETED, {"id": 1})):
+        with pytest.raises(StaleTokenError) as caught:
+            execute(engine, fenced_text(sql, Order, token=4), row)
+        assert (caught.value.identity, caught.value.token, caught.value.current) == ((1,), 4, 5)
+    assert execute(engine, fenced_text(DELETED, Order, token=4), {"id": 7}) == 0
+    unknown = fenced_text(DELETED.replace(":id", ":number"), Order, token=4)
+    assert execute(engine, unknown, {"number": 1}) == 0
+    known = fenced_text(DELETED.replace(":id", ":number"), Order, token=4, resource="order:1")
+    with pytest.raises(StaleTokenError):
+        execute(engine, known, {"number": 1})
+    assert orders(engine) == NEW
 
 
-def test_each_execution_has_its_own_token(engine: Engine) -> None:
+def test_refused_text_spoils_its_transaction(engine: Engine) -> None:
+    """Nothing of it can be committed."""
+    with Session(engine) as session:
+        session.execute(fenced_text(UPDATED, Order, token=6), {"id": 2, "status": "x"})
+        with pytest.raises(StaleTokenError):
+            session.execute(fenced_text(UPDATED, Order, token=4), PAID)
+        with pytest.raises(Exception, match="nothing of this"):
+            session.commit()
+    assert orders(engine) == NEW
+
+
+def test_each_execution_has_its_own_row_and_token(engine: Engine) -> None:
     """The database compares each of them with the fence of its row."""
-    rows = [{"id": 1, "status": "x", "fencing_token": 6}, {"id": 2, "status": "y", "fencing_token": 4}]
-    execute(engine, UPDATED, *rows)
-    assert orders(engine) == {1: ("x", 6), 2: ("new", 5)}
+    leases = (Lease("order:1", 6), Lease("order:2", 4))
+    rows = [{"id": 1, "status": "x"}, {"id": 2, "status": "y"}]
+    with pytest.raises(StaleTokenError, match=r"tx_orders\(2,\)"):
+        execute(engine, fenced_text(UPDATED, Order), *rows, leases=leases)
+    assert orders(engine) == NEW
 
 
-def test_token_is_always_given(engine: Engine) -> None:
-    """The error says how; an invalid token is refused."""
-    rows: list[dict[str, Any]] = [{"id": 1, "status": "x", "fencing_token": 6}, {"id": 2, "status": "x"}]
-    for given in (rows[1:], rows):
-        with pytest.raises(UnfencedWriteError, match=r"pass \{.fencing_token.: token\}"):
-            execute(engine, UPDATED, *given)
+def test_text_without_its_parameters_is_refused_when_it_is_made() -> None:
+    """And so is a target that is not fenced, or no token."""
+    for sql in (
+        UPDATED.replace(":fencing_token", "9"),
+        DELETED.replace(":fencing_token", "9"),
+        "UPDATE x SET a = 1",
+    ):
+        with pytest.raises(ValueError, match=r"the text lacks :fencing_token"):
+            fenced_text(sql, Order)
+    with pytest.raises(ValueError, match="the text lacks :fencing_write_id"):
+        fenced_text(UPDATED.replace(":fencing_write_id", "1"), Order)
+    with pytest.raises(ValueError, match="is not fenced"):
+        fenced_text(UPDATED, Table("plain", Base.metadata))
     for wrong in (0, 2**63, True, "9"):
         with pytest.raises((ValueError, TypeError)):
-            execute(engine, UPDATED, {**rows[0], "fencing_token": wrong})
+            fenced_text(UPDATED, Order, token=wrong)  # type: ignore[arg-type]
+
+
+def test_other_text_is_refused_whatever_it_looks_like(engine: Engine) -> None:
+    """The error shows the line to write."""
+    for sql in (UPDATED, "UPDATE tx_orders SET status = 'x'"):
+        given = {**PAID, "fencing_token": 9, "fencing_write_id": 9}
+        row = {name: value for name, value in given.items() if f":{name}" in sql}
+        with pytest.raises(UnfencedWriteError, match=r"fenced_text\('UPDATE tx_orders SET"):
+            execute(engine, text(sql), row)
     assert orders(engine) == NEW
 
 
-NOT_GUARDED = {
-    "no condition": "UPDATE tx_orders SET status = 'x', last_fencing_token = :fencing_token,"
-    " last_write_id = :fencing_write_id WHERE id = 1",
-    "fence not raised": UPDATED.replace(" last_fencing_token = :fencing_token,", ""),
-    "no write id": UPDATED.replace(", last_write_id = :fencing_write_id", ""),
-    "fence raised further": UPDATED.replace("token = :fencing_token", "token = :fencing_token + 1"),
-    "condition beside an OR": UPDATED + " OR id = 1",
-    "condition beside what MariaDB takes for an OR": UPDATED + " || id = 1",
-    "condition as a bound of BETWEEN": UPDATED.replace("id = :id", "id BETWEEN 0"),
-    "condition negated": UPDATED.replace("AND last", "AND NOT last"),
-    "wrong way round": UPDATED.replace("<=", ">="),
-    "never equal": UPDATED.replace("<=", "<"),
-    "another parameter": UPDATED.replace("<= :fencing_token", "<= :other"),
-    "token plus one": UPDATED + " + 1",
-    "in a subquery": UPDATED.replace("AND last", "AND id IN (SELECT id FROM tx_orders WHERE last") + ")",  # noqa: S608  ours
-    "in a comment": "UPDATE tx_orders SET status = 'x' -- last_fencing_token <= :fencing_token",
-    "in a string": "UPDATE tx_orders SET status = 'last_fencing_token <= :fencing_token'",
-    "in quotes, which are a string to MariaDB": DELETED.replace(
-        "AND last_fencing_token", 'AND "last_fencing_token"'
-    ),
-    "of another table": UPDATED.replace("AND last", "AND tx_entries.last"),
-    "two statements": f"{UPDATED}; {DELETED}",
-    "behind a comment that is executed": f"/*! {DELETED} */ {UPDATED}",
-    "INSERT": "INSERT INTO tx_orders (id, status, last_fencing_token) VALUES (3, 'x', :fencing_token)",
-    "EXPLAIN": f"EXPLAIN ANALYZE {UPDATED}",
-}
-
-
-@pytest.mark.parametrize("sql", [pytest.param(sql, id=name) for name, sql in NOT_GUARDED.items()])
-def test_text_that_lacks_the_condition_is_refused(engine: Engine, sql: str) -> None:
-    """Whatever looks like it; and the error says what is missing."""
-    row = {"id": 1, "status": "x", "fencing_token": 9, "other": 9}
-    with pytest.raises(UnfencedWriteError, match="last_fencing_token <= :fencing_token"):
-        execute(engine, sql, {name: value for name, value in row.items() if f":{name}" in sql})
-    assert orders(engine) == NEW
+def test_going_around_the_guard_with_a_token_is_refused(engine: Engine) -> None:
+    """One of the two is a slip."""
+    statement = fenced_text(UPDATED, Order, token=6).execution_options(fencelock="bypass")
+    with pytest.raises(UnfencedWriteError, match="bypass"):
+        execute(engine, statement, PAID)

@@ -25,6 +25,7 @@ from fencelock import (
     execute_fenced,
     fence_table,
     fenced_delete,
+    fenced_text,
     fenced_update,
     gate,
     upsert,
@@ -83,15 +84,18 @@ def flush(session: Session) -> None:
     session.flush()
 
 
-TEXT = text(
+TEXT = fenced_text(
     "UPDATE uc_rows SET value = 1, last_fencing_token = :fencing_token, last_write_id = :fencing_write_id "
-    "WHERE id = :id AND last_fencing_token <= :fencing_token"
+    "WHERE id = :id AND last_fencing_token <= :fencing_token",
+    Row,
+    resource="rows",
 )
 CORE: dict[str, Callable[[Session | Connection], object]] = {
     "by key": lambda target: target.execute(update(Row).where(Row.id == 1).values(value=1)),
     "by criteria": lambda target: target.execute(update(Row).where(Row.value == 0).values(value=1)),
     "DELETE": lambda target: target.execute(delete(Row).where(Row.id == 1)),
     "fenced_update": lambda target: execute_fenced(target, fenced_update(Row).values(value=1)),
+    "fenced_text": lambda target: target.execute(TEXT, {"id": 1}),
     "fenced_delete": lambda target: execute_fenced(target, fenced_delete(Row).where(Row.id == 1)),
 }
 ORM: dict[str, Callable[[Session], object]] = {
@@ -102,7 +106,6 @@ ORM: dict[str, Callable[[Session], object]] = {
     "upsert": lambda session: upsert(session, Row, [{"id": 1, "value": 3}]),
 }
 UNGUARDED: dict[str, Callable[[Session | Connection], object]] = {
-    "text without its token": lambda target: target.execute(TEXT, {"id": 1}),
     "plain text": lambda target: target.execute(text("UPDATE uc_rows SET value = 1")),
     "driver": lambda target: connection_of(target).exec_driver_sql("UPDATE uc_rows SET value = 1"),
 }

@@ -12,7 +12,6 @@ from typing import Any, Final
 import fencelock
 import fencelock.guard
 import fencelock.observe
-import proof.servers
 from fencelock.guard import triggers
 from fencelock.observe import history, otel, prometheus
 from tests.pages.blocks import ROOT
@@ -26,7 +25,7 @@ LOCKS: Final = (
 MODELS: Final = ("FencedModel", "FencedDataclassModel", "fence_table", "begin_immediate")
 WRITING: Final = (
     *("claim", "claim_all", "gate", "bind", "bypass", "upsert", "execute_fenced"),
-    *("fenced_update", "fenced_delete", "conditional_update", "conditional_delete"),
+    *("fenced_update", "fenced_delete", "fenced_text", "conditional_update", "conditional_delete"),
     *("claim_async", "claim_all_async", "gate_async"),
 )
 WATCHING: Final = ("on_stale", "on_unfenced", "on_claim", "GuardEvent")
@@ -93,9 +92,13 @@ def render() -> str:
         lines += ["", f"## {title}", *table(fencelock, names)]
         if title == "Errors":
             lines += ["", "What each means, and what to do: [errors](errors.md)."]
-    lines += ["", "## In `fencelock.guard`", *table(fencelock.guard, ("fence_column", "forget"))]
+    lines += [
+        "",
+        "## In `fencelock.guard`",
+        *table(fencelock.guard, ("fence_column", "write_id_column", "forget")),
+    ]
     lines += ["", "## In `fencelock.guard.triggers`"]
-    lines += table(triggers, ("create", "drop", "installed", "prepare"), "triggers.")
+    lines += table(triggers, ("create", "drop", "installed"), "triggers.")
     lines += ["", "## In `fencelock.observe`", *table(fencelock.observe, tuple(fencelock.observe.__all__))]
     for module, names in (
         (prometheus, ("instrument", "watch_nodes")),
@@ -103,8 +106,6 @@ def render() -> str:
         (history, ("record", "read", "history_table")),
     ):
         lines += ["", f"## In `{module.__name__}`", *table(module, names)]
-    lines += ["", "## In `proof.servers`"]
-    lines += table(proof.servers, ("Nodes", "Node", "Postgres", "EmbeddedServerError"))
     lines += ["", "Alembic's operations: [migrate](migrating.md#3-migrate)."]
     return "\n".join(lines) + "\n"
 

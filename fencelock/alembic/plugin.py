@@ -1,12 +1,11 @@
 """What the entry point for Alembic leads to.
 
-Apart from `migrations`, and without a module of Alembic, because whichever of the two is imported first loads
-the other one while it is half there itself. So what `migrations` has is looked up when it is called.
+Apart from `operations`, and without a module of Alembic, because whichever of the two is imported first loads
+the other one while it is half imported itself. So the rest is imported when it is called.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
@@ -28,13 +27,17 @@ class _PluginModule(ModuleType):
         """Register the operations, by importing them, and what autogenerate compares."""
         from alembic.util import DispatchPriority  # noqa: PLC0415  see the module's docstring
 
-        migrations = importlib.import_module("fencelock.migrations")
+        from fencelock.alembic import operations  # noqa: F401, PLC0415  the same
 
         def compare(*table: Any) -> Any:
-            return migrations.compare_trigger(*table)
+            from fencelock.alembic.autogenerate import compare_trigger  # noqa: PLC0415  the same
+
+            return compare_trigger(*table)
 
         def say(*upgrade: Any) -> Any:
-            return migrations.use_operations(*upgrade)
+            from fencelock.alembic.autogenerate import use_operations  # noqa: PLC0415  the same
+
+            return use_operations(*upgrade)
 
         registered.add_autogenerate_comparator(compare, "table", "fencelock")
         registered.add_autogenerate_comparator(say, "schema", "fencelock", priority=DispatchPriority.LAST)

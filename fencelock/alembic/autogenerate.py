@@ -1,0 +1,156 @@
+"""What autogenerate and `alembic check` find: fences, write ids, triggers, and fencelock's own tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Final
+
+from alembic.operations.ops import (
+    AddColumnOp,
+    CreateTableOp,
+    DropColumnOp,
+    DropTableOp,
+    MigrateOperation,
+    ModifyTableOps,
+)
+from alembic.util import PriorityDispatchResult
+from sqlalchemy import BigInteger, Table
+
+from fencelock.alembic.operations import (
+    OWN_TABLES,
+    AddFenceOp,
+    AddWriteIdOp,
+    CreateFenceTableOp,
+    CreateFenceTriggerOp,
+    CreateLeaseTableOp,
+    DropFenceOp,
+    DropFenceTableOp,
+    DropFenceTriggerOp,
+    DropWriteIdOp,
+    FenceOperation,
+    FoundTrigger,
+)
+from fencelock.authority.database.table import LEASE_TABLE
+from fencelock.guard import triggers
+from fencelock.guard.tables import (
+    FENCE_COLUMN,
+    FENCE_MARK,
+    FENCE_TABLE,
+    GUARDS_OWN,
+    WRITE_COLUMN,
+    WRITE_MARK,
+    trigger_of,
+)
+
+if TYPE_CHECKING:
+    from alembic.autogenerate.api import AutogenContext
+    from alembic.operations.ops import UpgradeOps
+
+
+def compare_trigger(  # noqa: PLR0917  Alembic's signature
+    context: AutogenContext,
+    changes: ModifyTableOps,
+    schema: str | None,
+    table_name: str,
+    in_database: Table | None,
+    in_model: Table | None,
+) -> PriorityDispatchResult:
+    """Find a trigger that is missing, too many or another one."""
+    wanted = False if in_model is None else _wanted(in_model)
+    found = _found(context, table_name, schema) if in_database is not None else False
+    if _comes_or_goes(in_database, in_model) and {True, "strict"}.isdisjoint((wanted, found)):
+        pass  # the trigger comes or goes with the column
+    elif wanted and wanted != found:
+        changes.ops.append(CreateFenceTriggerOp(table_name, schema=schema, trigger=wanted, replaces=found))
+    elif found and not wanted:
+        changes.ops.append(DropFenceTriggerOp(table_name, schema=schema, trigger=found))
+    return PriorityDispatchResult.CONTINUE
+
+
+def _wanted(table: Table) -> FoundTrigger:
+    """Return the trigger that a table shall have; without the column there are no write ids to give."""
+    wanted = trigger_of(table)
+    return "fence" if wanted is True and WRITE_COLUMN not in table.c else wanted
+
+
+def _comes_or_goes(in_database: Table | None, in_model: Table | None) -> bool:
+    return (
+        in_database is not None
+        and in_model is not None
+        and (FENCE_COLUMN in in_database.c) != (FENCE_COLUMN in in_model.c)
+    )
+
+
+def _found(context: AutogenContext, table_name: str, schema: str | None) -> FoundTrigger:
+    connection = context.connection
+    if connection is None or not triggers.knows(connection.dialect.name):
+        return False
+    return triggers.installed(connection, table_name, schema=schema)
+
+
+def use_operations(
+    context: AutogenContext, upgrade: UpgradeOps, _schemas: Iterable[str | None]
+) -> PriorityDispatchResult:
+    """Say it with the operations of fencelock, outside of batches: those copy tables on SQLite.
+
+    What drops something goes before the other changes of a table, and what adds something after them, so that
+    the way back has the right order, too.
+    """
+    upgrade.ops[:] = [said for op in upgrade.ops for said in _translated(context, op)]
+    return PriorityDispatchResult.CONTINUE
+
+
+#: A trigger comes after its columns, and goes before them.
+_ORDER: Final[tuple[type[FenceOperation], ...]] = (
+    DropFenceTriggerOp,
+    DropWriteIdOp,
+    DropFenceOp,
+    AddFenceOp,
+    AddWriteIdOp,
+    CreateFenceTriggerOp,
+)
+_OWN = {
+    (FENCE_TABLE, CreateTableOp): CreateFenceTableOp,
+    (FENCE_TABLE, DropTableOp): DropFenceTableOp,
+    (LEASE_TABLE, CreateTableOp): CreateLeaseTableOp,
+}
+
+
+def _translated(context: AutogenContext, op: MigrateOperation) -> Iterator[MigrateOperation]:
+    if isinstance(op, CreateTableOp | DropTableOp) and op.table_name in OWN_TABLES:
+        # No model may know of the table of leases: `fencelock init` has made it.
+        if (own := _OWN.get((op.table_name, type(op)))) is not None:
+            yield own(op.table_name, schema=op.schema)
+    elif isinstance(op, CreateTableOp):
+        op.info = {key: value for key, value in op.info.items() if key not in GUARDS_OWN}
+        yield op
+    elif isinstance(op, ModifyTableOps):
+        changes = [_translated_change(context, change) for change in op.ops]
+        ours = sorted([each for each in changes if isinstance(each, FenceOperation)], key=_order)
+        yield from (each for each in ours if each.name.startswith("drop"))
+        op.ops[:] = [each for each in changes if not isinstance(each, FenceOperation)]
+        if op.ops:
+            yield op
+        yield from (each for each in ours if not each.name.startswith("drop"))
+    else:
+        yield op
+
+
+def _order(op: FenceOperation) -> int:
+    return _ORDER.index(type(op))
+
+
+def _translated_change(context: AutogenContext, op: MigrateOperation) -> MigrateOperation:
+    if isinstance(op, AddColumnOp) and FENCE_MARK.items() <= op.column.info.items():
+        trigger = _wanted(op.column.table) == "fence"
+        return AddFenceOp(op.table_name, schema=op.schema, trigger=trigger)
+    if isinstance(op, AddColumnOp) and WRITE_MARK.items() <= op.column.info.items():
+        return AddWriteIdOp(op.table_name, schema=op.schema)
+    if isinstance(op, DropColumnOp) and op.column_name in {FENCE_COLUMN, WRITE_COLUMN}:
+        column = op.to_column()
+        if isinstance(column.type, BigInteger) and not column.nullable:
+            if op.column_name == WRITE_COLUMN:
+                return DropWriteIdOp(op.table_name, schema=op.schema)
+            trigger = _found(context, op.table_name, op.schema) == "fence"
+            return DropFenceOp(op.table_name, schema=op.schema, trigger=trigger)
+    return op

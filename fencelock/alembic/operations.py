@@ -1,0 +1,313 @@
+"""`op.add_fence` and the other operations of migrations.
+
+What an operation makes never changes with the version of fencelock, because migrations are history. What a
+later version needs will be an operation of its own, which autogenerate finds.
+
+Alembic loads plugins while it is half imported itself, so its innermost modules are imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias
+
+from alembic.autogenerate.render import renderers
+from alembic.operations.base import BatchOperations, Operations
+from alembic.operations.ops import AddColumnOp, CreateTableOp, DropColumnOp, DropTableOp, MigrateOperation
+from sqlalchemy import MetaData, Table
+
+from fencelock.authority.database.table import LEASE_TABLE, lease_table
+from fencelock.guard import triggers
+from fencelock.guard.fences import fence_table
+from fencelock.guard.tables import FENCE_COLUMN, FENCE_TABLE, WRITE_COLUMN, FenceTrigger, new_column
+
+if TYPE_CHECKING:
+    from alembic.autogenerate.api import AutogenContext
+
+FoundTrigger: TypeAlias = FenceTrigger | Literal["fence"]
+"""A trigger of a database: "fence" is a plain one that gives no write ids, as `op.add_fence` makes it."""
+
+BY_NAME: Final[dict[str, type[FenceOperation]]] = {}
+
+OWN_TABLES: Final[dict[str, Callable[..., Table]]] = {FENCE_TABLE: fence_table, LEASE_TABLE: lease_table}
+"""How each of fencelock's own tables is defined."""
+
+
+class FenceOperation(MigrateOperation):
+    """One operation: a table, and what is done to it.
+
+    A subclass names the operation and the one that reverses it. Unless it has a method of that name, the
+    operation is `op.NAME(table_name, schema=None)`, or `op.NAME(schema=None)` for a table of fencelock's own.
+
+    Attributes:
+        trigger: the trigger that is made, or that is dropped.
+        replaces: the trigger that the table had before.
+    """
+
+    name: ClassVar[str]
+    opposite: ClassVar[str]
+
+    def __init_subclass__(cls, *, name: str, opposite: str, own: str = "") -> None:
+        cls.name, cls.opposite, BY_NAME[name] = name, opposite, cls
+        if name not in vars(cls):
+            setattr(cls, name, classmethod(_operation(name, cls.__doc__, own)))
+        Operations.register_operation(name)(cls)
+
+    def __init__(
+        self,
+        table_name: str,
+        *,
+        schema: str | None = None,
+        trigger: FoundTrigger = False,
+        replaces: FoundTrigger = False,
+    ) -> None:
+        self.table_name, self.schema, self.trigger, self.replaces = table_name, schema, trigger, replaces
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments in the migration, apart from the table and from defaults."""
+        return {"schema": self.schema}
+
+    def reverse(self) -> MigrateOperation:
+        """Return the operation that undoes this one; Alembic calls it."""
+        kind, trigger = BY_NAME[self.opposite], self.trigger
+        if self.replaces:
+            kind, trigger = type(self), self.replaces
+        return kind(self.table_name, schema=self.schema, trigger=trigger)
+
+    def to_diff_tuple(self) -> tuple[Any, ...]:
+        """Return how `alembic check` shows it."""
+        return (self.name, self.schema, self.table_name, self.trigger)
+
+
+def _operation(name: str, doc: str | None, own: str) -> Callable[..., None]:
+    """Return the function behind `op.NAME`. Alembic reads its signature, and changes its docstring."""
+
+    def on_table(cls: Any, operations: Operations, table_name: str, *, schema: str | None = None) -> None:
+        operations.invoke(cls(table_name, schema=schema))
+
+    def on_own_table(cls: Any, operations: Operations, *, schema: str | None = None) -> None:
+        operations.invoke(cls(own, schema=schema))
+
+    made = on_own_table if own else on_table
+    made.__name__, made.__doc__ = name, doc
+    return made
+
+
+class AddFenceOp(FenceOperation, name="add_fence", opposite="drop_fence"):
+    """The column `last_fencing_token`, and a plain trigger if one is wanted."""
+
+    @classmethod
+    def add_fence(
+        cls, operations: Operations, table_name: str, *, trigger: bool = False, schema: str | None = None
+    ) -> None:
+        """Give a table the column `last_fencing_token`, with 0 in every row, which no database rewrites.
+
+        Args:
+            operations: given by Alembic.
+            table_name: the table.
+            trigger: True to give it a trigger that refuses whatever lowers a fence. Other triggers look at
+                write ids, too: `op.create_fence_trigger`, behind `op.add_write_id`.
+            schema: where the table is.
+
+        Raises:
+            ValueError: for another trigger.
+        """
+        if trigger not in (False, True):
+            raise ValueError(
+                f"op.add_fence makes no {trigger!r} trigger, because that looks at last_write_id: call "
+                f"op.add_write_id({table_name!r}), then op.create_fence_trigger({table_name!r}, strict=True)"
+            )
+        operations.invoke(cls(table_name, schema=schema, trigger=trigger))
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {"trigger": self.trigger, "schema": self.schema}
+
+
+class DropFenceOp(FenceOperation, name="drop_fence", opposite="add_fence"):
+    """Take the column away, and the trigger with it. SQLite must be 3.35 or later."""
+
+
+class AddWriteIdOp(FenceOperation, name="add_write_id", opposite="drop_write_id"):
+    """Give a table the column `last_write_id`, with 0 in every row, which no database rewrites."""
+
+
+class DropWriteIdOp(FenceOperation, name="drop_write_id", opposite="add_write_id"):
+    """Take the column away. SQLite must be 3.35 or later."""
+
+
+class CreateFenceTriggerOp(FenceOperation, name="create_fence_trigger", opposite="drop_fence_trigger"):
+    """The trigger of a table that has the columns."""
+
+    @classmethod
+    def create_fence_trigger(
+        cls,
+        operations: Operations,
+        table_name: str,
+        *,
+        strict: bool = False,
+        ids: bool = False,
+        schema: str | None = None,
+    ) -> None:
+        """Give a table that has the columns its trigger, in place of any other.
+
+        Args:
+            operations: given by Alembic.
+            table_name: the table.
+            strict: refuse an UPDATE that changes neither column, as `__fence_trigger__ = "strict"` wants it.
+            ids: give a new write id to each UPDATE that brings none, as `__fence_trigger__ = True` wants it.
+            schema: where the table is.
+        """
+        trigger: FoundTrigger = "strict" if strict else True if ids else "fence"
+        operations.invoke(cls(table_name, schema=schema, trigger=trigger))
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {"strict": self.trigger == "strict", "ids": self.trigger is True, "schema": self.schema}
+
+
+class DropFenceTriggerOp(FenceOperation, name="drop_fence_trigger", opposite="create_fence_trigger"):
+    """Take the trigger away, whichever it is. The columns stay, and so does the guard in Python."""
+
+    def reverse(self) -> MigrateOperation:
+        return CreateFenceTriggerOp(self.table_name, schema=self.schema, trigger=self.trigger or "fence")
+
+
+class CreateFenceTableOp(
+    FenceOperation, name="create_fence_table", opposite="drop_fence_table", own=FENCE_TABLE
+):
+    """Make the table `fencelock_fences`, as `fencelock.guard.fence_table` describes it."""
+
+
+class DropFenceTableOp(
+    FenceOperation, name="drop_fence_table", opposite="create_fence_table", own=FENCE_TABLE
+):
+    """Drop the table `fencelock_fences`; `gate` has forgotten every holder then."""
+
+
+class CreateLeaseTableOp(
+    FenceOperation, name="create_lease_table", opposite="drop_lease_table", own=LEASE_TABLE
+):
+    """Make the table `fencelock_leases`, as `fencelock.lease_table` describes it."""
+
+
+class DropLeaseTableOp(
+    FenceOperation, name="drop_lease_table", opposite="create_lease_table", own=LEASE_TABLE
+):
+    """Drop the table `fencelock_leases`; the database has forgotten every token then."""
+
+
+class _InBatch:
+    """The operations of `op.batch_alter_table`, which knows its table."""
+
+    @classmethod
+    def add_fence(cls, operations: BatchOperations) -> None:
+        """Give the table of a batch the column; a trigger comes afterwards, `op.create_fence_trigger`."""
+        operations.invoke(AddColumnOp(**_of_batch(operations), column=new_column(FENCE_COLUMN, {})))
+
+    @classmethod
+    def drop_fence(cls, operations: BatchOperations) -> None:
+        """Take the column of a batch's table away, and the trigger with it."""
+        of_table = _of_batch(operations)
+        _drop_trigger(operations, DropFenceTriggerOp(**of_table))
+        operations.invoke(DropColumnOp(**of_table, column_name=FENCE_COLUMN))
+
+    @classmethod
+    def add_write_id(cls, operations: BatchOperations) -> None:
+        """Give the table of a batch the column."""
+        operations.invoke(AddColumnOp(**_of_batch(operations), column=new_column(WRITE_COLUMN, {})))
+
+    @classmethod
+    def drop_write_id(cls, operations: BatchOperations) -> None:
+        """Take the column of a batch's table away."""
+        operations.invoke(DropColumnOp(**_of_batch(operations), column_name=WRITE_COLUMN))
+
+
+for _name in ("add_fence", "drop_fence", "add_write_id", "drop_write_id"):
+    BatchOperations.register_operation(_name)(_InBatch)
+
+
+def _of_batch(operations: BatchOperations) -> dict[str, Any]:
+    return {"table_name": operations.impl.table_name, "schema": operations.impl.schema}
+
+
+@Operations.implementation_for(AddFenceOp)
+def _add_fence(operations: Operations, op: FenceOperation) -> None:
+    operations.invoke(AddColumnOp(op.table_name, new_column(FENCE_COLUMN, {}), schema=op.schema))
+    if op.trigger:
+        _create_trigger(operations, CreateFenceTriggerOp(op.table_name, schema=op.schema, trigger="fence"))
+
+
+@Operations.implementation_for(DropFenceOp)
+def _drop_fence(operations: Operations, op: FenceOperation) -> None:
+    _drop_trigger(operations, op)
+    operations.invoke(DropColumnOp(op.table_name, FENCE_COLUMN, schema=op.schema))
+
+
+@Operations.implementation_for(AddWriteIdOp)
+def _add_write_id(operations: Operations, op: FenceOperation) -> None:
+    operations.invoke(AddColumnOp(op.table_name, new_column(WRITE_COLUMN, {}), schema=op.schema))
+
+
+@Operations.implementation_for(DropWriteIdOp)
+def _drop_write_id(operations: Operations, op: FenceOperation) -> None:
+    operations.invoke(DropColumnOp(op.table_name, WRITE_COLUMN, schema=op.schema))
+
+
+@Operations.implementation_for(CreateFenceTriggerOp)
+def _create_trigger(operations: Operations, op: FenceOperation) -> None:
+    strict, ids = op.trigger == "strict", op.trigger is True
+    dialect = operations.migration_context.dialect.name
+    _drop_renamed(operations, op)
+    _execute(operations, triggers.create(op.table_name, dialect, strict=strict, ids=ids, schema=op.schema))
+
+
+@Operations.implementation_for(DropFenceTriggerOp)
+def _drop_trigger(operations: Operations | BatchOperations, op: FenceOperation) -> None:
+    dialect = operations.migration_context.dialect.name
+    _drop_renamed(operations, op)
+    _execute(operations, triggers.drop(op.table_name, dialect, schema=op.schema))
+
+
+def _drop_renamed(operations: Operations | BatchOperations, op: FenceOperation) -> None:
+    """Drop the triggers that a renamed table has kept. A script without a database cannot know of them."""
+    if not operations.migration_context.as_sql:
+        connection = operations.get_bind()
+        _execute(operations, triggers.drop_renamed(connection, op.table_name, schema=op.schema))
+
+
+@Operations.implementation_for(CreateFenceTableOp)
+@Operations.implementation_for(CreateLeaseTableOp)
+def _create_table(operations: Operations, op: FenceOperation) -> None:
+    target = operations.migration_context.opts.get("target_metadata")
+    convention = target.naming_convention if isinstance(target, MetaData) else None
+    define = OWN_TABLES[op.table_name]
+    table = CreateTableOp.from_table(define(MetaData(naming_convention=convention), schema=op.schema))
+    table.if_not_exists = op.table_name == LEASE_TABLE  # `fencelock init` may have been first
+    operations.invoke(table)
+
+
+@Operations.implementation_for(DropFenceTableOp)
+@Operations.implementation_for(DropLeaseTableOp)
+def _drop_table(operations: Operations, op: FenceOperation) -> None:
+    operations.invoke(DropTableOp(op.table_name, schema=op.schema))
+
+
+def _execute(operations: Operations | BatchOperations, statements: Iterable[triggers.FenceDDL]) -> None:
+    """Execute the statements, or print them as the database's own client reads them."""
+    context = operations.migration_context
+    for statement in statements:
+        if context.as_sql and context.dialect.name in {"mysql", "mariadb"}:
+            sql = str(statement.compile(dialect=context.dialect))
+            compound = ";" in sql  # the client ends a statement at its first semicolon
+            context.impl.static_output(f"DELIMITER //\n{sql}//\nDELIMITER ;" if compound else f"{sql};")
+        else:
+            context.impl.execute(statement)
+
+
+@renderers.dispatch_for(FenceOperation)
+def _render(context: AutogenContext, op: FenceOperation) -> str:
+    table = [] if op.table_name in OWN_TABLES and "table" in op.name else [repr(str(op.table_name))]
+    named = [f"{name}={value!r}" for name, value in op.arguments.items() if value]
+    return f"{context.opts['alembic_module_prefix'] or ''}{op.name}({', '.join([*table, *named])})"

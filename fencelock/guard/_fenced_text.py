@@ -1,0 +1,165 @@
+"""`fenced_text`: textual SQL that carries the condition, because its author says so.
+
+The text is not parsed. It has parameters, which the guard fills in: the token and, in everything but a
+DELETE, a new write id. If it has written no row, the fences of the rows that its resource guards tell whether
+the holder is stale.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from sqlalchemy import TextClause, select, update
+from sqlalchemy.engine import Connection, CursorResult
+
+from fencelock.errors import FenceError, LockLostError, StaleTokenError
+from fencelock.guard import _sqlalchemy as private
+from fencelock.guard.conditions import Options, Row, Rows
+from fencelock.guard.dialects import holds, newest
+from fencelock.guard.endings import refuse
+from fencelock.guard.events import report
+from fencelock.guard.leases import Tokens, begin_writing, note_token, report_refusal
+from fencelock.guard.sessions import note_moved, refuse_bypass
+from fencelock.guard.sql import known
+from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN, FencedTable, new_write_id
+from fencelock.guard.text import GUARDED, TOKEN, WRITE_ID
+from fencelock.lease import check_resource
+from fencelock.tokens import check as check_token
+
+_DELETES = re.compile(r"\s*delete\b", re.IGNORECASE)
+
+
+class FencedText(TextClause):
+    """Textual SQL that `fenced_text` has made."""
+
+    inherit_cache = True
+
+    fenced: FencedTable
+    resource: str | None
+    token: int | None
+
+
+def fenced_text(
+    sql: str, target: Any, *, resource: str | None = None, token: int | None = None
+) -> FencedText:
+    """Return textual SQL that writes to a fenced table under the condition, for any session or connection.
+
+    ```python
+    session.execute(
+        fenced_text(
+            "UPDATE orders SET status = :status, last_fencing_token = :fencing_token, "
+            "last_write_id = :fencing_write_id WHERE id = :id AND last_fencing_token <= :fencing_token",
+            Order,
+            resource="order:1",
+        ),
+        {"id": 1, "status": "paid"},
+    )
+    ```
+
+    The guard fills in `:fencing_token` and `:fencing_write_id`. It does not read the rest: that the condition
+    guards each row that is written is for its author to see to. Objects of the session are not refreshed.
+
+    Args:
+        sql: one statement, with both parameters; a DELETE needs the token alone.
+        target: the fenced model, or the `Table`.
+        resource: the resource that guards the rows. Its lease must be held. By default the parameters say it
+            that are named like the columns of `__fence_resource__`, or else the one lease that is held.
+        token: the fencing token to write with, whatever leases are held.
+
+    Raises:
+        ValueError: a parameter is missing; the target has no fence; the token is not 1 … 2**63 - 1. Executing
+            it raises `StaleTokenError`, `UnfencedWriteError` and `LockLostError` as for `execute_fenced`.
+        TypeError: the token is no int.
+    """
+    statement = FencedText(sql)
+    binds = private.parameters_of(statement)
+    wanted = [TOKEN] if _DELETES.match(sql) else [TOKEN, WRITE_ID]
+    if missing := [f":{name}" for name in wanted if name not in binds]:
+        raise ValueError(
+            f"the text lacks {' and '.join(missing)}: it needs {FENCE_COLUMN} <= :{TOKEN} in its WHERE "
+            f"clause, and sets {FENCE_COLUMN} = :{TOKEN}, {WRITE_COLUMN} = :{WRITE_ID}"
+        )
+    statement.fenced = known(update(target).table)
+    statement.resource = None if resource is None else check_resource(resource)
+    statement.token = None if token is None else check_token(token)
+    return statement
+
+
+def _guarding(_execute: Callable[..., CursorResult[Any]]) -> Callable[..., CursorResult[Any]]:
+    def guarded(
+        statement: FencedText, connection: Connection, rows: Rows, options: Options
+    ) -> CursorResult[Any]:
+        fenced = statement.fenced
+        merged = private.options_to_execute(statement).merge_with(
+            private.options_to_execute(connection), options
+        )
+        try:
+            refuse_bypass(merged, connection)
+            begin_writing(connection, merged, fenced)
+            stamped = [_stamped(statement, connection, row) for row in rows or [{}]]
+        except (FenceError, LockLostError) as error:
+            report(error, table=fenced.name)
+            refuse(connection, error)
+            raise
+        note_moved(connection, 0)
+        result = private.execute_unguarded(connection, statement, stamped, merged.union({GUARDED: True}))
+        if result.rowcount < len(stamped) and (refusal := _why_not(statement, connection, stamped)):
+            result.close()
+            report_refusal(connection, refusal)
+            refuse(connection, refusal)
+            raise refusal
+        return result
+
+    return guarded
+
+
+private.execute_by(FencedText, _guarding)
+
+
+def _stamped(statement: FencedText, connection: Connection, row: Row) -> dict[str, Any]:
+    """Return the parameters of one execution, with its token and a new write id."""
+    token = row.get(TOKEN, statement.token)
+    if token is not None:
+        note_token(connection, statement, check_token(token))
+    else:
+        tokens = Tokens(connection, statement.fenced)
+        token = tokens.of_resource(_resource_of(statement, row) or tokens.only_resource())
+    binds = private.parameters_of(statement)
+    return {**row, TOKEN: token, **({WRITE_ID: new_write_id()} if WRITE_ID in binds else {})}
+
+
+def _naming(statement: FencedText, row: Row) -> tuple[Any, ...] | None:
+    """Return the values that name the resource, if the parameters have them under the columns' names."""
+    binds = private.parameters_of(statement)
+    values = {name: bind.effective_value for name, bind in binds.items()} | dict(row)
+    columns = statement.fenced.template.columns
+    return tuple([values[name] for name in columns]) if columns.keys() <= values.keys() else None
+
+
+def _resource_of(statement: FencedText, row: Row) -> str | None:
+    if statement.resource is not None:
+        return statement.resource
+    naming = _naming(statement, row)
+    return None if naming is None else statement.fenced.template.render(naming)
+
+
+def _why_not(statement: FencedText, connection: Connection, rows: Rows) -> FenceError | None:
+    """Return the error for a holder whose resource guards a row that a newer holder has fenced."""
+    return next(_newer(statement, connection, rows), None)
+
+
+def _newer(statement: FencedText, connection: Connection, rows: Rows) -> Iterator[FenceError]:
+    fenced, template = statement.fenced, statement.fenced.template
+    for row in rows:
+        resource = _resource_of(statement, row)
+        values = None if resource is None else template.parse(resource)
+        if values is None:
+            continue
+        named = zip(template.columns.values(), values, strict=True)
+        criteria = [holds(column, value) for column, value in named]
+        query = select(*fenced.table.primary_key, fenced.fence)
+        query = query.where(*criteria, fenced.fence > row[TOKEN]).limit(1)
+        for *identity, current in connection.execute(newest(query, connection)):
+            yield StaleTokenError(fenced.name, tuple(identity), row[TOKEN], current)
