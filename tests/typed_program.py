@@ -58,6 +58,7 @@ from fencelock import (
     fenced,
     fenced_delete,
     fenced_lock,
+    fenced_text,
     fenced_transaction,
     fenced_update,
     gate,
@@ -145,6 +146,7 @@ def with_blocks(engine: Engine) -> None:
     sql, parameters = conditional_update("orders", {"status": "paid"}, {"id": 1}, 5)
     print(sql, parameters, conditional_delete("orders", {"id": 1}, 5, paramstyle="qmark"))
     print(conditional_delete("orders", {"id": 1}, 5, dialect="postgresql"))
+    print(fenced_text("DELETE FROM orders WHERE last_fencing_token <= :fencing_token", Order, token=5))
     print(ship(1).upper(), Item(id=1).id)
 
 
