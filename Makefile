@@ -9,13 +9,14 @@ RETRIES ?= --seconds 600
 VENV := .venv$(if $(filter-out 2.1,$(SQLALCHEMY)),-sqlalchemy-$(SQLALCHEMY))
 RUN := $(VENV)/bin/
 
-.PHONY: help demo check test test-sqlalchemy lint bench bench-guard bench-observing bench-authorities simulate torture torture-databases retries spec spec-long clean
+.PHONY: help demo check test test-sqlalchemy durations lint bench bench-guard bench-observing bench-authorities simulate torture torture-databases retries spec spec-long clean
 
 help:
 	@echo "make demo       watch a stale writer being turned away by a real database (ten seconds)"
 	@echo "make check      lint, and the lock and the guard on SQLite: the inner loop (under three minutes)"
 	@echo "make test       the whole test suite, on real servers"
 	@echo "make test-sqlalchemy  SQLAlchemy's own tests, with the guard in place (a quarter of an hour)"
+	@echo "make durations  what the tests cost by file, from the last run of .ci/run"
 	@echo "make lint       ruff and mypy --strict"
 	@echo "make bench      locks beside their peers, hung nodes, a million resources; writes docs/benchmarks.md (11 minutes on a quiet machine)"
 	@echo "make bench-guard  the guard beside its alternatives, on four databases; writes docs/guard-benchmarks.md (ten minutes on a quiet machine)"
@@ -53,6 +54,9 @@ check: lint
 
 test-sqlalchemy: $(VENV)/installed
 	$(RUN)python -m tests.sqlalchemy_suite --jobs $(JOBS)
+
+durations: $(VENV)/installed
+	@$(RUN)python -m tests.durations runs/durations.xml
 
 lint: $(VENV)/installed
 	$(RUN)ruff check .
