@@ -9,7 +9,7 @@ RETRIES ?= --seconds 600
 VENV := .venv$(if $(filter-out 2.1,$(SQLALCHEMY)),-sqlalchemy-$(SQLALCHEMY))
 RUN := $(VENV)/bin/
 
-.PHONY: help demo check test test-sqlalchemy durations lint bench bench-guard bench-observing bench-authorities simulate torture torture-databases retries spec spec-long clean
+.PHONY: help demo check test test-sqlalchemy durations lint bench bench-guard bench-observing bench-authorities simulate torture torture-databases retries spec spec-long mutation clean
 
 help:
 	@echo "make demo       watch a stale writer being turned away by a real database (ten seconds)"
@@ -28,6 +28,7 @@ help:
 	@echo "make retries    orders are paid by the retry policy of docs/errors.md while everything breaks, and a control that must fail (ten minutes; RETRIES='--seconds 60')"
 	@echo "make spec       check the model of the protocol: every schedule of its bounds, every rule left out (five minutes; g++; CHECK=--write puts the results into spec/README.md)"
 	@echo "make spec-long  the same with larger bounds (hours, 12 GB)"
+	@echo "make mutation   change the library in 300 places and see which the tests notice, a portion at a time; writes proof/mutation/results.md (hours in all; MUTATION='--minutes 20', '--help')"
 	@echo "make clean      remove the virtual environments"
 
 REQUIRE_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -104,6 +105,9 @@ spec: .venv-spec/installed
 
 spec-long: .venv-spec/installed
 	.venv-spec/bin/python spec/check.py --long $(CHECK)
+
+mutation: $(VENV)/installed
+	@$(RUN)python -m proof.mutation $(MUTATION)
 
 clean:
 	rm -rf .venv .venv-sqlalchemy-* .venv-spec .venv-peers

@@ -1,0 +1,1 @@
+"""What shows that the library keeps its promises, and is not part of the wheel."""
