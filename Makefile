@@ -9,13 +9,14 @@ RETRIES ?= --seconds 600
 VENV := .venv$(if $(filter-out 2.1,$(SQLALCHEMY)),-sqlalchemy-$(SQLALCHEMY))
 RUN := $(VENV)/bin/
 
-.PHONY: help demo check test test-sqlalchemy lint bench bench-guard bench-observing bench-authorities simulate torture torture-databases retries spec spec-long proof clean
+.PHONY: help demo check test test-sqlalchemy durations lint bench bench-guard bench-observing bench-authorities simulate torture torture-databases retries spec spec-long proof mutation clean
 
 help:
 	@echo "make demo       watch a stale writer being turned away by a real database (ten seconds)"
 	@echo "make check      lint, and the lock and the guard on SQLite: the inner loop (under three minutes)"
 	@echo "make test       the whole test suite, on real servers"
 	@echo "make test-sqlalchemy  SQLAlchemy's own tests, with the guard in place (a quarter of an hour)"
+	@echo "make durations  what the tests cost by file, from the last run of .ci/run"
 	@echo "make lint       ruff and mypy --strict"
 	@echo "make bench      locks beside their peers, hung nodes, a million resources; writes docs/benchmarks.md (11 minutes on a quiet machine)"
 	@echo "make bench-guard  the guard beside its alternatives, on four databases; writes docs/guard-benchmarks.md (ten minutes on a quiet machine)"
@@ -25,9 +26,10 @@ help:
 	@echo "make torture    a million acquisitions while everything breaks, and controls that must fail; writes docs/long-run.md (half an hour)"
 	@echo "make torture-databases  the same over each database that grants leases, in short, and its controls (five minutes)"
 	@echo "make retries    orders are paid by the retry policy of docs/errors.md while everything breaks, and a control that must fail (ten minutes; RETRIES='--seconds 60')"
-	@echo "make spec       check the model of the protocol: every schedule of its bounds, every rule left out (five minutes; g++; CHECK=--write puts the results into proof/proof/spec/README.md)"
+	@echo "make spec       check the model of the protocol: every schedule of its bounds, every rule left out (five minutes; g++; CHECK=--write puts the results into proof/spec/README.md)"
 	@echo "make spec-long  the same with larger bounds (hours, 12 GB)"
 	@echo "make proof      a short form of model, simulation, mutants, torture with its controls, and retries (ten minutes)"
+	@echo "make mutation   change the library in 300 places and see which the tests notice, a portion at a time; writes proof/mutation/results.md (hours in all; MUTATION='--minutes 20', '--help')"
 	@echo "make clean      remove the virtual environments"
 
 REQUIRE_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -54,6 +56,9 @@ check: lint
 
 test-sqlalchemy: $(VENV)/installed
 	$(RUN)python -m tests.sqlalchemy_suite --jobs $(JOBS)
+
+durations: $(VENV)/installed
+	@$(RUN)python -m tests.durations runs/durations.xml
 
 lint: $(VENV)/installed
 	$(RUN)ruff check .
@@ -101,6 +106,9 @@ spec: .venv-spec/installed
 
 spec-long: .venv-spec/installed
 	.venv-spec/bin/python proof/spec/check.py --long $(CHECK)
+
+mutation: $(VENV)/installed
+	@$(RUN)python -m proof.mutation $(MUTATION)
 
 clean:
 	rm -rf .venv .venv-sqlalchemy-* .venv-spec .venv-peers

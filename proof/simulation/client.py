@@ -15,8 +15,8 @@ from typing import Any
 
 from fencelock.authority.redlock import operations
 from fencelock.authority.redlock.operations import Acquisition
-from fencelock.authority.redlock.protocol import holding, undo
-from fencelock.authority.redlock.protocol.attempts import Granted
+from fencelock.authority.redlock.protocol import holding
+from fencelock.authority.redlock.protocol.attempts import Granted, abandon
 from fencelock.authority.redlock.protocol.messages import Sleep
 from fencelock.authority.redlock.protocol.queue import Waiter
 from fencelock.errors import FencelockError, LockLostError, QuorumError
@@ -197,7 +197,7 @@ class Client:
             elif not isinstance(end, FencelockError) and hold.granted is granted:
                 hold.granted = replace(granted, expires_at=end)
             if hold.is_over():
-                yield from undo.abandon(self.process.see(), granted.attempt)
+                yield from abandon(self.process.see(), granted.attempt)
 
     def _remint(self, hold: Hold) -> Program:
         """Exchange the token for a larger one."""

@@ -13,9 +13,8 @@ from fencelock.authority.redlock.membership.members import Membership
 from fencelock.authority.redlock.membership.reports import NodeGroup, NodeReport, Reports
 from fencelock.authority.redlock.membership.view import MembershipView
 from fencelock.authority.redlock.protocol import attempts, messages
-from fencelock.authority.redlock.protocol.attempts import Attempt
+from fencelock.authority.redlock.protocol.attempts import Attempt, NodeSet
 from fencelock.authority.redlock.protocol.messages import Answer, Answers, Broadcast, Command, Round, Said
-from fencelock.authority.redlock.protocol.nodeset import NodeSet
 from proof.simulation.node import Lock, ModelNode
 
 
@@ -198,7 +197,7 @@ def maximum_without_write_back(
 
 
 def mixed_epochs(answers: Answers) -> tuple[int, dict[int, tuple[int, ...]]]:
-    """Add up the votes of all epochs: instead of `nodeset.largest_epoch`."""
+    """Add up the votes of all epochs: instead of `attempts.largest_epoch`."""
     granted = {node: answer for node, answer in answers.items() if answer.said is Said.GRANTED}
     epoch = min((answer.epoch for answer in granted.values()), default=0)
     return epoch, {node: answer.counters for node, answer in granted.items()}
@@ -244,7 +243,7 @@ def owe_nothing(_node: Any, _release: Command) -> None:
 
 
 def abandon_nothing(*_: Any, **_more: Any) -> Generator[Broadcast, Round, None]:
-    """Release nothing of an attempt that came to nothing: instead of `undo.abandon`."""
+    """Release nothing of an attempt that came to nothing: instead of `attempts.abandon`."""
     yield from ()
 
 

@@ -10,9 +10,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from fencelock.authority.redlock.protocol.attempts import Attempt, Failed, Granted
+from fencelock.authority.redlock.protocol.attempts import Attempt, Failed, Granted, NodeSet
 from fencelock.authority.redlock.protocol.messages import Answer, Command
-from fencelock.authority.redlock.protocol.nodeset import NodeSet
 from fencelock.tokens import compose
 from proof.simulation.node import ModelNode
 from tests.redlock.stage import Bidder, node_set_of

@@ -22,8 +22,15 @@ import redis
 from fencelock.authority.redlock.membership.change import change
 from fencelock.authority.redlock.membership.recover import recover, rise
 from fencelock.authority.redlock.membership.reports import NodeGroup
-from fencelock.authority.redlock.protocol import acquire, undo
-from fencelock.authority.redlock.protocol.attempts import Attempt, Failed, Granted, QueuePosition
+from fencelock.authority.redlock.protocol import acquire
+from fencelock.authority.redlock.protocol.attempts import (
+    Attempt,
+    Failed,
+    Granted,
+    NodeSet,
+    QueuePosition,
+    release_command,
+)
 from fencelock.authority.redlock.protocol.messages import (
     Answer,
     Answers,
@@ -33,7 +40,6 @@ from fencelock.authority.redlock.protocol.messages import (
     Round,
     Said,
 )
-from fencelock.authority.redlock.protocol.nodeset import NodeSet
 from fencelock.authority.redlock.redlock import Redlock
 from fencelock.authority.redlock.transport.connector import Node
 from fencelock.authority.redlock.transport.sockets import read_from, write_to
@@ -205,8 +211,8 @@ class Bidder:
         """Return the RELEASE that follows: with the decided values, or without."""
         if isinstance(self.outcome, Granted):
             granted = self.outcome
-            return undo.release_command(self.node_set, self.attempt, granted.epoch, granted.counters)
-        return undo.release_command(self.node_set, self.attempt, 0, (0,) * len(self.attempt.resources))
+            return release_command(self.node_set, self.attempt, granted.epoch, granted.counters)
+        return release_command(self.node_set, self.attempt, 0, (0,) * len(self.attempt.resources))
 
 
 class Stage:

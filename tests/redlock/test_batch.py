@@ -17,9 +17,8 @@ import redis
 
 from fencelock import Redlock
 from fencelock.authority.redlock.protocol.acquire import _acquire_command
-from fencelock.authority.redlock.protocol.attempts import Attempt, QueuePosition
+from fencelock.authority.redlock.protocol.attempts import Attempt, QueuePosition, release_command
 from fencelock.authority.redlock.protocol.messages import Answer, Broadcast, Command, Said
-from fencelock.authority.redlock.protocol.undo import release_command
 from fencelock.authority.redlock.transport import aio
 from fencelock.authority.redlock.transport.sockets import read_from, write_to
 from fencelock.authority.redlock.wire import batch

@@ -9,11 +9,16 @@ import pytest
 import redis
 
 from fencelock.authority.redlock.protocol.acquire import _acquire_command
-from fencelock.authority.redlock.protocol.attempts import Attempt, QueuePosition, in_pairs
+from fencelock.authority.redlock.protocol.attempts import (
+    Attempt,
+    NodeSet,
+    QueuePosition,
+    in_pairs,
+    release_command,
+    without_place,
+)
 from fencelock.authority.redlock.protocol.holding import _extend_command
 from fencelock.authority.redlock.protocol.messages import Answer, Command, Said
-from fencelock.authority.redlock.protocol.nodeset import NodeSet
-from fencelock.authority.redlock.protocol.undo import release_command, without_place
 from fencelock.authority.redlock.redlock import Redlock
 from fencelock.authority.redlock.wire.codec import read_answer
 from fencelock.tokens import MAX_COUNTER

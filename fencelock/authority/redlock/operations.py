@@ -10,10 +10,9 @@ from dataclasses import replace
 from typing import Any, Final
 
 from fencelock.authority.base import Grant, Wish
-from fencelock.authority.redlock.protocol import acquire, holding, undo
-from fencelock.authority.redlock.protocol.attempts import Attempt, Granted
+from fencelock.authority.redlock.protocol import acquire, holding
+from fencelock.authority.redlock.protocol.attempts import Attempt, Granted, NodeSet, abandon
 from fencelock.authority.redlock.protocol.messages import Request
-from fencelock.authority.redlock.protocol.nodeset import NodeSet
 from fencelock.authority.redlock.protocol.queue import Waiter
 from fencelock.errors import AuthorityError, FencelockError
 from fencelock.tokens import compose
@@ -107,7 +106,7 @@ class Acquisition:
             raise
         except BaseException:  # of a signal handler, or a cancellation: nothing else would release it
             if self._latest is not None:
-                yield from undo.abandon(*self._latest)
+                yield from abandon(*self._latest)
             self._leave_queue()
             raise
 
@@ -158,7 +157,7 @@ def release(see: Callable[[], NodeSet], granted: Granted) -> Generator[Request, 
     except (FencelockError, GeneratorExit):
         raise
     except BaseException:
-        yield from undo.abandon(see(), granted.attempt)
+        yield from abandon(see(), granted.attempt)
         raise
 
 

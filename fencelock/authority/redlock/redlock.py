@@ -24,9 +24,8 @@ from fencelock.authority.redlock.membership.reports import NodeGroup
 from fencelock.authority.redlock.membership.view import MembershipView
 from fencelock.authority.redlock.operations import Acquisition
 from fencelock.authority.redlock.protocol import inspecting, messages
-from fencelock.authority.redlock.protocol.attempts import Attempt, Granted
+from fencelock.authority.redlock.protocol.attempts import Attempt, Granted, names_of
 from fencelock.authority.redlock.protocol.messages import INTRODUCE, Command
-from fencelock.authority.redlock.protocol.nodeset import names_of
 from fencelock.authority.redlock.protocol.queue import QUEUE, Waiter, WaitQueue
 from fencelock.authority.redlock.recovery import Recoverer
 from fencelock.authority.redlock.transport.aio import LoopConnections

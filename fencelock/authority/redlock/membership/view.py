@@ -15,7 +15,7 @@ from collections import Counter
 from dataclasses import replace
 
 from fencelock.authority.redlock.membership.members import Identity, Membership
-from fencelock.authority.redlock.protocol.nodeset import NodeSet
+from fencelock.authority.redlock.protocol.attempts import NodeSet
 from fencelock.errors import MembershipError
 
 

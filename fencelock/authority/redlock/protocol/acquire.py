@@ -29,7 +29,18 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from fencelock.authority.base import validity
-from fencelock.authority.redlock.protocol.attempts import Attempt, Failed, Granted, in_pairs, maximum_of
+from fencelock.authority.redlock.protocol.attempts import (
+    Attempt,
+    Failed,
+    Granted,
+    NodeSet,
+    abandon,
+    can_vote,
+    enough_granted,
+    in_pairs,
+    largest_epoch,
+    maximum_of,
+)
 from fencelock.authority.redlock.protocol.messages import (
     PASSING,
     VOTING,
@@ -42,9 +53,7 @@ from fencelock.authority.redlock.protocol.messages import (
     Said,
     Sleep,
 )
-from fencelock.authority.redlock.protocol.nodeset import NodeSet, can_vote, enough_granted, largest_epoch
 from fencelock.authority.redlock.protocol.refusals import raise_no_quorum, raise_timeout
-from fencelock.authority.redlock.protocol.undo import abandon
 
 #: Seconds after which a contender that waits to be called looks for the first time; longer than a claim.
 _LOOK = 0.15

@@ -7,7 +7,15 @@ from dataclasses import replace
 
 from fencelock.authority.base import validity
 from fencelock.authority.redlock.protocol.acquire import make_attempt, next_pause
-from fencelock.authority.redlock.protocol.attempts import Attempt, Granted
+from fencelock.authority.redlock.protocol.attempts import (
+    Attempt,
+    Granted,
+    NodeSet,
+    abandon,
+    count_of,
+    enough_released,
+    release_command,
+)
 from fencelock.authority.redlock.protocol.messages import (
     EXTENDED,
     MADE_AGAIN,
@@ -21,13 +29,7 @@ from fencelock.authority.redlock.protocol.messages import (
     Said,
     Sleep,
 )
-from fencelock.authority.redlock.protocol.nodeset import (
-    NodeSet,
-    count_of,
-    enough_released,
-)
 from fencelock.authority.redlock.protocol.refusals import by_name, report_of
-from fencelock.authority.redlock.protocol.undo import abandon, release_command
 from fencelock.errors import FencelockError, LockLostError, QuorumError
 
 

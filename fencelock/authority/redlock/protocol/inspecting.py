@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from typing import Any, Final, NamedTuple
 
-from fencelock.authority.redlock.protocol.attempts import Attempt
+from fencelock.authority.redlock.protocol.attempts import Attempt, NodeSet, names_of, release_command
 from fencelock.authority.redlock.protocol.messages import (
     Answer,
     Answers,
@@ -21,9 +21,7 @@ from fencelock.authority.redlock.protocol.messages import (
     Round,
     Said,
 )
-from fencelock.authority.redlock.protocol.nodeset import NodeSet, names_of
 from fencelock.authority.redlock.protocol.refusals import raise_no_quorum
-from fencelock.authority.redlock.protocol.undo import release_command
 from fencelock.holder import Holder, LockInfo
 from fencelock.tokens import compose
 

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from fencelock.authority.base import held_by_another, too_slow
-from fencelock.authority.redlock.protocol.attempts import Failed
+from fencelock.authority.redlock.protocol.attempts import Failed, NodeSet
 from fencelock.authority.redlock.protocol.messages import VOTING, Answers, Said
-from fencelock.authority.redlock.protocol.nodeset import NodeSet
 from fencelock.errors import LockTimeoutError, MembershipError, NodesNotInitialisedError, QuorumError
 
 

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from fencelock.authority.redlock.membership.members import Identity
+from fencelock.authority.redlock.protocol.attempts import without_place
 from fencelock.authority.redlock.protocol.messages import SUBSCRIBE, Answer, Broadcast, Command, Said
 from fencelock.authority.redlock.protocol.queue import WaitQueue
-from fencelock.authority.redlock.protocol.undo import without_place
 from fencelock.authority.redlock.wire.codec import Packed, leads_elsewhere
 from fencelock.authority.redlock.wire.connection import (
     FORGETFUL,
