@@ -1,5 +1,5 @@
 """`python -m fencelock` is the command line."""
 
-from fencelock.cli import main
+from fencelock.cli.app import main
 
 main()

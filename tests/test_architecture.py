@@ -73,9 +73,7 @@ ARROWS = {
     "transaction": "values guard lock lock.fenced_lock",
     "alembic": "guard authority.database",
     "observe": f"values {REDLOCK}",
-    "commands": f"values _configure authority.database {REDLOCK} {REDLOCK}.transport guard lock max_fence "
-    "observe",
-    "cli": f"values _configure authority.database {REDLOCK} {REDLOCK}.transport commands max_fence",
+    "cli": f"values _configure authority.database {REDLOCK} {REDLOCK}.transport guard lock max_fence observe",
     "__main__": "cli",
     "": f"values _configure authority.database {REDLOCK} guard lock lock.decorator lock.fenced_lock "
     "transaction",

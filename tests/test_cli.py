@@ -14,7 +14,7 @@ from sqlalchemy import create_engine, text
 from typer.testing import CliRunner
 
 from fencelock import Redlock, fenced_lock
-from fencelock.cli import app
+from fencelock.cli.app import app
 from proof.servers import Nodes
 from tests.polling import eventually
 from tests.redlock.groups import Cluster

@@ -19,7 +19,8 @@ import pytest
 import typer
 
 import fencelock
-from fencelock import Redlock, cli
+from fencelock import Redlock
+from fencelock.cli.app import app
 from proof.servers import Nodes, Postgres
 from tests.pages import names
 from tests.pages.blocks import PAGES, ROOT, RUN, SHOWN, Block, blocks, prose, read
@@ -268,7 +269,7 @@ def test_every_variable_of_the_environment_is_on_the_page() -> None:
 def test_every_option_of_the_command_line_is_on_the_page() -> None:
     """Under the heading of its command; `torture` has a page of its own."""
     sections = read("docs/command-line.md").split("\n## ")
-    for name, command in commands(typer.main.get_command(cli.app), "fencelock"):
+    for name, command in commands(typer.main.get_command(app), "fencelock"):
         (section,) = (text for text in sections if text.startswith(f"`{name}`"))
         options = {option for parameter in command.params for option in parameter.opts if option[:2] == "--"}
         missing = {option for option in options if f"`{option}" not in section}

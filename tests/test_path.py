@@ -222,7 +222,7 @@ def test_a_longer_path_fails_and_says_what_is_new(
             check("made up", passages[:1], cache)
     with passages.measured():
         fenced_lock("order:1").cancel()
-    with pytest.raises(AssertionError, match=r"New since this test last passed here: [\w/]+\.py:\S*cancel"):
+    with pytest.raises(AssertionError, match=r"New since this test last passed here: .*\.py:\S*cancel"):
         check("made up", passages[1:], cache)
 
 

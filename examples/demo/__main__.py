@@ -11,7 +11,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from demo.story import play
 from fencelock import FencelockError
 from fencelock._engines import blocking_engine
-from fencelock.commands.shared import without_password
+from fencelock.cli.shared import without_password
 
 
 def demo(

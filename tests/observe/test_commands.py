@@ -18,7 +18,7 @@ from sqlalchemy import Engine, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from fencelock import Database, FencedModel, Redlock, StaleTokenError, claim, fence_table, gate
-from fencelock.commands.shared import without_password
+from fencelock.cli.shared import without_password
 from proof.servers import Nodes
 from tests.authorities.kinds import Kind
 from tests.polling import eventually
@@ -286,6 +286,24 @@ def test_run_passes_signals_on(authority: Redlock, node_urls: list[str], tmp_pat
         assert program.wait(30) == 128 + signal.SIGTERM
     assert authority.inspect("job") is None
     assert eventually(lambda: not runs(int(started.read_text())))
+
+
+@pytest.mark.parametrize("after", [0, 0.001, 0.002, 0.004, 0.008])
+def test_run_hears_a_signal_while_it_starts_the_command(
+    after: float, authority: Redlock, node_urls: list[str], tmp_path: Path
+) -> None:
+    """SIGTERM right after the grant ends all: the lock is given back, and no command is left behind."""
+    pids = tmp_path / "pids"
+    command = ("run", "job", "--url", ",".join(node_urls), "--", "sh", "-c", f"echo $$ > {pids}; sleep 30")
+    with subprocess.Popen([sys.executable, "-m", "fencelock", *command], stdin=subprocess.DEVNULL) as program:
+        with redis.Redis.from_url(node_urls[0]) as node:
+            while not node.exists(f"{NODE_KEY}:l:job"):
+                assert program.poll() is None
+        time.sleep(after)
+        program.send_signal(signal.SIGTERM)
+        assert program.wait(10) == 128 + signal.SIGTERM
+    assert authority.inspect("job") is None
+    assert not pids.exists() or not pids.read_text() or eventually(lambda: not runs(int(pids.read_text())))
 
 
 def runs(pid: int) -> bool:

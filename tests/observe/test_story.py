@@ -126,7 +126,8 @@ def test_the_page_tells_what_happens(
 
     story.say(
         "That process does not answer. `release --force` takes the lock from it. With `--database` it also",
-        "raises the fence: it locks with a new token, passes the gate and claims the row.",
+        "locks with a new token and passes the gate; with `--claim` it claims the row. Both refuse the old",
+        "token from then on.",
     )
     story.type(
         *("release", "order:1", "--force", "--reason", "worker stands still"),

@@ -13,7 +13,7 @@ from redis.exceptions import MovedError
 
 from fencelock import Redlock
 from fencelock.authority.redlock.transport.endpoints import endpoint_of, split_urls
-from fencelock.commands.shared import without_password
+from fencelock.cli.shared import without_password
 
 
 @pytest.mark.parametrize(

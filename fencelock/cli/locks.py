@@ -1,29 +1,39 @@
-"""Commands that look and change nothing: `inspect`, `leaks` and `top`."""
+"""Locks, as an operator sees them: `inspect`, `leaks`, `top`, `history`; and `release --force`."""
 
 from __future__ import annotations
 
 import itertools
+import logging
 import math
+import re
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from typing import Annotated, Any, Final
 
+import sqlalchemy
 import typer
 from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
-from sqlalchemy import column, select, table
+from sqlalchemy import Engine, column, select, table
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
 
 from fencelock.authority.database.database import Database
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
-from fencelock.commands import shared
+from fencelock.cli import shared
+from fencelock.errors import FencelockError
+from fencelock.guard.gate import gate
+from fencelock.guard.sql import conditional_update
 from fencelock.guard.tables import FENCE_COLUMN, FENCE_TABLE
 from fencelock.holder import LockInfo
-from fencelock.observe.history import read
+from fencelock.observe.history import EVENT_TABLE, note, read
+
+logger = logging.getLogger("fencelock.command")
 
 #: Rows that a person reads; `--json` has them all.
 _MOST_ROWS: Final = 100
@@ -205,3 +215,96 @@ def _screen(authority: Redlock | Database, height: int) -> Group:
     where = f"{len(authority.nodes)} nodes" if isinstance(authority, Redlock) else repr(authority)
     line = Text(f"{time.strftime('%H:%M:%S')}   {len(held)} held   {waiting} waiting   {where}")
     return Group(line, _table(held[: max(1, (height - 6) // 2)]))
+
+
+def release(
+    resource: Annotated[str, typer.Argument(help="Which lock.")],
+    *,
+    force: Annotated[bool, typer.Option("--force", help="Yes, take it from its holder.")] = False,
+    reason: Annotated[str, typer.Option(help="Why; it is required, and logged.")] = "",
+    url: shared.Url = "",
+    namespace: shared.Namespace = DEFAULT_NAMESPACE,
+    database: Annotated[
+        str, typer.Option(help="SQLAlchemy URL of the database that the holder writes to: close its gate.")
+    ] = "",
+    claim: Annotated[
+        list[str] | None,
+        typer.Option(help="Let a row in it refuse the holder, orders:id=1; once for each row."),
+    ] = None,
+) -> None:
+    """Take a lock from its holder. Status 3: it was free.
+
+    The holder is not stopped, and its lock is lost. With --database the gate refuses it from now on, and with
+    --claim that row does, too. Any other row refuses it once the next holder has written or claimed it.
+    """
+    if not force or not reason.strip():
+        shared.fail("this takes the lock from whoever works under it: add --force, and --reason 'why'")
+    rows = [_row_of(each) for each in claim or ()]
+    if rows and not database:
+        shared.fail("--claim needs the database that has the row: add --database URL")
+    with shared.authority_of(url, namespace) as authority, ExitStack() as opened:
+        engine = opened.enter_context(shared.database_at(database)) if database else None
+        if engine is not None:
+            _check_tables(engine, rows)
+        was = authority.force_release(resource)
+        if was is None:
+            shared.say(f"{resource!r} was free")
+        else:
+            holder = str(was.holder or "what is not fencelock")
+            facts = {"resource": resource, "token": was.token, "holder": holder, "reason": reason}
+            logger.warning("%r was taken from %s: %s", resource, holder, reason, extra=facts)
+            if engine is None:
+                shared.say(
+                    "its holder may still write until the next one has: --database and --claim refuse it now"
+                )
+            elif sqlalchemy.inspect(engine).has_table(EVENT_TABLE):
+                note(engine, "forced", resource, was.token, f"from {holder}: {reason}")
+        if engine is not None:
+            _raise_fences(authority, engine, resource, rows)
+    if was is None:
+        raise typer.Exit(shared.FOUND_NOTHING)
+
+
+def _row_of(text: str) -> tuple[str, dict[str, str]]:
+    """Return the table and the key that `orders:id=1,shop=2` names."""
+    name, _, pairs = text.partition(":")
+    key = dict(pair.split("=", 1) for pair in pairs.split(",") if "=" in pair)
+    if not re.fullmatch(r"\w+(\.\w+)?", name) or not key:
+        shared.fail(f"{text!r} names no row: write --claim orders:id=1")
+    return name, key
+
+
+def _check_tables(engine: Engine, rows: list[tuple[str, dict[str, str]]]) -> None:
+    """Refuse, before anything is taken, what has no fence to be raised."""
+    tables = sqlalchemy.inspect(engine)
+    for name in (FENCE_TABLE, *(name for name, _ in rows)):
+        schema, _, table = name.rpartition(".")
+        if not tables.has_table(table, schema=schema or None):
+            shared.fail(f"the database has no table {name}; nothing was taken")
+
+
+def _raise_fences(
+    authority: Redlock | Database, engine: Engine, resource: str, rows: list[tuple[str, dict[str, str]]]
+) -> None:
+    """Lock with a new token, and pass the gate and claim the rows with it, so that older ones are refused."""
+    dialect = engine.dialect
+    try:
+        with authority.lock(resource, ttl=3, timeout=5) as token, Session(engine) as session:
+            if dialect.name != "sqlite":  # which waits for 5 seconds itself
+                is_postgresql = dialect.name == "postgresql"
+                wait = "LOCAL lock_timeout = '5s'" if is_postgresql else "innodb_lock_wait_timeout = 5"
+                session.connection().exec_driver_sql(f"SET {wait}")
+            gate(session, resource)
+            for name, key in rows:
+                sql, its = conditional_update(name, {}, key, token, dialect.paramstyle, dialect=dialect.name)
+                if session.connection().exec_driver_sql(sql, its).rowcount == 0:
+                    shared.fail(f"{name} has no row {key}, or a newer holder has it; no fence was raised")
+            session.commit()
+    except (FencelockError, SQLAlchemyError) as error:
+        shared.fail(
+            f"no fence was raised: {str(error).splitlines()[0]}. If a transaction of the old holder is open, "
+            "end its connection (pg_stat_activity, SHOW PROCESSLIST); then run the same command again"
+        )
+    claimed = [f"{name} {key}" for name, key in rows]
+    refuses = " and ".join(("the gate", *claimed))
+    shared.say(f"tokens of {resource!r} below {token} are refused by {refuses}; other rows need --claim")

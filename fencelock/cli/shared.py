@@ -30,11 +30,6 @@ Namespace = Annotated[str, typer.Option(help="Prefix of every key on the nodes."
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
-def error_console() -> Console:
-    """Return where everything is printed that is no answer."""
-    return Console(stderr=True, soft_wrap=True, highlight=False)
-
-
 @contextmanager
 def errors_as_sentences() -> Iterator[None]:
     """Print what goes wrong as a sentence, without a traceback, and exit with status 1."""
@@ -46,7 +41,7 @@ def errors_as_sentences() -> Iterator[None]:
 
 def fail(sentence: str) -> NoReturn:
     """Print what is wrong, and exit with status 1."""
-    error_console().print(sentence, style="red", markup=False)
+    say(sentence, "red")
     raise typer.Exit(1) from None
 
 
@@ -74,9 +69,9 @@ def check_file(url: str) -> None:
         fail(f"there is no file {file}; for a new one: fencelock init {url}")
 
 
-def say(sentence: str) -> None:
+def say(sentence: str, style: str = "none") -> None:
     """Print what is no answer."""
-    error_console().print(sentence, markup=False)
+    Console(stderr=True, soft_wrap=True, highlight=False).print(sentence, style=style, markup=False)
 
 
 @contextmanager
@@ -111,3 +106,12 @@ def database_at(url: str) -> Iterator[Engine]:
 def print_json(found: Any) -> None:
     """Print for programs."""
     typer.echo(json.dumps(found, ensure_ascii=False, indent=2))
+
+
+def tell_programs(urls: list[str], namespace: str) -> None:
+    """Say how programs are told what grants the locks; a password is left for the operator to type."""
+    shown = ",".join(map(without_password, urls))
+    if namespace == DEFAULT_NAMESPACE:
+        say(f"Tell your programs: export FENCELOCK_URL={shown}")
+    else:
+        say(f'Tell your programs: fencelock.configure("{shown}", namespace="{namespace}")')

@@ -25,7 +25,7 @@ from fencelock.authority.database.database import Database
 from fencelock.authority.redlock.admin import NodeState
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
 from fencelock.authority.redlock.transport.endpoints import split_urls
-from fencelock.commands import shared
+from fencelock.cli import shared
 from fencelock.errors import FencelockError, LockTimeoutError
 from fencelock.guard import triggers
 from fencelock.guard.tables import FENCE_TABLE, WRITE_COLUMN, fenced_table

@@ -1,0 +1,48 @@
+"""The command `fencelock` itself: its version, and all that it has below it."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version
+from typing import Annotated
+
+try:
+    import typer
+    from rich.console import Console
+except ImportError:  # pragma: no cover - reached by a test in an environment of its own
+    sys.exit("the command line needs two more packages: pip install 'fencelock[cli]'")
+
+from fencelock.cli import doctor, init, locks, nodes, run
+
+app = typer.Typer(
+    help="Locks that mint fencing tokens, and a database that refuses stale writers.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command()(init.init)
+app.add_typer(nodes.app, name="nodes")
+for command in (doctor.doctor, locks.inspect, locks.leaks, locks.top, locks.history, locks.release):
+    app.command()(command)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(run.run)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        Console().print(f"fencelock {version('fencelock')}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def _fencelock(
+    _version: Annotated[  # noqa: FBT002 - an option, not an argument
+        bool,
+        typer.Option("--version", help="Show the version, and exit.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Locks that mint fencing tokens, and a database that refuses stale writers."""
+
+
+def main() -> None:
+    """Run the command line."""
+    app()

@@ -1,0 +1,126 @@
+"""`fencelock init`: what grants the locks is made ready, once in its life."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from sqlalchemy import make_url
+
+from fencelock._configure import factory_of
+from fencelock._engines import blocking_engine, for_blocking
+from fencelock.authority.database.database import Database
+from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
+from fencelock.cli import shared
+from fencelock.max_fence import highest_fence
+from fencelock.tokens import epoch_above
+
+
+def init(
+    urls: Annotated[
+        list[str],
+        typer.Argument(
+            help="A database (postgresql+psycopg://…), or every node, each once: redis://host:6379 …"
+        ),
+    ],
+    *,
+    base: Annotated[
+        int | None,
+        typer.Option(help="Where counters start: Unix milliseconds by default; 0 makes tokens 1, 2, 3 …"),
+    ] = None,
+    max_ttl: Annotated[
+        float | None,
+        typer.Option(
+            help="Longest lease in seconds, 60 by default; a node that restarted stays out for so long."
+        ),
+    ] = None,
+    after_loss: Annotated[
+        bool,
+        typer.Option(
+            "--after-loss",
+            help="What granted so far has lost its data, or something else is to grant: start above what the "
+            "database has seen.",
+        ),
+    ] = False,
+    database: Annotated[
+        list[str] | None,
+        typer.Option(help="SQLAlchemy URL of a database with fenced tables, for --after-loss; each once."),
+    ] = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Do not ask before --after-loss deletes what is left on the nodes.")
+    ] = False,
+    allow_eviction: Annotated[
+        bool,
+        typer.Option("--allow-eviction", help="Also nodes that drop keys when their memory is full."),
+    ] = False,
+    namespace: Annotated[str, typer.Option(help="Prefix of every key on the nodes.")] = DEFAULT_NAMESPACE,
+) -> None:
+    """Make a database's table of leases, or initialise N blank nodes; once in their life.
+
+    All nodes must be reachable.
+    """
+    if after_loss != bool(database):
+        shared.fail(
+            "--after-loss and --database belong together: only the database knows which tokens have been "
+            "used. Name every database with fenced tables, such as --database postgresql+psycopg://user@host/name"
+        )
+    with shared.errors_as_sentences():
+        above = _highest_fence(database or []) if after_loss else None
+        if factory_of(urls[0]) is Database:
+            if len(urls) > 1 or base is not None or max_ttl is not None or allow_eviction:
+                shared.fail("a database is named by one URL, and takes no option of nodes but --after-loss")
+            _init_database(urls[0], above)
+        else:
+            with Redlock(",".join(urls), namespace=namespace, recover=False) as quorum:
+                if after_loss:
+                    _clear(quorum, yes=yes)
+                done = quorum.init(base=base, max_ttl=max_ttl, above=above, allow_eviction=allow_eviction)
+                count = len(quorum.nodes)
+            said = "initialised" if done else "had been initialised before"
+            said += "" if done or above is not None else "; nothing was changed"
+            shared.say(f"{count} {'node' if count == 1 else 'nodes'} {said}")
+    if above:
+        epoch = epoch_above(above)
+        shared.say(f"Tokens are of epoch {epoch} or later now, above all that was granted up to {above}")
+    shared.tell_programs(urls, namespace)
+
+
+def _init_database(url: str, above: int | None) -> None:
+    """Make the table of leases in a database."""
+    with shared.refusing_databases(shared.without_password(url), "used"):
+        authority = Database(for_blocking(make_url(url)))
+    with authority:
+        made = authority.init(above=above)
+    shared.say(f"the table of leases {'was made' if made else 'is there'}")
+
+
+def _clear(quorum: Redlock, *, yes: bool) -> None:
+    """Delete what is left on nodes of which too few vote, if the operator agrees."""
+    left = quorum.remains()
+    if not left:
+        return
+    shared.say(f"{', '.join(left)} still {'holds' if len(left) == 1 else 'hold'} what is left")
+    others = sorted({address for addresses in left.values() for address in addresses} - set(quorum.nodes))
+    if others:
+        shared.say(f"{', '.join(others)} must be gone for good", "yellow")
+    if not yes:
+        question = "Delete it, and no other key? No program may use these nodes now (--yes does not ask)"
+        typer.confirm(question, abort=True, err=True)
+    shared.say(f"{quorum.clear()} keys deleted")
+
+
+def _highest_fence(databases: list[str]) -> int:
+    """Return the largest token that any of the databases has seen."""
+    highest = 0
+    for url in databases:
+        shown = shared.without_password(url)
+        with shared.refusing_databases(shown, "read"), blocking_engine(url).connect() as connection:
+            fence, tables = highest_fence(connection)
+        if not tables:
+            shared.fail(
+                f"{shown} has no table with a column last_fencing_token: it cannot tell which tokens have "
+                "been used. Name the database that holds the fenced tables"
+            )
+        shared.say(f"{shown}: the highest fence of {tables} fenced tables is {fence}")
+        highest = max(highest, fence)
+    return highest

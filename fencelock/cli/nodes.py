@@ -1,0 +1,130 @@
+"""`fencelock nodes`: how the nodes stand, and which they are."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from fencelock._configure import factory_of
+from fencelock.authority.database.database import Database
+from fencelock.authority.redlock.admin import NodeState, NodeStatus, change_nodes
+from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
+from fencelock.authority.redlock.transport.endpoints import split_urls
+from fencelock.cli import shared
+
+app = typer.Typer(help="Show how the nodes stand, or change which they are.", invoke_without_command=True)
+
+Current = Annotated[
+    str, typer.Option(help="The nodes in use at present, with commas between: FENCELOCK_URL by default.")
+]
+
+
+@app.callback()
+def nodes(
+    context: typer.Context,
+    *,
+    current: Current = "",
+    namespace: shared.Namespace = "",
+    wait: Annotated[
+        bool, typer.Option("--wait", help="First admit again what can be, which takes the longest lease.")
+    ] = False,
+) -> None:
+    """Show how the nodes stand. Status 0 if a majority votes, and the list is that of the members."""
+    if context.invoked_subcommand is not None:
+        context.obj = (current, namespace)
+        return
+    urls, namespace = _present(current), namespace or DEFAULT_NAMESPACE
+    with shared.errors_as_sentences(), Redlock(urls, namespace=namespace, recover=False) as quorum:
+        if wait:
+            quorum.recover()
+        found, (unnamed, strangers) = quorum.status(), quorum.compare_lists()
+    voters = sum(status.state is NodeState.ADMITTED for status in found)
+    Console().print(_table(found))
+    if 2 * voters <= len(found):
+        shared.fail(f"{voters} of {len(found)} nodes vote, which is no majority: nobody gets a lock")
+    if unnamed or strangers:
+        missing = f"{', '.join(unnamed)} belong to the list and are not named" if unnamed else ""
+        other = f"{', '.join(strangers)} do not belong to it" if strangers else ""
+        shared.fail(
+            f"these are not the nodes that were initialised together: "
+            f"{'; '.join(filter(None, (missing, other)))}. Every program needs the same list"
+        )
+
+
+def _present(current: str) -> list[str]:
+    current = current or os.environ.get("FENCELOCK_URL", "")
+    urls = split_urls(current)
+    if not urls:
+        shared.fail(
+            "which nodes? Set FENCELOCK_URL, or name those in use: fencelock nodes --current "
+            "redis://r1:6379,redis://r2:6379,redis://r3:6379"
+        )
+    with shared.errors_as_sentences():
+        if factory_of(urls[0]) is Database:
+            shared.fail(f"{shared.without_password(urls[0])} is a database, which has no nodes")
+    return urls
+
+
+def _table(found: tuple[NodeStatus, ...]) -> Table:
+    table = Table("node", "state", "epoch", "")
+    for status in found:
+        state = status.state.value
+        if status.recovering_for:
+            state += f" for another {status.recovering_for:.0f} s"
+        colour = "green" if status.state is NodeState.ADMITTED else "yellow"
+        epoch = "" if status.epoch is None else str(status.epoch)
+        table.add_row(escape(status.address), f"[{colour}]{state}[/]", epoch, escape(status.detail))
+    return table
+
+
+@app.command("replace")
+def replace_node(
+    context: typer.Context,
+    old: Annotated[str, typer.Argument(help="The node that goes, as in the present list.")],
+    new: Annotated[str, typer.Argument(help="The blank node that takes its place.")],
+    current: Current = "",
+    namespace: shared.Namespace = "",
+) -> None:
+    """Let one node take the place of another, which may be gone. Safe to run again."""
+    present = _present(current or context.obj[0])
+    with shared.errors_as_sentences():
+        names = [_name_of(url) for url in present]
+        if _name_of(old) not in names:
+            shared.fail(f"{_name_of(old)} is none of the present nodes: {', '.join(names)}")
+        wanted = [new if name == _name_of(old) else url for name, url in zip(names, present, strict=True)]
+        _change(present, wanted, namespace or context.obj[1])
+
+
+@app.command("set")
+def set_nodes(
+    context: typer.Context,
+    urls: Annotated[list[str], typer.Argument(help="Every node that is to be in use, each once.")],
+    current: Current = "",
+    namespace: shared.Namespace = "",
+) -> None:
+    """Let other nodes take the place of the present ones; some may stay. Safe to run again."""
+    present = _present(current or context.obj[0])
+    with shared.errors_as_sentences():
+        _change(present, urls, namespace or context.obj[1])
+
+
+def _name_of(url: str) -> str:
+    with Redlock(url) as one:
+        return one.nodes[0]
+
+
+def _change(present: list[str], wanted: list[str], namespace: str) -> None:
+    namespace = namespace or DEFAULT_NAMESPACE
+    done = change_nodes(present, wanted, namespace=namespace, tell=lambda step: shared.say(f"… {step}"))
+    if done.done:
+        shared.say(f"{len(wanted)} nodes are in use now")
+    else:
+        shared.say("these nodes are in use already; nothing was changed")
+    for address, what in done.left_out.items():
+        shared.say(f"{address} does not vote yet: {what}", "yellow")
+    shared.tell_programs(wanted, namespace)
