@@ -15,6 +15,7 @@ from contextlib import (
     AbstractContextManager,
     asynccontextmanager,
     contextmanager,
+    nullcontext,
 )
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -28,7 +29,6 @@ from fencelock._engines import is_async_engine, is_async_maker, is_async_scoped
 from fencelock._owners import current_owner
 from fencelock.errors import CommitInDoubtError, FenceError
 from fencelock.guard import gate as pass_gate
-from fencelock.guard import gate_async
 from fencelock.guard.fences import FENCES
 from fencelock.lock.fenced_lock import fenced_lock
 from fencelock.lock.lock import FencedLock
@@ -144,12 +144,46 @@ def _noted(session: object, plan: _Plan[Any]) -> Iterator[None]:
         _open.remove(noted)
 
 
-def _refuse_open_transaction(session: Session | AsyncSession) -> None:
-    if session.in_transaction():
+@contextmanager
+def _transaction(made: _Made, plan: _Plan[_Made]) -> Iterator[_Made]:
+    """Run a block in a transaction that has passed the gates; yield its session.
+
+    Coroutines enter and leave it by `AsyncSession.run_sync`.
+    """
+    if (outer := _outer(plan, made)) is not None:
+        with _blocking(outer).begin_nested():
+            _pass_gates(_blocking(outer), plan)
+            yield outer
+        return
+    session = _blocking(made)
+    if plan.shared and session.in_transaction():
         raise FenceError(
             "this scoped session has a transaction open that began before the lock was acquired: commit it "
             "or roll it back first, and read again inside the block"
         )
+    try:
+        if not session.in_transaction():
+            session.begin()
+        _pass_gates(session, plan)
+        with _only_this_transaction(session, plan.gates), _noted(made, plan):
+            yield made
+            if _has_work(session):
+                with _telling_doubt(plan.resources):
+                    session.commit()
+    finally:
+        if plan.shared:
+            session.rollback()  # what was not committed
+
+
+def _blocking(session: Any) -> Session:
+    """Return the session itself, or the one that an asyncio session wraps."""
+    its: Session = getattr(session, "sync_session", session)
+    return its
+
+
+def _pass_gates(session: Session, plan: _Plan[Any]) -> None:
+    for resource in plan.gates:
+        pass_gate(session, resource)
 
 
 class _Blocks(Generic[_Block]):
@@ -286,36 +320,8 @@ class FencedTransaction(Generic[_S]):
     @contextmanager
     def _session(self) -> Iterator[_S]:
         made = self._plan.make()
-        if (outer := _outer(self._plan, made)) is not None:
-            with outer.begin_nested():
-                self._pass_gates(outer)
-                yield outer
-            return
-        with self._ending(made) as session:
-            if not session.in_transaction():
-                session.begin()
-            self._pass_gates(session)
-            with _only_this_transaction(session, self._plan.gates), _noted(session, self._plan):
-                yield session
-                if _has_work(session):
-                    with _telling_doubt(self._plan.resources):
-                        session.commit()
-
-    def _pass_gates(self, session: _S) -> None:
-        for resource in self._plan.gates:
-            pass_gate(session, resource)
-
-    @contextmanager
-    def _ending(self, session: _S) -> Iterator[_S]:
-        if not self._plan.shared:
-            with session:
-                yield session
-            return
-        _refuse_open_transaction(session)
-        try:
+        with nullcontext() if self._plan.shared else made, _transaction(made, self._plan) as session:
             yield session
-        finally:
-            session.rollback()  # what was not committed
 
 
 class AsyncFencedTransaction(Generic[_A]):
@@ -367,53 +373,22 @@ class AsyncFencedTransaction(Generic[_A]):
     @asynccontextmanager
     async def _session(self) -> AsyncIterator[_A]:
         made = self._plan.make()
-        if (outer := _outer(self._plan, made)) is not None:
-            async with outer.begin_nested():
-                await self._pass_gates(outer)
-                yield outer
-            return
-        async with self._ending(made) as session:
-            if not session.in_transaction():
-                await session.begin()
-            await self._pass_gates(session)
-            with (
-                _only_this_transaction(session.sync_session, self._plan.gates),
-                _noted(session, self._plan),
-            ):
+        async with nullcontext() if self._plan.shared else made:
+            block = _transaction(made, self._plan)
+            session = await made.run_sync(lambda _: block.__enter__())
+            try:
                 yield session
-                if _has_work(session.sync_session):
-                    with _telling_doubt(self._plan.resources):
-                        await session.commit()
-
-    async def _pass_gates(self, session: _A) -> None:
-        for resource in self._plan.gates:
-            await gate_async(session, resource)
-
-    @asynccontextmanager
-    async def _ending(self, session: _A) -> AsyncIterator[_A]:
-        if not self._plan.shared:
-            async with session:
-                yield session
-            return
-        _refuse_open_transaction(session)
-        try:
-            yield session
-        finally:
-            await session.rollback()  # what was not committed
+            except BaseException as error:
+                raised = (type(error), error, error.__traceback__)
+                if not await made.run_sync(lambda _: block.__exit__(*raised)):
+                    raise
+            else:
+                await made.run_sync(lambda _: block.__exit__(None, None, None))
 
 
 @overload
 def fenced_transaction(
-    session: sessionmaker[_S],
-    /,
-    *resources: str,
-    retries: int = ...,
-    gate: bool = ...,
-    **settings: Unpack[AllLockSettings],
-) -> FencedTransaction[_S]: ...
-@overload
-def fenced_transaction(
-    session: scoped_session[_S],
+    session: sessionmaker[_S] | scoped_session[_S],
     /,
     *resources: str,
     retries: int = ...,
@@ -431,16 +406,7 @@ def fenced_transaction(
 ) -> FencedTransaction[Session]: ...
 @overload
 def fenced_transaction(
-    session: async_sessionmaker[_A],
-    /,
-    *resources: str,
-    retries: int = ...,
-    gate: bool = ...,
-    **settings: Unpack[AllLockSettings],
-) -> AsyncFencedTransaction[_A]: ...
-@overload
-def fenced_transaction(
-    session: async_scoped_session[_A],
+    session: async_sessionmaker[_A] | async_scoped_session[_A],
     /,
     *resources: str,
     retries: int = ...,
