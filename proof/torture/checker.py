@@ -5,7 +5,6 @@ other lock's history the same way. What is judged is what the holders saw: times
 calls, so that "completed before this one began" is certain wherever it is said here. All of it is sorting
 and sweeping, O(n log n).
 
-    fencelock check history.jsonl
     python -m proof.torture.checker history.jsonl
 
 Exit status 0 if every promise was kept, 1 if one was broken, 2 for a file that cannot be judged.
@@ -472,43 +471,41 @@ class _Holds:
         return count
 
 
-def _attempts(facts: _Facts) -> list[tuple[int, int, bool]]:
-    """Return when each attempt to get a lock began and ended, and whether it got it."""
-    attempts = [(one.began, one.completed, True) for one in facts.of(Acquisition)]
-    attempts += [(one.began, one.ended, False) for one in facts.of(Failure)]
-    return sorted(attempts)
+def _attempts(facts: _Facts) -> tuple[list[int], list[int]]:
+    """Return when attempts to get a lock began, and when they ended; both sorted, each by itself."""
+    acquired, failed = facts.of(Acquisition), facts.of(Failure)
+    began = sorted([*(one.began for one in acquired), *(one.began for one in failed)])
+    return began, sorted([*(one.completed for one in acquired), *(one.ended for one in failed)])
 
 
 def _unavailable(facts: _Facts) -> Gap:
     """Return the longest time in which somebody wanted a lock and nobody anywhere got one."""
     successes = sorted(one.completed for one in facts.of(Acquisition))
-    longest = Gap(0, 0)
-    for began, ended in _wanted(_attempts(facts)):
-        inside = successes[bisect_left(successes, began) : bisect_right(successes, ended)]
-        for gap in itertools.pairwise([began, *inside, ended]):
-            longest = max(longest, Gap(*gap), key=attrgetter("seconds"))
-    return longest
+    return max(gaps(*_attempts(facts), successes), default=Gap(0, 0), key=attrgetter("seconds"))
 
 
-def _wanted(attempts: Iterable[tuple[int, int, bool]]) -> Iterator[tuple[int, int]]:
-    """Join attempts that overlap: yield from when to when anybody wanted a lock."""
-    began = ended = -1
-    for start, end, _ in attempts:
-        if start > ended:
-            if ended >= 0:
-                yield began, ended
-            began = start
-        ended = max(ended, end)
-    if ended >= 0:
-        yield began, ended
+def gaps(began: Sequence[int], ended: Sequence[int], successes: Sequence[int]) -> Iterator[Gap]:
+    """Yield the times between successes in which there was an attempt.
+
+    Args:
+        began: when attempts began, sorted.
+        ended: when attempts ended, sorted.
+        successes: when attempts succeeded, sorted.
+    """
+    start = 0
+    for at, end in enumerate(ended):
+        # As many have ended as have begun before the next one: until then nobody wants a lock.
+        if at + 1 == len(began) or began[at + 1] > end:
+            inside = successes[bisect_left(successes, began[start]) : bisect_right(successes, end)]
+            for gap in itertools.pairwise([began[start], *inside, end]):
+                yield Gap(*gap)
+            start = at + 1
 
 
 def _lasted(facts: _Facts) -> Gap:
-    attempts = _attempts(facts)
-    if not attempts:
-        began = facts.of(Run)[0].began
-        return Gap(began, began)
-    return Gap(attempts[0][0], max(end for _, end, _ in attempts))
+    began, ended = _attempts(facts)
+    start = facts.of(Run)[0].began
+    return Gap(began[0], ended[-1]) if began else Gap(start, start)
 
 
 def _ms(nanoseconds: int) -> str:

@@ -19,6 +19,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from fencelock._engines import blocking_engine
 from proof.torture.history import Style
+from proof.torture.picture import report
 from proof.torture.settings import FAULTS, NODES, PROMISED, Settings, default_faults
 
 if TYPE_CHECKING:
@@ -265,18 +266,8 @@ def _report(console: Console, result: Result) -> None:
     for line in describe(result.verdict):
         out.print(line, markup=False)
     out.print(f"history         {result.history}", markup=False)
-    if (page := _draw(result.history)) is not None:
-        out.print(f"report          {page}", markup=False)
+    trace, picture = report(result.history, result.verdict)
+    out.print(f"trace           {trace}", markup=False)
+    out.print(f"picture         {picture}", markup=False)
     for sentence in result.trouble:
         console.print(f"The run itself went wrong: {sentence}", style="red", markup=False)
-
-
-def _draw(history: Path) -> Path | None:
-    """Draw the report; return where it is, or None where a package for that is missing."""
-    try:
-        from proof.torture.report import write_report  # noqa: PLC0415 - an extra
-    except ModuleNotFoundError:
-        return None
-    page = history.with_name("report.html")
-    write_report(history, page)
-    return page
