@@ -26,7 +26,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from sqlalchemy import Engine, create_engine, inspect, text
 
-from proof.servers import EmbeddedServerError, Node, Nodes, Postgres, embedded
+from proof.servers import Node, Nodes, Postgres, ServerError, embedded
 from tests.polling import eventually
 
 RunProgram: TypeAlias = Callable[..., "subprocess.Popen[str]"]
@@ -96,7 +96,7 @@ def port_taker() -> Iterator[Callable[[int], socket.socket]]:
 # What a program does whose end is the subject. It reports what it has started on a line of JSON.
 PROGRAM = """
 import json, multiprocessing, os, signal, subprocess, sys, time
-from proof.servers import EmbeddedServerError, Nodes, Postgres
+from proof.servers import ServerError, Nodes, Postgres
 
 def report(nodes, *others):
     servers = [nodes, *others]
@@ -195,7 +195,7 @@ class TestNodes:
         ask(first, "SET", "key", "value")
         nodes.stop()
         nodes.stop()
-        with pytest.raises(EmbeddedServerError, match="have been stopped"):
+        with pytest.raises(ServerError, match="have been stopped"):
             first.start()
         with nodes.start():
             assert ask(nodes[0], "DBSIZE") == 0
@@ -236,7 +236,7 @@ class TestNodes:
 
     def test_nodes_that_were_never_started_have_no_urls(self) -> None:
         """An empty URL would say later, and less clearly, that the start was forgotten."""
-        with pytest.raises(EmbeddedServerError, match="start them first"):
+        with pytest.raises(ServerError, match="start them first"):
             _ = Nodes(3).url
 
     @pytest.mark.parametrize("options", [{"count": 0}, {"appendfsync": "sometimes"}])
@@ -327,7 +327,7 @@ class TestNode:
     def test_signals_need_a_running_node(self, nodes: Nodes, action: str) -> None:
         """Pausing a dead node is an error, not a signal to whoever has its pid now."""
         nodes[0].kill()
-        with pytest.raises(EmbeddedServerError, match="start it first"):
+        with pytest.raises(ServerError, match="start it first"):
             getattr(nodes[0], action)()
 
     def test_the_port_of_a_dead_node_is_kept(self, make_nodes: Callable[..., Nodes]) -> None:
@@ -375,7 +375,7 @@ class TestStart:
         port = node.port
         node.kill()
         listener = port_taker(port)
-        with pytest.raises(EmbeddedServerError, match=f"port {port} is in use"):
+        with pytest.raises(ServerError, match=f"port {port} is in use"):
             node.start()
         listener.close()
         node.start()
@@ -385,7 +385,7 @@ class TestStart:
         """A program that is not there, or is none, is named, with the way to get one."""
         (tmp_path / "text").write_text("hello")
         for executable in ("no-such-server", tmp_path / "nothing", tmp_path / "text"):
-            with pytest.raises(EmbeddedServerError, match=r"no program .*fencelock\[embedded\]"):
+            with pytest.raises(ServerError, match=r"no program .*fencelock\[embedded\]"):
                 Nodes(1, executable=executable)
 
     def test_a_program_named_by_a_relative_path(
@@ -401,14 +401,14 @@ class TestStart:
         program = tmp_path / "valkey-server"
         program.write_bytes(b"\0")
         program.chmod(0o755)
-        with pytest.raises(EmbeddedServerError, match=r"cannot be run: .*format error"):
+        with pytest.raises(ServerError, match=r"cannot be run: .*format error"):
             Nodes(1, executable=program).start()
 
     def test_a_refused_configuration(self) -> None:
         """The server's own words are in the error, for both kinds of server."""
-        with pytest.raises(EmbeddedServerError, match=r"(?s)ended while starting.*no-such-directive"):
+        with pytest.raises(ServerError, match=r"(?s)ended while starting.*no-such-directive"):
             Nodes(2, settings={"no-such-directive": "1"}).start()
-        with pytest.raises(EmbeddedServerError, match=r"(?s)ended while starting.*no_such_setting"):
+        with pytest.raises(ServerError, match=r"(?s)ended while starting.*no_such_setting"):
             Postgres(settings={"no_such_setting": "1"}).start()
 
     def test_a_server_that_never_answers(self, tmp_path: Path) -> None:
@@ -416,7 +416,7 @@ class TestStart:
         program = tmp_path / "valkey-server"
         program.write_text(f"#!/bin/sh\necho $$ >{tmp_path}/pid\nexec sleep 600\n")
         program.chmod(0o755)
-        with pytest.raises(EmbeddedServerError, match=r"did not answer within 0\.5 s"):
+        with pytest.raises(ServerError, match=r"did not answer within 0\.5 s"):
             Nodes(1, executable=program, start_timeout=0.5).start()
         assert has_ended(int((tmp_path / "pid").read_text()))
 
@@ -426,7 +426,7 @@ class TestStart:
         reaper = nodes[0]._workspace._belongings.reaper
         reaper.kill()
         reaper.wait()
-        with pytest.raises(EmbeddedServerError, match=r"the reaper, .*, has ended"):
+        with pytest.raises(ServerError, match=r"the reaper, .*, has ended"):
             nodes[0].restart(keep_data=False)
         folder = folder_of(nodes)
         nodes.stop()
@@ -524,7 +524,7 @@ class TestPostgres:
         """Neither a URL nor a pid is made up."""
         postgres = Postgres()
         for name in ("url", "dsn", "pid"):
-            with pytest.raises(EmbeddedServerError, match="start"):
+            with pytest.raises(ServerError, match="start"):
                 getattr(postgres, name)
         assert not postgres.is_running
 
@@ -703,7 +703,7 @@ class TestEndOfTheProgram:
                                lambda: nodes[0].restart(keep_data=False)):
                     try:
                         action()
-                    except EmbeddedServerError as error:
+                    except ServerError as error:
                         assert "belong to process" in str(error), error
                     else:
                         raise AssertionError(action)

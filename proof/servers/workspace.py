@@ -32,7 +32,7 @@ POLL_SECONDS: Final = 0.005
 PATIENCE_SECONDS: Final = 10.0
 
 
-class EmbeddedServerError(RuntimeError):
+class ServerError(RuntimeError):
     """A server could not be had: its program is missing, or it would not start. The message says why."""
 
 
@@ -94,7 +94,7 @@ class Workspace:
             started = _start_reaper(self.folder, programs)
         except OSError as error:
             shutil.rmtree(self.folder)
-            raise EmbeddedServerError(f"the reaper, a Python process, cannot be started: {error}") from error
+            raise ServerError(f"the reaper, a Python process, cannot be started: {error}") from error
         self._belongings = _Belongings(os.getpid(), self.folder, started)
         self._finalizer = weakref.finalize(self, self._belongings.clean_up)
 
@@ -112,15 +112,15 @@ class Workspace:
         """Refuse to act on servers that are another process' business, or that are gone for good.
 
         Raises:
-            EmbeddedServerError: if so.
+            ServerError: if so.
         """
         if not self._belongings.is_ours:
-            raise EmbeddedServerError(
+            raise ServerError(
                 f"these servers belong to process {self._belongings.owner}; this process was forked from it "
                 "and may use them, but not start, stop, pause or kill them"
             )
         if not self.is_open:
-            raise EmbeddedServerError("these servers have been stopped, and their folder is gone")
+            raise ServerError("these servers have been stopped, and their folder is gone")
 
     def keep(self, reservation: socket.socket) -> None:
         """Hold a socket open until the workspace is closed."""
@@ -157,7 +157,7 @@ class Workspace:
             popen: more arguments for `subprocess.Popen`.
 
         Raises:
-            EmbeddedServerError: if the program or the reaper cannot be run, or the workspace is closed.
+            ServerError: if the program or the reaper cannot be run, or the workspace is closed.
         """
         self.check()  # before the lock too: in a forked child nobody may be left to let go of it
         with self._belongings.lock:
@@ -174,7 +174,7 @@ class Workspace:
         except psutil.NoSuchProcess:
             pass  # it has ended already
         except BrokenPipeError as error:
-            raise EmbeddedServerError(
+            raise ServerError(
                 f"the reaper, which cleans up after a crash, has ended:\n{tail(self.folder / 'reaper.log')}"
             ) from error
 
@@ -209,7 +209,7 @@ def _run(
                 **popen,
             )
     except (OSError, subprocess.SubprocessError) as error:
-        raise EmbeddedServerError(f"{command[0]} cannot be run: {error}") from error
+        raise ServerError(f"{command[0]} cannot be run: {error}") from error
 
 
 def end(server: subprocess.Popen[bytes], farewell: signal.Signals) -> None:
@@ -227,7 +227,7 @@ def pause(server: subprocess.Popen[bytes]) -> None:
     """SIGSTOP a server. It has stopped when this returns.
 
     Raises:
-        EmbeddedServerError: if it does not.
+        ServerError: if it does not.
     """
     server.send_signal(signal.SIGSTOP)
     deadline = time.monotonic() + PATIENCE_SECONDS
@@ -236,7 +236,7 @@ def pause(server: subprocess.Popen[bytes]) -> None:
             if psutil.Process(server.pid).status() == psutil.STATUS_STOPPED:
                 return
         time.sleep(POLL_SECONDS)
-    raise EmbeddedServerError(f"process {server.pid} does not stop at SIGSTOP")
+    raise ServerError(f"process {server.pid} does not stop at SIGSTOP")
 
 
 def tail(log: Path, lines: int = 20) -> str:

@@ -65,15 +65,6 @@ class Rule(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A promise that was broken.
-
-    Attributes:
-        rule: which one.
-        resource: of which resource.
-        at: when the second of two contradictory facts was known; 0 for the end of the run.
-        sentence: what happened, for a person.
-    """
-
     rule: Rule
     resource: str
     at: int
@@ -85,81 +76,51 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A stretch of time."""
-
     began: int
     ended: int
 
     @property
     def seconds(self) -> float:
-        """How long it is."""
         return (self.ended - self.began) / _SECOND
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What can be said about a history.
-
-    Attributes:
-        run: which run it was.
-        violations: what must never happen, in the order of time.
-        acquisitions: how many locks were acquired.
-        resources: how many different ones.
-        overstayed: holds that lasted longer than their holder had been promised to be alone at first.
-        overlaps: holds that began while an earlier holder of the resource still worked: no violation, for
-            that is what tokens are for.
-        valid_overlaps: those of them that began while the earlier holder had been promised to be alone.
-        lost_leases: holders who heard at their release that the lease had ended before.
-        failures: how many attempts ended without the lock, by the error.
-        outcomes: how many writes had which outcome.
-        styles: how many writes of each style had which outcome.
-        refusals: how many writes were refused, by the error.
-        lost_updates: how many acknowledged additions are missing in the rows at the end.
-        rows: how many rows were looked at at the end.
-        faults: how many there were, by their kind.
-        unavailable: the longest time in which somebody wanted a lock and nobody anywhere got one.
-        lasted: from the first attempt to the end of the last one.
-        cut: lines that a killed worker left unfinished.
-    """
+    """What can be said about a history."""
 
     run: Run
-    violations: tuple[Violation, ...]
+    violations: tuple[Violation, ...]  #: in the order of time
     acquisitions: int
     resources: int
-    overstayed: int
-    overlaps: int
-    valid_overlaps: int
-    lost_leases: int
-    failures: Mapping[str, int]
+    overstayed: int  #: holds that lasted longer than their holder had been promised to be alone at first
+    overlaps: int  #: holds that began while an earlier holder worked: tokens are for that, it is no violation
+    valid_overlaps: int  #: those of them that began while the earlier holder had been promised to be alone
+    lost_leases: int  #: holders who heard at their release that the lease had ended before
+    failures: Mapping[str, int]  #: by their error
     outcomes: Mapping[Outcome, int]
     styles: Mapping[Style, Mapping[Outcome, int]]
-    refusals: Mapping[str, int]
-    lost_updates: int
-    rows: int
-    faults: Mapping[str, int]
-    unavailable: Gap
-    lasted: Gap
-    cut: int
+    refusals: Mapping[str, int]  #: of writes, by their error
+    lost_updates: int  #: acknowledged additions that are missing in the rows at the end
+    rows: int  #: how many were looked at at the end
+    faults: Mapping[str, int]  #: by their kind
+    unavailable: Gap  #: the longest time in which somebody wanted a lock and nobody anywhere got one
+    lasted: Gap  #: from the first attempt to the end of the last one
+    cut: int  #: lines that a killed worker left unfinished
 
     @property
     def right(self) -> bool:
-        """Whether every promise was kept."""
         return not self.violations
 
     @property
     def broken(self) -> Mapping[Rule, int]:
-        """How often each promise was broken, if it was."""
         return Counter(violation.rule for violation in self.violations)
 
     @property
     def acknowledged(self) -> int:
-        """How many writes were acknowledged."""
         return self.outcomes.get(Outcome.ACKNOWLEDGED, 0)
 
 
 class _Facts:
-    """The records of a history, by their kind."""
-
     def __init__(self, records: Iterable[Record]) -> None:
         self._lists: defaultdict[type[Record], list[Any]] = defaultdict(list)
         for record in records:
@@ -174,7 +135,6 @@ class _Facts:
             raise HistoryError("a row is found twice at the end of the run")
 
     def of(self, kind: type[_R]) -> list[_R]:
-        """Return the records of one kind."""
         return self._lists[kind]
 
 
@@ -213,7 +173,6 @@ def check_file(path: Path) -> Verdict:
 
     Raises:
         HistoryError: it is none, or its facts contradict themselves.
-        OSError: it cannot be read.
     """
     with path.open(encoding="utf-8") as lines:
         try:
@@ -391,7 +350,6 @@ def _was_below(write: Write) -> bool:
 
 
 def _at_the_end(row: Row, written: Sequence[Write]) -> Iterator[Violation]:
-    """Compare what is in the row with what was written."""
     acknowledged = _acknowledged(written)
     unknown = sum(write.outcome is Outcome.UNKNOWN for write in written)
     if not len(acknowledged) <= row.value <= len(acknowledged) + unknown:

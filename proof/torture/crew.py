@@ -22,17 +22,6 @@ _PROXIED = 3
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where the workers find things.
-
-    Attributes:
-        nodes: URLs of the nodes.
-        proxies: URLs of the proxies before them; none where nothing is to be partitioned.
-        namespace: on the nodes.
-        database: URL.
-        leases: URL of the database that grants them, if one does.
-        folder: for journals and logs.
-    """
-
     nodes: Sequence[str]
     proxies: Sequence[str]
     namespace: str
@@ -42,12 +31,6 @@ class Places:
 
 
 class Crew:
-    """The workers of a run.
-
-    Attributes:
-        broken: sentences about those that ended by themselves, or would not end.
-    """
-
     def __init__(self, settings: Settings, places: Places) -> None:
         # Not fork: threads of this process may hold locks. Not spawn: each would import everything anew.
         self._context = multiprocessing.get_context("forkserver")
@@ -71,23 +54,20 @@ class Crew:
 
     @property
     def acquired(self) -> int:
-        """How many resources have been acquired so far."""
         return sum(self._board.acquired)
 
     @property
     def thinking(self) -> list[int]:
-        """Which workers have a holder that has read and not yet written, as far as can be told."""
+        """Return which workers have a holder that has read and not yet written, as far as can be told."""
         return [number for number, holders in enumerate(self._board.thinking) if holders > 0]
 
     def pid(self, number: int) -> int:
-        """Return the process id of a worker."""
         pid = self._workers[number].pid
         assert pid is not None
         return pid
 
     @property
     def pids(self) -> list[int]:
-        """The process ids of those that live."""
         return [worker.pid for worker in list(self._workers.values()) if worker.pid is not None]
 
     def replace(self, number: int) -> None:
@@ -100,7 +80,7 @@ class Crew:
             self._start(number)
 
     def check(self) -> bool:
-        """Whether all workers live."""
+        """Return whether all workers live."""
         with self._lock:
             for number, worker in self._workers.items():
                 if worker.exitcode is not None:
@@ -121,7 +101,6 @@ class Crew:
         self._workers.clear()
 
     def lives(self) -> Iterator[Life]:
-        """Yield the journals, when all have ended."""
         for lives in self._lives:
             yield from lives
 

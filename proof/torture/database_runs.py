@@ -50,7 +50,6 @@ def trials(stack: ExitStack) -> Iterator[Trial]:
 
 
 def main() -> None:
-    """Make the runs, and print about them."""
     parser = argparse.ArgumentParser(
         prog="python -m proof.torture.database_runs", description=(__doc__ or "").partition("\n")[0]
     )

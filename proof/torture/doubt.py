@@ -33,11 +33,7 @@ _END = text("SELECT pg_terminate_backend(:pid, 5000)")
 
 
 class Doubt:
-    """Holds up COMMITs, and ends their connections.
-
-    Args:
-        url: of the database, which must be ours: its settings are changed.
-    """
+    """Holds up COMMITs and ends their connections, on a database that is ours: its settings are changed."""
 
     def __init__(self, url: str) -> None:
         engine = create_engine(url, poolclass=NullPool, isolation_level="AUTOCOMMIT")
@@ -46,7 +42,6 @@ class Doubt:
         )  # the trigger's text has UPDATE in it
 
     def prepare(self, tables: Iterable[str]) -> None:
-        """Make it possible, for tables that exist."""
         with self._engine.connect() as connection:
             for table in tables:
                 connection.exec_driver_sql(_TRIGGER.format(table=table))

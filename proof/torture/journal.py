@@ -35,7 +35,6 @@ class Journal:
         self._file.close()
 
     def note(self, record: Record) -> None:
-        """Append what has happened."""
         self._file.write(line_of(record).encode())
 
     def intend(self, write: Write) -> None:
@@ -45,25 +44,13 @@ class Journal:
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """A worker's journal, from its start to its end.
-
-    Attributes:
-        worker: its number.
-        journal: the file.
-        ended: when it was certain that the worker would write no more.
-    """
-
     worker: int
     journal: Path
     ended: int
 
 
 def history_lines(life: Life) -> Iterator[str]:
-    """Yield the lines that a journal adds to the history.
-
-    Raises:
-        HistoryError: another line than the last is broken.
-    """
+    """Yield the lines that a journal adds to the history."""
     intended: dict[tuple[str, int, int], Write] = {}
     with life.journal.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:

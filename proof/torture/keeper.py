@@ -31,16 +31,7 @@ _LONG: Final = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Keeper:
-    """Keeps a lease, or waits for that of another; in a thread, or in a task.
-
-    Attributes:
-        number: of the worker.
-        kept: whose lease it is; one's own is kept, another's is waited for.
-        ttl: seconds of the lease.
-        authority: grants it.
-        journal: where that is noted.
-        over: whether to stop.
-    """
+    """Keeps the lease of worker `kept` where that is its own `number`, or waits for it."""
 
     number: int
     kept: int
@@ -50,7 +41,6 @@ class Keeper:
     over: Callable[[], bool]
 
     def run(self) -> None:
-        """Keep or wait until told to stop, in a thread of its own."""
         while not self.over():
             lock, began = self._lock(), time.monotonic_ns()
             try:
@@ -73,7 +63,6 @@ class Keeper:
             time.sleep(_LOOK)
 
     async def run_soon(self) -> None:
-        """Keep or wait until told to stop, in a task."""
         while not self.over():
             lock, began = self._lock(), time.monotonic_ns()
             try:

@@ -31,14 +31,7 @@ _Object = Counter | VersionedCounter | PlainCounter
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """An object that was read before the lock was asked for.
-
-    Attributes:
-        counter: it, in no session.
-        read: its value.
-        fence: its fence. Both are what was loaded, whatever becomes of the object.
-        read_at: when it was about to be read.
-    """
+    """An object in no session, and what was loaded into it, whatever becomes of the object."""
 
     counter: Counter
     read: int
@@ -60,16 +53,7 @@ class _Addition:
 
 
 class Storage:
-    """Adds 1 to rows, under the leases that the current context holds.
-
-    Args:
-        engine: of the database.
-        async_engine: for coroutines; None where these are to use threads.
-        journal: where each addition is noted.
-        worker: whose it is.
-        guard: whether to use the fenced tables.
-        thinking: what surrounds the time between a read and its write, or between that and its COMMIT.
-    """
+    """Adds 1 to rows, under the leases that the current context holds."""
 
     def __init__(
         self,
@@ -104,16 +88,7 @@ class Storage:
             return {}
 
     def add(self, tokens: Mapping[str, int], plan: Plan, before: Mapping[str, Kept]) -> bool:
-        """Add 1 to each of the rows, in one transaction.
-
-        Args:
-            tokens: of the leases, by the row.
-            plan: how.
-            before: what `read_before` has returned.
-
-        Returns:
-            Whether it is certain what came of it.
-        """
+        """Add 1 to each of the rows in one transaction; return whether it is certain what came of it."""
         additions = self._begin(tokens, plan, before)
         # Closing the session fails where its connection was ended behind the COMMIT.
         with suppress(DBAPIError), Session(self._engine, expire_on_commit=False) as session:
@@ -142,7 +117,6 @@ class Storage:
         return self._note_commit(additions)
 
     async def add_soon(self, tokens: Mapping[str, int], plan: Plan, before: Mapping[str, Kept]) -> bool:
-        """Do as `add`, in a coroutine."""
         if self._async_engine is None:
             return await asyncio.to_thread(self.add, tokens, plan, before)
         additions = self._begin(tokens, plan, before)
@@ -183,7 +157,6 @@ class Storage:
     def _read(
         self, session: Session, additions: list[_Addition], plan: Plan, before: Mapping[str, Kept]
     ) -> list[_Object | int]:
-        """Return the counters, or what they hold where nothing else is known of them."""
         found = [self._take(session, each, plan, before) for each in additions]
         for addition, counter in zip(additions, found, strict=True):
             if addition.style is Style.BEFORE:

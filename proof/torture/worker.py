@@ -50,52 +50,29 @@ _BACK_OFF = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What a worker is told.
-
-    Attributes:
-        number: which worker it is, and its place among the counts.
-        life: how often there has been a worker of this number before.
-        settings: of the run.
-        urls: the nodes, or the proxies before them.
-        recover: whether it may admit nodes again; not by another address than the one they have.
-        namespace: on the nodes.
-        database: URL.
-        leases: URL of the database that grants them, if one does.
-        journal: the file to write to.
-        log: the file that its errors go to.
-        tasks: how many; 0 for blocking code.
-    """
-
     number: int
-    life: int
+    life: int  #: how often there has been a worker of this number before
     settings: Settings
-    urls: Sequence[str]
-    recover: bool
+    urls: Sequence[str]  #: of the nodes, or of the proxies before them
+    recover: bool  #: whether it may admit nodes again; not by another address than the one they have
     namespace: str
     database: str
-    leases: str
+    leases: str  #: URL of the database that grants them, if one does
     journal: Path
     log: Path
-    tasks: int
+    tasks: int  #: 0 for blocking code
 
 
 @dataclass(frozen=True, slots=True)
 class Board:
-    """Memory that all processes of a run share.
+    """Memory that all processes of a run share."""
 
-    Attributes:
-        acquired: how many locks each worker has acquired.
-        thinking: how many of its holders have read and not yet written.
-        over: one value: whether to stop.
-    """
-
-    acquired: ctypes.Array[ctypes.c_ulonglong]
-    thinking: ctypes.Array[ctypes.c_longlong]
-    over: ctypes.Array[ctypes.c_byte]
+    acquired: ctypes.Array[ctypes.c_ulonglong]  #: how many locks each worker has acquired
+    thinking: ctypes.Array[ctypes.c_longlong]  #: how many of its holders have read and not yet written
+    over: ctypes.Array[ctypes.c_byte]  #: one value: whether to stop
 
 
 def work(assignment: Assignment, board: Board) -> None:
-    """Be a worker until told to stop."""
     _leave_the_terminal(assignment.log)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -131,8 +108,6 @@ def _end_with_the_run() -> None:
 
 
 class Worker:
-    """What a worker has and does."""
-
     def __init__(self, assignment: Assignment, board: Board) -> None:
         self._number = assignment.number
         self._settings = assignment.settings
@@ -154,7 +129,6 @@ class Worker:
         self._lost: WeakSet[Lease] = WeakSet()
 
     def run(self) -> None:
-        """Hold one lock after the other."""
         for keeper in self._keepers:
             threading.Thread(target=keeper.run, daemon=True).start()
         while not self._over():
@@ -174,7 +148,7 @@ class Worker:
             self._release(lock)
 
     def _settle(self, lock: FencedLock[Any], plan: Plan) -> None:
-        """After a COMMIT in doubt: mint a new token, and add with that."""
+        """After a COMMIT in doubt, mint a new token and add with that."""
         old, stopped = _tokens(lock), time.monotonic_ns()
         with suppress(LockError):
             lock.remint()
@@ -191,7 +165,6 @@ class Worker:
             self._note_release(tokens, worked_until, self._loss(leases))
 
     async def run_tasks(self) -> None:
-        """The same, in several tasks at once."""
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS))
         async with asyncio.TaskGroup() as group:
             for keeper in self._keepers:
