@@ -1,10 +1,10 @@
 """Cleans up behind a process that may be killed at any moment.
 
-Apart from `embedded.py` because it runs as a program of its own, in its own session, and imports nothing
-of fencelock: it has to be there early, stay small, and outlive the process that it watches. Its standard
-input tells it, a JSON object a line, which processes to end when that process is gone. Gone means that
-its end of the pipe is closed, or that this program has got another parent: a worker that was forked
-from the watched process may hold the pipe open for long.
+Apart because it runs as a program of its own, in its own session, and imports nothing of ours: it has to be
+there early, stay small, and outlive the process that it watches. Its standard input tells it, a JSON object a
+line, which processes to end when that process is gone. Gone means that its end of the pipe is closed, or that
+this program has got another parent: a worker that was forked from the watched process may hold the pipe open
+for long.
 
 A process is remembered by its pid together with the time of its creation, never by the pid alone.
 """

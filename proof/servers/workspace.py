@@ -1,6 +1,6 @@
 """A temporary folder with the server processes that work in it, neither of which outlives its maker.
 
-Apart from `embedded.py`, which knows Valkey and PostgreSQL, because ending processes for certain is a
+Apart from `nodes.py` and `postgres.py`, because ending processes for certain is a
 subject of its own: on the way out of a `with` block, at interpreter exit, after SIGKILL (see
 `reaper.py`), and never in a forked child.
 """
@@ -180,8 +180,7 @@ class Workspace:
 
 
 def _start_reaper(folder: Path, programs: Sequence[Path]) -> subprocess.Popen[bytes]:
-    # -P: with its own folder on the path, our token.py would stand before the standard library's.
-    interpreter = [sys.executable, "-P", "-W", "ignore", reaper.__file__]
+    interpreter = [sys.executable, "-W", "ignore", reaper.__file__]
     with (folder / "reaper.log").open("wb") as log:
         return subprocess.Popen(
             [*interpreter, str(os.getpid()), str(folder), *map(os.path.realpath, programs)],

@@ -88,7 +88,9 @@ def judge(trial: Trial, folder: Path) -> Verdict:
 def section(trial: Trial, verdict: Verdict) -> str:
     servers = ", ".join(sorted(verdict.run.servers.values()))
     missing = [fault for fault in verdict.run.settings["faults"] if fault not in verdict.faults]
-    without = f" Without {', '.join(missing)}, which the machine or the settings do not allow." if missing else ""
+    without = (
+        f" Without {', '.join(missing)}, which the machine or the settings do not allow." if missing else ""
+    )
     return "\n".join(
         [
             f"## {trial.title}",

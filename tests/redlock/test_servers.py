@@ -21,7 +21,8 @@ from fencelock import Redlock
 from fencelock.authority.redlock.admin import change_nodes
 from fencelock.errors import LockTimeoutError, QuorumError
 from fencelock.tokens import split
-from proof.servers.embedded import Node, Nodes, ServerError, _reserve_port
+from proof.servers import Node, Nodes, ServerError
+from proof.servers.nodes import reserve_port
 from tests.conftest import server_programs
 from tests.redlock.groups import (
     MAX_TTL,
@@ -262,7 +263,7 @@ def tls_server(tmp_path: Path) -> Iterator[tuple[str, Certificates]]:
         if not shutil.which(program):
             pytest.skip(f"no {program} on PATH: install it to run this test")
     certificates = Certificates(tmp_path)
-    with _reserve_port() as reservation:
+    with reserve_port() as reservation:
         port = reservation.getsockname()[1]
         settings = {
             "tls-port": str(port),
