@@ -7,13 +7,13 @@ although its holder and a majority are well is seen.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from fencelock._steps import Steps
 from fencelock.authority.base import Authority
 from fencelock.errors import FencelockError
 from fencelock.lease import Lease
@@ -21,6 +21,7 @@ from fencelock.lock.fenced_lock import fenced_lock
 from fencelock.lock.lock import FencedLock
 from proof.torture.history import HELD_UP, Acquisition, Failure, Release
 from proof.torture.journal import Journal
+from proof.torture.steps import Step, sleep
 
 #: Seconds between two looks at a lease, and after an attempt that failed.
 _LOOK: Final = 0.02
@@ -40,49 +41,28 @@ class Keeper:
     journal: Journal
     over: Callable[[], bool]
 
-    def run(self) -> None:
+    def work(self) -> Steps[None]:
+        """Keep or wait until told to stop."""
         while not self.over():
             lock, began = self._lock(), time.monotonic_ns()
             try:
-                lease = lock.acquire()
+                lease = yield Step(lock.acquire, lock.aio.acquire)
             except FencelockError as error:
                 self._note_failure(began, error)
-                time.sleep(_BACK_OFF)
+                yield sleep(_BACK_OFF)
                 continue
             self._note_acquisition(lease, began)
             watch = _Watch(lease, self.ttl)
             while self._is_kept and not self.over() and watch.goes_on():
-                time.sleep(_LOOK)
+                yield sleep(_LOOK)
             worked_until = time.monotonic_ns()
             try:
-                lock.release()
+                yield Step(lock.release, lock.aio.release)
             except FencelockError as error:
                 self._note_release(lease, worked_until, HELD_UP if watch.held_up else type(error).__name__)
             else:
                 self._note_release(lease, worked_until)
-            time.sleep(_LOOK)
-
-    async def run_soon(self) -> None:
-        while not self.over():
-            lock, began = self._lock(), time.monotonic_ns()
-            try:
-                lease = await lock.aio.acquire()
-            except FencelockError as error:
-                self._note_failure(began, error)
-                await asyncio.sleep(_BACK_OFF)
-                continue
-            self._note_acquisition(lease, began)
-            watch = _Watch(lease, self.ttl)
-            while self._is_kept and not self.over() and watch.goes_on():  # noqa: ASYNC110 - no event tells
-                await asyncio.sleep(_LOOK)
-            worked_until = time.monotonic_ns()
-            try:
-                await lock.aio.release()
-            except FencelockError as error:
-                self._note_release(lease, worked_until, HELD_UP if watch.held_up else type(error).__name__)
-            else:
-                self._note_release(lease, worked_until)
-            await asyncio.sleep(_LOOK)
+            yield sleep(_LOOK)
 
     def _lock(self) -> FencedLock[Any]:
         """Return the lock. Whoever waits for another's gives up before the run is said to hang."""

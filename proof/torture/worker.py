@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
+from fencelock._steps import Steps
 from fencelock.authority.base import Authority
 from fencelock.authority.redlock.redlock import Redlock
 from fencelock.errors import FencelockError, LockError, LockLostError
@@ -36,6 +37,7 @@ from proof.torture.keeper import Keeper
 from proof.torture.naive import NaiveLeases, NaiveRedlock
 from proof.torture.plan import Plan, choose_plan
 from proof.torture.settings import Settings
+from proof.torture.steps import Step, run, run_in_task, sleep
 from proof.torture.storage import Storage
 from proof.torture.table import async_engine_on, authority_on, engine_on
 
@@ -130,78 +132,48 @@ class Worker:
 
     def run(self) -> None:
         for keeper in self._keepers:
-            threading.Thread(target=keeper.run, daemon=True).start()
-        while not self._over():
-            plan = choose_plan(self._rng, self._settings)
-            lock, before = self._lock(plan), self._storage.read_before(plan)
-            began = time.monotonic_ns()
-            try:
-                lock.acquire()
-            except FencelockError as error:
-                self._note_failure(plan, began, error)
-                time.sleep(_BACK_OFF)
-                continue
-            self._note_acquisition(lock, began)
-            time.sleep(plan.work)
-            if plan.writes and not self._storage.add(_tokens(lock), plan, before):
-                self._settle(lock, plan)
-            self._release(lock)
-
-    def _settle(self, lock: FencedLock[Any], plan: Plan) -> None:
-        """After a COMMIT in doubt, mint a new token and add with that."""
-        old, stopped = _tokens(lock), time.monotonic_ns()
-        with suppress(LockError):
-            lock.remint()
-            self._note_remint(lock, old, stopped)
-            self._storage.add(_tokens(lock), _settling(plan), {})
-
-    def _release(self, lock: FencedLock[Any]) -> None:
-        tokens, worked_until, leases = _tokens(lock), time.monotonic_ns(), lock.leases
-        try:
-            lock.release()
-        except FencelockError as error:
-            self._note_release(tokens, worked_until, type(error))
-        else:
-            self._note_release(tokens, worked_until, self._loss(leases))
+            threading.Thread(target=run, args=(keeper.work(),), daemon=True).start()
+        run(self._work())
 
     async def run_tasks(self) -> None:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS))
         async with asyncio.TaskGroup() as group:
             for keeper in self._keepers:
-                group.create_task(keeper.run_soon())
+                group.create_task(run_in_task(keeper.work()))
             for _ in range(self._tasks):
-                group.create_task(self._run_task())
+                group.create_task(run_in_task(self._work()))
 
-    async def _run_task(self) -> None:
+    def _work(self) -> Steps[None]:
         while not self._over():
             plan = choose_plan(self._rng, self._settings)
             lock = self._lock(plan)
-            before = await asyncio.to_thread(self._storage.read_before, plan)
+            before = yield self._storage.read_before(plan)
             began = time.monotonic_ns()
             try:
-                await lock.aio.acquire()
+                yield Step(lock.acquire, lock.aio.acquire)
             except FencelockError as error:
                 self._note_failure(plan, began, error)
-                await asyncio.sleep(_BACK_OFF)
+                yield sleep(_BACK_OFF)
                 continue
             self._note_acquisition(lock, began)
             if plan.work:
-                await asyncio.sleep(plan.work)
-            if plan.writes and not await self._storage.add_soon(_tokens(lock), plan, before):
-                await self._settle_soon(lock, plan)
-            await self._release_soon(lock)
+                yield sleep(plan.work)
+            if plan.writes and not (yield self._storage.add(_tokens(lock), plan, before)):
+                yield from self._settle(lock, plan)
+            yield from self._release(lock)
 
-    async def _settle_soon(self, lock: FencedLock[Any], plan: Plan) -> None:
+    def _settle(self, lock: FencedLock[Any], plan: Plan) -> Steps[None]:
+        """After a COMMIT in doubt, mint a new token and add with that."""
         old, stopped = _tokens(lock), time.monotonic_ns()
         with suppress(LockError):
-            await lock.aio.remint()
+            yield Step(lock.remint, lock.aio.remint)
             self._note_remint(lock, old, stopped)
-            await self._storage.add_soon(_tokens(lock), _settling(plan), {})
+            yield self._storage.add(_tokens(lock), _settling(plan), {})
 
-    async def _release_soon(self, lock: FencedLock[Any]) -> None:
+    def _release(self, lock: FencedLock[Any]) -> Steps[None]:
         tokens, worked_until, leases = _tokens(lock), time.monotonic_ns(), lock.leases
         try:
-            await lock.aio.release()
+            yield Step(lock.release, lock.aio.release)
         except FencelockError as error:
             self._note_release(tokens, worked_until, type(error))
         else:
