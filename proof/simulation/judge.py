@@ -45,8 +45,6 @@ class Holding(Protocol):
 
 @dataclass
 class _Record:
-    """What has been granted of one resource."""
-
     seen: set[int] = field(default_factory=set)
     largest: int = 0
     holder: Holding | None = None
@@ -85,7 +83,6 @@ class Judge:
     def granted(
         self, resources: tuple[str, ...], tokens: tuple[int, ...], floors: tuple[int, ...], holding: Holding
     ) -> None:
-        """Note a grant, of which its holder has just learnt."""
         self.acquisitions += 1
         for resource, token, floor in zip(resources, tokens, floors, strict=True):
             record = self._record(resource)
@@ -102,17 +99,14 @@ class Judge:
             record.holder = holding
 
     def ended(self, holding: Holding, why: str) -> None:
-        """Note that a holder is told that his lease has ended, while it should be valid still."""
         if self._well:
             raise Violated(LOST_LEASE, f"by {holding.owner}: {why}")
 
     def failed(self, owner: str, error: FencelockError) -> None:
-        """Note that somebody could not acquire."""
         if self._well and isinstance(error, MembershipError):
             raise Violated(WRONG_LIST, f"{owner}: {error}")
 
     def turned_away(self, row: str, token: int) -> None:
-        """Note that the storage has refused a write or a claim."""
         self.refused += 1
         if token >= self._record(row).fence:
             raise Violated(REFUSED, f"{token} of {row!r}")

@@ -3,6 +3,7 @@
     python -m proof.simulation.mutants                 # look for each again, and show the table
     python -m proof.simulation.mutants --write         # the same, and write docs/mutants.md
     python -m proof.simulation.mutants "no claim"      # look for some
+    python -m proof.simulation.mutants --replay        # only the seeds that stand in the table
 
 The simulation goes first: seeds 0, 1, 2 … with three nodes, then with five, up to `SEEDS` each. What it
 does not find in so many, a named schedule does, on real nodes or real databases. A double of a node that
@@ -50,8 +51,6 @@ _GUARD = "tests/guard/test_histories.py::test_without_the_guard_a_history_loses_
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Something shipped, and what stands in for it."""
-
     owner: Any
     name: str
     instead: Any
@@ -84,7 +83,6 @@ class Mutant:
 
     @property
     def searched(self) -> str:
-        """What looks for it."""
         return f"simulation, {self.run.kind}" if self.run.kind else "simulation"
 
 
@@ -373,15 +371,7 @@ MUTANTS = (
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """What noticed that a rule is missing.
-
-    Attributes:
-        by: the simulation, a test, or a configuration of the model.
-        promise: which was broken, where the simulation says so.
-        size: how many nodes there were.
-        seed: the seed; all smaller ones have passed.
-        acquisitions: how many locks had been acquired until then, over all seeds of that size.
-    """
+    """What noticed that a rule is missing, and where: all smaller seeds have passed."""
 
     by: str
     promise: str = ""
@@ -432,7 +422,6 @@ def judge(mutant: Mutant, most: int = SEEDS) -> Kill | None:
 
 
 def row(mutant: Mutant, kill: Kill | None) -> str:
-    """Return a mutant's row of the table."""
     if kill is None:
         return f"| {mutant.name} | {mutant.rule} | **nothing** | | | |"
     if not kill.promise:
@@ -451,9 +440,33 @@ def _kind(kill: Kill) -> str:
     return "guard machine" if kill.by.startswith("tests/guard") else "named schedule"
 
 
-def page(rows: Sequence[str]) -> str:
-    """Return the page of the docs."""
-    return _PAGE.format(seeds=SEEDS, rows="\n".join(rows))
+def recorded() -> dict[str, list[str]]:
+    """Return the rows of the table by the name of the mutant: the other cells of each."""
+    lines = [line for line in TABLE.read_text().splitlines() if line.startswith("| ")][1:]
+    cells = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
+    return {name: rest for name, *rest in cells}
+
+
+def replay(mutant: Mutant, cells: Sequence[str]) -> str:
+    """Play the seed of the table; return what is not as it was, and nothing where all is."""
+    _, noticed, size, seed, _ = cells
+    with left_out(mutant) as kept:
+        found = f"{mutant.searched}: {play(int(seed), int(size), kept, run=mutant.run).violation}"
+    if found != noticed:
+        return f"{mutant.name}, seed {seed}: {found}, and not {noticed}"
+    kept_all = play(int(seed), int(size), run=mutant.run).detail
+    return f"{mutant.name}, seed {seed}, with all rules kept: {kept_all}" if kept_all else ""
+
+
+def replay_all(mutants: Sequence[Mutant]) -> int:
+    """Return how many recorded seeds do not notice again, or are not recorded."""
+    rows = recorded()
+    found = [mutant for mutant in mutants if rows.get(mutant.name, ["", ""])[1].startswith("simulation")]
+    problems = [problem for mutant in found if (problem := replay(mutant, rows[mutant.name]))]
+    problems += [f"{mutant.name}: no row" for mutant in mutants if mutant.name not in rows]
+    sys.stdout.writelines(f"{problem}\n" for problem in problems)
+    sys.stdout.write(f"{len(found)} seeds played again, {len(problems)} problems\n")
+    return len(problems)
 
 
 _PAGE = """\
@@ -476,14 +489,16 @@ Seeds and acquisitions are the same on every machine.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Judge all mutants, or some; show what noticed them."""
     parser = argparse.ArgumentParser(prog="python -m proof.simulation.mutants", description=__doc__)
     parser.add_argument("names", nargs="*", help="mutants to look for; all where none is named")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="seeds to try with each number of nodes")
     parser.add_argument("--jobs", type=int, default=1, help="how many to judge side by side")
-    parser.add_argument("--write", action="store_true", help=f"write {TABLE.relative_to(ROOT)}")
+    parser.add_argument("--write", action="store_true", help="write docs/mutants.md")
+    parser.add_argument("--replay", action="store_true", help="play only the seeds that stand in the table")
     options = parser.parse_args(arguments)
     mutants = [mutant for mutant in MUTANTS if not options.names or mutant.name in options.names]
+    if options.replay:
+        return replay_all(mutants)
     names = [mutant.name for mutant in mutants]
     rows, survivors = [], []
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
@@ -495,7 +510,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if kill is None:
                 survivors.append(mutant.name)
     if options.write:
-        TABLE.write_text(page(rows))
+        TABLE.write_text(_PAGE.format(seeds=SEEDS, rows="\n".join(rows)))
     if survivors:
         sys.stderr.write(f"nothing notices: {', '.join(survivors)}\n")
     return len(survivors)
