@@ -346,7 +346,7 @@ def test_program_leaves_nothing(run_program: RunProgram, ending: str, status: in
 
 
 def test_program_leaves_nothing_after_sigkill(run_program: RunProgram) -> None:
-    """Neither busy servers, nor one that the reaper was not told of. A forked worker goes on with our pipe."""
+    """Neither busy servers, nor one that the reaper was not told of. A forked worker lives on."""
     program = run_program("""
         nodes[0].pause()
         postgres = Postgres().start()

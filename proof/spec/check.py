@@ -281,7 +281,9 @@ def write_results(outcomes: Iterable[Outcome]) -> None:
 def chosen(asked: argparse.Namespace) -> list[Run]:
     """Return the configurations that were asked for."""
     if asked.names:
-        return [run for run in RUNS if any(each in run.name for each in asked.names)]
+        names = {run.name for run in RUNS}
+        parts = [each for each in asked.names if each not in names]
+        return [run for run in RUNS if run.name in asked.names or any(part in run.name for part in parts)]
     return [run for run in RUNS if asked.long or not run.long]
 
 
@@ -306,7 +308,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", help="only configurations whose name contains one of these")
+    parser.add_argument(
+        "names", nargs="*", help="only configurations of these names, or with these words in them"
+    )
     parser.add_argument("--long", action="store_true", help="also those that take minutes and gigabytes")
     parser.add_argument("--no-tlc", action="store_true", help="only the explorer")
     parser.add_argument("--trace", action="store_true", help="print each counterexample")
