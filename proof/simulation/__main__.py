@@ -42,8 +42,6 @@ _AHEAD = 4
 
 @dataclass
 class Tally:
-    """What has come of all runs so far."""
-
     began: float
     runs: int = 0
     acquisitions: int = 0

@@ -37,19 +37,7 @@ class Habits:
 
 
 class Hold:
-    """A lease in use, as its holder knows it."""
-
-    __slots__ = (
-        "busy",
-        "client",
-        "granted",
-        "lost",
-        "minting",
-        "owner",
-        "released",
-        "tokens",
-        "transaction",
-    )
+    __slots__ = ("busy", "client", "granted", "lost", "minting", "owner", "released", "tokens", "transaction")
 
     def __init__(self, client: Client, granted: Granted) -> None:
         self.client = client
@@ -98,7 +86,6 @@ class Client:
         self.completed = 0
 
     def start(self, errand: Callable[[Client], Program] | None = None) -> Task:
-        """Begin to work: for ever, or on one errand."""
         task = Task(self.process, "work", self._work() if errand is None else errand(self))
         self._task = task
         self.world.start(task)
@@ -314,7 +301,6 @@ class Client:
         yield from self._update(hold, row, base)
 
     def _append(self, hold: Hold, work: float) -> Program:
-        """Work, and write without having read."""
         yield Sleep(work)
         yield from self._update(hold, hold.resources[0], None)
 

@@ -89,7 +89,6 @@ class Faults:
             self._tell(who, f"has its clock go {clock.rate:.3f} times as fast")
 
     def partition(self) -> bool:
-        """A client cannot reach a server for a while."""
         process = self._random.choice(self._clients())
         number = self._random.choice(process.seats)
         seconds = self._random.expovariate(1.0)
@@ -154,7 +153,6 @@ class Faults:
         return True
 
     def node_follows(self) -> bool:
-        """A server follows another that is behind, and is promoted again; its connections live on."""
         server = self._any_server()
         if not self._may_forget(server, blank="e" not in server.disk.hash):
             return False
@@ -173,7 +171,6 @@ class Faults:
         return True
 
     def hash_evicted(self) -> bool:
-        """A server that is short of memory forgets its hash alone."""
         server = self._any_server()
         if not self._may_forget(server, blank=True):
             return False

@@ -33,8 +33,6 @@ class Violated(Exception):  # noqa: N818 - it is a finding
 
 
 class Holding(Protocol):
-    """A lease that somebody holds, or believes to hold."""
-
     @property
     def owner(self) -> str:
         """Who that is."""
@@ -54,12 +52,7 @@ class _Record:
 
 
 class Judge:
-    """Notes what happens; raises `Violated` at the first broken promise.
-
-    Args:
-        exclusion: whether mutual exclusion is promised under the conditions of this run.
-        well: whether clients, the network and a majority of the nodes are well all the time.
-    """
+    """Notes what happens; raises `Violated` at the first broken promise."""
 
     def __init__(self, *, exclusion: bool, well: bool) -> None:
         self._exclusion = exclusion

@@ -77,19 +77,7 @@ BLANK = Disk({}, {}, {})
 class ModelNode:
     """A server process with its data; blank until it is opened. Time passes only by `now`.
 
-    Args:
-        name: its tickets begin with it, so that no two nodes make the same.
-
-    Attributes:
-        run: which of this server's processes it is.
-        now: its clock, in ms.
-        hash: the node's hash; numbers as keys are stripes, with their counters.
-        locks: by key; those that have ended may be there still.
-        publish: is told client and message of each call, and tells whether anybody heard it.
-        unbroken: whether it has loaded no data since it got its ticket, or was admitted.
-        ever: 1 + the highest epoch in which it could vote, whatever it remembers of that.
-        again: whether it could vote twice in one epoch, having forgotten the first time.
-        out: whether it has lost memory, and not been admitted since.
+    Its tickets begin with its `name`, so that no two nodes make the same.
     """
 
     #: Whether a vote depends on the marker being that of this very process.
@@ -101,15 +89,17 @@ class ModelNode:
 
     def __init__(self, name: str = "n") -> None:
         self.name = name
-        self.run = 1
-        self.now = 0.0
-        self.hash: dict[str | int, Any] = {}
-        self.locks: dict[str, Lock] = {}
+        self.run = 1  #: which of this server's processes it is
+        self.now = 0.0  #: its clock, in ms
+        self.hash: dict[str | int, Any] = {}  #: numbers as keys are stripes, with their counters
+        self.locks: dict[str, Lock] = {}  #: those that have ended may be there still
         self.queues: dict[str, Queue] = {}
+        #: Is told client and message of each call, and tells whether anybody heard it.
         self.publish: Callable[[str, str], bool] = lambda _client, _message: False
-        self.unbroken = False
-        self.ever = 0
-        self.again = self.out = False
+        self.unbroken = False  #: whether it has loaded no data since it got its ticket, or was admitted
+        self.ever = 0  #: 1 + the highest epoch in which it could vote, whatever it remembers of that
+        self.again = False  #: whether it could vote twice in one epoch, having forgotten the first time
+        self.out = False  #: whether it has lost memory, and not been admitted since
         self._tickets = 0
         self._scripts: dict[str, Callable[[Command], Answer]] = {
             "acquire": self.acquire,

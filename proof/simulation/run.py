@@ -184,7 +184,6 @@ class Run:
             world.at(world.now + world.random.random(), self._operator_dies, plan)
 
     def _is_changing(self) -> bool:
-        """Whether a change has begun, and not every node has been opened yet."""
         servers = self.world.servers
         left_out = any("next" in servers[number].node.hash for number in self._members)
         return left_out or self._wanted != self._members
@@ -236,7 +235,6 @@ class Run:
         world.tell("**", "all faults have ended")
 
     def _calm(self) -> None:
-        """End all faults; then every node votes again, and everybody gets every lock."""
         world = self.world
         self._end_faults()
         for client in list(self._clients.values()):
@@ -310,7 +308,6 @@ class Run:
 
 
 def drive(stations: list[ModelNode], program: Program) -> Any:
-    """Run a generator to its end on nodes that answer at once."""
     from tests.redlock.stage import Actor  # noqa: PLC0415 - it brings redis along
 
     return Actor(stations, program).finish()

@@ -71,14 +71,12 @@ class Storage:
         return row
 
     def claim(self, transaction: Transaction, name: str, reply: Reply) -> None:
-        """Raise the row's fence, lock the row and answer what it says; or refuse."""
         self._with_lock(transaction, name, lambda: reply(self._claim(transaction, name)))
 
     def read(self, transaction: Transaction, name: str, reply: Reply) -> None:
         reply(transaction.values.get(name, self.row(name).value))
 
     def write(self, transaction: Transaction, name: str, value: int, base: int, reply: Reply) -> None:
-        """Write a row, if its fence is not above the token; or refuse."""
         self._with_lock(transaction, name, lambda: reply(self._write(transaction, name, value, base)))
 
     def append(self, transaction: Transaction, name: str, value: int, reply: Reply) -> None:
@@ -95,7 +93,6 @@ class Storage:
         reply(self._refusal(transaction, name))
 
     def commit(self, transaction: Transaction, reply: Reply) -> None:
-        """Let all of a transaction take effect; answer whether it was still there."""
         alive = not transaction.over
         if alive:
             self._commit(transaction)
@@ -111,7 +108,6 @@ class Storage:
         self._end(transaction)
 
     def roll_back(self, transaction: Transaction) -> None:
-        """Let nothing of a transaction take effect; also for one that is over."""
         if not transaction.over:
             self._end(transaction)
 

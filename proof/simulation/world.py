@@ -99,25 +99,12 @@ class Server:
         self.frozen_until = 0.0
 
     def look(self, now: float) -> ModelNode:
-        """Return the node, with its clock set."""
         self.node.now = self.clock.read(now) * 1000
         return self.node
 
 
 class Task:
-    """One generator of a process, at a request."""
-
-    __slots__ = (
-        "ballot",
-        "began",
-        "name",
-        "place",
-        "process",
-        "program",
-        "result",
-        "sleeping",
-        "then",
-    )
+    __slots__ = ("ballot", "began", "name", "place", "process", "program", "result", "sleeping", "then")
 
     def __init__(
         self, process: Process, name: str, program: Program, then: Callable[[Any], None] | None = None
@@ -136,8 +123,6 @@ class Task:
 
 
 class Ballot(PendingBroadcast):
-    """A broadcast that a task waits for."""
-
     __slots__ = ("_task",)
 
     def __init__(self, request: Broadcast, task: Task) -> None:
@@ -171,7 +156,6 @@ class Link(Connection):
         self.process.world.send(self, pending)
 
     def received(self, data: Any, now: float) -> list[tuple[PendingReply, Answer]]:  # noqa: ARG002
-        """Do as any connection with an answer and what it is to, or with what was published."""
         if isinstance(data, bytes):
             self.published.append(data)
             return []
@@ -226,14 +210,12 @@ class Process:
         return self.clock.read(self.world.now)
 
     def hear_of_trouble(self) -> None:
-        """Start a recovery, unless one is at work or the last was in vain a moment ago."""
         if self.recovers and not self._recovering and self.now >= self._not_before:
             self._recovering = True
             program = recover(self.group())
             self.world.start(Task(self, "recovery", program, self._recovered))
 
     def group(self) -> NodeGroup:
-        """Return the nodes as a recoverer of this process speaks to them."""
         return NodeGroup(self.names, NODE_KEY, PATIENCE, self.world.new_word, self.world.random.random)
 
     def _recovered(self, result: Any) -> None:
@@ -317,7 +299,6 @@ class World:
         heapq.heappush(self._heap, (when, self.events, action, arguments))
 
     def run(self, until: float, enough: Callable[[], bool] | None = None) -> None:
-        """Let things happen until a moment, or until that is enough."""
         heap = self._heap
         pop = heapq.heappop
         while heap and heap[0][0] <= until:
@@ -352,7 +333,6 @@ class World:
         self.processes[process.name] = process
 
     def kill(self, process: Process) -> None:
-        """End a process at once: nothing of it is heard of again."""
         process.alive = False
         self.processes.pop(process.name, None)
 
@@ -377,7 +357,6 @@ class World:
                 return
 
     def _resume(self, task: Task, value: Any, error: Exception | None) -> Any:
-        """Return what a generator asks for next; None where it has ended."""
         try:
             return task.program.send(value) if error is None else task.program.throw(error)
         except StopIteration as stop:
@@ -502,7 +481,6 @@ class World:
         return link.index < len(seats) and nodes.connection(link.index) is link
 
     def _lose(self, link: Link) -> None:
-        """Have a process notice that a connection is of no use any more."""
         self.at(self.now + CONNECTING * (0.5 + self.random.random()), self._break_link, link)
 
     def _break_link(self, link: Link) -> None:

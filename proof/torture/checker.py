@@ -86,8 +86,6 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What can be said about a history."""
-
     run: Run
     violations: tuple[Violation, ...]  #: in the order of time
     acquisitions: int
@@ -216,7 +214,6 @@ def _violations(facts: _Facts) -> Iterator[Violation]:
 
 
 def _duplicates(acquired: Sequence[Acquisition]) -> Iterator[Violation]:
-    """P1: compare tokens."""
     firsts: dict[int, Acquisition] = {}
     for second in sorted(acquired, key=attrgetter("completed")):
         first = firsts.setdefault(second.token, second)
@@ -384,8 +381,6 @@ def _missing(row: Row, written: Iterable[Write]) -> int:
 
 
 class _Holds:
-    """Who held what, and until when."""
-
     def __init__(self, facts: _Facts) -> None:
         self._acquired = facts.acquired.values()
         self._releases = {
@@ -419,7 +414,6 @@ class _Holds:
         return sum(self.end(hold) > hold.valid_until for ours in self._acquired for hold in ours)
 
     def overlaps(self, end: Callable[[Acquisition], int]) -> int:
-        """Count the holds that began while an earlier one of the same resource lasted."""
         count = 0
         for ours in self._acquired:
             busy_until = 0
@@ -437,19 +431,12 @@ def _attempts(facts: _Facts) -> tuple[list[int], list[int]]:
 
 
 def _unavailable(facts: _Facts) -> Gap:
-    """Return the longest time in which somebody wanted a lock and nobody anywhere got one."""
     successes = sorted(one.completed for one in facts.of(Acquisition))
     return max(gaps(*_attempts(facts), successes), default=Gap(0, 0), key=attrgetter("seconds"))
 
 
 def gaps(began: Sequence[int], ended: Sequence[int], successes: Sequence[int]) -> Iterator[Gap]:
-    """Yield the times between successes in which there was an attempt.
-
-    Args:
-        began: when attempts began, sorted.
-        ended: when attempts ended, sorted.
-        successes: when attempts succeeded, sorted.
-    """
+    """Yield the times between successes in which there was an attempt; each sequence is sorted by itself."""
     start = 0
     for at, end in enumerate(ended):
         # As many have ended as have begun before the next one: until then nobody wants a lock.
@@ -517,7 +504,6 @@ def _tally(counts: Mapping[Any, int]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Judge the file that is named; return the exit status."""
     if len(arguments) != 1:
         sys.stderr.write("usage: python -m proof.torture.checker HISTORY\n")
         return 2

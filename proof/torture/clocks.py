@@ -21,7 +21,6 @@ MISSING: Final = "libfaketime is not installed (Debian's package is libfaketime)
 
 
 def find_library() -> Path | None:
-    """Return where libfaketime is, or None."""
     for pattern in _LIBRARIES:
         for found in sorted(Path("/").glob(pattern.removeprefix("/"))):
             return found

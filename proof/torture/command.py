@@ -134,7 +134,6 @@ def _refuse(console: Console, sentence: str) -> NoReturn:
 
 
 def _confirm(console: Console, settings: Settings, *, yes: bool) -> None:
-    """Ask before anything is written to servers of the user."""
     console.print(_USE)
     if settings.nodes:
         console.print(_USE_NODES, markup=False)

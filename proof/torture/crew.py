@@ -6,28 +6,17 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from proof.torture.journal import Life
 from proof.torture.settings import Settings
-from proof.torture.worker import Assignment, Board, work
+from proof.torture.worker import Assignment, Board, Places, work
 
 _PATIENCE = 60.0
 #: One worker in so many sees the nodes through the proxies, the last of each such group.
 _PROXIED = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    nodes: Sequence[str]
-    proxies: Sequence[str]
-    namespace: str
-    database: str
-    leases: str
-    folder: Path
 
 
 class Crew:
@@ -71,7 +60,6 @@ class Crew:
         return [worker.pid for worker in list(self._workers.values()) if worker.pid is not None]
 
     def replace(self, number: int) -> None:
-        """SIGKILL a worker, and start another in its place."""
         with self._lock:
             worker = self._workers.pop(number)
             worker.kill()
@@ -80,7 +68,6 @@ class Crew:
             self._start(number)
 
     def check(self) -> bool:
-        """Return whether all workers live."""
         with self._lock:
             for number, worker in self._workers.items():
                 if worker.exitcode is not None:
@@ -111,11 +98,8 @@ class Crew:
             number=number,
             life=life,
             settings=self._settings,
-            urls=self._places.proxies if proxied else self._places.nodes,
-            recover=not proxied,
-            namespace=self._places.namespace,
-            database=self._places.database,
-            leases=self._places.leases,
+            places=self._places,
+            proxied=proxied,
             journal=self._journal(number, life),
             log=self._log(number),
             tasks=self._settings.tasks if number % 2 else 0,

@@ -56,7 +56,6 @@ class Doubt:
                 connection.execute(text(f"SELECT pg_advisory_unlock({_LOCK})"))
 
     def end_after(self, over: Callable[[], bool], seconds: float) -> int:
-        """End connections that have committed, before they can say so; return how many."""
         with self._engine.connect() as connection, waiting_for_a_standby(connection):
             return _end_those_held_up(connection, "SyncRep", over, seconds)
 
@@ -74,7 +73,6 @@ def waiting_for_a_standby(connection: Connection) -> Iterator[None]:
 
 
 def _end_those_held_up(connection: Connection, event: str, over: Callable[[], bool], seconds: float) -> int:
-    """Wait until somebody is held up, and end them; nobody may come, for so many seconds."""
     deadline = time.monotonic() + seconds
     while not over() and time.monotonic() < deadline:
         if pids := connection.scalars(_HELD_UP, {"event": event}).all():

@@ -107,8 +107,6 @@ def restart_all_nodes(stage: Stage, rng: random.Random) -> None:
 
 
 def roll_nodes_back(stage: Stage, rng: random.Random) -> None:
-    """SIGKILL nodes, and start them again with what they had had some time before."""
-
     def roll_back(victims: Sequence[int]) -> None:
         with tempfile.TemporaryDirectory(prefix="fencelock-") as folder:
             copies = {victim: Path(folder) / str(victim) for victim in victims}
@@ -176,7 +174,6 @@ def _take_memory(stage: Stage, rng: random.Random, fault: str, take: Callable[[S
 
 
 def _await_admission(stage: Stage, note: Note) -> None:
-    """Wait until all nodes vote again, where clients admit them."""
     if stage.settings.quorum:
         epoch = stage.wait_until_admitted()
         note.detail = f"votes again in epoch {epoch}" if epoch >= 0 else "until the end of the run"
@@ -221,50 +218,42 @@ def end_connections(stage: Stage, rng: random.Random) -> None:
         note.detail = stage.tool(LeaseConnections).end(stage.crew.pids, rng, stage.over.is_set)
 
 
-_INJECT: Final[Mapping[str, Inject]] = {
-    "worker-pause": pause_worker,
-    "worker-kill": kill_worker,
-    "node-pause": pause_nodes,
-    "clock": step_clocks,
-    "node-blank": blank_nodes,
-    "node-rolling": restart_all_nodes,
-    "node-rollback": roll_nodes_back,
-    "node-replica": follow_copies,
-    "node-flush": flush_nodes,
-    "partition": partition,
-    "database-kill": end_commits,
-    "connection-end": end_connections,
-}
-#: Faults that follow each other; those of different lanes happen at once.
-LANES: Final = (
-    ("worker-pause", "worker-kill"),
-    ("node-pause", "clock"),
-    ("node-blank", "node-rolling", "node-rollback", "node-replica", "node-flush"),
-    ("partition",),
-    ("database-kill", "connection-end"),
+#: Faults of one lane follow each other; those of different lanes happen at once.
+LANES: Final[Sequence[Mapping[str, Inject]]] = (
+    {"worker-pause": pause_worker, "worker-kill": kill_worker},
+    {"node-pause": pause_nodes, "clock": step_clocks},
+    {
+        "node-blank": blank_nodes,
+        "node-rolling": restart_all_nodes,
+        "node-rollback": roll_nodes_back,
+        "node-replica": follow_copies,
+        "node-flush": flush_nodes,
+    },
+    {"partition": partition},
+    {"database-kill": end_commits, "connection-end": end_connections},
 )
 
 
 def start_lanes(stage: Stage, faults: Sequence[str]) -> list[threading.Thread]:
-    """Start a thread for each lane that has any of the faults; they end when the stage is over."""
     threads = []
     for lane in LANES:
-        if chosen := [fault for fault in lane if fault in faults]:
-            rng = random.Random(f"{stage.settings.seed}/{lane[0]}")
-            threads.append(threading.Thread(target=_drive, args=(stage, chosen, rng), name=lane[0]))
+        if chosen := {fault: inject for fault, inject in lane.items() if fault in faults}:
+            name = next(iter(lane))
+            rng = random.Random(f"{stage.settings.seed}/{name}")
+            threads.append(threading.Thread(target=_drive, args=(stage, chosen, rng), name=name))
             threads[-1].start()
     return threads
 
 
-def _drive(stage: Stage, faults: Sequence[str], rng: random.Random) -> None:
+def _drive(stage: Stage, faults: Mapping[str, Inject], rng: random.Random) -> None:
     """Make one fault after the other, each as often as any other."""
     while not stage.over.is_set():
-        for fault in rng.sample(faults, len(faults)):
+        for fault in rng.sample(list(faults), len(faults)):
             stage.sleep(rng.expovariate(1 / stage.settings.every))
             if stage.over.is_set():
                 return
             try:
-                _INJECT[fault](stage, rng)
+                faults[fault](stage, rng)
             except Exception as error:  # noqa: BLE001 - whatever it was, the run must end and say so
                 stage.trouble.append(f"{fault}: {type(error).__name__}: {error}")
                 return

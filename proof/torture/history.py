@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any, ClassVar, TextIO
+from typing import Any, ClassVar
 
 #: Of the format; the first line of a history names it.
 VERSION = 1
@@ -38,8 +38,6 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Acquisition:
-    """A lock that was acquired."""
-
     kind: ClassVar[str] = "acquisition"
     worker: int
     resource: str
@@ -77,8 +75,6 @@ class Release:
 
 
 class Style(StrEnum):
-    """How a writer has come by what it writes back."""
-
     CLAIM = "claim"  #: claimed it, then read
     GATE = "gate"  #: passed the resource's gate in the same transaction, then read
     GET = "get"  #: read under the lock, and claimed nothing
@@ -88,8 +84,6 @@ class Style(StrEnum):
 
 
 class Outcome(StrEnum):
-    """What came of a write."""
-
     ACKNOWLEDGED = "acknowledged"  #: the COMMIT returned
     REFUSED = "refused"  #: the guard refused it, or `version_id_col`: the error says which
     UNKNOWN = "unknown"  #: the connection was lost during the COMMIT
@@ -116,8 +110,6 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something that was broken on purpose."""
-
     kind: ClassVar[str] = "fault"
     fault: str  #: its name on the command line
     target: str  #: `worker 3`, `node 0`, `database`
@@ -156,10 +148,6 @@ _NUMBERS: Mapping[str, tuple[str, ...]] = {
 
 class HistoryError(ValueError):
     """A file is no history, or its facts contradict themselves."""
-
-
-def write_record(history: TextIO, record: Record) -> None:
-    history.write(line_of(record))
 
 
 def line_of(record: Record) -> str:

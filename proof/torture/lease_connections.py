@@ -77,7 +77,6 @@ class LeaseConnections:
         return sum(self._ends(connection, number) for number in some)
 
     def _found(self, connection: Connection, pids: Sequence[int]) -> dict[int, bool]:
-        """Return the connections, and whether each is busy."""
         if self._is_postgresql:
             rows = connection.execute(_BACKENDS, {"name": self._name}).all()
         else:

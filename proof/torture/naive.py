@@ -57,12 +57,6 @@ class _Naive(ABC):
         timeout: float | None,
         fair: bool = False,  # noqa: ARG002 - this one has no queue
     ) -> Grant:
-        """Return a grant of one resource.
-
-        Raises:
-            LockTimeoutError: another held it until the timeout.
-            AuthorityError: the database failed.
-        """
         (resource,) = resources
         deadline = time.monotonic() + (3600.0 if timeout is None else timeout)
         while True:
@@ -148,7 +142,6 @@ class NaiveRedlock(_Naive):
         return 2 * len(self._ask(_RELEASE, [f"naive:l:{grant.resources[0]}"], grant.proof)) > len(self._nodes)
 
     def _ask(self, script: str, keys: Sequence[str], *arguments: str) -> list[int]:
-        """Return the answers above 0, of the nodes that answered."""
         answers = []
         for node in self._nodes:
             try:

@@ -38,7 +38,6 @@ def report(history: Path, verdict: Verdict) -> tuple[Path, Path]:
 
 
 def draw(numbers: Numbers, verdict: Verdict, picture: Path) -> None:
-    """Write the picture; the suffix of its name says in which format."""
     with rc_context(_STYLE):  # type: ignore[arg-type]
         figure = Figure(figsize=(13, 10), layout="constrained")
         kinds = len({fault.fault for fault in numbers.faults})

@@ -16,8 +16,6 @@ _TIMEOUT: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to lock, how, and what to do under it."""
-
     resources: tuple[str, ...]
     lock: LockSettings
     work: float = 0.0  #: seconds to hold it before anything is written
@@ -35,8 +33,6 @@ def names(settings: Settings) -> list[str]:
 
 
 class Manner(StrEnum):
-    """How a holder holds."""
-
     QUICK = "quick"  #: and well-behaved
     OVERSTAYING = "overstaying"  #: works on after its lease has ended
     BRIEF = "brief"  #: with a lease about as long as a round of votes, which may end before the last vote

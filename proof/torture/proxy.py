@@ -27,8 +27,6 @@ _GHOST_SECONDS: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Weather:
-    """What happens to what passes."""
-
     delay: float = 0.0  #: seconds that each piece waits at most
     requests_pass: bool = True
     answers_pass: bool = True
@@ -44,8 +42,6 @@ FAIR: Final = Weather()
 
 
 class Proxy:
-    """Stands before one node."""
-
     def __init__(self, url: str, rng: random.Random) -> None:
         self._upstream = urlsplit(url)
         self._rng = rng

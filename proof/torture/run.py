@@ -23,7 +23,7 @@ from proof.servers import Nodes, Postgres
 from proof.torture import clocks, table
 from proof.torture.checker import Verdict, check_file
 from proof.torture.clocks import Clocks
-from proof.torture.crew import Crew, Places
+from proof.torture.crew import Crew
 from proof.torture.doubt import Doubt
 from proof.torture.faults import start_lanes
 from proof.torture.history import VERSION, Row, Run, Style, line_of
@@ -34,7 +34,7 @@ from proof.torture.plan import names
 from proof.torture.proxy import Proxies
 from proof.torture.settings import Settings
 from proof.torture.stage import Stage
-from proof.torture.worker import IMPATIENT
+from proof.torture.worker import IMPATIENT, Places
 
 #: Seconds after which a run in which nothing is acquired is given up.
 STALLED_AFTER: Final = 120.0
@@ -90,7 +90,6 @@ def run(settings: Settings, tell: Callable[[float, int], None] = lambda *_: None
 
 
 def _merge(history: Path, began: Run, crew: Crew, faults: Path, rows: Sequence[Row]) -> None:
-    """Make one history of what everybody has written; logs stay where there is something in them."""
     with history.open("w", encoding="utf-8") as merged:
         merged.write(line_of(began))
         for life in crew.lives():

@@ -32,8 +32,6 @@ class FaultError(RuntimeError):
 
 @dataclass(slots=True)
 class Note:
-    """What is known about a fault while it lasts."""
-
     detail: str = ""
 
 
@@ -66,7 +64,6 @@ class Stage:
         return self.tool(Nodes)
 
     def sleep(self, seconds: float) -> None:
-        """Wait, but not beyond the end of the run."""
         self.over.wait(seconds)
 
     @contextmanager
@@ -92,11 +89,7 @@ class Stage:
             yield taken, stack.enter_context(self.fault(fault, *(f"node {node}" for node in taken)))
 
     def wait_until_admitted(self) -> int:
-        """Wait until all nodes vote, and return the epoch in which they do; -1 if the run ended before.
-
-        Raises:
-            FaultError: it takes longer than it may.
-        """
+        """Wait until all nodes vote, and return the epoch in which they do; -1 if the run ended before."""
         deadline = time.monotonic() + self.settings.ttl + _PATIENCE
         assert self.authority is not None
         while not self.over.is_set():

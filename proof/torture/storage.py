@@ -45,8 +45,6 @@ class Kept:
 
 @dataclass(slots=True)
 class _Addition:
-    """What is known about one row's addition so far."""
-
     row: str
     token: int
     style: Style
@@ -237,6 +235,5 @@ class Storage:
 
 
 def _within(session: Any, action: Callable[..., Any], *arguments: Any) -> Step:
-    """Do something that takes a blocking session."""
     blocking = partial(action, session, *arguments)
     return Step(blocking, lambda: session.run_sync(action, *arguments))

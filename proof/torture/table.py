@@ -96,7 +96,6 @@ def async_engine_on(url: str) -> AsyncEngine | None:
 
 
 def authority_on(url: str, *, for_tasks: bool) -> Database:
-    """Return what grants leases in the database, with an asyncio driver where tasks have one."""
     made = make_url(url)
     driver = _ASYNC_DRIVERS.get(made.get_backend_name(), _OF_COROUTINES.get(made.drivername))
     if for_tasks and driver is not None:

@@ -46,8 +46,6 @@ _GAPS: Final = ("the run", "unavailable")
 
 @dataclass(slots=True)
 class Hold:
-    """A lease, until when its holder worked, and what was written under it."""
-
     lease: Acquisition
     lane: int
     worked_until: int = 0
@@ -60,27 +58,16 @@ def _numbers() -> array[int]:
 
 @dataclass(slots=True)
 class Numbers:
-    """What the picture shows.
-
-    Attributes:
-        run: which run it was.
-        faults: in the order of their begin.
-        stale: a refused write that came long after its read; None where nothing was refused.
-        holds: leases of its resource at that time.
-        refused: when writes were refused, sorted.
-        began: when each acquisition began.
-        completed: when each was complete, in the same order.
-        failures: when each failed attempt began and ended, in turn.
-    """
+    """What the picture shows."""
 
     run: Run
-    faults: list[Fault]
-    stale: Write | None
-    holds: list[Hold] = field(default_factory=list)
-    refused: array[int] = field(default_factory=_numbers)
-    began: array[int] = field(default_factory=_numbers)
-    completed: array[int] = field(default_factory=_numbers)
-    failures: array[int] = field(default_factory=_numbers)
+    faults: list[Fault]  #: in the order of their begin
+    stale: Write | None  #: a refused write that came long after its read; None where nothing was refused
+    holds: list[Hold] = field(default_factory=list)  #: leases of its resource at that time
+    refused: array[int] = field(default_factory=_numbers)  #: when writes were refused, sorted
+    began: array[int] = field(default_factory=_numbers)  #: when each acquisition began
+    completed: array[int] = field(default_factory=_numbers)  #: when each was complete, in the same order
+    failures: array[int] = field(default_factory=_numbers)  #: when failed attempts began and ended, in turn
 
     @property
     def around_stale(self) -> tuple[int, int]:
@@ -91,7 +78,6 @@ class Numbers:
         return self.stale.read_at - room, self.stale.ended + room
 
     def unavailable(self) -> Iterator[Gap]:
-        """Yield the times in which somebody wanted a lock and nobody got one."""
         began = array("q", sorted([*self.began, *self.failures[0::2]]))
         ended = array("q", sorted([*self.completed, *self.failures[1::2]]))
         successes = array("q", sorted(self.completed))
@@ -99,11 +85,7 @@ class Numbers:
 
 
 def write_trace(history: Path, trace: Path) -> Numbers:
-    """Write the trace of a history in which each lease stands before its end, as in those of `run.py`.
-
-    Raises:
-        HistoryError: it is none.
-    """
+    """Write the trace of a history in which each lease stands before its end, as in those of `run.py`."""
     with history.open(encoding="utf-8") as lines:
         numbers = _first_pass(lines)
     with history.open(encoding="utf-8") as lines, trace.open("w", encoding="utf-8") as file:
@@ -115,7 +97,6 @@ def write_trace(history: Path, trace: Path) -> Numbers:
 
 
 def row_of(write: Write) -> str:
-    """Return the resource under whose lease was written."""
     return write.resource.removesuffix(name_of_versioned(""))
 
 
@@ -142,8 +123,6 @@ def _staleness(write: Write) -> tuple[bool, int]:
 
 
 class _Trace:
-    """The file, and what has begun and not ended yet."""
-
     def __init__(self, file: TextIO, numbers: Numbers) -> None:
         self._numbers = numbers
         self._refusals: list[Write] = []
@@ -165,7 +144,6 @@ class _Trace:
             self._slice(track, "fault", fault.fault, fault.began, fault.ended, detail=fault.detail)
 
     def take(self, record: Record) -> None:
-        """Write what a record ends, and keep what it begins."""
         match record:
             case Acquisition(worker, resource, began, completed, token):
                 self._bury(worker, began)
@@ -191,7 +169,6 @@ class _Trace:
                 pass
 
     def finish(self) -> None:
-        """Write what is known only when all has been seen."""
         for worker, held in self._held.items():
             self._bury(worker, _FOREVER)
             for hold in held.values():

@@ -44,8 +44,6 @@ DENSE = ("--ttl", "0.5", "--pause", "1.5", "--every", "0.3", "--workers", "4", "
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A run, and whether it has to end right."""
-
     name: str
     title: str
     options: Sequence[str]
@@ -78,7 +76,6 @@ LONG = (
 
 
 def databases(stack: ExitStack) -> dict[str, tuple[str, ...]]:
-    """Return the options of runs over each database that there is; what they need goes with the stack."""
     over = ("--authority", "database", "--database")
     found: dict[str, tuple[str, ...]] = {"PostgreSQL": (*over, "postgresql"), "SQLite": (*over, "sqlite")}
     if (url := mariadb(stack)) is not None:
@@ -101,11 +98,7 @@ class WrongEndError(Exception):
 
 
 def judge(trial: Trial, folder: Path) -> Verdict:
-    """Make a run unless its history is there, and return the verdict.
-
-    Raises:
-        WrongEndError: it is not what it must be.
-    """
+    """Make a run unless its history is there, and return the verdict."""
     history = folder / trial.name / "history.jsonl"
     if not history.exists():
         command = [sys.executable, "-m", "proof.torture", *trial.options]

@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -31,8 +31,8 @@ from fencelock.errors import FencelockError, LockError, LockLostError
 from fencelock.lease import Lease
 from fencelock.lock.fenced_lock import fenced_lock
 from fencelock.lock.lock import FencedLock
-from proof.torture.history import Acquisition, Failure, Release, Style
-from proof.torture.journal import Journal
+from proof.torture.history import Style
+from proof.torture.journal import Journal, Notes
 from proof.torture.keeper import Keeper
 from proof.torture.naive import NaiveLeases, NaiveRedlock
 from proof.torture.plan import Plan, choose_plan
@@ -51,18 +51,31 @@ _BACK_OFF = 0.05
 
 
 @dataclass(frozen=True, slots=True)
+class Places:
+    nodes: Sequence[str]
+    proxies: Sequence[str]
+    namespace: str
+    database: str
+    leases: str  #: URL of the database that grants them, if one does
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
 class Assignment:
     number: int
     life: int  #: how often there has been a worker of this number before
     settings: Settings
-    urls: Sequence[str]  #: of the nodes, or of the proxies before them
-    recover: bool  #: whether it may admit nodes again; not by another address than the one they have
-    namespace: str
-    database: str
-    leases: str  #: URL of the database that grants them, if one does
+    places: Places
+    proxied: (
+        bool  #: whether it sees the nodes through proxies; then it admits none, for they have other addresses
+    )
     journal: Path
     log: Path
     tasks: int  #: 0 for blocking code
+
+    @property
+    def urls(self) -> Sequence[str]:
+        return self.places.proxies if self.proxied else self.places.nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,17 +130,17 @@ class Worker:
         self._board = board
         board.thinking[assignment.number] = 0  # whoever was this worker before may have been killed there
         self._rng = random.Random(f"{assignment.settings.seed}/{assignment.number}/{assignment.life}")
-        self._journal = Journal(assignment.journal)
+        self._notes = Notes(assignment.number, journal := Journal(assignment.journal))
         self._storage = Storage(
-            engine_on(assignment.database),
-            async_engine_on(assignment.database) if assignment.tasks else None,
-            self._journal,
+            engine_on(assignment.places.database),
+            async_engine_on(assignment.places.database) if assignment.tasks else None,
+            journal,
             assignment.number,
             guard=assignment.settings.guard,
             thinking=self._thinking,
         )
         self._authority = _authority(assignment)
-        self._keepers = _keepers(assignment, self._journal, self._over)
+        self._keepers = _keepers(assignment, self._notes, self._over)
         self._lost: WeakSet[Lease] = WeakSet()
 
     def run(self) -> None:
@@ -152,7 +165,7 @@ class Worker:
             try:
                 yield Step(lock.acquire, lock.aio.acquire)
             except FencelockError as error:
-                self._note_failure(plan, began, error)
+                self._notes.failed(plan.resources, began, error)
                 yield sleep(_BACK_OFF)
                 continue
             self._note_acquisition(lock, began)
@@ -167,7 +180,8 @@ class Worker:
         old, stopped = _tokens(lock), time.monotonic_ns()
         with suppress(LockError):
             yield Step(lock.remint, lock.aio.remint)
-            self._note_remint(lock, old, stopped)
+            self._note_acquisition(lock, stopped)
+            self._notes.released(old, stopped)
             yield self._storage.add(_tokens(lock), _settling(plan), {})
 
     def _release(self, lock: FencedLock[Any]) -> Steps[None]:
@@ -175,9 +189,11 @@ class Worker:
         try:
             yield Step(lock.release, lock.aio.release)
         except FencelockError as error:
-            self._note_release(tokens, worked_until, type(error))
+            self._notes.released(tokens, worked_until, type(error).__name__)
         else:
-            self._note_release(tokens, worked_until, self._loss(leases))
+            # A COMMIT under a lease that was lost had it only logged.
+            lost = any(lease.why_lost or lease in self._lost for lease in leases)
+            self._notes.released(tokens, worked_until, LockLostError.__name__ if lost else "")
 
     @contextmanager
     def _thinking(self) -> Iterator[None]:
@@ -196,66 +212,25 @@ class Worker:
         lock.on_lost(self._lost.add)
         return lock
 
-    def _loss(self, leases: Iterable[Lease]) -> type[FencelockError] | None:
-        """Return the error of a lease that was lost, also where a COMMIT under it had it only logged."""
-        return LockLostError if any(lease.why_lost or lease in self._lost for lease in leases) else None
-
     def _note_acquisition(self, lock: FencedLock[Any], began: int) -> None:
-        completed = time.monotonic_ns()
-        for lease in lock.leases:
-            self._journal.note(
-                Acquisition(
-                    self._number,
-                    lease.resource,
-                    began,
-                    completed,
-                    lease.fencing_token,
-                    int(lease.expires_at * 1e9),
-                )
-            )
+        self._notes.acquired(lock.leases, began)
         self._board.acquired[self._number] += len(lock.leases)
-
-    def _note_remint(self, lock: FencedLock[Any], old: dict[str, int], stopped: int) -> None:
-        """To who looks at tokens, it is a release and another acquisition."""
-        self._note_acquisition(lock, stopped)
-        self._note_release(old, stopped)
-
-    def _note_failure(self, plan: Plan, began: int, error: FencelockError) -> None:
-        ended = time.monotonic_ns()
-        for resource in plan.resources:
-            self._journal.note(
-                Failure(self._number, resource, began, ended, type(error).__name__, str(error))
-            )
-
-    def _note_release(
-        self, tokens: dict[str, int], worked_until: int, error: type[FencelockError] | None = None
-    ) -> None:
-        ended = time.monotonic_ns()
-        for resource, token in tokens.items():
-            self._journal.note(
-                Release(
-                    self._number,
-                    resource,
-                    token,
-                    worked_until,
-                    ended,
-                    "" if error is None else error.__name__,
-                )
-            )
 
 
 def _authority(assignment: Assignment) -> Authority:
     settings = assignment.settings
     if settings.on_database:
         if not settings.quorum:
-            return NaiveLeases(assignment.leases)
-        return authority_on(assignment.leases, for_tasks=bool(assignment.tasks))
+            return NaiveLeases(assignment.places.leases)
+        return authority_on(assignment.places.leases, for_tasks=bool(assignment.tasks))
     if not settings.quorum:
         return NaiveRedlock(assignment.urls)
-    return Redlock(assignment.urls, namespace=assignment.namespace, recover=assignment.recover, **IMPATIENT)
+    return Redlock(
+        assignment.urls, namespace=assignment.places.namespace, recover=not assignment.proxied, **IMPATIENT
+    )
 
 
-def _keepers(assignment: Assignment, journal: Journal, over: Callable[[], bool]) -> list[Keeper]:
+def _keepers(assignment: Assignment, notes: Notes, over: Callable[[], bool]) -> list[Keeper]:
     """Return who keeps a lease for as long as the worker lives, and who waits for that of the next."""
     settings = assignment.settings
     if not settings.quorum or settings.on_database or "node-rolling" not in settings.faults:
@@ -264,8 +239,10 @@ def _keepers(assignment: Assignment, journal: Journal, over: Callable[[], bool])
 
     def keeper(kept: int) -> Keeper:
         # Each has nodes of his own: he hears of them only by what he does himself.
-        authority = Redlock(assignment.urls, namespace=assignment.namespace, recover=False, **IMPATIENT)
-        return Keeper(ours, kept, settings.ttl, authority, journal, over)
+        authority = Redlock(
+            assignment.urls, namespace=assignment.places.namespace, recover=False, **IMPATIENT
+        )
+        return Keeper(kept, settings.ttl, authority, notes, over)
 
     return [keeper(kept) for kept in sorted({ours, (ours + 1) % settings.workers})]
 
