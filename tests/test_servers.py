@@ -223,6 +223,15 @@ def test_port_of_a_dead_node_is_kept(make_nodes: Callable[..., Nodes]) -> None:
     assert node.port == port
 
 
+def test_dead_reaper(make_nodes: Callable[..., Nodes]) -> None:
+    """Without a reaper nothing more is started: it could stay behind."""
+    node = make_nodes(1)[0]
+    node._workspace._belongings.reaper.kill()
+    node._workspace._belongings.reaper.wait()
+    with pytest.raises(ServerError, match=r"the reaper, .*, has ended"):
+        node.restart(keep_data=False)
+
+
 def test_port_taken_in_between(make_nodes: Callable[..., Nodes], monkeypatch: pytest.MonkeyPatch) -> None:
     """Another server that answers on the port is not mistaken for ours: the node takes another port."""
     first = make_nodes(1)[0]
@@ -251,16 +260,6 @@ def test_programs_that_do_not_start(tmp_path: Path) -> None:
         Nodes(2, settings={"no-such-directive": "1"}).start()
     with pytest.raises(ServerError, match=r"(?s)ended while starting.*no_such_setting"):
         Postgres(settings={"no_such_setting": "1"}).start()
-
-
-def test_dead_reaper(make_nodes: Callable[..., Nodes]) -> None:
-    """Without a reaper nothing more is started: it could stay behind."""
-    nodes = make_nodes(1)
-    reaper = nodes[0]._workspace._belongings.reaper
-    reaper.kill()
-    reaper.wait()
-    with pytest.raises(ServerError, match=r"the reaper, .*, has ended"):
-        nodes[0].restart(keep_data=False)
 
 
 def test_two_postgresql_servers_at_once(postgres: Postgres) -> None:

@@ -26,15 +26,6 @@ def test_seeds_are_played_and_counted(capfd: pytest.CaptureFixture[str]) -> None
     assert "partition" in told
 
 
-@pytest.mark.parametrize("kind", [[], ["--rolling"], ["--tidy"]], ids=["storm", "rolling", "tidy"])
-def test_replay_prints_all_that_happens(kind: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """A line for each message, and the verdict."""
-    assert command.main(["--replay", "5", "--nodes", "5", *kind]) == 0
-    told = capsys.readouterr().out
-    assert told.count("\n") > 100
-    assert told.endswith("no promise was broken\n")
-
-
 def test_failed_run_is_named_with_the_command_that_replays_it(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,17 +1,14 @@
 """The checker finds each broken promise, and only those.
 
-By hand: for each rule histories that break it, and legal ones that come close. At random: legal histories,
-and the same with one violation put into them.
+For each rule there are histories that break it, and legal ones that come close. `test_run.py` puts violations
+into the history of a real run.
 """
 
 from __future__ import annotations
 
-import itertools
-import random
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,9 +27,7 @@ from proof.torture.history import (
     Outcome,
     Record,
     Release,
-    Row,
     Style,
-    Write,
 )
 from tests.torture.facts import RUN, acquisition, release, row, save, write
 
@@ -244,130 +239,3 @@ def test_the_program_says_right_and_wrong_by_its_exit_status(
         assert checker.main([str(tmp_path / name)]) == 2
         assert "cannot be judged" in capsys.readouterr().err
     assert checker.main([]) == 2
-
-
-@dataclass(frozen=True, slots=True)
-class Legal:
-    """A legal history of one resource, and what a violation can be made of."""
-
-    acquired: list[Acquisition]
-    released: list[Release]
-    written: list[Write]
-    found: Row
-
-    @property
-    def records(self) -> list[Record]:
-        """All of it."""
-        return [RUN, *self.acquired, *self.released, *self.written, self.found]
-
-    @property
-    def end(self) -> int:
-        """A time after everything."""
-        return max([*(one.ended for one in self.released), *(one.ended for one in self.written)])
-
-
-@st.composite
-def legal_histories(draw: st.DrawFn) -> Legal:
-    """Make histories as a storage with a fence would: late and stale writers, lost answers, overlaps."""
-    steps = draw(
-        st.lists(st.tuples(st.integers(1, 9), st.integers(1, 30), st.integers(1, 5)), min_size=1, max_size=12)
-    )
-    clock = token = 0
-    acquired = []
-    for worker, (gap, wait, above) in enumerate(steps):
-        clock, token = clock + gap, token + above
-        acquired.append(acquisition(token, max(0, clock - wait), clock, worker=worker))
-    for at, (first, second) in enumerate(itertools.pairwise(acquired)):
-        if second.began <= first.completed and draw(st.booleans()):
-            acquired[at : at + 2] = [replace(first, token=second.token), replace(second, token=first.token)]
-            break
-    written, value, fence = [], 0, 0
-    when = acquired[0].completed
-    for who, gap, late, lost in draw(
-        st.lists(
-            st.tuples(st.integers(0, 11), st.integers(1, 9), st.integers(0, 20), st.booleans()), max_size=15
-        )
-    ):
-        when += gap
-        holders = [one for one in acquired if one.completed < when]
-        holder = holders[who % len(holders)]
-        read: int | None = value
-        if holder.token < fence:
-            outcome, read = Outcome.REFUSED, None
-        else:
-            fence, value = holder.token, value + 1
-            outcome = Outcome.UNKNOWN if lost else Outcome.ACKNOWLEDGED
-        written.append(write(holder.token, when, when + late, read, outcome))
-    end = max(when, clock) + 50
-    released = [release(one.token, end, worker=one.worker) for one in acquired]
-    return Legal(acquired, released, written, row(value, fence))
-
-
-@given(legal_histories(), st.randoms())
-def test_legal_histories_pass(legal: Legal, rng: random.Random) -> None:
-    """In whatever order their lines come."""
-    records = legal.records
-    rng.shuffle(records)
-    verdict = check(records)
-    assert verdict.violations == ()
-    assert verdict.lost_updates == 0
-
-
-def give_a_token_twice(legal: Legal, index: int) -> Sequence[Record]:
-    """Let somebody else have been given a token at the same time."""
-    return [replace(legal.acquired[index % len(legal.acquired)], worker=99)]
-
-
-def give_a_smaller_token(legal: Legal, index: int) -> Sequence[Record]:
-    """Let somebody ask after everybody, and be given a token in between or below."""
-    free = set(range(max(one.token for one in legal.acquired))) - {one.token for one in legal.acquired}
-    return [acquisition(sorted(free)[index % len(free)], legal.end + 1, legal.end + 2)]
-
-
-def build_on_an_old_value(legal: Legal, index: int) -> Sequence[Record]:
-    """Let somebody add to what another had added to; the row has not noticed."""
-    done = [one for one in legal.written if one.outcome is Outcome.ACKNOWLEDGED]
-    return [replace(done[index % len(done)], worker=99)] if done else []
-
-
-def write_with_an_old_token(legal: Legal, index: int) -> Sequence[Record]:
-    """Let somebody with a smaller token add to the row after everybody; nobody knows of another addition."""
-    done = [one for one in legal.written if one.outcome is Outcome.ACKNOWLEDGED]
-    if not done:
-        return []
-    fence = max(one.token for one in done)
-    late = write(index % fence, legal.end + 1, legal.end + 2, legal.found.value)
-    return [late]
-
-
-VIOLATIONS: list[tuple[Callable[[Legal, int], Sequence[Record]], Rule, int]] = [
-    (give_a_token_twice, Rule.UNIQUE_TOKENS, 0),
-    (give_a_smaller_token, Rule.ORDERED_TOKENS, 0),
-    (build_on_an_old_value, Rule.NO_LOST_UPDATE, 0),
-    (write_with_an_old_token, Rule.NO_STALE_ACCEPT, 1),
-]
-
-
-@pytest.mark.parametrize(("violate", "rule", "added"), VIOLATIONS)
-@given(legal=legal_histories(), index=st.integers(0, 100))
-def test_one_violation_is_found(
-    violate: Callable[[Legal, int], Sequence[Record]], rule: Rule, added: int, legal: Legal, index: int
-) -> None:
-    """Whatever legal history it is hidden in, and none else; the row has seen `added` additions of it."""
-    wrong = violate(legal, index)
-    found = replace(legal.found, value=legal.found.value + added * len(wrong))
-    verdict = check([*legal.records[:-1], found, *wrong])
-    assert set(verdict.broken) <= {rule}
-    assert bool(verdict.violations) == bool(wrong)
-
-
-@given(legal=legal_histories(), rows=st.sampled_from(["value", "fence"]))
-def test_a_wrong_row_is_found(legal: Legal, rows: str) -> None:
-    """One addition too few, or a fence too low, whatever has happened before."""
-    done = [one for one in legal.written if one.outcome is Outcome.ACKNOWLEDGED]
-    if not done:
-        return
-    value = {"value": len(done) - 1, "fence": max(one.token for one in done) - 1}[rows]
-    wrong = Row("r", value, legal.found.fence) if rows == "value" else replace(legal.found, fence=value)
-    rule = {"value": Rule.NO_LOST_UPDATE, "fence": Rule.FENCE_ABOVE}[rows]
-    assert set(check([*legal.records[:-1], wrong]).broken) == {rule}

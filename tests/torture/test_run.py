@@ -1,19 +1,22 @@
-"""The trace and the picture of a run show each acquisition and each refusal of its history."""
+"""A short real run keeps every promise. Violations in its history are found, its trace shows all of it."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
-from proof.torture.checker import check_file
-from proof.torture.history import Acquisition, Fault, Outcome, Record, Release, read_records
+from proof.torture.checker import Rule, check, check_file
+from proof.torture.history import Acquisition, Fault, Outcome, Record, Release, Row, Write, read_records
 from proof.torture.trace import write_trace
 from tests.torture.facts import RUN, acquisition, release, save, write
 
@@ -47,6 +50,77 @@ def events_of(trace: Path) -> list[dict[str, Any]]:
     """Return the events of a trace."""
     events: list[dict[str, Any]] = json.loads(trace.read_text())["traceEvents"]
     return events
+
+
+def give_a_token_twice(history: list[Record]) -> list[Record]:
+    """Give somebody else a token that was given already, at the same time."""
+    return [*history, replace(last(history, Acquisition), worker=99)]
+
+
+def give_a_smaller_token(history: list[Record]) -> list[Record]:
+    """Give somebody who asked after everybody a token below all."""
+    late = replace(last(history, Acquisition), began=LATE, completed=LATE, token=1)
+    return [*history, late]
+
+
+def build_on_an_old_value(history: list[Record]) -> list[Record]:
+    """Let somebody add to what another had added to; the row has not noticed."""
+    return [*history, replace(last(history, Write), worker=99)]
+
+
+def write_with_an_old_token(history: list[Record]) -> list[Record]:
+    """Let somebody with a smaller token write after everybody, and on what was there."""
+    found = last(history, Row)
+    late = Write(9, found.resource, 1, LATE, LATE, Outcome.ACKNOWLEDGED, found.value)
+    return [late if record is found else record for record in history] + [
+        replace(found, value=found.value + 1)
+    ]
+
+
+def lose_an_addition(history: list[Record]) -> list[Record]:
+    """Find less in a row than was acknowledged."""
+    found = last(history, Row)
+    return [replace(found, value=0) if record is found else record for record in history]
+
+
+def lower_a_fence(history: list[Record]) -> list[Record]:
+    """Find a row's fence below what has written to it."""
+    found = last(history, Row)
+    return [replace(found, fence=1) if record is found else record for record in history]
+
+
+LATE = 1 << 62
+R = TypeVar("R", Acquisition, Write, Row)
+
+
+def last(history: list[Record], kind: type[R]) -> R:
+    """Return the last record of a kind, of the resource to which most was written."""
+    unwritten = {Outcome.REFUSED, Outcome.FAILED, Outcome.UNKNOWN}
+    done = [one for one in history if not (isinstance(one, Write) and one.outcome in unwritten)]
+    busy, _ = Counter(one.resource for one in done if isinstance(one, Write)).most_common(1)[0]
+    return next(one for one in reversed(done) if isinstance(one, kind) and one.resource == busy)
+
+
+@pytest.mark.parametrize(
+    ("violate", "rule"),
+    [
+        (give_a_token_twice, Rule.UNIQUE_TOKENS),
+        (give_a_smaller_token, Rule.ORDERED_TOKENS),
+        (build_on_an_old_value, Rule.NO_LOST_UPDATE),
+        (write_with_an_old_token, Rule.NO_STALE_ACCEPT),
+        (lose_an_addition, Rule.NO_LOST_UPDATE),
+        (lower_a_fence, Rule.FENCE_ABOVE),
+    ],
+)
+def test_violation_in_a_real_history_is_found(
+    run: Path, violate: Callable[[list[Record]], list[Record]], rule: Rule
+) -> None:
+    """That one, and none else, in whatever order the lines come."""
+    with (run / "history.jsonl").open() as lines:
+        history = list(read_records(lines))
+    random.Random(1).shuffle(history)
+    assert check(history).violations == ()
+    assert set(check(violate(history)).broken) == {rule}
 
 
 def test_each_acquisition_is_a_slice_and_each_refusal_an_instant(run: Path) -> None:
