@@ -365,7 +365,7 @@ def show(mutant: Mutant) -> Kill | None:
     if mutant.model:
         command = [sys.executable, "proof/spec/check.py", "--no-tlc", mutant.model]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
-        return Kill(f"spec/ ({mutant.model})") if done.returncode == 0 else None
+        return Kill(f"proof/spec/ ({mutant.model})") if done.returncode == 0 else None
     return None
 
 

@@ -62,7 +62,8 @@ def test_replay_of_a_changed_table_fails(
     assert main(["--replay", "no claim", "no guard"]) == 2
     said = capsys.readouterr().out
     assert "no claim: no row" in said
-    assert "no guard, seed 1: simulation: a stale write was accepted" in said
+    seed = ROWS["no guard"][3]
+    assert f"no guard, seed {seed}: simulation: a stale write was accepted, and not simulation: P1" in said
 
 
 def test_what_was_left_out_is_there_again() -> None:

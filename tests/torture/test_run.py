@@ -53,23 +53,23 @@ def events_of(trace: Path) -> list[dict[str, Any]]:
 
 
 def give_a_token_twice(history: list[Record]) -> list[Record]:
-    """Give somebody else a token that was given already, at the same time."""
+    """Another worker is given a token that was given already, at the same time."""
     return [*history, replace(last(history, Acquisition), worker=99)]
 
 
 def give_a_smaller_token(history: list[Record]) -> list[Record]:
-    """Give somebody who asked after everybody a token below all."""
+    """The last of all acquisitions is given a token below all others."""
     late = replace(last(history, Acquisition), began=LATE, completed=LATE, token=1)
     return [*history, late]
 
 
 def build_on_an_old_value(history: list[Record]) -> list[Record]:
-    """Let somebody add to what another had added to; the row has not noticed."""
+    """Another worker adds to a value to which one has added already; the row does not show it."""
     return [*history, replace(last(history, Write), worker=99)]
 
 
 def write_with_an_old_token(history: list[Record]) -> list[Record]:
-    """Let somebody with a smaller token write after everybody, and on what was there."""
+    """The last of all writes has the smallest token, and builds on the value that was there."""
     found = last(history, Row)
     late = Write(9, found.resource, 1, LATE, LATE, Outcome.ACKNOWLEDGED, found.value)
     return [late if record is found else record for record in history] + [
@@ -78,13 +78,13 @@ def write_with_an_old_token(history: list[Record]) -> list[Record]:
 
 
 def lose_an_addition(history: list[Record]) -> list[Record]:
-    """Find less in a row than was acknowledged."""
+    """A row holds less than was acknowledged."""
     found = last(history, Row)
     return [replace(found, value=0) if record is found else record for record in history]
 
 
 def lower_a_fence(history: list[Record]) -> list[Record]:
-    """Find a row's fence below what has written to it."""
+    """The fence of a row is below a token that has written to it."""
     found = last(history, Row)
     return [replace(found, fence=1) if record is found else record for record in history]
 
