@@ -28,7 +28,7 @@ help:
 	@echo "make retries    orders are paid by the retry policy of docs/errors.md while everything breaks, and a control that must fail (ten minutes; RETRIES='--seconds 60')"
 	@echo "make spec       check the model of the protocol: every schedule of its bounds, every rule left out (five minutes; g++; CHECK=--write puts the results into proof/spec/README.md)"
 	@echo "make spec-long  the same with larger bounds (hours, 12 GB)"
-	@echo "make proof      a short form of model, simulation, mutants, torture with its controls, and retries (ten minutes)"
+	@echo "make proof      a short form of model, simulation, mutants, torture with its controls, and retries (ten minutes; PROOF='torture' for some, PROOF=--long for a release)"
 	@echo "make mutation   change the library in 300 places and see which the tests notice, a portion at a time; writes proof/mutation/results.md (hours in all; MUTATION='--minutes 20', '--help')"
 	@echo "make clean      remove the virtual environments"
 
@@ -85,11 +85,11 @@ bench-authorities: $(VENV)/bench-installed
 simulate: $(VENV)/installed
 	@$(RUN)python -m proof.simulation $(SIMULATE)
 
-torture: $(VENV)/bench-installed
-	$(RUN)python -m proof.torture.long_run --folder runs --docs docs
+torture: $(VENV)/installed
+	$(RUN)python -m proof.torture.trials --folder runs --docs docs
 
-torture-databases: $(VENV)/bench-installed
-	$(RUN)python -m proof.torture.database_runs
+torture-databases: $(VENV)/installed
+	$(RUN)python -m proof.torture.trials --databases
 
 retries: $(VENV)/installed
 	@$(RUN)python -m proof.retries $(RETRIES)
@@ -106,6 +106,9 @@ spec: .venv-spec/installed
 
 spec-long: .venv-spec/installed
 	.venv-spec/bin/python proof/spec/check.py --long $(CHECK)
+
+proof: $(VENV)/installed
+	@$(RUN)python -m proof $(PROOF)
 
 mutation: $(VENV)/installed
 	@$(RUN)python -m proof.mutation $(MUTATION)

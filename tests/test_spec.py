@@ -1,13 +1,9 @@
-"""The model of the protocol: that it is checked at all, and that its two forms say the same."""
+"""The model of the protocol: its two forms say the same. `make proof` explores it."""
 
 from __future__ import annotations
 
 import importlib
-import os
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +12,6 @@ import pytest
 SPEC = Path(__file__).parent.parent / "proof" / "spec"
 MODEL = (SPEC / "Fencelock.tla").read_text()
 EXPLORER = (SPEC / "explore.cpp").read_text()
-
-needs_compiler = pytest.mark.skipif(
-    not shutil.which(os.environ.get("CXX", "g++")), reason="the model's explorer needs g++, or a CXX"
-)
 
 
 @pytest.fixture
@@ -43,16 +35,6 @@ def mutants_of(text: str) -> set[str]:
 def features_of(text: str) -> set[str]:
     """Return the optional parts, as the explorer names them."""
     return names_in(text, "flags = {")
-
-
-@needs_compiler
-def test_every_schedule_of_a_small_model_is_right_and_a_left_out_rule_shows() -> None:
-    """The explorer compiles, finds nothing where all rules are kept, and a schedule where one is not."""
-    command = [sys.executable, str(SPEC / "check.py"), "--no-tlc", "lock core, 2 counters", "M no write-back"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"lock core, 2 counters +1,798 .* holds", done.stdout)
-    assert re.search(r"M no write-back .* P1 broken after 6 steps", done.stdout)
 
 
 @pytest.mark.parametrize(

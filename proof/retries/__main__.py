@@ -3,8 +3,8 @@
 python -m proof.retries                  # ten minutes
 python -m proof.retries --seconds 60 --seed 3
 
-The exit status is 1 if an order was paid twice or never, and if the control, which does not look first, has
-paid none twice.
+The exit status is 1 if an order was paid twice or never, if no answer to a COMMIT was lost, and if the
+control, which does not look first, has paid none twice.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from proof.retries.shop import Shop
 
 
 def main() -> int:
-    """Run both, and say how they have ended."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=600.0, help="how long to take orders")
     parser.add_argument("--seed", type=int, default=0, help="of what goes wrong")
@@ -31,7 +30,8 @@ def main() -> int:
             60.0, until=lambda so_far: so_far.more > 0
         )
     _say("control, does not look first:", *control.lines())
-    right = result.is_right() and control.more > 0
+    lost = sum(count for what, count in result.faults.items() if "lost" in what)
+    right = result.is_right() and lost > 0 and control.more > 0
     _say("as it should be" if right else "NOT as it should be")
     return 0 if right else 1
 

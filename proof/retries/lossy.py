@@ -17,12 +17,7 @@ _WAYS = ("committed", "committed late", "never committed")
 
 
 class LossyDoor(Door):
-    """Passes on what clients and a database say to each other, save some COMMITs or their answers.
-
-    Attributes:
-        chance: with which a COMMIT's answer is lost.
-        lost: how many were, by what became of the COMMIT.
-    """
+    """Passes on what clients and a database say to each other, save some COMMITs or their answers."""
 
     def __init__(self, engine: Engine, random_: random.Random, *, chance: float) -> None:
         self.chance = chance

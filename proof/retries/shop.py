@@ -44,34 +44,20 @@ OPEN: Final = 4
 
 @dataclass
 class Result:
-    """What has come of a run.
-
-    Attributes:
-        orders: how many there were.
-        deliveries: how often one was delivered; an order is at least twice.
-        once: how many orders were paid exactly once; `more` and `never` likewise.
-        keys: how many orders have exactly one payment noted.
-        faults: by kind.
-        errors: of tries, by class.
-        gave_up: how deliveries ended that were not paid, with how many there were.
-    """
-
     orders: int = 0
-    deliveries: int = 0
-    once: int = 0
+    deliveries: int = 0  #: an order has at least two
+    once: int = 0  #: how many orders were paid exactly once
     more: int = 0
     never: int = 0
-    keys: int = 0
+    keys: int = 0  #: how many orders have exactly one payment noted
     faults: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     gave_up: Counter[str] = field(default_factory=Counter)
 
     def is_right(self) -> bool:
-        """Tell whether each order was paid exactly once."""
         return self.orders > 0 and self.once == self.keys == self.orders
 
     def lines(self) -> Iterator[str]:
-        """Yield what there is to say."""
         yield (
             f"{self.orders} orders, {self.deliveries} deliveries: {self.once} paid exactly once, "
             f"{self.more} more than once, {self.never} never"
@@ -113,7 +99,6 @@ class Worker:
             self._end(self._process)
 
     def _deliver(self, order: int) -> bool:
-        """Deliver an order; return whether it is said to be paid."""
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
@@ -141,7 +126,6 @@ class Worker:
         process.wait(60)
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to the process, as long as it is one."""
         with self._lock:
             if not self._stopped:
                 self._process.send_signal(number)
@@ -150,12 +134,8 @@ class Worker:
 class Shop:
     """Nodes, a PostgreSQL behind a lossy door, workers, and what goes wrong.
 
-    Args:
-        folder: for the printed files.
-        looks: whether the printed function looks first, as printed. The control does not. It has each order
-            delivered once, and nothing goes wrong but lost answers: these alone make it pay twice.
-        chance: with which a COMMIT's answer is lost.
-        seed: of what goes wrong.
+    The control, which does not look first, has each order delivered once, and nothing goes wrong but lost
+    answers: these alone make it pay twice.
     """
 
     def __init__(self, folder: Path, *, looks: bool = True, chance: float = 0.03, seed: int = 0) -> None:
@@ -198,7 +178,6 @@ class Shop:
             return self._judge(url, door)
 
     def note_delivery(self, order: int, ended: str, errors: list[str]) -> None:
-        """Note how a delivery has ended."""
         with self._noting:
             self.result.deliveries += 1
             self.result.errors.update(errors)

@@ -34,7 +34,6 @@ class _Noting(logging.Handler):
 
 
 def main(policy: str, ttl: float) -> None:
-    """Pay until nothing is delivered any more."""
     payments: Any = importlib.import_module("payments")
     again: Any = importlib.import_module("again").again
     persistent: Any = importlib.import_module("persistent").persistent

@@ -1,6 +1,27 @@
-"""Real servers as child processes: nodes and a PostgreSQL out of wheels, for tests, proofs and benchmarks."""
+"""Real servers as child processes, out of wheels: for tests, proofs, benchmarks and the demo.
 
-from proof.servers.embedded import Node, Nodes, Postgres
-from proof.servers.workspace import EmbeddedServerError
+`Nodes` are Valkey (or any Redis) nodes, `Postgres` is a PostgreSQL.
 
-__all__ = ["EmbeddedServerError", "Node", "Nodes", "Postgres"]
+```
+with Nodes(5) as nodes, Postgres() as postgres:
+    fencelock.configure(nodes.url)
+    engine = create_engine(postgres.create_database())
+    nodes[0].kill()
+```
+
+What holds for both:
+
+- A server belongs to the process that started it and ends with it, even where that process gets
+  SIGKILL: a small reaper process outlives it, ends the servers and removes their temporary folder.
+- A forked child may use the servers, and never ends them: there `stop` does nothing, and whatever
+  else would act on a server is refused.
+- Servers and reaper run in sessions of their own: Ctrl-C reaches the program, not them. No signal
+  handler is installed.
+- Servers are for throw-away data on one machine: they are not reachable from others.
+"""
+
+from proof.servers.nodes import Node, Nodes
+from proof.servers.postgres import Postgres
+from proof.servers.workspace import ServerError
+
+__all__ = ["Node", "Nodes", "Postgres", "ServerError"]

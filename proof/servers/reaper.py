@@ -1,10 +1,10 @@
 """Cleans up behind a process that may be killed at any moment.
 
-Apart from `embedded.py` because it runs as a program of its own, in its own session, and imports nothing
-of fencelock: it has to be there early, stay small, and outlive the process that it watches. Its standard
-input tells it, a JSON object a line, which processes to end when that process is gone. Gone means that
-its end of the pipe is closed, or that this program has got another parent: a worker that was forked
-from the watched process may hold the pipe open for long.
+Apart because it runs as a program of its own, in its own session, and imports nothing of ours: it has to be
+there early, stay small, and outlive the process that it watches. Its standard input tells it, a JSON object a
+line, which processes to end when that process is gone. Gone means that its end of the pipe is closed, or that
+this program has got another parent: a worker that was forked from the watched process may hold the pipe open
+for long.
 
 A process is remembered by its pid together with the time of its creation, never by the pid alone.
 """
@@ -65,7 +65,6 @@ def working_in(folder: str, programs: set[str]) -> Iterator[psutil.Process]:
 
 
 def lies_in(folder: str, path: str) -> bool:
-    """Whether a path is the folder or below it."""
     return (path + os.sep).startswith(folder + os.sep)
 
 
@@ -98,7 +97,6 @@ def end(farewells: dict[psutil.Process, int]) -> None:
 
 
 def main(parent: int, folder: str, programs: set[str]) -> None:
-    """Wait for the end of the parent, then end what it has left behind and remove its folder."""
     for harmless in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(harmless, signal.SIG_IGN)
     farewells: dict[psutil.Process, int] = {}

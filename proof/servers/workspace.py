@@ -1,6 +1,6 @@
 """A temporary folder with the server processes that work in it, neither of which outlives its maker.
 
-Apart from `embedded.py`, which knows Valkey and PostgreSQL, because ending processes for certain is a
+Apart from `nodes.py` and `postgres.py`, because ending processes for certain is a
 subject of its own: on the way out of a `with` block, at interpreter exit, after SIGKILL (see
 `reaper.py`), and never in a forked child.
 """
@@ -18,11 +18,13 @@ import tempfile
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Final, cast, final
+from types import TracebackType
+from typing import IO, Any, Final, Self, cast, final
 
 import psutil
 
@@ -32,14 +34,12 @@ POLL_SECONDS: Final = 0.005
 PATIENCE_SECONDS: Final = 10.0
 
 
-class EmbeddedServerError(RuntimeError):
+class ServerError(RuntimeError):
     """A server could not be had: its program is missing, or it would not start. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Belongings:
-    """What is left to clean up when a workspace is gone. It must not refer to the workspace."""
-
     owner: int
     folder: Path
     reaper: subprocess.Popen[bytes]
@@ -52,7 +52,6 @@ class _Belongings:
         return os.getpid() == self.owner
 
     def tell_reaper(self, message: Mapping[str, float]) -> None:
-        """Write one line to the reaper."""
         cast("IO[bytes]", self.reaper.stdin).write(json.dumps(message).encode() + b"\n")
 
     def clean_up(self) -> None:
@@ -79,13 +78,8 @@ class _Belongings:
 class Workspace:
     """A temporary folder, the servers that work in it, and the reaper that outlives a crash of ours.
 
-    Closed by `close`, by the garbage collector, at interpreter exit and, where none of these happens,
-    by the reaper. A forked child's copy does nothing.
-
-    Args:
-        parent_folder: where to make the folder.
-        programs: what will be run; the reaper looks for these where a crash came between the start of a
-            server and telling the reaper about it.
+    Closed by `close`, by the garbage collector, at interpreter exit and, where none of these happens, by the
+    reaper, which also looks for `programs` that it was not told of. A forked child's copy does nothing.
     """
 
     def __init__(self, parent_folder: Path, programs: Sequence[Path]) -> None:
@@ -94,13 +88,12 @@ class Workspace:
             started = _start_reaper(self.folder, programs)
         except OSError as error:
             shutil.rmtree(self.folder)
-            raise EmbeddedServerError(f"the reaper, a Python process, cannot be started: {error}") from error
+            raise ServerError(f"the reaper, a Python process, cannot be started: {error}") from error
         self._belongings = _Belongings(os.getpid(), self.folder, started)
         self._finalizer = weakref.finalize(self, self._belongings.clean_up)
 
     @property
     def is_open(self) -> bool:
-        """Whether it has not been closed yet."""
         return self._finalizer.alive
 
     def close(self) -> None:
@@ -109,21 +102,16 @@ class Workspace:
             self._finalizer()
 
     def check(self) -> None:
-        """Refuse to act on servers that are another process' business, or that are gone for good.
-
-        Raises:
-            EmbeddedServerError: if so.
-        """
+        """Refuse to act on servers that are another process' business, or that are gone for good."""
         if not self._belongings.is_ours:
-            raise EmbeddedServerError(
+            raise ServerError(
                 f"these servers belong to process {self._belongings.owner}; this process was forked from it "
                 "and may use them, but not start, stop, pause or kill them"
             )
         if not self.is_open:
-            raise EmbeddedServerError("these servers have been stopped, and their folder is gone")
+            raise ServerError("these servers have been stopped, and their folder is gone")
 
     def keep(self, reservation: socket.socket) -> None:
-        """Hold a socket open until the workspace is closed."""
         self._belongings.reservations.append(reservation)
 
     def is_running(self, server: subprocess.Popen[bytes] | None) -> bool:
@@ -149,15 +137,7 @@ class Workspace:
     ) -> subprocess.Popen[bytes]:
         """Start a program in a session of its own and tell the reaper about it.
 
-        Args:
-            command: the program and its arguments.
-            folder: where it works, inside the workspace; one server at a time does.
-            log: where its output goes; emptied first.
-            farewell: the signal that ends it. What outlives it for long gets SIGKILL.
-            popen: more arguments for `subprocess.Popen`.
-
-        Raises:
-            EmbeddedServerError: if the program or the reaper cannot be run, or the workspace is closed.
+        One server at a time works in a `folder`. What outlives its `farewell` for long gets SIGKILL.
         """
         self.check()  # before the lock too: in a forked child nobody may be left to let go of it
         with self._belongings.lock:
@@ -174,14 +154,53 @@ class Workspace:
         except psutil.NoSuchProcess:
             pass  # it has ended already
         except BrokenPipeError as error:
-            raise EmbeddedServerError(
+            raise ServerError(
                 f"the reaper, which cleans up after a crash, has ended:\n{tail(self.folder / 'reaper.log')}"
             ) from error
 
 
+class Servers(ABC):
+    """Servers that share a workspace: a context manager, which may be started again after its end."""
+
+    _workspace: Workspace | None = None
+
+    def start(self) -> Self:
+        """Start them, unless they have been. Where one does not start, none is left running."""
+        if self._workspace is None or not self._workspace.is_open:
+            workspace = self._make_workspace()
+            try:
+                self._start(workspace)
+            except BaseException:
+                workspace.close()
+                raise
+            self._workspace = workspace
+        return self
+
+    def stop(self) -> None:
+        """End them, whatever state they are in, and forget their data. Twice is fine.
+
+        In a forked child nothing happens: the servers belong to the parent.
+        """
+        if self._workspace is not None:
+            self._workspace.close()
+
+    @abstractmethod
+    def _make_workspace(self) -> Workspace: ...
+
+    @abstractmethod
+    def _start(self, workspace: Workspace) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
 def _start_reaper(folder: Path, programs: Sequence[Path]) -> subprocess.Popen[bytes]:
-    # -P: with its own folder on the path, our token.py would stand before the standard library's.
-    interpreter = [sys.executable, "-P", "-W", "ignore", reaper.__file__]
+    interpreter = [sys.executable, "-W", "ignore", reaper.__file__]
     with (folder / "reaper.log").open("wb") as log:
         return subprocess.Popen(
             [*interpreter, str(os.getpid()), str(folder), *map(os.path.realpath, programs)],
@@ -209,7 +228,7 @@ def _run(
                 **popen,
             )
     except (OSError, subprocess.SubprocessError) as error:
-        raise EmbeddedServerError(f"{command[0]} cannot be run: {error}") from error
+        raise ServerError(f"{command[0]} cannot be run: {error}") from error
 
 
 def end(server: subprocess.Popen[bytes], farewell: signal.Signals) -> None:
@@ -224,11 +243,7 @@ def end(server: subprocess.Popen[bytes], farewell: signal.Signals) -> None:
 
 
 def pause(server: subprocess.Popen[bytes]) -> None:
-    """SIGSTOP a server. It has stopped when this returns.
-
-    Raises:
-        EmbeddedServerError: if it does not.
-    """
+    """SIGSTOP a server. It has stopped when this returns."""
     server.send_signal(signal.SIGSTOP)
     deadline = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < deadline:
@@ -236,11 +251,10 @@ def pause(server: subprocess.Popen[bytes]) -> None:
             if psutil.Process(server.pid).status() == psutil.STATUS_STOPPED:
                 return
         time.sleep(POLL_SECONDS)
-    raise EmbeddedServerError(f"process {server.pid} does not stop at SIGSTOP")
+    raise ServerError(f"process {server.pid} does not stop at SIGSTOP")
 
 
 def tail(log: Path, lines: int = 20) -> str:
-    """Return the end of a log, for an error message."""
     try:
         return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
     except OSError:

@@ -42,15 +42,6 @@ _AHEAD = 4
 
 @dataclass
 class Tally:
-    """What has come of all runs so far.
-
-    Attributes:
-        runs: how many there were.
-        acquisitions: how many locks were acquired; the rest likewise.
-        faults: by kind.
-        failed: the runs in which a promise was broken.
-    """
-
     began: float
     runs: int = 0
     acquisitions: int = 0
@@ -61,7 +52,6 @@ class Tally:
     failed: list[Outcome] = field(default_factory=list)
 
     def add(self, outcome: Outcome) -> None:
-        """Count a run."""
         self.runs += 1
         self.acquisitions += outcome.acquisitions
         self.writes += outcome.writes
@@ -72,7 +62,6 @@ class Tally:
             self.failed.append(outcome)
 
     def table(self) -> Group:
-        """Return it as it is shown."""
         seconds = max(1e-9, time.monotonic() - self.began)
         counts = Table.grid(padding=(0, 2))
         for name, count in (
@@ -91,7 +80,6 @@ class Tally:
 
 
 def replay_command(outcome: Outcome) -> str:
-    """Return what to type to see a run again."""
     kind = f" --{outcome.kind}" if outcome.kind else ""
     return f"python -m proof.simulation --replay {outcome.seed} --nodes {outcome.size}{kind}"
 
@@ -99,7 +87,6 @@ def replay_command(outcome: Outcome) -> str:
 def work(
     start: int, seeds: int | None, sizes: Sequence[int], kinds: Sequence[type[Run]]
 ) -> Iterator[tuple[int, int, Kept, None, type[Run]]]:
-    """Return which runs to play, in order; without an end where no number of seeds is given."""
     numbers = itertools.count(start) if seeds is None else range(start, start + seeds)
     return ((seed, size, Kept(), None, kind) for seed in numbers for size in sizes for kind in kinds)
 
@@ -132,7 +119,6 @@ def play_all(
 
 
 def simulate(options: argparse.Namespace) -> int:
-    """Play runs until there are no more, or somebody has seen enough; tell what came of them."""
     console = Console(highlight=False)
     tally = Tally(time.monotonic())
     sizes, kinds = [options.nodes] if options.nodes else SIZES, [options.kind] if options.kind else KINDS
@@ -158,14 +144,12 @@ def _print(line: str) -> None:
 
 
 def replay(seed: int, size: int, kind: type[Run]) -> int:
-    """Print everything that happens in a run."""
     outcome = play(seed, size, trace=_print, run=kind)
     _print(outcome.detail or "no promise was broken")
     return 1 if outcome.violation else 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Understand what was typed, and do it."""
     parser = argparse.ArgumentParser(
         prog="python -m proof.simulation",
         description=__doc__,

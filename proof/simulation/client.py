@@ -28,35 +28,16 @@ from proof.simulation.world import IDLE, Ask, ConnectionLost, Process, Program, 
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """What clients keep to; all of it, unless a mutant leaves one out.
+    """What clients keep to; all of it, unless a mutant leaves one out."""
 
-    Attributes:
-        commits_first: a lease outlives the COMMIT of what was written under it.
-        new_nonces: every attempt has a nonce of its own.
-        mints_anew: after a COMMIT in doubt, a new token before anything else.
-        claims_anew: … and a claim with it before anything is read.
-    """
-
-    commits_first: bool = True
-    new_nonces: bool = True
-    mints_anew: bool = True
-    claims_anew: bool = True
+    commits_first: bool = True  #: a lease outlives the COMMIT of what was written under it
+    new_nonces: bool = True  #: every attempt has a nonce of its own
+    mints_anew: bool = True  #: after a COMMIT in doubt, a new token before anything else
+    claims_anew: bool = True  #: … and a claim with it before anything is read
 
 
 class Hold:
-    """A lease in use, as its holder knows it."""
-
-    __slots__ = (
-        "busy",
-        "client",
-        "granted",
-        "lost",
-        "minting",
-        "owner",
-        "released",
-        "tokens",
-        "transaction",
-    )
+    __slots__ = ("busy", "client", "granted", "lost", "minting", "owner", "released", "tokens", "transaction")
 
     def __init__(self, client: Client, granted: Granted) -> None:
         self.client = client
@@ -66,13 +47,11 @@ class Hold:
         self.adopt(granted)
 
     def adopt(self, granted: Granted) -> None:
-        """Hold another grant from now on."""
         self.granted = granted
         self.tokens = tuple([compose(granted.epoch, counter) for counter in granted.counters])
 
     @property
     def resources(self) -> tuple[str, ...]:
-        """What is held."""
         return self.granted.attempt.resources
 
     def is_over(self) -> bool:
@@ -90,16 +69,6 @@ class Hold:
 
 
 class Client:
-    """A client's program, from its start to its crash.
-
-    Args:
-        process: which it is.
-        storage: what it writes to.
-        judge: is told what it was granted.
-        habits: what it keeps to.
-        writes: numbers the writes of all clients.
-    """
-
     def __init__(
         self, process: Process, storage: Storage, judge: Judge, habits: Habits, writes: Iterator[int]
     ) -> None:
@@ -117,7 +86,6 @@ class Client:
         self.completed = 0
 
     def start(self, errand: Callable[[Client], Program] | None = None) -> Task:
-        """Begin to work: for ever, or on one errand."""
         task = Task(self.process, "work", self._work() if errand is None else errand(self))
         self._task = task
         self.world.start(task)
@@ -134,7 +102,6 @@ class Client:
     def acquire(
         self, resources: tuple[str, ...], ttl: float, timeout: float | None, *, fair: bool = False
     ) -> Generator[Any, Any, Hold]:
-        """Return the hold; a refusal is noted by the judge."""
         process = self.process
         waiter = Waiter(
             process.line, lambda: process.now, lambda: process.now, fair=fair, patient=timeout != 0
@@ -172,11 +139,9 @@ class Client:
     # Keeping it.
 
     def keep(self, hold: Hold) -> None:
-        """Begin to extend the lease."""
         self.world.start(Task(self.process, "renewal", self._renew(hold)))
 
     def _renew(self, hold: Hold) -> Program:
-        """Extend the lease from time to time, as the renewer does."""
         part = 3
         while True:
             ttl = hold.granted.attempt.ttl
@@ -200,7 +165,6 @@ class Client:
                 yield from abandon(self.process.see(), granted.attempt)
 
     def _remint(self, hold: Hold) -> Program:
-        """Exchange the token for a larger one."""
         while hold.busy:
             yield Sleep(0.001)
         hold.busy = hold.minting = True
@@ -219,7 +183,6 @@ class Client:
         self._learn(hold)
 
     def release(self, hold: Hold) -> Program:
-        """Give the lock back."""
         # Of an extension under way, which is not waited for here, the end releases as well.
         valid = hold.is_valid() and not hold.busy
         hold.released = True
@@ -297,7 +260,6 @@ class Client:
         return value  # type: ignore[no-any-return]
 
     def _read_all(self, hold: Hold, transaction: Transaction) -> Generator[Any, Any, list[int]]:
-        """Return what all rows say."""
         bases: list[int] = []
         for row in hold.resources:
             bases += [(yield from self._read(hold, transaction, row))]
@@ -320,7 +282,6 @@ class Client:
             raise LockLostError("the transaction was ended by the database")
 
     def _write_in_transaction(self, hold: Hold, work: float) -> Program:
-        """Claim, work and write in one transaction."""
         transaction = self._begin(hold)
         bases = yield from self._read_all(hold, transaction)
         yield Sleep(work)
@@ -340,7 +301,6 @@ class Client:
         yield from self._update(hold, row, base)
 
     def _append(self, hold: Hold, work: float) -> Program:
-        """Work, and write without having read."""
         yield Sleep(work)
         yield from self._update(hold, hold.resources[0], None)
 

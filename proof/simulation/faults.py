@@ -19,19 +19,7 @@ _RATES = (0.5, 2.0)
 
 
 class Faults:
-    """Lets faults happen at the rates of the weather.
-
-    Args:
-        world: to whom.
-        members: returns the numbers of the servers that are in the list, or are coming into it.
-        clients: returns the processes of clients.
-        crash: ends a client's process; another begins later.
-        changing: tells whether a change of nodes is under way.
-
-    Attributes:
-        over: whether all of this has ended.
-        forgot_amid_change: whether a node forgot while nodes were changed: that may need an operator.
-    """
+    """Lets faults happen at the rates of the weather, until it is `over`."""
 
     def __init__(
         self,
@@ -81,14 +69,12 @@ class Faults:
         return True
 
     def client_crash(self) -> bool:
-        """A process dies, wherever it is."""
         process = self._random.choice(self._clients())
         self._tell(process.name, "dies")
         self._crash(process)
         return True
 
     def client_clock(self) -> bool:
-        """A client's clock goes wrong."""
         process = self._random.choice(self._clients())
         self._derange(process.name, process.clock)
         return True
@@ -103,7 +89,6 @@ class Faults:
             self._tell(who, f"has its clock go {clock.rate:.3f} times as fast")
 
     def partition(self) -> bool:
-        """A client cannot reach a server for a while."""
         process = self._random.choice(self._clients())
         number = self._random.choice(process.seats)
         seconds = self._random.expovariate(1.0)
@@ -118,7 +103,6 @@ class Faults:
         return self._world.servers[self._random.choice(self._members())]
 
     def node_pause(self) -> bool:
-        """A server stands still."""
         server = self._any_server()
         if self._world.weather.in_order and server.frozen_until > self._world.now:
             return False  # what has waited for it would go on behind what comes now
@@ -128,13 +112,11 @@ class Faults:
         return True
 
     def node_clock(self) -> bool:
-        """A server's clock goes wrong."""
         server = self._any_server()
         self._derange(server.node.name, server.clock)
         return True
 
     def lock_evicted(self) -> bool:
-        """A lock ends before its time."""
         node = self._any_server().node
         if not node.locks:
             return False
@@ -144,13 +126,11 @@ class Faults:
         return True
 
     def snapshot(self) -> bool:
-        """A server writes to its disk what it keeps."""
         server = self._any_server()
         server.disk = server.node.remember()
         return True
 
     def node_restart(self) -> bool:
-        """A server restarts with all its data."""
         server = self._any_server()
         if not self._needs_no_operator(server, blank=False):
             return False
@@ -158,7 +138,6 @@ class Faults:
         return True
 
     def node_blank(self) -> bool:
-        """A server restarts without its data."""
         server = self._any_server()
         if not self._may_forget(server, blank=True):
             return False
@@ -167,7 +146,6 @@ class Faults:
         return True
 
     def node_rollback(self) -> bool:
-        """A server restarts with the data of an earlier moment."""
         server = self._any_server()
         if not self._may_forget(server, blank="e" not in server.disk.hash):
             return False
@@ -175,7 +153,6 @@ class Faults:
         return True
 
     def node_follows(self) -> bool:
-        """A server follows another that is behind, and is promoted again; its connections live on."""
         server = self._any_server()
         if not self._may_forget(server, blank="e" not in server.disk.hash):
             return False
@@ -185,7 +162,6 @@ class Faults:
         return True
 
     def node_flush(self) -> bool:
-        """A server forgets everything, and its connections live on."""
         server = self._any_server()
         if not self._may_forget(server, blank=True):
             return False
@@ -195,7 +171,6 @@ class Faults:
         return True
 
     def hash_evicted(self) -> bool:
-        """A server that is short of memory forgets its hash alone."""
         server = self._any_server()
         if not self._may_forget(server, blank=True):
             return False

@@ -33,8 +33,6 @@ class Violated(Exception):  # noqa: N818 - it is a finding
 
 
 class Holding(Protocol):
-    """A lease that somebody holds, or believes to hold."""
-
     @property
     def owner(self) -> str:
         """Who that is."""
@@ -45,8 +43,6 @@ class Holding(Protocol):
 
 @dataclass
 class _Record:
-    """What has been granted of one resource."""
-
     seen: set[int] = field(default_factory=set)
     largest: int = 0
     holder: Holding | None = None
@@ -56,12 +52,7 @@ class _Record:
 
 
 class Judge:
-    """Notes what happens; raises `Violated` at the first broken promise.
-
-    Args:
-        exclusion: whether mutual exclusion is promised under the conditions of this run.
-        well: whether clients, the network and a majority of the nodes are well all the time.
-    """
+    """Notes what happens; raises `Violated` at the first broken promise."""
 
     def __init__(self, *, exclusion: bool, well: bool) -> None:
         self._exclusion = exclusion
@@ -85,7 +76,6 @@ class Judge:
     def granted(
         self, resources: tuple[str, ...], tokens: tuple[int, ...], floors: tuple[int, ...], holding: Holding
     ) -> None:
-        """Note a grant, of which its holder has just learnt."""
         self.acquisitions += 1
         for resource, token, floor in zip(resources, tokens, floors, strict=True):
             record = self._record(resource)
@@ -102,17 +92,14 @@ class Judge:
             record.holder = holding
 
     def ended(self, holding: Holding, why: str) -> None:
-        """Note that a holder is told that his lease has ended, while it should be valid still."""
         if self._well:
             raise Violated(LOST_LEASE, f"by {holding.owner}: {why}")
 
     def failed(self, owner: str, error: FencelockError) -> None:
-        """Note that somebody could not acquire."""
         if self._well and isinstance(error, MembershipError):
             raise Violated(WRONG_LIST, f"{owner}: {error}")
 
     def turned_away(self, row: str, token: int) -> None:
-        """Note that the storage has refused a write or a claim."""
         self.refused += 1
         if token >= self._record(row).fence:
             raise Violated(REFUSED, f"{token} of {row!r}")

@@ -3,6 +3,7 @@
     python -m proof.simulation.mutants                 # look for each again, and show the table
     python -m proof.simulation.mutants --write         # the same, and write docs/mutants.md
     python -m proof.simulation.mutants "no claim"      # look for some
+    python -m proof.simulation.mutants --replay        # only the seeds that stand in the table
 
 The simulation goes first: seeds 0, 1, 2 … with three nodes, then with five, up to `SEEDS` each. What it
 does not find in so many, a named schedule does, on real nodes or real databases. A double of a node that
@@ -50,8 +51,6 @@ _GUARD = "tests/guard/test_histories.py::test_without_the_guard_a_history_loses_
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Something shipped, and what stands in for it."""
-
     owner: Any
     name: str
     instead: Any
@@ -59,32 +58,21 @@ class Patch:
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A rule that is left out.
+    """A rule that is left out."""
 
-    Attributes:
-        name: what is missing, as `proof/spec/` and the named schedules say it where they have it.
-        rule: what the rule says.
-        kept: the rules that are kept, in the simulation.
-        patches: what is replaced in the shipped generators.
-        control: a test that shows what breaks without the rule, as pytest names it.
-        model: the configuration of `proof/spec/` in which the rule is left out.
-        seeds: how many the simulation tries; fewer where several nodes must forget, each at its moment; none
-            where it cannot leave the rule out.
-        run: the kind of run in which it is looked for.
-    """
-
-    name: str
+    name: str  #: what is missing, as `proof/spec/` and the named schedules say it where they have it
     rule: str
     kept: Kept = Kept()  # noqa: RUF009 - it is a value
-    patches: tuple[Patch, ...] = ()
-    control: str = ""
-    model: str = ""
+    patches: tuple[Patch, ...] = ()  #: what is replaced in the shipped generators
+    control: str = ""  #: a test that shows what breaks without the rule, as pytest names it
+    model: str = ""  #: the configuration of `proof/spec/` in which the rule is left out
+    #: How many the simulation tries; fewer where several nodes must forget, each at its moment; none where it
+    #: cannot leave the rule out.
     seeds: int = SEEDS
     run: type[Run] = Run
 
     @property
     def searched(self) -> str:
-        """What looks for it."""
         return f"simulation, {self.run.kind}" if self.run.kind else "simulation"
 
 
@@ -99,6 +87,15 @@ def _guard(name: str, rule: str, **left_out: Any) -> Mutant:
 
 def _habit(name: str, rule: str, **left_out: bool) -> Mutant:
     return Mutant(name, rule, Kept(habits=Habits(**left_out)))
+
+
+def _recovery(
+    name: str, rule: str, node: type[ModelNode] = ModelNode, patch: Patch | None = None, seeds: int = FEW
+) -> Mutant:
+    """Return one whose control has its name."""
+    slug = name.lower().replace("'", "").replace(" ", "_")
+    patches = () if patch is None else (patch,)
+    return Mutant(name, rule, Kept(node=node), patches, f"{_RECOVERIES}{slug}_control", seeds=seeds)
 
 
 _ONE_LOOK = Patch(NodeReport, "still_promises", weaker.still_promises)
@@ -174,73 +171,40 @@ MUTANTS = (
         "a node stays out until the locks that it has forgotten have ended",
         weaker.AdmitsAtOnce,
     ),
-    _node(
+    _recovery(
         "no ticket",
         "ADMIT needs the ticket that BEGIN has put on the node",
-        weaker.AdmitsWithoutTicket,
-        control=_RECOVERIES + "no_ticket_control",
+        node=weaker.AdmitsWithoutTicket,
+        seeds=SEEDS,
     ),
-    _node(
-        "ticket not bound",
-        "a ticket is of one server process",
-        weaker.TicketOfAnyProcess,
-        control=_RECOVERIES + "ticket_not_bound_control",
-        seeds=FEW,
+    _recovery("ticket not bound", "a ticket is of one server process", node=weaker.TicketOfAnyProcess),
+    _recovery(
+        "client's ticket", "the node makes the ticket up, never the same twice", node=weaker.TicketOfTheClient
     ),
-    _node(
-        "client's ticket",
-        "the node makes the ticket up, never the same twice",
-        weaker.TicketOfTheClient,
-        control=_RECOVERIES + "clients_ticket_control",
-        seeds=FEW,
-    ),
-    Mutant(
+    _recovery(
         "no epoch",
         "a node is admitted in an epoch in which nobody has voted",
-        patches=(Patch(recover, "_choose_epoch", weaker.same_epoch),),
-        control=_RECOVERIES + "no_epoch_control",
+        patch=Patch(recover, "_choose_epoch", weaker.same_epoch),
+        seeds=SEEDS,
     ),
-    Mutant(
+    _recovery(
         "RAISE without PROMISE",
         "a majority promises an epoch before anybody votes in it",
-        patches=(Patch(establish, "promise", weaker.no_promise),),
-        control=_RECOVERIES + "raise_without_promise_control",
-        seeds=FEW,
+        patch=Patch(establish, "promise", weaker.no_promise),
     ),
-    Mutant(
-        "no p",
-        "what was promised is remembered",
-        Kept(node=weaker.ForgetfulPromise),
-        (_ONE_LOOK,),
-        control=_RECOVERIES + "no_p_control",
-        seeds=FEW,
-    ),
-    Mutant(
-        "one look at promises",
-        "a majority holds the promise at one time",
-        patches=(_ONE_LOOK,),
-        control=_RECOVERIES + "one_look_at_promises_control",
-        seeds=FEW,
-    ),
-    Mutant(
+    _recovery("no p", "what was promised is remembered", node=weaker.ForgetfulPromise, patch=_ONE_LOOK),
+    _recovery("one look at promises", "a majority holds the promise at one time", patch=_ONE_LOOK),
+    _recovery(
         "read and BEGIN node by node",
         "where all restarted, every node has its ticket before any is read",
-        control=_RECOVERIES + "read_and_begin_node_by_node_control",
         seeds=0,
     ),
-    _node(
+    _recovery(
         "ADMIT lowers p",
         "who is admitted keeps what it has promised meanwhile",
-        weaker.AdmitLowersPromise,
-        control=_RECOVERIES + "admit_lowers_p_control",
-        seeds=FEW,
+        node=weaker.AdmitLowersPromise,
     ),
-    Mutant(
-        "ticket outside the hash",
-        "the ticket is lost with the promises beside it",
-        control=_RECOVERIES + "ticket_outside_the_hash_control",
-        seeds=0,
-    ),
+    _recovery("ticket outside the hash", "the ticket is lost with the promises beside it", seeds=0),
     Mutant(
         "ADMIT before RAISE",
         "a majority is raised before anybody is admitted",
@@ -289,32 +253,21 @@ MUTANTS = (
         run=Tidy,
     ),
     # The list of nodes.
-    Mutant(
+    _recovery(
         "one closing pass",
         "the nodes are closed still when they are looked at again",
-        patches=(Patch(change, "_closed_still", weaker.no_second_look),),
-        control=_RECOVERIES + "one_closing_pass_control",
-        seeds=FEW,
+        patch=Patch(change, "_closed_still", weaker.no_second_look),
     ),
-    _node(
-        "no next",
-        "which list comes next is set once",
-        weaker.ClosedForAnybody,
-        control=_RECOVERIES + "no_next_control",
-        seeds=FEW,
-    ),
-    Mutant(
+    _recovery("no next", "which list comes next is set once", node=weaker.ClosedForAnybody),
+    _recovery(
         "recovery reads closed nodes",
         "a closed node votes no more, and takes part in no recovery",
-        Kept(node=weaker.OpenAllTheTime),
-        (Patch(NodeReport, "closed", property(lambda _: False)),),
-        control=_RECOVERIES + "recovery_reads_closed_nodes_control",
-        seeds=FEW,
+        node=weaker.OpenAllTheTime,
+        patch=Patch(NodeReport, "closed", property(lambda _: False)),
     ),
-    Mutant(
+    _recovery(
         "OPEN without PROMISE",
         "a majority of the new nodes promises the epoch before they are opened",
-        control=_RECOVERIES + "open_without_promise_control",
         seeds=0,
     ),
     Mutant(
@@ -373,15 +326,7 @@ MUTANTS = (
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """What noticed that a rule is missing.
-
-    Attributes:
-        by: the simulation, a test, or a configuration of the model.
-        promise: which was broken, where the simulation says so.
-        size: how many nodes there were.
-        seed: the seed; all smaller ones have passed.
-        acquisitions: how many locks had been acquired until then, over all seeds of that size.
-    """
+    """What noticed that a rule is missing, and where: all smaller seeds have passed."""
 
     by: str
     promise: str = ""
@@ -392,7 +337,6 @@ class Kill:
 
 @contextlib.contextmanager
 def left_out(mutant: Mutant) -> Iterator[Kept]:
-    """Leave the rule out for a while; yields what the simulation is to keep."""
     with contextlib.ExitStack() as stack:
         for patch in mutant.patches:
             stack.callback(setattr, patch.owner, patch.name, patch.owner.__dict__[patch.name])
@@ -414,7 +358,6 @@ def hunt(mutant: Mutant, seeds: int) -> Kill | None:
 
 
 def show(mutant: Mutant) -> Kill | None:
-    """Return the named schedule or the model that shows the same, having run it."""
     if mutant.control:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", mutant.control]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
@@ -422,7 +365,7 @@ def show(mutant: Mutant) -> Kill | None:
     if mutant.model:
         command = [sys.executable, "proof/spec/check.py", "--no-tlc", mutant.model]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
-        return Kill(f"spec/ ({mutant.model})") if done.returncode == 0 else None
+        return Kill(f"proof/spec/ ({mutant.model})") if done.returncode == 0 else None
     return None
 
 
@@ -432,7 +375,6 @@ def judge(mutant: Mutant, most: int = SEEDS) -> Kill | None:
 
 
 def row(mutant: Mutant, kill: Kill | None) -> str:
-    """Return a mutant's row of the table."""
     if kill is None:
         return f"| {mutant.name} | {mutant.rule} | **nothing** | | | |"
     if not kill.promise:
@@ -451,9 +393,32 @@ def _kind(kill: Kill) -> str:
     return "guard machine" if kill.by.startswith("tests/guard") else "named schedule"
 
 
-def page(rows: Sequence[str]) -> str:
-    """Return the page of the docs."""
-    return _PAGE.format(seeds=SEEDS, rows="\n".join(rows))
+def recorded() -> dict[str, list[str]]:
+    lines = [line for line in TABLE.read_text().splitlines() if line.startswith("| ")][1:]
+    cells = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
+    return {name: rest for name, *rest in cells}
+
+
+def replay(mutant: Mutant, cells: Sequence[str]) -> str:
+    """Play the seed of the table; return what is not as it was, and nothing where all is."""
+    _, noticed, size, seed, _ = cells
+    with left_out(mutant) as kept:
+        found = f"{mutant.searched}: {play(int(seed), int(size), kept, run=mutant.run).violation}"
+    if found != noticed:
+        return f"{mutant.name}, seed {seed}: {found}, and not {noticed}"
+    kept_all = play(int(seed), int(size), run=mutant.run).detail
+    return f"{mutant.name}, seed {seed}, with all rules kept: {kept_all}" if kept_all else ""
+
+
+def replay_all(mutants: Sequence[Mutant]) -> int:
+    """Return how many recorded seeds do not notice again, or are not recorded."""
+    rows = recorded()
+    found = [mutant for mutant in mutants if rows.get(mutant.name, ["", ""])[1].startswith("simulation")]
+    problems = [problem for mutant in found if (problem := replay(mutant, rows[mutant.name]))]
+    problems += [f"{mutant.name}: no row" for mutant in mutants if mutant.name not in rows]
+    sys.stdout.writelines(f"{problem}\n" for problem in problems)
+    sys.stdout.write(f"{len(found)} seeds played again, {len(problems)} problems\n")
+    return len(problems)
 
 
 _PAGE = """\
@@ -476,14 +441,16 @@ Seeds and acquisitions are the same on every machine.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Judge all mutants, or some; show what noticed them."""
     parser = argparse.ArgumentParser(prog="python -m proof.simulation.mutants", description=__doc__)
     parser.add_argument("names", nargs="*", help="mutants to look for; all where none is named")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="seeds to try with each number of nodes")
     parser.add_argument("--jobs", type=int, default=1, help="how many to judge side by side")
-    parser.add_argument("--write", action="store_true", help=f"write {TABLE.relative_to(ROOT)}")
+    parser.add_argument("--write", action="store_true", help="write docs/mutants.md")
+    parser.add_argument("--replay", action="store_true", help="play only the seeds that stand in the table")
     options = parser.parse_args(arguments)
     mutants = [mutant for mutant in MUTANTS if not options.names or mutant.name in options.names]
+    if options.replay:
+        return replay_all(mutants)
     names = [mutant.name for mutant in mutants]
     rows, survivors = [], []
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
@@ -495,7 +462,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if kill is None:
                 survivors.append(mutant.name)
     if options.write:
-        TABLE.write_text(page(rows))
+        TABLE.write_text(_PAGE.format(seeds=SEEDS, rows="\n".join(rows)))
     if survivors:
         sys.stderr.write(f"nothing notices: {', '.join(survivors)}\n")
     return len(survivors)

@@ -31,19 +31,12 @@ _GRANTED = Said.GRANTED
 
 
 class Lock(NamedTuple):
-    """What a lock key holds. A claim (`>` and a place) has neither epoch nor counter.
+    """What a lock key holds. A claim (`>` and a place) has neither epoch nor counter."""
 
-    Attributes:
-        nonce: of the grant; of a claim, its whole value.
-        epoch: of the grant.
-        counter: of the grant; None where EXTEND has made the lock again.
-        ends: when it expires, in ms on the node's clock.
-    """
-
-    nonce: str
+    nonce: str  #: of the grant; of a claim, its whole value
     epoch: int | None
-    counter: int | None
-    ends: float
+    counter: int | None  #: None where EXTEND has made the lock again
+    ends: float  #: when it expires, in ms on the node's clock
 
 
 @dataclass
@@ -54,7 +47,6 @@ class Queue:
     ends: float
 
     def first(self) -> str:
-        """Return who has waited longest."""
         return min(self.since, key=lambda place: (self.since[place], place))
 
 
@@ -85,19 +77,7 @@ BLANK = Disk({}, {}, {})
 class ModelNode:
     """A server process with its data; blank until it is opened. Time passes only by `now`.
 
-    Args:
-        name: its tickets begin with it, so that no two nodes make the same.
-
-    Attributes:
-        run: which of this server's processes it is.
-        now: its clock, in ms.
-        hash: the node's hash; numbers as keys are stripes, with their counters.
-        locks: by key; those that have ended may be there still.
-        publish: is told client and message of each call, and tells whether anybody heard it.
-        unbroken: whether it has loaded no data since it got its ticket, or was admitted.
-        ever: 1 + the highest epoch in which it could vote, whatever it remembers of that.
-        again: whether it could vote twice in one epoch, having forgotten the first time.
-        out: whether it has lost memory, and not been admitted since.
+    Its tickets begin with its `name`, so that no two nodes make the same.
     """
 
     #: Whether a vote depends on the marker being that of this very process.
@@ -109,15 +89,17 @@ class ModelNode:
 
     def __init__(self, name: str = "n") -> None:
         self.name = name
-        self.run = 1
-        self.now = 0.0
-        self.hash: dict[str | int, Any] = {}
-        self.locks: dict[str, Lock] = {}
+        self.run = 1  #: which of this server's processes it is
+        self.now = 0.0  #: its clock, in ms
+        self.hash: dict[str | int, Any] = {}  #: numbers as keys are stripes, with their counters
+        self.locks: dict[str, Lock] = {}  #: those that have ended may be there still
         self.queues: dict[str, Queue] = {}
+        #: Is told client and message of each call, and tells whether anybody heard it.
         self.publish: Callable[[str, str], bool] = lambda _client, _message: False
-        self.unbroken = False
-        self.ever = 0
-        self.again = self.out = False
+        self.unbroken = False  #: whether it has loaded no data since it got its ticket, or was admitted
+        self.ever = 0  #: 1 + the highest epoch in which it could vote, whatever it remembers of that
+        self.again = False  #: whether it could vote twice in one epoch, having forgotten the first time
+        self.out = False  #: whether it has lost memory, and not been admitted since
         self._tickets = 0
         self._scripts: dict[str, Callable[[Command], Answer]] = {
             "acquire": self.acquire,
@@ -137,11 +119,9 @@ class ModelNode:
         }
 
     def execute(self, command: Command) -> Answer:
-        """Answer a command as the script of its name does."""
         return self._scripts[command.script](command)
 
     def pass_time(self, seconds: float) -> None:
-        """Let its clock go on."""
         self.now += seconds * 1000
 
     # What happens to a server.
@@ -154,7 +134,6 @@ class ModelNode:
         return Disk(dict(self.hash), dict(self.locks), queues)
 
     def flush(self) -> None:
-        """Forget everything, as FLUSHALL does; the process lives on."""
         self._load(BLANK)
 
     def restart(self, disk: Disk | None = None) -> None:
@@ -174,14 +153,12 @@ class ModelNode:
         self.queues = {key: Queue(dict(since), self.now + QUEUE_MS) for key, since in disk.queues.items()}
 
     def expire(self, key: str) -> None:
-        """End a lock as its ttl does."""
         self.locks.pop(key, None)
 
     # What it is.
 
     @property
     def blank(self) -> bool:
-        """Whether it holds no marker."""
         return "e" not in self.hash
 
     @property
@@ -201,7 +178,6 @@ class ModelNode:
         return mine and (self.unbroken or not self.asks_for_memory)
 
     def votes_in(self, fingerprint: str) -> bool:
-        """Whether it votes in a list."""
         return self.admitted and "next" not in self.hash and bool(self.hash["cfg"] == fingerprint)
 
     def refusal(self, fingerprint: str) -> Answer | None:
@@ -228,12 +204,10 @@ class ModelNode:
         return lock
 
     def counter(self, stripe: int) -> int:
-        """Return where a stripe's counter stands."""
         counter: int = self.hash.get(stripe, self.hash.get("b", 0))
         return counter
 
     def catch_up(self, stripe: int, decided: int) -> None:
-        """Raise a stripe's counter, if it is below."""
         if decided > self.counter(stripe):
             self.hash[stripe] = decided
 
@@ -292,11 +266,9 @@ class ModelNode:
         return Answer(_GRANTED, epoch, tuple(granted))
 
     def next_counter(self, last: int, hint: int) -> int:
-        """Return the counter to grant."""
         return max(last + 1, hint)
 
     def confirm(self, command: Command) -> Answer:
-        """CONFIRM."""
         arguments: Sequence[Any] = command.arguments
         refused = self.refusal(arguments[0])
         if refused is not None:
@@ -314,11 +286,9 @@ class ModelNode:
         return _CONFIRMED
 
     def asks_for_epoch(self, epoch: int) -> bool:
-        """Whether a CONFIRM is of another epoch."""
         return bool(epoch != self.hash["e"])
 
     def is_ours(self, lock: Lock | None, nonce: str) -> bool:
-        """Whether a CONFIRM is of the lock that is there."""
         return (
             lock is not None
             and lock.nonce == nonce
@@ -357,7 +327,6 @@ class ModelNode:
         return _LOST if "e" in self.hash else _AMNESIA
 
     def may_release(self, lock: Lock, nonce: str) -> bool:
-        """Whether a RELEASE is of the lock that is there."""
         return lock.nonce == nonce
 
     def on_release(self, stripes: Sequence[int], decided: Sequence[int]) -> None:
@@ -382,7 +351,6 @@ class ModelNode:
         return self._released(len(keys) - released)
 
     def extend(self, command: Command) -> Answer:
-        """EXTEND."""
         arguments: Sequence[Any] = command.arguments
         refused = self.refusal(arguments[0])
         if refused is not None and not self.makes_locks(refused, arguments[0]):
@@ -395,7 +363,6 @@ class ModelNode:
         return refused or Answer(Said.EXTENDED, self.hash["e"], tuple(codes))
 
     def holder(self, command: Command) -> Answer:
-        """HOLDER."""
         if (refused := self.refusal(str(command.arguments[0]))) is not None:
             return refused
         locks = [lock for key in command.keys[1:] if (lock := self.lock(key)) is not None]
@@ -500,7 +467,6 @@ class ModelNode:
         return self.hash["id"], self.hash["members"]
 
     def begin(self, _cfg: str, word: str, max_ttl: int, seat: str) -> Answer:
-        """BEGIN."""
         fields = self.hash
         if self.admitted:
             return Answer(Said.ADMITTED, facts=self._facts())
@@ -530,7 +496,6 @@ class ModelNode:
         return max(0, min(ttl, at + ttl - int(self.now)))
 
     def read(self) -> Answer:
-        """READ."""
         fields = self.hash
         names = (fields.get(name, "") for name in ("id", "members"))
         told = (fields.get(name, "") for name in ("e", "p", "cfg", "next", "next_members"))
@@ -540,7 +505,6 @@ class ModelNode:
         return Answer(Said.STANDING, facts=(*names, "1" if self.admitted else "", *map(str, told), *ticket))
 
     def promise(self, cfg: str, epoch: int, ticket: str, mode: str) -> Answer:
-        """PROMISE."""
         closed = self.hash.get("next")
         if self.admitted:
             counts = (self.hash["cfg"] == cfg and not closed) or (mode == "change" and closed == cfg)
@@ -557,7 +521,6 @@ class ModelNode:
         self.hash["p"] = epoch
 
     def raise_(self, cfg: str, epoch: int) -> Answer:
-        """RAISE."""
         refused = self.refusal(cfg)
         if refused is None and epoch > self.hash["e"]:
             self.hash["e"] = epoch
@@ -566,7 +529,6 @@ class ModelNode:
         return refused or Answer(Said.RAISED)
 
     def admit(self, cfg: str, epoch: int, ticket: str, seat: str, members: str) -> Answer:
-        """ADMIT."""
         if self.admitted:
             return Answer(Said.ADMITTED, facts=self._facts())
         if "next" in self.hash:
@@ -579,7 +541,6 @@ class ModelNode:
         return Answer(Said.ADMITTED, facts=self._facts())
 
     def close(self, cfg: str, following: str, members: str) -> Answer:
-        """CLOSE."""
         refused = self.refusal(cfg)
         if refused is _CLOSED and self.may_close(following):
             refused = None
@@ -592,7 +553,6 @@ class ModelNode:
         return bool(self.hash["next"] == following)
 
     def open(self, cfg: str, epoch: int, node_id: str, base: int, members: str) -> Answer:
-        """OPEN."""
         awaits = self.admitted and self.hash.get("next") == cfg
         if "e" in self.hash and not awaits:
             return Answer(Said.ADMITTED, facts=self._facts())

@@ -33,7 +33,6 @@ class Rolling(Run):
     over = False
 
     def draw(self, rng: random.Random) -> Weather:
-        """Return the conditions of the run."""
         return draw_well(rng)
 
     def _storm(self) -> None:
@@ -73,7 +72,6 @@ class Rolling(Run):
         self.errands = tuple(client.start(errand) for client, errand in started)
 
     def _restart(self, number: int) -> None:
-        """Let a server restart: blank, mostly."""
         world, server = self.world, self.world.servers[number]
         how = world.random.choice(("blank", "blank", "blank", "with its data", "flushed"))
         world.count_fault(f"rolling restart, {how}")

@@ -38,21 +38,6 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a run.
-
-    Attributes:
-        seed: what it follows from.
-        size: how many nodes were in the list.
-        violation: which promise was broken first; empty if none was.
-        detail: how.
-        acquisitions: how many locks were acquired.
-        writes: how many writes were committed, and `refused` how many were turned away.
-        faults: how often each kind of fault happened.
-        events: how many things happened.
-        seconds: how long that was in the simulation.
-        kind: of run; empty for the usual one.
-    """
-
     seed: int
     size: int
     violation: str
@@ -68,14 +53,7 @@ class Outcome:
 
 
 class Run:
-    """Four clients, N nodes and two spare ones, an operator, a storage; and everything going wrong.
-
-    Args:
-        seed: what follows from it: everything.
-        size: how many nodes vote.
-        kept: the rules.
-        trace: gets a line for everything that happens.
-    """
+    """Four clients, N nodes and two spare ones, an operator, a storage; and everything going wrong."""
 
     #: What the command and the table of mutants call this kind of run; nothing for the usual one.
     kind = ""
@@ -114,11 +92,9 @@ class Run:
             self._plan_change()
 
     def draw(self, rng: random.Random) -> Weather:
-        """Return the conditions of the run."""
         return draw(rng)
 
     def play(self) -> Outcome:
-        """Let it happen, to the end or to the first broken promise."""
         violation = detail = ""
         try:
             self._storm()
@@ -153,7 +129,6 @@ class Run:
     # Nodes and clients.
 
     def _initialise(self) -> None:
-        """Initialise the nodes, which nobody disturbs meanwhile."""
         world = self.world
         names = tuple(f"redis://n{number}:6379" for number in self._members)
         for server in (world.servers[number] for number in self._members):
@@ -209,13 +184,11 @@ class Run:
             world.at(world.now + world.random.random(), self._operator_dies, plan)
 
     def _is_changing(self) -> bool:
-        """Whether a change has begun, and not every node has been opened yet."""
         servers = self.world.servers
         left_out = any("next" in servers[number].node.hash for number in self._members)
         return left_out or self._wanted != self._members
 
     def _change(self) -> None:
-        """Have the operator try, or try again."""
         world = self.world
         world.tell("op", f"wants {', '.join(f'n{number}' for number in self._wanted)}")
         program = change(self._operator.group(), self._wanted, lambda _: None)
@@ -262,7 +235,6 @@ class Run:
         world.tell("**", "all faults have ended")
 
     def _calm(self) -> None:
-        """End all faults; then every node votes again, and everybody gets every lock."""
         world = self.world
         self._end_faults()
         for client in list(self._clients.values()):
@@ -316,7 +288,6 @@ class Run:
         )
 
     def _visit(self, number: int, end: float) -> None:
-        """Have a client acquire everything once."""
         world = self.world
         process = Process(world, f"v{number}", self._members, world.new_clock())
         world.add(process)
@@ -337,7 +308,6 @@ class Run:
 
 
 def drive(stations: list[ModelNode], program: Program) -> Any:
-    """Run a generator to its end on nodes that answer at once."""
     from tests.redlock.stage import Actor  # noqa: PLC0415 - it brings redis along
 
     return Actor(stations, program).finish()
@@ -350,5 +320,4 @@ def play(
     trace: Callable[[str], None] | None = None,
     run: type[Run] = Run,
 ) -> Outcome:
-    """Return what comes of a seed, in a kind of run."""
     return run(seed, size, kept, trace).play()

@@ -18,21 +18,13 @@ Reply = Callable[[Any], None]
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What the guard asks for; all of it, unless a mutant leaves one out.
+    """What the guard asks for; all of it, unless a mutant leaves one out."""
 
-    Attributes:
-        compares: a write is refused below the row's fence.
-        stamps: a write that is accepted raises the row's fence.
-        claims: a holder raises the fence before it reads.
-        allows_again: … and not where the fence is at the token: a holder may write again.
-        at_once: fence and row are looked at and written in one statement.
-    """
-
-    compares: bool = True
-    stamps: bool = True
-    claims: bool = True
-    allows_again: bool = True
-    at_once: bool = True
+    compares: bool = True  #: a write is refused below the row's fence
+    stamps: bool = True  #: a write that is accepted raises the row's fence
+    claims: bool = True  #: a holder raises the fence before it reads
+    allows_again: bool = True  #: … and not where the fence is at the token: a holder may write again
+    at_once: bool = True  #: fence and row are looked at and written in one statement
 
 
 class Stale(NamedTuple):
@@ -65,12 +57,7 @@ class Row:
 
 
 class Storage:
-    """All rows, as committed.
-
-    Args:
-        rules: what is asked for.
-        committed: told row, token, and what was written on which base (None for a claim), in order.
-    """
+    """All rows. `committed` is told row, token, and what was written on which base (None for a claim)."""
 
     def __init__(self, rules: Rules, committed: Callable[[str, int, tuple[int, int] | None], None]) -> None:
         self.rules = rules
@@ -78,22 +65,18 @@ class Storage:
         self.rows: dict[str, Row] = {}
 
     def row(self, name: str) -> Row:
-        """Return a row, which is there from the beginning."""
         row = self.rows.get(name)
         if row is None:
             row = self.rows[name] = Row()
         return row
 
     def claim(self, transaction: Transaction, name: str, reply: Reply) -> None:
-        """Raise the row's fence, lock the row and answer what it says; or refuse."""
         self._with_lock(transaction, name, lambda: reply(self._claim(transaction, name)))
 
     def read(self, transaction: Transaction, name: str, reply: Reply) -> None:
-        """Answer what the row says."""
         reply(transaction.values.get(name, self.row(name).value))
 
     def write(self, transaction: Transaction, name: str, value: int, base: int, reply: Reply) -> None:
-        """Write a row, if its fence is not above the token; or refuse."""
         self._with_lock(transaction, name, lambda: reply(self._write(transaction, name, value, base)))
 
     def append(self, transaction: Transaction, name: str, value: int, reply: Reply) -> None:
@@ -110,7 +93,6 @@ class Storage:
         reply(self._refusal(transaction, name))
 
     def commit(self, transaction: Transaction, reply: Reply) -> None:
-        """Let all of a transaction take effect; answer whether it was still there."""
         alive = not transaction.over
         if alive:
             self._commit(transaction)
@@ -126,7 +108,6 @@ class Storage:
         self._end(transaction)
 
     def roll_back(self, transaction: Transaction) -> None:
-        """Let nothing of a transaction take effect; also for one that is over."""
         if not transaction.over:
             self._end(transaction)
 

@@ -34,7 +34,6 @@ class Tidy(Run):
     over = False
 
     def draw(self, rng: random.Random) -> Weather:
-        """Return the conditions of the run."""
         rates = dict.fromkeys(MOST, 0.0) | {"node pause": 2.0 * rng.random(), "partition": 2.0 * rng.random()}
         return replace(
             draw_well(rng),

@@ -22,7 +22,6 @@ class WithoutOwnership(ModelNode):
     """CONFIRM does not ask whose the lock is."""
 
     def is_ours(self, lock: Lock | None, nonce: str) -> bool:  # noqa: ARG002 - the mutation
-        """Let anybody's lock do."""
         return lock is not None
 
     def is_higher(self, counters: Sequence[int], decided: Sequence[int]) -> bool:  # noqa: ARG002 - belongs to it
@@ -34,7 +33,6 @@ class WithoutComparison(ModelNode):
     """CONFIRM counts where the node itself had granted more."""
 
     def is_higher(self, counters: Sequence[int], decided: Sequence[int]) -> bool:  # noqa: ARG002 - the mutation
-        """Never."""
         return False
 
 
@@ -42,7 +40,6 @@ class MakesLocksAsVoter(ModelNode):
     """EXTEND makes no locks on a node that does not vote."""
 
     def makes_locks(self, refused: Answer, fingerprint: str) -> bool:  # noqa: ARG002 - the mutation
-        """Refuse without doing anything."""
         return False
 
 
@@ -57,7 +54,6 @@ class ClosedForAnybody(ModelNode):
     """CLOSE takes any next list, also after another."""
 
     def may_close(self, following: str) -> bool:  # noqa: ARG002 - the mutation
-        """Let any list do."""
         return True
 
 
@@ -65,12 +61,10 @@ class OpenAllTheTime(ModelNode):
     """A node that is closed votes on in its list, whatever it has been told."""
 
     def refusal(self, fingerprint: str) -> Answer | None:
-        """Refuse nothing for being closed."""
         refused = super().refusal(fingerprint)
         return None if refused is not None and refused.said is Said.CLOSED else refused
 
     def votes_in(self, fingerprint: str) -> bool:
-        """Vote in the list that it belongs to."""
         return self.admitted and bool(self.hash["cfg"] == fingerprint)
 
 
@@ -91,7 +85,6 @@ class ReleasesAnybodys(ModelNode):
     """RELEASE deletes whatever lock is there."""
 
     def may_release(self, lock: Lock, nonce: str) -> bool:  # noqa: ARG002 - the mutation
-        """Let anybody's lock do."""
         return True
 
 
@@ -111,13 +104,11 @@ class MarkerOnDemand(ModelNode):
     """A blank node makes itself a marker when somebody wants its vote."""
 
     def when_blank(self, fingerprint: str) -> Answer | None:
-        """Be a new node of whatever list that is."""
         self.hash = {"e": 0, "p": 0, "r": self.run, "cfg": fingerprint, "b": self.first_counter()}
         self.unbroken = True
         return None
 
     def first_counter(self) -> int:
-        """Return where counters start."""
         return 0
 
     def execute(self, command: Command) -> Answer:
@@ -131,7 +122,6 @@ class ClockInsteadOfMemory(MarkerOnDemand):
     """The same, but its counters start at what its clock says."""
 
     def first_counter(self) -> int:
-        """Return the time."""
         return max(0, int(self.now))
 
 
@@ -139,7 +129,6 @@ class AdmitsWithoutTicket(ModelNode):
     """ADMIT asks for no ticket."""
 
     def admit(self, cfg: str, epoch: int, ticket: str, seat: str, members: str) -> Answer:
-        """Admit with whatever ticket is there, or none."""
         if not self.admitted:
             self.hash |= {"ticket": ticket, "ticket_of": self.run, "ticket_at": 0, "ticket_ttl": 0}
             self.unbroken = True
@@ -150,7 +139,6 @@ class AdmitsAtOnce(ModelNode):
     """ADMIT does not wait until the locks have ended that the node has forgotten."""
 
     def ms_out(self) -> int:
-        """Find that its time has come."""
         return 0
 
 
@@ -158,7 +146,6 @@ class TicketOfAnyProcess(ModelNode):
     """A ticket is good for the process that comes after the one which made it."""
 
     def holds(self, ticket: str) -> bool:
-        """Compare the ticket alone."""
         return bool(ticket) and bool(self.hash.get("ticket") == ticket)
 
     def admit(self, cfg: str, epoch: int, ticket: str, seat: str, members: str) -> Answer:
@@ -171,7 +158,6 @@ class TicketOfTheClient(ModelNode):
     """The ticket is what the client has made up."""
 
     def new_ticket(self, word: str) -> str:
-        """Take the word."""
         return word
 
 
@@ -179,7 +165,6 @@ class AdmitLowersPromise(ModelNode):
     """ADMIT forgets what the node has promised meanwhile."""
 
     def promise_to_keep(self, epoch: int) -> int:
-        """Keep the epoch alone."""
         return epoch
 
 

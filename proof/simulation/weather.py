@@ -34,40 +34,24 @@ _OF_CLOCKS = ("client clock", "node clock", "lock evicted")
 
 @dataclass(frozen=True, slots=True)
 class Weather:
-    """The conditions of one run.
+    """The conditions of one run."""
 
-    Attributes:
-        rates: how often each kind of fault happens, per second.
-        latency: seconds that a message usually takes, one way.
-        late: share of messages that take much longer.
-        lateness: seconds that these take on the average.
-        lost: share of messages that never arrive.
-        doubled: share of messages that arrive twice.
-        sane_clocks: whether all clocks go evenly, at about the same rate.
-        changes: changes of nodes, per second.
-        resources: what is locked.
-        ttl: seconds of the leases.
-        think: seconds between two acquisitions of a client, on the average.
-        work: seconds that a lease is used, on the average.
-        well: whether clients, the network and a majority of the nodes are well all the time: then no healthy
-            holder loses a lease, and nobody is told that his list of nodes is wrong.
-        in_order: whether no message overtakes another on its connection.
-    """
-
-    rates: dict[str, float]
-    latency: float
-    late: float
-    lateness: float
-    lost: float
-    doubled: float
-    sane_clocks: bool
-    changes: float
+    rates: dict[str, float]  #: how often each kind of fault happens, per second
+    latency: float  #: seconds that a message usually takes, one way
+    late: float  #: share of messages that take much longer
+    lateness: float  #: seconds that these take on the average
+    lost: float  #: share of messages that never arrive
+    doubled: float  #: share of messages that arrive twice
+    sane_clocks: bool  #: whether all clocks go evenly, at about the same rate
+    changes: float  #: changes of nodes, per second
     resources: tuple[str, ...]
     ttl: float
-    think: float
-    work: float
+    think: float  #: seconds between two acquisitions of a client, on the average
+    work: float  #: seconds that a lease is used, on the average
+    #: Whether clients, the network and a majority of the nodes are well all the time: then no healthy holder
+    #: loses a lease, and nobody is told that his list of nodes is wrong.
     well: bool = False
-    in_order: bool = False
+    in_order: bool = False  #: whether no message overtakes another on its connection
 
 
 #: The first and the third share a stripe.
@@ -75,8 +59,6 @@ RESOURCES = ("r", "s", "r672")
 
 
 def draw(rng: random.Random) -> Weather:
-    """Return the conditions that come next."""
-
     def sometimes(probability: float, most: float) -> float:
         return rng.uniform(0.0, most) if rng.random() < probability else 0.0
 

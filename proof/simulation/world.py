@@ -56,12 +56,7 @@ class ConnectionLost(Exception):  # noqa: N818 - what a program is told of a sta
 
 
 class Ask:
-    """Request of a client's program: have the storage execute a statement, and return its answer.
-
-    Args:
-        what: for the trace.
-        execute: does it, and calls what it is given with the answer.
-    """
+    """Request of a client's program: have the storage execute a statement, and return its answer."""
 
     __slots__ = ("execute", "what")
 
@@ -80,15 +75,12 @@ class Clock:
         self._offset = offset
 
     def read(self, now: float) -> float:
-        """Return what it says at a moment."""
         return now * self.rate + self._offset
 
     def jump(self, seconds: float) -> None:
-        """Go wrong by so many seconds."""
         self._offset += seconds
 
     def drift(self, now: float, rate: float) -> None:
-        """Go at another rate from now on."""
         self._offset += now * (self.rate - rate)
         self.rate = rate
 
@@ -107,25 +99,12 @@ class Server:
         self.frozen_until = 0.0
 
     def look(self, now: float) -> ModelNode:
-        """Return the node, with its clock set."""
         self.node.now = self.clock.read(now) * 1000
         return self.node
 
 
 class Task:
-    """One generator of a process, at a request."""
-
-    __slots__ = (
-        "ballot",
-        "began",
-        "name",
-        "place",
-        "process",
-        "program",
-        "result",
-        "sleeping",
-        "then",
-    )
+    __slots__ = ("ballot", "began", "name", "place", "process", "program", "result", "sleeping", "then")
 
     def __init__(
         self, process: Process, name: str, program: Program, then: Callable[[Any], None] | None = None
@@ -144,8 +123,6 @@ class Task:
 
 
 class Ballot(PendingBroadcast):
-    """A broadcast that a task waits for."""
-
     __slots__ = ("_task",)
 
     def __init__(self, request: Broadcast, task: Task) -> None:
@@ -153,22 +130,12 @@ class Ballot(PendingBroadcast):
         self._task = task
 
     def wake(self) -> None:
-        """Have the task go on."""
         world = self._task.process.world
         world.at(world.now, world.count, self._task, self)
 
 
 class Link(Connection):
-    """A connection whose commands travel one by one, and not as bytes.
-
-    Attributes:
-        process: whose it is.
-        index: of the node among its nodes.
-        server: which it leads to.
-        run: to which of its processes.
-        is_subscribed: whether the node publishes to it.
-        free_at: when what was sent over it has arrived; matters where messages keep their order.
-    """
+    """A connection whose commands travel one by one, and not as bytes."""
 
     __slots__ = ("free_at", "index", "is_subscribed", "process", "run", "server")
 
@@ -184,13 +151,11 @@ class Link(Connection):
         self.free_at = 0.0
 
     def put_alone(self, pending: PendingReply, packed: Packed) -> None:
-        """Send a command."""
         super().put_alone(pending, packed)
         self.outgoing.clear()
         self.process.world.send(self, pending)
 
     def received(self, data: Any, now: float) -> list[tuple[PendingReply, Answer]]:  # noqa: ARG002
-        """Do as any connection with an answer and what it is to, or with what was published."""
         if isinstance(data, bytes):
             self.published.append(data)
             return []
@@ -203,15 +168,7 @@ class Link(Connection):
 
 
 class Process:
-    """A process that speaks to some servers: a client or an operator.
-
-    Attributes:
-        name: unlike that of any other, also of those that come after it.
-        seats: numbers of the servers that it is configured with, in its order.
-        line: its places in the nodes' queues.
-        nodes: its connections.
-        see: returns the set of nodes as it is known now.
-    """
+    """A process that speaks to some servers: a client or an operator."""
 
     def __init__(self, world: World, name: str, seats: Sequence[int], clock: Clock) -> None:
         self.world = world
@@ -226,7 +183,6 @@ class Process:
         self.configure(seats)
 
     def configure(self, seats: Sequence[int]) -> None:
-        """Use other servers."""
         self.seats = tuple(seats)
         self.names = tuple(f"redis://n{number}:6379" for number in seats)
         self._connecting: set[int] = set()
@@ -251,18 +207,15 @@ class Process:
 
     @property
     def now(self) -> float:
-        """What its clock says."""
         return self.clock.read(self.world.now)
 
     def hear_of_trouble(self) -> None:
-        """Start a recovery, unless one is at work or the last was in vain a moment ago."""
         if self.recovers and not self._recovering and self.now >= self._not_before:
             self._recovering = True
             program = recover(self.group())
             self.world.start(Task(self, "recovery", program, self._recovered))
 
     def group(self) -> NodeGroup:
-        """Return the nodes as a recoverer of this process speaks to them."""
         return NodeGroup(self.names, NODE_KEY, PATIENCE, self.world.new_word, self.world.random.random)
 
     def _recovered(self, result: Any) -> None:
@@ -273,7 +226,6 @@ class Process:
     # What its connections ask for.
 
     def connect(self, node: int) -> None:
-        """Begin to open a connection, unless that is going on."""
         if node not in self._connecting:
             self._connecting.add(node)
             world = self.world
@@ -281,7 +233,6 @@ class Process:
             world.at(when, self._connected, node, self.seats)
 
     def is_connecting(self, node: int) -> bool:
-        """Tell whether that is going on."""
         return node in self._connecting
 
     def disconnect(self, node: int) -> None:
@@ -308,21 +259,12 @@ class Process:
         self.nodes.connected(index, identity, self.now, pushes=True)
 
     def open_again(self) -> None:
-        """Open what is not open, as soon as that may be tried."""
         if self.alive and (again := self.nodes.open_absent(self.now)) < math.inf:
             self.world.at(self.world.now + (again - self.now) / self.clock.rate + 1e-6, self.open_again)
 
 
 class World:
-    """Everything there is, and the order in which it happens.
-
-    Args:
-        rng: the only source of randomness.
-        weather: how the network is.
-        count: how many servers there are.
-        node_class: the node, or a mutant.
-        trace: gets a line for everything that happens; None for none.
-    """
+    """Everything there is, and the order in which it happens."""
 
     def __init__(
         self,
@@ -353,12 +295,10 @@ class World:
     # Time.
 
     def at(self, when: float, action: Callable[..., None], *arguments: Any) -> None:
-        """Have something happen at a moment."""
         self.events += 1
         heapq.heappush(self._heap, (when, self.events, action, arguments))
 
     def run(self, until: float, enough: Callable[[], bool] | None = None) -> None:
-        """Let things happen until a moment, or until that is enough."""
         heap = self._heap
         pop = heapq.heappop
         while heap and heap[0][0] <= until:
@@ -370,14 +310,12 @@ class World:
             self.now = max(self.now, until)
 
     def new_clock(self) -> Clock:
-        """Return a clock that is about right, or anyhow."""
         if self.weather.sane_clocks:
             from_true = 0.003 * (2 * self.random.random() - 1)
             return Clock(1 + from_true, 0.05 * self.random.random())
         return Clock(self.random.uniform(0.8, 1.25), 100 * self.random.random())
 
     def new_word(self) -> str:
-        """Return a word that is used once."""
         self._words += 1
         return f"w{self._words}"
 
@@ -387,22 +325,18 @@ class World:
             self.trace(f"{self.now:12.6f}  {who:<4}  {what}")
 
     def count_fault(self, kind: str) -> None:
-        """Note that something went wrong."""
         self.faults[kind] = self.faults.get(kind, 0) + 1
 
     # Processes.
 
     def add(self, process: Process) -> None:
-        """Let a process take part."""
         self.processes[process.name] = process
 
     def kill(self, process: Process) -> None:
-        """End a process at once: nothing of it is heard of again."""
         process.alive = False
         self.processes.pop(process.name, None)
 
     def start(self, task: Task) -> None:
-        """Run a generator in its process."""
         self._go_on(task, None)
 
     def _go_on(self, task: Task, value: Any, error: Exception | None = None) -> None:
@@ -423,7 +357,6 @@ class World:
                 return
 
     def _resume(self, task: Task, value: Any, error: Exception | None) -> Any:
-        """Return what a generator asks for next; None where it has ended."""
         try:
             return task.program.send(value) if error is None else task.program.throw(error)
         except StopIteration as stop:
@@ -492,11 +425,9 @@ class World:
         return None
 
     def is_cut(self, process: Process, server: Server) -> bool:
-        """Tell whether nothing gets from a process to a server."""
         return bool(self.cut) and (process.name, server.number) in self.cut
 
     def send(self, link: Link, pending: PendingReply) -> None:
-        """Send a command over a connection."""
         delay = self.delay(is_undo=pending.broadcast is None)
         if delay is None or self.is_cut(link.process, link.server):
             self._lose(link)
@@ -533,7 +464,6 @@ class World:
             self.at(self.now + delay, self._arrive, link, (pending, answer))
 
     def _arrive(self, link: Link, data: Any) -> None:
-        """Bring a process an answer with what it is to, or what was published."""
         process = link.process
         if not process.alive or not self._is_open(link):
             return
@@ -551,7 +481,6 @@ class World:
         return link.index < len(seats) and nodes.connection(link.index) is link
 
     def _lose(self, link: Link) -> None:
-        """Have a process notice that a connection is of no use any more."""
         self.at(self.now + CONNECTING * (0.5 + self.random.random()), self._break_link, link)
 
     def _break_link(self, link: Link) -> None:
@@ -628,19 +557,16 @@ class World:
 
 
 def _spoken(command: Command) -> str:
-    """Return a command as a trace has it."""
     keys = ",".join(key.rpartition(":")[2] for key in command.keys[1:])
     words = " ".join(str(argument) for argument in command.arguments[2 if command.nonce else 1 :])
     return " ".join(filter(None, (command.script.upper(), keys, command.nonce, words[:100])))
 
 
 def _heard(answer: Answer) -> str:
-    """Return an answer as a trace has it."""
     counters = ",".join(map(str, answer.counters))
     facts = " ".join(fact for fact in answer.facts if not fact.startswith("{"))
     return " ".join(filter(None, (answer.said.name, f"{answer.epoch}:{counters}" if counters else "", facts)))
 
 
 def _short(result: Any) -> str:
-    """Return what a task came to as a trace has it."""
     return f"{type(result).__name__}: {result}"[:160] if isinstance(result, Exception) else str(result)[:160]

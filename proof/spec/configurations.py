@@ -7,41 +7,26 @@ from dataclasses import KW_ONLY, dataclass
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One configuration.
-
-    Attributes:
-        name: what is checked.
-        lists: lists of servers by digit; the first is the one in force at the start.
-        acqs: how many acquisitions of one resource; `recs` recoverers, `ops` operators.
-        maxg: largest counter looked at; `maxe` the largest epoch.
-        lose: how often a server is blanked; `roll` comes back older; `restart` comes back unharmed.
-        feature: optional parts that take part.
-        mutant: the rule that is left out (or rules); the run must then find a violation.
-        walk: random walks of so many steps together, instead of looking at every state; `depth` is the length
-            of each, and `seed` decides them all.
-        minutes: for what is too large to be finished: schedules of 1, 2, 3 … steps, as far as the time goes.
-        tlc: small enough for TLC.
-        long: only with --long.
-    """
+    """One configuration."""
 
     name: str
     _: KW_ONLY
-    lists: str = "012"
-    acqs: int = 2
-    recs: int = 0
-    ops: int = 0
-    maxg: int = 2
-    maxe: int = 0
-    lose: int = 0
-    roll: int = 0
-    restart: int = 0
-    feature: str = ""
-    mutant: str = ""
-    walk: int = 0
-    depth: int = 80
+    lists: str = "012"  #: of servers by digit; the first is the one in force at the start
+    acqs: int = 2  #: how many acquisitions of one resource
+    recs: int = 0  #: how many recoverers
+    ops: int = 0  #: how many operators
+    maxg: int = 2  #: largest counter looked at
+    maxe: int = 0  #: largest epoch
+    lose: int = 0  #: how often a server is blanked
+    roll: int = 0  #: how often one comes back older
+    restart: int = 0  #: how often one comes back unharmed
+    feature: str = ""  #: optional parts that take part
+    mutant: str = ""  #: the rule that is left out (or rules); the run must then find a violation
+    walk: int = 0  #: random walks of so many steps together, instead of looking at every state
+    depth: int = 80  #: length of each walk
     seed: int = 1
-    minutes: float = 0
-    tlc: bool = False
+    minutes: float = 0  #: for what cannot be finished: schedules of 1, 2, 3 … steps, as far as the time goes
+    tlc: bool = False  #: small enough for TLC
     long: bool = False
 
     @property

@@ -5,7 +5,6 @@ other lock's history the same way. What is judged is what the holders saw: times
 calls, so that "completed before this one began" is certain wherever it is said here. All of it is sorting
 and sweeping, O(n log n).
 
-    fencelock check history.jsonl
     python -m proof.torture.checker history.jsonl
 
 Exit status 0 if every promise was kept, 1 if one was broken, 2 for a file that cannot be judged.
@@ -66,15 +65,6 @@ class Rule(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A promise that was broken.
-
-    Attributes:
-        rule: which one.
-        resource: of which resource.
-        at: when the second of two contradictory facts was known; 0 for the end of the run.
-        sentence: what happened, for a person.
-    """
-
     rule: Rule
     resource: str
     at: int
@@ -86,81 +76,49 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A stretch of time."""
-
     began: int
     ended: int
 
     @property
     def seconds(self) -> float:
-        """How long it is."""
         return (self.ended - self.began) / _SECOND
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What can be said about a history.
-
-    Attributes:
-        run: which run it was.
-        violations: what must never happen, in the order of time.
-        acquisitions: how many locks were acquired.
-        resources: how many different ones.
-        overstayed: holds that lasted longer than their holder had been promised to be alone at first.
-        overlaps: holds that began while an earlier holder of the resource still worked: no violation, for
-            that is what tokens are for.
-        valid_overlaps: those of them that began while the earlier holder had been promised to be alone.
-        lost_leases: holders who heard at their release that the lease had ended before.
-        failures: how many attempts ended without the lock, by the error.
-        outcomes: how many writes had which outcome.
-        styles: how many writes of each style had which outcome.
-        refusals: how many writes were refused, by the error.
-        lost_updates: how many acknowledged additions are missing in the rows at the end.
-        rows: how many rows were looked at at the end.
-        faults: how many there were, by their kind.
-        unavailable: the longest time in which somebody wanted a lock and nobody anywhere got one.
-        lasted: from the first attempt to the end of the last one.
-        cut: lines that a killed worker left unfinished.
-    """
-
     run: Run
-    violations: tuple[Violation, ...]
+    violations: tuple[Violation, ...]  #: in the order of time
     acquisitions: int
     resources: int
-    overstayed: int
-    overlaps: int
-    valid_overlaps: int
-    lost_leases: int
-    failures: Mapping[str, int]
+    overstayed: int  #: holds that lasted longer than their holder had been promised to be alone at first
+    overlaps: int  #: holds that began while an earlier holder worked: tokens are for that, it is no violation
+    valid_overlaps: int  #: those of them that began while the earlier holder had been promised to be alone
+    lost_leases: int  #: holders who heard at their release that the lease had ended before
+    failures: Mapping[str, int]  #: by their error
     outcomes: Mapping[Outcome, int]
     styles: Mapping[Style, Mapping[Outcome, int]]
-    refusals: Mapping[str, int]
-    lost_updates: int
-    rows: int
-    faults: Mapping[str, int]
-    unavailable: Gap
-    lasted: Gap
-    cut: int
+    refusals: Mapping[str, int]  #: of writes, by their error
+    lost_updates: int  #: acknowledged additions that are missing in the rows at the end
+    rows: int  #: how many were looked at at the end
+    faults: Mapping[str, int]  #: by their kind
+    unavailable: Gap  #: the longest time in which somebody wanted a lock and nobody anywhere got one
+    lasted: Gap  #: from the first attempt to the end of the last one
+    cut: int  #: lines that a killed worker left unfinished
 
     @property
     def right(self) -> bool:
-        """Whether every promise was kept."""
         return not self.violations
 
     @property
     def broken(self) -> Mapping[Rule, int]:
-        """How often each promise was broken, if it was."""
         return Counter(violation.rule for violation in self.violations)
 
     @property
     def acknowledged(self) -> int:
-        """How many writes were acknowledged."""
         return self.outcomes.get(Outcome.ACKNOWLEDGED, 0)
 
 
 class _Facts:
-    """The records of a history, by their kind."""
-
     def __init__(self, records: Iterable[Record]) -> None:
         self._lists: defaultdict[type[Record], list[Any]] = defaultdict(list)
         for record in records:
@@ -175,7 +133,6 @@ class _Facts:
             raise HistoryError("a row is found twice at the end of the run")
 
     def of(self, kind: type[_R]) -> list[_R]:
-        """Return the records of one kind."""
         return self._lists[kind]
 
 
@@ -214,7 +171,6 @@ def check_file(path: Path) -> Verdict:
 
     Raises:
         HistoryError: it is none, or its facts contradict themselves.
-        OSError: it cannot be read.
     """
     with path.open(encoding="utf-8") as lines:
         try:
@@ -258,7 +214,6 @@ def _violations(facts: _Facts) -> Iterator[Violation]:
 
 
 def _duplicates(acquired: Sequence[Acquisition]) -> Iterator[Violation]:
-    """P1: compare tokens."""
     firsts: dict[int, Acquisition] = {}
     for second in sorted(acquired, key=attrgetter("completed")):
         first = firsts.setdefault(second.token, second)
@@ -392,7 +347,6 @@ def _was_below(write: Write) -> bool:
 
 
 def _at_the_end(row: Row, written: Sequence[Write]) -> Iterator[Violation]:
-    """Compare what is in the row with what was written."""
     acknowledged = _acknowledged(written)
     unknown = sum(write.outcome is Outcome.UNKNOWN for write in written)
     if not len(acknowledged) <= row.value <= len(acknowledged) + unknown:
@@ -427,8 +381,6 @@ def _missing(row: Row, written: Iterable[Write]) -> int:
 
 
 class _Holds:
-    """Who held what, and until when."""
-
     def __init__(self, facts: _Facts) -> None:
         self._acquired = facts.acquired.values()
         self._releases = {
@@ -462,7 +414,6 @@ class _Holds:
         return sum(self.end(hold) > hold.valid_until for ours in self._acquired for hold in ours)
 
     def overlaps(self, end: Callable[[Acquisition], int]) -> int:
-        """Count the holds that began while an earlier one of the same resource lasted."""
         count = 0
         for ours in self._acquired:
             busy_until = 0
@@ -472,43 +423,34 @@ class _Holds:
         return count
 
 
-def _attempts(facts: _Facts) -> list[tuple[int, int, bool]]:
-    """Return when each attempt to get a lock began and ended, and whether it got it."""
-    attempts = [(one.began, one.completed, True) for one in facts.of(Acquisition)]
-    attempts += [(one.began, one.ended, False) for one in facts.of(Failure)]
-    return sorted(attempts)
+def _attempts(facts: _Facts) -> tuple[list[int], list[int]]:
+    """Return when attempts to get a lock began, and when they ended; both sorted, each by itself."""
+    acquired, failed = facts.of(Acquisition), facts.of(Failure)
+    began = sorted([*(one.began for one in acquired), *(one.began for one in failed)])
+    return began, sorted([*(one.completed for one in acquired), *(one.ended for one in failed)])
 
 
 def _unavailable(facts: _Facts) -> Gap:
-    """Return the longest time in which somebody wanted a lock and nobody anywhere got one."""
     successes = sorted(one.completed for one in facts.of(Acquisition))
-    longest = Gap(0, 0)
-    for began, ended in _wanted(_attempts(facts)):
-        inside = successes[bisect_left(successes, began) : bisect_right(successes, ended)]
-        for gap in itertools.pairwise([began, *inside, ended]):
-            longest = max(longest, Gap(*gap), key=attrgetter("seconds"))
-    return longest
+    return max(gaps(*_attempts(facts), successes), default=Gap(0, 0), key=attrgetter("seconds"))
 
 
-def _wanted(attempts: Iterable[tuple[int, int, bool]]) -> Iterator[tuple[int, int]]:
-    """Join attempts that overlap: yield from when to when anybody wanted a lock."""
-    began = ended = -1
-    for start, end, _ in attempts:
-        if start > ended:
-            if ended >= 0:
-                yield began, ended
-            began = start
-        ended = max(ended, end)
-    if ended >= 0:
-        yield began, ended
+def gaps(began: Sequence[int], ended: Sequence[int], successes: Sequence[int]) -> Iterator[Gap]:
+    """Yield the times between successes in which there was an attempt; each sequence is sorted by itself."""
+    start = 0
+    for at, end in enumerate(ended):
+        # As many have ended as have begun before the next one: until then nobody wants a lock.
+        if at + 1 == len(began) or began[at + 1] > end:
+            inside = successes[bisect_left(successes, began[start]) : bisect_right(successes, end)]
+            for gap in itertools.pairwise([began[start], *inside, end]):
+                yield Gap(*gap)
+            start = at + 1
 
 
 def _lasted(facts: _Facts) -> Gap:
-    attempts = _attempts(facts)
-    if not attempts:
-        began = facts.of(Run)[0].began
-        return Gap(began, began)
-    return Gap(attempts[0][0], max(end for _, end, _ in attempts))
+    began, ended = _attempts(facts)
+    start = facts.of(Run)[0].began
+    return Gap(began[0], ended[-1]) if began else Gap(start, start)
 
 
 def _ms(nanoseconds: int) -> str:
@@ -562,7 +504,6 @@ def _tally(counts: Mapping[Any, int]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Judge the file that is named; return the exit status."""
     if len(arguments) != 1:
         sys.stderr.write("usage: python -m proof.torture.checker HISTORY\n")
         return 2

@@ -21,7 +21,6 @@ MISSING: Final = "libfaketime is not installed (Debian's package is libfaketime)
 
 
 def find_library() -> Path | None:
-    """Return where libfaketime is, or None."""
     for pattern in _LIBRARIES:
         for found in sorted(Path("/").glob(pattern.removeprefix("/"))):
             return found
@@ -29,16 +28,15 @@ def find_library() -> Path | None:
 
 
 class Clocks:
-    """The wall clocks of nodes that are run by `program`.
+    """The wall clocks of nodes; `program` runs one."""
 
-    Args:
-        library: libfaketime.
-        folder: for the program, and for what each node takes for the time.
-    """
-
-    def __init__(self, library: Path, folder: Path) -> None:
+    def __init__(self, folder: Path, count: int) -> None:
+        library = find_library()
+        assert library is not None, MISSING
         self._folder = folder
         folder.mkdir()
+        for node in range(count):
+            self.step(node, 0.0)
         self.program = folder / "valkey-server"
         # A node's folder tells it from the others: its name is that of the file which holds its offset.
         self.program.write_text(
@@ -49,11 +47,6 @@ class Clocks:
             f'exec {shlex.quote(str(__valkey_executable__))} "$@"\n'
         )
         self.program.chmod(0o755)
-
-    def prepare(self, count: int) -> None:
-        """Have the right time on so many nodes that are about to be started."""
-        for node in range(count):
-            self.step(node, 0.0)
 
     def step(self, node: int, offset: float) -> None:
         """Have a node take the time for so many seconds later than it is; within a second or so."""

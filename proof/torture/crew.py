@@ -6,48 +6,20 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from proof.torture.journal import Life
 from proof.torture.settings import Settings
-from proof.torture.worker import Assignment, Board, work
+from proof.torture.worker import Assignment, Board, Places, work
 
 _PATIENCE = 60.0
 #: One worker in so many sees the nodes through the proxies, the last of each such group.
 _PROXIED = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Where the workers find things.
-
-    Attributes:
-        nodes: URLs of the nodes.
-        proxies: URLs of the proxies before them; none where nothing is to be partitioned.
-        namespace: on the nodes.
-        database: URL.
-        leases: URL of the database that grants them, if one does.
-        folder: for journals and logs.
-    """
-
-    nodes: Sequence[str]
-    proxies: Sequence[str]
-    namespace: str
-    database: str
-    leases: str
-    folder: Path
-
-
 class Crew:
-    """The workers of a run.
-
-    Attributes:
-        broken: sentences about those that ended by themselves, or would not end.
-    """
-
     def __init__(self, settings: Settings, places: Places) -> None:
         # Not fork: threads of this process may hold locks. Not spawn: each would import everything anew.
         self._context = multiprocessing.get_context("forkserver")
@@ -71,27 +43,23 @@ class Crew:
 
     @property
     def acquired(self) -> int:
-        """How many resources have been acquired so far."""
         return sum(self._board.acquired)
 
     @property
     def thinking(self) -> list[int]:
-        """Which workers have a holder that has read and not yet written, as far as can be told."""
+        """Return which workers have a holder that has read and not yet written, as far as can be told."""
         return [number for number, holders in enumerate(self._board.thinking) if holders > 0]
 
     def pid(self, number: int) -> int:
-        """Return the process id of a worker."""
         pid = self._workers[number].pid
         assert pid is not None
         return pid
 
     @property
     def pids(self) -> list[int]:
-        """The process ids of those that live."""
         return [worker.pid for worker in list(self._workers.values()) if worker.pid is not None]
 
     def replace(self, number: int) -> None:
-        """SIGKILL a worker, and start another in its place."""
         with self._lock:
             worker = self._workers.pop(number)
             worker.kill()
@@ -100,7 +68,6 @@ class Crew:
             self._start(number)
 
     def check(self) -> bool:
-        """Whether all workers live."""
         with self._lock:
             for number, worker in self._workers.items():
                 if worker.exitcode is not None:
@@ -121,7 +88,6 @@ class Crew:
         self._workers.clear()
 
     def lives(self) -> Iterator[Life]:
-        """Yield the journals, when all have ended."""
         for lives in self._lives:
             yield from lives
 
@@ -132,11 +98,8 @@ class Crew:
             number=number,
             life=life,
             settings=self._settings,
-            urls=self._places.proxies if proxied else self._places.nodes,
-            recover=not proxied,
-            namespace=self._places.namespace,
-            database=self._places.database,
-            leases=self._places.leases,
+            places=self._places,
+            proxied=proxied,
             journal=self._journal(number, life),
             log=self._log(number),
             tasks=self._settings.tasks if number % 2 else 0,

@@ -33,11 +33,7 @@ _END = text("SELECT pg_terminate_backend(:pid, 5000)")
 
 
 class Doubt:
-    """Holds up COMMITs, and ends their connections.
-
-    Args:
-        url: of the database, which must be ours: its settings are changed.
-    """
+    """Holds up COMMITs and ends their connections, on a database that is ours: its settings are changed."""
 
     def __init__(self, url: str) -> None:
         engine = create_engine(url, poolclass=NullPool, isolation_level="AUTOCOMMIT")
@@ -46,7 +42,6 @@ class Doubt:
         )  # the trigger's text has UPDATE in it
 
     def prepare(self, tables: Iterable[str]) -> None:
-        """Make it possible, for tables that exist."""
         with self._engine.connect() as connection:
             for table in tables:
                 connection.exec_driver_sql(_TRIGGER.format(table=table))
@@ -61,7 +56,6 @@ class Doubt:
                 connection.execute(text(f"SELECT pg_advisory_unlock({_LOCK})"))
 
     def end_after(self, over: Callable[[], bool], seconds: float) -> int:
-        """End connections that have committed, before they can say so; return how many."""
         with self._engine.connect() as connection, waiting_for_a_standby(connection):
             return _end_those_held_up(connection, "SyncRep", over, seconds)
 
@@ -79,7 +73,6 @@ def waiting_for_a_standby(connection: Connection) -> Iterator[None]:
 
 
 def _end_those_held_up(connection: Connection, event: str, over: Callable[[], bool], seconds: float) -> int:
-    """Wait until somebody is held up, and end them; nobody may come, for so many seconds."""
     deadline = time.monotonic() + seconds
     while not over() and time.monotonic() < deadline:
         if pids := connection.scalars(_HELD_UP, {"event": event}).all():

@@ -20,7 +20,10 @@ from typing import Final
 import redis
 
 from proof.servers import Node, Nodes
-from proof.torture.proxy import FAIR, Weather
+from proof.torture.clocks import Clocks
+from proof.torture.doubt import Doubt
+from proof.torture.lease_connections import LeaseConnections
+from proof.torture.proxy import FAIR, Proxies, Weather
 from proof.torture.stage import FaultError, Note, Stage
 
 #: Seconds to wait for somebody who is in the middle of a COMMIT.
@@ -34,7 +37,6 @@ Inject = Callable[[Stage, random.Random], None]
 
 
 def pause_worker(stage: Stage, rng: random.Random) -> None:
-    """SIGSTOP one worker for longer than a lease."""
     number = _choose_worker(stage, rng)
     pid = stage.crew.pid(number)
     with stage.fault("worker-pause", f"worker {number}"):
@@ -46,7 +48,6 @@ def pause_worker(stage: Stage, rng: random.Random) -> None:
 
 
 def kill_worker(stage: Stage, rng: random.Random) -> None:
-    """SIGKILL one worker; another takes its place."""
     number = _choose_worker(stage, rng)
     with stage.fault("worker-kill", f"worker {number}"):
         stage.crew.replace(number)
@@ -58,11 +59,7 @@ def _choose_worker(stage: Stage, rng: random.Random) -> int:
 
 
 def pause_nodes(stage: Stage, rng: random.Random) -> None:
-    """SIGSTOP nodes."""
-    with (
-        stage.some_nodes(rng, stage.settings.minority) as victims,
-        stage.fault("node-pause", *map(_name, victims)),
-    ):
+    with stage.some_nodes(rng, stage.settings.minority, "node-pause") as (victims, _):
         for victim in victims:
             stage.nodes[victim].pause()
         try:
@@ -74,24 +71,19 @@ def pause_nodes(stage: Stage, rng: random.Random) -> None:
 
 def step_clocks(stage: Stage, rng: random.Random) -> None:
     """Step the wall clocks of nodes by some leases, forwards or backwards, and later back again."""
-    with (
-        stage.some_nodes(rng, len(stage.nodes)) as victims,
-        stage.fault("clock", *map(_name, victims)) as note,
-    ):
+    with stage.some_nodes(rng, len(stage.nodes), "clock") as (victims, note):
         offset = rng.choice((-1, 1)) * rng.uniform(0.5, 10) * stage.settings.ttl
         note.detail = f"{offset:+.1f} s"
         for victim in victims:
-            stage.clocks.step(victim, offset)
+            stage.tool(Clocks).step(victim, offset)
         try:
             stage.sleep(_CLOCK_SECONDS + rng.uniform(0.2, 2) * stage.settings.ttl)
         finally:
             for victim in victims:
-                stage.clocks.step(victim, 0.0)
+                stage.tool(Clocks).step(victim, 0.0)
 
 
 def blank_nodes(stage: Stage, rng: random.Random) -> None:
-    """SIGKILL nodes, and start them again with nothing."""
-
     def blank(victims: Sequence[int]) -> None:
         for victim in victims:
             stage.nodes[victim].kill()
@@ -105,7 +97,7 @@ def blank_nodes(stage: Stage, rng: random.Random) -> None:
 def restart_all_nodes(stage: Stage, rng: random.Random) -> None:
     """SIGKILL every node, and start it again with nothing; each when all of them vote again."""
     for victim in rng.sample(range(len(stage.nodes)), len(stage.nodes)):
-        with stage.node(victim), stage.fault("node-rolling", _name(victim)) as note:
+        with stage.busy[victim], stage.fault("node-rolling", f"node {victim}") as note:
             if stage.over.is_set():
                 return
             stage.nodes[victim].kill()
@@ -115,8 +107,6 @@ def restart_all_nodes(stage: Stage, rng: random.Random) -> None:
 
 
 def roll_nodes_back(stage: Stage, rng: random.Random) -> None:
-    """SIGKILL nodes, and start them again with what they had had some time before."""
-
     def roll_back(victims: Sequence[int]) -> None:
         with tempfile.TemporaryDirectory(prefix="fencelock-") as folder:
             copies = {victim: Path(folder) / str(victim) for victim in victims}
@@ -152,11 +142,7 @@ def follow_copies(stage: Stage, rng: random.Random) -> None:
 
 
 def copy_of(source: Node, target: Node) -> None:
-    """Give a server the data that another has, by following it for a moment.
-
-    Raises:
-        FaultError: it takes too long.
-    """
+    """Give a server the data that another has, by following it for a moment."""
     with redis.Redis.from_url(source.url) as master, redis.Redis.from_url(target.url) as replica:
         master.config_set("repl-diskless-sync-delay", 0)
         replica.replicaof(source.host, source.port)
@@ -171,8 +157,6 @@ def copy_of(source: Node, target: Node) -> None:
 
 
 def flush_nodes(stage: Stage, rng: random.Random) -> None:
-    """FLUSHALL on nodes, which keep running."""
-
     def flush(victims: Sequence[int]) -> None:
         for victim in victims:
             with redis.Redis.from_url(stage.nodes[victim].url, socket_timeout=10) as client:
@@ -183,18 +167,13 @@ def flush_nodes(stage: Stage, rng: random.Random) -> None:
 
 def _take_memory(stage: Stage, rng: random.Random, fault: str, take: Callable[[Sequence[int]], None]) -> None:
     """Take the memory of nodes, fewer than a majority, and wait until they vote again."""
-    with (
-        stage.some_nodes(rng, stage.settings.minority) as victims,
-        stage.fault(fault, *map(_name, victims)) as note,
-    ):
+    with stage.some_nodes(rng, stage.settings.minority, fault) as (victims, note):
         if victims:
             take(victims)
-        if victims:
             _await_admission(stage, note)
 
 
 def _await_admission(stage: Stage, note: Note) -> None:
-    """Wait until all nodes vote again, where clients admit them."""
     if stage.settings.quorum:
         epoch = stage.wait_until_admitted()
         note.detail = f"votes again in epoch {epoch}" if epoch >= 0 else "until the end of the run"
@@ -203,18 +182,15 @@ def _await_admission(stage: Stage, note: Note) -> None:
 def partition(stage: Stage, rng: random.Random) -> None:
     """Have bad weather between some workers and some nodes, maybe all of them."""
     name = rng.choice(list(_WEATHERS))
-    with (
-        stage.some_nodes(rng, len(stage.busy)) as victims,
-        stage.fault("partition", *map(_name, victims)) as note,
-    ):
+    with stage.some_nodes(rng, len(stage.busy), "partition") as (victims, note):
         note.detail = name
         for victim in victims:
-            stage.proxies.change(victim, _WEATHERS[name](stage.settings.ttl))
+            stage.tool(Proxies).change(victim, _WEATHERS[name](stage.settings.ttl))
         try:
             stage.sleep(rng.uniform(0.5, 2) * stage.settings.ttl)
         finally:
             for victim in victims:
-                stage.proxies.change(victim, FAIR)
+                stage.tool(Proxies).change(victim, FAIR)
 
 
 _WEATHERS: Final[Mapping[str, Callable[[float], Weather]]] = {
@@ -230,67 +206,54 @@ def end_commits(stage: Stage, rng: random.Random) -> None:
     """End connections to the database in the middle of a COMMIT, which takes place or does not."""
     with stage.fault("database-kill", "database") as note:
         if rng.random() < 1 / 2:
-            ended = stage.doubt.end_before(stage.over.is_set, _COMMIT_SECONDS)
+            ended = stage.tool(Doubt).end_before(stage.over.is_set, _COMMIT_SECONDS)
             note.detail = f"{ended} connections that had not committed yet"
         else:
-            ended = stage.doubt.end_after(stage.over.is_set, _COMMIT_SECONDS)
+            ended = stage.tool(Doubt).end_after(stage.over.is_set, _COMMIT_SECONDS)
             note.detail = f"{ended} connections that had committed"
 
 
 def end_connections(stage: Stage, rng: random.Random) -> None:
-    """End connections over which the database grants leases."""
     with stage.fault("connection-end", "database") as note:
-        note.detail = stage.connections.end(stage.crew.pids, rng, stage.over.is_set)
+        note.detail = stage.tool(LeaseConnections).end(stage.crew.pids, rng, stage.over.is_set)
 
 
-def _name(node: int) -> str:
-    return f"node {node}"
-
-
-_INJECT: Final[Mapping[str, Inject]] = {
-    "worker-pause": pause_worker,
-    "worker-kill": kill_worker,
-    "node-pause": pause_nodes,
-    "clock": step_clocks,
-    "node-blank": blank_nodes,
-    "node-rolling": restart_all_nodes,
-    "node-rollback": roll_nodes_back,
-    "node-replica": follow_copies,
-    "node-flush": flush_nodes,
-    "partition": partition,
-    "database-kill": end_commits,
-    "connection-end": end_connections,
-}
-#: Faults that follow each other; those of different lanes happen at once.
-LANES: Final = (
-    ("worker-pause", "worker-kill"),
-    ("node-pause", "clock"),
-    ("node-blank", "node-rolling", "node-rollback", "node-replica", "node-flush"),
-    ("partition",),
-    ("database-kill", "connection-end"),
+#: Faults of one lane follow each other; those of different lanes happen at once.
+LANES: Final[Sequence[Mapping[str, Inject]]] = (
+    {"worker-pause": pause_worker, "worker-kill": kill_worker},
+    {"node-pause": pause_nodes, "clock": step_clocks},
+    {
+        "node-blank": blank_nodes,
+        "node-rolling": restart_all_nodes,
+        "node-rollback": roll_nodes_back,
+        "node-replica": follow_copies,
+        "node-flush": flush_nodes,
+    },
+    {"partition": partition},
+    {"database-kill": end_commits, "connection-end": end_connections},
 )
 
 
 def start_lanes(stage: Stage, faults: Sequence[str]) -> list[threading.Thread]:
-    """Start a thread for each lane that has any of the faults; they end when the stage is over."""
     threads = []
     for lane in LANES:
-        if chosen := [fault for fault in lane if fault in faults]:
-            rng = random.Random(f"{stage.settings.seed}/{lane[0]}")
-            threads.append(threading.Thread(target=_drive, args=(stage, chosen, rng), name=lane[0]))
+        if chosen := {fault: inject for fault, inject in lane.items() if fault in faults}:
+            name = next(iter(lane))
+            rng = random.Random(f"{stage.settings.seed}/{name}")
+            threads.append(threading.Thread(target=_drive, args=(stage, chosen, rng), name=name))
             threads[-1].start()
     return threads
 
 
-def _drive(stage: Stage, faults: Sequence[str], rng: random.Random) -> None:
+def _drive(stage: Stage, faults: Mapping[str, Inject], rng: random.Random) -> None:
     """Make one fault after the other, each as often as any other."""
     while not stage.over.is_set():
-        for fault in rng.sample(faults, len(faults)):
+        for fault in rng.sample(list(faults), len(faults)):
             stage.sleep(rng.expovariate(1 / stage.settings.every))
             if stage.over.is_set():
                 return
             try:
-                _INJECT[fault](stage, rng)
+                faults[fault](stage, rng)
             except Exception as error:  # noqa: BLE001 - whatever it was, the run must end and say so
                 stage.trouble.append(f"{fault}: {type(error).__name__}: {error}")
                 return

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any, ClassVar, TextIO
+from typing import Any, ClassVar
 
 #: Of the format; the first line of a history names it.
 VERSION = 1
@@ -25,62 +25,32 @@ HELD_UP = "HeldUp"
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The first line: which run this is.
-
-    Attributes:
-        version: of this format.
-        fencelock: version of the library.
-        started: date and time, ISO 8601 with the offset.
-        began: the same moment on the clock of all other lines.
-        settings: what the run was asked for, by the names of the command line's options.
-        servers: what ran, for a person: `valkey 8.1.1`, `PostgreSQL 18.0`.
-    """
+    """The first line: which run this is."""
 
     kind: ClassVar[str] = "run"
-    version: int
-    fencelock: str
-    started: str
-    began: int
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    servers: Mapping[str, str] = field(default_factory=dict)
+    version: int  #: of this format
+    fencelock: str  #: version of the library
+    started: str  #: date and time, ISO 8601 with the offset
+    began: int  #: the same moment on the clock of all other lines
+    settings: Mapping[str, Any] = field(default_factory=dict)  #: by the names of the command line's options
+    servers: Mapping[str, str] = field(default_factory=dict)  #: for a person: `valkey 8.1.1`
 
 
 @dataclass(frozen=True, slots=True)
 class Acquisition:
-    """A lock that was acquired.
-
-    Attributes:
-        worker: who has it.
-        resource: what is locked.
-        began: when it was asked for.
-        completed: when the holder knew that it had the lock.
-        token: what the holder was given.
-        valid_until: until when the holder has been promised to be alone, where the lease is not renewed.
-        kept: whether the lease is renewed until it is released, and nothing else is done.
-    """
-
     kind: ClassVar[str] = "acquisition"
     worker: int
     resource: str
     began: int
-    completed: int
+    completed: int  #: when the holder knew that it had the lock
     token: int
-    valid_until: int
-    kept: bool = False
+    valid_until: int  #: until then the holder has been promised to be alone, where the lease is not renewed
+    kept: bool = False  #: whether the lease is renewed until it is released, and nothing else is done
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An attempt that ended without the lock.
-
-    Attributes:
-        worker: who tried.
-        resource: what was to be locked.
-        began: when it was asked for.
-        ended: when the error came.
-        error: name of the error's class.
-        message: what it said.
-    """
+    """An attempt that ended without the lock, by an error of this class."""
 
     kind: ClassVar[str] = "failure"
     worker: int
@@ -93,29 +63,18 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The end of a hold; one that is missing ended with its process.
-
-    Attributes:
-        worker: who had it.
-        resource: what was locked.
-        token: of the lease.
-        worked_until: when the holder stopped working, before it released.
-        ended: when the release had returned.
-        error: name of the error's class, such as `LockLostError`; empty for none.
-    """
+    """The end of a hold; one that is missing ended with its process."""
 
     kind: ClassVar[str] = "release"
     worker: int
     resource: str
     token: int
-    worked_until: int
+    worked_until: int  #: when the holder stopped working, before it released
     ended: int
-    error: str = ""
+    error: str = ""  #: name of its class, such as `LockLostError`; empty for none
 
 
 class Style(StrEnum):
-    """How a writer has come by what it writes back."""
-
     CLAIM = "claim"  #: claimed it, then read
     GATE = "gate"  #: passed the resource's gate in the same transaction, then read
     GET = "get"  #: read under the lock, and claimed nothing
@@ -125,8 +84,6 @@ class Style(StrEnum):
 
 
 class Outcome(StrEnum):
-    """What came of a write."""
-
     ACKNOWLEDGED = "acknowledged"  #: the COMMIT returned
     REFUSED = "refused"  #: the guard refused it, or `version_id_col`: the error says which
     UNKNOWN = "unknown"  #: the connection was lost during the COMMIT
@@ -135,80 +92,45 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """A read, and a write that builds on it, in one transaction: value + 1, in a row named as its resource.
-
-    Attributes:
-        worker: who wrote.
-        resource: which row.
-        token: of the lease under which it was written.
-        began: when the statement was about to be sent, after the row had been read.
-        ended: when its outcome was known.
-        outcome: what came of it.
-        read: the value that the row had when it was read; None where nothing was read.
-        error: name of the error's class; empty for none.
-        style: how it had come by what it wrote back.
-        fence: which the row had when it was read, where the writer knows it.
-        read_at: when it was about to be read; 0 where that is not known.
-    """
+    """A write of value + 1 to the row of a resource, in the transaction that has read the value."""
 
     kind: ClassVar[str] = "write"
     worker: int
     resource: str
     token: int
-    began: int
-    ended: int
+    began: int  #: when the statement was about to be sent, after the row had been read
+    ended: int  #: when its outcome was known
     outcome: Outcome
-    read: int | None = None
+    read: int | None = None  #: the value that the row had when it was read; None where nothing was read
     error: str = ""
     style: Style = Style.CLAIM
-    fence: int | None = None
-    read_at: int = 0
+    fence: int | None = None  #: which the row had when it was read, where the writer knows it
+    read_at: int = 0  #: when it was about to be read; 0 where that is not known
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something that was broken on purpose.
-
-    Attributes:
-        fault: what kind, by its name on the command line.
-        target: whom it hit: `worker 3`, `node 0`, `database`.
-        began: when.
-        ended: when it was over.
-        detail: what exactly, for a person.
-    """
-
     kind: ClassVar[str] = "fault"
-    fault: str
-    target: str
+    fault: str  #: its name on the command line
+    target: str  #: `worker 3`, `node 0`, `database`
     began: int
     ended: int
-    detail: str = ""
+    detail: str = ""  #: for a person
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row as it was found in the database when everything was over.
-
-    Attributes:
-        resource: which row.
-        value: how many additions it has seen.
-        fence: the largest token that it has seen; None in the control, which has no guard.
-    """
+    """A row as it was found in the database when everything was over."""
 
     kind: ClassVar[str] = "row"
     resource: str
-    value: int
-    fence: int | None
+    value: int  #: how many additions it has seen
+    fence: int | None  #: None in the control, which has no guard
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What is left of a line that a worker was writing when it was killed.
-
-    Attributes:
-        text: what is left of it.
-        worker: whose it was; None where that is not known.
-    """
+    """What is left of a line that a worker was writing when it was killed."""
 
     kind: ClassVar[str] = "cut"
     text: str
@@ -228,13 +150,7 @@ class HistoryError(ValueError):
     """A file is no history, or its facts contradict themselves."""
 
 
-def write_record(history: TextIO, record: Record) -> None:
-    """Append a record, as a line of JSON."""
-    history.write(line_of(record))
-
-
 def line_of(record: Record) -> str:
-    """Return a record as a line of JSON."""
     # Not asdict: it copies what it finds, which takes longer than all the rest.
     facts = {name: getattr(record, name) for name in record.__slots__}
     return json.dumps({"kind": record.kind, **facts}, separators=(",", ":")) + "\n"

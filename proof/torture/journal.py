@@ -7,13 +7,27 @@ worker was killed before it knew what came of one, the history says that the out
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from proof.torture.history import Cut, HistoryError, Outcome, Record, Write, line_of, read_records
+from fencelock.errors import FencelockError
+from fencelock.lease import Lease
+from proof.torture.history import (
+    Acquisition,
+    Cut,
+    Failure,
+    HistoryError,
+    Outcome,
+    Record,
+    Release,
+    Write,
+    line_of,
+    read_records,
+)
 
 _INTENTION = '{"kind":"intention",'
 _WRITE = f'{{"kind":"{Write.kind}",'
@@ -35,35 +49,46 @@ class Journal:
         self._file.close()
 
     def note(self, record: Record) -> None:
-        """Append what has happened."""
         self._file.write(line_of(record).encode())
 
     def intend(self, write: Write) -> None:
-        """Append what is about to be sent."""
         self._file.write(line_of(write).replace(_WRITE, _INTENTION, 1).encode())
 
 
 @dataclass(frozen=True, slots=True)
+class Notes:
+    """What a worker notes of its leases, as soon as a call has returned."""
+
+    worker: int
+    journal: Journal
+
+    def acquired(self, leases: Iterable[Lease], began: int, *, kept: bool = False) -> None:
+        now = time.monotonic_ns()
+        for lease in leases:
+            valid_until = int(lease.expires_at * 1e9)
+            facts = (lease.resource, began, now, lease.fencing_token, valid_until, kept)
+            self.journal.note(Acquisition(self.worker, *facts))
+
+    def failed(self, resources: Iterable[str], began: int, error: FencelockError) -> None:
+        now, name = time.monotonic_ns(), type(error).__name__
+        for resource in resources:
+            self.journal.note(Failure(self.worker, resource, began, now, name, str(error)))
+
+    def released(self, tokens: Mapping[str, int], worked_until: int, error: str = "") -> None:
+        now = time.monotonic_ns()
+        for resource, token in tokens.items():
+            self.journal.note(Release(self.worker, resource, token, worked_until, now, error))
+
+
+@dataclass(frozen=True, slots=True)
 class Life:
-    """A worker's journal, from its start to its end.
-
-    Attributes:
-        worker: its number.
-        journal: the file.
-        ended: when it was certain that the worker would write no more.
-    """
-
     worker: int
     journal: Path
     ended: int
 
 
 def history_lines(life: Life) -> Iterator[str]:
-    """Yield the lines that a journal adds to the history.
-
-    Raises:
-        HistoryError: another line than the last is broken.
-    """
+    """Yield the lines that a journal adds to the history."""
     intended: dict[tuple[str, int, int], Write] = {}
     with life.journal.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:

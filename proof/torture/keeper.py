@@ -7,20 +7,21 @@ although its holder and a majority are well is seen.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from fencelock._steps import Steps
 from fencelock.authority.base import Authority
 from fencelock.errors import FencelockError
 from fencelock.lease import Lease
 from fencelock.lock.fenced_lock import fenced_lock
 from fencelock.lock.lock import FencedLock
-from proof.torture.history import HELD_UP, Acquisition, Failure, Release
-from proof.torture.journal import Journal
+from proof.torture.history import HELD_UP
+from proof.torture.journal import Notes
+from proof.torture.steps import Step, sleep
 
 #: Seconds between two looks at a lease, and after an attempt that failed.
 _LOOK: Final = 0.02
@@ -31,69 +32,36 @@ _LONG: Final = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Keeper:
-    """Keeps a lease, or waits for that of another; in a thread, or in a task.
+    """Keeps the lease of worker `kept` where that is its own, or waits for it."""
 
-    Attributes:
-        number: of the worker.
-        kept: whose lease it is; one's own is kept, another's is waited for.
-        ttl: seconds of the lease.
-        authority: grants it.
-        journal: where that is noted.
-        over: whether to stop.
-    """
-
-    number: int
     kept: int
     ttl: float
     authority: Authority
-    journal: Journal
+    notes: Notes
     over: Callable[[], bool]
 
-    def run(self) -> None:
-        """Keep or wait until told to stop, in a thread of its own."""
+    def work(self) -> Steps[None]:
         while not self.over():
             lock, began = self._lock(), time.monotonic_ns()
             try:
-                lease = lock.acquire()
+                lease = yield Step(lock.acquire, lock.aio.acquire)
             except FencelockError as error:
-                self._note_failure(began, error)
-                time.sleep(_BACK_OFF)
+                self.notes.failed([f"kept {self.kept}"], began, error)
+                yield sleep(_BACK_OFF)
                 continue
-            self._note_acquisition(lease, began)
+            self.notes.acquired([lease], began, kept=self._is_kept)
             watch = _Watch(lease, self.ttl)
             while self._is_kept and not self.over() and watch.goes_on():
-                time.sleep(_LOOK)
-            worked_until = time.monotonic_ns()
+                yield sleep(_LOOK)
+            tokens, worked_until = {lease.resource: lease.fencing_token}, time.monotonic_ns()
             try:
-                lock.release()
+                yield Step(lock.release, lock.aio.release)
             except FencelockError as error:
-                self._note_release(lease, worked_until, HELD_UP if watch.held_up else type(error).__name__)
+                why = HELD_UP if watch.held_up else type(error).__name__
+                self.notes.released(tokens, worked_until, why)
             else:
-                self._note_release(lease, worked_until)
-            time.sleep(_LOOK)
-
-    async def run_soon(self) -> None:
-        """Keep or wait until told to stop, in a task."""
-        while not self.over():
-            lock, began = self._lock(), time.monotonic_ns()
-            try:
-                lease = await lock.aio.acquire()
-            except FencelockError as error:
-                self._note_failure(began, error)
-                await asyncio.sleep(_BACK_OFF)
-                continue
-            self._note_acquisition(lease, began)
-            watch = _Watch(lease, self.ttl)
-            while self._is_kept and not self.over() and watch.goes_on():  # noqa: ASYNC110 - no event tells
-                await asyncio.sleep(_LOOK)
-            worked_until = time.monotonic_ns()
-            try:
-                await lock.aio.release()
-            except FencelockError as error:
-                self._note_release(lease, worked_until, HELD_UP if watch.held_up else type(error).__name__)
-            else:
-                self._note_release(lease, worked_until)
-            await asyncio.sleep(_LOOK)
+                self.notes.released(tokens, worked_until)
+            yield sleep(_LOOK)
 
     def _lock(self) -> FencedLock[Any]:
         """Return the lock. Whoever waits for another's gives up before the run is said to hang."""
@@ -104,26 +72,7 @@ class Keeper:
 
     @property
     def _is_kept(self) -> bool:
-        return self.kept == self.number
-
-    def _note_acquisition(self, lease: Lease, began: int) -> None:
-        completed = time.monotonic_ns()
-        valid_until = int(lease.expires_at * 1e9)
-        self.journal.note(
-            Acquisition(
-                self.number, lease.resource, began, completed, lease.fencing_token, valid_until, self._is_kept
-            )
-        )
-
-    def _note_failure(self, began: int, error: FencelockError) -> None:
-        ended, name = time.monotonic_ns(), type(error).__name__
-        self.journal.note(Failure(self.number, f"kept {self.kept}", began, ended, name, str(error)))
-
-    def _note_release(self, lease: Lease, worked_until: int, error: str = "") -> None:
-        ended = time.monotonic_ns()
-        self.journal.note(
-            Release(self.number, lease.resource, lease.fencing_token, worked_until, ended, error)
-        )
+        return self.kept == self.notes.worker
 
 
 class _Watch:
@@ -136,7 +85,6 @@ class _Watch:
         self._held_up_at = -math.inf
 
     def goes_on(self) -> bool:
-        """Whether the lease is held still."""
         now = time.monotonic()
         if now - self._last > self._ttl / 8:
             self._held_up_at = now

@@ -35,15 +35,7 @@ _PROCESSES: Final = text(
 
 
 class LeaseConnections:
-    """The connections of the workers' authorities.
-
-    Args:
-        url: of the database.
-        ours: whether the server belongs to the run, so that its settings may be changed for a moment.
-
-    Attributes:
-        url: of the same database, with the name that workers give to their connections.
-    """
+    """The connections of the workers' authorities: those that were made with `url` bear a name."""
 
     def __init__(self, url: str, *, ours: bool) -> None:
         made = make_url(url)
@@ -56,16 +48,7 @@ class LeaseConnections:
         self.url = made.render_as_string(hide_password=False)
 
     def end(self, pids: Sequence[int], rng: random.Random, over: Callable[[], bool]) -> str:
-        """End some of them, if possible in the middle of a statement.
-
-        Args:
-            pids: of the workers.
-            rng: chooses.
-            over: whether the run has come to its end.
-
-        Returns:
-            What was ended, for a person.
-        """
+        """End some of them, if possible in the middle of a statement; return what was ended, for a person."""
         with self._engine.connect() as connection:
             if self._holds_up and rng.random() < 1 / 2:
                 with waiting_for_a_standby(connection):
@@ -94,7 +77,6 @@ class LeaseConnections:
         return sum(self._ends(connection, number) for number in some)
 
     def _found(self, connection: Connection, pids: Sequence[int]) -> dict[int, bool]:
-        """Return the connections, and whether each is busy."""
         if self._is_postgresql:
             rows = connection.execute(_BACKENDS, {"name": self._name}).all()
         else:
@@ -113,7 +95,6 @@ class LeaseConnections:
 
 
 def _ports(pid: int) -> list[int]:
-    """Return the ports from which a process is connected to others."""
     with suppress(psutil.Error):
         return [each.laddr.port for each in psutil.Process(pid).net_connections("tcp")]
     return []

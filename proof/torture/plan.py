@@ -16,38 +16,23 @@ _TIMEOUT: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to lock, how, and what to do under it.
-
-    Attributes:
-        resources: what to lock, together.
-        lock: how.
-        work: seconds to hold it before anything is written.
-        writes: whether to write.
-        think: seconds between the read and the write.
-        late: think between the write and its COMMIT instead.
-        together: read and write in one transaction, which keeps the row locked meanwhile; or else claim in
-            one and write in the next.
-        style: how to come by what is written back.
-    """
-
     resources: tuple[str, ...]
     lock: LockSettings
-    work: float = 0.0
+    work: float = 0.0  #: seconds to hold it before anything is written
     writes: bool = False
-    think: float = 0.0
-    late: bool = False
+    think: float = 0.0  #: seconds between the read and the write
+    late: bool = False  #: think between the write and its COMMIT instead
+    #: Read and write in one transaction, which keeps the row locked meanwhile; or else claim in one and write
+    #: in the next.
     together: bool = False
     style: Style = Style.CLAIM
 
 
 def names(settings: Settings) -> list[str]:
-    """Return the resources of a run."""
     return [f"r{number}" for number in range(settings.resources)]
 
 
 class Manner(StrEnum):
-    """How a holder holds."""
-
     QUICK = "quick"  #: and well-behaved
     OVERSTAYING = "overstaying"  #: works on after its lease has ended
     BRIEF = "brief"  #: with a lease about as long as a round of votes, which may end before the last vote

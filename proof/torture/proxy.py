@@ -27,25 +27,14 @@ _GHOST_SECONDS: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Weather:
-    """What happens to what passes.
-
-    Attributes:
-        delay: seconds that each piece waits at most.
-        requests_pass: whether anything arrives at the node.
-        answers_pass: whether anything arrives at the worker.
-        duplicates: which share of the requests is sent a second time.
-        lateness: seconds after which it is, at most.
-    """
-
-    delay: float = 0.0
+    delay: float = 0.0  #: seconds that each piece waits at most
     requests_pass: bool = True
     answers_pass: bool = True
-    duplicates: float = 0.0
-    lateness: float = 0.0
+    duplicates: float = 0.0  #: which share of the requests is sent a second time
+    lateness: float = 0.0  #: seconds after which it is, at most
 
     @property
     def drops(self) -> bool:
-        """Whether anything is lost."""
         return not (self.requests_pass and self.answers_pass)
 
 
@@ -53,16 +42,6 @@ FAIR: Final = Weather()
 
 
 class Proxy:
-    """Stands before one node.
-
-    Args:
-        url: of the node.
-        rng: decides what is delayed and duplicated.
-
-    Attributes:
-        url: the same, at the proxy's address.
-    """
-
     def __init__(self, url: str, rng: random.Random) -> None:
         self._upstream = urlsplit(url)
         self._rng = rng
@@ -73,14 +52,12 @@ class Proxy:
         self.url = ""
 
     async def listen(self) -> None:
-        """Begin to accept connections."""
         self._server = await asyncio.start_server(self._serve, _HOST)
         port = self._server.sockets[0].getsockname()[1]
         login, at, _ = self._upstream.netloc.rpartition("@")
         self.url = urlunsplit(self._upstream._replace(netloc=f"{login}{at}{_HOST}:{port}"))
 
     def close(self) -> None:
-        """Accept no more, and end what there is."""
         if self._server is not None:
             self._server.close()
         for task in self._running:
@@ -129,7 +106,6 @@ class Proxy:
     async def _requests(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, task: asyncio.Task[None]
     ) -> None:
-        """Pass on what a worker says, in pieces that are whole requests nearly always."""
         opening = b""
         voted = lost = False
         while piece := await reader.read(_READ_SIZE):
@@ -187,12 +163,7 @@ class Proxy:
 
 
 class Proxies:
-    """A proxy before each node, all in one thread: a context manager.
-
-    Args:
-        urls: of the nodes.
-        rng: decides what is delayed and duplicated.
-    """
+    """A proxy before each node, all in one thread: a context manager."""
 
     def __init__(self, urls: Sequence[str], rng: random.Random) -> None:
         self._proxies = [Proxy(url, rng) for url in urls]
@@ -214,11 +185,9 @@ class Proxies:
 
     @property
     def urls(self) -> list[str]:
-        """The nodes' URLs, at the proxies' addresses."""
         return [proxy.url for proxy in self._proxies]
 
     def change(self, node: int, weather: Weather) -> None:
-        """Have other weather before a node, from any thread."""
         self._loop.call_soon_threadsafe(self._proxies[node].change, weather)
 
     async def _listen(self) -> None:

@@ -23,7 +23,7 @@ from proof.servers import Nodes, Postgres
 from proof.torture import clocks, table
 from proof.torture.checker import Verdict, check_file
 from proof.torture.clocks import Clocks
-from proof.torture.crew import Crew, Places
+from proof.torture.crew import Crew
 from proof.torture.doubt import Doubt
 from proof.torture.faults import start_lanes
 from proof.torture.history import VERSION, Row, Run, Style, line_of
@@ -33,8 +33,8 @@ from proof.torture.naive import NaiveLeases
 from proof.torture.plan import names
 from proof.torture.proxy import Proxies
 from proof.torture.settings import Settings
-from proof.torture.stage import Equipment, Stage
-from proof.torture.worker import IMPATIENT
+from proof.torture.stage import Stage
+from proof.torture.worker import IMPATIENT, Places
 
 #: Seconds after which a run in which nothing is acquired is given up.
 STALLED_AFTER: Final = 120.0
@@ -43,30 +43,7 @@ _NODE_SETTINGS: Final = {"auto-aof-rewrite-min-size": "16mb"}
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """How far a run has come.
-
-    Attributes:
-        seconds: since its workers began.
-        acquired: how many locks.
-    """
-
-    seconds: float
-    acquired: int
-
-
-@dataclass(frozen=True, slots=True)
 class Result:
-    """What a run has come to.
-
-    Attributes:
-        verdict: of the checker.
-        history: the file.
-        skipped: faults that were asked for and could not be had, and why.
-        trouble: sentences about what went wrong with the run itself.
-        interrupted: whether it was ended before its time.
-    """
-
     verdict: Verdict
     history: Path
     skipped: dict[str, str]
@@ -82,15 +59,15 @@ def skipped_faults(settings: Settings) -> dict[str, str]:
     return skipped
 
 
-def run(settings: Settings, tell: Callable[[Progress], None] = lambda _: None) -> Result:
+def run(settings: Settings, tell: Callable[[float, int], None] = lambda *_: None) -> Result:
     """Make a run, and judge it; KeyboardInterrupt ends it before its time.
 
     Args:
-        settings: what to do. The folder for its output must exist.
-        tell: is called now and then.
+        settings: of the run. The folder for its output must exist.
+        tell: is called now and then, with the seconds since the start and the number of acquisitions.
 
     Raises:
-        EmbeddedServerError: a server could not be started.
+        ServerError: a server could not be started.
         FencelockError: the nodes could not be initialised.
         sqlalchemy.exc.SQLAlchemyError: the database cannot be used.
     """
@@ -100,7 +77,7 @@ def run(settings: Settings, tell: Callable[[Progress], None] = lambda _: None) -
     with _servers(settings, faults) as servers, Journal(fault_journal) as journal:
         began = _first_line(settings, servers)
         crew = Crew(settings, servers.places)
-        stage = Stage(settings, crew, journal, servers.authority, servers.equipment)
+        stage = Stage(settings, crew, journal, servers.authority, servers.tools)
         try:
             interrupted = _supervise(stage, faults, tell)
         finally:
@@ -109,17 +86,10 @@ def run(settings: Settings, tell: Callable[[Progress], None] = lambda _: None) -
         rows = table.read_rows(servers.engine, guard=settings.guard)
     history = settings.output / "history.jsonl"
     _merge(history, began, crew, fault_journal, rows)
-    return Result(
-        check_file(history),
-        history,
-        skipped,
-        (*crew.broken, *stage.trouble),
-        interrupted,
-    )
+    return Result(check_file(history), history, skipped, (*crew.broken, *stage.trouble), interrupted)
 
 
 def _merge(history: Path, began: Run, crew: Crew, faults: Path, rows: Sequence[Row]) -> None:
-    """Make one history of what everybody has written; logs stay where there is something in them."""
     with history.open("w", encoding="utf-8") as merged:
         merged.write(line_of(began))
         for life in crew.lives():
@@ -133,7 +103,7 @@ def _merge(history: Path, began: Run, crew: Crew, faults: Path, rows: Sequence[R
             log.unlink()
 
 
-def _supervise(stage: Stage, faults: Sequence[str], tell: Callable[[Progress], None]) -> bool:
+def _supervise(stage: Stage, faults: Sequence[str], tell: Callable[[float, int], None]) -> bool:
     """Let workers work and faults happen until it is enough; return whether somebody interrupted it."""
     lanes = []
     try:
@@ -155,14 +125,14 @@ def _wait_for_the_first(crew: Crew) -> None:
         time.sleep(_TICK)
 
 
-def _watch(stage: Stage, tell: Callable[[Progress], None]) -> None:
+def _watch(stage: Stage, tell: Callable[[float, int], None]) -> None:
     """Return when it is enough, or when something went wrong with the run itself."""
     settings, crew = stage.settings, stage.crew
     began = last = time.monotonic()
     before = -1
     while crew.check() and not stage.trouble:
         now, acquired = time.monotonic(), crew.acquired
-        tell(Progress(now - began, acquired))
+        tell(now - began, acquired)
         if acquired > before:
             before, last = acquired, now
         elif now - last > STALLED_AFTER:
@@ -176,28 +146,30 @@ def _watch(stage: Stage, tell: Callable[[Progress], None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Servers:
-    """What a run works on."""
-
     places: Places
     authority: Redlock | None
     engine: Engine
-    equipment: Equipment
+    tools: Sequence[object]
 
 
 @contextmanager
 def _servers(settings: Settings, faults: Sequence[str]) -> Iterator[_Servers]:
-    """Start the servers of a run, or reach those of the user, and leave nothing behind."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fencelock-")))
-        step = Clocks(_library(), folder / "clocks") if "clock" in faults else None
-        nodes = stack.enter_context(_nodes(settings, faults, step)) if settings.embedded_nodes else None
-        urls = nodes.urls if nodes is not None else list(settings.nodes)
+        tools: list[object] = []
+        urls: Sequence[str] = settings.nodes
+        behind: Sequence[str] = ()
+        if settings.embedded_nodes:
+            if "clock" in faults:
+                tools.append(Clocks(folder / "clocks", settings.nodes_count))
+            tools.append(nodes := stack.enter_context(_nodes(settings, faults, tools)))
+            urls = nodes.urls
         namespace = f"fencelock-torture-{secrets.token_hex(4)}"
         authority = None
         if not settings.on_database:
             authority = stack.enter_context(Redlock(urls, namespace=namespace, recover=False, **IMPATIENT))
             authority.init(max_ttl=settings.ttl)
-            if nodes is None:
+            if settings.nodes:
                 stack.callback(_remove_keys, urls, namespace)
         database = stack.enter_context(_database(settings, folder))
         engine = table.engine_on(database)
@@ -205,28 +177,25 @@ def _servers(settings: Settings, faults: Sequence[str]) -> Iterator[_Servers]:
         fences = Style.GATE in settings.styles
         table.create_tables(engine, names(settings), fences=fences)
         stack.callback(table.drop_tables, engine, fences=fences)
-        proxies = None
         if "partition" in faults:
-            rng = random.Random(f"{settings.seed}/weather")
-            proxies = stack.enter_context(Proxies(urls, rng))
-        doubt = Doubt(database) if "database-kill" in faults else None
-        if doubt is not None:
+            proxies = stack.enter_context(Proxies(urls, random.Random(f"{settings.seed}/weather")))
+            tools.append(proxies)
+            behind = proxies.urls
+        if "database-kill" in faults:
+            tools.append(doubt := Doubt(database))
             doubt.prepare(each.name for each in table.tables(fences=fences))
-        connections = None
         leases = ""
         if settings.on_database:
             _prepare_leases(settings, database, stack)
             leases = database
         if "connection-end" in faults:
-            connections = LeaseConnections(database, ours=settings.embedded_database)
+            tools.append(connections := LeaseConnections(database, ours=settings.embedded_database))
             leases = connections.url
-        behind = proxies.urls if proxies else ()
         places = Places(urls, behind, namespace, database, leases, settings.output)
-        yield _Servers(places, authority, engine, Equipment(nodes, proxies, step, doubt, connections))
+        yield _Servers(places, authority, engine, tools)
 
 
 def _prepare_leases(settings: Settings, database: str, stack: ExitStack) -> None:
-    """Make the table in which the workers are granted leases; it goes with the stack."""
     if table.has_lease_table(database):
         raise ValueError("the database has a table of leases, which is yours: name a database without one")
     if not settings.quorum:
@@ -238,18 +207,10 @@ def _prepare_leases(settings: Settings, database: str, stack: ExitStack) -> None
         authority.init()
 
 
-def _library() -> Path:
-    library = clocks.find_library()
-    assert library is not None
-    return library
-
-
-def _nodes(settings: Settings, faults: Sequence[str], step: Clocks | None) -> Nodes:
-    if step is not None:
-        step.prepare(settings.nodes_count)
+def _nodes(settings: Settings, faults: Sequence[str], tools: Sequence[object]) -> Nodes:
     return Nodes(
         settings.nodes_count,
-        executable=None if step is None else step.program,
+        executable=next((tool.program for tool in tools if isinstance(tool, Clocks)), None),
         appendfsync="everysec" if "node-rollback" in faults else None,
         settings=_NODE_SETTINGS,
     )

@@ -46,30 +46,7 @@ def default_faults(authority: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a run is asked for; the options of the command line, which says what they mean.
-
-    Attributes:
-        output: the folder that everything is written to.
-        faults: names of FAULTS.
-        duration: seconds; None for no limit.
-        acquisitions: how many are enough; None for no limit.
-        workers: how many processes.
-        tasks: how many asyncio tasks in each second of them; 0 for blocking workers only.
-        authority: what grants the leases, one of AUTHORITIES.
-        nodes: URLs of the user's nodes; none for embedded ones.
-        nodes_count: how many embedded ones.
-        database: one of EMBEDDED, or a SQLAlchemy URL.
-        resources: how many are locked; there is a row for each.
-        ttl: seconds that a lease lasts, and no lease lasts longer.
-        pause: seconds that a worker is paused at most.
-        every: seconds between two faults of one kind of target, on average.
-        writes: which share of the holders writes to the database.
-        think: seconds between the read and the write, on average.
-        seed: decides what is chosen at random; when it happens is up to the machine.
-        styles: how the writers come by what they write back.
-        guard: whether the table is fenced.
-        quorum: whether tokens are minted by fencelock; or else in the obvious, naive way.
-    """
+    """What a run is asked for. The options of the command line say what each means."""
 
     output: Path
     faults: tuple[str, ...] = tuple(FAULTS)
@@ -122,22 +99,19 @@ class Settings:
 
     @property
     def on_database(self) -> bool:
-        """Whether the run's database grants the leases."""
         return self.authority == DATABASE
 
     @property
     def minority(self) -> int:
-        """How many nodes may be without their memory at a time."""
+        """Return how many nodes may be without their memory at a time."""
         return (len(self.nodes or range(self.nodes_count)) - 1) // 2
 
     @property
     def embedded_nodes(self) -> bool:
-        """Whether the nodes are ours to break."""
         return not self.nodes and not self.on_database
 
     @property
     def embedded_database(self) -> bool:
-        """Whether the database is ours to break."""
         return self.database in EMBEDDED
 
     def skipped(self) -> dict[str, str]:

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from sqlalchemy import Engine, select, update
 from sqlalchemy.exc import DBAPIError
@@ -19,11 +21,13 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session
 from sqlalchemy.orm.exc import StaleDataError
 
+from fencelock._steps import Steps
 from fencelock.errors import FencelockError, StaleTokenError
 from fencelock.guard import claim, gate
 from proof.torture.history import Outcome, Style, Write
 from proof.torture.journal import Journal
 from proof.torture.plan import Plan
+from proof.torture.steps import Step, run, run_in_task, sleep
 from proof.torture.table import Counter, PlainCounter, VersionedCounter, name_of_versioned
 
 _Object = Counter | VersionedCounter | PlainCounter
@@ -31,14 +35,7 @@ _Object = Counter | VersionedCounter | PlainCounter
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """An object that was read before the lock was asked for.
-
-    Attributes:
-        counter: it, in no session.
-        read: its value.
-        fence: its fence. Both are what was loaded, whatever becomes of the object.
-        read_at: when it was about to be read.
-    """
+    """An object in no session, and what was loaded into it, whatever becomes of the object."""
 
     counter: Counter
     read: int
@@ -48,8 +45,6 @@ class Kept:
 
 @dataclass(slots=True)
 class _Addition:
-    """What is known about one row's addition so far."""
-
     row: str
     token: int
     style: Style
@@ -60,16 +55,7 @@ class _Addition:
 
 
 class Storage:
-    """Adds 1 to rows, under the leases that the current context holds.
-
-    Args:
-        engine: of the database.
-        async_engine: for coroutines; None where these are to use threads.
-        journal: where each addition is noted.
-        worker: whose it is.
-        guard: whether to use the fenced tables.
-        thinking: what surrounds the time between a read and its write, or between that and its COMMIT.
-    """
+    """Adds 1 to rows, under the leases that the current context holds."""
 
     def __init__(
         self,
@@ -88,8 +74,11 @@ class Storage:
         self._guard = guard
         self._thinking = thinking
 
-    def read_before(self, plan: Plan) -> dict[str, Kept]:
+    def read_before(self, plan: Plan) -> Step:
         """Return objects of the rows, for who is going to ask for their lock only now; none if that fails."""
+        return Step(partial(self._read_before, plan), partial(asyncio.to_thread, self._read_before, plan))
+
+    def _read_before(self, plan: Plan) -> dict[str, Kept]:
         if not plan.writes or plan.style is not Style.BEFORE or not self._guard:
             return {}
         now = time.monotonic_ns()
@@ -103,71 +92,51 @@ class Storage:
         except DBAPIError:
             return {}
 
-    def add(self, tokens: Mapping[str, int], plan: Plan, before: Mapping[str, Kept]) -> bool:
-        """Add 1 to each of the rows, in one transaction.
+    def add(self, tokens: Mapping[str, int], plan: Plan, before: Mapping[str, Kept]) -> Step:
+        """Add 1 to each of the rows in one transaction; return whether it is certain what came of it."""
+        blocking = partial(self._add_blocking, tokens, plan, before)
+        if self._async_engine is None:
+            return Step(blocking, partial(asyncio.to_thread, blocking))
+        return Step(blocking, partial(self._add_in_task, self._async_engine, tokens, plan, before))
 
-        Args:
-            tokens: of the leases, by the row.
-            plan: how.
-            before: what `read_before` has returned.
-
-        Returns:
-            Whether it is certain what came of it.
-        """
+    def _add_blocking(self, tokens: Mapping[str, int], plan: Plan, before: Mapping[str, Kept]) -> bool:
         additions = self._begin(tokens, plan, before)
         # Closing the session fails where its connection was ended behind the COMMIT.
         with suppress(DBAPIError), Session(self._engine, expire_on_commit=False) as session:
-            certain = self._add(session, additions, plan, before)
+            certain = run(self._add(session, additions, plan, before))
+        return certain
+
+    async def _add_in_task(
+        self, engine: AsyncEngine, tokens: Mapping[str, int], plan: Plan, before: Mapping[str, Kept]
+    ) -> bool:
+        additions = self._begin(tokens, plan, before)
+        with suppress(DBAPIError):
+            async with AsyncSession(engine, expire_on_commit=False) as session:
+                certain = await run_in_task(self._add(session, additions, plan, before))
         return certain
 
     def _add(
-        self, session: Session, additions: list[_Addition], plan: Plan, before: Mapping[str, Kept]
-    ) -> bool:
+        self,
+        session: Session | AsyncSession,
+        additions: list[_Addition],
+        plan: Plan,
+        before: Mapping[str, Kept],
+    ) -> Steps[bool]:
+        commit: Any = session.commit
         try:
-            counters = self._read(session, additions, plan, before)
+            counters = yield _within(session, self._read, additions, plan, before)
             if not plan.together:
-                session.commit()  # a claim stays: by the fence, no longer by the row's lock
+                yield Step(commit, commit)  # a claim stays: by the fence, no longer by the row's lock
             if plan.late:
-                self._write(session, counters, additions)
+                yield _within(session, self._write, counters, additions)
             with self._thinking():
-                time.sleep(plan.think)
+                yield sleep(plan.think)
             if not plan.late:
-                self._write(session, counters, additions)
+                yield _within(session, self._write, counters, additions)
         except (FencelockError, StaleDataError, DBAPIError) as error:
             return self._note_failure(additions, error)
         try:
-            session.commit()
-        except (FencelockError, DBAPIError) as error:
-            return self._note_commit(additions, error)
-        return self._note_commit(additions)
-
-    async def add_soon(self, tokens: Mapping[str, int], plan: Plan, before: Mapping[str, Kept]) -> bool:
-        """Do as `add`, in a coroutine."""
-        if self._async_engine is None:
-            return await asyncio.to_thread(self.add, tokens, plan, before)
-        additions = self._begin(tokens, plan, before)
-        with suppress(DBAPIError):
-            async with AsyncSession(self._async_engine, expire_on_commit=False) as session:
-                certain = await self._add_soon(session, additions, plan, before)
-        return certain
-
-    async def _add_soon(
-        self, session: AsyncSession, additions: list[_Addition], plan: Plan, before: Mapping[str, Kept]
-    ) -> bool:
-        try:
-            counters = await session.run_sync(self._read, additions, plan, before)
-            if not plan.together:
-                await session.commit()
-            if plan.late:
-                await session.run_sync(self._write, counters, additions)
-            with self._thinking():
-                await asyncio.sleep(plan.think)
-            if not plan.late:
-                await session.run_sync(self._write, counters, additions)
-        except (FencelockError, StaleDataError, DBAPIError) as error:
-            return self._note_failure(additions, error)
-        try:
-            await session.commit()
+            yield Step(commit, commit)
         except (FencelockError, DBAPIError) as error:
             return self._note_commit(additions, error)
         return self._note_commit(additions)
@@ -183,7 +152,6 @@ class Storage:
     def _read(
         self, session: Session, additions: list[_Addition], plan: Plan, before: Mapping[str, Kept]
     ) -> list[_Object | int]:
-        """Return the counters, or what they hold where nothing else is known of them."""
         found = [self._take(session, each, plan, before) for each in additions]
         for addition, counter in zip(additions, found, strict=True):
             if addition.style is Style.BEFORE:
@@ -264,3 +232,8 @@ class Storage:
             addition.fence,
             addition.read_at,
         )
+
+
+def _within(session: Any, action: Callable[..., Any], *arguments: Any) -> Step:
+    blocking = partial(action, session, *arguments)
+    return Step(blocking, lambda: session.run_sync(action, *arguments))

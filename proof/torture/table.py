@@ -96,7 +96,6 @@ def async_engine_on(url: str) -> AsyncEngine | None:
 
 
 def authority_on(url: str, *, for_tasks: bool) -> Database:
-    """Return what grants leases in the database, with an asyncio driver where tasks have one."""
     made = make_url(url)
     driver = _ASYNC_DRIVERS.get(made.get_backend_name(), _OF_COROUTINES.get(made.drivername))
     if for_tasks and driver is not None:
@@ -106,7 +105,6 @@ def authority_on(url: str, *, for_tasks: bool) -> Database:
 
 
 def has_lease_table(url: str) -> bool:
-    """Tell whether the database has a table of leases, which is not ours then."""
     named = make_url(url)
     if named.get_backend_name() == "sqlite":
         return Path(beside(named).database or "").exists()
@@ -114,7 +112,6 @@ def has_lease_table(url: str) -> bool:
 
 
 def drop_lease_table(url: str) -> None:
-    """Drop the table of leases of a run."""
     named = make_url(url)
     if named.get_backend_name() == "sqlite":
         for end in ("", "-wal", "-shm"):
@@ -125,7 +122,6 @@ def drop_lease_table(url: str) -> None:
 
 
 def has_fence_table(url: str) -> bool:
-    """Tell whether the database has a fence table, which is not ours then."""
     return _has_table(url, FENCES.name)
 
 
@@ -145,12 +141,10 @@ def create_tables(engine: Engine, resources: Sequence[str], *, fences: bool = Tr
 
 
 def drop_tables(engine: Engine, *, fences: bool = True) -> None:
-    """Drop them."""
     Base.metadata.drop_all(engine, tables=tables(fences=fences))
 
 
 def tables(*, fences: bool) -> list[Table]:
-    """Return all tables; the fence table if it is wanted."""
     return [each for each in Base.metadata.sorted_tables if fences or each is not FENCES]
 
 
@@ -160,7 +154,6 @@ def name_of_versioned(row: str) -> str:
 
 
 def read_rows(engine: Engine, *, guard: bool) -> list[Row]:
-    """Return what is in the tables that the workers wrote to."""
     with Session(engine) as session:
         if guard:
             return [

@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -24,18 +24,20 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
+from fencelock._steps import Steps
 from fencelock.authority.base import Authority
 from fencelock.authority.redlock.redlock import Redlock
 from fencelock.errors import FencelockError, LockError, LockLostError
 from fencelock.lease import Lease
 from fencelock.lock.fenced_lock import fenced_lock
 from fencelock.lock.lock import FencedLock
-from proof.torture.history import Acquisition, Failure, Release, Style
-from proof.torture.journal import Journal
+from proof.torture.history import Style
+from proof.torture.journal import Journal, Notes
 from proof.torture.keeper import Keeper
 from proof.torture.naive import NaiveLeases, NaiveRedlock
 from proof.torture.plan import Plan, choose_plan
 from proof.torture.settings import Settings
+from proof.torture.steps import Step, run, run_in_task, sleep
 from proof.torture.storage import Storage
 from proof.torture.table import async_engine_on, authority_on, engine_on
 
@@ -49,53 +51,43 @@ _BACK_OFF = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Assignment:
-    """What a worker is told.
-
-    Attributes:
-        number: which worker it is, and its place among the counts.
-        life: how often there has been a worker of this number before.
-        settings: of the run.
-        urls: the nodes, or the proxies before them.
-        recover: whether it may admit nodes again; not by another address than the one they have.
-        namespace: on the nodes.
-        database: URL.
-        leases: URL of the database that grants them, if one does.
-        journal: the file to write to.
-        log: the file that its errors go to.
-        tasks: how many; 0 for blocking code.
-    """
-
-    number: int
-    life: int
-    settings: Settings
-    urls: Sequence[str]
-    recover: bool
+class Places:
+    nodes: Sequence[str]
+    proxies: Sequence[str]
     namespace: str
     database: str
-    leases: str
+    leases: str  #: URL of the database that grants them, if one does
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    number: int
+    life: int  #: how often there has been a worker of this number before
+    settings: Settings
+    places: Places
+    proxied: (
+        bool  #: whether it sees the nodes through proxies; then it admits none, for they have other addresses
+    )
     journal: Path
     log: Path
-    tasks: int
+    tasks: int  #: 0 for blocking code
+
+    @property
+    def urls(self) -> Sequence[str]:
+        return self.places.proxies if self.proxied else self.places.nodes
 
 
 @dataclass(frozen=True, slots=True)
 class Board:
-    """Memory that all processes of a run share.
+    """Memory that all processes of a run share."""
 
-    Attributes:
-        acquired: how many locks each worker has acquired.
-        thinking: how many of its holders have read and not yet written.
-        over: one value: whether to stop.
-    """
-
-    acquired: ctypes.Array[ctypes.c_ulonglong]
-    thinking: ctypes.Array[ctypes.c_longlong]
-    over: ctypes.Array[ctypes.c_byte]
+    acquired: ctypes.Array[ctypes.c_ulonglong]  #: how many locks each worker has acquired
+    thinking: ctypes.Array[ctypes.c_longlong]  #: how many of its holders have read and not yet written
+    over: ctypes.Array[ctypes.c_byte]  #: one value: whether to stop
 
 
 def work(assignment: Assignment, board: Board) -> None:
-    """Be a worker until told to stop."""
     _leave_the_terminal(assignment.log)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -131,8 +123,6 @@ def _end_with_the_run() -> None:
 
 
 class Worker:
-    """What a worker has and does."""
-
     def __init__(self, assignment: Assignment, board: Board) -> None:
         self._number = assignment.number
         self._settings = assignment.settings
@@ -140,99 +130,70 @@ class Worker:
         self._board = board
         board.thinking[assignment.number] = 0  # whoever was this worker before may have been killed there
         self._rng = random.Random(f"{assignment.settings.seed}/{assignment.number}/{assignment.life}")
-        self._journal = Journal(assignment.journal)
+        self._notes = Notes(assignment.number, journal := Journal(assignment.journal))
         self._storage = Storage(
-            engine_on(assignment.database),
-            async_engine_on(assignment.database) if assignment.tasks else None,
-            self._journal,
+            engine_on(assignment.places.database),
+            async_engine_on(assignment.places.database) if assignment.tasks else None,
+            journal,
             assignment.number,
             guard=assignment.settings.guard,
             thinking=self._thinking,
         )
         self._authority = _authority(assignment)
-        self._keepers = _keepers(assignment, self._journal, self._over)
+        self._keepers = _keepers(assignment, self._notes, self._over)
         self._lost: WeakSet[Lease] = WeakSet()
 
     def run(self) -> None:
-        """Hold one lock after the other."""
         for keeper in self._keepers:
-            threading.Thread(target=keeper.run, daemon=True).start()
-        while not self._over():
-            plan = choose_plan(self._rng, self._settings)
-            lock, before = self._lock(plan), self._storage.read_before(plan)
-            began = time.monotonic_ns()
-            try:
-                lock.acquire()
-            except FencelockError as error:
-                self._note_failure(plan, began, error)
-                time.sleep(_BACK_OFF)
-                continue
-            self._note_acquisition(lock, began)
-            time.sleep(plan.work)
-            if plan.writes and not self._storage.add(_tokens(lock), plan, before):
-                self._settle(lock, plan)
-            self._release(lock)
-
-    def _settle(self, lock: FencedLock[Any], plan: Plan) -> None:
-        """After a COMMIT in doubt: mint a new token, and add with that."""
-        old, stopped = _tokens(lock), time.monotonic_ns()
-        with suppress(LockError):
-            lock.remint()
-            self._note_remint(lock, old, stopped)
-            self._storage.add(_tokens(lock), _settling(plan), {})
-
-    def _release(self, lock: FencedLock[Any]) -> None:
-        tokens, worked_until, leases = _tokens(lock), time.monotonic_ns(), lock.leases
-        try:
-            lock.release()
-        except FencelockError as error:
-            self._note_release(tokens, worked_until, type(error))
-        else:
-            self._note_release(tokens, worked_until, self._loss(leases))
+            threading.Thread(target=run, args=(keeper.work(),), daemon=True).start()
+        run(self._work())
 
     async def run_tasks(self) -> None:
-        """The same, in several tasks at once."""
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS))
         async with asyncio.TaskGroup() as group:
             for keeper in self._keepers:
-                group.create_task(keeper.run_soon())
+                group.create_task(run_in_task(keeper.work()))
             for _ in range(self._tasks):
-                group.create_task(self._run_task())
+                group.create_task(run_in_task(self._work()))
 
-    async def _run_task(self) -> None:
+    def _work(self) -> Steps[None]:
         while not self._over():
             plan = choose_plan(self._rng, self._settings)
             lock = self._lock(plan)
-            before = await asyncio.to_thread(self._storage.read_before, plan)
+            before = yield self._storage.read_before(plan)
             began = time.monotonic_ns()
             try:
-                await lock.aio.acquire()
+                yield Step(lock.acquire, lock.aio.acquire)
             except FencelockError as error:
-                self._note_failure(plan, began, error)
-                await asyncio.sleep(_BACK_OFF)
+                self._notes.failed(plan.resources, began, error)
+                yield sleep(_BACK_OFF)
                 continue
             self._note_acquisition(lock, began)
             if plan.work:
-                await asyncio.sleep(plan.work)
-            if plan.writes and not await self._storage.add_soon(_tokens(lock), plan, before):
-                await self._settle_soon(lock, plan)
-            await self._release_soon(lock)
+                yield sleep(plan.work)
+            if plan.writes and not (yield self._storage.add(_tokens(lock), plan, before)):
+                yield from self._settle(lock, plan)
+            yield from self._release(lock)
 
-    async def _settle_soon(self, lock: FencedLock[Any], plan: Plan) -> None:
+    def _settle(self, lock: FencedLock[Any], plan: Plan) -> Steps[None]:
+        """After a COMMIT in doubt, mint a new token and add with that."""
         old, stopped = _tokens(lock), time.monotonic_ns()
         with suppress(LockError):
-            await lock.aio.remint()
-            self._note_remint(lock, old, stopped)
-            await self._storage.add_soon(_tokens(lock), _settling(plan), {})
+            yield Step(lock.remint, lock.aio.remint)
+            self._note_acquisition(lock, stopped)
+            self._notes.released(old, stopped)
+            yield self._storage.add(_tokens(lock), _settling(plan), {})
 
-    async def _release_soon(self, lock: FencedLock[Any]) -> None:
+    def _release(self, lock: FencedLock[Any]) -> Steps[None]:
         tokens, worked_until, leases = _tokens(lock), time.monotonic_ns(), lock.leases
         try:
-            await lock.aio.release()
+            yield Step(lock.release, lock.aio.release)
         except FencelockError as error:
-            self._note_release(tokens, worked_until, type(error))
+            self._notes.released(tokens, worked_until, type(error).__name__)
         else:
-            self._note_release(tokens, worked_until, self._loss(leases))
+            # A COMMIT under a lease that was lost had it only logged.
+            lost = any(lease.why_lost or lease in self._lost for lease in leases)
+            self._notes.released(tokens, worked_until, LockLostError.__name__ if lost else "")
 
     @contextmanager
     def _thinking(self) -> Iterator[None]:
@@ -251,66 +212,25 @@ class Worker:
         lock.on_lost(self._lost.add)
         return lock
 
-    def _loss(self, leases: Iterable[Lease]) -> type[FencelockError] | None:
-        """Return the error of a lease that was lost, also where a COMMIT under it had it only logged."""
-        return LockLostError if any(lease.why_lost or lease in self._lost for lease in leases) else None
-
     def _note_acquisition(self, lock: FencedLock[Any], began: int) -> None:
-        completed = time.monotonic_ns()
-        for lease in lock.leases:
-            self._journal.note(
-                Acquisition(
-                    self._number,
-                    lease.resource,
-                    began,
-                    completed,
-                    lease.fencing_token,
-                    int(lease.expires_at * 1e9),
-                )
-            )
+        self._notes.acquired(lock.leases, began)
         self._board.acquired[self._number] += len(lock.leases)
-
-    def _note_remint(self, lock: FencedLock[Any], old: dict[str, int], stopped: int) -> None:
-        """To who looks at tokens, it is a release and another acquisition."""
-        self._note_acquisition(lock, stopped)
-        self._note_release(old, stopped)
-
-    def _note_failure(self, plan: Plan, began: int, error: FencelockError) -> None:
-        ended = time.monotonic_ns()
-        for resource in plan.resources:
-            self._journal.note(
-                Failure(self._number, resource, began, ended, type(error).__name__, str(error))
-            )
-
-    def _note_release(
-        self, tokens: dict[str, int], worked_until: int, error: type[FencelockError] | None = None
-    ) -> None:
-        ended = time.monotonic_ns()
-        for resource, token in tokens.items():
-            self._journal.note(
-                Release(
-                    self._number,
-                    resource,
-                    token,
-                    worked_until,
-                    ended,
-                    "" if error is None else error.__name__,
-                )
-            )
 
 
 def _authority(assignment: Assignment) -> Authority:
     settings = assignment.settings
     if settings.on_database:
         if not settings.quorum:
-            return NaiveLeases(assignment.leases)
-        return authority_on(assignment.leases, for_tasks=bool(assignment.tasks))
+            return NaiveLeases(assignment.places.leases)
+        return authority_on(assignment.places.leases, for_tasks=bool(assignment.tasks))
     if not settings.quorum:
         return NaiveRedlock(assignment.urls)
-    return Redlock(assignment.urls, namespace=assignment.namespace, recover=assignment.recover, **IMPATIENT)
+    return Redlock(
+        assignment.urls, namespace=assignment.places.namespace, recover=not assignment.proxied, **IMPATIENT
+    )
 
 
-def _keepers(assignment: Assignment, journal: Journal, over: Callable[[], bool]) -> list[Keeper]:
+def _keepers(assignment: Assignment, notes: Notes, over: Callable[[], bool]) -> list[Keeper]:
     """Return who keeps a lease for as long as the worker lives, and who waits for that of the next."""
     settings = assignment.settings
     if not settings.quorum or settings.on_database or "node-rolling" not in settings.faults:
@@ -319,8 +239,10 @@ def _keepers(assignment: Assignment, journal: Journal, over: Callable[[], bool])
 
     def keeper(kept: int) -> Keeper:
         # Each has nodes of his own: he hears of them only by what he does himself.
-        authority = Redlock(assignment.urls, namespace=assignment.namespace, recover=False, **IMPATIENT)
-        return Keeper(ours, kept, settings.ttl, authority, journal, over)
+        authority = Redlock(
+            assignment.urls, namespace=assignment.places.namespace, recover=False, **IMPATIENT
+        )
+        return Keeper(kept, settings.ttl, authority, notes, over)
 
     return [keeper(kept) for kept in sorted({ours, (ours + 1) % settings.workers})]
 

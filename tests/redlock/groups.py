@@ -19,7 +19,7 @@ from redis.retry import Retry
 
 from fencelock import Redlock
 from fencelock.errors import QuorumError
-from proof.servers.embedded import LOOPBACK, Node, Nodes, _reserve_port, _valkey_executable
+from proof.servers.nodes import LOOPBACK, Node, Nodes, reserve_port, valkey_executable
 from proof.servers.workspace import Workspace
 from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY
@@ -137,7 +137,7 @@ class Watched(_Servers):
         sentinel_password: str | None = None,
     ) -> None:
         super().__init__()
-        self._program = _valkey_executable(executable)
+        self._program = valkey_executable(executable)
         self._password = password
         self._sentinel_password = sentinel_password
         settings = {"repl-diskless-sync-delay": "0"}
@@ -235,7 +235,7 @@ class Watched(_Servers):
     def _start_sentinel(self, number: int) -> tuple[int, subprocess.Popen[bytes]]:
         folder = self._workspace.folder / f"sentinel{number}"
         folder.mkdir()
-        reservation = _reserve_port()
+        reservation = reserve_port()
         self._workspace.keep(reservation)
         port: int = reservation.getsockname()[1]
         lines = [f"port {port}", f"bind {LOOPBACK}"]

@@ -23,7 +23,7 @@ from fencelock import Redlock
 from fencelock.authority.redlock.transport import connector
 from fencelock.errors import FencelockError, QuorumError
 from fencelock.tokens import MAX_COUNTER, split
-from proof.servers.embedded import LOOPBACK, Nodes
+from proof.servers.nodes import LOOPBACK, Nodes
 from tests.polling import eventually
 from tests.redlock.groups import MAX_TTL, PATIENT, Watched, ask, fact, is_refused, token_within
 from tests.redlock.stage import NODE_KEY

@@ -21,7 +21,8 @@ from fencelock import Redlock
 from fencelock.authority.redlock.admin import change_nodes
 from fencelock.errors import LockTimeoutError, QuorumError
 from fencelock.tokens import split
-from proof.servers.embedded import EmbeddedServerError, Node, Nodes, _reserve_port
+from proof.servers import Node, Nodes, ServerError
+from proof.servers.nodes import reserve_port
 from tests.conftest import server_programs
 from tests.redlock.groups import (
     MAX_TTL,
@@ -262,7 +263,7 @@ def tls_server(tmp_path: Path) -> Iterator[tuple[str, Certificates]]:
         if not shutil.which(program):
             pytest.skip(f"no {program} on PATH: install it to run this test")
     certificates = Certificates(tmp_path)
-    with _reserve_port() as reservation:
+    with reserve_port() as reservation:
         port = reservation.getsockname()[1]
         settings = {
             "tls-port": str(port),
@@ -274,7 +275,7 @@ def tls_server(tmp_path: Path) -> Iterator[tuple[str, Certificates]]:
         nodes = Nodes(1, executable="redis-server", settings=settings)
         try:
             nodes.start()
-        except EmbeddedServerError as error:
+        except ServerError as error:
             pytest.skip(f"this redis-server was built without TLS: {error}")
         with nodes:
             yield f"localhost:{port}", certificates

@@ -26,20 +26,6 @@ def test_seeds_are_played_and_counted(capfd: pytest.CaptureFixture[str]) -> None
     assert "partition" in told
 
 
-@pytest.mark.parametrize("kind", [[], ["--rolling"], ["--tidy"]], ids=["storm", "rolling", "tidy"])
-def test_replay_is_the_same_every_time(kind: list[str]) -> None:
-    """What is printed for a seed is the same in every process, to the last byte."""
-    told = [
-        subprocess.run(
-            [*PROGRAM, "--replay", "5", "--nodes", "5", *kind], capture_output=True, check=True, timeout=60
-        )
-        for _ in range(2)
-    ]
-    assert told[0].stdout == told[1].stdout
-    assert told[0].stdout.count(b"\n") > 100
-    assert told[0].stdout.endswith(b"no promise was broken\n")
-
-
 def test_failed_run_is_named_with_the_command_that_replays_it(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

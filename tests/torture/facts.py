@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from proof.torture.history import (
     Run,
     Style,
     Write,
-    write_record,
+    line_of,
 )
 
 RUN = Run(VERSION, "0.0", "2020-01-01T00:00:00+00:00", 0)
@@ -64,8 +63,5 @@ def row(value: int, fence: int | None, *, resource: str = "r") -> Row:
 
 def save(path: Path, records: Iterable[Record]) -> Path:
     """Write a history to a file."""
-    text = io.StringIO()
-    for record in records:
-        write_record(text, record)
-    path.write_text(text.getvalue(), encoding="utf-8")
+    path.write_text("".join(map(line_of, records)), encoding="utf-8")
     return path

@@ -23,11 +23,9 @@ from tests.polling import eventually
 
 def test_the_wall_clock_of_a_node_is_stepped_and_its_keys_expire_by_it(tmp_path: Path) -> None:
     """Forwards and back again, on one node only."""
-    library = clocks.find_library()
-    if library is None:
+    if clocks.find_library() is None:
         pytest.skip(clocks.MISSING)
-    stepped = Clocks(library, tmp_path / "clocks")
-    stepped.prepare(2)
+    stepped = Clocks(tmp_path / "clocks", 2)
     with Nodes(2, executable=stepped.program) as nodes:
         client, other = (redis.Redis.from_url(node.url) for node in nodes)
         with client, other:

@@ -47,13 +47,6 @@ def count(node: Nodes) -> int:
         return int(direct.get("count") or 0)
 
 
-def test_in_fair_weather_everything_passes(node: Nodes, proxies: Proxies) -> None:
-    """Once, and in order."""
-    with client(proxies.urls[0]) as far:
-        assert [far.eval(COUNT, 0) for _ in range(50)] == list(range(1, 51))
-    assert count(node) == 50
-
-
 def test_duplicates_arrive_once_more_and_are_not_answered(node: Nodes, proxies: Proxies) -> None:
     """The worker gets the answers to what it has sent itself."""
     proxies.change(0, Weather(duplicates=1.0, lateness=0.1))

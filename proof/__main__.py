@@ -1,0 +1,154 @@
+"""Every proof in short, in ten minutes on two cores; `--long` makes those of a release, in hours.
+
+    python -m proof
+    python -m proof torture model      # those whose name contains one of these words
+    python -m proof --long
+
+A proof is a command, the status with which it has to end, and words that it has to print. A control has to
+fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from proof.torture.run import skipped_faults
+from proof.torture.settings import DATABASE, NODES, Settings, default_faults
+from proof.torture.trials import CORE, DENSE, NAIVE, NAIVE_TABLE, PAUSED, databases
+
+ROOT = Path(__file__).parents[1]
+#: Configurations of the model that are explored within seconds; those with an M leave a rule out.
+MODEL = (
+    *(
+        "lock core",
+        "lock core, N=5",
+        "REMINT",
+        "REMINT, 1 loss",
+        "guard with claim, 2",
+        "guard without claims",
+    ),
+    *("COMMIT in doubt", "COMMIT in doubt, REMINT", "recovery, 1 acquisition", "epochs, N=5, 3 losses"),
+    *("init, 2 losses", "finish a change", "change and back", "rise, N=5", "a double, N=5"),
+    *(
+        "M no write-back",
+        "M no epoch",
+        "M ADMIT before PROMISE",
+        "M ADMIT before RAISE",
+        "M rise without PROMISE",
+    ),
+    *("M one closing pass", "M no next", "M recovery reads closed nodes", "M a list comes again"),
+    *("M no claim", "M no guard", "M not what was loaded", "M no row lock"),
+)
+#: Seconds after which a proof in short is said to hang.
+_PATIENCE = 600
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    name: str
+    command: Sequence[str]
+    status: int = 0
+    says: Sequence[str] = ()
+
+    def problem(self, patience: float | None) -> str:
+        """Make it; return what is not as it must be, and nothing where all is."""
+        try:
+            done = subprocess.run(
+                self.command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=patience
+            )
+        except subprocess.TimeoutExpired as error:
+            return f"it did not end within {error.timeout:g} s"
+        problems = [f"it did not print {word!r}" for word in self.says if word not in done.stdout]
+        if done.returncode != self.status:
+            problems.append(f"it ended with status {done.returncode}, and not {self.status}")
+        output = (done.stdout + done.stderr).splitlines()[-40:] if problems else []
+        return "\n".join([*problems, *output])
+
+
+def _python(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", *arguments]
+
+
+def _torture(name: str, folder: Path, *options: str, breaks: str = "", says: Sequence[str] = ()) -> Proof:
+    """Return a run of the torture that has to end RIGHT, or as a control to break a rule."""
+    command = _python("proof.torture", *options, "--output", str(folder / name.replace(" ", "-")))
+    if breaks:
+        return Proof(f"torture, control: {name}", command, 1, ["WRONG: ", f" {breaks}"])
+    return Proof(f"torture: {name}", command, 0, ["RIGHT: ", *says])
+
+
+def _faults(authority: str, database: str) -> list[str]:
+    """Return the faults that such a run can have on this machine."""
+    settings = Settings(Path(), default_faults(authority), authority=authority, database=database)
+    return [f" {fault}" for fault in settings.faults if fault not in skipped_faults(settings)]
+
+
+def short(folder: Path, stack: ExitStack) -> Iterator[Proof]:
+    if shutil.which(os.environ.get("CXX", "g++")):
+        check = [sys.executable, str(ROOT / "proof" / "spec" / "check.py"), "--no-tlc", "--jobs", "2"]
+        yield Proof("model, and some of its rules left out", [*check, *MODEL])
+    else:
+        print("left out: the model, which needs g++ or another compiler in CXX")
+    yield Proof("simulation", _python("proof.simulation", "--seeds", "40", "--jobs", "2"))
+    yield Proof("mutants: each recorded seed notices again", _python("proof.simulation.mutants", "--replay"))
+    faults = _faults(NODES, "postgresql")
+    yield _torture("all faults", folder, *DENSE, "--duration", "60", says=faults)
+    yield _torture("paused workers", folder, *PAUSED, "--duration", "12", says=[" worker-pause"])
+    no_guard = ("--without-guard", *PAUSED, "--duration", "12")
+    yield _torture("no guard", folder, *no_guard, breaks="lost update")
+    yield _torture("naive tokens", folder, *NAIVE, "--duration", "12", breaks="P1")
+    yield _torture("statements without a claim", folder, *CORE, "--duration", "12", breaks="lost update")
+    for name, where in databases(stack).items():
+        faults = _faults(DATABASE, where[3])
+        yield _torture(f"{name} grants leases", folder, *where, *DENSE, "--duration", "12", says=faults)
+        naive = (*where, *NAIVE_TABLE, "--duration", "10")
+        yield _torture(f"a naive table in {name}", folder, *naive, breaks="P1")
+        yield _torture(f"no guard, leases in {name}", folder, *where, *no_guard, breaks="lost update")
+    yield Proof("retries, and a control", _python("proof.retries", "--seconds", "60"))
+
+
+LONG = (
+    Proof("model", ["make", "spec"]),
+    Proof("simulation", _python("proof.simulation", "--seeds", "2000", "--jobs", "2")),
+    Proof("mutants: searched for from the first seed", _python("proof.simulation.mutants", "--jobs", "2")),
+    Proof("torture", ["make", "torture"]),
+    Proof("torture-databases", ["make", "torture-databases"]),
+    Proof("retries", ["make", "retries"]),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m proof", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("words", nargs="*", help="only proofs whose name contains one of these")
+    parser.add_argument("--long", action="store_true", help="what a release runs, in hours")
+    options = parser.parse_args()
+    began, failed = time.monotonic(), 0
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        for proof in LONG if options.long else short(folder, stack):
+            if options.words and not any(word in proof.name for word in options.words):
+                continue
+            start = time.monotonic()
+            problem = proof.problem(None if options.long else _PATIENCE)
+            failed += bool(problem)
+            print(f"{'NOT ok' if problem else 'ok':<6} {time.monotonic() - start:7.1f} s  {proof.name}")
+            if problem:
+                print("        " + problem.replace("\n", "\n        "))
+            sys.stdout.flush()
+    minutes = (time.monotonic() - began) / 60
+    print(f"{failed or 'none'} of them failed, in {minutes:.1f} minutes")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
