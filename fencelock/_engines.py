@@ -36,6 +36,12 @@ _FOR_BLOCKING = {"postgresql": "postgresql+psycopg", "mysql": "mysql+pymysql", "
 _MODULE = "sqlalchemy.ext.asyncio"
 
 
+def shown(url: URL) -> str:
+    """Return a URL without its password, which some drivers also take in its query."""
+    hidden = {name: "PASSWORD" for name in url.query if "pass" in name.lower()}
+    return url.update_query_dict(hidden).render_as_string()
+
+
 def is_async_engine(thing: object) -> TypeGuard[AsyncEngine]:
     """Whether it is an `AsyncEngine`."""
     return _is(thing, "AsyncEngine")

@@ -431,8 +431,7 @@ def fenced_transaction(
     resource; after the body it is committed, or rolled back if the body raised, and closed; only then the
     lock is released. No older holder who passes the gate too can come between what the body reads and what
     it writes, new rows included. One who does not pass it is noticed when an object is written that he has
-    fenced since (`StaleReadError`), but for his second write, which leaves the fence as it was: claim what
-    you read to write back, where not all pass the gate.
+    written since (`StaleReadError`).
 
     Inside another one of the same thread, task or greenlet, for one of the same resources and on the same
     engine, it is a savepoint of that one and yields its session: what it has done is committed with it. In

@@ -28,7 +28,7 @@ from fencelock.authority.redlock.transport.endpoints import split_urls
 from fencelock.cli import shared
 from fencelock.errors import FencelockError, LockTimeoutError
 from fencelock.guard import triggers
-from fencelock.guard.tables import FENCE_TABLE, WRITE_COLUMN, fenced_table
+from fencelock.guard.tables import FENCE_TABLE, WRITE_COLUMN, fenced_table, trigger_of
 from fencelock.max_fence import fenced_tables, highest_fence
 from fencelock.tokens import split
 
@@ -189,10 +189,10 @@ _IDLE: Final = "idle_in_transaction_session_timeout"
 _FLUSH: Final = "innodb_flush_log_at_trx_commit"
 #: Of a dialect: how to ask, what is bad, why, what to do.
 _SETTINGS: Final[tuple[tuple[str, str, tuple[str, ...], str, str], ...]] = (
-    ("postgresql", f"SHOW {_IDLE}", ("0",), _HANGS, f"{_IDLE} = '60s' for the program's role"),
+    ("postgresql", f"SHOW {_IDLE}", ("0",), _HANGS, f"{_IDLE} = '30s' for the program's role"),
     ("postgresql", "SHOW lock_timeout", ("0",), "a statement waits for ever", "lock_timeout = '5s'"),
     ("postgresql", "SHOW fsync", ("off",), _FORGETS, "fsync = on"),
-    ("mysql", "SELECT @@GLOBAL.idle_transaction_timeout", ("0",), _HANGS, "idle_transaction_timeout = 60"),
+    ("mysql", "SELECT @@GLOBAL.idle_transaction_timeout", ("0",), _HANGS, "idle_transaction_timeout = 30"),
     ("mysql", f"SELECT @@GLOBAL.{_FLUSH}", ("0", "2"), _FORGETS, f"{_FLUSH} = 1"),
 )
 
@@ -246,6 +246,8 @@ def _of_models(connection: Connection, metadata: MetaData | None) -> Iterator[Fi
             continue
         if fenced.fence.name not in {column["name"] for column in inspector.get_columns(name, **where)}:
             yield Finding(name, f"has no column {fenced.fence.name}", "op.add_fence in a migration")
+        elif trigger_of(each) and not triggers.installed(connection, name, schema=each.schema):
+            yield Finding(name, "has not the trigger that its model wants", "alembic autogenerate adds it")
         wanted = [column.name for column in fenced.template.columns.values()]
         indexed = [[*inspector.get_pk_constraint(name, **where)["constrained_columns"]]]
         indexed += [[*filter(None, its["column_names"])] for its in inspector.get_indexes(name, **where)]

@@ -39,7 +39,7 @@ LOADED_BIND: Final = "fencelock_loaded"
 CLAIM_OPTION: Final = "fencelock_claim"
 """Execution option of a statement that only raises fences, and writes no row anew."""
 
-TOKEN_OPTION: Final = "fencelock_token"  # noqa: S105  no password
+TOKEN_OPTION: Final = "fencelock_given_token"  # noqa: S105  no password
 """Execution option with which `execute_fenced` hands over an explicit token."""
 
 _CUTS_OFF: Final = re.compile(r"(?i)--|/\*|;|#(?![>-])|\b(?:insert|update|delete|merge)\b")

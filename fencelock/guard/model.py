@@ -90,7 +90,7 @@ class FencedModel:
             one whose equal values are written in several ways; if the table has no column
             `last_fencing_token` or the model calls it something else; or if there is no such trigger.
         TypeError: beside `MappedAsDataclass`, which takes `FencedDataclassModel`, and beside SQLModel, which
-            takes the column alone: see docs/sqlmodel.md.
+            takes the two columns alone: see docs/sqlmodel.md.
     """
 
     __fence_resource__: ClassVar[str]

@@ -1,4 +1,4 @@
-"""A database's own: its table, its pool, sealed grants, connections that end, where tokens begin."""
+"""A database's own: its table, its pool, connections that end, where tokens begin."""
 
 from __future__ import annotations
 
@@ -138,6 +138,13 @@ def test_unreachable_database_is_a_quorum_error() -> None:
         authority.acquire(("r",), ttl=5, timeout=1)
     assert "secret" not in str(caught.value)
     assert list(caught.value.nodes) == ["postgresql+psycopg://app:***@127.0.0.1:1/shop"]
+
+
+def test_password_in_the_query_is_hidden() -> None:
+    """Drivers take it there, too."""
+    with Database("postgresql+psycopg:///shop?host=h&user=u&password=secret") as authority:
+        assert "secret" not in repr(authority)
+        assert "user=u" in repr(authority)
 
 
 @pytest.mark.parametrize(

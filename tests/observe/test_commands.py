@@ -42,6 +42,19 @@ class Order(FencedModel, Base):
 fence_table(Base.metadata)
 
 
+class Wanting(DeclarativeBase):
+    """Models that say they have a trigger, which the tests do not make."""
+
+
+class Watched(FencedModel, Wanting):
+    """The table of `Order`."""
+
+    __tablename__ = "cm_orders"
+    __fence_resource__ = "order:{id}"
+    __fence_trigger__ = True
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+
+
 def test_inspect_of_one_lock(kind: Kind, mine: Any) -> None:
     """Who holds it, as a table and as JSON; status 3 where it is free."""
     free = fencelock("inspect", "order:1", "--url", kind.url)
@@ -390,6 +403,8 @@ def test_doctor_of_a_database(engine: Engine, authority: Redlock, node_urls: lis
     models = ("--models", "tests.observe.test_commands:Base")
     well = json.loads(fencelock("doctor", *url, *database, *models, "--json").stdout)
     assert {each["advice"] for each in well if each["is_problem"]} <= {"fsync = on"}  # tests need none
+    wanting = fencelock("doctor", *url, *database, "--models", "tests.observe.test_commands:Wanting")
+    assert "has not the trigger that its model wants" in wanting.stdout.replace("\n        ", " ")
     with engine.begin() as connection:
         connection.execution_options(fencelock="bypass").execute(
             text("UPDATE cm_orders SET last_fencing_token = 4611686018427387904")

@@ -41,7 +41,8 @@ HEAD: Final = """\
 # Public names
 
 Written by `python -m tests.pages.names` from the docstrings. `help(fencelock.claim)` shows all of one:
-arguments, errors, examples. A name that is not here may change in any release.
+arguments, errors, examples. What they return can be relied on, as `LockInfo` and `NodeStatus`, and so can
+`write_id_column` and `authority.aio`. A name that no page shows may change in any release.
 """
 
 

@@ -21,7 +21,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from fencelock import _events
 from fencelock._databases import SUPPORTED, is_busy, is_lost, is_read_only, lacks_table
-from fencelock._engines import OwnConnections, beside, for_blocking, own_engine, url_of
+from fencelock._engines import OwnConnections, beside, for_blocking, own_engine, shown, url_of
 from fencelock._events import ConnectionFailed, ConnectionOpened
 from fencelock._owners import name_of_process
 from fencelock._steps import Steps
@@ -103,7 +103,7 @@ class Database(WithLoops):
         if name not in SUPPORTED:
             raise ValueError(f"leases can be kept in PostgreSQL, MariaDB and SQLite, not in {name}")
         leases = beside(self.url) if name == "sqlite" else None
-        self._shown = (leases or self.url).render_as_string()
+        self._shown = shown(leases or self.url)
         self._connecting = own_engine(leases or (self.url if isinstance(source, str) else source))
         dialect = self._connecting.dialect
         self._dialect = "mysql" if dialect.name == "mariadb" else dialect.name
