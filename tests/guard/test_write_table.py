@@ -18,8 +18,8 @@ from sqlalchemy.orm import Session
 from fencelock import Lease, StaleTokenError, UnfencedWriteError, bind, upsert
 from fencelock.guard import conditions, fenced_text, triggers
 from fencelock.guard.tables import FENCE_COLUMN, TRIGGER_MARK, FenceTrigger
-from tests.guard import test_refusals as refusals
-from tests.guard import test_write_paths as guarded
+from tests.guard import unguardable
+from tests.guard import write_paths as guarded
 from tests.guard.write_docs import Outcomes, check_section, grouped
 
 DRIVERS = {
@@ -81,7 +81,7 @@ WAYS = (
     Way("DELETE", "`fenced_text`", delete_by_text, guarded),
     *(Way("INSERT", name, write, guarded) for name, write in guarded.INSERTS.items()),
     Way("INSERT", "upsert", upsert_anew, guarded),
-    *(Way("other", name, write, refusals) for name, write in refusals.UNGUARDABLE.items()),
+    *(Way("other", name, write, unguardable) for name, write in unguardable.UNGUARDABLE.items()),
 )
 
 HEAD = """\
@@ -114,11 +114,31 @@ def outcome(session: Session, resource: str, token: int | None, write: Write) ->
         session.commit()
     except UnfencedWriteError:
         return "refused"
-    except StaleTokenError:
-        return "stale"
+    except StaleTokenError as error:
+        right = (error.token, error.current) == (token, guarded.FENCE) and error.table
+        return "stale" if right else repr(error)
     finally:
         session.rollback()
     return "written"
+
+
+Rows = dict[str, list[tuple[Any, ...]]]
+
+
+def check_rows(way: Way, token: int | None, ended: str, before: Rows, after: Rows) -> None:
+    """Check that a write left its token on what it wrote, or else changed nothing anywhere."""
+    new = {name: [row for row in rows if row not in before[name]] for name, rows in after.items()}
+    gone = {name: [row for row in rows if row not in after[name]] for name, rows in before.items()}
+    where = f"{way.kind} {way.name}, token {token}"
+    if ended != "written":
+        assert after == before, where
+        return
+    fences = {row[FENCES[name]] for name, rows in new.items() if name in FENCES for row in rows}
+    if way.kind == "DELETE":
+        assert any(gone.values()), where
+        assert not fences, where
+    else:
+        assert fences == {token}, where
 
 
 Run = Callable[[Way, int | None], Awaitable[str]]
@@ -131,7 +151,9 @@ async def every_outcome(seeding: Engine, run: Run) -> list[Outcomes]:
         cells = []
         for token in (None, guarded.STALE, guarded.FENCE, guarded.FRESH):
             way.tables.seed(seeding)
+            before = way.tables.contents(seeding)
             cells.append(await run(way, token))
+            check_rows(way, token, cells[-1], before, way.tables.contents(seeding))
         found.append((f"{way.kind}: {way.name}".removeprefix("other: "), tuple(cells)))
     return found
 
@@ -168,7 +190,7 @@ async def awaiting(seeding: Engine, url: URL) -> list[Outcomes]:
 def seeding(shared_url: str) -> Iterator[Engine]:
     """A blocking engine on the database, with all tables."""
     engine = create_engine(shared_url)
-    for tables in (guarded, refusals):
+    for tables in (guarded, unguardable):
         tables.Base.metadata.create_all(engine)
     yield engine
     engine.dispose()
@@ -176,10 +198,14 @@ def seeding(shared_url: str) -> Iterator[Engine]:
 
 FENCED: list[Table] = [
     table
-    for tables in (guarded, refusals)
+    for tables in (guarded, unguardable)
     for table in tables.Base.metadata.sorted_tables
     if FENCE_COLUMN in table.c
 ]
+
+
+#: Where the fence stands in a row.
+FENCES = {table.name: [*table.c.keys()].index(FENCE_COLUMN) for table in FENCED}
 
 
 @pytest.fixture

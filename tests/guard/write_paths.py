@@ -1,11 +1,10 @@
-"""Every way that SQLAlchemy has to write a fenced row, with no lease, a stale one and a fresh one."""
+"""Every way that SQLAlchemy has to write a fenced row. `test_write_table` takes them all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 from sqlalchemy import (
     Column,
     Engine,
@@ -16,7 +15,6 @@ from sqlalchemy import (
     bindparam,
     delete,
     insert,
-    lambda_stmt,
     select,
     text,
     update,
@@ -34,18 +32,15 @@ from sqlalchemy.orm import (
     relationship,
 )
 
-from fencelock.errors import StaleTokenError, UnfencedWriteError
 from fencelock.guard import (
     FencedDataclassModel,
     FencedModel,
-    bind,
     execute_fenced,
     fence_column,
     fenced_delete,
     fenced_update,
     write_id_column,
 )
-from fencelock.lease import Lease
 from fencelock.tokens import MAX_TOKEN
 from tests.guard.rows import empty
 
@@ -195,20 +190,6 @@ def seed(engine: Engine) -> None:
         connection.execute(insert(Place), {"row": 1, "seat": "a", "taken": 0, **fence})
         connection.execute(insert(Point), {"id": 1, "x": 0, **fence})
         connection.execute(insert(boxes), {"id": 1, "size": 0, **fence})
-
-
-@pytest.fixture
-def engine(shared_engine: Engine, _tables: None) -> Engine:
-    """An engine on a database where every row's fence is FENCE."""
-    seed(shared_engine)
-    return shared_engine
-
-
-@pytest.fixture
-def session(engine: Engine) -> Iterator[Session]:
-    """A session on that database."""
-    with Session(engine) as made:
-        yield made
 
 
 def contents(engine: Engine) -> dict[str, list[tuple[Any, ...]]]:
@@ -488,128 +469,3 @@ def add(session: Session, *objects: object) -> None:
     """Add objects and flush."""
     session.add_all(objects)
     session.flush()
-
-
-def paths(*groups: dict[str, Callable[[Session], object]]) -> pytest.MarkDecorator:
-    """Parametrise a test with ways to write."""
-    named = [(name, write) for group in groups for name, write in group.items()]
-    return pytest.mark.parametrize("write", [pytest.param(write, id=name) for name, write in named])
-
-
-@paths(UPDATES, DELETES, INSERTS)
-def test_without_a_lease_nothing_is_written(
-    session: Session, engine: Engine, write: Callable[[Session], object]
-) -> None:
-    """No lease, no write: each path raises UnfencedWriteError, and the session works after a rollback."""
-    before = contents(engine)
-    with pytest.raises(UnfencedWriteError):
-        write(session)
-    session.rollback()
-    assert get(session, Order).status == "new"
-    session.rollback()
-    assert contents(engine) == before
-
-
-@paths(UPDATES, DELETES)
-def test_a_stale_lease_writes_nothing(
-    session: Session,
-    engine: Engine,
-    write: Callable[[Session], object],
-) -> None:
-    """A token below the fence raises StaleTokenError with both tokens, and changes nothing anywhere."""
-    before = contents(engine)
-    bind(session, Lease("order:1", STALE))
-    with pytest.raises(StaleTokenError) as caught:
-        write(session)
-    assert (caught.value.token, caught.value.current) == (STALE, FENCE)
-    assert caught.value.table.startswith("wp_")
-    session.rollback()
-    assert get(session, Order).status == "new"
-    session.commit()
-    assert contents(engine) == before
-
-
-@paths(UPDATES)
-def test_a_fresh_lease_writes_and_raises_the_fence(
-    session: Session, engine: Engine, write: Callable[[Session], object]
-) -> None:
-    """A token above the fence writes, and leaves its token on exactly the rows that were written."""
-    before = contents(engine)
-    bind(session, Lease("order:1", FRESH))
-    write(session)
-    session.commit()
-    after = contents(engine)
-    assert after != before
-    fences = [
-        fence
-        for table in Base.metadata.sorted_tables
-        if "last_fencing_token" in table.c
-        for (fence,) in session.execute(select(table.c.last_fencing_token))
-    ]
-    assert FRESH in fences
-    assert set(fences) <= {FENCE, FRESH}
-
-
-@paths(DELETES)
-def test_a_fresh_lease_deletes(session: Session, engine: Engine, write: Callable[[Session], object]) -> None:
-    """A token above the fence deletes the row."""
-    before = contents(engine)
-    bind(session, Lease("order:1", FRESH))
-    write(session)
-    session.commit()
-    after = contents(engine)
-    assert sum(map(len, after.values())) < sum(map(len, before.values()))
-
-
-@paths(INSERTS)
-def test_new_rows_carry_the_token(
-    session: Session, engine: Engine, write: Callable[[Session], object]
-) -> None:
-    """Every INSERT stamps the lease's token."""
-    before = contents(engine)
-    bind(session, Lease("order:1", FRESH))
-    write(session)
-    session.commit()
-    after = contents(engine)
-    new = [
-        row[column]
-        for table in Base.metadata.sorted_tables
-        if "last_fencing_token" in table.c
-        for column in [list(table.c.keys()).index("last_fencing_token")]
-        for row in after[table.name]
-        if row not in before[table.name]
-    ]
-    assert new
-    assert set(new) == {FRESH}
-
-
-def test_same_token_writes_again(session: Session) -> None:
-    """A holder's second write is not below its own fence."""
-    bind(session, Lease("order:1", FENCE))
-    for status in ("paid", "sent"):
-        get(session, Order).status = status
-        session.commit()
-    assert get(session, Order).status == "sent"
-    assert session.scalar(text("SELECT last_fencing_token FROM wp_orders WHERE id = 1")) == FENCE
-
-
-def test_objects_loaded_from_a_textual_write_are_refused(session: Session) -> None:
-    """Text inside `from_statement` is looked at as any other."""
-    bind(session, Lease("order:1", FRESH))
-    write = text("UPDATE wp_orders SET status = 'x' WHERE id = 1 RETURNING *")
-    with pytest.raises(UnfencedWriteError):
-        session.scalars(select(Order).from_statement(write))
-
-
-@pytest.mark.parametrize("spoilt", [False, True])
-def test_lambdas_that_read_or_write_plain_tables_stay_as_they_are(session: Session, *, spoilt: bool) -> None:
-    """Only what writes a fenced table is refused inside a lambda or `from_statement`."""
-    by_lambda: Any = lambda_stmt(lambda: select(Order).from_statement(select(Order)))
-    writing: Any = lambda_stmt(lambda: update(Item).where(Item.id == 2).values(order_id=1))
-    if spoilt:
-        by_lambda, writing = by_lambda.spoil(), writing.spoil()
-    assert session.scalars(select(Order).from_statement(select(Order))).one().id == 1
-    assert session.scalars(by_lambda).one().id == 1
-    item = get(session, Item, 2)
-    session.execute(writing)
-    assert item.order_id == 1

@@ -1,0 +1,185 @@
+"""What cannot be guarded, whatever lease is held. `test_write_table` takes them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sqlalchemy import (
+    DDL,
+    Column,
+    Engine,
+    ForeignKey,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    delete,
+    insert,
+    lambda_stmt,
+    literal,
+    select,
+    text,
+    update,
+)
+from sqlalchemy import column as sql_column
+from sqlalchemy import table as sql_table
+from sqlalchemy.dialects import mysql, sqlite
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+
+from fencelock.guard import FencedModel
+from tests.guard.rows import empty
+
+
+class Base(DeclarativeBase):
+    """The models of this file."""
+
+
+class Order(FencedModel, Base):
+    """Guarded as a whole table."""
+
+    __tablename__ = "re_orders"
+    __fence_resource__ = "orders"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    status: Mapped[str] = mapped_column(String(20), default="new")
+    kind: Mapped[str] = mapped_column(String(20), default="order")
+    __mapper_args__ = {"polymorphic_on": "kind", "polymorphic_identity": "order"}  # noqa: RUF012
+
+
+class Gift(Order):
+    """Joined to it."""
+
+    __tablename__ = "re_gifts"
+    id: Mapped[int] = mapped_column(ForeignKey("re_orders.id"), primary_key=True)
+    ribbon: Mapped[str] = mapped_column(String(20), default="none")
+    __mapper_args__ = {"polymorphic_identity": "gift"}  # noqa: RUF012
+
+
+class Free(Base):
+    """Not fenced."""
+
+    __tablename__ = "re_free"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    note: Mapped[str] = mapped_column(String(20), default="none")
+
+
+orders: Any = Order.__table__
+gifts: Any = Gift.__table__
+free: Any = Free.__table__
+
+
+def seed(engine: Engine) -> None:
+    """Make an order, a gift and something unfenced; the fences are 5."""
+    with engine.begin() as connection:
+        empty(connection, Base.metadata)
+    with engine.execution_options(fencelock="bypass").begin() as connection:
+        connection.execute(insert(orders), {"id": 1, "last_fencing_token": 5})
+        connection.execute(insert(orders), {"id": 2, "last_fencing_token": 5, "kind": "gift"})
+        connection.execute(insert(gifts), {"id": 2})
+        connection.execute(insert(free), {"id": 1})
+
+
+def contents(engine: Engine) -> dict[str, list[tuple[Any, ...]]]:
+    """Return every row of every table."""
+    with engine.connect() as connection:
+        return {
+            table.name: sorted((tuple(row) for row in connection.execute(select(table))), key=repr)
+            for table in Base.metadata.sorted_tables
+        }
+
+
+UNGUARDABLE: dict[str, Callable[[Session], object]] = {
+    "text UPDATE": lambda s: s.execute(text("UPDATE re_orders SET status = 'x'")),
+    "text DELETE": lambda s: s.execute(text("delete\nfrom re_orders where id = :id"), {"id": 1}),
+    "text INSERT": lambda s: s.execute(text("INSERT INTO re_orders (id, status, kind) VALUES (9, 'x', 'y')")),
+    "text REPLACE": lambda s: s.execute(text("REPLACE INTO re_orders (id) VALUES (1)")),
+    "text, quoted name": lambda s: s.execute(text("""UPDATE "re_orders" SET status = 'x'""")),
+    "text, upper case": lambda s: s.execute(text("UPDATE RE_ORDERS SET status = 'x'")),
+    "text, sub-table": lambda s: s.execute(text("UPDATE re_gifts SET ribbon = 'x'")),
+    "text with columns": lambda s: s.execute(
+        text("UPDATE re_orders SET status = 'x' RETURNING id").columns(id=Integer)
+    ),
+    "text, TRUNCATE": lambda s: s.execute(text("TRUNCATE re_orders")),
+    "text, MERGE": lambda s: s.execute(
+        text("MERGE INTO re_orders USING re_free ON true WHEN MATCHED THEN DELETE")
+    ),
+    "text, WITH": lambda s: s.execute(
+        text("WITH gone AS (DELETE FROM re_orders RETURNING id) SELECT * FROM gone")
+    ),
+    "text, behind a comment that ends with FOR": lambda s: s.execute(
+        text("-- what we have been waiting for\nUPDATE re_orders SET status = 'x'")
+    ),
+    "text, behind a SELECT": lambda s: s.execute(text("SELECT 1; UPDATE re_orders SET status = 'x'")),
+    "text, behind a comment": lambda s: s.execute(text("/* fast */ COPY re_orders FROM '/dev/null'")),
+    "driver SQL": lambda s: s.connection().exec_driver_sql("UPDATE re_orders SET status = 'x'"),
+    "DDL": lambda s: s.execute(DDL("UPDATE re_orders SET status = 'x'")),  # type: ignore[no-untyped-call]
+    "sqlalchemy.table()": lambda s: s.execute(
+        update(sql_table("re_orders", sql_column("status"))).values(status="x")
+    ),
+    "another Table object": lambda s: s.execute(
+        update(Table("re_orders", MetaData(), Column("status", String(20)))).values(status="x")
+    ),
+    "reflected Table": lambda s: s.execute(
+        delete(Table("re_orders", MetaData(), autoload_with=s.connection())).where(literal(value=True))
+    ),
+    "DML in a CTE of a SELECT": lambda s: s.execute(
+        select(update(orders).values(status="x").returning(orders.c.id).cte("gone"))
+    ),
+    "DML in a CTE of an UPDATE": lambda s: s.execute(
+        update(free)
+        .values(note="x")
+        .where(free.c.id.in_(select(delete(orders).returning(orders.c.id).cte("gone"))))
+    ),
+    "DML in a CTE, through an alias": lambda s: s.execute(
+        select(update(orders.alias("q")).values(status="x").returning(orders.c.id).cte("gone"))
+    ),
+    "DML in an added CTE": lambda s: s.execute(select(free).add_cte(delete(orders).cte("gone"))),
+    "sub-table, UPDATE": lambda s: s.execute(update(gifts).values(ribbon="x")),
+    "sub-table, DELETE": lambda s: s.connection().execute(delete(gifts).where(gifts.c.id == 2)),
+    "sub-table, INSERT": lambda s: s.connection().execute(insert(gifts), {"id": 1}),
+    "sub-table, bulk": lambda s: s.bulk_update_mappings(Gift, [{"id": 2, "ribbon": "x"}]),
+    "sub-table, ORM UPDATE": lambda s: s.execute(
+        update(Gift).where(Gift.id == 2).values(ribbon="x"), execution_options={"synchronize_session": False}
+    ),
+    "ON CONFLICT": lambda s: s.execute(
+        sqlite.insert(orders).values(id=1, status="x").on_conflict_do_update(set_={"status": "x"})
+    ),
+    "ON DUPLICATE KEY": lambda s: s.execute(
+        mysql.insert(orders).values(id=1, status="x").on_duplicate_key_update(status="x")
+    ),
+    "OR REPLACE": lambda s: s.execute(insert(orders).prefix_with("OR REPLACE").values(id=1, status="x")),
+    "IGNORE": lambda s: s.execute(insert(orders).prefix_with("IGNORE").values(id=1, status="x")),
+    "INSERT … SELECT": lambda s: s.execute(
+        insert(orders).from_select(["id", "status", "kind"], select(free.c.id + 10, free.c.note, free.c.note))
+    ),
+    "insert().values([])": lambda s: s.execute(
+        insert(orders).values([{"id": 8, "status": "x"}, {"id": 9, "status": "x"}])
+    ),
+    "lambda statement, UPDATE": lambda s: s.execute(
+        lambda_stmt(lambda: update(Order).where(Order.id == 1).values(status="x"))
+    ),
+    "lambda statement, DELETE": lambda s: s.execute(lambda_stmt(lambda: delete(orders))),
+    "lambda statement, INSERT": lambda s: s.execute(lambda_stmt(lambda: insert(orders)), [{"id": 8}]),
+    "lambda statement, spoilt": lambda s: s.execute(  # type: ignore[call-overload]
+        lambda_stmt(lambda: update(orders).values(status="x")).spoil()
+    ),
+    "lambda statement, sub-table": lambda s: s.execute(lambda_stmt(lambda: update(gifts).values(ribbon="x"))),
+    "from_statement": lambda s: s.execute(
+        select(Order).from_statement(update(Order).values(status="x").returning(Order))
+    ),
+    "from_statement, sub-table": lambda s: s.execute(
+        select(Gift).from_statement(delete(gifts).returning(gifts.c.id))
+    ),
+    "from_statement in a lambda": lambda s: s.execute(
+        lambda_stmt(lambda: select(Order).from_statement(insert(Order).values(id=8).returning(Order)))
+    ),
+    "from_statement, textual": lambda s: s.scalars(
+        select(Order).from_statement(text("UPDATE re_orders SET status = 'x' WHERE id = 1 RETURNING *"))
+    ),
+    "INSERT by position": lambda s: s.connection().execute(
+        insert(orders).values([(8, "x", "y"), (9, "x", "y")])
+    ),
+    "AUTOCOMMIT": lambda s: s.connection(execution_options={"isolation_level": "AUTOCOMMIT"}).execute(
+        update(orders).where(orders.c.id == 1).values(status="x")
+    ),
+}
