@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from sqlalchemy import Connection, MetaData, delete
 
 from fencelock.guard import execute_fenced, fenced_delete
@@ -16,3 +17,7 @@ def empty(connection: Connection, metadata: MetaData) -> None:
             execute_fenced(connection, fenced_delete(table), token=MAX_TOKEN)
         else:
             connection.execute(delete(table), execution_options={"fencelock": "bypass"})
+
+
+#: For what Python decides before a database hears of it.
+on_sqlite_alone = pytest.mark.parametrize("shared_url", ["sqlite"], indirect=True)

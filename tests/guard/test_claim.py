@@ -52,6 +52,7 @@ from fencelock.guard import (
 )
 from fencelock.guard.gate import _at_gate_here, note_gate
 from fencelock.lease import Lease, note_ended, note_held
+from tests.guard.rows import on_sqlite_alone
 
 OLD = Lease("account:1", 1)
 NEW = Lease("account:1", 2)
@@ -423,6 +424,7 @@ def test_a_missing_row_is_no_result(new: Session) -> None:
     assert not claim(new, Task, 1).done
 
 
+@on_sqlite_alone
 @pytest.mark.parametrize("identity", [None, (1, 2), {"other": 1}, ()])
 def test_a_malformed_identity_is_refused(new: Session, identity: object) -> None:
     """What cannot be a primary key raises ValueError, before anything is sent."""
@@ -430,6 +432,7 @@ def test_a_malformed_identity_is_refused(new: Session, identity: object) -> None
         claim(new, Account, identity)
 
 
+@on_sqlite_alone
 @pytest.mark.parametrize("model", [Note, str, Base])
 def test_only_fenced_models_can_be_claimed(new: Session, model: type[Any]) -> None:
     """A model without a fence, or no model at all, raises TypeError."""

@@ -32,7 +32,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, mapped_col
 from fencelock.errors import StaleTokenError, UnfencedWriteError
 from fencelock.guard import FencedModel, bind, execute_fenced, fenced_delete, fenced_update
 from fencelock.lease import Lease
-from tests.guard.rows import empty
+from tests.guard.rows import empty, on_sqlite_alone
 
 STALE, FENCE = 5, 9
 
@@ -186,6 +186,7 @@ def test_operators_cannot_hide_the_condition(session: Session, engine: Engine) -
     assert standing(engine) == UNTOUCHED
 
 
+@on_sqlite_alone
 @pytest.mark.parametrize("fragment", HIDING)
 def test_text_that_could_hide_the_condition_is_refused(
     session: Session, engine: Engine, fragment: str
@@ -249,6 +250,7 @@ WITHIN: dict[str, Callable[[Session], object]] = {
 }
 
 
+@on_sqlite_alone
 @pytest.mark.parametrize("work", [pytest.param(work, id=name) for name, work in WITHIN.items()])
 def test_text_that_writes_within_a_statement_is_refused(
     session: Session, engine: Engine, work: Callable[[Session], object]
@@ -277,6 +279,7 @@ SEVERAL: dict[str, Callable[[Session], object]] = {
 }
 
 
+@on_sqlite_alone
 @pytest.mark.parametrize("work", [pytest.param(work, id=name) for name, work in SEVERAL.items()])
 def test_update_of_several_tables_is_refused(
     session: Session, engine: Engine, work: Callable[[Session], object]

@@ -51,6 +51,7 @@ from fencelock.guard import (
 from fencelock.lease import Lease
 from fencelock.tokens import MAX_TOKEN
 from tests.guard import unguardable
+from tests.guard.rows import on_sqlite_alone
 from tests.guard.unguardable import Free, Gift, Order, free, gifts, orders, seed
 
 Base = unguardable.Base  # whose tables are made
@@ -107,6 +108,7 @@ SPELT_OTHERWISE: dict[str, Callable[[Session], object]] = {
 }
 
 
+@on_sqlite_alone
 @pytest.mark.parametrize("write", [pytest.param(write, id=name) for name, write in SPELT_OTHERWISE.items()])
 def test_what_cannot_be_guarded_is_refused(
     session: Session, engine: Engine, write: Callable[[Session], object]
@@ -134,6 +136,7 @@ HARMLESS: dict[str, Callable[[Session], object]] = {
 }
 
 
+@on_sqlite_alone
 @pytest.mark.parametrize("work", [pytest.param(work, id=name) for name, work in HARMLESS.items()])
 def test_what_writes_no_fenced_row_passes(engine: Engine, work: Callable[[Session], object]) -> None:
     """Reading fenced tables and writing others needs no lease."""
@@ -141,6 +144,7 @@ def test_what_writes_no_fenced_row_passes(engine: Engine, work: Callable[[Sessio
         work(session)
 
 
+@on_sqlite_alone
 @pytest.mark.parametrize("spoilt", [False, True])
 def test_lambdas_that_read_or_write_plain_tables_stay_as_they_are(session: Session, *, spoilt: bool) -> None:
     """Only what writes a fenced table is refused inside a lambda or `from_statement`."""

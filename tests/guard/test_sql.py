@@ -52,6 +52,7 @@ from fencelock.guard import (
 from fencelock.lease import Lease
 from fencelock.tokens import MAX_TOKEN
 from proof.servers import Postgres
+from tests.guard.rows import on_sqlite_alone
 
 
 class Base(DeclarativeBase):
@@ -238,6 +239,7 @@ def test_a_statement_whose_token_is_missing_cannot_run(engine: Engine) -> None:
         connection.execute(PAID, execution_options={"fencelock": "bypass"})
 
 
+@on_sqlite_alone
 @pytest.mark.parametrize("token", [0, -1, MAX_TOKEN + 1])
 def test_a_token_out_of_range_is_refused(engine: Engine, token: int) -> None:
     """Only 1 … 2**63 - 1 are tokens."""

@@ -116,6 +116,14 @@ CAUSES: dict[type[FencelockError], Callable[[], tuple[Lease, ...]]] = {
 }
 
 
+#: A database is asked about one of them only.
+by_every_cause = pytest.mark.parametrize(
+    ("shared_url", "kind"),
+    [*(("sqlite", kind) for kind in CAUSES), ("postgresql", StaleTokenError), ("mariadb", StaleTokenError)],
+    indirect=["shared_url"],
+)
+
+
 def connection_of(target: Session | Connection) -> Connection:
     """Return the connection."""
     return target.connection() if isinstance(target, Session) else target
@@ -145,7 +153,7 @@ def check(
     assert notes(engine) == [3]
 
 
-@pytest.mark.parametrize("kind", CAUSES)
+@by_every_cause
 @pytest.mark.parametrize("way", [*CORE, *ORM, *UNGUARDED])
 def test_session(engine: Engine, kind: type[FencelockError], way: str) -> None:
     """By each way to write or to lock."""
@@ -156,7 +164,7 @@ def test_session(engine: Engine, kind: type[FencelockError], way: str) -> None:
         check(engine, session, expected, lambda: (CORE | ORM | UNGUARDED)[way](session))
 
 
-@pytest.mark.parametrize("kind", CAUSES)
+@by_every_cause
 @pytest.mark.parametrize("way", [*CORE, *UNGUARDED])
 def test_connection(engine: Engine, kind: type[FencelockError], way: str) -> None:
     """By each way that Core has."""
