@@ -1,4 +1,4 @@
-"""Writes of the unit of work prove what they were computed from: the fence that their object was loaded with.
+"""Writes of the unit of work prove what they were computed from: the write id that came with their object.
 
 In each test a row is loaded at fence 5, and written under token 9. Whoever writes it in between with 7 is
 another holder; with 9 it is the same one.
@@ -112,7 +112,7 @@ class Manager(Person):
 
 
 class Versioned(FencedModel, Base):
-    """With SQLAlchemy's own counter beside the fence."""
+    """With SQLAlchemy's own counter beside the write id."""
 
     __tablename__ = "rd_versioned"
     __fence_resource__ = "people"
@@ -305,7 +305,7 @@ def test_what_was_loaded_above_the_token_is_a_stale_token(engine: Engine) -> Non
 
 
 @pytest.mark.parametrize("way", ["merged", "added", "merged without a load", "pickled"])
-def test_fence_of_a_detached_object_counts(engine: Engine, way: str) -> None:
+def test_write_id_of_a_detached_object_counts(engine: Engine, way: str) -> None:
     """It was kept in a cache, say; that its row is loaded again to merge it makes it no younger."""
     with plain(engine) as session:
         kept = session.get_one(Account, 1)
@@ -378,7 +378,7 @@ def test_merged_object_made_by_hand(engine: Engine) -> None:
 
 
 def test_object_made_persistent_by_hand(engine: Engine) -> None:
-    """Its fence is not known, and never taken for 0."""
+    """Its write id is not known, and never taken for 0."""
     write(engine, 7)
     with session_with(engine, 9) as session:
         account = Account(id=1)
@@ -405,7 +405,7 @@ def test_expired_object_is_loaded_with_its_key_as_ever(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("stale", [False, True])
-def test_objects_of_known_and_unknown_fence_in_one_flush(engine: Engine, *, stale: bool) -> None:
+def test_objects_of_known_and_unknown_write_id_in_one_flush(engine: Engine, *, stale: bool) -> None:
     """One statement for both: the unknown one passes, the known one is compared."""
     with engine.execution_options(fencelock="bypass").begin() as connection:
         connection.execute(insert(Account), {"id": 2, "balance": 100, "last_fencing_token": 7})
@@ -434,7 +434,7 @@ class TestTheSameHolder:
     """Goes on, and is never refused."""
 
     def test_in_several_transactions(self, engine: Engine) -> None:
-        """Each leaves the fence that the next one finds."""
+        """Each leaves the write id that the next one finds."""
         with session_with(engine, 9, expire_on_commit=False) as session:
             account = session.get_one(Account, 1)
             for _ in range(3):
@@ -492,7 +492,7 @@ class TestTheSameHolder:
                 session.commit()
 
     def test_with_a_claim_in_another_session(self, engine: Engine) -> None:
-        """The row's fence is then the holder's own."""
+        """The row's write id is then the holder's own."""
         with session_with(engine, 9, expire_on_commit=False) as session:
             account = session.get_one(Account, 1)
             session.commit()
@@ -530,7 +530,7 @@ class TestTheSameHolder:
         assert stored(engine) == 80
 
     def test_writes_what_it_has_inserted(self, engine: Engine) -> None:
-        """A new object knows its fence."""
+        """A new object knows its write id."""
         with session_with(engine, 9, "account:3", expire_on_commit=False) as session:
             account = Account(id=3)
             session.add(account)
@@ -541,7 +541,7 @@ class TestTheSameHolder:
 
 
 class TestAfterARollback:
-    """The object's fence is what the row has, or not known; never what was rolled back."""
+    """The object's write id is what the row has, or not known; never what was rolled back."""
 
     def test_of_the_transaction(self, engine: Engine) -> None:
         """Everything is loaded again."""
@@ -576,7 +576,7 @@ class TestAfterARollback:
 
     @pytest.mark.parametrize("nested", [False, True])
     def test_of_an_insert(self, engine: Engine, *, nested: bool) -> None:
-        """The row is not there: the object has no fence, and can be inserted again."""
+        """The row is not there: the object has no write id, and can be inserted again."""
         with session_with(engine, 9, "account:3") as session:
             account = Account(id=3)
             inner = session.begin_nested() if nested else session.begin()
@@ -591,7 +591,7 @@ class TestAfterARollback:
 
 
 class TestPartsOfAnObject:
-    """The fence is loaded with whatever else is loaded, and never later."""
+    """The write id is loaded with whatever else is loaded, and never later."""
 
     @pytest.mark.parametrize("options", [[load_only(Account.balance)], [defer("*")]])
     def test_no_option_leaves_it_out(self, engine: Engine, options: list[Any]) -> None:
@@ -628,7 +628,7 @@ class TestPartsOfAnObject:
                 session.commit()
 
     @pytest.mark.parametrize("how", ["refresh", "populate_existing"])
-    def test_what_is_loaded_anew_is_as_young_as_its_fence(self, engine: Engine, how: str) -> None:
+    def test_what_is_loaded_anew_is_as_young_as_its_write_id(self, engine: Engine, how: str) -> None:
         """Nothing of the object is older than that."""
         with plain(engine, expire_on_commit=False) as session:
             account = session.get_one(Account, 1)
@@ -645,7 +645,7 @@ class TestPartsOfAnObject:
             session.commit()
         assert stored(engine) == 40
 
-    def test_query_without_the_fence(self, engine: Engine) -> None:
+    def test_query_without_the_write_id(self, engine: Engine) -> None:
         """Loaded with the rest later, it is newer than the part from before."""
         with plain(engine, expire_on_commit=False) as session:
             query = select(Account).from_statement(text("SELECT id, balance FROM rd_accounts"))
@@ -668,7 +668,7 @@ class TestShapes:
         [(Engineer, "language"), (Engineer, "name"), (Manager, "title"), (Person, "name")],
     )
     def test_inheritance(self, engine: Engine, model: type[Person], attribute: str) -> None:
-        """The fence of the base row counts, also where only the sub-table changes."""
+        """The write id of the base row counts, also where only the sub-table changes."""
         identity = 2 if model is Manager else 1
         with plain(engine, expire_on_commit=False) as session:
             person = session.get_one(model, identity)
@@ -718,7 +718,7 @@ class TestShapes:
                     session.commit()
 
     def test_version_counter(self, engine: Engine) -> None:
-        """It stands beside the fence; the fence is what tells."""
+        """It stands beside the write id, which is what tells."""
         with plain(engine, expire_on_commit=False) as session:
             row = session.get_one(Versioned, 1)
             session.commit()
@@ -766,7 +766,7 @@ class TestShapes:
                     assert len([each for each in sent if "rd_people" in each]) == 1
 
     def test_row_switch(self, engine: Engine) -> None:
-        """A new object in the place of a deleted one: the fence of the deleted one counts."""
+        """A new object in the place of a deleted one: the write id of the deleted one counts."""
         for stale in (False, True):
             with plain(engine, expire_on_commit=False) as session:
                 row = session.get_one(Versioned, 1)
