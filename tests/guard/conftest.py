@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
-from sqlalchemy import Engine, NullPool, create_engine, make_url, text
+from sqlalchemy import Engine, MetaData, NullPool, create_engine, make_url, text
 
 from proof.servers import Postgres
 
@@ -49,3 +50,17 @@ def shared_engine(shared_url: str) -> Iterator[Engine]:
     made = create_engine(shared_url)
     yield made
     made.dispose()
+
+
+@pytest.fixture
+def in_memory() -> Iterator[Callable[[MetaData], Engine]]:
+    """A maker of engines, each on a new SQLite database with the tables that it is given."""
+    with ExitStack() as stack:
+
+        def make(metadata: MetaData) -> Engine:
+            engine = create_engine("sqlite://")
+            stack.callback(engine.dispose)
+            metadata.create_all(engine)
+            return engine
+
+        yield make

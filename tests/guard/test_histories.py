@@ -32,7 +32,6 @@ from sqlalchemy import (
     delete,
     insert,
     select,
-    text,
     update,
 )
 from sqlalchemy.exc import OperationalError
@@ -45,6 +44,7 @@ from fencelock.guard import (
     claim,
     conditional_update,
     execute_fenced,
+    fenced_text,
     fenced_update,
     upsert,
 )
@@ -170,15 +170,13 @@ class Worker:
             return self.statement(row, mark)
         mysql = self.session.get_bind().dialect.name in {"mysql", "mariadb"}
         longer = "concat(log, :mark)" if mysql else "log || :mark"
-        statement = text(
+        statement = fenced_text(
             f"UPDATE hi_entries SET log = {longer}, last_fencing_token = :fencing_token,"  # noqa: S608 - ours
             " last_write_id = :fencing_write_id"
-            " WHERE id = :id AND ledger = :ledger AND last_fencing_token <= :fencing_token"
+            " WHERE id = :id AND ledger = :ledger AND last_fencing_token <= :fencing_token",
+            Entry,
         )
-        token = self.tokens[LEDGERS[row]]
-        values = {"id": row, "ledger": LEDGERS[row], "mark": mark, "fencing_token": token}
-        if self.session.connection().execute(statement, values).rowcount != 1:
-            raise StaleTokenError("hi_entries", (row,), token, None)
+        self.session.execute(statement, {"id": row, "ledger": LEDGERS[row], "mark": mark})
         return self.session.expire_all()
 
     def bare_cursor(self, row: int, mark: str) -> None:

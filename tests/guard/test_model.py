@@ -7,8 +7,7 @@ import gc
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -66,20 +65,6 @@ def new_base() -> Any:
         pass
 
     return Base
-
-
-@pytest.fixture
-def in_memory() -> Iterator[InMemory]:
-    """A maker of engines, each on a new SQLite database with the tables that it is given."""
-    with ExitStack() as stack:
-
-        def make(metadata: MetaData) -> Engine:
-            engine = create_engine("sqlite://")
-            stack.callback(engine.dispose)
-            metadata.create_all(engine)
-            return engine
-
-        yield make
 
 
 def test_the_columns_are_as_promised() -> None:

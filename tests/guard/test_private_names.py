@@ -134,6 +134,7 @@ def test_each_statement_executes_itself_by_one_method() -> None:
     engine = create_engine("sqlite://")
     with engine.connect() as connection:
         connection.execute(Counted())  # type: ignore[call-overload]
+    engine.dispose()
     assert called == ["around", 3]
 
 

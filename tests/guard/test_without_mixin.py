@@ -28,6 +28,8 @@ from fencelock.errors import StaleTokenError, UnfencedWriteError
 from fencelock.guard import FencedModel, bind, claim, fence_column, write_id_column
 from fencelock.lease import Lease
 
+InMemory = Callable[[MetaData], Engine]
+
 
 def columns(fence: Column[int]) -> list[Column[Any]]:
     """Return the columns of a fenced table."""
@@ -91,20 +93,18 @@ def on_a_base_class(fence: Column[int]) -> tuple[MetaData, Any]:
 @pytest.mark.parametrize("make", [with_table, imperative, on_a_base_class])
 @pytest.mark.parametrize("fence", [fence_column, own_column])
 def test_the_resource_counts(
-    make: Callable[[Column[int]], tuple[MetaData, Any]], fence: Callable[[], Column[int]]
+    make: Callable[[Column[int]], tuple[MetaData, Any]], fence: Callable[[], Column[int]], in_memory: InMemory
 ) -> None:
     """Of a Core table, a class mapped imperatively, and one whose column comes from a base class."""
     metadata, order = make(fence())
-    engine = create_engine("sqlite://")
-    metadata.create_all(engine)
+    engine = in_memory(metadata)
     check(engine, order)
 
 
-def test_a_reflected_table() -> None:
+def test_a_reflected_table(in_memory: InMemory) -> None:
     """As automap makes its models."""
-    engine = create_engine("sqlite://")
     metadata, _ = with_table(fence_column())
-    metadata.create_all(engine)
+    engine = in_memory(metadata)
     base: Any = automap_base()
 
     class Order(base):  # type: ignore[misc]  # automap's classes are not known to type checkers
@@ -127,7 +127,7 @@ def check(engine: Engine, order: Any) -> None:
             session.commit()
 
 
-def test_links_are_guarded() -> None:
+def test_links_are_guarded(in_memory: InMemory) -> None:
     """A change of a link alone needs the lease, too."""
 
     class Base(DeclarativeBase):
@@ -149,8 +149,7 @@ def test_links_are_guarded() -> None:
         __fence_resource__ = "order:{id}"
         tags: Mapped[list[Tag]] = relationship(secondary=link)
 
-    engine = create_engine("sqlite://")
-    Base.metadata.create_all(engine)
+    engine = in_memory(Base.metadata)
     with Session(engine) as session:
         bind(session, Lease("order:1", 5))
         session.add(Order(id=1))
