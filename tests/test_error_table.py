@@ -313,8 +313,8 @@ def hand_over_what_is_entered_twice(stage: Stage) -> None:
         session.add(Note(id=1))
         session.flush()
         inner = stage.authority.lock("account:1")
-        inner.acquire()
-        inner.hand_over()
+        with inner:
+            inner.hand_over()
 
 
 def be_late(stage: Stage) -> None:

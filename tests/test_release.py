@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from sqlalchemy import Engine, create_engine, event, insert, text, update
+from sqlalchemy import Engine, create_engine, event, insert, update
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
@@ -23,6 +23,7 @@ from fencelock import (
     claim,
     claim_async,
     execute_fenced,
+    fenced_text,
     fenced_update,
     gate,
 )
@@ -191,12 +192,13 @@ def pay(session: Session, _token: int) -> None:
 
 WITHOUT_ITS_LEASE: dict[str, Callable[[Session, int], object]] = {
     "text": lambda session, token: session.execute(
-        text(
+        fenced_text(
             "UPDATE release_accounts SET balance = 5, last_fencing_token = :fencing_token,"
             " last_write_id = :fencing_write_id "
-            "WHERE id = 1 AND last_fencing_token <= :fencing_token"
-        ),
-        {"fencing_token": token},
+            "WHERE id = 1 AND last_fencing_token <= :fencing_token",
+            Account,
+            token=token,
+        )
     ),
     "new object": pay,
     "new row": lambda session, _: session.execute(insert(Payment.__table__), {"amount": 1}),  # type: ignore[arg-type]

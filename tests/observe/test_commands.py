@@ -192,7 +192,7 @@ def test_release_by_force_beside_an_open_transaction(
     Base.metadata.create_all(engine)
     url, database = ",".join(node_urls), engine.url.render_as_string(hide_password=False)
     force = ("release", "order:1", "--force", "--reason", "hangs", "--url", url, "--database", database)
-    with authority.lock("order:1", if_lost="warn"):
+    with authority.lock("order:1", ttl=60, renew=False, if_lost="warn"):  # it does not hear of it meanwhile
         with Session(engine) as session:
             gate(session)
             session.flush()

@@ -702,7 +702,7 @@ def test_unix_socket_is_a_node(
 def test_configure_refuses_what_is_no_authority() -> None:
     """Nothing that could only fail later becomes the default."""
     for nonsense in (None, 5, object()):
-        with pytest.raises(TypeError, match="clients of redis-py"):
+        with pytest.raises(TypeError, match="redis-py clients"):
             fencelock.configure(nonsense)  # type: ignore[call-overload]
     with Redlock("redis://h") as authority, pytest.raises(TypeError, match="settings"):
         fencelock.configure(authority, namespace="x")  # type: ignore[call-overload]
