@@ -160,6 +160,10 @@ def test_what_is_never_changed(tmp_path: Path) -> None:
     ]
 
 
+SETTINGS = """
+    [pytest]
+    addopts = --import-mode=importlib -p pytest_timeout
+"""
 PROGRAM = """
     START = 5
 
@@ -197,13 +201,20 @@ TESTS = """
 """
 
 
+@pytest.fixture
+def _few_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let pytest start in half the time."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+
+
+@pytest.mark.usefixtures("_few_plugins")
 def test_tests_kill_a_change_and_let_an_equal_program_survive(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Real runs of pytest, in portions; the checkout stays as it is."""
     tree = write(tmp_path / "tree", "shop/code.py", PROGRAM)
     write(tree, "tests/test_code.py", TESTS)
-    write(tree, "pyproject.toml", "[tool.pytest.ini_options]\naddopts = ['--import-mode=importlib']\n")
+    write(tree, "pytest.ini", SETTINGS)
     text = (tree / "shop" / "code.py").read_text()
 
     def portion(*options: str) -> str:
@@ -242,8 +253,9 @@ def test_tests_kill_a_change_and_let_an_equal_program_survive(
     assert sorted(judged) == ["not", "not", "survived"]
 
 
-def test_a_test_that_hangs_sees_a_change_and_one_that_fails_once_does_not(tmp_path: Path) -> None:
-    """Timing is what makes tests fail once: no change is killed by that."""
+@pytest.mark.usefixtures("_few_plugins")
+def test_a_hang_sees_a_change_and_a_failure_that_is_not_its_own_does_not(tmp_path: Path) -> None:
+    """Nothing is killed by a test that fails once, or without the change, too."""
     counter = tmp_path / "counter"
     counter.write_text("")
     program = """
@@ -268,6 +280,7 @@ def test_a_test_that_hangs_sees_a_change_and_one_that_fails_once_does_not(tmp_pa
             assert same(1) == 1 and counter.read_text() != "xx"
     """
     tree = write(write(tmp_path / "tree", "shop/code.py", program), "tests/test_code.py", tests)
+    write(tree, "pytest.ini", SETTINGS)
     touched = Touched(tree, tmp_path / "lines", ["shop"])
     copy = Copy(tree, tmp_path / "copy", patience=1)
     touched.measure("tests/test_code.py", copy)
@@ -282,3 +295,8 @@ def test_a_test_that_hangs_sees_a_change_and_one_that_fails_once_does_not(tmp_pa
     assert verdict(8, "arithmetic") == Verdict("survived", touching=1, unstable=(unstable,))
     assert verdict(8, "arithmetic") == Verdict("survived", ran=1, touching=1)
     assert verdict(8, "arithmetic", most_seconds=0) == Verdict("survived", ran=0, touching=1)
+    counter.unlink()
+    assert verdict(8, "arithmetic") == Verdict("survived", touching=1, unstable=(unstable,))
+    (copy.tree / "tests" / "test_code.py").write_text("import nothing_of_this_name")
+    with pytest.raises(RuntimeError, match=r"shop/code\.py cannot be run at all:[^$]*nothing_of_this_name"):
+        verdict(8, "arithmetic")

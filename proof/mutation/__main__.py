@@ -139,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--list", action="store_true", help="only show the draw")
     parser.add_argument("--tests", nargs="+", default=["tests"], help="files or folders of tests (tests)")
     parser.add_argument("--scope", nargs="+", default=SCOPE, help="folders that change")
-    parser.add_argument("--tree", type=Path, default=ROOT, help="another checkout to measure")
+    parser.add_argument("--tree", type=Path, default=ROOT, help="another checkout; its .venv has coverage")
     parser.add_argument("--runs", type=Path, help="a folder for what is known (TREE/runs/mutation)")
     parser.add_argument("--results", type=Path, help="the page (proof/mutation/results.md)")
     return parser

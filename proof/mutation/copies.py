@@ -43,7 +43,10 @@ class Run:
 
 
 class Copy:
-    """A copy of a checkout. A folder of `folder` has it; short names, because sockets have short ones."""
+    """A copy of a checkout, whose own virtual environment runs it if it has one.
+
+    A folder of `folder` has it; names are short, because sockets have short ones.
+    """
 
     def __init__(self, tree: Path, folder: Path, *, patience: float = 20.0) -> None:
         self.tree = folder / "tree"
@@ -51,6 +54,8 @@ class Copy:
         shutil.copytree(tree, self.tree, ignore=shutil.ignore_patterns(*_NOT_COPIED), symlinks=True)
         (folder / "path").mkdir()
         shutil.copy(plugin.__file__, folder / "path" / "mutation_plugin.py")
+        python = tree / ".venv" / "bin" / "python"
+        self._python = str(python) if python.exists() else sys.executable
         self._changes = 0
 
     @contextmanager
@@ -90,8 +95,8 @@ class Copy:
         report, job, output = (self._folder / name for name in ("report", "job", "output"))
         report.write_text("")
         work: plugin.Job = {"report": str(report), "patience": self._patience, "seconds": seconds}
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "mutation_plugin", "-p", "no:cacheprovider"]
-        command += [f"--basetemp={self._folder / 't'}", "--tb=line"]
+        command = [self._python, "-m", "pytest", "-q", "-p", "mutation_plugin", "-p", "no:cacheprovider"]
+        command += [f"--basetemp={self._folder / 't'}", "--tb=short"]
         if tests is not None:
             work["tests"] = dict(tests)
             command += [] if all_of_them else ["-x"]

@@ -67,8 +67,8 @@ _HEAD = """\
 # What the tests see
 
 Written by `make mutation`. Each change alters one place of the library. The tests that run the place then
-run in a copy of the checkout, in portions, until one fails, and fails once more. The score is the share of
-changes that a test sees.
+run in a copy of the checkout, in portions, until one fails, fails again, and passes without the change. The
+score is the share of changes that a test sees.
 """
 _TABLE = """\
 | folder | judged | killed | hung | survived | of these tested in part | not covered | score |

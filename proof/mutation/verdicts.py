@@ -14,6 +14,8 @@ from proof.mutation.touched import Touched
 
 #: The tests run in portions, which end at these ranks: to begin with, few files are imported.
 _PORTIONS = (20, 100, 400)
+#: No test begins later, where a few run again.
+_CONFIRMING = 600.0
 
 Kind = Literal["killed", "hung", "survived", "not covered"]
 
@@ -24,10 +26,10 @@ class Verdict:
 
     Attributes:
         kind: `hung` is what did not end in several times the usual time.
-        test: the test that failed or hung, twice.
+        test: the test that failed or hung twice, and passed without the change.
         ran: tests that passed.
         touching: tests that run a line of the change.
-        unstable: tests that failed only once.
+        unstable: tests that failed only once, or without the change, too.
         seconds: how long all that took.
     """
 
@@ -46,32 +48,47 @@ class Verdict:
 def judge(change: Change, touched: Touched, copy: Copy, most_seconds: float) -> Verdict:
     """Run the tests that touch a change until one fails, for so many seconds at most."""
     began, tests = time.monotonic(), touched.tests_of(change)
-    if not tests:
-        return Verdict("not covered")
     ran, unstable = 0, list[str]()
-    kind: Kind = "survived"
-    killer = ""
 
-    def left() -> float:
-        return began + most_seconds - time.monotonic()
+    def verdict(kind: Kind, test: str = "") -> Verdict:
+        seconds = round(time.monotonic() - began, 1)
+        return Verdict(kind, test, ran, len(tests), tuple(unstable), seconds)
 
+    if not tests:
+        return verdict("not covered")
+    for portion in _portions(tests):
+        todo = portion
+        while todo and (left := began + most_seconds - time.monotonic()) > 0:
+            with copy.changed(change):
+                run = _run(copy, todo, touched, left)
+            ran += len(run.seconds)
+            suspect = _suspect(run)
+            if not suspect:
+                break
+            if kind := _confirmed(change, todo if run.broken else [suspect], touched, copy):
+                return verdict(kind, suspect)
+            unstable.append(suspect)
+            done = {suspect, *run.seconds}
+            todo = [test for test in todo if test not in done]
+    return verdict("survived")
+
+
+def _confirmed(change: Change, tests: Sequence[str], touched: Touched, copy: Copy) -> Kind | None:
+    """Return what tests see when they fail again with the change and pass without it; None if they do not.
+
+    Raises:
+        RuntimeError: the tests cannot be run without the change either.
+    """
     with copy.changed(change):
-        for portion in _portions(tests):
-            todo = portion
-            while todo and not killer and left() > 0:
-                run = _run(copy, todo, touched, left())
-                ran += len(run.seconds)
-                suspect = _suspect(run)
-                if not suspect:
-                    break
-                again = _run(copy, todo if run.broken else [suspect], touched, most_seconds)
-                if _suspect(again):
-                    kind, killer = ("hung" if again.hung and not again.failed else "killed"), suspect
-                else:
-                    unstable.append(suspect)
-                    done = {suspect, *run.seconds}
-                    todo = [test for test in todo if test not in done]
-    return Verdict(kind, killer, ran, len(tests), tuple(unstable), round(time.monotonic() - began, 1))
+        again = _run(copy, tests, touched, _CONFIRMING)
+    if not _suspect(again):
+        return None
+    clean = _run(copy, tests, touched, 0 if again.broken else _CONFIRMING)
+    if clean.broken:
+        raise RuntimeError(f"the tests of {change.file} cannot be run at all:\n{clean.output}")
+    if _suspect(clean):
+        return None
+    return "hung" if again.hung else "killed"
 
 
 def _portions(tests: Sequence[str]) -> Iterator[Sequence[str]]:
