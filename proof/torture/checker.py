@@ -410,7 +410,6 @@ class _Holds:
         return max(hold.completed, min(released, hold.valid_until))
 
     def overstayed(self) -> int:
-        """Count the holds that lasted longer than had been promised at first."""
         return sum(self.end(hold) > hold.valid_until for ours in self._acquired for hold in ours)
 
     def overlaps(self, end: Callable[[Acquisition], int]) -> int:
@@ -458,7 +457,6 @@ def _ms(nanoseconds: int) -> str:
 
 
 def describe(verdict: Verdict) -> Iterator[str]:
-    """Yield lines that tell a person what was found; the last one is the verdict."""
     seconds = verdict.lasted.seconds
     rate = verdict.acquisitions / seconds if seconds else 0.0
     yield (

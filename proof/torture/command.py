@@ -172,7 +172,6 @@ def _run(console: Console, settings: Settings) -> Result:
 
 
 def _check_database(console: Console, url: str) -> None:
-    """Refuse a database that cannot be reached, before anything is started."""
     shown = repr(url)
     try:
         shown = make_url(url).render_as_string(hide_password=True)

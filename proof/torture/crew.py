@@ -75,7 +75,6 @@ class Crew:
         return not self.broken
 
     def stop(self) -> None:
-        """Tell the workers to stop, and end those that do not."""
         self._board.over[0] = 1
         deadline = time.monotonic() + _PATIENCE
         for number, worker in self._workers.items():

@@ -203,7 +203,6 @@ _WEATHERS: Final[Mapping[str, Callable[[float], Weather]]] = {
 
 
 def end_commits(stage: Stage, rng: random.Random) -> None:
-    """End connections to the database in the middle of a COMMIT, which takes place or does not."""
     with stage.fault("database-kill", "database") as note:
         if rng.random() < 1 / 2:
             ended = stage.tool(Doubt).end_before(stage.over.is_set, _COMMIT_SECONDS)

@@ -12,14 +12,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from proof.torture.checker import Verdict, describe
-from proof.torture.history import Outcome
+from proof.torture.history import Outcome, Write
 from proof.torture.trace import Numbers, write_trace
 
 _NANOSECONDS: Final = 1_000_000_000
 _BINS: Final = 200
 #: So many leases have room for the names of their workers.
 _NAMED: Final = 25
-_LEASE, _FAULT, _GAP, _REFUSED, _WRITTEN = "#4878a8", "#c58b1b", "#f4c7c3", "#c0392b", "#2e7d32"
+_LEASE, _FAULT, _GAP, _REFUSED, _ACCEPTED = "#4878a8", "#c58b1b", "#f4c7c3", "#c0392b", "#2e7d32"
 _STYLE: Final = {
     "font.size": 9,
     "axes.titlesize": 10,
@@ -27,7 +27,6 @@ _STYLE: Final = {
     "axes.spines.top": False,
     "axes.spines.right": False,
 }
-_LAYOUT: Final = "RR;FF;LS"
 
 
 def report(history: Path, verdict: Verdict) -> tuple[Path, Path]:
@@ -41,12 +40,14 @@ def draw(numbers: Numbers, verdict: Verdict, picture: Path) -> None:
     with rc_context(_STYLE):  # type: ignore[arg-type]
         figure = Figure(figsize=(13, 10), layout="constrained")
         kinds = len({fault.fault for fault in numbers.faults})
-        axes = figure.subplot_mosaic(_LAYOUT, height_ratios=[3, 0.8 + 0.25 * kinds, 4])
+        layout = "RR;FF;LL" if numbers.stale is None else "RR;FF;LS"
+        axes = figure.subplot_mosaic(layout, height_ratios=[3, 0.8 + 0.25 * kinds, 4])
         axes["F"].sharex(axes["R"])
         _rate(axes["R"], numbers, verdict)
         _faults(axes["F"], numbers)
         _latency(axes["L"], numbers)
-        _stairs(axes["S"], numbers)
+        if numbers.stale is not None:
+            _stairs(axes["S"], numbers, numbers.stale)
         lines = [line for line in describe(verdict) if line.startswith(("acquisitions", "RIGHT", "WRONG"))]
         figure.suptitle("\n".join(reversed(lines)), x=0.01, ha="left", fontsize=11)
         figure.savefig(picture, dpi=110)
@@ -64,8 +65,8 @@ def _rate(axes: Axes, numbers: Numbers, verdict: Verdict) -> None:
     axes.stairs(np.histogram(completed, edges)[0] / np.diff(edges), edges, fill=True, color=_LEASE)
     for gap in numbers.unavailable():
         axes.axvspan(_seconds(numbers, gap.began), _seconds(numbers, gap.ended), color=_GAP, zorder=0)
-    refused = [_seconds(numbers, at) for at in numbers.refused]
-    axes.plot(refused, np.zeros(len(refused)), "|", color=_REFUSED, markersize=12, clip_on=False)
+    if refused := [_seconds(numbers, at) for at in numbers.refused]:
+        axes.plot(refused, np.zeros(len(refused)), "|", color=_REFUSED, markersize=12, clip_on=False)
     axes.margins(x=0.005)
     axes.tick_params(labelbottom=False)
     axes.set_ylabel("a second")
@@ -102,19 +103,14 @@ def _duration(seconds: float, _position: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
 
 
-def _stairs(axes: Axes, numbers: Numbers) -> None:
-    stale = numbers.stale
-    if stale is None:
-        axes.set_title("Tokens: no write was refused")
-        axes.set_axis_off()
-        return
-    axes.set_title(f"Tokens of {stale.resource}: a step is a lease, ✕ is a write that was refused")
+def _stairs(axes: Axes, numbers: Numbers, stale: Write) -> None:
+    axes.set_title(f"Tokens of {stale.resource}: a step is a lease, ✕ a refused write, ● an accepted one")
     holds = sorted(numbers.holds, key=lambda hold: hold.lease.token)
     for rank, hold in enumerate(holds):
         began, ended = _seconds(numbers, hold.lease.completed), _seconds(numbers, hold.worked_until)
         axes.plot([began, ended], [rank, rank], "-|", color=_LEASE, linewidth=5, markersize=11)
         for write in hold.writes:
-            mark, colour = ("x", _REFUSED) if write.outcome is Outcome.REFUSED else (".", _WRITTEN)
+            mark, colour = ("x", _REFUSED) if write.outcome is Outcome.REFUSED else (".", _ACCEPTED)
             axes.plot(
                 _seconds(numbers, write.ended), rank, mark, color=colour, markersize=10, markeredgewidth=2
             )

@@ -163,8 +163,6 @@ class Proxy:
 
 
 class Proxies:
-    """A proxy before each node, all in one thread: a context manager."""
-
     def __init__(self, urls: Sequence[str], rng: random.Random) -> None:
         self._proxies = [Proxy(url, rng) for url in urls]
         self._loop = asyncio.new_event_loop()

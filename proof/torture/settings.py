@@ -40,7 +40,6 @@ EMBEDDED: Final = ("postgresql", "sqlite")
 
 
 def default_faults(authority: str) -> tuple[str, ...]:
-    """Return all faults, without the one that is about another authority than nodes."""
     return tuple(each for each in FAULTS if authority == DATABASE or each != "connection-end")
 
 

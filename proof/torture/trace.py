@@ -1,12 +1,13 @@
 """Turns a history into `trace.json`, which Perfetto opens, and returns the numbers that `picture.py` draws.
 
-The history is read twice, record by record: for its faults, then for everything. In memory stays what has not
-ended yet, and a few numbers for each attempt to get a lock.
+The history is read line by line, for its faults, for its writes, and for everything. In memory stays what has
+not ended yet, and a few numbers for each attempt to get a lock.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -35,8 +36,8 @@ from proof.torture.table import name_of_versioned
 SHORTEST_WAIT: Final = 1_000_000
 SHORTEST_GAP: Final = 250_000_000
 _FOREVER: Final = 1 << 63
-_FIRST_PASS: Final = (f'{{"kind":"{Run.kind}"', f'{{"kind":"{Fault.kind}"')
-_REFUSED: Final = f'"outcome":"{Outcome.REFUSED}"'
+_RUN_AND_FAULTS: Final = (f'{{"kind":"{Run.kind}"', f'{{"kind":"{Fault.kind}"')
+_WRITE: Final = re.compile(f'{{"kind":"{Write.kind}"')
 _SERVERS: Final = "nodes and database"
 _PROCESSES: Final = {"the run": 1, _SERVERS: 2}
 _RUN: Final = ("the run", "settings")
@@ -62,7 +63,7 @@ class Numbers:
 
     run: Run
     faults: list[Fault]  #: in the order of their begin
-    stale: Write | None  #: a refused write that came long after its read; None where nothing was refused
+    stale: Write | None = None  #: the write that was most out of date, a refused one if there is one
     holds: list[Hold] = field(default_factory=list)  #: leases of its resource at that time
     refused: array[int] = field(default_factory=_numbers)  #: when writes were refused, sorted
     began: array[int] = field(default_factory=_numbers)  #: when each acquisition began
@@ -71,7 +72,7 @@ class Numbers:
 
     @property
     def around_stale(self) -> tuple[int, int]:
-        """From when to when the leases beside `stale` are shown; nothing is where nothing was refused."""
+        """From when to when the leases beside `stale` are shown; nothing is where nothing was written."""
         if self.stale is None:
             return 0, 0
         room = max((self.stale.ended - self.stale.read_at) // 4, SHORTEST_WAIT * 20)
@@ -87,7 +88,9 @@ class Numbers:
 def write_trace(history: Path, trace: Path) -> Numbers:
     """Write the trace of a history in which each lease stands before its end, as in those of `run.py`."""
     with history.open(encoding="utf-8") as lines:
-        numbers = _first_pass(lines)
+        numbers = _run_and_faults(lines)
+    with history.open(encoding="utf-8") as lines:
+        numbers.stale = _most_stale(filter(_WRITE.match, lines), numbers.faults)
     with history.open(encoding="utf-8") as lines, trace.open("w", encoding="utf-8") as file:
         drawn = _Trace(file, numbers)
         for record in read_records(lines):
@@ -100,26 +103,35 @@ def row_of(write: Write) -> str:
     return write.resource.removesuffix(name_of_versioned(""))
 
 
-def _first_pass(lines: Iterable[str]) -> Numbers:
-    run, faults, stale = None, [], None
-    for record in read_records(line for line in lines if line.startswith(_FIRST_PASS) or _REFUSED in line):
-        match record:
-            case Run():
-                run = record
-            case Fault():
-                faults.append(record)
-            case Write() if record.read_at:
-                stale = max(stale or record, record, key=_staleness)
-            case _:
-                pass
-    if run is None:
+def _run_and_faults(lines: Iterable[str]) -> Numbers:
+    runs: list[Run] = []
+    faults: list[Fault] = []
+    for record in read_records(line for line in lines if line.startswith(_RUN_AND_FAULTS)):
+        if isinstance(record, Run):
+            runs.append(record)
+        elif isinstance(record, Fault):
+            faults.append(record)
+    if not runs:
         raise HistoryError("the line that says which run it was is missing")
-    return Numbers(run, sorted(faults, key=attrgetter("began")), stale)
+    return Numbers(runs[0], sorted(faults, key=attrgetter("began")))
 
 
-def _staleness(write: Write) -> tuple[bool, int]:
-    """Return what is largest for the refused write that tells most: by its token, and long after its read."""
-    return write.error == "StaleTokenError", write.began - write.read_at
+def _most_stale(lines: Iterable[str], faults: Iterable[Fault]) -> Write | None:
+    """Return the write that is most worth a picture: refused for its token, after a pause of its worker."""
+    pauses = defaultdict(list)
+    for fault in faults:
+        pauses[fault.target].append(fault)
+
+    def worth(write: Write) -> tuple[bool, bool, int, int]:
+        took = write.ended - write.read_at
+        paused = sum(
+            max(0, min(write.ended, pause.ended) - max(write.read_at, pause.began))
+            for pause in (pauses[f"worker {write.worker}"] if took > SHORTEST_WAIT else ())
+        )
+        return write.error == "StaleTokenError", write.outcome is Outcome.REFUSED, paused, took
+
+    writes = (record for record in read_records(lines) if isinstance(record, Write) and record.read_at)
+    return max(writes, key=worth, default=None)
 
 
 class _Trace:

@@ -17,7 +17,7 @@ import pytest
 
 from proof.torture.checker import Rule, check, check_file
 from proof.torture.history import Acquisition, Fault, Outcome, Record, Release, Row, Write, read_records
-from proof.torture.trace import write_trace
+from proof.torture.picture import report
 from tests.torture.facts import RUN, acquisition, release, save, write
 
 RUNS = (
@@ -185,8 +185,7 @@ def test_a_killed_holder_ends_with_its_process_and_leaves_its_lane(tmp_path: Pat
         acquisition(3, 17_000, 18_000),
         Fault("worker-kill", "worker 0", 5000, 6000),
     ]
-    trace = tmp_path / "trace.json"
-    write_trace(save(tmp_path / "history", history), trace)
+    trace, _ = report(save(tmp_path / "history", history), check(history))
     slices = [event for event in events_of(trace) if event.get("cat") in {"lease", "write"}]
     assert [(one["cat"], one["ts"], one["ts"] + one["dur"]) for one in slices] == [
         ("lease", 2, 6),
