@@ -216,9 +216,7 @@ def test_a_longer_path_fails_and_says_what_is_new(
     check("made up", passages[:1], cache)
     for field in Figures._fields:
         monkeypatch.setitem(LIMITS, "made up", limit._replace(**{field: getattr(limit, field) - 1}))
-        with pytest.raises(
-            AssertionError, match=r"last passed here: \. All its files, in order: \w+/"
-        ):
+        with pytest.raises(AssertionError, match=r"last passed here: \. All its files, in order: \w+/"):
             check("made up", passages[:1], cache)
     with passages.measured():
         fenced_lock("order:1").cancel()
