@@ -53,6 +53,20 @@ def session(engine: Engine) -> Iterator[Session]:
         yield session
 
 
+def test_update_past_the_guard_leaves_loaded_objects_as_old_as_they_are(engine: Engine) -> None:
+    """It changes no write id, so what was loaded before it can be written."""
+    with Session(engine) as session:
+        bind(session, Lease("order:1", 10))
+        order = session.get_one(Order, 1)
+        session.execute(
+            update(Order).where(Order.id == 1).values(status="repaired"), execution_options=BYPASS
+        )
+        assert order.status == "repaired"
+        order.status = "paid"
+        session.commit()
+    assert standing(engine) == ("paid", 10)
+
+
 def standing(engine: Engine) -> tuple[str, int]:
     """Return status and fence of the order."""
     with engine.connect() as connection:

@@ -516,6 +516,23 @@ def test_an_unknown_rowcount_is_looked_into(session: Session, engine: Engine) ->
     assert (caught.value.token, caught.value.current) == (5, 6)
 
 
+def test_a_row_that_is_gone_is_noticed_without_a_count(session: Session, engine: Engine) -> None:
+    """Where the dialect counts no executemany, the rows are asked, and one that is not there is missed."""
+    dialect: Any = engine.dialect
+    dialect.supports_sane_multi_rowcount = False
+    both = session.scalars(select(Order)).all()
+    for order in both:
+        session.expunge(order)
+    session.rollback()
+    with engine.execution_options(fencelock="bypass").begin() as connection:
+        connection.execute(delete(orders).where(orders.c.id == 1))
+    session.add_all(both)
+    for order in both:
+        order.status = "x"
+    with pytest.raises(StaleReadError, match="was deleted since"):
+        session.flush()
+
+
 def test_returning_gives_rows_or_refuses(session: Session, engine: Engine) -> None:
     """UPDATE … RETURNING returns what it wrote, and a stale one raises instead of returning nothing."""
     if engine.dialect.name == "mysql":
