@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, ForeignKey, String, create_engine, select, text, update
+from sqlalchemy import Engine, ForeignKey, MetaData, String, select, text, update
 from sqlalchemy.orm import (
     DeclarativeBase,
     Mapped,
@@ -281,10 +281,11 @@ def test_a_row_that_a_second_update_of_the_flush_has_written_can_be_deleted(data
         assert session.get(Node, 1) is None
 
 
-def test_a_bypassed_update_does_not_move_objects_by_an_earlier_step() -> None:
+def test_a_bypassed_update_does_not_move_objects_by_an_earlier_step(
+    in_memory: Callable[[MetaData], Engine],
+) -> None:
     """What a guarded UPDATE has moved is not moved again."""
-    engine = create_engine("sqlite://")
-    Base.metadata.create_all(engine)
+    engine = in_memory(Base.metadata)
     with fenced(engine, 9) as session:
         session.add(Order(id=1))
         session.commit()

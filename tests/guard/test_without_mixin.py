@@ -269,3 +269,4 @@ def test_a_model_of_sqlmodel_has_the_column_alone(tmp_path: Path) -> None:
     with sqlmodel.Session(engine) as session:
         hero = session.exec(sqlmodel.select(Hero)).one()
         assert (hero.name, hero.last_fencing_token) == ("b", 5)
+    engine.dispose()
