@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import pytest
 from sqlalchemy import create_engine
@@ -20,6 +21,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 import fencelock
 from fencelock import Database, FencedModel, Redlock, _configure, fenced_lock
+from fencelock.guard import leases
 from proof.servers import Nodes
 
 PACKAGE = f"{Path(fencelock.__file__).parent}/"
@@ -186,8 +188,9 @@ class Order(FencedModel, Base):
 
 
 @pytest.mark.usefixtures("node")
-def test_a_flush_of_one_object(cache: pytest.Cache) -> None:
-    """Of one UPDATE, between its load and its COMMIT."""
+def test_a_flush_of_one_object(cache: pytest.Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one UPDATE, between its load and its COMMIT, in a program that binds no session."""
+    monkeypatch.setattr(leases, "_bound", WeakKeyDictionary())
     engine = create_engine("sqlite://")
     Base.metadata.create_all(engine)
     passages = Passages()
