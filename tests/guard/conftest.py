@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
 from sqlalchemy import Engine, MetaData, NullPool, create_engine, make_url, text
 
 from proof.servers import Postgres
+from tests.guard.rows import InMemory
 
 
 @pytest.fixture(scope="module", params=["sqlite", "postgresql", "mariadb"])
@@ -53,7 +54,7 @@ def shared_engine(shared_url: str) -> Iterator[Engine]:
 
 
 @pytest.fixture
-def in_memory() -> Iterator[Callable[[MetaData], Engine]]:
+def in_memory() -> Iterator[InMemory]:
     """A maker of engines, each on a new SQLite database with the tables that it is given."""
     with ExitStack() as stack:
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
 import pytest
-from sqlalchemy import Connection, MetaData, delete
+from sqlalchemy import Connection, Engine, MetaData, delete, select
 
 from fencelock.guard import execute_fenced, fenced_delete
 from fencelock.guard.tables import FENCE_COLUMN
@@ -19,5 +22,16 @@ def empty(connection: Connection, metadata: MetaData) -> None:
             connection.execute(delete(table), execution_options={"fencelock": "bypass"})
 
 
+def contents(engine: Engine, metadata: MetaData) -> dict[str, list[tuple[Any, ...]]]:
+    """Return every row of every table."""
+    with engine.connect() as connection:
+        return {
+            table.name: sorted((tuple(row) for row in connection.execute(select(table))), key=repr)
+            for table in metadata.sorted_tables
+        }
+
+
+#: A maker of engines, each on a new SQLite database: the fixture `in_memory`.
+InMemory: TypeAlias = Callable[[MetaData], Engine]
 #: For what Python decides before a database hears of it.
 on_sqlite_alone = pytest.mark.parametrize("shared_url", ["sqlite"], indirect=True)

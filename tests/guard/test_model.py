@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 from sqlalchemy import (
@@ -54,8 +54,7 @@ from fencelock.guard import (
 from fencelock.guard.conditions import _forms
 from fencelock.guard.leases import Writing
 from fencelock.lease import Lease
-
-InMemory: TypeAlias = Callable[[MetaData], Engine]
+from tests.guard.rows import InMemory
 
 
 def new_base() -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, ForeignKey, MetaData, String, select, text, update
+from sqlalchemy import Engine, ForeignKey, String, select, text, update
 from sqlalchemy.orm import (
     DeclarativeBase,
     Mapped,
@@ -21,6 +21,7 @@ from sqlalchemy.orm import (
 from fencelock.errors import FenceError, StaleReadError
 from fencelock.guard import FencedModel, bind
 from fencelock.lease import Lease
+from tests.guard.rows import InMemory
 
 
 class Base(DeclarativeBase):
@@ -282,7 +283,7 @@ def test_a_row_that_a_second_update_of_the_flush_has_written_can_be_deleted(data
 
 
 def test_a_bypassed_update_does_not_move_objects_by_an_earlier_step(
-    in_memory: Callable[[MetaData], Engine],
+    in_memory: InMemory,
 ) -> None:
     """What a guarded UPDATE has moved is not moved again."""
     engine = in_memory(Base.metadata)

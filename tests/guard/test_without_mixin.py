@@ -27,8 +27,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, regi
 from fencelock.errors import StaleTokenError, UnfencedWriteError
 from fencelock.guard import FencedModel, bind, claim, fence_column, write_id_column
 from fencelock.lease import Lease
-
-InMemory = Callable[[MetaData], Engine]
+from tests.guard.rows import InMemory
 
 
 def columns(fence: Column[int]) -> list[Column[Any]]:

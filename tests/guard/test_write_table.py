@@ -20,6 +20,7 @@ from fencelock.guard import conditions, fenced_text, triggers
 from fencelock.guard.tables import FENCE_COLUMN, TRIGGER_MARK, FenceTrigger
 from tests.guard import unguardable
 from tests.guard import write_paths as guarded
+from tests.guard.rows import contents
 from tests.guard.write_docs import Outcomes, check_section, grouped
 
 DRIVERS = {
@@ -151,9 +152,9 @@ async def every_outcome(seeding: Engine, run: Run) -> list[Outcomes]:
         cells = []
         for token in (None, guarded.STALE, guarded.FENCE, guarded.FRESH):
             way.tables.seed(seeding)
-            before = way.tables.contents(seeding)
+            before = contents(seeding, way.tables.Base.metadata)
             cells.append(await run(way, token))
-            check_rows(way, token, cells[-1], before, way.tables.contents(seeding))
+            check_rows(way, token, cells[-1], before, contents(seeding, way.tables.Base.metadata))
         found.append((f"{way.kind}: {way.name}".removeprefix("other: "), tuple(cells)))
     return found
 

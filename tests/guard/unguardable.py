@@ -79,15 +79,6 @@ def seed(engine: Engine) -> None:
         connection.execute(insert(free), {"id": 1})
 
 
-def contents(engine: Engine) -> dict[str, list[tuple[Any, ...]]]:
-    """Return every row of every table."""
-    with engine.connect() as connection:
-        return {
-            table.name: sorted((tuple(row) for row in connection.execute(select(table))), key=repr)
-            for table in Base.metadata.sorted_tables
-        }
-
-
 UNGUARDABLE: dict[str, Callable[[Session], object]] = {
     "text UPDATE": lambda s: s.execute(text("UPDATE re_orders SET status = 'x'")),
     "text DELETE": lambda s: s.execute(text("delete\nfrom re_orders where id = :id"), {"id": 1}),

@@ -192,15 +192,6 @@ def seed(engine: Engine) -> None:
         connection.execute(insert(boxes), {"id": 1, "size": 0, **fence})
 
 
-def contents(engine: Engine) -> dict[str, list[tuple[Any, ...]]]:
-    """Return every row of every table."""
-    with engine.connect() as connection:
-        return {
-            table.name: sorted((tuple(row) for row in connection.execute(select(table))), key=repr)
-            for table in Base.metadata.sorted_tables
-        }
-
-
 def get(session: Session, model: type[Any], identity: Any = 1) -> Any:
     """Return an object that the session keeps."""
     found = session.get_one(model, identity)
