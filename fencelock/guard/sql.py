@@ -163,8 +163,7 @@ def conditional_update(
 
     It writes the row only if its fence is not above the token, raises the fence, and gives the row a new
     write id, so the parameters are for one execution. Without values it claims the row: do so before reading
-    it. A rowcount of 0 means that the row is gone or that a newer
-    holder has fenced it; either way, roll back.
+    it. A rowcount of 0 means that the row is gone, or that a newer holder has fenced it: roll back then.
 
     Args:
         table: its name, with the schema before a dot where needed; or a `Table`, or a model.

@@ -140,9 +140,8 @@ def _unpack_stamps(
     fence, write, write_id = fenced.fence.key, fenced.write.key, tokens.write_id
     assigns, kind = isinstance(statement, Update), "objects"
     if assigns and fenced.is_strict and write not in rows[0]:
-        write_id = (
-            new_write_id()
-        )  # of `post_update`, behind the UPDATE of the same flush, which set the other
+        # `post_update`, behind an UPDATE of the same flush, which has set the other id
+        write_id = new_write_id()
     for row in rows:
         stamp = row.get(write)
         if type(stamp) is not Stamp or stamp.loaded is None:
