@@ -55,14 +55,12 @@ def is_read_only(error: BaseException) -> bool:
 
 
 def lacks_table(error: DBAPIError, name: str) -> bool:
-    """Tell whether the database has no such table."""
     if sqlstate(error) == _NO_TABLE or error_number(error) == _NO_TABLE_NUMBER:
         return True
     return f"no such table: {name}" in str(error.orig)
 
 
 def sqlstate(error: DBAPIError) -> str | None:
-    """Return the SQLSTATE of PostgreSQL's drivers; None for others."""
     found: str | None = getattr(error.orig, "sqlstate", None)
     return found
 

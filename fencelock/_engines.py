@@ -43,17 +43,14 @@ def shown(url: URL) -> str:
 
 
 def is_async_engine(thing: object) -> TypeGuard[AsyncEngine]:
-    """Whether it is an `AsyncEngine`."""
     return _is(thing, "AsyncEngine")
 
 
 def is_async_maker(thing: object) -> TypeGuard[async_sessionmaker[Any]]:
-    """Whether it is an `async_sessionmaker`."""
     return _is(thing, "async_sessionmaker")
 
 
 def is_async_scoped(thing: object) -> TypeGuard[async_scoped_session[Any]]:
-    """Whether it is an `async_scoped_session`."""
     return _is(thing, "async_scoped_session")
 
 
@@ -146,7 +143,6 @@ class OwnConnections:
                 self._free.append(connection)
 
     def close(self) -> None:
-        """Close them."""
         while self._free:
             self._free.pop().close()
         self._engine.dispose()

@@ -29,7 +29,6 @@ _thread = _Thread()
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:
-    """Return the event loop that runs in this thread; None where none does."""
     return asyncio._get_running_loop()  # noqa: SLF001 - documented, and an error for each thread is slow
 
 

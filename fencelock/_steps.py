@@ -37,7 +37,6 @@ def block(steps: Steps[_T], do: Callable[[Any], Any]) -> _T:
 
 
 async def wait_for(steps: Steps[_T], do: Callable[[Any], Awaitable[Any]]) -> _T:
-    """Take steps to their end, letting other tasks run."""
     error: BaseException | None = None
     answer: Any = None
     while True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import gc
 import random
 import threading
@@ -396,3 +397,25 @@ def test_a_blocking_lock_that_keeps_the_loop_waiting_says_so_once(
     (said,) = caplog.messages
     assert said.startswith("'r': a blocking lock waits for its holder inside an event loop")
     assert "`async with`" in said
+
+
+async def _held_up(authority: Redlock) -> None:
+    """Wait in vain, in a coroutine that is never awaited to its end."""
+    async with authority.lock("r", timeout=None):
+        raise AssertionError("another holder has it")
+
+
+def test_coroutine_that_is_thrown_away_while_it_waits_ends_in_another_context(
+    authority: Redlock, run: Run
+) -> None:
+    """The garbage collector closes it where it happens to be."""
+
+    async def main() -> None:
+        other = authority.lock("r")
+        await asyncio.to_thread(other.acquire)
+        waiting = _held_up(authority)
+        contextvars.copy_context().run(waiting.send, None)
+        waiting.close()
+        await asyncio.to_thread(other.release)
+
+    run(main)

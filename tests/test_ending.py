@@ -236,3 +236,17 @@ def test_signals_may_be_named_twice() -> None:
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert eventually(lambda: signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
+
+
+def test_callback_that_never_returns_does_not_keep_the_process(urls: list[str]) -> None:
+    """A lease was lost, and what hears of that waits for ever: the interpreter ends all the same."""
+    program = """
+        lock = quorum.lock("r", ttl=0.6, if_lost="warn")
+        told = threading.Event()
+        lock.on_lost(lambda lease: (told.set(), time.sleep(600)))
+        lock.acquire()
+        print("held", flush=True)
+        quorum.force_release("r")
+        assert told.wait(10)
+    """
+    assert end(start(urls, program)) == (0, "")

@@ -65,7 +65,6 @@ class FenceOperation(MigrateOperation):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments in the migration, apart from the table and from defaults."""
         return {"schema": self.schema}
 
     def reverse(self) -> MigrateOperation:

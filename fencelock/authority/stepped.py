@@ -108,23 +108,18 @@ class Stepped(abc.ABC):
         return self.acquiring(resources, **terms)
 
     def acquire(self, resources: tuple[str, ...], **terms: Unpack[Terms]) -> Grant:
-        """Return leases of all the resources, or of none: see `Authority.acquire`."""
         return self.run(self.checked(resources, **terms))
 
     def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
-        """Extend grants: see `Authority.extend_many`."""
         return self.run(self.extending(wishes))
 
     def remint(self, grant: Grant, ttl: float) -> Grant:
-        """Exchange a grant for one with larger tokens: see `Authority.remint`."""
         return self.run(self.reminting(grant, ttl))
 
     def release(self, grant: Grant) -> bool | None:
-        """Give the leases back: see `Authority.release`."""
         return self.run(self.releasing(grant))
 
     def run(self, steps: Steps[_T]) -> _T:
-        """Take steps to their end, blocking."""
         return block(steps, self.do)
 
     def holder_ttl(self, resources: tuple[str, ...]) -> float | None:
@@ -184,19 +179,15 @@ class AsyncView(abc.ABC):
         return await self.wait_for(self._authority.checked(resources, **terms))
 
     async def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
-        """Extend grants: see `Authority.extend_many`."""
         return await self.wait_for(self._authority.extending(wishes))
 
     async def remint(self, grant: Grant, ttl: float) -> Grant:
-        """Exchange a grant for one with larger tokens: see `Authority.remint`."""
         return await self.wait_for(self._authority.reminting(grant, ttl))
 
     async def release(self, grant: Grant) -> bool | None:
-        """Give the leases back: see `AsyncAuthority.release`."""
         return await self.wait_for(self._authority.releasing(grant))
 
     async def holder_ttl(self, resources: tuple[str, ...]) -> float | None:
-        """Tell for how many seconds one of them is held: see `Authority`."""
         return _last_end(await self.wait_for(self._authority.inspecting(resources)))
 
     @overload

@@ -216,9 +216,12 @@ def _of_database(
     if seen > granted:  # counters are of each resource, and cannot be compared
         what = f"has seen tokens of epoch {seen}, and {granted} is granted now: writes are refused"
         yield Finding(shown, what, "the memory of the nodes is lost: fencelock init --after-loss")
+    of_models = list(_of_models(connection, metadata))
+    named = {found.where for found in of_models}
     for each in fenced_tables(connection):
-        yield from _of_table(connection, each.name, each.schema)
-    yield from _of_models(connection, metadata)
+        its = _of_table(connection, each.name, each.schema)
+        yield from (found for found in its if found.is_problem or found.where not in named)
+    yield from of_models
     yield from _of_settings(connection, shown)
 
 

@@ -86,7 +86,6 @@ def init(
 
 
 def _init_database(url: str, above: int | None) -> None:
-    """Make the table of leases in a database."""
     with shared.refusing_databases(shared.without_password(url), "used"):
         authority = Database(for_blocking(make_url(url)))
     with authority:
@@ -110,7 +109,6 @@ def _clear(quorum: Redlock, *, yes: bool) -> None:
 
 
 def _highest_fence(databases: list[str]) -> int:
-    """Return the largest token that any of the databases has seen."""
     highest = 0
     for url in databases:
         shown = shared.without_password(url)

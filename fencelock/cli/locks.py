@@ -116,7 +116,6 @@ def _table(held: Sequence[LockInfo], fences: dict[str, int] | None = None) -> Ta
 
 
 def _span(seconds: float) -> str:
-    """Return a length of time as people say it."""
     seconds = max(0.0, seconds)
     for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= 2 * unit:

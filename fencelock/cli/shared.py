@@ -70,7 +70,6 @@ def check_file(url: str) -> None:
 
 
 def say(sentence: str, style: str = "none") -> None:
-    """Print what is no answer."""
     Console(stderr=True, soft_wrap=True, highlight=False).print(sentence, style=style, markup=False)
 
 
@@ -104,7 +103,6 @@ def database_at(url: str) -> Iterator[Engine]:
 
 
 def print_json(found: Any) -> None:
-    """Print for programs."""
     typer.echo(json.dumps(found, ensure_ascii=False, indent=2))
 
 

@@ -36,7 +36,6 @@ def install() -> None:
 
 
 def listen() -> None:
-    """Listen to the events that the guard needs."""
     for name in ("do_execute", "do_executemany", "do_execute_no_params"):
         event.listen(Engine, name, text.do_execute, insert=True)
     event.listen(Engine, "handle_error", triggers.explain)

@@ -83,7 +83,6 @@ def where_of(statement: Any) -> tuple[Any, ...]:
 
 
 def with_where(statement: Update | Delete, parts: Iterable[Any]) -> Update | Delete:
-    """Return the statement with these parts as its WHERE clause instead."""
     statement = statement._generate()
     statement._where_criteria = tuple(parts)
     return statement

@@ -264,7 +264,6 @@ class Form:
 
 
 def form_of(statement: Any, fenced: FencedTable, kind: Kind) -> Form:
-    """Return a statement of this kind with the condition."""
     known = _forms.setdefault(statement, {})
     form = known.get(kind)
     if form is None:

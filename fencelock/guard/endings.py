@@ -82,7 +82,6 @@ def refusing(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def is_refused(connection: Connection) -> bool:
-    """Tell whether something was refused in a connection's transaction, or savepoint, that is still open."""
     scope, _ = _refused.get(connection, (None, ""))
     return scope is not None and scope in (connection.get_nested_transaction(), connection.get_transaction())
 
@@ -95,7 +94,6 @@ def _roll_back_driver(connection: Connection) -> None:
 
 
 def _stop(connection: Connection, *_: Any) -> None:
-    """Refuse to go on in a refused transaction or savepoint."""
     if is_refused(connection):
         scope, message = _refused[connection]
         if scope is connection.get_transaction():
@@ -113,5 +111,4 @@ def _stop_release(connection: Connection, name: str, _context: Any) -> None:
 
 
 def _free(connection: Connection, *_: Any) -> None:
-    """Forget a refusal that is being rolled back."""
     _refused[connection] = None, ""

@@ -66,7 +66,6 @@ def on_claim(callback: _C) -> _C:
 def report(
     error: FenceError | LockLostError, *, table: str | None = None, resource: str | None = None
 ) -> None:
-    """Tell of a refusal, once."""
     if getattr(error, _REPORTED, False):
         return
     setattr(error, _REPORTED, True)
@@ -78,7 +77,6 @@ def report(
 
 
 def report_claim(table: str, identity: tuple[Any, ...], resource: str | None, token: int) -> None:
-    """Tell of a claim."""
     if _events.listeners or logger.isEnabledFor(logging.DEBUG):
         event = RowClaimed(table, identity, resource, token)
         _tell(event, logging.DEBUG, f"claimed {table}{identity!r} with token {token}")

@@ -128,7 +128,6 @@ _at_gates: WeakKeyDictionary[Writing, None] = WeakKeyDictionary()
 
 
 def note_gate(connection: Connection, resource: str) -> None:
-    """Note that the connection's transaction holds the resource's row of the fence table."""
     writing = writing_on(connection)
     writing.gates.add((resource, current_owner()))
     _at_gates[writing] = None

@@ -54,14 +54,12 @@ class Stamp(int):
 
 
 def new_stamp(write_id: int, token: int, loaded: int | None) -> Stamp:
-    """Return a stamp."""
     made = Stamp(write_id)
     made.token, made.loaded = token, loaded
     return made
 
 
 def on_flush(session: Session, *_: object) -> None:
-    """Begin to collect the tokens of a flush."""
     session.info[_FLUSH] = {}
 
 

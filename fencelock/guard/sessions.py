@@ -75,7 +75,6 @@ def of_task(session: AsyncSession | async_scoped_session[Any]) -> AsyncSession:
 
 
 def on_begin(session: Session, _transaction: object, connection: Connection) -> None:
-    """Note which session uses a connection, and the other way round."""
     join(connection, session)
     session.info.setdefault(_CONNECTIONS, WeakSet()).add(connection)
 
@@ -102,7 +101,6 @@ def _uses(session: Session, connection: Connection) -> bool:
 
 
 def connections_of(session: Session) -> list[Connection]:
-    """Return the connections of a session's transaction."""
     begun = session.info.get(_CONNECTIONS, ()) if session.in_transaction() else ()
     return [each for each in begun if each.in_transaction()]
 

@@ -241,7 +241,6 @@ class _RawWrite:
         return _PLACEHOLDERS[self._paramstyle](len(self._values))
 
     def parameters(self) -> dict[str, Any] | tuple[Any, ...]:
-        """Return the values in the form that the style wants."""
         if self._paramstyle in {"named", "pyformat"}:
             return {f"p{number}": value for number, value in enumerate(self._values, 1)}
         return tuple(self._values)
@@ -251,12 +250,10 @@ class _RawWrite:
         return [f"{self.name(column)} = {self.bind(value)}" for column, value in columns.items()]
 
     def where(self, key: Mapping[str, Any], token: int) -> str:
-        """Return the criteria: the key, and the condition on the fence."""
         criteria = [*self.equal(key), f"{self.name(FENCE_COLUMN)} <= {self.bind(token)}"]
         return " AND ".join(criteria)
 
     def table(self, table: Any) -> str:
-        """Return a table's name, with its schema if it has one."""
         if isinstance(table, str):
             return ".".join(map(self.name, table.split(".")))
         found = table if isinstance(table, Table) else inspect(table).local_table

@@ -108,7 +108,6 @@ def _around(
 def _guarded(
     connection: Connection, statement: Any, fenced: FencedTable, rows: Rows, options: Options
 ) -> tuple[Any, Rows, Verdict | None]:
-    """Return a statement with the condition, its parameters, and what tells afterwards if it was refused."""
     begin_writing(connection, options, fenced)
     given: int | None = options.get(conditions.TOKEN_OPTION)
     flush = flush_of(connection, fenced, options) if given is None else None

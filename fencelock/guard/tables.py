@@ -115,7 +115,6 @@ class ResourceTemplate:
 
     @property
     def in_key(self) -> bool:
-        """Whether the primary key alone tells the resource."""
         return all(column.primary_key for column in self.columns.values())
 
 
@@ -193,7 +192,6 @@ _names: dict[str, WeakSet[Table]] = {}
 
 
 def register(fenced: FencedTable) -> FencedTable:
-    """Make a table known as fenced."""
     fenced.table.info[_FENCED] = fenced
     _note_name(fenced.table)
     return fenced
@@ -225,7 +223,6 @@ def fenced_names() -> list[str]:
 
 
 def new_column(name: str, info: Mapping[Any, Any]) -> Column[int]:
-    """Return a column BIGINT NOT NULL DEFAULT 0 with these marks."""
     return Column(name, BigInteger, nullable=False, server_default=text("0"), info=dict(info))
 
 
@@ -275,7 +272,6 @@ def base_of(target: object) -> FencedTable | None:
 
 
 def underlying(target: object) -> Any:
-    """Return the table behind aliases."""
     while isinstance(target, AliasedReturnsRows):
         target = target.element
     return target if isinstance(target, FromClause) else None

@@ -102,7 +102,6 @@ def _table(table: Any, schema: str | None) -> Table:
 
 
 def knows(dialect: str) -> bool:
-    """Tell whether there are triggers for a dialect."""
     return dialect in {*sql.CREATE, "mariadb"}
 
 

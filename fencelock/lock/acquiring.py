@@ -303,7 +303,6 @@ class LockSteps(Generic[Token]):
 
 
 def _take_over(authority: Authority, grant: Grant, ttl: float) -> Steps[Grant]:
-    """Extend a grant that was handed over."""
     asked = ask_to_extend(authority, grant, ttl)
     yield asked
     (outcome,) = asked.answer

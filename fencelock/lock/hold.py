@@ -88,7 +88,6 @@ class Hold:
 
     @property
     def name(self) -> str:
-        """The resources, as they stand in a sentence."""
         return named(self.grant.resources)
 
     @property
@@ -98,7 +97,6 @@ class Hold:
 
     @property
     def lost(self) -> bool:
-        """Whether it is known to have ended before it was given back."""
         return self.leases[0].lost
 
     @property
@@ -108,7 +106,6 @@ class Hold:
 
     @property
     def released(self) -> bool:
-        """Whether it has been given back, or is being so."""
         return self.leases[0].released
 
     def most_seconds(self, now: float) -> float:
@@ -149,7 +146,6 @@ class Hold:
 
     @property
     def names(self) -> tuple[Authority, tuple[str, ...], str]:
-        """What every event about it begins with."""
         return self.authority, self.grant.resources, self.template
 
     def note_acquired(self, waited: float, *, had_to_wait: bool) -> None:
@@ -213,11 +209,9 @@ def remove(hold: Hold) -> None:
 
 
 def owners_of(authority: Authority, resources: Iterable[str]) -> list[object]:
-    """Return the owners in this process that hold one of these."""
     wanted = set(resources)
     return [owner for its, owner, resource in list(_holds) if its is authority and resource in wanted]
 
 
 def everything_held() -> list[Hold]:
-    """Return all that this process holds."""
     return [hold for hold in dict.fromkeys(_holds.values()) if not hold.inherited]

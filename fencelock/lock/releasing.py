@@ -85,8 +85,6 @@ def _go_on(hold: Hold) -> None:
 
 
 def _give_back_soon(hold: Hold, loop: asyncio.AbstractEventLoop) -> None:
-    """Give a hold back in a task of its own, of the running loop."""
-
     async def release() -> None:
         _note_late(await run_waiting(release_hold(hold)))
 

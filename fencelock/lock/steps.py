@@ -45,11 +45,9 @@ class Step:
         self.answer: Any = None
 
     def block(self) -> None:
-        """Do it."""
         self.answer = self._block()
 
     async def wait(self) -> None:
-        """Do it, letting other tasks run."""
         self.answer = await self._wait()
 
 
@@ -86,12 +84,10 @@ class Acquisition:
     _before: ContextToken[Any] | None = None
 
     def block(self) -> None:
-        """Do it."""
         with self:
             self.answer = self._ask(self.authority)
 
     async def wait(self) -> None:
-        """Do it, letting other tasks run."""
         with self:
             self.answer = await self._ask(self.authority.aio)
 
@@ -124,7 +120,6 @@ class Acquisition:
 
     @property
     def names(self) -> tuple[Authority, tuple[str, ...], str]:
-        """What every event about it begins with."""
         return self.authority, self.resources, self.lock.template
 
     def _is_held_by_parent(self) -> bool:
@@ -141,17 +136,14 @@ def _call(authority: Authority, ask: Callable[[Any], Any]) -> Step:
 
 
 def ask_to_extend(authority: Authority, grant: Grant, seconds: float) -> Step:
-    """Let a grant live on."""
     return _call(authority, lambda its: its.extend_many([(grant, seconds)]))
 
 
 def ask_to_remint(authority: Authority, grant: Grant, seconds: float) -> Step:
-    """Exchange a grant for one with larger tokens."""
     return _call(authority, lambda its: its.remint(grant, seconds))
 
 
 def ask_to_release(authority: Authority, grant: Grant) -> Step:
-    """Give a grant back."""
     return _call(authority, lambda its: its.release(grant))
 
 
@@ -178,10 +170,8 @@ def _inspect(name: str, its: Any) -> Any:
 
 
 def run_blocking(steps: Steps[_T]) -> _T:
-    """Take steps to their end, blocking."""
     return block(steps, lambda step: step.block())
 
 
 def run_waiting(steps: Steps[_T]) -> Awaitable[_T]:
-    """Take steps to their end, letting other tasks run."""
     return wait_for(steps, lambda step: step.wait())

@@ -113,7 +113,6 @@ class Recorder:
         self._thread: threading.Thread | None = None
 
     def __call__(self, event: Event) -> None:
-        """Note an event, and have it written soon."""
         if entries := list(_entries_of(event)):
             if self._pid != os.getpid():
                 self._start_over()

@@ -32,7 +32,6 @@ class Labels:
         self._known: set[str] = set()
 
     def of(self, event: LockEvent) -> str:
-        """Return the name of the lock that an event tells of."""
         name = self._function(event)
         if name not in self._known:
             if len(self._known) >= _MOST_NAMES:
@@ -42,5 +41,4 @@ class Labels:
 
 
 def authority_of(event: LockEvent) -> str:
-    """Return what kind of authority grants a lock."""
     return type(event.authority).__name__

@@ -41,7 +41,6 @@ class LoopRenewer(Renewer):
                 loop.call_soon_threadsafe(self.watch, hold, context=contextvars.Context())
 
     def stop(self, hold: Renewable) -> None:
-        """Cease to extend a hold; one under way is not waited for, as only tasks of the loop could."""
         self._strike(hold)
 
     async def stop_soon(self, hold: Renewable) -> None:

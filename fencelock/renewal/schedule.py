@@ -84,7 +84,6 @@ class Renewer(abc.ABC):
         """Do as `stop`, and let other tasks run meanwhile."""
 
     def strike(self, hold: Renewable) -> bool:
-        """Cease to extend a hold; or return False, and go on, where an extension is under way."""
         if hold in self._tended:
             return False
         self._strike(hold)
@@ -96,7 +95,6 @@ class Renewer(abc.ABC):
 
     @property
     def next_at(self) -> float:
-        """When something is to be done; infinite if nothing is."""
         return min(self._looks, default=math.inf)
 
     def plan(self, hold: Renewable, now: float) -> None:
@@ -186,7 +184,6 @@ def _tried(step: object, outcomes: int = 0) -> Steps[Any]:
 
 
 def _is_final(hold: Renewable) -> bool:
-    """Whether the grant lasts for as long as it ever may."""
     return hold.deadline - hold.grant.expires_at < hold.ttl / 20
 
 

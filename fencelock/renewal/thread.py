@@ -42,7 +42,6 @@ class ThreadRenewer(Renewer):
         self._thread: threading.Thread | None = None
 
     def watch(self, hold: Renewable) -> None:
-        """Begin to extend a hold."""
         with self._mutex:
             super().plan(hold, time.monotonic())
             if self._thread is None or not self._thread.is_alive():  # its start may have been interrupted
@@ -52,12 +51,10 @@ class ThreadRenewer(Renewer):
                 self._changed.notify_all()
 
     def strike(self, hold: Renewable) -> bool:
-        """Cease to extend a hold; or return False, and go on, where an extension is under way."""
         with self._mutex:
             return super().strike(hold)
 
     def plan(self, hold: Renewable, now: float) -> None:
-        """Look at a hold when it is to be extended next, or ends."""
         with self._mutex:
             super().plan(hold, now)
 

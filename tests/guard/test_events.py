@@ -183,3 +183,17 @@ def test_error_without_a_word_is_the_users(engine: Engine) -> None:
     with engine.connect() as connection, pytest.raises(OperationalError) as failure:
         connection.execute(select(Order.id))
     assert str(failure.value.orig) == ""
+
+
+def test_callback_that_was_forgotten_is_not_called(engine: Engine) -> None:
+    """Given back by the function that registered it, as a decorator does."""
+    heard: list[GuardEvent] = []
+    callbacks = [on(heard.append) for on in (on_stale, on_unfenced, on_claim)]
+    for callback in callbacks:
+        forget(callback)
+    with Session(engine) as session:
+        bind(session, Lease("order:2", 6))
+        claim(session, Order, 2)
+        with pytest.raises(UnfencedWriteError):
+            write(session)
+    assert not heard

@@ -158,7 +158,6 @@ class Database(WithLoops):
         timeout: float | None,
         fair: bool = False,  # noqa: ARG002 - was refused
     ) -> Steps[Grant]:
-        """Acquire leases of all the resources, or of none: see `Authority.acquire`."""
         nonce, began = secrets.token_hex(16), 0.0
 
         def attempt(connection: Connection) -> Grant:
@@ -227,8 +226,6 @@ class Database(WithLoops):
         return self._asking(Work(look))
 
     def inspecting(self, resources: tuple[str, ...]) -> Steps[list[LockInfo]]:
-        """Return the locks that are held: see `Stepped.inspecting`."""
-
         def look(connection: Connection) -> list[LockInfo]:
             asked = [{"resource": each} for each in resources]
             rows = (
@@ -244,22 +241,18 @@ class Database(WithLoops):
         return self._asking(Work(look))
 
     def forcing(self, resource: str) -> Steps[LockInfo | None]:
-        """Give back what another holds: see `Stepped.force_release`."""
         found = yield from self.inspecting((resource,))
         work = Work(lambda connection: connection.execute(self._says.force, {"resource": resource}))
         yield from self._asking(work)
         return next(iter(found), None)
 
     def dump(self, grant: Grant) -> dict[str, Any]:
-        """Return what recognises a grant: see `Authority.dump`."""
         return {"database": self._dialect, "nonce": grant.proof}
 
     def load(self, resources: tuple[str, ...], tokens: tuple[int, ...], data: dict[str, Any]) -> Grant:
-        """Return the grant again: see `Authority.load`."""
         return Grant(resources, tokens, 0.0, data["nonce"])
 
     def extending(self, wishes: Sequence[Wish]) -> Steps[list[Grant | FencelockError]]:
-        """Extend grants: see `Authority.extend_many`."""
         ended: dict[int, Grant | FencelockError] = {}
         for ttl in {ttl for _, ttl in wishes}:
             grants = [grant for grant, its in wishes if its == ttl]
@@ -291,8 +284,6 @@ class Database(WithLoops):
         }
 
     def reminting(self, grant: Grant, ttl: float) -> Steps[Grant]:
-        """Exchange a grant for one with larger tokens: see `Authority.remint`."""
-
         def remint(connection: Connection) -> dict[str, int]:
             tokens = {}
             for resource in sorted(grant.resources):
@@ -309,7 +300,6 @@ class Database(WithLoops):
         return replace(grant, tokens=tuple(map(tokens.__getitem__, grant.resources)), expires_at=expires_at)
 
     def releasing(self, grant: Grant) -> Steps[bool | None]:
-        """Give the leases back: see `Authority.release`."""
         try:
             return (yield from self._giving_back(grant.resources, grant.proof))
         except (AuthorityError, GeneratorExit):
@@ -329,7 +319,6 @@ class Database(WithLoops):
         return True if count == len(resources) else None if again else False
 
     def initialising(self, above: int | None) -> Steps[bool]:
-        """Make the table: see `init`."""
         epoch = 0 if above is None else epoch_above(above)
 
         def create(connection: Connection) -> bool:
@@ -385,7 +374,6 @@ class Database(WithLoops):
         return AuthorityError(f"{self._shown} refuses: {said}")
 
     def work(self, step: Work) -> Any:
-        """Do work, blocking."""
         self._check_process()
         if self._connecting.dialect.is_async:
             raise AuthorityError(
@@ -397,7 +385,6 @@ class Database(WithLoops):
         return connections.run(functools.partial(self._work, step=step))
 
     async def work_soon(self, step: Work) -> Any:
-        """Do work, letting other tasks run."""
         if (engine := self.loop_end().kept) is not None:
             async with engine.connect() as connection:
                 return await connection.run_sync(self._work, step)

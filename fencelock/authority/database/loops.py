@@ -74,7 +74,6 @@ class LoopEnd:
                 await self._close()
 
     async def end(self) -> None:
-        """Do it now."""
         await self._generator.aclose()
 
     def begin_to_end(self) -> None:
@@ -148,7 +147,6 @@ class AsyncWithLoops(AsyncView):
         await self._authority.loop_end().end()
 
     async def wait_for(self, steps: Steps[_T]) -> _T:
-        """Take steps to their end, letting other tasks run."""
         latest: asyncio.Task[Any] | None = None
         end = self._authority.loop_end()
 

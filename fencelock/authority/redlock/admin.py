@@ -126,7 +126,6 @@ def _what_eviction_does(policy: str) -> str:
 
 
 def warn_of_eviction(name: str, policy: str) -> None:
-    """Tell, once for each node."""
     if name not in _warned_of_eviction:
         _warned_of_eviction.add(name)
         logger.warning(
@@ -163,7 +162,6 @@ def compare_lists(group: NodeGroup) -> Steps[tuple[tuple[str, ...], tuple[str, .
 
 
 def statuses(names: tuple[str, ...], reports: Reports, answers: Answers) -> tuple[NodeStatus, ...]:
-    """Return what to tell people about each node."""
     try:
         census = Census.of(names, reports)
     except MembershipError:

@@ -87,7 +87,6 @@ class AsyncRedlock(AsyncView):
             connections.close()
 
     def here(self) -> LoopConnections:
-        """Return the running loop's connections."""
         self._nodes.check_process()
         loop = asyncio.get_running_loop()
         connections = self._by_loop.get(loop)

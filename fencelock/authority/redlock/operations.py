@@ -83,7 +83,6 @@ class Acquisition:
         outage: float,
         jitter: Callable[[], float],
     ) -> Generator[Request, Any, Grant]:
-        """Make attempts until a quorum grants: see `acquire.acquire`."""
         attempts = acquire.acquire(
             see, self.next_attempt, began=began, timeout=timeout, grace=grace, outage=outage, jitter=jitter
         )
@@ -92,7 +91,6 @@ class Acquisition:
     def remint(
         self, see: Callable[[], NodeSet], granted: Granted, *, jitter: Callable[[], float]
     ) -> Generator[Request, Any, Grant]:
-        """Exchange a grant for one with larger tokens: see `holding.remint`."""
         return self._ending(holding.remint(see, self.next_attempt, granted, jitter=jitter))
 
     def _ending(self, attempts: Generator[Request, Any, Granted]) -> Generator[Request, Any, Grant]:

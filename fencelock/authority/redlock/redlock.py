@@ -168,24 +168,19 @@ class Redlock(Stepped):
             yield from self._initialising(None, None)
 
     def extending(self, wishes: Sequence[Wish]) -> Steps[list[Grant | FencelockError]]:
-        """Do as `Authority.extend_many`."""
         return operations.extend(self._see, wishes)
 
     def reminting(self, grant: Grant, ttl: float) -> Steps[Grant]:
-        """Do as `Authority.remint`."""
         acquisition = Acquisition(grant.resources, ttl, self._new_nonce, instead_of=grant.proof)
         return acquisition.remint(self._see, grant.proof, jitter=random.random)
 
     def releasing(self, grant: Grant) -> Steps[bool | None]:
-        """Do as `Authority.release`."""
         return operations.release(self._see, grant.proof)
 
     def inspecting(self, resources: tuple[str, ...]) -> Steps[list[LockInfo]]:
-        """Do as `Stepped.inspecting`."""
         return inspecting.look(self._see, resources)
 
     def forcing(self, resource: str) -> Steps[LockInfo | None]:
-        """Do as `Stepped.force_release`."""
         return inspecting.force(self._see, resource)
 
     def endless(self, pattern: str) -> dict[str, list[str]]:
@@ -198,18 +193,15 @@ class Redlock(Stepped):
         return {self._names[node]: keys for node, keys in found.items()}
 
     def dump(self, grant: Grant) -> dict[str, Any]:
-        """Do as `Authority.dump`."""
         return {"namespace": self._namespace, "nonce": grant.proof.attempt.nonce}
 
     def load(self, resources: tuple[str, ...], tokens: tuple[int, ...], data: dict[str, Any]) -> Grant:
-        """Do as `Authority.load`."""
         names, halves = tuple(sorted(resources)), dict(zip(resources, map(split, tokens), strict=True))
         attempt = Attempt(names, data["nonce"], 0.0, *names_of(self._node_key, names))
         counters = tuple(halves[name][1] for name in names)
         return Grant(resources, tokens, 0.0, Granted(attempt, halves[names[0]][0], counters, 0.0))
 
     def do(self, step: Any) -> Any:
-        """Take a step, blocking."""
         self.check_process()
         if isinstance(step, messages.Sleep) and step.waits_for:
             warn_of_blocked_loop(named(step.waits_for))
@@ -323,7 +315,6 @@ class Redlock(Stepped):
         return SharedConnections(self._nodes, self._node_key, **self._wiring())
 
     def connect_in(self, loop: asyncio.AbstractEventLoop) -> LoopConnections:
-        """Return connections for an event loop."""
         return LoopConnections(loop, self._nodes, self._node_key, **self._wiring())
 
     def _new_nonce(self) -> str:

@@ -105,7 +105,6 @@ def _addresses(members: str) -> str:
 
 
 def _lists(texts: Iterable[str]) -> list[Membership]:
-    """Return the lists that stand in texts, the most frequent first."""
     return [Membership.from_json(text) for text, _ in Counter(filter(None, texts)).most_common()]
 
 

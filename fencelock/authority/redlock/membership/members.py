@@ -31,17 +31,14 @@ class Membership:
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """The nodes' ids, in the fixed order."""
         return tuple(node_id for node_id, _ in self.seats)
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The nodes' addresses, in the same order."""
         return tuple(address for _, address in self.seats)
 
     @property
     def quorum(self) -> int:
-        """How many nodes are a majority."""
         return len(self.seats) // 2 + 1
 
     def seats_of(self, names: Sequence[str]) -> dict[int, str]:
@@ -60,7 +57,6 @@ class Membership:
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
     def to_json(self) -> str:
-        """Return the text that each node keeps."""
         facts = dict(zip(("version", "stripes", "hash"), _SPOKEN, strict=True))
         facts |= {"max_ttl_ms": round(self.max_ttl * 1000), "seats": self.seats, "after": self.after}
         return json.dumps(facts, sort_keys=True)

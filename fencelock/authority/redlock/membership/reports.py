@@ -56,7 +56,6 @@ class NodeReport:
 
     @classmethod
     def of(cls, answer: Answer) -> NodeReport:
-        """Read the answer to READ."""
         node_id, members, admitted, epoch, promised, cfg, following, next_members, ticket, left = answer.facts
         epochs = int(epoch) if epoch else None, int(promised or 0)
         lists = cfg, following, next_members
@@ -64,17 +63,14 @@ class NodeReport:
 
     @property
     def blank(self) -> bool:
-        """Whether it holds no marker."""
         return self.epoch is None
 
     @property
     def closed(self) -> bool:
-        """Whether its list has given way to another."""
         return bool(self.next_fingerprint)
 
     @property
     def highest(self) -> int:
-        """The highest epoch that it knows of."""
         return max(self.epoch or 0, self.promised)
 
     def votes_in(self, fingerprint: str) -> bool:
@@ -220,5 +216,4 @@ class Census:
 
     @property
     def has_quorum(self) -> bool:
-        """Whether a majority votes."""
         return len(self.voters) >= self.membership.quorum

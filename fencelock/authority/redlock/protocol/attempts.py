@@ -44,17 +44,14 @@ class NodeSet:
 
     @cached_property
     def everybody(self) -> range:
-        """Index of every node."""
         return range(len(self.names))
 
     @cached_property
     def quorum(self) -> int:
-        """How many nodes are a majority."""
         return len(self.names) // 2 + 1
 
 
 def names_of(node_key: str, resources: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Return the keys and the stripes of resources."""
     # A member of an enumeration equals its text, and is written otherwise.
     locks = [f"{node_key}:l:{str.__str__(resource)}" for resource in resources]
     stripes = [zlib.crc32(resource.encode()) % STRIPES for resource in resources]
@@ -100,12 +97,10 @@ def enough_released(node_set: NodeSet) -> Callable[[Answers], bool]:
 
 
 def count_of(said: Said, answers: Answers) -> int:
-    """Return how many nodes have said that."""
     return [answer.said for answer in answers.values()].count(said)
 
 
 def can_vote(node_set: NodeSet, answers: Answers) -> bool:
-    """Tell whether a majority votes."""
     return sum(answer.said in VOTING for answer in answers.values()) >= node_set.quorum
 
 
@@ -163,7 +158,6 @@ class Attempt:
         ttl: float,
         position: QueuePosition | None = None,
     ) -> Attempt:
-        """Return an attempt with the keys and stripes that the resources have on these nodes."""
         return cls(resources, nonce, ttl, *names_of(node_set.node_key, resources), position)
 
     @property
@@ -173,7 +167,6 @@ class Attempt:
 
     @property
     def name(self) -> str:
-        """The resources, as they stand in a sentence."""
         return named(self.resources)
 
     @property
@@ -239,7 +232,6 @@ def in_pairs(stripes: Sequence[int], counters: Sequence[int]) -> Sequence[str | 
 
 
 def maximum_of(vectors: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the largest counter of each resource."""
     return tuple(max(column) for column in zip(*vectors, strict=True))
 
 

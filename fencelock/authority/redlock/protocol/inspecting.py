@@ -187,7 +187,6 @@ def _locks_of(pages: list[Answer]) -> Generator[tuple[str, _Seen], None, None]:
 
 
 def _info(resource: str, seen: list[_Seen]) -> LockInfo:
-    """Return what most nodes say of a lock."""
     nonce, _ = Counter(each.nonce for each in seen).most_common(1)[0]
     its = [each for each in seen if each.nonce == nonce]
     since = _since(nonce)

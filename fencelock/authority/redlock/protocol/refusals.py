@@ -86,10 +86,8 @@ def _when_back(node_set: NodeSet, answers: Answers) -> str:
 
 
 def by_name(names: Sequence[str], answers: Answers) -> dict[str, str]:
-    """Return what each node said, by its address."""
     return {names[node]: str(answers[node]) for node in sorted(answers)}
 
 
 def report_of(node_set: NodeSet, answers: Answers) -> str:
-    """Return the same in one line."""
     return "; ".join(f"{name}: {said}" for name, said in by_name(node_set.names, answers).items())

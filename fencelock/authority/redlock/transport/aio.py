@@ -45,7 +45,6 @@ class PendingOfTask(PendingBroadcast):
         self._woken = weakref.ref(woken)
 
     def wake(self) -> None:
-        """Have the task go on."""
         if (woken := self._woken()) is not None:
             resume(woken)
 
@@ -111,7 +110,6 @@ class LoopConnections(Links):
                 loop.call_soon_threadsafe(action)
 
     def close(self) -> None:
-        """Close every connection; a broadcast that waits is told."""
         if self._pid != os.getpid():
             self.leave_to_parent()
             return
@@ -129,7 +127,6 @@ class LoopConnections(Links):
     # What callers do.
 
     async def do(self, request: Any) -> Any:
-        """Do what a generator of the protocol asks for; return what it is to be sent."""
         if isinstance(request, Broadcast):
             return await self.broadcast(request)
         if request is QUEUE:
@@ -142,7 +139,6 @@ class LoopConnections(Links):
         return time.monotonic()
 
     async def broadcast(self, request: Broadcast) -> Round:
-        """Send a command to its nodes, and wait until there are answers enough."""
         if request.patience <= 0.0:
             return self.tell(request)
         loop = asyncio.get_running_loop()
@@ -306,7 +302,6 @@ class LoopConnections(Links):
     # What `NodeConnections` asks for.
 
     def disconnect(self, node: int) -> None:
-        """Close the socket of a node's connection."""
         sock = self._sockets.pop(node)
         is_congested = node in self._congested
         self._congested.discard(node)
@@ -317,7 +312,6 @@ class LoopConnections(Links):
         sock.close()
 
     def is_connecting(self, node: int) -> bool:
-        """Tell whether that is going on."""
         return node in self._arrived or super().is_connecting(node)
 
     def _opened(self, node: int, opened: Opened | UnusableError) -> None:

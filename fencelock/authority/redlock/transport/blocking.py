@@ -85,7 +85,6 @@ class SharedConnections(Links):
     # What callers do.
 
     def do(self, request: Any) -> Any:
-        """Do what a generator of the protocol asks for; return what it is to be sent."""
         self._check_not_inside()
         if isinstance(request, Broadcast):
             return self.broadcast(request)
@@ -99,7 +98,6 @@ class SharedConnections(Links):
         return time.monotonic()
 
     def broadcast(self, request: Broadcast) -> Round:
-        """Send a command to its nodes, and wait until there are answers enough."""
         waiting = WaitForAnswers(request)
         stack = current_stack()
         try:
@@ -259,7 +257,6 @@ class SharedConnections(Links):
         connection.spoilt = spoilt
 
     def disconnect(self, node: int) -> None:
-        """Close the socket of a node's connection. A thread that waits for it to become readable wakes up."""
         for descriptor, link in tuple(self._links.items()):
             if link.node == node:
                 del self._links[descriptor]

@@ -59,7 +59,6 @@ class Links(abc.ABC):
             self._nodes.failed(node, Answer(Said.UNREACHABLE, detail=detail), time.monotonic())
 
     def is_connecting(self, node: int) -> bool:
-        """Tell whether that is going on."""
         thread = self._connecting.get(node)
         return thread is not None and thread.is_alive()
 

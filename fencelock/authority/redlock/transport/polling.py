@@ -21,11 +21,9 @@ class Patched:
         self._events: dict[int, int] = {}
 
     def register(self, descriptor: int, events: int) -> None:
-        """Wait for a socket from now on."""
         self._events[descriptor] = events
 
     def unregister(self, descriptor: int) -> None:
-        """Wait for a socket no more."""
         del self._events[descriptor]
 
     def poll(self, timeout: float) -> list[tuple[int, int]]:

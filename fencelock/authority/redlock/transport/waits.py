@@ -36,7 +36,6 @@ class WaitForAnswers(PendingBroadcast):
         return -math.inf if self.complete else self.deadline
 
     def wake(self) -> None:
-        """Have the thread go on."""
         ring(self)
 
 
@@ -61,7 +60,6 @@ Wait = WaitForAnswers | WaitForCall
 
 
 def ring(waiting: Wait) -> None:
-    """Wake the thread that waits, if it sleeps."""
     if waiting.bell is not None:
         with suppress(RuntimeError):  # it is awake
             waiting.bell.release()

@@ -40,7 +40,6 @@ class BatchingConnection(Connection):
         self._does_batches = not identity.replid
 
     def put(self, pending: PendingReply, packed: Packed) -> None:
-        """Take a command, which may travel with others."""
         if not packed.is_simple or not self._does_batches:
             self.put_alone(pending, packed)
             return
@@ -53,7 +52,6 @@ class BatchingConnection(Connection):
         self.spoilt = spoilt
 
     def put_alone(self, pending: PendingReply, packed: Packed) -> None:
-        """Take a command that travels alone."""
         self.flush_batch()
         super().put_alone(pending, packed)
 
@@ -70,7 +68,6 @@ class BatchingConnection(Connection):
         self.spoilt = spoilt
 
     def _take(self, reply: Any, now: float, news: News) -> None:
-        """Take a reply, which may answer many commands."""
         if not self._batches or self._batches[0][0] is not self.unanswered[0]:
             super()._take(reply, now, news)
             return

@@ -131,7 +131,6 @@ class Packed:
 
 
 def pack_batch(batch: Sequence[Packed]) -> bytes:
-    """Return simple commands as one call."""
     keys, words = zip(*[each.part for each in batch], strict=True)
     head = pack_words("EVALSHA", DIGESTS["batch"], 1 + len(batch), batch[0].command.keys[0])
     count = 5 + 5 * len(batch) + _OWN_ARGUMENTS
@@ -178,7 +177,6 @@ def read_reply(reply: Any) -> Answer | None:
 
 
 def read_answer(reply: Any) -> Answer:
-    """Return what a node's reply to a script means."""
     if isinstance(reply, hiredis.ReplyError):
         text = str(reply)
         # Before version 7, an error in a script is quoted in another one.

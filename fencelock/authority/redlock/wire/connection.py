@@ -68,7 +68,6 @@ class PendingBroadcast:
         self.over = False
 
     def add_reply(self, node: int, answer: Answer) -> None:
-        """Note a node's answer, or why there is none."""
         answers = self.answers
         answers[node] = answer
         if not self.complete and (len(answers) == len(self._nodes) or self._enough(answers)):
@@ -176,7 +175,6 @@ class Connection:
         return news
 
     def _take(self, reply: Any, now: float, news: News) -> None:
-        """Take the reply to the oldest command."""
         answer = read_answer(reply) if type(reply) is list else read_reply(reply)
         if answer is None:
             self._put_again(now, pack_with_script(self.unanswered[0].command))
