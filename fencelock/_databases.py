@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final
 
 from sqlalchemy import String
 from sqlalchemy.dialects import mysql
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from fencelock.lease import MAX_RESOURCE_LENGTH
 
@@ -22,16 +24,27 @@ RESOURCE: Final = String(MAX_RESOURCE_LENGTH).with_variant(
 #: a statement that took too long.
 _BUSY_STATES: Final = frozenset({"55P03", "40001", "40P01", "57014"})
 _BUSY_NUMBERS: Final = frozenset({1020, 1205, 1213, 1969})
-#: What a standby says, and a server that was the primary.
-_READ_ONLY_STATE: Final = "25006"
-_READ_ONLY_NUMBERS: Final = frozenset({1290, 1792, 1836})
+_SQLITE_BUSY: Final = frozenset({5, 6})
+#: What a standby says, a server that was the primary, and a node of Galera that has left its group.
+_ELSEWHERE_STATES: Final = frozenset({"25006"})
+_ELSEWHERE_NUMBERS: Final = frozenset({1047, 1180, 1290, 1792, 1836})
+#: What servers say that start, stop, or have too many connections; class 08 is of connections.
+_AWAY_STATES: Final = frozenset({"57P01", "57P02", "57P03", "57P05", "53300", *_ELSEWHERE_STATES})
+_AWAY_NUMBERS: Final = frozenset({1040, 1053, 1158, 1159, 1160, 1161, 1203, *_ELSEWHERE_NUMBERS})
+_CLIENT_NUMBERS: Final = range(2000, 2100)
+#: What a server says to a client whose account or database is wrong, where the driver tells no SQLSTATE.
+_REFUSED: Final = re.compile(
+    r"FATAL: .*(does not exist|authentication failed|no pg_hba.conf|permission denied)"
+)
 _NO_TABLE: Final = "42P01"
 _NO_TABLE_NUMBER: Final = 1146
-_SQLITE_BUSY: Final = frozenset({5, 6})
+_DRIVERS: Final = frozenset({"psycopg", "psycopg2", "asyncpg", "pymysql", "aiomysql", "asyncmy", "aiosqlite"})
 
 
-def is_busy(error: DBAPIError) -> bool:
+def is_busy(error: BaseException) -> bool:
     """Tell whether another transaction was in the way, and may be out of it next time."""
+    if not isinstance(error, DBAPIError):
+        return False
     original: Any = error.orig
     if sqlstate(error) in _BUSY_STATES:
         return True
@@ -47,25 +60,44 @@ def is_lost(error: BaseException | None) -> bool:
     return isinstance(error, DBAPIError) and error.connection_invalidated
 
 
-def is_read_only(error: BaseException) -> bool:
-    """Tell whether this server takes no writes, as a standby does; a new connection may lead to another."""
-    if not isinstance(error, DBAPIError):
-        return False
-    return sqlstate(error) == _READ_ONLY_STATE or error_number(error) in _READ_ONLY_NUMBERS
+def is_elsewhere(error: BaseException) -> bool:
+    """Tell whether this server takes no writes now; a new connection may lead to another that does."""
+    return sqlstate(error) in _ELSEWHERE_STATES or error_number(error) in _ELSEWHERE_NUMBERS
 
 
-def lacks_table(error: DBAPIError, name: str) -> bool:
+def is_unavailable(error: BaseException) -> bool:
+    """Tell whether no server answered that could do what was asked. A refusal of one that can is none."""
+    if is_lost(error) or is_busy(error) or isinstance(error, OSError | PoolTimeoutError):
+        return True
+    if (state := sqlstate(error)) is not None:
+        return state in _AWAY_STATES or state.startswith("08")
+    number = error_number(error)
+    if isinstance(number, int):
+        return number in _AWAY_NUMBERS or number in _CLIENT_NUMBERS
+    if isinstance(error, OperationalError):
+        return _REFUSED.search(str(error.orig)) is None
+    return "None of the hosts match" in str(error)  # asyncpg, of target_session_attrs
+
+
+def is_driver_error(error: BaseException) -> bool:
+    """Tell whether a driver has raised this."""
+    return type(error).__module__.partition(".")[0] in _DRIVERS
+
+
+def lacks_table(error: BaseException, name: str) -> bool:
     if sqlstate(error) == _NO_TABLE or error_number(error) == _NO_TABLE_NUMBER:
         return True
-    return f"no such table: {name}" in str(error.orig)
+    return f"no such table: {name}" in str(error)
 
 
-def sqlstate(error: DBAPIError) -> str | None:
-    found: str | None = getattr(error.orig, "sqlstate", None)
+def sqlstate(error: BaseException) -> str | None:
+    original = error.orig if isinstance(error, DBAPIError) else error
+    found: str | None = getattr(original, "sqlstate", None) or getattr(original, "pgcode", None)
     return found
 
 
-def error_number(error: DBAPIError) -> object:
+def error_number(error: BaseException) -> object:
     """Return the number that MariaDB's drivers give to an error; something else for others."""
-    arguments = getattr(error.orig, "args", ())
+    original = error.orig if isinstance(error, DBAPIError) else error
+    arguments = getattr(original, "args", ())
     return arguments[0] if arguments else None

@@ -27,8 +27,8 @@ from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from fencelock._engines import beside
 from fencelock.authority.database.database import Database
+from fencelock.authority.database.files import file_of
 from fencelock.authority.database.table import LEASE_TABLE, lease_table
 from fencelock.guard import FencedModel, fence_table
 from fencelock.guard.sessions import BYPASS
@@ -107,7 +107,7 @@ def authority_on(url: str, *, for_tasks: bool) -> Database:
 def has_lease_table(url: str) -> bool:
     named = make_url(url)
     if named.get_backend_name() == "sqlite":
-        return Path(beside(named).database or "").exists()
+        return Path(file_of(named, None).database or "").exists()
     return _has_table(url, LEASE_TABLE)
 
 
@@ -115,7 +115,7 @@ def drop_lease_table(url: str) -> None:
     named = make_url(url)
     if named.get_backend_name() == "sqlite":
         for end in ("", "-wal", "-shm"):
-            Path(f"{beside(named).database}{end}").unlink(missing_ok=True)
+            Path(f"{file_of(named, None).database}{end}").unlink(missing_ok=True)
         return
     engine = create_engine(url, poolclass=NullPool)
     lease_table(MetaData()).drop(engine, checkfirst=True)

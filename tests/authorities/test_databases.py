@@ -21,7 +21,6 @@ from fencelock import (
     fenced_lock,
     lease_table,
 )
-from fencelock.tokens import split
 
 
 @pytest.fixture
@@ -119,16 +118,26 @@ def test_ended_connections_are_replaced(on_server: Engine) -> None:
 
 def test_tokens_begin_above_what_a_storage_has_seen(authority: Database) -> None:
     """Of new resources, and of those that had a token; again has no effect."""
-    before = authority.acquire(("old",), ttl=5, timeout=0)
-    authority.release(before)
-    highest = (3 << 44) + 12345
+    authority.release(authority.acquire(("old",), ttl=5, timeout=0))
+    highest = (300 << 44) + 12345
     authority.init(above=highest)
+    first = authority.acquire(("other",), ttl=5, timeout=0).tokens[0]
     for name in ("old", "new"):
         grant = authority.acquire((name,), ttl=5, timeout=0)
-        assert split(grant.tokens[0])[0] == 4
+        assert grant.tokens[0] > highest
         authority.release(grant)
     authority.init(above=highest)
-    assert split(authority.acquire(("old",), ttl=5, timeout=0).tokens[0])[0] == 4
+    # The time goes on: a day is added once.
+    assert 0 <= authority.acquire(("old",), ttl=5, timeout=0).tokens[0] - first < 60_000 << 10
+
+
+def test_tokens_follow_the_clock(authority: Database) -> None:
+    """They are the time in milliseconds, and ten bits that tell servers apart."""
+    before = time.time() * 1000
+    tokens = [authority.acquire((name,), ttl=5, timeout=0).tokens[0] for name in ("a", "b")]
+    assert before - 1000 < tokens[0] >> 10 <= tokens[1] >> 10 < before + 60_000
+    assert tokens[0] & 1023 == tokens[1] & 1023
+    assert tokens[1] < 2**53
 
 
 def test_unreachable_database_is_a_quorum_error() -> None:
@@ -150,11 +159,11 @@ def test_password_in_the_query_is_hidden() -> None:
 @pytest.mark.parametrize(
     ("source", "kind", "said"),
     [
-        ("sqlite://", ValueError, "file"),
-        ("sqlite:///:memory:", ValueError, "file"),
-        ("oracle://h/x", ValueError, "PostgreSQL, MariaDB and SQLite"),
+        ("sqlite:///file:app.db?uri=true", ValueError, "plain path"),
+        ("oracle://h/x", ValueError, "PostgreSQL, MariaDB, MySQL and SQLite"),
         ("nonsense", ValueError, "no URL of a database, such as"),
-        ("postgresql+pg8000://h/x", ImportError, "install the driver"),
+        ("postgresql+psycopg2://h/x", ImportError, "install the driver"),
+        ("postgresql+pg8000://h/x", ValueError, "pg8000 cannot be used for leases; use one of aiomysql"),
         (5, TypeError, "URL or an Engine"),
     ],
 )

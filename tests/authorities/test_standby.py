@@ -10,7 +10,6 @@ import psycopg
 import pytest
 
 from fencelock import Database, LockTimeoutError, QuorumError
-from fencelock.tokens import split
 from proof.servers import Postgres
 from tests.polling import eventually
 
@@ -69,4 +68,4 @@ def test_promoted_standby_mints_larger_tokens(primary: Postgres) -> None:
         for name in ("missed", "new", "known"):
             (token,) = after.acquire((name,), ttl=30, timeout=5).tokens
             assert token > max(granted)
-            assert split(token)[0] == split(granted[0])[0] + 1
+            assert token & 1023 != granted[0] & 1023, "a server that lives on could mint the same token"

@@ -5,23 +5,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import math
 import os
 import secrets
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from sqlalchemy import URL, Connection, Engine, MetaData, event, inspect
-from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError, StatementError
-from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+from sqlalchemy import URL, Connection, Engine, MetaData, TextClause, event, inspect
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError, StatementError
 
 from fencelock import _events
-from fencelock._databases import SUPPORTED, is_busy, is_lost, is_read_only, lacks_table
-from fencelock._engines import OwnConnections, beside, for_blocking, own_engine, shown, url_of
+from fencelock._databases import (
+    SUPPORTED,
+    is_busy,
+    is_driver_error,
+    is_elsewhere,
+    is_lost,
+    is_unavailable,
+    lacks_table,
+)
+from fencelock._engines import for_blocking, is_async_engine, shown, url_of
 from fencelock._events import ConnectionFailed, ConnectionOpened
 from fencelock._owners import name_of_process
 from fencelock._steps import Steps
@@ -34,8 +42,18 @@ from fencelock.authority.base import (
     too_slow,
     validity,
 )
-from fencelock.authority.database.loops import Abandon, AsyncWithLoops, LoopEnd, Wait, WithLoops, pauses
-from fencelock.authority.database.statements import SQLITE_SET_UP, Statements
+from fencelock.authority.database.connections import Connections, pooled_engine
+from fencelock.authority.database.files import file_of, watch_file
+from fencelock.authority.database.loops import (
+    Abandon,
+    AsyncWithLoops,
+    Later,
+    LoopEnd,
+    Wait,
+    WithLoops,
+    pauses,
+)
+from fencelock.authority.database.statements import SERVER_BITS, SET_UP, Statements
 from fencelock.authority.database.table import LEASE_TABLE, lease_table
 from fencelock.errors import (
     AuthorityError,
@@ -46,26 +64,42 @@ from fencelock.errors import (
     QuorumError,
 )
 from fencelock.holder import Holder, LockInfo
-from fencelock.tokens import COUNTER_BITS, epoch_above
+from fencelock.tokens import check
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
 
+logger = logging.getLogger("fencelock.authority")
+
 #: Seconds between two looks at what another holds: they grow from the first to the second.
 _PAUSES: Final = (0.005, 0.2)
-#: Grants that are extended by one statement.
+#: Resources that one statement extends or releases.
 _BATCH: Final = 500
 #: How often work is done whose connection was lost.
 _TRIES: Final = 3
-#: Engines of a parent process. A child keeps them, because what it frees would be closed.
+#: Seconds within which a statement is answered, at most and at least.
+_ANSWER: Final = (2.0, 1.0)
+#: Milliseconds by which new tokens are above those of another authority, and by which own ones may be ahead.
+_DAY: Final = 86_400_000
+_HOUR: Final = 3_600_000
+#: Connections of a parent process. A child keeps them, because what it frees would be closed.
 _of_parents: list[object] = []
 
 
 class Work(NamedTuple):
-    """A step: what is to be done on a connection; in one transaction, or each statement by itself."""
+    """A step: what is to be done on a connection.
+
+    Attributes:
+        body: does it.
+        atomic: in one transaction; else each statement commits.
+        durable: what is written must outlive a crash of the machine.
+        seconds: the connection is given up after that.
+    """
 
     body: Callable[[Connection], Any]
     atomic: bool = False
+    durable: bool = True
+    seconds: float = _ANSWER[0]
 
 
 class _RefusedError(Exception):
@@ -95,22 +129,31 @@ class Database(WithLoops):
 
     aio: AsyncDatabase
 
-    def __init__(self, source: str | URL | Engine | AsyncEngine, *, schema: str | None = None) -> None:
+    def __init__(
+        self,
+        source: str | URL | Engine | AsyncEngine,
+        *,
+        schema: str | None = None,
+        pool_size: int = 2,
+        max_overflow: int = 8,
+    ) -> None:
         super().__init__()
         #: The database that was named; shown, it hides the password.
         self.url = url_of(source)
-        self._source, name = source, self.url.get_backend_name()
+        name = self.url.get_backend_name()
         if name not in SUPPORTED:
-            raise ValueError(f"leases can be kept in PostgreSQL, MariaDB and SQLite, not in {name}")
-        leases = beside(self.url) if name == "sqlite" else None
+            raise ValueError(f"leases can be kept in PostgreSQL, MariaDB, MySQL and SQLite, not in {name}")
+        engine = source.sync_engine if is_async_engine(source) else source
+        leases = file_of(self.url, engine) if name == "sqlite" else None
         self._shown = shown(leases or self.url)
-        self._connecting = own_engine(leases or (self.url if isinstance(source, str) else source))
+        self._source = leases or (engine if isinstance(engine, Engine) else self.url)
+        self._pool = pool_size, max_overflow
+        self._connecting = pooled_engine(self._source, *self._pool)
         dialect = self._connecting.dialect
         self._dialect = "mysql" if dialect.name == "mariadb" else dialect.name
-        self._schema = schema
-        self._table = dialect.identifier_preparer.format_table(lease_table(MetaData(), schema=schema))
+        self._schema = schema_of(engine, schema)
+        self._table = dialect.identifier_preparer.format_table(lease_table(MetaData(), schema=self._schema))
         self._says = Statements(self._dialect, self._table)
-        event.listen(self._connecting.pool, "connect", self._set_up)
         #: The same authority for coroutines.
         self.aio = AsyncDatabase(self)
         self._start_over()
@@ -119,9 +162,11 @@ class Database(WithLoops):
     def _start_over(self) -> None:
         """Begin without connections: at first, and in a forked child."""
         self._pid = os.getpid()
-        self._connections: OwnConnections | None = None
+        self._connections: Connections | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._loop_ends = {}
+        self._owed: dict[str, tuple[tuple[str, ...], float]] = {}
+        self._settles = False
 
     def __repr__(self) -> str:
         return f"<Database {self._shown}>"
@@ -173,8 +218,10 @@ class Database(WithLoops):
             while True:
                 began = time.monotonic()
                 try:
-                    grant: Grant = yield from self._asking(work, patient=False)
+                    grant: Grant = yield from self._asking(work, until=end, patient=False)
                 except _RefusedError:
+                    if time.monotonic() >= end:
+                        yield from self._refusing(resources, end)
                     yield from self._waiting(resources, end, looks)
                     continue
                 if time.monotonic() < grant.expires_at:
@@ -192,30 +239,37 @@ class Database(WithLoops):
         self, connection: Connection, resources: tuple[str, ...], nonce: str, ttl: float
     ) -> Iterator[int]:
         """Acquire the resources for this nonce; return a token for each."""
-        asked = {"nonce": nonce, "ttl": ttl, "holder": name_of_process(os.getpid())}
+        asked = {"nonce": nonce, "ttl": ttl, "holder": _holder()}
         tokens = {}
         for resource in sorted(resources):
-            its = {**asked, "resource": resource}
-            made = connection.execute(self._says.acquire, its)
-            row = made.first() if made.returns_rows else connection.execute(self._says.token, its).first()
-            if row is None or row[1] != nonce:
+            token = self._token(connection, self._says.acquire, {**asked, "resource": resource})
+            if token is None:
                 raise _RefusedError
-            tokens[resource] = row[0]
+            tokens[resource] = token
         return map(tokens.__getitem__, resources)
+
+    def _token(self, connection: Connection, statement: TextClause, asked: dict[str, Any]) -> int | None:
+        """Execute a statement that mints; return the token, or None where the resource is not ours."""
+        made = connection.execute(statement, asked)
+        if self._dialect == "mysql":
+            return made.lastrowid or None
+        token = made.scalar() if made.returns_rows else connection.scalar(self._says.token, asked)
+        return None if token is None else int(token)
 
     def _waiting(self, resources: tuple[str, ...], end: float, looks: Iterator[float]) -> Steps[None]:
         """Wait until all of the resources look free."""
-        while True:
-            held = yield from self._held(resources)
+        while held := (yield from self._held(resources, end)):
             now = time.monotonic()
             if now >= end:
-                raise held_by_another(held or resources, max(held.values(), default=None))
-            if not held:
-                return
+                raise held_by_another(held, max(held.values()))
             pause = min(next(looks), max(*held.values(), _PAUSES[0]), end - now)
             yield Wait(now + pause, named(resources))
 
-    def _held(self, resources: tuple[str, ...]) -> Steps[dict[str, float]]:
+    def _refusing(self, resources: tuple[str, ...], end: float) -> Steps[None]:
+        held = yield from self._held(resources, end)
+        raise held_by_another(held or resources, max(held.values(), default=None))
+
+    def _held(self, resources: tuple[str, ...], end: float) -> Steps[dict[str, float]]:
         """Return those of the resources that are held, with the seconds for which they are."""
 
         def look(connection: Connection) -> dict[str, float]:
@@ -223,7 +277,7 @@ class Database(WithLoops):
             left = {resource: ask({"resource": resource}) for resource in resources}
             return {resource: float(seconds) for resource, seconds in left.items() if seconds and seconds > 0}
 
-        return self._asking(Work(look))
+        return self._asking(Work(look), until=end)
 
     def inspecting(self, resources: tuple[str, ...]) -> Steps[list[LockInfo]]:
         def look(connection: Connection) -> list[LockInfo]:
@@ -255,9 +309,8 @@ class Database(WithLoops):
     def extending(self, wishes: Sequence[Wish]) -> Steps[list[Grant | FencelockError]]:
         ended: dict[int, Grant | FencelockError] = {}
         for ttl in {ttl for _, ttl in wishes}:
-            grants = [grant for grant, its in wishes if its == ttl]
-            for start in range(0, len(grants), _BATCH):
-                ended |= yield from self._extending_some(grants[start : start + _BATCH], ttl)
+            for grants in _batches([grant for grant, its in wishes if its == ttl]):
+                ended |= yield from self._extending_some(grants, ttl)
         return [ended[id(grant)] for grant, _ in wishes]
 
     def _extending_some(self, grants: list[Grant], ttl: float) -> Steps[dict[int, Grant | FencelockError]]:
@@ -272,7 +325,7 @@ class Database(WithLoops):
 
         began = time.monotonic()
         try:
-            ours = yield from self._asking(Work(extend))
+            ours = yield from self._asking(Work(extend), until=min(grant.expires_at for grant in grants))
         except AuthorityError as error:
             return {id(grant): error for grant in grants}
         end = validity(began, ttl)
@@ -287,9 +340,8 @@ class Database(WithLoops):
         def remint(connection: Connection) -> dict[str, int]:
             tokens = {}
             for resource in sorted(grant.resources):
-                row = {"resource": resource, "nonce": grant.proof}
-                connection.execute(self._says.remint, {**row, "ttl": ttl})
-                if (token := connection.scalar(self._says.token, row)) is None:
+                row = {"resource": resource, "nonce": grant.proof, "ttl": ttl}
+                if (token := self._token(connection, self._says.remint, row)) is None:
                     raise _lost(grant)
                 tokens[resource] = token
             return tokens
@@ -302,72 +354,124 @@ class Database(WithLoops):
     def releasing(self, grant: Grant) -> Steps[bool | None]:
         try:
             return (yield from self._giving_back(grant.resources, grant.proof))
+        except QuorumError as error:
+            self._owed[grant.proof] = grant.resources, grant.expires_at
+            if not self._settles:
+                self._settles = True
+                yield Later(self._settling)
+            raise QuorumError(
+                f"{error}; it is released when the database answers", nodes=error.nodes
+            ) from error
         except (AuthorityError, GeneratorExit):
             raise
         except BaseException:
             yield Abandon(functools.partial(self._giving_back, grant.resources, grant.proof))
             raise
 
+    def _settling(self) -> Steps[None]:
+        """Release what is owed, until it is released or its lease has ended."""
+        for pause in pauses(0.1, 1.0):
+            yield Wait(time.monotonic() + pause, "")
+            for nonce, (resources, until) in list(self._owed.items()):
+                try:
+                    if time.monotonic() < until:
+                        yield from self._giving_back(resources, nonce)
+                except QuorumError:
+                    break
+                except AuthorityError as error:
+                    logger.warning("%s could not be released and ends by itself: %s", named(resources), error)
+                self._owed.pop(nonce, None)
+            self._settles = bool(self._owed)
+            if not self._settles:
+                return
+
     def _giving_back(self, resources: tuple[str, ...], nonce: str) -> Steps[bool | None]:
         def release(connection: Connection) -> int:
-            rows = [{"resource": resource, "nonce": nonce} for resource in resources]
-            return sum(connection.execute(self._says.release, row).rowcount for row in rows)
+            parts = (resources[start : start + _BATCH] for start in range(0, len(resources), _BATCH))
+            return sum(
+                connection.execute(self._says.release, {"resources": part, "nonce": nonce}).rowcount
+                for part in parts
+            )
 
         again: list[object] = []
-        count: int = yield from self._asking(Work(release), again=again)
+        count: int = yield from self._asking(Work(release, durable=False), again=again)
         # What is sent again finds nothing where the first one has arrived.
         return True if count == len(resources) else None if again else False
 
     def initialising(self, above: int | None) -> Steps[bool]:
-        epoch = 0 if above is None else epoch_above(above)
+        highest = 0 if not above else check(above) >> SERVER_BITS
 
         def create(connection: Connection) -> bool:
-            if inspect(connection).has_table(LEASE_TABLE, schema=self._schema):
+            def is_there() -> bool:
+                return inspect(connection).has_table(LEASE_TABLE, schema=self._schema)
+
+            if is_there():
                 return False
-            lease_table(MetaData(), schema=self._schema).create(connection)
+            try:
+                lease_table(MetaData(), schema=self._schema).create(connection)
+            except DBAPIError:
+                if not is_there():  # as it is where another one was quicker
+                    raise
+                return False
             return True
 
-        def begin_at_epoch(connection: Connection) -> None:
-            noted, floor = connection.execute(self._says.floor).one()
-            if (missing := epoch - (int(floor) >> COUNTER_BITS)) > 0:
+        def raise_base(connection: Connection) -> None:
+            noted, own, now = map(int, connection.execute(self._says.floor).one())
+            if (own >> SERVER_BITS) < now + _HOUR:  # or else they were minted in another way
+                own = 0
+            if (ahead := max(highest, own >> SERVER_BITS) - now) >= 0:
+                base = (noted >> SERVER_BITS) + ahead + _DAY
                 connection.execute(self._says.forget)
-                connection.execute(self._says.note, {"token": int(noted) + (missing << COUNTER_BITS)})
+                connection.execute(self._says.note, {"token": base << SERVER_BITS})
 
         made: bool = yield from self._asking(Work(create))
-        yield from self._asking(Work(begin_at_epoch, atomic=True))
+        yield from self._asking(Work(raise_base, atomic=True))
         return made
 
-    def _asking(self, work: Work, *, patient: bool = True, again: list[object] | None = None) -> Steps[Any]:
+    def _asking(
+        self,
+        work: Work,
+        *,
+        until: float = 0.0,
+        patient: bool = True,
+        again: list[object] | None = None,
+    ) -> Steps[Any]:
         """Have work done, and again where its connection had been lost (noted in `again`) or was in the way.
 
-        All of it may be done several times. Without patience, what is in the way raises a `_RefusedError`.
+        All of it may be done several times, until that time or a little longer. Without patience, what is in
+        the way raises a `_RefusedError`.
         """
+        most, least = _ANSWER
+        end = max(until, time.monotonic() + most)
         for left in reversed(range(_TRIES)):
+            seconds = min(most, max(least, (end - time.monotonic()) / 2))
             try:
-                return (yield work)
-            except DBAPIError as error:
+                return (yield work._replace(seconds=seconds))
+            except (SQLAlchemyError, OSError) as error:
+                if isinstance(error, StatementError) and not isinstance(error, DBAPIError):
+                    raise (error.orig or error) from None  # SQLAlchemy's wrapping of a signal handler's error
                 if is_busy(error) and not patient:
                     raise _RefusedError from None
-                if not left or not (error.connection_invalidated or is_busy(error)):
+                may_pass = is_lost(error) or is_busy(error) or is_elsewhere(error)
+                if not (left and may_pass and time.monotonic() < end):
                     raise self._explained(error) from error
                 if again is not None:
                     again.append(error)
-            except StatementError as error:  # what SQLAlchemy has made of an error of a signal handler
-                raise (error.orig or error) from None
-            except (SQLAlchemyError, OSError) as error:  # asyncpg says OSError where nothing listens
+            except Exception as error:
+                if not is_driver_error(error):  # SQLAlchemy 2.0 wraps none of those while it connects
+                    raise
                 raise self._explained(error) from error
         raise AssertionError  # the last one raises
 
     def _explained(self, error: Exception) -> AuthorityError:
         original = error.orig if isinstance(error, DBAPIError) else error
-        if isinstance(error, DBAPIError) and lacks_table(error, LEASE_TABLE):
+        if lacks_table(error, LEASE_TABLE):
             return LeaseTableMissingError(
                 f"{self._shown} has no table {self._table}: call lease_table(metadata) before create_all, or "
                 f"op.create_lease_table() in a migration, or type once: fencelock init URL"
             )
         said = (str(original).strip() or type(original).__name__).splitlines()[0]
-        unavailable = isinstance(error, OperationalError | PoolTimeoutError | OSError)
-        if unavailable or is_lost(error) or is_read_only(error):
+        if is_unavailable(error):
             if _events.listeners:
                 _events.tell(ConnectionFailed("Database", self._shown, said))
             return QuorumError(f"{self._shown} did not answer: {said}", nodes={self._shown: said})
@@ -381,26 +485,30 @@ class Database(WithLoops):
                 f"code, write {for_blocking(self.url)}"
             )
         if (connections := self._connections) is None:
-            connections = self._connections = OwnConnections(self._connecting)
-        return connections.run(functools.partial(self._work, step=step))
+            connections = self._connections = Connections(self._prepared(self._connecting))
+        return connections.run(functools.partial(self._work, step=step), step.seconds)
 
     async def work_soon(self, step: Work) -> Any:
-        if (engine := self.loop_end().kept) is not None:
-            async with engine.connect() as connection:
-                return await connection.run_sync(self._work, step)
+        if (connections := self.loop_end().kept) is not None:
+            work = functools.partial(self._work, step=step)
+            return await connections.run_in_loop(work, step.seconds)
         if (threads := self._threads) is None:
             threads = self._threads = ThreadPoolExecutor(8, "fencelock-database")
         return await asyncio.get_running_loop().run_in_executor(threads, self.work, step)
 
     def open_in_loop(self) -> LoopEnd:
-        """Return the end of the running event loop, with its engine where the driver is for coroutines."""
+        """Return the end of the running event loop, with its pool where the driver is for coroutines."""
         self._check_process()
         if not self._connecting.dialect.is_async:
             return LoopEnd()
-        from sqlalchemy.ext.asyncio import AsyncEngine  # noqa: PLC0415 - blocking code has none
+        connections = Connections(self._prepared(pooled_engine(self._source, *self._pool)))
+        return LoopEnd(connections, connections.close_in_loop)
 
-        engine = AsyncEngine(own_engine(self._connecting))
-        return LoopEnd(engine, engine.dispose)
+    def _prepared(self, engine: Engine) -> Engine:
+        event.listen(engine.pool, "connect", self._set_up)
+        if self._dialect == "sqlite":
+            watch_file(engine)
+        return engine
 
     def _check_process(self) -> None:
         """Leave the connections to the parent, in a forked child."""
@@ -410,13 +518,15 @@ class Database(WithLoops):
 
     def _work(self, connection: Connection, step: Work) -> Any:
         try:
-            for statement in self._says.begin if step.atomic else ():
-                connection.exec_driver_sql(statement)
+            if self._dialect == "sqlite":
+                connection.exec_driver_sql(f"PRAGMA synchronous = {'FULL' if step.durable else 'NORMAL'}")
+            if step.atomic:
+                connection.exec_driver_sql(self._says.begin)
             done = step.body(connection)
             if step.atomic:
                 connection.exec_driver_sql("COMMIT")
         except _OURS as error:  # the connection can still be used
-            if is_read_only(error):
+            if is_elsewhere(error):
                 connection.invalidate()
             elif step.atomic:
                 with contextlib.suppress(SQLAlchemyError):
@@ -434,10 +544,9 @@ class Database(WithLoops):
         if _events.listeners:
             _events.tell(ConnectionOpened("Database", self._shown))
         self._connecting.dialect.set_isolation_level(connection, "AUTOCOMMIT")
-        if self._dialect == "sqlite":
-            with contextlib.closing(connection.cursor()) as cursor:
-                for statement in SQLITE_SET_UP:
-                    cursor.execute(statement)
+        with contextlib.closing(connection.cursor()) as cursor:
+            for statement in SET_UP.get(self._dialect, ()):
+                cursor.execute(statement)
 
 
 class AsyncDatabase(AsyncWithLoops):
@@ -452,3 +561,27 @@ class AsyncDatabase(AsyncWithLoops):
 
 def _lost(grant: Grant) -> LockLostError:
     return LockLostError(f"the lease of {named(grant.resources)} has ended, and was given to another")
+
+
+def _holder() -> str:
+    """Return this process in ASCII, because a database may know no other letters."""
+    return name_of_process(os.getpid()).encode("ascii", "backslashreplace").decode()[:255]
+
+
+def _batches(grants: Iterable[Grant]) -> Iterator[list[Grant]]:
+    """Yield grants in parts of about as many resources as a statement takes; drivers limit parameters."""
+    part: list[Grant] = []
+    for grant in grants:
+        if part and sum(len(each.resources) for each in [*part, grant]) > _BATCH:
+            yield part
+            part = []
+        part.append(grant)
+    if part:
+        yield part
+
+
+def schema_of(engine: object, schema: str | None) -> str | None:
+    """Return where the table is by an engine's `schema_translate_map`."""
+    names = engine.get_execution_options().get("schema_translate_map") if isinstance(engine, Engine) else None
+    found: str | None = (names or {}).get(schema, schema)
+    return found

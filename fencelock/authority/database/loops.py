@@ -8,10 +8,13 @@ import contextlib
 import contextvars
 import logging
 import random
+import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakSet
 
+from fencelock import _threads
 from fencelock._steps import Steps, wait_for
 from fencelock.authority.base import go_on_waiting
 from fencelock.authority.stepped import AsyncView, Stepped, warn_of_blocked_loop
@@ -39,6 +42,12 @@ class Abandon(NamedTuple):
     giving_back: Callable[[], Steps[Any]]
 
 
+class Later(NamedTuple):
+    """A step: take the steps that `steps` makes, while the caller goes on. Nothing waits for their end."""
+
+    steps: Callable[[], Steps[None]]
+
+
 def pauses(shortest: float, longest: float, growth: float = 1.5) -> Iterator[float]:
     """Yield for how long to wait before each next look; others who wait look at other moments."""
     pause = shortest
@@ -56,6 +65,8 @@ class LoopEnd:
 
     def __init__(self, kept: Any = None, close: Callable[[], Awaitable[None]] | None = None) -> None:
         self.tasks: set[asyncio.Task[Any]] = set()
+        #: Of these tasks, those that are cancelled instead.
+        self.later: WeakSet[asyncio.Task[Any]] = WeakSet()
         self.kept = kept
         self.over = False
         self._close = close
@@ -67,6 +78,8 @@ class LoopEnd:
         try:
             yield
         finally:
+            for task in self.later:
+                task.cancel()
             while self.tasks:
                 await asyncio.wait(self.tasks)
             self.over = True
@@ -127,6 +140,10 @@ class WithLoops(Stepped):
             warn_of_blocked_loop(step.key)
             time.sleep(max(0.0, step.until - time.monotonic()))
             return go_on_waiting()
+        if isinstance(step, Later):
+            # An empty context: it must not keep the leases that its starter happens to hold.
+            run = contextvars.Context().run
+            return _threads.start(threading.Thread(target=run, args=(self.run, step.steps()), daemon=True))
         if not isinstance(step, Abandon):
             return self.work(step)
         try:
@@ -157,6 +174,8 @@ class AsyncWithLoops(AsyncView):
                 return go_on_waiting()
             if isinstance(step, Abandon):
                 return end.begin(self._abandon(step, latest))
+            if isinstance(step, Later):
+                return end.later.add(end.begin(self.wait_for(step.steps())))
             latest = end.begin(self._authority.work_soon(step))
             return await asyncio.shield(latest)
 

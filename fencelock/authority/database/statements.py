@@ -1,10 +1,17 @@
 """What is said to each database. A statement reads the clock once, and the clock is the database's.
 
-A new token exceeds the last one of its resource, and the floor of this database: an epoch, and the time in
-Unix milliseconds. The epoch is what `init(above=…)` has noted in the row of no resource and, on PostgreSQL,
-the timeline: a standby that is promoted may not have received what was granted last, and begins another
-timeline. MariaDB has none. There a row notes which server has minted its token, and another server leaves a
-gap.
+A token is the time at which it was minted, in Unix milliseconds above a base, and ten bits of the server:
+
+    token = GREATEST((own >> 10) + 1, base + now) << 10 | server
+
+`own` is the last token of the resource, so the tokens of a resource rise whatever clocks say. The time lifts
+a token above what a failover or a restore has lost, as long as clocks differ by less than that took. The bits
+tell servers apart that grant beside each other in a split brain. `base` is 0 until `init(above=…)` notes one
+in the row of no resource. `proof/minting.py` is the model.
+
+All words of MySQL are MySQL's own, which MariaDB understands too: no RETURNING and no SET STATEMENT. A server
+of Galera repeats a statement by itself after a conflict. It then sends the rows of both tries, and the first
+was rolled back. So the token comes back in the answer's `lastrowid`, which the last try has written.
 """
 
 from __future__ import annotations
@@ -14,79 +21,100 @@ from typing import Final
 from sqlalchemy import TextClause, bindparam, text
 
 from fencelock.authority.database.table import LEASE_TABLE
-from fencelock.tokens import COUNTER_BITS
+
+#: By how many bits the time is shifted, to make room for the server.
+SERVER_BITS: Final = 10
 
 # Each statement waits a second for a row, or a file, that another transaction has locked.
 _UPSERT: Final = """
 INSERT INTO {table} AS l (resource, token, nonce, expires_at, holder, since)
-SELECT CAST(:resource AS VARCHAR), {floor}, CAST(:nonce AS VARCHAR),
+SELECT CAST(:resource AS VARCHAR), {first}, CAST(:nonce AS VARCHAR),
     {until}, CAST(:holder AS VARCHAR), {now}
-FROM (SELECT {settings} AS settings) AS its WHERE settings IS NOT NULL
+FROM (SELECT {durable} AS settings) AS its WHERE settings IS NOT NULL
 ON CONFLICT (resource) DO UPDATE SET
-    token = CASE WHEN l.nonce = excluded.nonce THEN l.token ELSE {later}(l.token + 1, excluded.token) END,
+    token = CASE WHEN l.nonce = excluded.nonce THEN l.token ELSE {later}({next}, excluded.token) END,
     nonce = excluded.nonce, expires_at = excluded.expires_at, holder = excluded.holder, since = excluded.since
 WHERE l.nonce IS NULL OR l.expires_at <= {now} OR l.nonce = excluded.nonce
 """
-# MariaDB assigns from left to right, and later assignments see what the earlier ones have made.
+# `LAST_INSERT_ID(x)` keeps x for the answer and for the assignments behind it: the token, or 0 where another
+# holds the resource. No assignment reads a column that an earlier one has changed.
 _ON_DUPLICATE_KEY: Final = """
-SET STATEMENT innodb_lock_wait_timeout = 1 FOR
-INSERT INTO {table} (resource, token, nonce, expires_at, holder, since, incarnation)
-VALUES (:resource, {floor}, :nonce, {until}, :holder, {now}, @@server_id)
+INSERT INTO {table} (resource, token, nonce, expires_at, holder, since)
+VALUES (:resource, LAST_INSERT_ID({first}), :nonce, {until}, :holder, {now})
 ON DUPLICATE KEY UPDATE
-    token = IF(nonce IS NULL OR (nonce <> VALUES(nonce) AND expires_at <= {now}),
-               GREATEST(token + IF(incarnation <=> @@server_id, 1, 1 << 32), VALUES(token)), token),
-    nonce = IF(nonce IS NULL OR expires_at <= {now}, VALUES(nonce), nonce),
-    holder = IF(nonce = VALUES(nonce), VALUES(holder), holder),
-    since = IF(nonce = VALUES(nonce), VALUES(since), since),
-    incarnation = IF(nonce = VALUES(nonce), VALUES(incarnation), incarnation),
-    expires_at = IF(nonce = VALUES(nonce), VALUES(expires_at), expires_at)
-RETURNING token, nonce
+    token = IF(nonce = VALUES(nonce), LAST_INSERT_ID(token),
+               IF(nonce IS NULL OR expires_at <= {now}, LAST_INSERT_ID(GREATEST({next}, VALUES(token))),
+                  token + LAST_INSERT_ID(0))),
+    nonce = IF(LAST_INSERT_ID() > 0, VALUES(nonce), nonce),
+    expires_at = IF(LAST_INSERT_ID() > 0, VALUES(expires_at), expires_at),
+    holder = IF(LAST_INSERT_ID() > 0, VALUES(holder), holder),
+    since = IF(LAST_INSERT_ID() > 0, VALUES(since), since)
 """
+_REMINT: Final = (
+    "UPDATE {table} AS l SET token = {minted}, expires_at = {later}(expires_at, {until}) WHERE {held}"
+)
 _WORDS: Final[dict[str, dict[str, str]]] = {
     "postgresql": {
-        "acquire": _UPSERT + "RETURNING token, nonce",
+        "acquire": _UPSERT + "RETURNING token",
+        "remint": _REMINT + " AND {durable} IS NOT NULL RETURNING token",
+        "release": "UPDATE {table} SET nonce = NULL WHERE {ours} AND {lazy} IS NOT NULL",
         "begin": "BEGIN ISOLATION LEVEL READ COMMITTED",
-        # What is granted must outlive a crash, whatever the server does by default.
-        "settings": "set_config('lock_timeout', '1s', true) || CASE current_setting('synchronous_commit')"
-        " WHEN 'off' THEN set_config('synchronous_commit', 'on', true) ELSE '' END",
+        # What is granted must outlive a crash and a failover, whatever the server does by default.
+        "durable": "set_config('lock_timeout', '1s', true) || CASE WHEN current_setting('synchronous_commit')"
+        " IN ('off', 'local', 'remote_write') THEN set_config('synchronous_commit', 'on', true) ELSE '' END",
+        # A release that a crash forgets leaves a lease until its end.
+        "lazy": "set_config('lock_timeout', '1s', true) || set_config('synchronous_commit', 'off', true)",
         "now": "statement_timestamp()",
         "until": "statement_timestamp() + CAST(:ttl AS DOUBLE PRECISION) * INTERVAL '1 second'",
         "left": "CAST(EXTRACT(EPOCH FROM expires_at - statement_timestamp()) AS DOUBLE PRECISION)",
         "since": "CAST(EXTRACT(EPOCH FROM since) AS DOUBLE PRECISION)",
-        "later": "GREATEST",
         "milliseconds": "CAST(EXTRACT(EPOCH FROM statement_timestamp()) * 1000 AS BIGINT)",
-        "timeline": "('x' || left(pg_walfile_name(pg_current_wal_insert_lsn()), 8))::bit(32)::bigint",
+        "server": "MOD(CAST(EXTRACT(EPOCH FROM pg_postmaster_start_time()) * 1000 AS BIGINT), 1024)",
     },
     "mysql": {
         "acquire": _ON_DUPLICATE_KEY,
-        "begin": "SET TRANSACTION ISOLATION LEVEL READ COMMITTED; BEGIN",
+        "own": "token",
+        "remint": "UPDATE {table} SET token = LAST_INSERT_ID({minted}), "
+        "expires_at = {later}(expires_at, {until}) WHERE {held}",
+        "begin": "START TRANSACTION",
         "now": "UTC_TIMESTAMP(6)",
         "until": "UTC_TIMESTAMP(6) + INTERVAL :ttl SECOND",
         "left": "TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), expires_at) / 1e6",
         "since": "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', since) / 1e6",
-        "later": "GREATEST",
         "milliseconds": "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)) DIV 1000",
+        "server": "MOD(@@server_id, 1024)",
+        # MySQL refuses a subquery on the table that is written, unless it is a table of its own.
+        "noted": "COALESCE((SELECT m.token FROM (SELECT token FROM {table} "
+        "WHERE resource = '' LIMIT 1) AS m), 0)",
     },
     "sqlite": {
         "acquire": _UPSERT,  # what it returned would keep the file locked until it is fetched
         "begin": "BEGIN IMMEDIATE",
-        "settings": "1",
+        "durable": "1",
         "now": "strftime('%Y-%m-%d %H:%M:%f', 'now')",
         "until": "strftime('%Y-%m-%d %H:%M:%f', 'now', '+' || :ttl || ' seconds')",
         "left": "(julianday(expires_at) - julianday('now')) * 86400.0",
         "since": "(julianday(since) - 2440587.5) * 86400.0",
         "later": "MAX",
         "milliseconds": "CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)",
+        "server": "0",
     },
 }
-#: What a new connection to a file of leases is told. A crash of the machine forgets nothing.
-SQLITE_SET_UP: Final = (
-    "PRAGMA busy_timeout = 1000",
-    "PRAGMA journal_mode = WAL",
-    "PRAGMA synchronous = FULL",
-    f"CREATE TABLE IF NOT EXISTS {LEASE_TABLE} (resource TEXT PRIMARY KEY, token INTEGER NOT NULL, "  # noqa: ISC004
-    "nonce TEXT, expires_at TEXT, holder TEXT, since TEXT, CHECK (typeof(token) = 'integer'))",
-)
+#: What a new connection is told.
+SET_UP: Final[dict[str, tuple[str, ...]]] = {
+    # No mode of SQL, and no way to commit, that the server has by default.
+    "mysql": (
+        "SET SESSION sql_mode = 'STRICT_TRANS_TABLES', completion_type = 0, innodb_lock_wait_timeout = 1",
+        "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED",
+    ),
+    "sqlite": (
+        "PRAGMA busy_timeout = 1000",
+        "PRAGMA journal_mode = WAL",
+        "PRAGMA synchronous = FULL",
+        f"CREATE TABLE IF NOT EXISTS {LEASE_TABLE} (resource TEXT PRIMARY KEY, token INTEGER NOT NULL, "  # noqa: ISC004
+        "nonce TEXT, expires_at TEXT, holder TEXT, since TEXT, CHECK (typeof(token) = 'integer'))",
+    ),
+}
 
 
 class Statements:
@@ -94,23 +122,30 @@ class Statements:
 
     def __init__(self, dialect: str, table: str) -> None:
         words = {
+            "remint": _REMINT,
+            "release": "UPDATE {table} SET nonce = NULL WHERE {ours}",
+            "later": "GREATEST",
+            "own": "l.token",
+            "noted": "COALESCE((SELECT m.token FROM {table} AS m WHERE m.resource = ''), 0)",
+            **_WORDS[dialect],
             "table": table,
             "held": "resource = :resource AND nonce = :nonce",
+            "ours": "resource IN :resources AND nonce = :nonce",
             "of_grants": "resource IN :resources AND nonce IN :nonces",
-            "noted": f"COALESCE((SELECT token FROM {table} AS m WHERE m.resource = ''), 0)",  # noqa: S608
-            "epoch": str(1 << COUNTER_BITS),
-            "timeline": "1",
-            **_WORDS[dialect],
+            "time": "({noted} >> {bits}) + {milliseconds}",
+            "first": "((({time}) << {bits}) | {server})",
+            "next": "(((({own} >> {bits}) + 1) << {bits}) | {server})",
+            "minted": "{later}({next}, {first})",
+            "bits": str(SERVER_BITS),
         }
-        words["from"] = "{noted} + ({timeline} - 1) * {epoch}".format(**words)
-        words["floor"] = "{from} + {milliseconds}".format(**words)
 
         def said(template: str, *lists: str) -> TextClause:
-            clause = text(template.format(**words))
-            return clause.bindparams(*(bindparam(name, expanding=True) for name in lists))
+            while "{" in template:
+                template = template.format(**words)
+            return text(template).bindparams(*(bindparam(name, expanding=True) for name in lists))
 
-        self.begin = words["begin"].split("; ")
-        #: May return a row, with our nonce if the resource is ours. On SQLite it returns none.
+        self.begin = words["begin"]
+        #: May return a row with the token if the resource is ours, or tell the token as `lastrowid`.
         self.acquire = said(words["acquire"])
         #: For how many seconds the resource is still held; NULL, or no row, where it is free.
         self.left = said(
@@ -129,13 +164,12 @@ class Statements:
             "nonces",
         )
         self.ours = said("SELECT resource, nonce FROM {table} WHERE {of_grants}", "resources", "nonces")
-        self.remint = said(
-            "UPDATE {table} SET token = token + 1, expires_at = {later}(expires_at, {until}) WHERE {held}"
-        )
-        self.token = said("SELECT token, nonce FROM {table} WHERE {held}")
-        self.release = said("UPDATE {table} SET nonce = NULL WHERE {held}")
+        #: Tells the token as `acquire` does.
+        self.remint = said(words["remint"])
+        self.token = said("SELECT token FROM {table} WHERE {held}")
+        self.release = said(words["release"], "resources")
         self.force = said("UPDATE {table} SET nonce = NULL WHERE resource = :resource")
-        #: What the row of no resource notes, and above what tokens are minted now.
-        self.floor = said("SELECT {noted}, {from}")
+        #: What the row of no resource notes, the largest token, and the time of a token that is minted now.
+        self.floor = said("SELECT {noted}, COALESCE((SELECT MAX(token) FROM {table}), 0), {time}")
         self.forget = said("DELETE FROM {table} WHERE resource = ''")
         self.note = said("INSERT INTO {table} (resource, token) VALUES ('', :token)")

@@ -1,0 +1,77 @@
+"""The file that has the leases of a database of SQLite."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+from sqlalchemy import URL, Engine, event
+from sqlalchemy.exc import DisconnectionError
+
+#: The folder of the files for databases in memory, and the process that has made it.
+_folder: dict[int, Path] = {}
+_of_engines: WeakKeyDictionary[Engine, str] = WeakKeyDictionary()
+_NUMBER: Final = "fencelock.file"
+_IN_MEMORY: Final = frozenset({"", ":memory:"})
+
+
+def file_of(url: URL, engine: object) -> URL:
+    """Return the URL of the file that has the leases of a database of SQLite.
+
+    It stands beside the database, at the path behind all symbolic links, so that all who open one file share
+    one file of leases. A database in memory belongs to one process: its leases are in a temporary file.
+
+    Raises:
+        ValueError: the database is named by a URI of SQLite's own.
+    """
+    path = url.database or ""
+    if path in _IN_MEMORY or ":memory:" in path or url.query.get("mode") == "memory":
+        return url.set(database=_temporary(engine), query={})
+    if path.startswith("file:"):
+        raise ValueError(f"leases need a plain path, as in sqlite:///app.db, and not {url}")
+    return url.set(database=f"{Path(path).resolve()}-leases", query={})
+
+
+def _temporary(engine: object) -> str:
+    pid = os.getpid()
+    if pid not in _folder:
+        _folder[pid] = Path(tempfile.mkdtemp(prefix="fencelock-"))
+        atexit.register(_remove, pid)
+    if not isinstance(engine, Engine):
+        return str(_folder[pid] / "memory-leases")
+    if engine not in _of_engines:
+        _of_engines[engine] = str(_folder[pid] / f"memory-{len(_of_engines)}-leases")
+    return _of_engines[engine]
+
+
+def _remove(pid: int) -> None:
+    if os.getpid() == pid:  # and not a forked child
+        shutil.rmtree(_folder.pop(pid), ignore_errors=True)
+
+
+def watch_file(engine: Engine) -> None:
+    """Have a pool open its file again where that was deleted or replaced: others use the new one."""
+    path = engine.url.database or ""
+
+    def note(_connection: object, record: Any) -> None:
+        record.info[_NUMBER] = _number_of(path)
+
+    def check(_connection: object, record: Any, _lent: object) -> None:
+        if record.info.get(_NUMBER) != _number_of(path):  # which stays in use as long as a connection has it
+            raise DisconnectionError
+
+    event.listen(engine.pool, "connect", note)
+    event.listen(engine.pool, "checkout", check)
+
+
+def _number_of(path: str) -> tuple[int, int] | None:
+    try:
+        its = os.stat(path)  # noqa: PTH116 - called for each lock
+    except OSError:
+        return None
+    return its.st_dev, its.st_ino
