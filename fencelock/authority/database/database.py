@@ -148,8 +148,7 @@ class Database(WithLoops):
         self._shown = shown(leases or self.url)
         self._source = leases or (engine if isinstance(engine, Engine) else self.url)
         self._pool = pool_size, max_overflow
-        self._connecting = pooled_engine(self._source, *self._pool)
-        dialect = self._connecting.dialect
+        dialect = self._sa_dialect = pooled_engine(self._source, *self._pool).dialect
         self._dialect = "mysql" if dialect.name == "mariadb" else dialect.name
         self._schema = schema_of(engine, schema)
         self._table = dialect.identifier_preparer.format_table(lease_table(MetaData(), schema=self._schema))
@@ -479,13 +478,13 @@ class Database(WithLoops):
 
     def work(self, step: Work) -> Any:
         self._check_process()
-        if self._connecting.dialect.is_async:
+        if self._sa_dialect.is_async:
             raise AuthorityError(
                 f"the driver of {self._shown} is for coroutines, where `async with` uses it; for blocking "
                 f"code, write {for_blocking(self.url)}"
             )
         if (connections := self._connections) is None:
-            connections = self._connections = Connections(self._prepared(self._connecting))
+            connections = self._connections = self._connect()
         return connections.run(functools.partial(self._work, step=step), step.seconds)
 
     async def work_soon(self, step: Work) -> Any:
@@ -499,16 +498,17 @@ class Database(WithLoops):
     def open_in_loop(self) -> LoopEnd:
         """Return the end of the running event loop, with its pool where the driver is for coroutines."""
         self._check_process()
-        if not self._connecting.dialect.is_async:
+        if not self._sa_dialect.is_async:
             return LoopEnd()
-        connections = Connections(self._prepared(pooled_engine(self._source, *self._pool)))
+        connections = self._connect()
         return LoopEnd(connections, connections.close_in_loop)
 
-    def _prepared(self, engine: Engine) -> Engine:
+    def _connect(self) -> Connections:
+        engine = pooled_engine(self._source, *self._pool)
         event.listen(engine.pool, "connect", self._set_up)
         if self._dialect == "sqlite":
             watch_file(engine)
-        return engine
+        return Connections(engine)
 
     def _check_process(self) -> None:
         """Leave the connections to the parent, in a forked child."""
@@ -543,7 +543,7 @@ class Database(WithLoops):
         """Prepare a new connection of the driver."""
         if _events.listeners:
             _events.tell(ConnectionOpened("Database", self._shown))
-        self._connecting.dialect.set_isolation_level(connection, "AUTOCOMMIT")
+        self._sa_dialect.set_isolation_level(connection, "AUTOCOMMIT")
         with contextlib.closing(connection.cursor()) as cursor:
             for statement in SET_UP.get(self._dialect, ()):
                 cursor.execute(statement)
