@@ -648,7 +648,9 @@ class Clockwork:
         def do(step: object) -> object:
             return [answer(*wish) for wish in step] if isinstance(step, list) else True
 
-        return block(self.schedule.tend([self.hold], lambda: self.now), do)
+        calls: list[Callable[[], object]] = []
+        block(self.schedule.tend([self.hold], lambda: self.now, calls.extend), do)
+        return calls
 
     def planned(self) -> float:
         """Return for how many seconds from now the hold is left alone; with the steps it is rounded up to."""

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary, ref
 from fencelock._owners import running_loop
 from fencelock._steps import wait_for
 from fencelock.authority.base import Authority
-from fencelock.renewal.schedule import Calls, Renewable, Renewer, ask, tell
+from fencelock.renewal.schedule import Renewable, Renewer, ask, tell
 
 
 class LoopRenewer(Renewer):
@@ -28,7 +28,7 @@ class LoopRenewer(Renewer):
         #: It knows the loop, which must be free to go: see `_of_loops`.
         self._timer: ref[asyncio.TimerHandle] | None = None
         self._wakes_at = math.inf
-        self._round: asyncio.Task[Calls] | None = None
+        self._round: asyncio.Task[None] | None = None
 
     def watch(self, hold: Renewable) -> None:
         """Begin to extend a hold; called elsewhere than in the loop, begin soon."""
@@ -64,13 +64,13 @@ class LoopRenewer(Renewer):
         self._timer, self._wakes_at = None, math.inf
         if due := self.take(time.monotonic()):
             view = due[0].authority.aio
-            extending = wait_for(self.tend(due, time.monotonic), lambda step: ask(view, step))
+            extending = wait_for(self.tend(due, time.monotonic, tell), lambda step: ask(view, step))
             self._round = asyncio.get_running_loop().create_task(extending, name="fencelock-renewal")
             self._round.add_done_callback(self._end_round)
         else:
             self._wind_up()
 
-    def _end_round(self, done: asyncio.Task[Calls]) -> None:
+    def _end_round(self, done: asyncio.Task[None]) -> None:
         tended, self._round, self._tended = self._tended, None, frozenset()
         if done.cancelled():  # with all tasks that there are; what is held is held still
             for hold in tended:
@@ -79,7 +79,7 @@ class LoopRenewer(Renewer):
                     self.plan(hold, time.monotonic())
         self._wind_up()
         if not done.cancelled():
-            tell(done.result())
+            done.result()
 
 
 _of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, WeakKeyDictionary[Authority, LoopRenewer]]

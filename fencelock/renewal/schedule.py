@@ -120,15 +120,35 @@ class Renewer(abc.ABC):
         self._tended = frozenset(due)
         return due
 
-    def tend(self, due: Iterable[Renewable], now: Callable[[], float]) -> Steps[Calls]:
+    def tend(
+        self, due: Iterable[Renewable], now: Callable[[], float], tell: Callable[[Calls], None]
+    ) -> Steps[None]:
         """Extend what is due and can be, give up what cannot, and plan the rest.
 
         Yields wishes, and is sent what became of each; yields grants, to be released for what may be left of
-        them: see `ask`.
+        them: see `ask`. Before it releases, it hands over what is to be called for leases that were lost.
         """
         calls: Calls = []
         ended: list[Grant] = []
-        wanted: list[tuple[Renewable, Wish, float]] = []
+        wanted = list(self._look(due, now, calls, ended))
+        outcomes = (yield from _tried([wish for _, wish, _ in wanted], len(wanted))) if wanted else ()
+        for (hold, (grant, _), late), outcome in zip(wanted, outcomes, strict=True):
+            # A holder in another thread or loop, or one that was interrupted, did not wait for this.
+            if hold.released:
+                ended += follow_release(hold)
+            elif hold.grant is grant:  # or else extended or minted anew meanwhile, and planned
+                calls += self._note(hold, outcome, late, now())
+                if hold.over:
+                    ended.append(hold.grant)
+        if calls:
+            tell(calls)
+        for each in ended:
+            yield from _tried(each)
+
+    def _look(
+        self, due: Iterable[Renewable], now: Callable[[], float], calls: Calls, ended: list[Grant]
+    ) -> Iterator[tuple[Renewable, Wish, float]]:
+        """Yield what is to be extended, with the wish and how late it is; give up what has ended."""
         for hold in due:
             moment = now()
             if hold.over:
@@ -140,31 +160,21 @@ class Renewer(abc.ABC):
                 self.plan(hold, moment)
             else:
                 late = max(0.0, moment - hold.planned)
-                wanted.append((hold, (hold.grant, hold.most_seconds(moment)), late))
-        outcomes = (yield from _tried([wish for _, wish, _ in wanted], len(wanted))) if wanted else ()
-        for (hold, (grant, _), late), outcome in zip(wanted, outcomes, strict=True):
-            # A holder in another thread or loop, or one that was interrupted, did not wait for this.
-            if hold.released:
-                ended += follow_release(hold)
-            elif hold.grant is not grant:
-                pass  # extended or minted anew meanwhile, and planned
-            elif hold.over or isinstance(outcome, LockLostError):
-                _tell(hold, outcome, late)
-                calls += hold.lose(str(outcome))
-                ended.append(hold.grant)
-            else:
-                _tell(hold, outcome, late)
-                self._note(hold, outcome, now())
-        for grant in ended:
-            yield from _tried(grant)
-        return calls
+                yield hold, (hold.grant, hold.most_seconds(moment)), late
 
-    def _note(self, hold: Renewable, outcome: Grant | FencelockError, now: float) -> None:
+    def _note(
+        self, hold: Renewable, outcome: Grant | FencelockError, late: float, now: float
+    ) -> Iterable[Callable[[], object]]:
+        """Note what an extension came to; return what is to be called where that is a loss."""
+        _tell(hold, outcome, late)
+        if hold.over or isinstance(outcome, LockLostError):
+            return hold.lose(str(outcome))
         if isinstance(outcome, Grant):
             hold.prolong(outcome)
         else:
             hold.trouble = str(outcome)
         self.plan(hold, now)
+        return ()
 
 
 def ask(authority: Any, step: list[Wish] | Grant) -> Any:

@@ -87,12 +87,10 @@ class ThreadRenewer(Renewer):
 
     def _extend(self, due: list[Renewable]) -> None:
         authority = due[0].authority
-        calls = block(self.tend(due, time.monotonic), lambda step: ask(authority, step))
+        block(self.tend(due, time.monotonic, _tell_apart), lambda step: ask(authority, step))
         with self._changed:
             self._tended = frozenset()
             self._changed.notify_all()
-        if calls:
-            _tell_apart(calls)
 
     def _await_due(self) -> list[Renewable]:
         """Return what is to be looked at; nothing when the thread may end: it was idle, or is one too many.

@@ -16,11 +16,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any, Final, TypeVar
 
-from sqlalchemy import URL, Connection, Engine, QueuePool, create_engine, event
+from sqlalchemy import URL, Connection, Engine, NullPool, QueuePool, create_engine
 from sqlalchemy import util as sa_util
 from sqlalchemy.engine.interfaces import Dialect
 from sqlalchemy.pool import AsyncAdaptedQueuePool, SingletonThreadPool, StaticPool
@@ -31,98 +33,111 @@ _T = TypeVar("_T")
 
 #: Seconds between two looks of the watch at the statements that are under way.
 _LOOK: Final = 0.05
+#: Seconds for a driver for coroutines to end what was hung up.
+_GRACE: Final = 0.2
 #: Seconds for which the watch stays when nothing is under way.
 _IDLE: Final = 10.0
-#: Seconds to wait for a connection, be it a new one or one that others use.
-CONNECT: Final = 2
-#: What a driver is told unless the URL or the engine says otherwise.
-_LIMITS: Final[dict[str, dict[str, Any]]] = {
-    "psycopg": {"connect_timeout": CONNECT},
-    "psycopg_async": {"connect_timeout": CONNECT},
-    "psycopg2": {"connect_timeout": CONNECT},
-    "asyncpg": {"timeout": CONNECT},
-    "pymysql": {"connect_timeout": CONNECT, "read_timeout": 10, "write_timeout": 10},
-    "aiomysql": {"connect_timeout": CONNECT},
-    "asyncmy": {"connect_timeout": CONNECT},
+#: What a driver is told unless the URL says otherwise. No statement is prepared, because PgBouncer may give
+#: each transaction another connection.
+_OPTIONS: Final[dict[str, dict[str, Any]]] = {
+    "psycopg": {"connect_timeout": 2, "prepare_threshold": None},
+    "psycopg_async": {"connect_timeout": 2, "prepare_threshold": None},
+    "psycopg2": {"connect_timeout": 2},
+    "asyncpg": {"timeout": 2, "statement_cache_size": 0},
+    "pymysql": {"connect_timeout": 2, "read_timeout": 10, "write_timeout": 10},
+    "aiomysql": {"connect_timeout": 2},
+    "asyncmy": {"connect_timeout": 2},
     "pysqlite": {},
     "aiosqlite": {},
 }
-#: PgBouncer may give each transaction another connection, on which no statement is prepared.
-_UNPREPARED: Final[dict[str, dict[str, Any]]] = {
-    "psycopg": {"prepare_threshold": None},
-    "psycopg_async": {"prepare_threshold": None},
-    "asyncpg": {"statement_cache_size": 0},
-}
-#: Whether a connection is opened for an authority, and not for the program whose engine it is.
-_is_ours: ContextVar[bool] = ContextVar("fencelock_connects", default=False)
+#: Until when a connection may be opened, on the clock of `time.monotonic`.
+_until: ContextVar[float] = ContextVar("fencelock_connect_until")
 
 
 def pooled_engine(source: URL | Engine, size: int, overflow: int) -> Engine:
     """Return an engine that connects as a URL or another engine says, with a pool of its own.
 
-    It keeps `size` connections, and opens `overflow` more when they are needed.
+    It keeps `size` connections, and opens `overflow` more when they are needed. It has the dialect, the
+    connect arguments and all listeners of the other engine.
 
     Raises:
         ValueError: the driver is not supported, or the pool of the other engine shares one connection.
         ImportError: the driver is not installed.
     """
-    pool = {"pool_size": size, "max_overflow": overflow, "pool_use_lifo": True, "pool_timeout": CONNECT}
-    dialect = source.dialect if isinstance(source, Engine) else source.get_dialect()
-    if dialect.driver not in _LIMITS:
-        raise ValueError(
-            f"the driver {dialect.driver} cannot be used for leases; use one of {', '.join(sorted(_LIMITS))}"
-        )
-    if isinstance(source, Engine):
-        return _beside(source, pool)
-    try:
-        source.get_dialect().import_dbapi()
-    except ImportError as error:
-        raise ImportError(
-            f"{error}: install the driver of {source.drivername}, such as pip install 'fencelock[postgres]'"
-        ) from None
-    options = {**_LIMITS[dialect.driver], **_UNPREPARED.get(dialect.driver, {})}
-    told = {name: value for name, value in options.items() if name not in source.query}
-    poolclass = AsyncAdaptedQueuePool if dialect.is_async else QueuePool
-    return create_engine(source, connect_args=told, poolclass=poolclass, pool_reset_on_return=None, **pool)
-
-
-def _beside(source: Engine, pool: dict[str, Any]) -> Engine:
-    """Return an engine with the dialect, the connect arguments and all listeners of another one."""
+    if isinstance(source, URL):
+        source = _engine_of(source)
+    dialect = source.dialect
+    _check_driver(dialect)
     if isinstance(source.pool, StaticPool | SingletonThreadPool):
         shares = type(source.pool).__name__
         raise ValueError(f"several connections are needed, and {shares} shares one: take another pool")  # noqa: TRY004 - it is the engine's setting, not its type
-    if not event.contains(source, "do_connect", _connect_with_limits):
-        event.listen(source, "do_connect", _connect_with_limits)
     # What opens connections, and the listeners, are nowhere public: `recreate` copies both.
     twin: Any = source.pool.recreate()
-    creator = twin._creator  # noqa: SLF001
-
-    def connect(*record: Any) -> Any:
-        token = _is_ours.set(True)
-        try:
-            return creator(*record)
-        finally:
-            _is_ours.reset(token)
-
-    poolclass = AsyncAdaptedQueuePool if source.dialect.is_async else QueuePool
-    names = {"pool_use_lifo": "use_lifo", "pool_timeout": "timeout"}
-    made = poolclass(
-        connect,
+    opens: Callable[..., Any] = twin._creator  # noqa: SLF001
+    pool = (AsyncAdaptedQueuePool if dialect.is_async else QueuePool)(
+        opens if dialect.is_async or dialect.name == "sqlite" else _in_time(opens),
+        pool_size=size,
+        max_overflow=overflow,
+        use_lifo=True,
+        timeout=2,
         reset_on_return=None,
-        dialect=source.dialect,
+        dialect=dialect,
         _dispatch=twin.dispatch,
-        **{names.get(name, name): value for name, value in pool.items()},
     )
-    engine = Engine(made, source.dialect, source.url)
+    engine = Engine(pool, dialect, source.url)
     engine.dispatch._update(source.dispatch, only_propagate=False)  # noqa: SLF001
     return engine
 
 
-def _connect_with_limits(dialect: Dialect, _record: object, arguments: Any, parameters: Any) -> Any:
-    """Open a connection of ours with limits, unless the engine has some; leave the program's as they are."""
-    if not _is_ours.get():
-        return None
-    return dialect.connect(*arguments, **{**_LIMITS[dialect.driver], **parameters})
+def _check_driver(dialect: Dialect) -> None:
+    if dialect.driver not in _OPTIONS:
+        known = ", ".join(sorted(_OPTIONS))
+        raise ValueError(f"the driver {dialect.driver} cannot be used for leases; use one of {known}")
+
+
+def _engine_of(url: URL) -> Engine:
+    dialect = url.get_dialect()
+    _check_driver(dialect())
+    try:
+        dialect.import_dbapi()
+    except ImportError as error:
+        raise ImportError(
+            f"{error}: install the driver of {url.drivername}, such as pip install 'fencelock[postgres]'"
+        ) from None
+    told = {name: value for name, value in _OPTIONS[dialect.driver].items() if name not in url.query}
+    return create_engine(url, connect_args=told, poolclass=NullPool)
+
+
+def _in_time(opens: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what opens a connection in a thread of its own, and does not wait for it for too long.
+
+    A server may take a connection and say nothing. No driver has a limit for all that it does then, and an
+    engine of the program may have none at all.
+    """
+
+    def connect(*record: Any) -> Any:
+        opened: Future[Any] = Future()
+
+        def work() -> None:
+            connection, failure = None, None
+            try:
+                connection = opens(*record)
+            except BaseException as error:  # noqa: BLE001 - the thread that waits raises it
+                failure = error
+            if opened.set_running_or_notify_cancel():
+                opened.set_result(connection) if failure is None else opened.set_exception(failure)
+            elif connection is not None:
+                connection.close()
+
+        _threads.start(threading.Thread(target=work, name="fencelock-connect", daemon=True))
+        try:
+            return opened.result(max(0.0, _until.get() - time.monotonic()))
+        except FutureTimeoutError:
+            if not opened.cancel():
+                return opened.result()
+            raise TimeoutError("no connection was opened in time") from None
+
+    return connect
 
 
 class Connections:
@@ -139,6 +154,7 @@ class Connections:
         The driver commits each statement, so nothing is to be rolled back behind the work.
         """
         until = time.monotonic() + seconds
+        _until.set(until)
         connection = self._engine.connect()
         lent = connection.connection
         driver, hang_up = lent.driver_connection, self._hang_up
@@ -152,7 +168,7 @@ class Connections:
 
     async def run_in_loop(self, work: Callable[[Connection], _T], seconds: float) -> _T:
         """Return what work on a connection of a driver for coroutines returns."""
-        async with asyncio.timeout(seconds + CONNECT):
+        async with asyncio.timeout(seconds + _GRACE):  # for what opens a connection
             return await sa_util.greenlet_spawn(self.run, work, seconds)
 
     def close(self) -> None:
@@ -228,7 +244,12 @@ def _shut_down_socket(connection: Any) -> None:
 
 def _abort(connection: Any) -> None:
     with suppress(Exception):
-        connection._writer.transport.abort()  # noqa: SLF001 - aiomysql and asyncmy show it nowhere else
+        connection._writer.transport.abort()  # noqa: SLF001 - aiomysql shows it nowhere else
+
+
+def _close(connection: Any) -> None:
+    with suppress(Exception):
+        connection.close()
 
 
 def _terminate(connection: Any) -> None:
@@ -244,5 +265,5 @@ _HANG_UP: Final[dict[str, Callable[[Any], None]]] = {
     "pymysql": _shut_down_socket,
     "asyncpg": _terminate,
     "aiomysql": _abort,
-    "asyncmy": _abort,
+    "asyncmy": _close,
 }

@@ -60,7 +60,6 @@ from fencelock.errors import (
     FencelockError,
     LeaseTableMissingError,
     LockLostError,
-    LockTimeoutError,
     QuorumError,
 )
 from fencelock.holder import Holder, LockInfo
@@ -100,6 +99,21 @@ class Work(NamedTuple):
     atomic: bool = False
     durable: bool = True
     seconds: float = _ANSWER[0]
+
+
+class _Owed(NamedTuple):
+    """A release that is to come.
+
+    Attributes:
+        resources: what to release.
+        until: when the lease ends by itself, on the clock of `time.monotonic`.
+        in_doubt: whether the acquisition may still be on its way to the server: then a release that finds
+            nothing has come too early.
+    """
+
+    resources: tuple[str, ...]
+    until: float
+    in_doubt: bool
 
 
 class _RefusedError(Exception):
@@ -164,7 +178,7 @@ class Database(WithLoops):
         self._connections: Connections | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._loop_ends = {}
-        self._owed: dict[str, tuple[tuple[str, ...], float]] = {}
+        self._owed: dict[str, _Owed] = {}
         self._settles = False
 
     def __repr__(self) -> str:
@@ -202,7 +216,23 @@ class Database(WithLoops):
         timeout: float | None,
         fair: bool = False,  # noqa: ARG002 - was refused
     ) -> Steps[Grant]:
-        nonce, began = secrets.token_hex(16), 0.0
+        nonce = secrets.token_hex(16)
+        try:
+            return (yield from self._attempts(resources, nonce, ttl, timeout))
+        except QuorumError as error:
+            if _is_in_doubt(error.__cause__):
+                yield from self._owe(nonce, _Owed(resources, time.monotonic() + ttl, in_doubt=True))
+            raise
+        except (FencelockError, GeneratorExit):
+            raise
+        except BaseException:
+            yield Abandon(functools.partial(self._giving_back, resources, nonce))
+            raise
+
+    def _attempts(
+        self, resources: tuple[str, ...], nonce: str, ttl: float, timeout: float | None
+    ) -> Steps[Grant]:
+        began = 0.0
 
         def attempt(connection: Connection) -> Grant:
             tokens = self._mint(connection, resources, nonce, ttl)
@@ -213,26 +243,19 @@ class Database(WithLoops):
         work = Work(attempt, atomic=len(resources) > 1)
         if len(resources) > 1:  # an attempt on one that is held would lock the rows of the others meanwhile
             yield from self._waiting(resources, end, looks)
-        try:
-            while True:
-                began = time.monotonic()
-                try:
-                    grant: Grant = yield from self._asking(work, until=end, patient=False)
-                except _RefusedError:
-                    if time.monotonic() >= end:
-                        yield from self._refusing(resources, end)
-                    yield from self._waiting(resources, end, looks)
-                    continue
-                if time.monotonic() < grant.expires_at:
-                    return grant
-                yield from self._giving_back(resources, nonce)
-                raise too_slow(self._shown, ttl, resources)  # noqa: TRY301
-        except (LockTimeoutError, GeneratorExit):
-            raise
-        except BaseException as error:
-            if not isinstance(error, FencelockError) or is_lost(error.__cause__):
-                yield Abandon(functools.partial(self._giving_back, resources, nonce))
-            raise
+        while True:
+            began = time.monotonic()
+            try:
+                grant: Grant = yield from self._asking(work, until=end, patient=False)
+            except _RefusedError:
+                if time.monotonic() >= end:
+                    yield from self._refusing(resources, end)
+                yield from self._waiting(resources, end, looks)
+                continue
+            if time.monotonic() < grant.expires_at:
+                return grant
+            yield from self._giving_back(resources, nonce)
+            raise too_slow(self._shown, ttl, resources)
 
     def _mint(
         self, connection: Connection, resources: tuple[str, ...], nonce: str, ttl: float
@@ -352,12 +375,9 @@ class Database(WithLoops):
 
     def releasing(self, grant: Grant) -> Steps[bool | None]:
         try:
-            return (yield from self._giving_back(grant.resources, grant.proof))
+            return (yield from self._giving_back(grant.resources, grant.proof, grant.expires_at))
         except QuorumError as error:
-            self._owed[grant.proof] = grant.resources, grant.expires_at
-            if not self._settles:
-                self._settles = True
-                yield Later(self._settling)
+            yield from self._owe(grant.proof, _Owed(grant.resources, grant.expires_at, in_doubt=False))
             raise QuorumError(
                 f"{error}; it is released when the database answers", nodes=error.nodes
             ) from error
@@ -367,24 +387,39 @@ class Database(WithLoops):
             yield Abandon(functools.partial(self._giving_back, grant.resources, grant.proof))
             raise
 
+    def _owe(self, nonce: str, owed: _Owed) -> Steps[None]:
+        """Have something released while the caller goes on."""
+        self._owed[nonce] = owed
+        if not self._settles:
+            self._settles = True
+            yield Later(self._settling)
+
     def _settling(self) -> Steps[None]:
         """Release what is owed, until it is released or its lease has ended."""
         for pause in pauses(0.1, 1.0):
             yield Wait(time.monotonic() + pause, "")
-            for nonce, (resources, until) in list(self._owed.items()):
-                try:
-                    if time.monotonic() < until:
-                        yield from self._giving_back(resources, nonce)
-                except QuorumError:
-                    break
-                except AuthorityError as error:
-                    logger.warning("%s could not be released and ends by itself: %s", named(resources), error)
-                self._owed.pop(nonce, None)
+            for nonce, owed in list(self._owed.items()):
+                is_over = time.monotonic() >= owed.until
+                if not is_over:
+                    try:
+                        found = yield from self._giving_back(owed.resources, nonce)
+                    except QuorumError:
+                        break
+                    except AuthorityError as error:
+                        name = named(owed.resources)
+                        logger.warning("%s could not be released and ends by itself: %s", name, error)
+                        found = True
+                if is_over or found or not owed.in_doubt:
+                    self._owed.pop(nonce, None)
             self._settles = bool(self._owed)
             if not self._settles:
                 return
 
-    def _giving_back(self, resources: tuple[str, ...], nonce: str) -> Steps[bool | None]:
+    def _giving_back(
+        self, resources: tuple[str, ...], nonce: str, ends: float = math.inf
+    ) -> Steps[bool | None]:
+        """Release; with little patience where the lease ends at a time that is over."""
+
         def release(connection: Connection) -> int:
             parts = (resources[start : start + _BATCH] for start in range(0, len(resources), _BATCH))
             return sum(
@@ -393,7 +428,8 @@ class Database(WithLoops):
             )
 
         again: list[object] = []
-        count: int = yield from self._asking(Work(release, durable=False), again=again)
+        until = min(ends, time.monotonic() + _ANSWER[0])
+        count: int = yield from self._asking(Work(release, durable=False), until=until, again=again)
         # What is sent again finds nothing where the first one has arrived.
         return True if count == len(resources) else None if again else False
 
@@ -431,7 +467,7 @@ class Database(WithLoops):
         self,
         work: Work,
         *,
-        until: float = 0.0,
+        until: float | None = None,
         patient: bool = True,
         again: list[object] | None = None,
     ) -> Steps[Any]:
@@ -441,7 +477,9 @@ class Database(WithLoops):
         the way raises a `_RefusedError`.
         """
         most, least = _ANSWER
-        end = max(until, time.monotonic() + most)
+        began = time.monotonic()
+        end = began + most if until is None else max(until, began + least)
+        first: Exception | None = None
         for left in reversed(range(_TRIES)):
             seconds = min(most, max(least, (end - time.monotonic()) / 2))
             try:
@@ -452,8 +490,11 @@ class Database(WithLoops):
                 if is_busy(error) and not patient:
                     raise _RefusedError from None
                 may_pass = is_lost(error) or is_busy(error) or is_elsewhere(error)
+                may_pass = may_pass or isinstance(error, TimeoutError)
+                if first is None and _is_in_doubt(error):
+                    first = error
                 if not (left and may_pass and time.monotonic() < end):
-                    raise self._explained(error) from error
+                    raise self._explained(error) from (first or error)
                 if again is not None:
                     again.append(error)
             except Exception as error:
@@ -561,6 +602,11 @@ class AsyncDatabase(AsyncWithLoops):
 
 def _lost(grant: Grant) -> LockLostError:
     return LockLostError(f"the lease of {named(grant.resources)} has ended, and was given to another")
+
+
+def _is_in_doubt(error: BaseException | None) -> bool:
+    """Tell whether what was sent may have been done, or may still be on its way."""
+    return is_lost(error) or isinstance(error, TimeoutError)
 
 
 def _holder() -> str:

@@ -1,0 +1,207 @@
+"""A server, a network or a proxy goes silent: every wait has an end of ours, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import pytest
+from sqlalchemy import create_engine, make_url
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from fencelock import Database, FencedLock, LockLostError, QuorumError
+from tests.authorities.faces import AsyncFace, BlockingFace, Face, Loop, is_held
+from tests.conftest import ReusedDatabase, mariadb_database
+from tests.polling import eventually
+from tests.silence import Proxy
+
+#: A driver, and the world that uses it.
+DRIVERS: Final = (
+    "postgresql+psycopg, blocking",
+    "postgresql+psycopg, asyncio",
+    "postgresql+asyncpg, asyncio",
+    "postgresql+psycopg_async, asyncio",
+    "mysql+pymysql, blocking",
+    "mysql+aiomysql, asyncio",
+    "mysql+asyncmy, asyncio",
+)
+
+
+@pytest.fixture(params=["postgresql", "mysql"])
+def database_url(request: pytest.FixtureRequest) -> Iterator[str]:
+    """An empty database, by a driver for blocking code."""
+    if request.param == "postgresql":
+        database: ReusedDatabase = request.getfixturevalue("postgres_database")
+        yield database.url
+        database.empty()
+    else:
+        yield from mariadb_database(make_url(request.getfixturevalue("mariadb_url")))
+
+
+@pytest.fixture
+def proxy(database_url: str) -> Iterator[Proxy]:
+    """A proxy before a database with the table of leases."""
+    with Database(database_url) as authority:
+        authority.init()
+    made = Proxy(make_url(database_url))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def beside(database_url: str, proxy: Proxy) -> Iterator[Face]:  # noqa: ARG001 - after its table
+    """Another client, not through the proxy."""
+    with Database(database_url) as authority:
+        yield BlockingFace(authority)
+
+
+def made_of(proxy: Proxy, driver: str, by: str) -> Database:
+    """Return an authority through the proxy, of a URL or of an engine."""
+    url = proxy.url.set(drivername=driver)
+    if by == "URL":
+        return Database(url.render_as_string(hide_password=False))
+    is_async = url.get_dialect().is_async
+    return Database(create_async_engine(url) if is_async else create_engine(url))
+
+
+@pytest.fixture
+def face(request: pytest.FixtureRequest, proxy: Proxy) -> Iterator[Face]:
+    """A client through the proxy, with an open connection."""
+    driver, world, by = request.param
+    with made_of(proxy, driver, by) as authority:
+        loop = Loop() if world == "asyncio" else None
+        made: Face = BlockingFace(authority) if loop is None else AsyncFace(authority, loop)
+        made.release(made.acquire("warm"))
+        yield made
+        proxy.speak()
+        if loop is not None:
+            loop.run(authority.aio.close())
+            loop.close()
+
+
+RunLock = Callable[[Face, FencedLock[int], Callable[[], float]], float]
+
+
+@pytest.fixture
+def run_lock() -> RunLock:
+    """Run a body under a lock that is lost meanwhile, in the world of the face; return what it returned."""
+
+    def run(face: Face, lock: FencedLock[int], body: Callable[[], float]) -> float:
+        returned: list[float] = []
+
+        async def main() -> None:
+            async with lock:
+                returned.append(await asyncio.to_thread(body))
+
+        def block() -> None:
+            with lock:
+                returned.append(body())
+
+        with pytest.raises(LockLostError):
+            face.run(main()) if isinstance(face, AsyncFace) else block()
+        return returned[0]
+
+    return run
+
+
+def _each_driver(function: Callable[..., None]) -> Callable[..., None]:
+    """Take a test with each driver by its URL, and with one of each world by an engine."""
+    pairs = [(*name.split(", "), "URL") for name in DRIVERS]
+    pairs += [("postgresql+psycopg", "blocking", "engine"), ("postgresql+asyncpg", "asyncio", "engine")]
+    cases = [pytest.param(pair[0].partition("+")[0], pair, id=" ".join(pair)) for pair in pairs]
+    parametrized: Callable[..., None]
+    parametrized = pytest.mark.parametrize(("database_url", "face"), cases, indirect=True)(function)
+    return parametrized
+
+
+def took(call: Callable[[], object]) -> float:
+    """Return for how many seconds a call took."""
+    began = time.monotonic()
+    call()
+    return time.monotonic() - began
+
+
+@_each_driver
+def test_connection_that_went_silent_is_replaced(face: Face, proxy: Proxy) -> None:
+    """A firewall has forgotten it; the server lives. The acquisition comes within its timeout."""
+    proxy.silence_open()
+    assert took(lambda: face.release(face.acquire("r", timeout=2.0))) < 2.0
+
+
+@_each_driver
+def test_timeout_holds_beside_a_silent_server(face: Face, proxy: Proxy, beside: Face) -> None:
+    """Nothing is left of the acquisition once the server speaks again, though its words arrive then."""
+
+    def acquire() -> None:
+        with pytest.raises(QuorumError, match="did not answer"):
+            face.acquire("r", timeout=2.0)
+
+    proxy.silence()
+    assert 0.9 < took(acquire) < 2.7
+    proxy.speak()
+    assert eventually(lambda: not is_held(beside, "r"))
+
+
+@_each_driver
+def test_release_that_meets_a_silence_comes_when_it_ends(face: Face, proxy: Proxy, beside: Face) -> None:
+    """Long before the end of the lease; the caller does not wait for it."""
+
+    def release() -> None:
+        with pytest.raises(QuorumError, match="released when the database answers"):
+            face.release(grant)
+
+    grant = face.acquire("r", ttl=60.0)
+    proxy.silence()
+    assert took(release) < 2.7
+    assert is_held(beside, "r")
+    proxy.speak()
+    assert eventually(lambda: not is_held(beside, "r"))
+
+
+@_each_driver
+def test_lost_lease_is_told_by_the_clock(face: Face, proxy: Proxy, run_lock: RunLock) -> None:
+    """The renewal has no answer. The callback hears of the end in time, and the block is left in time."""
+    told: list[float] = []
+    lock: FencedLock[int] = FencedLock(("r",), lambda: face.client, ttl=3.0)
+    lock.on_lost(lambda _lease: told.append(time.monotonic()))
+
+    def body() -> float:
+        proxy.silence()
+        assert eventually(lambda: bool(told))
+        return time.monotonic()
+
+    began = time.monotonic()
+    leaving = run_lock(face, lock, body)
+    assert told[0] - began < 3.3
+    assert time.monotonic() - leaving < 2.7
+
+
+@pytest.mark.parametrize("database_url", ["postgresql", "mysql"], indirect=True)
+def test_process_ends_beside_a_silent_server(proxy: Proxy) -> None:
+    """Though it holds a lock, and has threads that renew it."""
+    program = """
+        import sys, time, fencelock
+        lock = fencelock.Database(sys.argv[1]).lock("r", ttl=30)
+        lock.acquire()
+        print("held", flush=True)
+        sys.stdin.readline()
+        print(time.time())
+    """
+    url = proxy.url.render_as_string(hide_password=False)
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program), url],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    proxy.silence()
+    said, _ = process.communicate("end\n", timeout=30)
+    assert time.time() - float(said) < 4.0
+    assert process.returncode == 0
