@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Engine, StaticPool, create_engine, inspect, text
+from sqlalchemy import Engine, StaticPool, create_engine, event, inspect, text
 from sqlalchemy.orm import DeclarativeBase
 
 import fencelock
@@ -15,12 +18,15 @@ from fencelock import (
     AuthorityError,
     Database,
     LeaseTableMissingError,
+    LockLostError,
     LockTimeoutError,
     QuorumError,
     Redlock,
     fenced_lock,
     lease_table,
 )
+from fencelock.authority.database.statements import SET_UP, Statements
+from fencelock.guard import trigger_sql
 
 
 @pytest.fixture
@@ -86,12 +92,12 @@ def test_used_up_pool_keeps_no_lease_from_being_renewed(engine: Engine) -> None:
     small.dispose()
 
 
-def test_ended_connections_are_replaced(on_server: Engine) -> None:
-    """An acquisition, an extension and a release find theirs gone, and do not notice."""
-    with Database(on_server) as authority, on_server.connect() as killer:
-        authority.init()
+@pytest.fixture
+def end_all(on_server: Engine) -> Iterator[Callable[[], None]]:
+    """End all connections to the database, as a restart does, or a limit for idle ones."""
+    with on_server.connect() as killer:
 
-        def end_all() -> None:
+        def end() -> None:
             if on_server.dialect.name == "postgresql":
                 killer.execute(
                     text(
@@ -107,6 +113,13 @@ def test_ended_connections_are_replaced(on_server: Engine) -> None:
                 for number in killer.scalars(others).all():
                     killer.execute(text(f"KILL {number}"))
 
+        yield end
+
+
+def test_ended_connections_are_replaced(on_server: Engine, end_all: Callable[[], None]) -> None:
+    """An acquisition, an extension and a release find theirs gone, and do not notice."""
+    with Database(on_server) as authority:
+        authority.init()
         end_all()
         grant = authority.acquire(("r",), ttl=5, timeout=0)
         end_all()
@@ -114,6 +127,89 @@ def test_ended_connections_are_replaced(on_server: Engine) -> None:
         assert not isinstance(extended, Exception)
         end_all()
         assert authority.release(extended) is True
+
+
+def test_all_idle_connections_are_given_up_together(on_server: Engine, end_all: Callable[[], None]) -> None:
+    """After a quiet night the first lock finds more dead connections than it makes tries."""
+    with Database(on_server, pool_size=8) as authority:
+        authority.init()
+        meet = threading.Barrier(8)
+        with authority.lock("held") as _, ThreadPoolExecutor(8) as threads:
+            list(threads.map(lambda number: _wait_in_vain(authority, meet, number), range(8)))
+        end_all()
+        assert authority.release(authority.acquire(("r",), ttl=5, timeout=0)) is True
+        end_all()
+        authority.close()  # says nothing of connections that are gone
+
+
+def _wait_in_vain(authority: Database, meet: threading.Barrier, number: int) -> None:
+    meet.wait(10)
+    authority.release(authority.acquire((f"r{number}",), ttl=5, timeout=0))
+
+
+def test_many_threads_use_few_connections(on_server: Engine) -> None:
+    """What finds none free waits for one."""
+    opened: list[object] = []
+    listened = create_engine(on_server.url)
+    event.listen(listened, "connect", lambda connection, _record: opened.append(connection))
+    with Database(listened) as authority:
+        authority.init()
+        meet = threading.Barrier(60)
+        with ThreadPoolExecutor(60) as threads:
+            list(threads.map(lambda number: _wait_in_vain(authority, meet, number), range(60)))
+        assert 1 < len(opened) <= 30  # 10 at a time; what is more than 5 is closed in between
+    listened.dispose()
+
+
+def test_an_engine_is_taken_whole(on_server: Engine) -> None:
+    """Its listeners prepare each connection, and its schema_translate_map says where the table is."""
+    if on_server.dialect.name != "postgresql":
+        pytest.skip("one server is enough for what SQLAlchemy does")
+    prepared: list[object] = []
+    plain = create_engine(on_server.url)
+    event.listen(plain, "connect", lambda connection, _record: prepared.append(connection))
+    with plain.begin() as connection:
+        connection.execute(text("CREATE SCHEMA locks"))
+    translated = plain.execution_options(schema_translate_map={None: "locks"})
+    before = len(prepared)
+    with Database(translated) as authority:
+        authority.init()
+        authority.release(authority.acquire(("r",), ttl=5, timeout=0))
+    assert len(prepared) > before
+    assert inspect(plain).has_table("fencelock_leases", schema="locks")
+    assert not inspect(plain).has_table("fencelock_leases")
+    plain.dispose()
+
+
+def test_tables_made_by_several_at_once(on_server: Engine) -> None:
+    """One of them made it, and none fails."""
+    with Database(on_server) as one, Database(on_server) as other, ThreadPoolExecutor(8) as threads:
+        made = list(threads.map(lambda number: (one, other)[number % 2].init(), range(8)))
+    assert sum(made) <= 1
+    assert inspect(on_server).has_table("fencelock_leases")
+
+
+def test_many_names_are_one_release(authority: Database) -> None:
+    """More than a statement takes parameters of; and all of them at the first try where they are free."""
+    names = tuple(f"r{number}" for number in range(1200))
+    for _ in range(2):
+        grant = authority.acquire(names, ttl=60, timeout=0)
+        (extended,) = authority.extend_many([(grant, 60)])
+        assert not isinstance(extended, Exception)
+        assert authority.release(extended) is True
+
+
+def test_holder_is_told_in_letters_that_every_database_has(
+    authority: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A table may have another character set, and a text that only informs fails no acquisition."""
+    named = "fencelock.authority.database.database.name_of_process"
+    monkeypatch.setattr(named, lambda _pid: "host 1 订单.py")
+    authority.acquire(("r",), ttl=5, timeout=0)
+    found = authority.inspect("r")
+    assert found is not None
+    assert found.holder is not None
+    assert found.holder.program == r"\u8ba2\u5355.py"
 
 
 def test_tokens_begin_above_what_a_storage_has_seen(authority: Database) -> None:
@@ -154,6 +250,69 @@ def test_password_in_the_query_is_hidden() -> None:
     with Database("postgresql+psycopg:///shop?host=h&user=u&password=secret") as authority:
         assert "secret" not in repr(authority)
         assert "user=u" in repr(authority)
+
+
+def test_links_to_one_file_have_one_file_of_leases(tmp_path: Path) -> None:
+    """As SQLite has one journal: a release may be a folder with a link to the shared database."""
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "app.db").symlink_to(tmp_path / "shared" / "app.db")
+    with (
+        Database(f"sqlite:///{tmp_path}/app.db") as one,
+        Database(f"sqlite:///{tmp_path}/shared/app.db") as other,
+    ):
+        one.acquire(("r",), ttl=5, timeout=0)
+        with pytest.raises(LockTimeoutError):
+            other.acquire(("r",), ttl=5, timeout=0)
+
+
+def test_file_of_leases_that_was_deleted_is_made_again(tmp_path: Path) -> None:
+    """Old and new processes meet in the new one; what was held in the old one is lost."""
+    path = tmp_path / "app.db-leases"
+    with Database(f"sqlite:///{tmp_path}/app.db") as old, Database(f"sqlite:///{tmp_path}/app.db") as new:
+        lost = old.acquire(("lost",), ttl=60, timeout=0)
+        for each in tmp_path.glob("app.db-leases*"):
+            each.unlink()
+        new.acquire(("r",), ttl=60, timeout=0)
+        assert path.exists()
+        with pytest.raises(LockTimeoutError):
+            old.acquire(("r",), ttl=60, timeout=0)
+        (said,) = old.extend_many([(lost, 60)])
+        assert isinstance(said, LockLostError)
+
+
+def test_database_in_memory_grants_within_its_process() -> None:
+    """By its engine, whatever that shares; another engine is another database."""
+    engine = create_engine("sqlite://", poolclass=StaticPool)
+    with Database(engine) as one, Database(engine) as same, Database(create_engine("sqlite://")) as other:
+        one.acquire(("r",), ttl=60, timeout=0)
+        with pytest.raises(LockTimeoutError):
+            same.acquire(("r",), ttl=60, timeout=0)
+        other.acquire(("r",), ttl=60, timeout=0)
+
+
+@pytest.mark.parametrize("mode", ["SIMULTANEOUS_ASSIGNMENT", "ORACLE", "ANSI"])
+def test_leases_depend_on_no_mode_of_sql(on_server: Engine, mode: str) -> None:
+    """An expired lease is granted once, and then held."""
+    if on_server.dialect.name == "postgresql":
+        pytest.skip("MariaDB has modes")
+    told = create_engine(on_server.url, connect_args={"init_command": f"SET SESSION sql_mode = '{mode}'"})
+    with Database(told) as one, Database(told) as other:
+        one.init()
+        one.acquire(("r",), ttl=0.2, timeout=0)
+        other.acquire(("r",), ttl=60, timeout=2)
+        with pytest.raises(LockTimeoutError):
+            one.acquire(("r",), ttl=60, timeout=0.3)
+        one.release(one.acquire(("a", "b"), ttl=60, timeout=0))
+    told.dispose()
+
+
+def test_words_for_mysql_are_those_that_mysql_documents() -> None:
+    """MariaDB's own are no part of them, be it in leases or in triggers."""
+    said = [str(each) for each in vars(Statements("mysql", "fencelock_leases")).values()]
+    said += [*SET_UP["mysql"], *trigger_sql.CREATE["mysql"].values(), trigger_sql.DROP["mysql"]]
+    words = r"\bRETURNING\b|\bSET STATEMENT\b|:=|\bOR REPLACE\b|\bIF NOT EXISTS\b|\bSYSDATE\b"
+    assert [each for each in said if re.search(words, each, re.IGNORECASE)] == []
+    assert sum("LAST_INSERT_ID" in each for each in said) == 2
 
 
 @pytest.mark.parametrize(

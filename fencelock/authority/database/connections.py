@@ -33,6 +33,8 @@ _T = TypeVar("_T")
 
 #: Seconds between two looks of the watch at the statements that are under way.
 _LOOK: Final = 0.05
+#: Seconds in which a connection has to be open, however long an acquisition may wait.
+_LONGEST: Final = 5.0
 #: Seconds for a driver for coroutines to end what was hung up.
 _GRACE: Final = 0.2
 #: Seconds for which the watch stays when nothing is under way.
@@ -85,7 +87,7 @@ def pooled_engine(source: URL | Engine, size: int, overflow: int) -> Engine:
         _dispatch=twin.dispatch,
     )
     engine = Engine(pool, dialect, source.url)
-    engine.dispatch._update(source.dispatch, only_propagate=False)  # noqa: SLF001
+    engine.dispatch = engine.dispatch._join(source.dispatch)  # noqa: SLF001
     return engine
 
 
@@ -131,7 +133,7 @@ def _in_time(opens: Callable[..., Any]) -> Callable[..., Any]:
 
         _threads.start(threading.Thread(target=work, name="fencelock-connect", daemon=True))
         try:
-            return opened.result(max(0.0, _until.get() - time.monotonic()))
+            return opened.result(min(_LONGEST, max(0.0, _until.get() - time.monotonic())))
         except FutureTimeoutError:
             if not opened.cancel():
                 return opened.result()
@@ -148,17 +150,18 @@ class Connections:
         self._hang_up = _HANG_UP.get(engine.dialect.driver)
         self._watch = _watch_in_loop if engine.dialect.is_async else Watch().begin
 
-    def run(self, work: Callable[[Connection], _T], seconds: float) -> _T:
-        """Return what work on a connection returns; the connection is lost after so many seconds.
+    def run(self, work: Callable[[Connection], _T], seconds: float, until: float) -> _T:
+        """Return what work on a connection returns.
 
-        The driver commits each statement, so nothing is to be rolled back behind the work.
+        A connection is opened until that time, and lost where the work takes more seconds. The driver commits
+        each statement, so nothing is to be rolled back behind the work.
         """
-        until = time.monotonic() + seconds
         _until.set(until)
         connection = self._engine.connect()
         lent = connection.connection
         driver, hang_up = lent.driver_connection, self._hang_up
-        end = self._watch(until, lambda: hang_up(driver)) if hang_up is not None else _nothing
+        over = time.monotonic() + seconds
+        end = self._watch(over, lambda: hang_up(driver)) if hang_up is not None else _nothing
         try:
             return work(connection)
         finally:
@@ -166,10 +169,11 @@ class Connections:
             if not connection.invalidated:
                 lent.close()  # and not the other, which sends a rollback
 
-    async def run_in_loop(self, work: Callable[[Connection], _T], seconds: float) -> _T:
+    async def run_in_loop(self, work: Callable[[Connection], _T], seconds: float, until: float) -> _T:
         """Return what work on a connection of a driver for coroutines returns."""
-        async with asyncio.timeout(seconds + _GRACE):  # for what opens a connection
-            return await sa_util.greenlet_spawn(self.run, work, seconds)
+        longest = max(seconds, min(_LONGEST, until - time.monotonic()))
+        async with asyncio.timeout(longest + _GRACE):  # for what opens a connection
+            return await sa_util.greenlet_spawn(self.run, work, seconds, until)
 
     def close(self) -> None:
         self._engine.dispose()

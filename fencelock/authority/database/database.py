@@ -2,66 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import functools
 import logging
 import math
 import os
 import secrets
 import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from sqlalchemy import URL, Connection, Engine, MetaData, TextClause, event, inspect
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError, StatementError
+from sqlalchemy import URL, Connection, Engine, MetaData, TextClause, inspect
+from sqlalchemy.exc import DBAPIError
 
-from fencelock import _events
-from fencelock._databases import (
-    SUPPORTED,
-    is_busy,
-    is_driver_error,
-    is_elsewhere,
-    is_lost,
-    is_unavailable,
-    lacks_table,
-)
-from fencelock._engines import for_blocking, is_async_engine, shown, url_of
-from fencelock._events import ConnectionFailed, ConnectionOpened
 from fencelock._owners import name_of_process
 from fencelock._steps import Steps
-from fencelock.authority.base import (
-    Grant,
-    Wish,
-    held_by_another,
-    in_use,
-    named,
-    too_slow,
-    validity,
-)
-from fencelock.authority.database.connections import Connections, pooled_engine
-from fencelock.authority.database.files import file_of, watch_file
-from fencelock.authority.database.loops import (
-    Abandon,
-    AsyncWithLoops,
-    Later,
-    LoopEnd,
-    Wait,
-    WithLoops,
-    pauses,
-)
-from fencelock.authority.database.statements import SERVER_BITS, SET_UP, Statements
+from fencelock.authority.base import Grant, Wish, held_by_another, named, too_slow, validity
+from fencelock.authority.database.connecting import ANSWER, Connecting, RefusedError, Work, is_in_doubt
+from fencelock.authority.database.loops import Abandon, AsyncWithLoops, Later, Wait, pauses
+from fencelock.authority.database.statements import SERVER_BITS
 from fencelock.authority.database.table import LEASE_TABLE, lease_table
-from fencelock.errors import (
-    AuthorityError,
-    FencelockError,
-    LeaseTableMissingError,
-    LockLostError,
-    QuorumError,
-)
+from fencelock.errors import AuthorityError, FencelockError, LockLostError, QuorumError
 from fencelock.holder import Holder, LockInfo
 from fencelock.tokens import check
 
@@ -74,31 +35,9 @@ logger = logging.getLogger("fencelock.authority")
 _PAUSES: Final = (0.005, 0.2)
 #: Resources that one statement extends or releases.
 _BATCH: Final = 500
-#: How often work is done whose connection was lost.
-_TRIES: Final = 3
-#: Seconds within which a statement is answered, at most and at least.
-_ANSWER: Final = (2.0, 1.0)
 #: Milliseconds by which new tokens are above those of another authority, and by which own ones may be ahead.
 _DAY: Final = 86_400_000
 _HOUR: Final = 3_600_000
-#: Connections of a parent process. A child keeps them, because what it frees would be closed.
-_of_parents: list[object] = []
-
-
-class Work(NamedTuple):
-    """A step: what is to be done on a connection.
-
-    Attributes:
-        body: does it.
-        atomic: in one transaction; else each statement commits.
-        durable: what is written must outlive a crash of the machine.
-        seconds: the connection is given up after that.
-    """
-
-    body: Callable[[Connection], Any]
-    atomic: bool = False
-    durable: bool = True
-    seconds: float = _ANSWER[0]
 
 
 class _Owed(NamedTuple):
@@ -116,24 +55,20 @@ class _Owed(NamedTuple):
     in_doubt: bool
 
 
-class _RefusedError(Exception):
-    """Another holds one of the resources."""
-
-
-_OURS: Final = (SQLAlchemyError, FencelockError, _RefusedError)
-
-
-class Database(WithLoops):
+class Database(Connecting):
     """Grants leases in a database, and mints their fencing tokens.
 
     Connects when first used, by connections of its own, as each forked child does. Threads may share it.
 
     Args:
-        source: a SQLAlchemy URL, an `Engine` or an `AsyncEngine`: of PostgreSQL or MariaDB, where the table
-            `fencelock_leases` has to be; or of a file of SQLite, where leases are in a file of their own
-            beside it, `app.db-leases`, which is made when it is first needed. A driver for coroutines serves
-            `async with`; one that blocks serves both, coroutines by threads.
-        schema: where the table is, if not in the connection's default schema.
+        source: a SQLAlchemy URL, an `Engine` or an `AsyncEngine`: of PostgreSQL, MariaDB or MySQL, where the
+            table `fencelock_leases` has to be; or of SQLite, where leases are in a file of their own beside
+            the database, `app.db-leases`, which is made when it is first needed. A driver for coroutines
+            serves `async with`; one that blocks serves both, coroutines by threads.
+        schema: where the table is, if not in the connection's default schema; an engine's
+            `schema_translate_map` is followed.
+        pool_size: how many connections are kept open in a process; for a driver for coroutines, in a loop.
+        max_overflow: how many more may be opened. What finds none free waits for one.
 
     Raises:
         ValueError: for a database that cannot grant leases, and what is no URL.
@@ -148,52 +83,17 @@ class Database(WithLoops):
         source: str | URL | Engine | AsyncEngine,
         *,
         schema: str | None = None,
-        pool_size: int = 2,
-        max_overflow: int = 8,
+        pool_size: int = 5,
+        max_overflow: int = 5,
     ) -> None:
-        super().__init__()
-        #: The database that was named; shown, it hides the password.
-        self.url = url_of(source)
-        name = self.url.get_backend_name()
-        if name not in SUPPORTED:
-            raise ValueError(f"leases can be kept in PostgreSQL, MariaDB, MySQL and SQLite, not in {name}")
-        engine = source.sync_engine if is_async_engine(source) else source
-        leases = file_of(self.url, engine) if name == "sqlite" else None
-        self._shown = shown(leases or self.url)
-        self._source = leases or (engine if isinstance(engine, Engine) else self.url)
-        self._pool = pool_size, max_overflow
-        dialect = self._sa_dialect = pooled_engine(self._source, *self._pool).dialect
-        self._dialect = "mysql" if dialect.name == "mariadb" else dialect.name
-        self._schema = schema_of(engine, schema)
-        self._table = dialect.identifier_preparer.format_table(lease_table(MetaData(), schema=self._schema))
-        self._says = Statements(self._dialect, self._table)
+        super().__init__(source, schema=schema, pool_size=pool_size, max_overflow=max_overflow)
         #: The same authority for coroutines.
         self.aio = AsyncDatabase(self)
-        self._start_over()
-        in_use.add(self)
 
     def _start_over(self) -> None:
-        """Begin without connections: at first, and in a forked child."""
-        self._pid = os.getpid()
-        self._connections: Connections | None = None
-        self._threads: ThreadPoolExecutor | None = None
-        self._loop_ends = {}
+        super()._start_over()
         self._owed: dict[str, _Owed] = {}
         self._settles = False
-
-    def __repr__(self) -> str:
-        return f"<Database {self._shown}>"
-
-    def close(self) -> None:
-        """Close the connections. Leases that are held end by themselves; using it again connects again."""
-        self._check_process()
-        super().close()
-        connections, self._connections = self._connections, None
-        threads, self._threads = self._threads, None
-        if connections is not None:
-            connections.close()
-        if threads is not None:
-            threads.shutdown(wait=False)
 
     def init(self, *, above: int | None = None) -> bool:
         """Make the table of leases; return False where it was there already.
@@ -220,7 +120,7 @@ class Database(WithLoops):
         try:
             return (yield from self._attempts(resources, nonce, ttl, timeout))
         except QuorumError as error:
-            if _is_in_doubt(error.__cause__):
+            if is_in_doubt(error.__cause__):
                 yield from self._owe(nonce, _Owed(resources, time.monotonic() + ttl, in_doubt=True))
             raise
         except (FencelockError, GeneratorExit):
@@ -240,14 +140,14 @@ class Database(WithLoops):
 
         end = math.inf if timeout is None else time.monotonic() + timeout
         looks = pauses(*_PAUSES)
-        work = Work(attempt, atomic=len(resources) > 1)
+        work = Work(attempt, atomic=len(resources) > 1, statements=len(resources))
         if len(resources) > 1:  # an attempt on one that is held would lock the rows of the others meanwhile
             yield from self._waiting(resources, end, looks)
         while True:
             began = time.monotonic()
             try:
-                grant: Grant = yield from self._asking(work, until=end, patient=False)
-            except _RefusedError:
+                grant: Grant = yield from self.asking(work, until=max(end, began + ANSWER[0]), patient=False)
+            except RefusedError:
                 if time.monotonic() >= end:
                     yield from self._refusing(resources, end)
                 yield from self._waiting(resources, end, looks)
@@ -266,7 +166,7 @@ class Database(WithLoops):
         for resource in sorted(resources):
             token = self._token(connection, self._says.acquire, {**asked, "resource": resource})
             if token is None:
-                raise _RefusedError
+                raise RefusedError
             tokens[resource] = token
         return map(tokens.__getitem__, resources)
 
@@ -293,33 +193,34 @@ class Database(WithLoops):
 
     def _held(self, resources: tuple[str, ...], end: float) -> Steps[dict[str, float]]:
         """Return those of the resources that are held, with the seconds for which they are."""
-
-        def look(connection: Connection) -> dict[str, float]:
-            ask = functools.partial(connection.scalar, self._says.left)
-            left = {resource: ask({"resource": resource}) for resource in resources}
-            return {resource: float(seconds) for resource, seconds in left.items() if seconds and seconds > 0}
-
-        return self._asking(Work(look), until=end)
+        found: list[LockInfo] = yield from self._looking(resources, max(end, time.monotonic() + ANSWER[0]))
+        return {info.resource: info.remaining for info in found}
 
     def inspecting(self, resources: tuple[str, ...]) -> Steps[list[LockInfo]]:
+        return self._looking(resources, None)
+
+    def _looking(self, resources: tuple[str, ...], until: float | None) -> Steps[list[LockInfo]]:
         def look(connection: Connection) -> list[LockInfo]:
-            asked = [{"resource": each} for each in resources]
-            rows = (
-                [row for its in asked for row in connection.execute(self._says.holder, its)]
-                if asked
-                else connection.execute(self._says.holders).all()
+            rows: Iterable[Any] = (
+                row
+                for part in _parts(resources)
+                for row in connection.execute(self._says.holders_of, {"resources": part})
             )
+            if not resources:
+                rows = connection.execute(self._says.holders)
             return [
                 LockInfo(name, int(minted), Holder.of(who, float(since)), float(left), None)
-                for name, minted, who, since, left in rows
+                for name, minted, who, since, left in (
+                    rows if resources else connection.execute(self._says.holders)
+                )
             ]
 
-        return self._asking(Work(look))
+        return self.asking(Work(look), until=until)
 
     def forcing(self, resource: str) -> Steps[LockInfo | None]:
         found = yield from self.inspecting((resource,))
         work = Work(lambda connection: connection.execute(self._says.force, {"resource": resource}))
-        yield from self._asking(work)
+        yield from self.asking(work)
         return next(iter(found), None)
 
     def dump(self, grant: Grant) -> dict[str, Any]:
@@ -347,7 +248,7 @@ class Database(WithLoops):
 
         began = time.monotonic()
         try:
-            ours = yield from self._asking(Work(extend), until=min(grant.expires_at for grant in grants))
+            ours = yield from self.asking(Work(extend), until=min(grant.expires_at for grant in grants))
         except AuthorityError as error:
             return {id(grant): error for grant in grants}
         end = validity(began, ttl)
@@ -369,7 +270,9 @@ class Database(WithLoops):
             return tokens
 
         began = time.monotonic()
-        tokens: dict[str, int] = yield from self._asking(Work(remint, atomic=len(grant.resources) > 1))
+        tokens: dict[str, int] = yield from self.asking(
+            Work(remint, atomic=len(grant.resources) > 1, statements=len(grant.resources))
+        )
         expires_at = max(grant.expires_at, validity(began, ttl))
         return replace(grant, tokens=tuple(map(tokens.__getitem__, grant.resources)), expires_at=expires_at)
 
@@ -421,15 +324,14 @@ class Database(WithLoops):
         """Release; with little patience where the lease ends at a time that is over."""
 
         def release(connection: Connection) -> int:
-            parts = (resources[start : start + _BATCH] for start in range(0, len(resources), _BATCH))
             return sum(
                 connection.execute(self._says.release, {"resources": part, "nonce": nonce}).rowcount
-                for part in parts
+                for part in _parts(resources)
             )
 
         again: list[object] = []
-        until = min(ends, time.monotonic() + _ANSWER[0])
-        count: int = yield from self._asking(Work(release, durable=False), until=until, again=again)
+        until = min(ends, time.monotonic() + ANSWER[0])
+        count: int = yield from self.asking(Work(release, durable=False), until=until, again=again)
         # What is sent again finds nothing where the first one has arrived.
         return True if count == len(resources) else None if again else False
 
@@ -459,135 +361,9 @@ class Database(WithLoops):
                 connection.execute(self._says.forget)
                 connection.execute(self._says.note, {"token": base << SERVER_BITS})
 
-        made: bool = yield from self._asking(Work(create))
-        yield from self._asking(Work(raise_base, atomic=True))
+        made: bool = yield from self.asking(Work(create))
+        yield from self.asking(Work(raise_base, atomic=True))
         return made
-
-    def _asking(
-        self,
-        work: Work,
-        *,
-        until: float | None = None,
-        patient: bool = True,
-        again: list[object] | None = None,
-    ) -> Steps[Any]:
-        """Have work done, and again where its connection had been lost (noted in `again`) or was in the way.
-
-        All of it may be done several times, until that time or a little longer. Without patience, what is in
-        the way raises a `_RefusedError`.
-        """
-        most, least = _ANSWER
-        began = time.monotonic()
-        end = began + most if until is None else max(until, began + least)
-        first: Exception | None = None
-        for left in reversed(range(_TRIES)):
-            seconds = min(most, max(least, (end - time.monotonic()) / 2))
-            try:
-                return (yield work._replace(seconds=seconds))
-            except (SQLAlchemyError, OSError) as error:
-                if isinstance(error, StatementError) and not isinstance(error, DBAPIError):
-                    raise (error.orig or error) from None  # SQLAlchemy's wrapping of a signal handler's error
-                if is_busy(error) and not patient:
-                    raise _RefusedError from None
-                may_pass = is_lost(error) or is_busy(error) or is_elsewhere(error)
-                may_pass = may_pass or isinstance(error, TimeoutError)
-                if first is None and _is_in_doubt(error):
-                    first = error
-                if not (left and may_pass and time.monotonic() < end):
-                    raise self._explained(error) from (first or error)
-                if again is not None:
-                    again.append(error)
-            except Exception as error:
-                if not is_driver_error(error):  # SQLAlchemy 2.0 wraps none of those while it connects
-                    raise
-                raise self._explained(error) from error
-        raise AssertionError  # the last one raises
-
-    def _explained(self, error: Exception) -> AuthorityError:
-        original = error.orig if isinstance(error, DBAPIError) else error
-        if lacks_table(error, LEASE_TABLE):
-            return LeaseTableMissingError(
-                f"{self._shown} has no table {self._table}: call lease_table(metadata) before create_all, or "
-                f"op.create_lease_table() in a migration, or type once: fencelock init URL"
-            )
-        said = (str(original).strip() or type(original).__name__).splitlines()[0]
-        if is_unavailable(error):
-            if _events.listeners:
-                _events.tell(ConnectionFailed("Database", self._shown, said))
-            return QuorumError(f"{self._shown} did not answer: {said}", nodes={self._shown: said})
-        return AuthorityError(f"{self._shown} refuses: {said}")
-
-    def work(self, step: Work) -> Any:
-        self._check_process()
-        if self._sa_dialect.is_async:
-            raise AuthorityError(
-                f"the driver of {self._shown} is for coroutines, where `async with` uses it; for blocking "
-                f"code, write {for_blocking(self.url)}"
-            )
-        if (connections := self._connections) is None:
-            connections = self._connections = self._connect()
-        return connections.run(functools.partial(self._work, step=step), step.seconds)
-
-    async def work_soon(self, step: Work) -> Any:
-        if (connections := self.loop_end().kept) is not None:
-            work = functools.partial(self._work, step=step)
-            return await connections.run_in_loop(work, step.seconds)
-        if (threads := self._threads) is None:
-            threads = self._threads = ThreadPoolExecutor(8, "fencelock-database")
-        return await asyncio.get_running_loop().run_in_executor(threads, self.work, step)
-
-    def open_in_loop(self) -> LoopEnd:
-        """Return the end of the running event loop, with its pool where the driver is for coroutines."""
-        self._check_process()
-        if not self._sa_dialect.is_async:
-            return LoopEnd()
-        connections = self._connect()
-        return LoopEnd(connections, connections.close_in_loop)
-
-    def _connect(self) -> Connections:
-        engine = pooled_engine(self._source, *self._pool)
-        event.listen(engine.pool, "connect", self._set_up)
-        if self._dialect == "sqlite":
-            watch_file(engine)
-        return Connections(engine)
-
-    def _check_process(self) -> None:
-        """Leave the connections to the parent, in a forked child."""
-        if self._pid != os.getpid():
-            _of_parents.append((self._connections, self._threads, self._loop_ends))
-            self._start_over()
-
-    def _work(self, connection: Connection, step: Work) -> Any:
-        try:
-            if self._dialect == "sqlite":
-                connection.exec_driver_sql(f"PRAGMA synchronous = {'FULL' if step.durable else 'NORMAL'}")
-            if step.atomic:
-                connection.exec_driver_sql(self._says.begin)
-            done = step.body(connection)
-            if step.atomic:
-                connection.exec_driver_sql("COMMIT")
-        except _OURS as error:  # the connection can still be used
-            if is_elsewhere(error):
-                connection.invalidate()
-            elif step.atomic:
-                with contextlib.suppress(SQLAlchemyError):
-                    connection.exec_driver_sql("ROLLBACK")
-            raise
-        except BaseException as error:  # of a signal handler, in the midst of an exchange
-            traceback.clear_frames(error.__traceback__)  # of cursors
-            with contextlib.suppress(Exception):
-                connection.invalidate()
-            raise
-        return done
-
-    def _set_up(self, connection: Any, _record: object) -> None:
-        """Prepare a new connection of the driver."""
-        if _events.listeners:
-            _events.tell(ConnectionOpened("Database", self._shown))
-        self._sa_dialect.set_isolation_level(connection, "AUTOCOMMIT")
-        with contextlib.closing(connection.cursor()) as cursor:
-            for statement in SET_UP.get(self._dialect, ()):
-                cursor.execute(statement)
 
 
 class AsyncDatabase(AsyncWithLoops):
@@ -604,14 +380,13 @@ def _lost(grant: Grant) -> LockLostError:
     return LockLostError(f"the lease of {named(grant.resources)} has ended, and was given to another")
 
 
-def _is_in_doubt(error: BaseException | None) -> bool:
-    """Tell whether what was sent may have been done, or may still be on its way."""
-    return is_lost(error) or isinstance(error, TimeoutError)
-
-
 def _holder() -> str:
     """Return this process in ASCII, because a database may know no other letters."""
     return name_of_process(os.getpid()).encode("ascii", "backslashreplace").decode()[:255]
+
+
+def _parts(resources: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    return (resources[start : start + _BATCH] for start in range(0, len(resources), _BATCH))
 
 
 def _batches(grants: Iterable[Grant]) -> Iterator[list[Grant]]:
@@ -624,10 +399,3 @@ def _batches(grants: Iterable[Grant]) -> Iterator[list[Grant]]:
         part.append(grant)
     if part:
         yield part
-
-
-def schema_of(engine: object, schema: str | None) -> str | None:
-    """Return where the table is by an engine's `schema_translate_map`."""
-    names = engine.get_execution_options().get("schema_translate_map") if isinstance(engine, Engine) else None
-    found: str | None = (names or {}).get(schema, schema)
-    return found

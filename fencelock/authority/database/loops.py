@@ -97,8 +97,13 @@ class LoopEnd:
         """Have a task do something."""
         task = asyncio.get_running_loop().create_task(work, context=contextvars.Context())
         self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        task.add_done_callback(self._end_task)
         return task
+
+    def _end_task(self, task: asyncio.Task[Any]) -> None:
+        self.tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # nothing asks for it where the caller was cancelled
 
 
 class WithLoops(Stepped):

@@ -102,9 +102,9 @@ _WORDS: Final[dict[str, dict[str, str]]] = {
 }
 #: What a new connection is told.
 SET_UP: Final[dict[str, tuple[str, ...]]] = {
-    # No mode of SQL, and no way to commit, that the server has by default.
+    # A server may begin another transaction behind each COMMIT by default.
     "mysql": (
-        "SET SESSION sql_mode = 'STRICT_TRANS_TABLES', completion_type = 0, innodb_lock_wait_timeout = 1",
+        "SET SESSION completion_type = 0, innodb_lock_wait_timeout = 1",
         "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED",
     ),
     "sqlite": (
@@ -147,16 +147,12 @@ class Statements:
         self.begin = words["begin"]
         #: May return a row with the token if the resource is ours, or tell the token as `lastrowid`.
         self.acquire = said(words["acquire"])
-        #: For how many seconds the resource is still held; NULL, or no row, where it is free.
-        self.left = said(
-            "SELECT CASE WHEN nonce IS NOT NULL THEN {left} END FROM {table} WHERE resource = :resource"
-        )
         #: Of the locks that are held: resource, token, holder, since when in Unix time, and how many seconds.
         holders = (
             "SELECT resource, token, holder, {since}, {left} FROM {table} "
             "WHERE nonce IS NOT NULL AND expires_at > {now}"
         )
-        self.holder = said(holders + " AND resource = :resource")
+        self.holders_of = said(holders + " AND resource IN :resources ORDER BY resource", "resources")
         self.holders = said(holders + " ORDER BY resource")
         self.extend = said(
             "UPDATE {table} SET expires_at = {later}(expires_at, {until}) WHERE {of_grants}",

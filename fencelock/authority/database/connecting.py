@@ -1,0 +1,265 @@
+"""Work on the connections of a database: in each world, and again where a connection was lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from sqlalchemy import URL, Connection, Engine, MetaData, event
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError, StatementError
+
+from fencelock import _events
+from fencelock._databases import (
+    SUPPORTED,
+    is_busy,
+    is_driver_error,
+    is_elsewhere,
+    is_lost,
+    is_unavailable,
+    lacks_table,
+)
+from fencelock._engines import for_blocking, is_async_engine, shown, url_of
+from fencelock._events import ConnectionFailed, ConnectionOpened
+from fencelock._steps import Steps
+from fencelock.authority.base import in_use
+from fencelock.authority.database.connections import Connections, pooled_engine
+from fencelock.authority.database.files import file_of, watch_file
+from fencelock.authority.database.loops import LoopEnd, WithLoops
+from fencelock.authority.database.statements import SET_UP, Statements
+from fencelock.authority.database.table import LEASE_TABLE, lease_table
+from fencelock.errors import AuthorityError, FencelockError, LeaseTableMissingError, QuorumError
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
+#: How often work is done whose connection was lost.
+_TRIES: Final = 3
+#: Seconds within which a statement is answered, at most and at least.
+ANSWER: Final = (2.0, 1.0)
+#: Connections of a parent process. A child keeps them, because what it frees would be closed.
+_of_parents: list[object] = []
+
+
+class Work(NamedTuple):
+    """A step: what is to be done on a connection.
+
+    Attributes:
+        body: does it.
+        atomic: in one transaction; else each statement commits.
+        durable: what is written must outlive a crash of the machine.
+        statements: how many it takes.
+        seconds: the connection is given up after that.
+        until: when a connection has to be open, on the clock of `time.monotonic`.
+    """
+
+    body: Callable[[Connection], Any]
+    atomic: bool = False
+    durable: bool = True
+    statements: int = 1
+    seconds: float = ANSWER[0]
+    until: float = 0.0
+
+
+class RefusedError(Exception):
+    """Another holds one of the resources."""
+
+
+_OURS: Final = (SQLAlchemyError, FencelockError, RefusedError)
+
+
+class Connecting(WithLoops):
+    """An authority whose steps are `Work` on its database."""
+
+    def __init__(
+        self,
+        source: str | URL | Engine | AsyncEngine,
+        *,
+        schema: str | None,
+        pool_size: int,
+        max_overflow: int,
+    ) -> None:
+        super().__init__()
+        #: The database that was named; shown, it hides the password.
+        self.url = url_of(source)
+        name = self.url.get_backend_name()
+        if name not in SUPPORTED:
+            raise ValueError(f"leases can be kept in PostgreSQL, MariaDB, MySQL and SQLite, not in {name}")
+        engine = source.sync_engine if is_async_engine(source) else source
+        leases = file_of(self.url, engine) if name == "sqlite" else None
+        self._shown = shown(leases or self.url)
+        self._source = leases or (engine if isinstance(engine, Engine) else self.url)
+        self._pool = pool_size, max_overflow
+        dialect = self._sa_dialect = pooled_engine(self._source, *self._pool).dialect
+        self._dialect = "mysql" if dialect.name == "mariadb" else dialect.name
+        self._schema = _schema_of(engine, schema)
+        self._table = dialect.identifier_preparer.format_table(lease_table(MetaData(), schema=self._schema))
+        self._says = Statements(self._dialect, self._table)
+        self._start_over()
+        in_use.add(self)
+
+    def _start_over(self) -> None:
+        """Begin without connections: at first, and in a forked child."""
+        self._pid = os.getpid()
+        self._connections: Connections | None = None
+        self._threads: ThreadPoolExecutor | None = None
+        self._loop_ends = {}
+
+    def __repr__(self) -> str:
+        return f"<Database {self._shown}>"
+
+    def close(self) -> None:
+        """Close the connections. Leases that are held end by themselves; using it again connects again."""
+        self._check_process()
+        super().close()
+        connections, self._connections = self._connections, None
+        threads, self._threads = self._threads, None
+        if connections is not None:
+            connections.close()
+        if threads is not None:
+            threads.shutdown(wait=False)
+
+    def asking(
+        self,
+        work: Work,
+        *,
+        until: float | None = None,
+        patient: bool = True,
+        again: list[object] | None = None,
+    ) -> Steps[Any]:
+        """Have work done, and again where its connection had been lost (noted in `again`) or was in the way.
+
+        All of it may be done several times, until that time or a little longer. Without patience, what is in
+        the way raises a `RefusedError`.
+        """
+        most, least = ANSWER
+        began = time.monotonic()
+        end = began + most if until is None else until
+        first: Exception | None = None
+        for left in reversed(range(_TRIES)):
+            seconds = min(most, max(least, (end - time.monotonic()) / 2))
+            seconds *= 1 + work.statements / 100
+            try:
+                return (yield work._replace(seconds=seconds, until=end))
+            except (SQLAlchemyError, OSError) as error:
+                if isinstance(error, StatementError) and not isinstance(error, DBAPIError):
+                    raise (error.orig or error) from None  # SQLAlchemy's wrapping of a signal handler's error
+                if is_busy(error) and not patient:
+                    raise RefusedError from None
+                may_pass = is_lost(error) or is_busy(error) or is_elsewhere(error)
+                may_pass = may_pass or isinstance(error, TimeoutError)
+                if first is None and is_in_doubt(error):
+                    first = error
+                if not (left and may_pass and time.monotonic() < end):
+                    raise self._explained(error) from (first or error)
+                if again is not None:
+                    again.append(error)
+            except Exception as error:
+                if not is_driver_error(error):  # SQLAlchemy 2.0 wraps none of those while it connects
+                    raise
+                raise self._explained(error) from error
+        raise AssertionError  # the last one raises
+
+    def _explained(self, error: Exception) -> AuthorityError:
+        original = error.orig if isinstance(error, DBAPIError) else error
+        if lacks_table(error, LEASE_TABLE):
+            return LeaseTableMissingError(
+                f"{self._shown} has no table {self._table}: call lease_table(metadata) before create_all, or "
+                f"op.create_lease_table() in a migration, or type once: fencelock init URL"
+            )
+        said = (str(original).strip() or type(original).__name__).splitlines()[0]
+        if is_unavailable(error):
+            if _events.listeners:
+                _events.tell(ConnectionFailed("Database", self._shown, said))
+            return QuorumError(f"{self._shown} did not answer: {said}", nodes={self._shown: said})
+        return AuthorityError(f"{self._shown} refuses: {said}")
+
+    def work(self, step: Work) -> Any:
+        self._check_process()
+        if self._sa_dialect.is_async:
+            raise AuthorityError(
+                f"the driver of {self._shown} is for coroutines, where `async with` uses it; for blocking "
+                f"code, write {for_blocking(self.url)}"
+            )
+        if (connections := self._connections) is None:
+            connections = self._connections = self._connect()
+        return connections.run(functools.partial(self._work, step=step), step.seconds, step.until)
+
+    async def work_soon(self, step: Work) -> Any:
+        if (connections := self.loop_end().kept) is not None:
+            work = functools.partial(self._work, step=step)
+            return await connections.run_in_loop(work, step.seconds, step.until)
+        if (threads := self._threads) is None:
+            threads = self._threads = ThreadPoolExecutor(8, "fencelock-database")
+        return await asyncio.get_running_loop().run_in_executor(threads, self.work, step)
+
+    def open_in_loop(self) -> LoopEnd:
+        """Return the end of the running event loop, with its pool where the driver is for coroutines."""
+        self._check_process()
+        if not self._sa_dialect.is_async:
+            return LoopEnd()
+        connections = self._connect()
+        return LoopEnd(connections, connections.close_in_loop)
+
+    def _connect(self) -> Connections:
+        engine = pooled_engine(self._source, *self._pool)
+        event.listen(engine.pool, "connect", self._set_up)
+        if self._dialect == "sqlite":
+            watch_file(engine)
+        return Connections(engine)
+
+    def _check_process(self) -> None:
+        """Leave the connections to the parent, in a forked child."""
+        if self._pid != os.getpid():
+            _of_parents.append((self._connections, self._threads, self._loop_ends))
+            self._start_over()
+
+    def _work(self, connection: Connection, step: Work) -> Any:
+        try:
+            if self._dialect == "sqlite":
+                connection.exec_driver_sql(f"PRAGMA synchronous = {'FULL' if step.durable else 'NORMAL'}")
+            if step.atomic:
+                connection.exec_driver_sql(self._says.begin)
+            done = step.body(connection)
+            if step.atomic:
+                connection.exec_driver_sql("COMMIT")
+        except _OURS as error:  # the connection can still be used
+            if is_elsewhere(error):
+                connection.invalidate()
+            elif step.atomic:
+                with contextlib.suppress(SQLAlchemyError):
+                    connection.exec_driver_sql("ROLLBACK")
+            raise
+        except BaseException as error:  # of a signal handler, in the midst of an exchange
+            traceback.clear_frames(error.__traceback__)  # of cursors
+            with contextlib.suppress(Exception):
+                connection.invalidate()
+            raise
+        return done
+
+    def _set_up(self, connection: Any, _record: object) -> None:
+        """Prepare a new connection of the driver."""
+        if _events.listeners:
+            _events.tell(ConnectionOpened("Database", self._shown))
+        self._sa_dialect.set_isolation_level(connection, "AUTOCOMMIT")
+        with contextlib.closing(connection.cursor()) as cursor:
+            for statement in SET_UP.get(self._dialect, ()):
+                cursor.execute(statement)
+
+
+def is_in_doubt(error: BaseException | None) -> bool:
+    """Tell whether what was sent may have been done, or may still be on its way."""
+    return is_lost(error) or isinstance(error, TimeoutError)
+
+
+def _schema_of(engine: object, schema: str | None) -> str | None:
+    """Return where the table is by an engine's `schema_translate_map`."""
+    names = engine.get_execution_options().get("schema_translate_map") if isinstance(engine, Engine) else None
+    found: str | None = (names or {}).get(schema, schema)
+    return found
