@@ -115,30 +115,34 @@ class History:
             self._step()
 
     def _step(self) -> None:
-        chance = self._random.random()
-        others = [each for each in self._servers if each not in {self._primary, self._replaced}]
-        if chance < 0.6:
-            self._grant(self._primary)
-            if self._replaced is not None:
-                self._grant(self._replaced)
-                if self._random.random() < 0.3:
-                    self._follow(self._replaced)
-                    self._replaced = None
-        elif chance < 0.8 and others:
-            self._receive(self._random.choice(others))
-        elif chance < 0.9 and others and self._replaced is None:
-            self._fail_over(self._random.choice(others))
-        elif chance < 0.93:
-            self._restart(self._primary)
-        elif chance < 0.95 and self._replaced is None:
-            self._upgrade()
-        elif chance < 0.97 and self._replaced is None:
-            self._restore()
-        elif chance < 0.98 and self._replaced is None:
-            self._raise_base()
-        else:
-            each = self._random.choice(self._servers)
-            each.clock = max(-self._skew, min(self._skew, each.clock + self._random.randint(-5, 5)))
+        events: dict[Callable[[], None], float] = {
+            self._grants: 60,
+            self._receive: 20,
+            self._fail_over: 10,
+            lambda: self._restart(self._primary): 3,
+            self._upgrade: 2,
+            self._restore: 2,
+            self._raise_base: 1,
+            self._prune: 0.5,
+            self._step_clock: 1.5,
+        }
+        (event,) = self._random.choices(list(events), list(events.values()))
+        event()
+
+    def _grants(self) -> None:
+        self._grant(self._primary)
+        if self._replaced is not None:
+            self._grant(self._replaced)
+            if self._random.random() < 0.3:
+                self._follow(self._replaced)
+                self._replaced = None
+
+    def _step_clock(self) -> None:
+        each = self._random.choice(self._servers)
+        each.clock = max(-self._skew, min(self._skew, each.clock + self._random.randint(-5, 5)))
+
+    def _standbys(self) -> list[Server]:
+        return [each for each in self._servers if each not in {self._primary, self._replaced}]
 
     def _now(self, server: Server) -> int:
         return self._real + server.clock
@@ -153,8 +157,10 @@ class History:
             self.below += self._replaced is None and token <= self._complete.get(resource, 0)
             self._complete[resource] = max(self._complete.get(resource, 0), token)
 
-    def _receive(self, standby: Server) -> None:
-        common = 0
+    def _receive(self) -> None:
+        if not (standbys := self._standbys()):
+            return
+        standby, common = self._random.choice(standbys), 0
         for ours, theirs in zip(self._primary.log, standby.log, strict=False):
             if ours is not theirs:
                 break
@@ -166,8 +172,10 @@ class History:
         server.log = list(self._primary.log)
         self._restart(server)
 
-    def _fail_over(self, standby: Server) -> None:
-        was = self._primary
+    def _fail_over(self) -> None:
+        if self._replaced is not None:
+            return
+        standby, was = self._random.choice(self._standbys()), self._primary
         kind = self._random.choice(["planned", "crash", "crash", "split brain"])
         if kind == "planned":  # nothing is lost, so it may be quick
             standby.log = list(was.log)
@@ -188,19 +196,33 @@ class History:
 
     def _upgrade(self) -> None:
         """Move the data to a new cluster, as dump and restore or `pg_upgrade` do."""
+        if self._replaced is not None:
+            return
         self._promotions, self._primary.timeline = 0, 1
         self._restart(self._primary)
 
     def _restore(self) -> None:
+        if self._replaced is not None:
+            return
         self._real += self._random.randint(OUTAGE, 3 * OUTAGE)
         del self._primary.log[self._random.randint(self._backed_up, len(self._primary.log)) :]
         self._restart(self._primary)
+
+    def _prune(self) -> None:
+        """Delete rows that are older than clocks can be off: `Database.prune` asks for an hour."""
+        now = self._now(self._primary) + (self._primary.row(None).token >> 10) - 4 * OUTAGE
+        for resource in range(_RESOURCES):
+            own = self._primary.row(resource).token
+            if own > 0 and own >> 10 < now:
+                self._primary.log.append((resource, Row(0, -1)))
 
     def _raise_base(self) -> None:
         """Begin above a token of another authority, as `init(above=…)` does, with a day in between.
 
         All servers have that before programs go on, and so has the oldest backup: docs ask for it.
         """
+        if self._replaced is not None:
+            return
         highest = (self._real + self._random.randint(-OUTAGE, 10 * OUTAGE)) << 10
         now, noted = self._now(self._primary), self._primary.row(None).token >> 10
         if (highest >> 10) >= noted + now:

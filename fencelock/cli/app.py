@@ -22,7 +22,8 @@ app = typer.Typer(
 )
 app.command()(init.init)
 app.add_typer(nodes.app, name="nodes")
-for command in (doctor.doctor, locks.inspect, locks.leaks, locks.top, locks.history, locks.release):
+app.command()(doctor.doctor)
+for command in (locks.inspect, locks.leaks, locks.top, locks.history, locks.release, locks.prune):
     app.command()(command)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(run.run)
 

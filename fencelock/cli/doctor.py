@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
@@ -22,6 +21,7 @@ from rich.padding import Padding
 from sqlalchemy import Connection, MetaData, inspect, text
 
 from fencelock.authority.database.database import Database
+from fencelock.authority.database.statements import SERVER_BITS
 from fencelock.authority.redlock.admin import NodeState
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
 from fencelock.authority.redlock.transport.endpoints import split_urls
@@ -73,7 +73,9 @@ def doctor(
             found += _of_nodes(authority, given)
         token = _new_token(authority, found)
         for its in database or ():
-            found += _look_into(its, partial(_of_database, token=token, metadata=metadata))
+            is_above = _is_above_nodes if isinstance(authority, Redlock) else _is_above_times
+            look = partial(_of_database, token=token, metadata=metadata, is_above=is_above)
+            found += _look_into(its, look)
         if isinstance(authority, Database):
             found += _look_into(given[0], _of_settings)
     if as_json:
@@ -204,18 +206,32 @@ def _of_settings(connection: Connection, shown: str) -> Iterator[Finding]:
             yield Finding(shown, what, advice, is_problem=what is _FORGETS)
 
 
+def _is_above_nodes(seen: int, token: int) -> bool:
+    """Compare epochs: the counters of nodes are of each resource."""
+    return split(seen)[0] > split(token)[0]
+
+
+def _is_above_times(seen: int, token: int) -> bool:
+    """Compare the times of tokens that a database mints; other programs go on meanwhile."""
+    return (seen >> SERVER_BITS) > (token >> SERVER_BITS) + 60_000
+
+
 def _of_database(
-    connection: Connection, shown: str, *, token: int | None, metadata: MetaData | None
+    connection: Connection,
+    shown: str,
+    *,
+    token: int | None,
+    metadata: MetaData | None,
+    is_above: Callable[[int, int], bool],
 ) -> Iterator[Finding]:
     highest, count = highest_fence(connection)
     if not count:
         yield Finding(
             shown, "has no fenced table", "add the columns: op.add_fence and op.add_write_id in a migration"
         )
-    seen, granted = split(highest)[0], split(token)[0] if token is not None else math.inf
-    if seen > granted:  # counters are of each resource, and cannot be compared
-        what = f"has seen tokens of epoch {seen}, and {granted} is granted now: writes are refused"
-        yield Finding(shown, what, "the memory of the nodes is lost: fencelock init --after-loss")
+    if token is not None and is_above(highest, token):
+        what = f"has seen token {highest}, and {token} is granted now: writes are refused"
+        yield Finding(shown, what, "the memory of what grants is lost: fencelock init --after-loss")
     of_models = list(_of_models(connection, metadata))
     named = {found.where for found in of_models}
     for each in fenced_tables(connection):

@@ -13,7 +13,6 @@ from fencelock.authority.database.database import Database
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
 from fencelock.cli import shared
 from fencelock.max_fence import highest_fence
-from fencelock.tokens import epoch_above
 
 
 def init(
@@ -80,8 +79,7 @@ def init(
             said += "" if done or above is not None else "; nothing was changed"
             shared.say(f"{count} {'node' if count == 1 else 'nodes'} {said}")
     if above:
-        epoch = epoch_above(above)
-        shared.say(f"Tokens are of epoch {epoch} or later now, above all that was granted up to {above}")
+        shared.say(f"New tokens are above all that was granted up to {above}")
     shared.tell_programs(urls, namespace)
 
 

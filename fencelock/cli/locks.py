@@ -307,3 +307,22 @@ def _raise_fences(
     claimed = [f"{name} {key}" for name, key in rows]
     refuses = " and ".join(("the gate", *claimed))
     shared.say(f"tokens of {resource!r} below {token} are refused by {refuses}; other rows need --claim")
+
+
+def prune(
+    *,
+    older_than: Annotated[str, typer.Option(help="Days or hours since the last lock, such as 30d or 12h.")],
+    url: shared.Url = "",
+) -> None:
+    """Delete a database's rows of resources that nothing holds, and that were last locked long ago.
+
+    The fence table and the models' fences stay as they are: they refuse late writers.
+    """
+    found = re.fullmatch(r"(\d+)([dh])", older_than.strip())
+    if found is None:
+        shared.fail(f"{older_than!r} is no time such as 30d or 12h")
+    with shared.authority_of(url) as authority:
+        if isinstance(authority, Redlock):
+            shared.fail("nodes keep no rows: what is not locked takes no memory there")
+        count = authority.prune(int(found[1]) * (86400 if found[2] == "d" else 3600))
+    shared.say(f"{count} rows deleted")

@@ -236,6 +236,32 @@ def test_tokens_follow_the_clock(authority: Database) -> None:
     assert tokens[1] < 2**53
 
 
+def test_rows_that_nothing_needs_can_go(authority: Database, engine: Engine) -> None:
+    """Not those that are held, and not what says where tokens begin. A next token is larger all the same."""
+    authority.init(above=(300 << 44))
+    long_ago = authority.acquire(("free",), ttl=60, timeout=0)
+    authority.release(long_ago)
+    authority.acquire(("held",), ttl=60, timeout=0)
+    recent = authority.acquire(("recent",), ttl=60, timeout=0)
+    authority.release(recent)
+    path = f"{engine.url.database}-leases"
+    leases = create_engine(f"sqlite:///{path}") if engine.dialect.name == "sqlite" else engine
+    with leases.begin() as connection:
+        older = text("UPDATE fencelock_leases SET token = token - :age WHERE resource IN ('free', 'held')")
+        connection.execute(older, {"age": (2 * 3_600_000) << 10})
+    assert authority.prune(3600) == 1
+    with leases.begin() as connection:
+        assert set(connection.scalars(text("SELECT resource FROM fencelock_leases"))) == {
+            "",
+            "held",
+            "recent",
+        }
+    assert authority.acquire(("free",), ttl=60, timeout=0).tokens > long_ago.tokens
+    with pytest.raises(ValueError, match="an hour at least"):
+        authority.prune(60)
+    leases.dispose()
+
+
 def test_unreachable_database_is_a_quorum_error() -> None:
     """As nodes that do not answer are; the error has no password."""
     url = "postgresql+psycopg://app:secret@127.0.0.1:1/shop"

@@ -55,7 +55,7 @@ class Work(NamedTuple):
         atomic: in one transaction; else each statement commits.
         durable: what is written must outlive a crash of the machine.
         statements: how many it takes.
-        seconds: the connection is given up after that.
+        seconds: the connection is given up after that, or after what `asking` finds enough.
         until: when a connection has to be open, on the clock of `time.monotonic`.
     """
 
@@ -63,7 +63,7 @@ class Work(NamedTuple):
     atomic: bool = False
     durable: bool = True
     statements: int = 1
-    seconds: float = ANSWER[0]
+    seconds: float = 0.0
     until: float = 0.0
 
 
@@ -144,7 +144,7 @@ class Connecting(WithLoops):
         first: Exception | None = None
         for left in reversed(range(_TRIES)):
             seconds = min(most, max(least, (end - time.monotonic()) / 2))
-            seconds *= 1 + work.statements / 100
+            seconds = max(work.seconds, seconds * (1 + work.statements / 100))
             try:
                 return (yield work._replace(seconds=seconds, until=end))
             except (SQLAlchemyError, OSError) as error:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fencelock.authority")
 
-#: Seconds between two looks at what another holds: they grow from the first to the second.
-_PAUSES: Final = (0.005, 0.2)
+#: Seconds between two looks at what another holds. They grow from the first, at most to the second.
+_PAUSES: Final = {"postgresql": (0.002, 0.1), "mysql": (0.005, 0.1), "sqlite": (0.001, 0.05)}
 #: Resources that one statement extends or releases.
 _BATCH: Final = 500
 #: Milliseconds by which new tokens are above those of another authority, and by which own ones may be ahead.
@@ -94,6 +94,8 @@ class Database(Connecting):
         super()._start_over()
         self._owed: dict[str, _Owed] = {}
         self._settles = False
+        #: For how many seconds those have waited that were granted what they waited for, about.
+        self._waits = 1.0
 
     def init(self, *, above: int | None = None) -> bool:
         """Make the table of leases; return False where it was there already.
@@ -107,6 +109,30 @@ class Database(Connecting):
             ValueError: no token is above that one.
         """
         return self.run(self.initialising(above))
+
+    def prune(self, older_than: float) -> int:
+        """Delete the rows of resources that nothing holds, and that were last locked long ago.
+
+        There is a row for each resource that was ever locked. Its next token is above all that are so old.
+
+        Args:
+            older_than: seconds since the last lock; an hour at least.
+
+        Returns:
+            how many rows were deleted.
+
+        Raises:
+            AuthorityError: the database cannot be used.
+            ValueError: for less than an hour.
+        """
+        return self.run(self.pruning(older_than))
+
+    def pruning(self, older_than: float) -> Steps[int]:
+        if not _HOUR <= older_than * 1000 < math.inf:
+            raise ValueError(f"rows are pruned after an hour at least, 3600, not after {older_than!r} s")
+        age = {"age": int(older_than * 1000)}
+        work = Work(lambda connection: connection.execute(self._says.prune, age).rowcount, seconds=60.0)
+        return self.asking(work)
 
     def acquiring(
         self,
@@ -139,20 +165,24 @@ class Database(Connecting):
             return Grant(resources, tuple(tokens), validity(began, ttl), nonce)
 
         end = math.inf if timeout is None else time.monotonic() + timeout
-        looks = pauses(*_PAUSES)
+        looks = self._looks()
         work = Work(attempt, atomic=len(resources) > 1, statements=len(resources))
         if len(resources) > 1:  # an attempt on one that is held would lock the rows of the others meanwhile
             yield from self._waiting(resources, end, looks)
+        waits_since: float | None = None
         while True:
             began = time.monotonic()
             try:
                 grant: Grant = yield from self.asking(work, until=max(end, began + ANSWER[0]), patient=False)
             except RefusedError:
+                waits_since = began if waits_since is None else waits_since
                 if time.monotonic() >= end:
                     yield from self._refusing(resources, end)
                 yield from self._waiting(resources, end, looks)
                 continue
             if time.monotonic() < grant.expires_at:
+                if waits_since is not None:
+                    self._waits += (time.monotonic() - waits_since - self._waits) / 8
                 return grant
             yield from self._giving_back(resources, nonce)
             raise too_slow(self._shown, ttl, resources)
@@ -184,8 +214,13 @@ class Database(Connecting):
             now = time.monotonic()
             if now >= end:
                 raise held_by_another(held, max(held.values()))
-            pause = min(next(looks), max(*held.values(), _PAUSES[0]), end - now)
+            pause = min(next(looks), max(held.values()), end - now)
             yield Wait(now + pause, named(resources))
+
+    def _looks(self) -> Iterator[float]:
+        """Yield the pauses between looks: short ones where those who waited so far did not wait for long."""
+        shortest, longest = _PAUSES[self._dialect]
+        return pauses(shortest, min(longest, max(2 * shortest, self._waits / 4)))
 
     def _refusing(self, resources: tuple[str, ...], end: float) -> Steps[None]:
         held = yield from self._held(resources, end)
@@ -200,19 +235,16 @@ class Database(Connecting):
         return self._looking(resources, None)
 
     def _looking(self, resources: tuple[str, ...], until: float | None) -> Steps[list[LockInfo]]:
-        def look(connection: Connection) -> list[LockInfo]:
-            rows: Iterable[Any] = (
-                row
-                for part in _parts(resources)
-                for row in connection.execute(self._says.holders_of, {"resources": part})
-            )
+        def rows(connection: Connection) -> Iterator[Any]:
             if not resources:
-                rows = connection.execute(self._says.holders)
+                yield from connection.execute(self._says.holders)
+            for part in _parts(resources):
+                yield from connection.execute(self._says.holders_of, {"resources": part})
+
+        def look(connection: Connection) -> list[LockInfo]:
             return [
                 LockInfo(name, int(minted), Holder.of(who, float(since)), float(left), None)
-                for name, minted, who, since, left in (
-                    rows if resources else connection.execute(self._says.holders)
-                )
+                for name, minted, who, since, left in rows(connection)
             ]
 
         return self.asking(Work(look), until=until)
@@ -374,6 +406,10 @@ class AsyncDatabase(AsyncWithLoops):
     async def init(self, *, above: int | None = None) -> bool:
         """Make the table of leases where there is none: see `Database.init`."""
         return await self.wait_for(self._authority.initialising(above))
+
+    async def prune(self, older_than: float) -> int:
+        """Delete the rows of resources that nothing holds: see `Database.prune`."""
+        return await self.wait_for(self._authority.pruning(older_than))
 
 
 def _lost(grant: Grant) -> LockLostError:

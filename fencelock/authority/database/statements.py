@@ -167,5 +167,10 @@ class Statements:
         self.force = said("UPDATE {table} SET nonce = NULL WHERE resource = :resource")
         #: What the row of no resource notes, the largest token, and the time of a token that is minted now.
         self.floor = said("SELECT {noted}, COALESCE((SELECT MAX(token) FROM {table}), 0), {time}")
+        #: A first token is above each token that is so old, and than clocks can be off.
+        self.prune = said(
+            "DELETE FROM {table} WHERE resource <> '' AND (nonce IS NULL OR expires_at <= {now}) "
+            "AND (token >> {bits}) < {time} - :age"
+        )
         self.forget = said("DELETE FROM {table} WHERE resource = ''")
         self.note = said("INSERT INTO {table} (resource, token) VALUES ('', :token)")

@@ -1,4 +1,4 @@
-"""The table of leases: a row for each resource that was ever locked, which is never deleted."""
+"""The table of leases: a row for each resource that was ever locked, until it is pruned."""
 
 from __future__ import annotations
 
