@@ -515,3 +515,16 @@ def test_passwords_are_never_printed(make_nodes: Callable[..., Nodes]) -> None:
         for given in (url, wrong):
             ran = (program if command[0] == "run" else fencelock)(*command, FENCELOCK_URL=given)
             assert "s3cret" not in ran.stdout + ran.stderr, command
+
+
+def test_prune_deletes_what_was_locked_long_ago(tmp_path: Path) -> None:
+    """Of a database; nodes keep nothing, and a time has to be one."""
+    url = f"sqlite:///{tmp_path}/app.db"
+    with Database(url) as database:
+        database.release(database.acquire(("order:1",), ttl=5, timeout=0))
+    found = fencelock("prune", "--url", url, "--older-than", "12h")
+    assert (found.returncode, found.stderr) == (0, "0 rows deleted\n")
+    for older, said in (("soon", "is no time such as 30d"), ("0h", "an hour at least")):
+        found = fencelock("prune", "--url", url, "--older-than", older)
+        assert found.returncode == 1
+        assert said in found.stderr
