@@ -106,7 +106,8 @@ def _new_token(authority: Redlock | Database, found: list[Finding]) -> int | Non
     except LockTimeoutError as error:
         found.append(_note(repr(authority), str(error), "another doctor is at work: try again"))
     except FencelockError as error:
-        found.append(Finding(repr(authority), f"grants nothing: {error}", "docs/recover.md, docs/errors.md"))
+        page = "docs/recover.md" if isinstance(authority, Redlock) else "docs/authorities.md"
+        found.append(Finding(repr(authority), f"grants nothing: {error}", f"{page}, docs/errors.md"))
     return None
 
 

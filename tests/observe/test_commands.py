@@ -528,3 +528,11 @@ def test_prune_deletes_what_was_locked_long_ago(tmp_path: Path) -> None:
         found = fencelock("prune", "--url", url, "--older-than", older)
         assert found.returncode == 1
         assert said in found.stderr
+
+
+def test_commands_take_the_url_of_a_program_for_coroutines(tmp_path: Path) -> None:
+    """They use the other driver of the same database."""
+    url = f"sqlite+aiosqlite:///{tmp_path}/app.db"
+    with Database(f"sqlite:///{tmp_path}/app.db") as database, database.lock("order:1"):
+        found = fencelock("inspect", "--url", url, "--json")
+    assert [each["resource"] for each in json.loads(found.stdout)] == ["order:1"]

@@ -39,6 +39,8 @@ from fencelock.errors import AuthorityError, FencelockError, LeaseTableMissingEr
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
 
+#: What to do about a standby.
+STANDBY: Final = "; this server is a standby: name all hosts in the URL, and target_session_attrs=read-write"
 #: How often work is done whose connection was lost.
 _TRIES: Final = 3
 #: Seconds within which a statement is answered, at most and at least.
@@ -174,6 +176,8 @@ class Connecting(WithLoops):
                 f"op.create_lease_table() in a migration, or type once: fencelock init URL"
             )
         said = (str(original).strip() or type(original).__name__).splitlines()[0]
+        if is_elsewhere(error) and self._dialect == "postgresql":
+            said += STANDBY
         if is_unavailable(error):
             if _events.listeners:
                 _events.tell(ConnectionFailed("Database", self._shown, said))

@@ -18,7 +18,14 @@ from sqlalchemy.exc import DBAPIError
 from fencelock._owners import name_of_process
 from fencelock._steps import Steps
 from fencelock.authority.base import Grant, Wish, held_by_another, named, too_slow, validity
-from fencelock.authority.database.connecting import ANSWER, Connecting, RefusedError, Work, is_in_doubt
+from fencelock.authority.database.connecting import (
+    ANSWER,
+    STANDBY,
+    Connecting,
+    RefusedError,
+    Work,
+    is_in_doubt,
+)
 from fencelock.authority.database.loops import Abandon, AsyncWithLoops, Later, Wait, pauses
 from fencelock.authority.database.statements import SERVER_BITS
 from fencelock.authority.database.table import LEASE_TABLE, lease_table
@@ -232,9 +239,12 @@ class Database(Connecting):
         return {info.resource: info.remaining for info in found}
 
     def inspecting(self, resources: tuple[str, ...]) -> Steps[list[LockInfo]]:
-        return self._looking(resources, None)
+        """Return the locks that are held; refuse a standby, which may not have heard of the last ones."""
+        return self._looking(resources, None, is_live=True)
 
-    def _looking(self, resources: tuple[str, ...], until: float | None) -> Steps[list[LockInfo]]:
+    def _looking(
+        self, resources: tuple[str, ...], until: float | None, *, is_live: bool = False
+    ) -> Steps[list[LockInfo]]:
         def rows(connection: Connection) -> Iterator[Any]:
             if not resources:
                 yield from connection.execute(self._says.holders)
@@ -242,6 +252,8 @@ class Database(Connecting):
                 yield from connection.execute(self._says.holders_of, {"resources": part})
 
         def look(connection: Connection) -> list[LockInfo]:
+            if is_live and connection.scalar(self._says.is_standby):
+                raise QuorumError(f"{self._shown} does not know of all locks{STANDBY}")
             return [
                 LockInfo(name, int(minted), Holder.of(who, float(since)), float(left), None)
                 for name, minted, who, since, left in rows(connection)

@@ -59,6 +59,7 @@ _WORDS: Final[dict[str, dict[str, str]]] = {
         "remint": _REMINT + " AND {durable} IS NOT NULL RETURNING token",
         "release": "UPDATE {table} SET nonce = NULL WHERE {ours} AND {lazy} IS NOT NULL",
         "begin": "BEGIN ISOLATION LEVEL READ COMMITTED",
+        "standby": "pg_is_in_recovery()",
         # What is granted must outlive a crash and a failover, whatever the server does by default.
         "durable": "set_config('lock_timeout', '1s', true) || CASE WHEN current_setting('synchronous_commit')"
         " IN ('off', 'local', 'remote_write') THEN set_config('synchronous_commit', 'on', true) ELSE '' END",
@@ -126,6 +127,7 @@ class Statements:
             "release": "UPDATE {table} SET nonce = NULL WHERE {ours}",
             "later": "GREATEST",
             "own": "l.token",
+            "standby": "0",
             "noted": "COALESCE((SELECT m.token FROM {table} AS m WHERE m.resource = ''), 0)",
             **_WORDS[dialect],
             "table": table,
@@ -160,6 +162,7 @@ class Statements:
             "nonces",
         )
         self.ours = said("SELECT resource, nonce FROM {table} WHERE {of_grants}", "resources", "nonces")
+        self.is_standby = said("SELECT {standby}")
         #: Tells the token as `acquire` does.
         self.remint = said(words["remint"])
         self.token = said("SELECT token FROM {table} WHERE {held}")
