@@ -323,6 +323,6 @@ def prune(
         shared.fail(f"{older_than!r} is no time such as 30d or 12h")
     with shared.authority_of(url) as authority:
         if isinstance(authority, Redlock):
-            shared.fail("nodes keep no rows: what is not locked takes no memory there")
+            shared.fail("nodes keep no rows: a name that is not locked takes no memory there")
         count = authority.prune(int(found[1]) * (86400 if found[2] == "d" else 3600))
     shared.say(f"{count} rows deleted")

@@ -125,8 +125,8 @@ class Renewer(abc.ABC):
     ) -> Steps[None]:
         """Extend what is due and can be, give up what cannot, and plan the rest.
 
-        Yields wishes, and is sent what became of each; yields grants, to be released for what may be left of
-        them: see `ask`. Before it releases, it hands over what is to be called for leases that were lost.
+        Yields wishes, and is sent what became of each; tells the losses; yields grants, to be released: see
+        `ask`.
         """
         calls: Calls = []
         ended: list[Grant] = []
@@ -165,7 +165,7 @@ class Renewer(abc.ABC):
     def _note(
         self, hold: Renewable, outcome: Grant | FencelockError, late: float, now: float
     ) -> Iterable[Callable[[], object]]:
-        """Note what an extension came to; return what is to be called where that is a loss."""
+        """Note what an extension came to; return the callbacks where that is a loss."""
         _tell(hold, outcome, late)
         if hold.over or isinstance(outcome, LockLostError):
             return hold.lose(str(outcome))

@@ -177,7 +177,7 @@ def test_lost_lease_is_told_by_the_clock(face: Face, proxy: Proxy, run_lock: Run
 
     began = time.monotonic()
     leaving = run_lock(face, lock, body)
-    assert told[0] - began < 3.3
+    assert told[0] - began < 4.0  # 3.1 where nothing else runs
     assert time.monotonic() - leaving < 2.7
 
 

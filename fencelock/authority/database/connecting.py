@@ -50,22 +50,18 @@ _of_parents: list[object] = []
 
 
 class Work(NamedTuple):
-    """A step: what is to be done on a connection.
-
-    Attributes:
-        body: does it.
-        atomic: in one transaction; else each statement commits.
-        durable: what is written must outlive a crash of the machine.
-        statements: how many it takes.
-        seconds: the connection is given up after that, or after what `asking` finds enough.
-        until: when a connection has to be open, on the clock of `time.monotonic`.
-    """
+    """A step: work on a connection."""
 
     body: Callable[[Connection], Any]
+    #: In one transaction; else each statement commits.
     atomic: bool = False
+    #: The changes must outlive a crash of the machine.
     durable: bool = True
+    #: How many it takes.
     statements: int = 1
+    #: A connection that does not answer is kept for this time; `asking` sets it.
     seconds: float = 0.0
+    #: When a connection has to be open, on the clock of `time.monotonic`.
     until: float = 0.0
 
 
@@ -135,10 +131,9 @@ class Connecting(WithLoops):
         patient: bool = True,
         again: list[object] | None = None,
     ) -> Steps[Any]:
-        """Have work done, and again where its connection had been lost (noted in `again`) or was in the way.
+        """Have work done, and again where its connection was lost (noted in `again`) or a lock in the way.
 
-        All of it may be done several times, until that time or a little longer. Without patience, what is in
-        the way raises a `RefusedError`.
+        All of it may be done several times. Without patience, a lock in the way raises `RefusedError`.
         """
         most, least = ANSWER
         began = time.monotonic()
@@ -227,7 +222,8 @@ class Connecting(WithLoops):
     def _work(self, connection: Connection, step: Work) -> Any:
         try:
             if self._dialect == "sqlite":
-                connection.exec_driver_sql(f"PRAGMA synchronous = {'FULL' if step.durable else 'NORMAL'}")
+                with contextlib.closing(connection.connection.cursor()) as cursor:
+                    cursor.execute(f"PRAGMA synchronous = {'FULL' if step.durable else 'NORMAL'}")
             if step.atomic:
                 connection.exec_driver_sql(self._says.begin)
             done = step.body(connection)

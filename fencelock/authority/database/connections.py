@@ -1,11 +1,7 @@
 """The connections of a database that grants leases: a bounded pool, and an end for each statement.
 
-Statements are short and may be sent again. So nothing is pinged before it is used: where a connection was
-lost, SQLAlchemy throws away all that were opened before it, and the statement is sent once more by a new one.
-
-A server, network or proxy that goes silent answers nothing, and no setting of psycopg or PyMySQL ends such a
-wait in time. So a watch hangs up: it shuts down the socket of a statement that has waited for too long. The
-driver then says that the connection was lost, in blocking code and in coroutines.
+No connection is pinged before it is used. Where one was lost, SQLAlchemy throws away all that are older, and
+the statement is sent again.
 """
 
 from __future__ import annotations
@@ -57,10 +53,7 @@ _until: ContextVar[float] = ContextVar("fencelock_connect_until")
 
 
 def pooled_engine(source: URL | Engine, size: int, overflow: int) -> Engine:
-    """Return an engine that connects as a URL or another engine says, with a pool of its own.
-
-    It keeps `size` connections, and opens `overflow` more when they are needed. It has the dialect, the
-    connect arguments and all listeners of the other engine.
+    """Return an engine like another one, or of a URL, with a pool of its own.
 
     Raises:
         ValueError: the driver is not supported, or the pool of the other engine shares one connection.
@@ -111,11 +104,9 @@ def _engine_of(url: URL) -> Engine:
 
 
 def _in_time(opens: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what opens a connection in a thread of its own, and does not wait for it for too long.
-
-    A server may take a connection and say nothing. No driver has a limit for all that it does then, and an
-    engine of the program may have none at all.
-    """
+    """Return what opens a connection in a thread of its own, and does not wait for it for too long."""
+    # A server may take a connection and say nothing. No driver has a limit for all that it does then, and an
+    # engine of the program may have none at all.
 
     def connect(*record: Any) -> Any:
         opened: Future[Any] = Future()
@@ -151,11 +142,7 @@ class Connections:
         self._watch = _watch_in_loop if engine.dialect.is_async else Watch().begin
 
     def run(self, work: Callable[[Connection], _T], seconds: float, until: float) -> _T:
-        """Return what work on a connection returns.
-
-        A connection is opened until that time, and lost where the work takes more seconds. The driver commits
-        each statement, so nothing is to be rolled back behind the work.
-        """
+        """Return what work returns that takes so many seconds at most, on a connection opened until then."""
         _until.set(until)
         connection = self._engine.connect()
         lent = connection.connection
@@ -167,7 +154,7 @@ class Connections:
         finally:
             end()
             if not connection.invalidated:
-                lent.close()  # and not the other, which sends a rollback
+                lent.close()  # and not the other, which rolls back: the driver commits each statement
 
     async def run_in_loop(self, work: Callable[[Connection], _T], seconds: float, until: float) -> _T:
         """Return what work on a connection of a driver for coroutines returns."""
@@ -185,6 +172,10 @@ class Connections:
                 await sa_util.greenlet_spawn(self._engine.dispose)
 
 
+# A server, network or proxy that goes silent answers nothing, and no setting of psycopg or PyMySQL ends such
+# a wait in time. Where its socket is shut down, the driver says that the connection was lost.
+
+
 class Watch:
     """A thread that hangs up statements of blocking code whose time is over.
 
@@ -197,7 +188,7 @@ class Watch:
         self._thread: threading.Thread | None = None
 
     def begin(self, until: float, hang_up: Callable[[], None]) -> Callable[[], None]:
-        """Call `hang_up` at that time of `time.monotonic`, unless what is returned is called before."""
+        """Call `hang_up` at that time of `time.monotonic`. The function that is returned ends that."""
         key = object()
         with self._mutex:
             self._under_way[key] = until, hang_up
@@ -206,7 +197,7 @@ class Watch:
                 _threads.start(self._thread)
 
         def end() -> None:
-            with self._mutex:  # nobody else may get the number of its socket while that is shut down
+            with self._mutex:  # no other socket may get its number while that is shut down
                 self._under_way.pop(key, None)
 
         return end

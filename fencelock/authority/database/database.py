@@ -48,17 +48,12 @@ _HOUR: Final = 3_600_000
 
 
 class _Owed(NamedTuple):
-    """A release that is to come.
-
-    Attributes:
-        resources: what to release.
-        until: when the lease ends by itself, on the clock of `time.monotonic`.
-        in_doubt: whether the acquisition may still be on its way to the server: then a release that finds
-            nothing has come too early.
-    """
+    """A release that is to come."""
 
     resources: tuple[str, ...]
+    #: When the lease ends by itself, on the clock of `time.monotonic`.
     until: float
+    #: The acquisition may still be on its way to the server: a release that finds nothing has come too early.
     in_doubt: bool
 
 
@@ -101,7 +96,7 @@ class Database(Connecting):
         super()._start_over()
         self._owed: dict[str, _Owed] = {}
         self._settles = False
-        #: For how many seconds those have waited that were granted what they waited for, about.
+        #: For how many seconds acquisitions have waited that had to, about.
         self._waits = 1.0
 
     def init(self, *, above: int | None = None) -> bool:
@@ -225,7 +220,7 @@ class Database(Connecting):
             yield Wait(now + pause, named(resources))
 
     def _looks(self) -> Iterator[float]:
-        """Yield the pauses between looks: short ones where those who waited so far did not wait for long."""
+        """Yield the pauses between looks: short ones where waits were short so far."""
         shortest, longest = _PAUSES[self._dialect]
         return pauses(shortest, min(longest, max(2 * shortest, self._waits / 4)))
 
@@ -255,8 +250,8 @@ class Database(Connecting):
             if is_live and connection.scalar(self._says.is_standby):
                 raise QuorumError(f"{self._shown} does not know of all locks{STANDBY}")
             return [
-                LockInfo(name, int(minted), Holder.of(who, float(since)), float(left), None)
-                for name, minted, who, since, left in rows(connection)
+                LockInfo(name, int(minted), Holder.of(holder, float(since)), float(left), None)
+                for name, minted, holder, since, left in rows(connection)
             ]
 
         return self.asking(Work(look), until=until)
@@ -292,7 +287,9 @@ class Database(Connecting):
 
         began = time.monotonic()
         try:
-            ours = yield from self.asking(Work(extend), until=min(grant.expires_at for grant in grants))
+            ends = min(grant.expires_at for grant in grants)  # 0 for what was handed over
+            until = ends if ends > began else began + ANSWER[0]
+            ours = yield from self.asking(Work(extend), until=until)
         except AuthorityError as error:
             return {id(grant): error for grant in grants}
         end = validity(began, ttl)
@@ -342,7 +339,7 @@ class Database(Connecting):
             yield Later(self._settling)
 
     def _settling(self) -> Steps[None]:
-        """Release what is owed, until it is released or its lease has ended."""
+        """Send the releases that are owed, until each is done or its lease has ended."""
         for pause in pauses(0.1, 1.0):
             yield Wait(time.monotonic() + pause, "")
             for nonce, owed in list(self._owed.items()):
@@ -374,7 +371,8 @@ class Database(Connecting):
             )
 
         again: list[object] = []
-        until = min(ends, time.monotonic() + ANSWER[0])
+        now = time.monotonic()
+        until = min(ends, now + ANSWER[0]) if ends > now else now + ANSWER[1]
         count: int = yield from self.asking(Work(release, durable=False), until=until, again=again)
         # What is sent again finds nothing where the first one has arrived.
         return True if count == len(resources) else None if again else False

@@ -21,13 +21,10 @@ _IN_MEMORY: Final = frozenset({"", ":memory:"})
 
 
 def file_of(url: URL, engine: object) -> URL:
-    """Return the URL of the file that has the leases of a database of SQLite.
-
-    It stands beside the database, at the path behind all symbolic links, so that all who open one file share
-    one file of leases. A database in memory belongs to one process: its leases are in a temporary file.
+    """Return the URL of the file of leases: beside the database, or temporary where that is in memory.
 
     Raises:
-        ValueError: the database is named by a URI of SQLite's own.
+        ValueError: the database is named by a URI of SQLite.
     """
     path = url.database or ""
     if path in _IN_MEMORY or ":memory:" in path or url.query.get("mode") == "memory":
