@@ -17,6 +17,7 @@ from sqlalchemy import (
     Column,
     Engine,
     ForeignKey,
+    ForeignKeyConstraint,
     Integer,
     MetaData,
     String,
@@ -652,3 +653,42 @@ def test_metadata_with_a_fenced_table_cannot_be_pickled() -> None:
         with pytest.raises(TypeError, match="import the models there"):
             pickle.dumps(metadata)
     assert pickle.loads(pickle.dumps(Row(id=1, value=7))).value == 7  # noqa: S301  our own
+
+
+@pytest.mark.parametrize("key", [["place", "listed"], ["text"]], ids=["in another order", "of its own"])
+def test_the_key_of_a_model_is_that_of_its_table(key: list[str]) -> None:
+    """By it the unit of work names a row, whose object is looked up."""
+    with pytest.raises(ValueError, match="primary key"):
+
+        class Line(FencedModel, new_base()):  # type: ignore[misc]
+            __tablename__ = "mo_lines"
+            __fence_resource__ = "lines"
+            listed: Mapped[int] = mapped_column(primary_key=True)
+            place: Mapped[int] = mapped_column(primary_key=True)
+            text: Mapped[str]
+            __mapper_args__ = {"primary_key": key}  # noqa: RUF012  SQLAlchemy's declaration
+
+
+def test_a_key_in_another_order_than_the_parent_s_is_refused() -> None:
+    """The rows (1, 2) and (2, 1) would be taken for each other."""
+    base = new_base()
+
+    class Document(base):  # type: ignore[misc, valid-type]
+        __tablename__ = "mo_documents"
+        a: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+        b: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+
+    def child(*columns: str) -> None:
+        table = Table(
+            "_".join(("mo", *columns)),
+            base.metadata,
+            *(Column(name, Integer, primary_key=True, autoincrement=False) for name in columns),
+            ForeignKeyConstraint(["in_a", "in_b"], ["mo_documents.a", "mo_documents.b"]),
+            fence_column(resource="rows"),
+            write_id_column(),
+        )
+        type(f"Invoice{''.join(columns)}", (Document,), {"__table__": table})
+
+    child("in_a", "in_b")
+    with pytest.raises(ValueError, match=r"\['a', 'b'\].* is \['in_b', 'in_a'\].*same order"):
+        child("in_b", "in_a")
