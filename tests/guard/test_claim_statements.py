@@ -27,6 +27,7 @@ from fencelock.guard import (
     bind,
     claim,
     claim_all,
+    claim_all_async,
     claim_async,
     execute_fenced,
     fence_table,
@@ -329,7 +330,8 @@ def test_gate_sends_one_statement(engine: Engine, session: Session) -> None:
                 if gates is old:
                     with pytest.raises(StaleTokenError) as caught:
                         gate(old)
-                    assert (caught.value.identity, caught.value.current) == (("shop",), NEW)
+                    assert (caught.value.table, caught.value.identity) == ("fencelock_fences", ("shop",))
+                    assert (caught.value.token, caught.value.current) == (OLD, NEW)
                 else:
                     gate(gates)
                     gates.commit()
@@ -349,10 +351,9 @@ def test_gate_of_a_database_without_returning_sends_two_statements(engine: Engin
         gate(session)
 
 
+@pytest.mark.parametrize("shared_url", ["postgresql"], indirect=True)
 def test_row_that_appears_between_two_statements_is_not_claimed(engine: Engine, session: Session) -> None:
     """Its fence was not raised, so that nothing keeps older holders out."""
-    if engine.dialect.name != "postgresql":
-        pytest.skip("SQLite and MariaDB lock the place where the row would be")
 
     def appear(_connection: object, statement: Any, *_: object) -> None:
         if getattr(statement, "is_update", False):
@@ -383,12 +384,19 @@ def test_for_coroutines(engine: Engine, for_asyncio: Callable[[Engine], AsyncEng
                 assert (order.status, order.last_fencing_token) == ("new", NEW)
                 order.status = "new"
                 await session.commit()
+            assert await claim_all_async(session, select(Order)) == [order]
+            with pytest.raises(NoResultFound):
+                await claim_async(session, Order, {"id": 7})
+            await session.commit()
             bind(session, Lease("shop", OLD))
-            with pytest.raises(StaleTokenError):
-                await claim_async(session, Order, 1)
-            await session.rollback()
-            with pytest.raises(StaleTokenError):
-                await gate_async(session)
+            for late in (
+                claim_async(session, Order, 1),
+                claim_all_async(session, select(Order)),
+                gate_async(session),
+            ):
+                with pytest.raises(StaleTokenError):
+                    await late
+                await session.rollback()
         await aengine.dispose()
 
     asyncio.run(play())
