@@ -37,8 +37,6 @@ from sqlalchemy.orm import (
     Session,
     mapped_column,
     relationship,
-    scoped_session,
-    sessionmaker,
 )
 
 from fencelock.errors import (
@@ -61,7 +59,6 @@ from fencelock.guard import (
     write_id_column,
 )
 from fencelock.lease import Lease, note_ended, note_held
-from fencelock.tokens import MAX_TOKEN
 from tests.guard.listening import listening
 
 
@@ -274,23 +271,6 @@ def test_a_column_of_the_resource_must_not_change(session: Session) -> None:
         session.rollback()
 
 
-def test_a_generated_key_begins_open(session: Session) -> None:
-    """Nobody can have locked a row before the database made its key: the fence is 0, some lease is held."""
-    session.add(Ticket())
-    with pytest.raises(UnfencedWriteError):
-        session.commit()
-    session.rollback()
-    bind(session, Lease("customer:1", 4))
-    ticket = Ticket()
-    session.add(ticket)
-    session.commit()
-    assert ticket.last_fencing_token == 0
-    bind(session, Lease(f"ticket:{ticket.id}", 1))
-    ticket.seat = "a"
-    session.commit()
-    assert ticket.last_fencing_token == 1
-
-
 def test_a_default_names_the_resource_of_a_new_row(session: Session) -> None:
     """A plain default counts as the column's value; the wrong lease is refused."""
     bind(session, Lease("tenant:main", 2))
@@ -401,15 +381,6 @@ def test_a_transaction_of_an_unknown_class_needs_its_lease_no_longer_than_it_liv
         while lease.needed and time.monotonic() < end:
             time.sleep(0.01)
         assert (was_needed, lease.needed) == (True, False)
-
-
-def test_bind_a_scoped_session(engine: Engine) -> None:
-    """The session behind the facade is what is bound."""
-    scoped = scoped_session(sessionmaker(engine))
-    bind(scoped, Lease("ticket:1", 3))
-    scoped.get_one(Ticket, 1).seat = "a"
-    scoped.commit()
-    scoped.remove()
 
 
 @pytest.mark.parametrize(("target", "lease"), [("session", "lease"), (object(), Lease("a", 1)), (None, 5)])
@@ -595,19 +566,6 @@ def test_a_forked_child_writes_nothing(engine: Engine) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-def test_a_reminted_token_is_used_at_once(session: Session) -> None:
-    """A lease that was reminted fences out its own older integer."""
-    lease = Lease("ticket:1", 3)
-    bind(session, lease)
-    ticket = session.get_one(Ticket, 1)
-    ticket.seat = "a"
-    session.commit()
-    lease.remint(8, lease.expires_at)
-    ticket.seat = "b"
-    session.commit()
-    assert ticket.last_fencing_token == 8
-
-
 def test_what_a_listener_writes_in_a_flush_is_written_under_what_is_held_then(session: Session) -> None:
     """A flush has settled its own tokens by then; those of other statements are asked for anew."""
     older, newer = Lease("stock", 5), Lease("stock", 6)
@@ -723,20 +681,6 @@ def test_tasks_keep_their_leases_apart(engine: Engine) -> None:
         return await asyncio.gather(work(1), work(2))
 
     assert tuple(asyncio.run(both())) == (10, 20)
-
-
-def test_the_largest_token_works(session: Session) -> None:
-    """The 63-bit limit fits the column and the comparison."""
-    bind(session, Lease("ticket:1", MAX_TOKEN))
-    ticket = session.get_one(Ticket, 1)
-    ticket.seat = "a"
-    session.commit()
-    assert ticket.last_fencing_token == MAX_TOKEN
-    bind(session, Lease("ticket:1", MAX_TOKEN - 1))
-    ticket.seat = "b"
-    with pytest.raises(StaleTokenError) as caught:
-        session.commit()
-    assert caught.value.current == MAX_TOKEN
 
 
 def test_sessions_that_share_a_connection_keep_their_leases_apart(engine: Engine) -> None:

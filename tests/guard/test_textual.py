@@ -9,6 +9,7 @@ from sqlalchemy import Engine, String, Table, delete, insert, select, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from fencelock import FencedModel, Lease, StaleTokenError, UnfencedWriteError, bind, fenced_text
+from tests.guard.rows import on_sqlite_alone
 
 
 class Base(DeclarativeBase):
@@ -75,6 +76,7 @@ def test_text_writes_with_its_token(engine: Engine) -> None:
     assert orders(engine) == {2: ("new", 5)}
 
 
+@on_sqlite_alone
 @pytest.mark.parametrize(
     ("resource", "row"),
     [("order:1", PAID), (None, PAID), (None, {"number": 1, "status": "paid"})],
@@ -90,6 +92,7 @@ def test_token_is_that_of_the_lease_that_is_held(
     assert orders(engine)[1] == ("paid", 7)
 
 
+@on_sqlite_alone
 def test_lease_is_asked_for(engine: Engine) -> None:
     """None is held, another one, or several that could be meant."""
     statement = fenced_text(UPDATED, Order)
@@ -119,6 +122,7 @@ def test_stale_text_is_told(engine: Engine) -> None:
     assert orders(engine) == NEW
 
 
+@on_sqlite_alone
 def test_refused_text_spoils_its_transaction(engine: Engine) -> None:
     """Nothing of it can be committed."""
     with Session(engine) as session:
@@ -157,6 +161,7 @@ def test_text_without_its_parameters_is_refused_when_it_is_made() -> None:
             fenced_text(UPDATED, Order, token=wrong)  # type: ignore[arg-type]
 
 
+@on_sqlite_alone
 def test_other_text_is_refused_whatever_it_looks_like(engine: Engine) -> None:
     """The error shows the line to write."""
     for sql in (UPDATED, "UPDATE tx_orders SET status = 'x'"):
@@ -167,6 +172,7 @@ def test_other_text_is_refused_whatever_it_looks_like(engine: Engine) -> None:
     assert orders(engine) == NEW
 
 
+@on_sqlite_alone
 def test_going_around_the_guard_with_a_token_is_refused(engine: Engine) -> None:
     """One of the two is a slip."""
     statement = fenced_text(UPDATED, Order, token=6).execution_options(fencelock="bypass")
