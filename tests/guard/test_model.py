@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import gc
 import pickle
 import subprocess
@@ -42,7 +41,6 @@ from sqlalchemy.orm import (
     relationship,
 )
 
-import fencelock.guard
 from fencelock.errors import StaleTokenError, UnfencedWriteError
 from fencelock.guard import (
     FencedDataclassModel,
@@ -143,22 +141,6 @@ def test_a_mapped_table_without_the_column_is_refused() -> None:
     table = Table("mo_boxes", MetaData(), Column("id", Integer, primary_key=True))
     with pytest.raises(ValueError, match=r"fence_column\(\).* migration"):
         registry().map_imperatively(Box, table)
-
-
-def test_a_reflected_table_with_the_column_is_fenced(in_memory: InMemory) -> None:
-    """A model on a reflected table needs no fence_column()."""
-    metadata = MetaData()
-    Table("mo_boxes", metadata, Column("id", Integer, primary_key=True), fence_column(), write_id_column())
-    engine = in_memory(metadata)
-
-    class Box(FencedModel, new_base()):  # type: ignore[misc]
-        __table__ = Table("mo_boxes", MetaData(), autoload_with=engine)
-        __fence_resource__ = "boxes"
-
-    with Session(engine) as session:
-        session.add(Box(id=1))
-        with pytest.raises(UnfencedWriteError):
-            session.flush()
 
 
 def test_two_resources_for_one_table_are_refused() -> None:
@@ -509,25 +491,6 @@ except fencelock.errors.UnfencedWriteError:
         [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60
     )
     assert (done.stdout, done.stderr) == ("refused\n", "")
-
-
-def test_the_guard_knows_nothing_of_authorities() -> None:
-    """No module of the guard imports Redis, or the package of those who grant leases."""
-    folder = Path(str(fencelock.guard.__file__)).parent
-    imported = {
-        name
-        for source in folder.glob("*.py")
-        for node in ast.walk(ast.parse(source.read_text()))
-        for name in (
-            [alias.name for alias in node.names]
-            if isinstance(node, ast.Import)
-            else [node.module or ""]
-            if isinstance(node, ast.ImportFrom)
-            else []
-        )
-    }
-    assert "fencelock.lease" in imported
-    assert not [name for name in imported if name.startswith(("redis", "fencelock.authority"))]
 
 
 def test_what_the_guard_remembers_dies_with_its_owner(in_memory: InMemory) -> None:

@@ -122,18 +122,6 @@ def test_stale_text_is_told(engine: Engine) -> None:
     assert orders(engine) == NEW
 
 
-@on_sqlite_alone
-def test_refused_text_spoils_its_transaction(engine: Engine) -> None:
-    """Nothing of it can be committed."""
-    with Session(engine) as session:
-        session.execute(fenced_text(UPDATED, Order, token=6), {"id": 2, "status": "x"})
-        with pytest.raises(StaleTokenError):
-            session.execute(fenced_text(UPDATED, Order, token=4), PAID)
-        with pytest.raises(Exception, match="nothing of this"):
-            session.commit()
-    assert orders(engine) == NEW
-
-
 def test_each_execution_has_its_own_row_and_token(engine: Engine) -> None:
     """The database compares each of them with the fence of its row."""
     leases = (Lease("order:1", 6), Lease("order:2", 4))

@@ -116,16 +116,6 @@ def test_rows_are_inserted_or_updated_with_the_token(session: Session, engine: E
     assert [tuple(row) for row in found] == [(1, "A", "paid", 6), (2, None, "new", 9)]
 
 
-def test_a_holder_may_upsert_again(session: Session, engine: Engine) -> None:
-    """The same token passes, as with any write."""
-    bind(session, Lease("prices", 6))
-    for cents in (110, 120):
-        upsert(session, Price, [{"sku": "pen", "cents": cents}, {"sku": "ink", "cents": cents}])
-    session.commit()
-    with engine.connect() as connection:
-        assert set(connection.scalars(select(Price.cents))) == {120}
-
-
 @pytest.mark.parametrize("model", [Order, Item, Price])
 def test_stale_holder_is_turned_away_and_nothing_is_written(
     session: Session, engine: Engine, model: type[Any]
