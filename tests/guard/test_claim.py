@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 from sqlalchemy import (
     Engine,
-    ForeignKey,
     MetaData,
-    String,
     create_engine,
     delete,
     event,
@@ -26,11 +24,7 @@ from sqlalchemy import (
 from sqlalchemy.exc import DBAPIError, InvalidRequestError, NoResultFound, OperationalError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_scoped_session, async_sessionmaker
 from sqlalchemy.orm import (
-    DeclarativeBase,
-    Mapped,
     Session,
-    mapped_column,
-    relationship,
     scoped_session,
     sessionmaker,
 )
@@ -38,7 +32,6 @@ from sqlalchemy.schema import CreateSchema, DropSchema
 
 from fencelock.errors import StaleTokenError, UnfencedWriteError
 from fencelock.guard import (
-    FencedModel,
     begin_immediate,
     bind,
     claim,
@@ -49,78 +42,27 @@ from fencelock.guard import (
 )
 from fencelock.guard.gate import _at_gate_here, note_gate
 from fencelock.lease import Lease, note_ended, note_held
+from tests.guard.claims import (
+    NEW,
+    OLD,
+    Account,
+    Base,
+    Named,
+    Note,
+    Seat,
+    Task,
+    fences,
+    fill,
+    holder,
+    leases,
+)
 from tests.guard.rows import on_sqlite_alone
-
-OLD = Lease("account:1", 1)
-NEW = Lease("account:1", 2)
-
-
-class Base(DeclarativeBase):
-    """The models of this file."""
-
-
-class Account(FencedModel, Base):
-    """The row that everybody wants."""
-
-    __tablename__ = "cl_accounts"
-    __fence_resource__ = "account:{id}"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    balance: Mapped[int]
-    notes: Mapped[list[Note]] = relationship()
-
-
-class Note(Base):
-    """Not fenced; hangs on an account."""
-
-    __tablename__ = "cl_notes"
-    id: Mapped[int] = mapped_column(primary_key=True)
-    account_id: Mapped[int] = mapped_column(ForeignKey("cl_accounts.id"))
-    text: Mapped[str] = mapped_column(String(20))
-
-
-class Task(FencedModel, Base):
-    """Guarded by a resource that the key does not tell."""
-
-    __tablename__ = "cl_tasks"
-    __fence_resource__ = "queue:{queue}"
-    id: Mapped[int] = mapped_column(primary_key=True)
-    queue: Mapped[str] = mapped_column(String(20))
-    done: Mapped[bool] = mapped_column(default=False)
-
-
-class Seat(FencedModel, Base):
-    """Guarded as a whole table, with a composite key."""
-
-    __tablename__ = "cl_seats"
-    __fence_resource__ = "room"
-    row: Mapped[int] = mapped_column(primary_key=True)
-    letter: Mapped[str] = mapped_column(String(1), primary_key=True)
-    guest: Mapped[str | None] = mapped_column(String(20))
-
-
-class Named(FencedModel, Base):
-    """Guarded by a name, which a database may compare more loosely than Python does."""
-
-    __tablename__ = "cl_named"
-    __fence_resource__ = "named:{name}"
-    name: Mapped[str] = mapped_column(String(20), primary_key=True)
-
-
-fences = fence_table(Base.metadata)
 
 
 @pytest.fixture
 def engine(shared_engine: Engine, _tables: None) -> Engine:
-    """An engine on a database with an account of balance 100, three tasks and two seats."""
-    with shared_engine.execution_options(fencelock="bypass").begin() as connection:
-        for table in reversed(Base.metadata.sorted_tables):
-            connection.execute(delete(table))
-        connection.execute(insert(Account), {"id": 1, "balance": 100})
-        connection.execute(insert(Note), {"id": 1, "account_id": 1, "text": "first"})
-        tasks = [{"id": number, "queue": "b" if number == 2 else "a"} for number in (1, 2, 3)]
-        connection.execute(insert(Task), tasks)
-        connection.execute(insert(Seat), [{"row": 1, "letter": "a"}, {"row": 1, "letter": "b"}])
-    return shared_engine
+    """An engine on an account of balance 100 with a note, three tasks and two seats."""
+    return fill(shared_engine)
 
 
 @pytest.fixture
@@ -139,16 +81,14 @@ with_row_locks = pytest.mark.parametrize("shared_url", ["postgresql", "mariadb"]
 @pytest.fixture
 def old(engine: Engine) -> Iterator[Session]:
     """The session of the older holder of the account."""
-    with Session(engine) as session:
-        bind(session, OLD)
+    with holder(engine, OLD) as session:
         yield session
 
 
 @pytest.fixture
 def new(engine: Engine) -> Iterator[Session]:
     """The session of the newer holder of the account."""
-    with Session(engine) as session:
-        bind(session, NEW)
+    with holder(engine, NEW) as session:
         yield session
 
 
@@ -219,8 +159,7 @@ def test_claim_reads_past_the_snapshot_of_its_transaction(engine: Engine, new: S
     claim(new, Account, 1)
     new.commit()
     assert new.get_one(Account, 1).balance == 100
-    with Session(engine) as same_lease:
-        bind(same_lease, NEW)
+    with holder(engine, NEW) as same_lease:
         claim(same_lease, Account, 1).balance = 70
         same_lease.commit()
     assert claim(new, Account, 1).balance == 70
@@ -271,8 +210,6 @@ def test_what_is_read_after_a_claim_is_not_older_than_it(
 
     It is the transaction's first act, so nothing of it may take a snapshot before the lock is there.
     """
-    bind(old, OLD, Lease("queue:a", 1))
-    bind(new, NEW, Lease("queue:a", 2))
     claim(old, Account, 1)
     claim(old, Task, 1)
 
@@ -306,12 +243,12 @@ def test_a_claim_without_found_rows_is_no_refusal(engine: Engine) -> None:
         ),
     )
     with Session(counting) as session:
-        bind(session, NEW)
+        bind(session, *leases(NEW))
         claim(session, Account, 1)
         session.commit()
         assert claim(session, Account, 1).last_fencing_token == 2
         session.rollback()
-        bind(session, OLD)
+        bind(session, *leases(OLD))
         with pytest.raises(StaleTokenError):
             claim(session, Account, 1)
     counting.dispose()
@@ -338,12 +275,11 @@ def test_a_refusal_inside_a_savepoint_leaves_the_outer_transaction(old: Session,
     """Only the innermost savepoint is rolled back; what the transaction did before it stays."""
     claim(new, Account, 1)
     new.commit()
-    bind(old, OLD, Lease("queue:a", 7))
-    claim(old, Task, 1).done = True
+    claim(old, Task, 1).balance = 1
     with pytest.raises(StaleTokenError), old.begin_nested():
         claim(old, Account, 1)
     old.commit()
-    assert old.get_one(Task, 1).done
+    assert old.get_one(Task, 1).balance == 1
 
 
 def test_a_missing_row_is_no_result(new: Session) -> None:
@@ -356,7 +292,7 @@ def test_a_missing_row_is_no_result(new: Session) -> None:
     bind(new, Lease("queue:a", 1))
     with pytest.raises(NoResultFound):
         claim(new, Task, 9)
-    assert not claim(new, Task, 1).done
+    assert claim(new, Task, 1).balance == 100
 
 
 @on_sqlite_alone
@@ -447,7 +383,7 @@ def test_a_resource_that_the_key_does_not_tell(new: Session) -> None:
     with pytest.raises(UnfencedWriteError, match="'queue:b'"):
         claim(new, Task, 2)
     new.rollback()
-    claim(new, Task, 1).done = True
+    claim(new, Task, 1).balance = 1
     new.commit()
     assert new.scalars(select(Task.last_fencing_token).order_by(Task.id)).all() == [3, 0, 0]
 
@@ -480,7 +416,7 @@ def test_claim_all_claims_in_key_order_and_returns_in_query_order(engine: Engine
 def test_nothing_is_claimed_past_the_guard(engine: Engine, take: Callable[[Session], object]) -> None:
     """An engine that bypasses the guard would raise no fence; the error says so."""
     with Session(engine.execution_options(fencelock="bypass")) as session:
-        bind(session, NEW)
+        bind(session, *leases(NEW))
         with pytest.raises(UnfencedWriteError, match="bypass"):
             take(session)
         session.rollback()
@@ -504,15 +440,15 @@ def test_gate_in_the_schema_that_the_models_are_in(engine: Engine, monkeypatch: 
             return list(connection.scalars(select(table.to_metadata(MetaData(), schema=schema).c.resource)))
 
     with Session(engine) as session:
-        bind(session, NEW)
+        bind(session, Lease("account:1", NEW))
         gate(session)
         session.commit()
-    assert (found("cl_app"), found("cl_other")) == ([NEW.resource], [])
+    assert (found("cl_app"), found("cl_other")) == (["account:1"], [])
     with Session(elsewhere) as session:
-        bind(session, NEW)
+        bind(session, Lease("account:1", NEW))
         gate(session)
         session.commit()
-    assert found("cl_other") == [NEW.resource]
+    assert found("cl_other") == ["account:1"]
 
 
 @pytest.fixture
@@ -603,14 +539,14 @@ def test_without_a_gate_a_deleted_row_is_resurrected(engine: Engine, old: Sessio
 
 def test_with_a_gate_a_deleted_row_stays_deleted(engine: Engine, old: Session, new: Session) -> None:
     """The same schedule with gates: the resource's own row is still there when the account is not."""
-    gate(old)
+    gate(old, "account:1")
     old.commit()
-    gate(new)
+    gate(new, "account:1")
     new.delete(claim(new, Account, 1).notes[0])
     new.delete(claim(new, Account, 1))
     new.commit()
     with pytest.raises(StaleTokenError) as caught:
-        gate(old)
+        gate(old, "account:1")
     assert (caught.value.token, caught.value.current) == (1, 2)
     with engine.connect() as connection:
         assert connection.scalar(select(func.count()).select_from(Account)) == 0
@@ -626,7 +562,7 @@ def test_a_gate_wants_one_lease(new: Session) -> None:
     with pytest.raises(UnfencedWriteError):
         gate(new, "account:1")
     new.rollback()
-    bind(new, OLD, Lease("room", 1))
+    bind(new, Lease("account:1", OLD), Lease("room", 1))
     with pytest.raises(UnfencedWriteError, match="are held"):
         gate(new)
     new.rollback()
@@ -720,7 +656,7 @@ def test_claims_by_the_held_lease(engine: Engine) -> None:
 def test_repeatable_read_conflicts_stay_the_databases_own(engine: Engine, old: Session) -> None:
     """PostgreSQL's serialization failure is retryable and not reported as a stale token."""
     strict = Session(engine.execution_options(isolation_level="REPEATABLE READ"))
-    bind(strict, NEW)
+    bind(strict, *leases(NEW))
     strict.get_one(Account, 1)
     claim(old, Account, 1).balance = 90
     old.commit()
@@ -771,7 +707,7 @@ def test_coroutines_claim_without_waiting(
         aengine = for_asyncio(engine)
         async with AsyncSession(aengine) as first, AsyncSession(aengine) as second:
             for session in (first, second):
-                bind(session, NEW)
+                bind(session, *leases(NEW))
             await claim_async(first, Account, 1)
             assert await claim_async(second, Account, 1, skip_locked=True) is None
             with pytest.raises(DBAPIError):
@@ -786,12 +722,12 @@ def test_coroutines_claim_without_waiting(
 def test_scoped_sessions_claim(engine: Engine, for_asyncio: Callable[[Engine], AsyncEngine]) -> None:
     """The session behind the facade claims, and is the one that a refusal leaves to be rolled back."""
     scoped = scoped_session(sessionmaker(engine))
-    bind(scoped, NEW)
+    bind(scoped, *leases(NEW))
     gate(scoped, "account:1")
     claim(scoped, Account, 1).balance = 70
     assert [account.id for account in claim_all(scoped, select(Account))] == [1]
     scoped.commit()
-    bind(scoped, OLD)
+    bind(scoped, *leases(OLD))
     with pytest.raises(StaleTokenError):
         claim(scoped, Account, 1)
     scoped.remove()
@@ -799,7 +735,7 @@ def test_scoped_sessions_claim(engine: Engine, for_asyncio: Callable[[Engine], A
     async def main() -> None:
         aengine = for_asyncio(engine)
         of_task = async_scoped_session(async_sessionmaker(aengine), scopefunc=asyncio.current_task)
-        bind(of_task, NEW)
+        bind(of_task, *leases(NEW))
         (await claim_async(of_task, Account, 1)).balance = 60
         await of_task.commit()
         await of_task.remove()
