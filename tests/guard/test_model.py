@@ -444,7 +444,7 @@ def test_executemany_is_kept(in_memory: InMemory) -> None:
 
 
 def test_the_compiled_cache_is_kept(in_memory: InMemory) -> None:
-    """Other tokens and other values compile nothing again."""
+    """Other tokens and other values compile nothing again, and each is sent."""
     engine = in_memory(Base.metadata)
     with Session(engine) as session:
         bind(session, Lease("rows", 1))
@@ -456,10 +456,13 @@ def test_the_compiled_cache_is_kept(in_memory: InMemory) -> None:
             session.get_one(Row, 1).value = token
             session.commit()
             session.execute(update(Row).where(Row.id == 1).values(value=-token))
-            claim(session, Row, 1)
+            assert claim(session, Row, 1).last_fencing_token == token
             session.commit()
             assert engine._compiled_cache is not None
             sizes.append(len(engine._compiled_cache) + len(Row.__mapper__._compiled_cache))
+        bind(session, Lease("rows", 9))
+        with pytest.raises(StaleTokenError):
+            session.execute(update(Row).where(Row.id == 1).values(value=0))
     assert len(set(sizes[1:])) == 1
 
 

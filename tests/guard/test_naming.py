@@ -85,16 +85,6 @@ class Order(FencedModel, Base):
     shop: Mapped[int] = mapped_column(default=1)
 
 
-class Shelf(FencedModel, Base):
-    """Guarded by a number outside its key."""
-
-    __tablename__ = "na_shelves"
-    __fence_resource__ = "shop:{shop}"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    shop: Mapped[int]
-    count: Mapped[int] = mapped_column(default=0)
-
-
 class Document(FencedModel, Base):
     """Guarded by a UUID."""
 
@@ -146,7 +136,7 @@ class Word(FencedModel, Base):
     status: Mapped[str] = mapped_column(String(20), default="new")
 
 
-MODELS: tuple[type[Any], ...] = (Stock, Part, Order, Shelf, Document, Account)
+MODELS: tuple[type[Any], ...] = (Stock, Part, Order, Document, Account)
 KEY = uuid.UUID("A0EEBC99-9C0B-4EF8-BB6D-6BB9BD380A11")
 
 
@@ -172,7 +162,6 @@ def engine(shared_engine: Engine, _tables: None) -> Engine:
         connection.execute(insert(Stock), {"sku": "abc", **fence})
         connection.execute(insert(Part), {"id": 1, "sku": "abc", **fence})
         connection.execute(insert(Order), {"id": 1, **fence})
-        connection.execute(insert(Shelf), {"id": 1, "shop": 1, **fence})
         connection.execute(insert(Document), {"id": KEY, **fence})
         connection.execute(insert(Account), {"mail": "a@b", **fence})
     return shared_engine
@@ -394,26 +383,6 @@ def test_attributes_and_columns_of_one_name_are_not_mixed_up(session: Session) -
     session.execute(update(Crossed).where(Crossed.code == "a").values(value=2))
     with pytest.raises(UnfencedWriteError, match="must not change"):
         session.execute(update(Crossed).where(Crossed.code == "a").values(code="b"))
-
-
-@on_sqlite_alone
-def test_two_tokens_through_one_cached_statement(session: Session) -> None:
-    """The token is a parameter: the compiled cache does not bake it in."""
-    sent: list[Any] = []
-    shelf: Any = Shelf.__table__
-
-    def write() -> object:
-        return session.execute(update(shelf).where(shelf.c.shop == 1).values(count=3))
-
-    for token in (10, 11):
-        bind(session, Lease("shop:1", token))
-        write()
-        sent.append(session.scalar(select(Shelf.last_fencing_token)))
-    bind(session, Lease("shop:1", 9))
-    with pytest.raises(StaleTokenError):
-        write()
-    session.rollback()
-    assert sent == [10, 11]
 
 
 def test_numbers_as_text_are_the_databases_business(session: Session) -> None:
