@@ -73,16 +73,16 @@ notes: Any = Note.__table__
 
 
 @pytest.fixture
-def engine(shared_engine: Engine, _tables: None) -> Engine:
+def engine(lasting_engine: Engine) -> Engine:
     """An engine on two orders and two parcels, the second of which somebody newer has written."""
-    with shared_engine.begin() as connection:
+    with lasting_engine.begin() as connection:
         empty(connection, Base.metadata)
-    with shared_engine.execution_options(fencelock="bypass").begin() as connection:
+    with lasting_engine.execution_options(fencelock="bypass").begin() as connection:
         for number, fence in ((1, STALE), (2, FENCE)):
             connection.execute(insert(Order), {"id": number, "last_fencing_token": fence})
             connection.execute(insert(Parcel), {"id": number, "last_fencing_token": 0})
         connection.execute(insert(notes), {"id": 1, "order_id": 1})
-    return shared_engine
+    return lasting_engine
 
 
 @pytest.fixture

@@ -153,9 +153,9 @@ def _tables(shared_url: str) -> None:
 
 
 @pytest.fixture
-def engine(shared_engine: Engine, _tables: None) -> Engine:
+def engine(lasting_engine: Engine) -> Engine:
     """An engine on a database with one row in each table; the fences are 5."""
-    with shared_engine.execution_options(fencelock="bypass").begin() as connection:
+    with lasting_engine.execution_options(fencelock="bypass").begin() as connection:
         for model in MODELS:
             connection.execute(delete(model))
         fence = {"last_fencing_token": 5}
@@ -164,7 +164,7 @@ def engine(shared_engine: Engine, _tables: None) -> Engine:
         connection.execute(insert(Order), {"id": 1, **fence})
         connection.execute(insert(Document), {"id": KEY, **fence})
         connection.execute(insert(Account), {"mail": "a@b", **fence})
-    return shared_engine
+    return lasting_engine
 
 
 @pytest.fixture

@@ -63,12 +63,12 @@ class Parcel(FencedModel, Base):
 
 
 @pytest.fixture
-def engine(shared_engine: Engine, _tables: None) -> Engine:
+def engine(lasting_engine: Engine) -> Engine:
     """An engine on a database with these tables, which are empty."""
-    with shared_engine.execution_options(fencelock="bypass").begin() as connection:
+    with lasting_engine.execution_options(fencelock="bypass").begin() as connection:
         for model in (Item, Order):
             connection.execute(delete(model))
-    return shared_engine
+    return lasting_engine
 
 
 @pytest.fixture

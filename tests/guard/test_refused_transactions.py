@@ -77,14 +77,14 @@ FENCES = fence_table(Base.metadata)
 
 
 @pytest.fixture
-def engine(shared_engine: Engine, _tables: None) -> Engine:
+def engine(lasting_engine: Engine) -> Engine:
     """An engine on one row that a holder has fenced, a gate that it has passed, and no notes."""
-    with shared_engine.execution_options(fencelock="bypass").begin() as connection:
+    with lasting_engine.execution_options(fencelock="bypass").begin() as connection:
         for table in (Row, Note, FENCES):
             connection.execute(delete(table))
         connection.execute(insert(Row), {"id": 1, "value": 0, "last_fencing_token": FENCE})
         connection.execute(insert(FENCES), {"resource": "rows", "last_fencing_token": FENCE})
-    return shared_engine
+    return lasting_engine
 
 
 def note(target: Any, number: int) -> None:

@@ -86,9 +86,9 @@ plain = Table(
 
 
 @pytest.fixture
-def engine(shared_engine: Engine, _tables: None) -> Engine:
+def engine(lasting_engine: Engine) -> Engine:
     """An engine on a database with two orders whose fences are 5."""
-    with shared_engine.execution_options(fencelock="bypass").begin() as connection:
+    with lasting_engine.execution_options(fencelock="bypass").begin() as connection:
         for table in Base.metadata.sorted_tables:
             connection.execute(delete(table))
         connection.execute(
@@ -96,7 +96,7 @@ def engine(shared_engine: Engine, _tables: None) -> Engine:
         )
         connection.execute(insert(odd), {"select": 1, "Mixed Case %": 0})
         connection.execute(insert(plain), {"id": 1, "note": "new"})
-    return shared_engine
+    return lasting_engine
 
 
 def order(engine: Engine, identity: int = 1) -> tuple[str, int]:

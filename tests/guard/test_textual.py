@@ -35,13 +35,13 @@ PAID = {"id": 1, "status": "paid"}
 
 
 @pytest.fixture
-def engine(shared_engine: Engine, _tables: None) -> Engine:
+def engine(lasting_engine: Engine) -> Engine:
     """An engine on a database whose rows have been fenced with 5."""
-    with shared_engine.execution_options(fencelock="bypass").begin() as connection:
+    with lasting_engine.execution_options(fencelock="bypass").begin() as connection:
         connection.execute(delete(Order))
         for number in (1, 2):
             connection.execute(insert(Order), {"id": number, "status": "new", "last_fencing_token": 5})
-    return shared_engine
+    return lasting_engine
 
 
 def orders(engine: Engine) -> dict[int, tuple[str, int]]:

@@ -76,16 +76,16 @@ class Toy(Thing):
 
 
 @pytest.fixture
-def engine(shared_engine: Engine, _tables: None) -> Engine:
+def engine(lasting_engine: Engine) -> Engine:
     """An engine on a database with one order, item and price, fenced with 5."""
-    with shared_engine.execution_options(fencelock="bypass").begin() as connection:
+    with lasting_engine.execution_options(fencelock="bypass").begin() as connection:
         for table in Base.metadata.tables.values():
             connection.execute(delete(table))
         fence = {"last_fencing_token": 5}
         connection.execute(insert(Order), {"id": 1, "code_": "A", "status": "old", **fence})
         connection.execute(insert(Item), {"id": 1, "line": 1, "order_id": 1, "amount": 7, **fence})
         connection.execute(insert(Price), {"sku": "pen", "cents": 100, **fence})
-    return shared_engine
+    return lasting_engine
 
 
 @pytest.fixture

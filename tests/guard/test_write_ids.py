@@ -53,9 +53,9 @@ from tests.guard.write_ids import (
 
 
 @pytest.fixture
-def engine(shared_engine: Engine, _tables: None) -> Engine:
+def engine(lasting_engine: Engine) -> Engine:
     """An engine on a database with the rows."""
-    return fill(shared_engine)
+    return fill(lasting_engine)
 
 
 def switch(model: type[Any]) -> Step:
@@ -138,6 +138,7 @@ WRITES = {
     "row switch": Story(load=get(Versioned), model=Versioned, write=switch(Versioned)),
     "row switch, of a shard": Story(load=whole(identity_token="eu"), model=Account, write=switch(Account)),
     "row switch, concrete": Story(load=after(get(Dog), load_beside), model=Dog, write=switch(Dog)),
+    "row switch, second class": Story(load=get(Twin), write=switch(Twin)),
     "version counter": Story(load=get(Versioned), model=Versioned),
     "key": Story(load=get(Versioned), model=Versioned, write=setting("id", 2)),
     "keys that move up": Story(load=get(Line, (1, 1)), model=Line, key=(1, 1), write=move_up),

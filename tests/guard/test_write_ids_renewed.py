@@ -61,9 +61,9 @@ from tests.guard.write_ids import (
 
 
 @pytest.fixture
-def engine(shared_engine: Engine, _tables: None) -> Engine:
+def engine(lasting_engine: Engine) -> Engine:
     """An engine on a database with the rows."""
-    return fill(shared_engine)
+    return fill(lasting_engine)
 
 
 def detached(load: Load) -> Load:

@@ -76,8 +76,9 @@ class Twin(Fenced, Base):
 @event.listens_for(Twin, "before_update")
 def on_update(_mapper: object, _connection: object, twin: Any) -> None:
     """Write the status in small letters, and count each plus in it."""
-    twin.balance += twin.status.count("+")
-    twin.status = twin.status.lower().replace("+", "")
+    status = twin.status or "new"
+    twin.balance += status.count("+")
+    twin.status = status.lower().replace("+", "")
 
 
 class Refreshed(Fenced, Base):
@@ -293,12 +294,17 @@ ROWS: dict[str, list[dict[str, int]]] = {
     "wi_engineers": [{"id": 1}],
     "wi_managers": [{"staff_id": 2}],
     "wi_tags": [{"id": 1}, {"id": 2}],
-    "wi_accounts": [{"id": 1, "kind": 0}, {"id": 2, "kind": 1}, {"id": 3, "kind": 2, "extra_of_single": 100}],
+    "wi_accounts": [{"id": key, "kind": key - 1, "extra_of_single": 100} for key in (1, 2, 3)],
     "wi_joined": [{"id": 2}],
     "wi_entries": [{"id": 1, "account_id": 1, "place": 0}, {"id": 2, "account_id": 1, "place": 1}],
     "wi_links": [{"account": 1, "tag": 1}],
     "wi_notes": [{"id": 1, "joined_id": 2}],
 }
+
+
+def fence_of(table: Table, write_id: int) -> dict[str, int]:
+    """Return what the guard's columns of a row have, if the table has these columns."""
+    return {"last_fencing_token": FENCE, "last_write_id": write_id} if "last_write_id" in table.c else {}
 
 
 def fill(engine: Engine) -> Engine:
@@ -310,10 +316,11 @@ def fill(engine: Engine) -> Engine:
             connection.execute(delete(table))
         for name, rows in ROWS.items():
             table = Base.metadata.tables[name]
-            guarded = "last_write_id" in table.c
-            for row in rows:
-                fence = {"last_fencing_token": FENCE, "last_write_id": next(ids)} if guarded else {}
-                connection.execute(insert(table), {**row, **fence})
+            is_fenced = "last_write_id" in table.c
+            fences = [
+                {"last_fencing_token": FENCE, "last_write_id": next(ids)} if is_fenced else {} for _ in rows
+            ]
+            connection.execute(insert(table), [row | fence for row, fence in zip(rows, fences, strict=True)])
         connection.execute(update(Account).where(Account.id == 1).values(favourite_id=1))
     return engine
 
