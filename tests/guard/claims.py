@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from sqlalchemy import Engine, ForeignKey, String, insert, select
+from sqlalchemy import Engine, ForeignKey, String, event, insert, select
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, column_property, mapped_column, relationship
 
-from fencelock.guard import FencedModel, bind, fence_table
+from fencelock.guard import FencedModel, begin_immediate, bind, fence_table
 from fencelock.lease import Lease
 from tests.guard.rows import empty
 
@@ -178,3 +181,58 @@ def holder(engine: Engine, token: int = NEW, **options: Any) -> Session:
     session = Session(engine, **options)
     bind(session, *leases(token))
     return session
+
+
+def balance(engine: Engine) -> int:
+    """Read the account's balance on another connection."""
+    with engine.connect() as connection:
+        return connection.scalars(select(Account.balance)).one()
+
+
+def fence(engine: Engine) -> int:
+    """Read the account's fence on another connection."""
+    with engine.connect() as connection:
+        return connection.scalars(select(Account.last_fencing_token)).one()
+
+
+def in_thread(work: Callable[[], object]) -> Callable[[], Any]:
+    """Start work in a thread; return what waits for its result or raises its error."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(work())
+        except Exception as error:  # noqa: BLE001  handed over to the caller
+            outcome.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+
+    def wait() -> Any:
+        thread.join(30)
+        assert not thread.is_alive()
+        if isinstance(outcome[0], Exception):
+            raise outcome[0]
+        return outcome[0]
+
+    return wait
+
+
+@contextmanager
+def statements(engine: Engine) -> Iterator[list[str]]:
+    """Give the first word of each statement that is sent in the block."""
+    sent: list[str] = []
+
+    def note(_connection: object, _cursor: object, sql: str, *_: object) -> None:
+        sent.append(sql.split(maxsplit=1)[0])
+
+    event.listen(engine, "before_cursor_execute", note)
+    yield sent
+    event.remove(engine, "before_cursor_execute", note)
+
+
+def let_wait(engine: Engine) -> None:
+    """Have SQLite's transactions wait for each other, as row locks have those of the others wait."""
+    if engine.dialect.name == "sqlite":
+        begin_immediate(engine)
+        engine.dispose()

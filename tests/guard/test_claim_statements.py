@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -25,7 +24,6 @@ from fencelock.guard import (
     claim_async,
     execute_fenced,
     fenced_update,
-    gate,
     gate_async,
 )
 from fencelock.lease import Lease
@@ -46,6 +44,7 @@ from tests.guard.claims import (
     fill,
     holder,
     leases,
+    statements,
 )
 
 ONE, TWO = ["UPDATE"], ["UPDATE", "SELECT"]
@@ -62,19 +61,6 @@ def session(engine: Engine) -> Iterator[Session]:
     """A session of the newer holder."""
     with holder(engine) as made:
         yield made
-
-
-@contextmanager
-def statements(engine: Engine) -> Iterator[list[str]]:
-    """Give the first word of each statement that is sent in the block."""
-    sent: list[str] = []
-
-    def note(_connection: object, _cursor: object, sql: str, *_: object) -> None:
-        sent.append(sql.split(maxsplit=1)[0])
-
-    event.listen(engine, "before_cursor_execute", note)
-    yield sent
-    event.remove(engine, "before_cursor_execute", note)
 
 
 def at_once(engine: Engine, model: type[Any] = Account) -> list[str]:
@@ -209,36 +195,6 @@ def test_criteria_of_a_listener_count(engine: Engine, session: Session) -> None:
     session.commit()
     with pytest.raises(NoResultFound):
         claim(session, Account, 1)
-
-
-def test_gate_sends_one_statement(engine: Engine, session: Session) -> None:
-    """When it makes the row, when it raises its fence, when it is passed again, and when it is shut."""
-    with Session(engine) as old:
-        for gates, token in ((session, OLD), (session, NEW), (session, NEW), (old, OLD)):
-            bind(gates, Lease("account:1", token))
-            with statements(engine) as sent:
-                if gates is old:
-                    with pytest.raises(StaleTokenError) as caught:
-                        gate(old)
-                    assert (caught.value.table, caught.value.identity) == ("fencelock_fences", ("account:1",))
-                    assert (caught.value.token, caught.value.current) == (OLD, NEW)
-                else:
-                    gate(gates)
-                    gates.commit()
-            assert sent == ["INSERT"]
-
-
-def test_gate_of_a_database_without_returning_sends_two_statements(engine: Engine, session: Session) -> None:
-    """MySQL has no RETURNING, and SQLite since 3.35."""
-    session.connection()
-    engine.dialect.insert_returning = False
-    with statements(engine) as sent:
-        gate(session, "account:1")
-    assert sent == ["INSERT", "SELECT"]
-    session.commit()
-    bind(session, Lease("account:1", OLD))
-    with pytest.raises(StaleTokenError):
-        gate(session)
 
 
 @pytest.mark.parametrize("shared_url", ["postgresql"], indirect=True)
