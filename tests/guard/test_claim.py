@@ -8,32 +8,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import (
-    Engine,
-    create_engine,
-    delete,
-    event,
-    func,
-    insert,
-    select,
-    update,
-)
+from sqlalchemy import Engine, create_engine, delete, event, func, insert, select, update
 from sqlalchemy.exc import DBAPIError, InvalidRequestError, NoResultFound, OperationalError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_scoped_session, async_sessionmaker
-from sqlalchemy.orm import (
-    Session,
-    scoped_session,
-    sessionmaker,
-)
+from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 from fencelock.errors import StaleTokenError, UnfencedWriteError
-from fencelock.guard import (
-    bind,
-    claim,
-    claim_all,
-    claim_async,
-    gate,
-)
+from fencelock.guard import bind, claim, claim_all, claim_async, gate
 from fencelock.lease import Lease, note_ended, note_held
 from tests.guard.claims import (
     NEW,
@@ -364,11 +345,7 @@ def test_claim_all_claims_in_key_order_and_returns_in_query_order(engine: Engine
 @on_sqlite_alone
 @pytest.mark.parametrize(
     "take",
-    [
-        lambda s: claim(s, Account, 1),
-        lambda s: claim_all(s, select(Account)),
-        lambda s: gate(s, "account:1"),
-    ],
+    [lambda s: claim(s, Account, 1), lambda s: claim_all(s, select(Account)), lambda s: gate(s, "account:1")],
     ids=["claim", "claim_all", "gate"],
 )
 def test_nothing_is_claimed_past_the_guard(engine: Engine, take: Callable[[Session], object]) -> None:

@@ -10,10 +10,7 @@ import pytest
 from sqlalchemy import Engine, event, insert, select
 from sqlalchemy.exc import NoResultFound
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
-from sqlalchemy.orm import (
-    Session,
-    with_loader_criteria,
-)
+from sqlalchemy.orm import Session, with_loader_criteria
 
 from fencelock.errors import StaleTokenError, UnfencedWriteError
 from fencelock.guard import (

@@ -9,25 +9,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import (
-    Engine,
-    MetaData,
-    delete,
-    func,
-    select,
-)
-from sqlalchemy.orm import (
-    Session,
-)
+from sqlalchemy import Engine, MetaData, delete, func, select
+from sqlalchemy.orm import Session
 from sqlalchemy.schema import CreateSchema, DropSchema
 
 from fencelock.errors import StaleTokenError, UnfencedWriteError
-from fencelock.guard import (
-    bind,
-    claim,
-    fence_table,
-    gate,
-)
+from fencelock.guard import bind, claim, fence_table, gate
 from fencelock.guard.gate import _at_gate_here, note_gate
 from fencelock.lease import Lease
 from tests.guard.claims import (

@@ -31,13 +31,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.engine import Connection, RootTransaction
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.orm import (
-    DeclarativeBase,
-    Mapped,
-    Session,
-    mapped_column,
-    relationship,
-)
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship
 
 from fencelock.errors import (
     CommitInDoubtError,
@@ -264,10 +258,7 @@ UNGUARDED: dict[str, tuple[Callable[[Session], object], str]] = {
         ),
         "give customer_id a plain value",
     ),
-    "to another resource": (
-        assigning(Order, "customer_id", 2),
-        "customer_id of 'le_orders' must not change",
-    ),
+    "to another resource": (assigning(Order, "customer_id", 2), "customer_id of 'le_orders' must not change"),
     "to another key": (assigning(Ticket, "id", 9), "must not change"),
     "to another, by a statement": (updating(Order.customer_id == 1, customer_id=2), "must not change"),
     "to another, by an attribute": (

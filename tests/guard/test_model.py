@@ -42,14 +42,7 @@ from sqlalchemy.orm import (
 )
 
 from fencelock.errors import StaleTokenError, UnfencedWriteError
-from fencelock.guard import (
-    FencedDataclassModel,
-    FencedModel,
-    bind,
-    claim,
-    fence_column,
-    write_id_column,
-)
+from fencelock.guard import FencedDataclassModel, FencedModel, bind, claim, fence_column, write_id_column
 from fencelock.guard.conditions import _forms
 from fencelock.guard.leases import Writing
 from fencelock.lease import Lease

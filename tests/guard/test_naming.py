@@ -322,12 +322,7 @@ def test_spellings_that_mean_the_same_are_the_same(session: Session) -> None:
 
 @pytest.mark.parametrize("shared_url", ["mariadb"], indirect=True)
 @pytest.mark.parametrize(
-    ("lease", "model", "key"),
-    [
-        ("job:RED", Job, "RED"),
-        ("job:red", Job, "red"),
-        ("word:ABC", Word, "ABC"),
-    ],
+    ("lease", "model", "key"), [("job:RED", Job, "RED"), ("job:red", Job, "red"), ("word:ABC", Word, "ABC")]
 )
 def test_a_member_of_an_enumeration_has_one_name(
     session: Session, engine: Engine, lease: str, model: Any, key: str

@@ -608,8 +608,7 @@ def test_a_missing_column_says_to_migrate(session: Session, engine: Engine, miss
         session.rollback()
         with engine.begin() as connection:
             connection.execute(
-                text(f"ALTER TABLE re_late DROP COLUMN {missing}"),
-                execution_options={"fencelock": "bypass"},
+                text(f"ALTER TABLE re_late DROP COLUMN {missing}"), execution_options={"fencelock": "bypass"}
             )
 
 

@@ -343,12 +343,7 @@ def test_names_are_quoted_for_a_dialect(engine: Engine, cursor: tuple[Any, list[
     bare, styles = cursor
     for number, style in enumerate(styles, 1):
         statement = conditional_update(
-            odd,
-            {"Mixed Case %": number},
-            {"select": 1},
-            number,
-            style,
-            dialect=engine.dialect.name,
+            odd, {"Mixed Case %": number}, {"select": 1}, number, style, dialect=engine.dialect.name
         )
         bare.execute(*statement)
         assert bare.rowcount == 1

@@ -10,17 +10,7 @@ from typing import Any
 
 import pytest
 import sqlmodel
-from sqlalchemy import (
-    BigInteger,
-    Column,
-    Engine,
-    ForeignKey,
-    Integer,
-    MetaData,
-    String,
-    Table,
-    create_engine,
-)
+from sqlalchemy import BigInteger, Column, Engine, ForeignKey, Integer, MetaData, String, Table, create_engine
 from sqlalchemy.ext.automap import automap_base
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, registry, relationship
 

@@ -10,12 +10,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import Engine, inspect, select
-from sqlalchemy.orm import (
-    Session,
-    defer,
-    load_only,
-    with_polymorphic,
-)
+from sqlalchemy.orm import Session, defer, load_only, with_polymorphic
 
 from tests.guard.listening import listening
 from tests.guard.rows import on_sqlite_alone

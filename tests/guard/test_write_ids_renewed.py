@@ -154,12 +154,7 @@ THEN = {
     ),
     "changed and merged": Story(load=detached(get()), then=changed_and_merged, write=nothing, said=MIXED),
     "changed and merged, joined": Story(
-        load=detached(get(Joined, 2)),
-        model=Joined,
-        key=2,
-        then=changed_and_merged,
-        write=nothing,
-        said=MIXED,
+        load=detached(get(Joined, 2)), model=Joined, key=2, then=changed_and_merged, write=nothing, said=MIXED
     ),
     "the rest is loaded": Story(other=take_and_say, then=again(lambda _session, _row: None)),
     "a part is refreshed": Story(
@@ -201,11 +196,7 @@ THEN = {
 
 
 def merging(
-    model: type[Any] = Account,
-    key: int = 1,
-    *,
-    only: tuple[Any, ...] = (),
-    touched: str | None = None,
+    model: type[Any] = Account, key: int = 1, *, only: tuple[Any, ...] = (), touched: str | None = None
 ) -> Step:
     """Merge a newer object of the row, of which another session has loaded everything, or only a part."""
 
@@ -282,11 +273,7 @@ MERGES = {
     ),
     "composite": Story(load=whole(), model=Account, **PAIR, then=merging()),
     "where it comes from": Story(
-        load=whole(),
-        model=Account,
-        other=add_entry,
-        then=merging_from_an_entry,
-        write=counting("entries"),
+        load=whole(), model=Account, other=add_entry, then=merging_from_an_entry, write=counting("entries")
     ),
 }
 

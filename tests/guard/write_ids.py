@@ -12,17 +12,7 @@ from itertools import count
 from typing import Any, TypeAlias
 
 import pytest
-from sqlalchemy import (
-    Column,
-    Engine,
-    ForeignKey,
-    String,
-    Table,
-    delete,
-    event,
-    insert,
-    update,
-)
+from sqlalchemy import Column, Engine, ForeignKey, String, Table, delete, event, insert, update
 from sqlalchemy.ext.orderinglist import ordering_list
 from sqlalchemy.orm import (
     DeclarativeBase,
