@@ -138,12 +138,12 @@ def test_an_undone_write_is_loaded_again_before_the_next(engine: Engine) -> None
     assert stored(engine) == 90
 
 
-@on_sqlite_alone
+@pytest.mark.parametrize("shared_url", ["postgresql", "mariadb"], indirect=True)
 def test_a_write_in_a_transaction_of_another_that_is_undone(engine: Engine) -> None:
     """The session that joined it has not heard of the rollback."""
     with engine.connect() as connection:
         outer = connection.begin()
-        session = Session(connection, expire_on_commit=False, join_transaction_mode="rollback_only")
+        session = Session(connection, expire_on_commit=False, join_transaction_mode="create_savepoint")
         bind(session, Lease("rows", OTHER))
         row = written(session)
         session.commit()
