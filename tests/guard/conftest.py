@@ -53,6 +53,14 @@ def shared_engine(shared_url: str) -> Iterator[Engine]:
     made.dispose()
 
 
+@pytest.fixture(scope="module")
+def lasting_engine(shared_url: str, _tables: None) -> Iterator[Engine]:
+    """One engine for all tests of a file that leave it as it is: what it has compiled is kept."""
+    made = create_engine(shared_url)
+    yield made
+    made.dispose()
+
+
 @pytest.fixture
 def in_memory() -> Iterator[InMemory]:
     """A maker of engines, each on a new SQLite database with the tables that it is given."""

@@ -73,16 +73,16 @@ notes: Any = Note.__table__
 
 
 @pytest.fixture
-def engine(shared_engine: Engine, _tables: None) -> Engine:
+def engine(lasting_engine: Engine) -> Engine:
     """An engine on two orders and two parcels, the second of which somebody newer has written."""
-    with shared_engine.begin() as connection:
+    with lasting_engine.begin() as connection:
         empty(connection, Base.metadata)
-    with shared_engine.execution_options(fencelock="bypass").begin() as connection:
+    with lasting_engine.execution_options(fencelock="bypass").begin() as connection:
         for number, fence in ((1, STALE), (2, FENCE)):
             connection.execute(insert(Order), {"id": number, "last_fencing_token": fence})
             connection.execute(insert(Parcel), {"id": number, "last_fencing_token": 0})
         connection.execute(insert(notes), {"id": 1, "order_id": 1})
-    return shared_engine
+    return lasting_engine
 
 
 @pytest.fixture
@@ -143,6 +143,7 @@ STATEMENTS: dict[str, Callable[[Session], object]] = {
 }
 
 
+@on_sqlite_alone
 @pytest.mark.parametrize("work", [pytest.param(work, id=name) for name, work in STATEMENTS.items()])
 def test_condition_holds_for_all_that_text_names(
     session: Session, engine: Engine, work: Callable[[Session], object]
@@ -162,6 +163,7 @@ def test_text_writes_what_it_names(session: Session, engine: Engine) -> None:
     assert standing(engine)[1][1] == STALE
 
 
+@on_sqlite_alone
 def test_text_beside_a_key_names_no_other_row(engine: Engine) -> None:
     """The token of the parcel that the criteria name is good for no other one."""
     with Session(engine) as session:
@@ -177,6 +179,7 @@ def test_text_beside_a_key_names_no_other_row(engine: Engine) -> None:
 HIDING = ["id = 2 -- the second", "id = 2 /* ", "id = 2; --", "id = 2) OR (1 = 1", "id = 2 # x", "'\\' -- '"]
 
 
+@on_sqlite_alone
 def test_operators_cannot_hide_the_condition(session: Session, engine: Engine) -> None:
     """What an operator is called goes into the statement as it is, like text."""
     for name in ("= 2 --", "/*", ") OR (1 ="):
@@ -203,6 +206,7 @@ def test_text_that_could_hide_the_condition_is_refused(
     assert standing(engine) == UNTOUCHED
 
 
+@on_sqlite_alone
 def test_prefix_that_does_something_else_is_refused(session: Session, engine: Engine) -> None:
     """OR REPLACE deletes other rows, IGNORE says nothing of those that it leaves out."""
     for prefix in ("OR REPLACE", "OR IGNORE", "IGNORE", "/*+ x */ OR REPLACE"):
@@ -212,6 +216,7 @@ def test_prefix_that_does_something_else_is_refused(session: Session, engine: En
     assert standing(engine) == UNTOUCHED
 
 
+@on_sqlite_alone
 def test_criteria_that_the_orm_adds_take_no_text(session: Session, engine: Engine) -> None:
     """with_loader_criteria comes after the condition, and an OR in it would go around that."""
     statement = update(Order).where(Order.id == 1).values(status="paid")
@@ -291,6 +296,7 @@ def test_update_of_several_tables_is_refused(
     assert standing(engine) == UNTOUCHED
 
 
+@on_sqlite_alone
 def test_set_statement_is_no_locking_read(session: Session, engine: Engine) -> None:
     """MariaDB: `SET STATEMENT … FOR UPDATE …` runs the UPDATE."""
     with pytest.raises(UnfencedWriteError):

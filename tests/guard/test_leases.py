@@ -31,15 +31,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.engine import Connection, RootTransaction
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.orm import (
-    DeclarativeBase,
-    Mapped,
-    Session,
-    mapped_column,
-    relationship,
-    scoped_session,
-    sessionmaker,
-)
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship
 
 from fencelock.errors import (
     CommitInDoubtError,
@@ -61,7 +53,6 @@ from fencelock.guard import (
     write_id_column,
 )
 from fencelock.lease import Lease, note_ended, note_held
-from fencelock.tokens import MAX_TOKEN
 from tests.guard.listening import listening
 
 
@@ -137,6 +128,7 @@ def engine(tmp_path: Any) -> Iterator[Engine]:
             connection.execute(insert(Order), {"id": number, "customer_id": number})
             connection.execute(insert(Ticket), {"id": number})
             connection.execute(insert(Stock), {"id": number})
+        connection.execute(insert(Ledger), {"id": 1})
     yield made
     made.dispose()
 
@@ -185,132 +177,114 @@ def test_rows_of_one_flush_get_their_own_tokens(session: Session) -> None:
     assert [ticket.seat for ticket in tickets] == ["a", "a"]
 
 
-def test_the_wrong_lease_is_refused_by_name(session: Session) -> None:
-    """The error says which resource is needed and which are held; nothing is sent."""
-    bind(session, Lease("ticket:1", 3))
-    session.get_one(Ticket, 2).seat = "a"
-    with pytest.raises(UnfencedWriteError, match=r"'ticket:2'.*'ticket:1'"):
-        session.commit()
+def assigning(model: type[Any], name: str, value: object, key: int = 1) -> Callable[[Session], object]:
+    """Return what changes an object."""
+    return lambda session: setattr(session.get_one(model, key), name, value)
+
+
+def with_successor(session: Session) -> None:
+    """Insert a row that the same flush updates, for which the session has no key yet."""
+    session.add(Order(customer_id=1, successor=Order(customer=session.get_one(Customer, 1))))
+
+
+def delete_expired(session: Session) -> None:
+    """Delete an object whose columns are not loaded."""
+    order = session.get_one(Order, 1)
+    session.expire(order)
+    session.delete(order)
+
+
+def by_parameters(session: Session) -> None:
+    """Name the resource of each execution by a value of its own."""
+    table: Any = Ticket.__table__
+    statement = update(table).where(table.c.id == bindparam("which"))
+    session.connection().execute(statement, [{"which": 1, "seat": "a"}, {"which": 2, "seat": "b"}])
+
+
+TOKENS = {"ticket:1": 3, "ticket:2": 30, "customer:1": 4, "ledger": 5, "tenant:main": 6, "other": 7}
+Guarded = tuple[tuple[str, ...], Callable[[Session], object], type[Any], list[int]]
+GUARDED: dict[str, Guarded] = {
+    "a row by its key": (("ticket:1",), assigning(Ticket, "seat", "a"), Ticket, [3, 0]),
+    "parameters": (("ticket:1", "ticket:2"), by_parameters, Ticket, [3, 30]),
+    "a new row of a whole table": (("ledger",), lambda s: s.add(Ledger(id=2)), Ledger, [0, 5]),
+    "a whole table": (("ledger", "other"), lambda s: s.execute(update(Ledger).values(value=1)), Ledger, [5]),
+    "an object by other columns": (("customer:1",), assigning(Order, "status", "x"), Order, [4, 0]),
+    "an expired object": (("customer:1",), delete_expired, Order, [0]),
+    "a new row with post_update": (("customer:1",), with_successor, Order, [0, 0, 4, 4]),
+    "criteria": (
+        ("customer:1",),
+        lambda s: s.execute(
+            update(Order).where(Order.customer_id == 1, Order.status == "new").values(status="x")
+        ),
+        Order,
+        [4, 0],
+    ),
+    "a default": (("tenant:main",), lambda s: s.add(Setting()), Setting, [6]),
+}
+
+
+@pytest.mark.parametrize(("held", "write", "model", "fences"), GUARDED.values(), ids=GUARDED)
+def test_a_row_is_written_under_the_lease_that_it_names(
+    session: Session,
+    held: tuple[str, ...],
+    write: Callable[[Session], object],
+    model: type[Any],
+    fences: list[int],
+) -> None:
+    """The unit of work knows the row's columns, loaded or expired; a statement has to name them."""
+    bind(session, *(Lease(resource, TOKENS[resource]) for resource in held))
+    write(session)
+    session.commit()
+    assert session.scalars(select(model.last_fencing_token).order_by(model.id)).all() == fences
+
+
+def updating(*criteria: Any, **values: Any) -> Callable[[Session], object]:
+    """Return an UPDATE of orders."""
+    return lambda session: session.execute(update(Order).where(*criteria).values(values or {"status": "x"}))
+
+
+UNGUARDED: dict[str, tuple[Callable[[Session], object], str]] = {
+    "another row": (assigning(Ticket, "seat", "a", 2), "'ticket:2'.*'customer:1', 'ticket:1'"),
+    "another row, by other columns": (assigning(Order, "status", "x", 2), "'customer:2'"),
+    "a whole table": (lambda s: s.execute(update(Ledger).values(value=2)), "'ledger'"),
+    "a new row": (lambda s: s.add(Setting(tenant="else")), "'tenant:else'"),
+    "criteria, of another": (updating(Order.customer_id == 2), "'customer:2'"),
+    "criteria, of any": (updating(Order.status == "new"), "compare customer_id"),
+    "criteria, by the key": (updating(Order.id == 2), "compare customer_id"),
+    "criteria, by OR": (updating((Order.customer_id == 1) | (Order.id == 2)), "compare customer_id"),
+    "a value of the database": (
+        lambda s: s.execute(
+            insert(Order).values(customer_id=select(Customer.id).where(Customer.id == 1).scalar_subquery())
+        ),
+        "give customer_id a plain value",
+    ),
+    "to another resource": (assigning(Order, "customer_id", 2), "customer_id of 'le_orders' must not change"),
+    "to another key": (assigning(Ticket, "id", 9), "must not change"),
+    "to another, by a statement": (updating(Order.customer_id == 1, customer_id=2), "must not change"),
+    "to another, by an attribute": (
+        lambda s: s.execute(update(Order).where(Order.customer_id == 1).values({Order.customer_id: 2})),
+        "must not change",
+    ),
+}
+
+
+@pytest.mark.parametrize(("write", "match"), UNGUARDED.values(), ids=UNGUARDED)
+def test_a_row_that_no_lease_names_is_refused_by_name(
+    session: Session, write: Callable[[Session], object], match: str
+) -> None:
+    """The error says which resource is needed and which are held, or why no lease guards it."""
+    bind(session, Lease("customer:1", 4), Lease("ticket:1", 3))
+    with pytest.raises(UnfencedWriteError, match=match):
+        flush_after(write, session)
     session.rollback()
     session.get_one(Ticket, 1).seat = "a"
     session.commit()
 
 
-def test_a_table_can_have_one_named_resource(session: Session) -> None:
-    """A template without columns names the resource of the whole table."""
-    bind(session, Lease("ledger", 5), Lease("other", 6))
-    session.add(Ledger(id=1))
-    session.commit()
-    session.execute(update(Ledger).values(value=1))
-    session.commit()
-    assert session.get_one(Ledger, 1).last_fencing_token == 5
-    bind(session, Lease("other", 6))
-    with pytest.raises(UnfencedWriteError, match="'ledger'"):
-        session.execute(update(Ledger).values(value=2))
-
-
-def test_a_resource_outside_the_key_is_taken_from_the_object(session: Session) -> None:
-    """The unit of work knows the row's columns, loaded or expired, so any of them may name the resource."""
-    bind(session, Lease("customer:1", 4))
-    order = session.get_one(Order, 1)
-    order.status = "paid"
-    session.commit()
-    session.expire(order)
-    session.delete(order)
-    session.commit()
-    order = session.get_one(Order, 2)
-    order.status = "paid"
-    with pytest.raises(UnfencedWriteError, match="'customer:2'"):
-        session.commit()
-
-
-def test_a_resource_outside_the_key_of_a_new_row_with_post_update(session: Session) -> None:
-    """A row inserted and updated in one flush is found although the session has no key for it yet."""
-    bind(session, Lease("customer:1", 4))
-    first = Order(customer_id=1)
-    first.successor = Order(customer=session.get_one(Customer, 1))
-    session.add(first)
-    session.commit()
-    assert first.last_fencing_token == 4
-    assert first.successor is not None
-
-
-def test_statements_must_pin_the_resource(session: Session) -> None:
-    """A WHERE clause that leaves the resource open is refused; one that names it is guarded."""
-    bind(session, Lease("customer:1", 4))
-    for criterion in (Order.status == "new", Order.id == 2, (Order.customer_id == 1) | (Order.id == 2)):
-        with pytest.raises(UnfencedWriteError, match="customer_id"):
-            session.execute(update(Order).where(criterion).values(status="paid"))
-        session.rollback()
-    pinned = update(Order).where(Order.customer_id == 1, Order.status == "new").values(status="paid")
-    assert session.execute(pinned).rowcount == 1  # type: ignore[attr-defined]
-    with pytest.raises(UnfencedWriteError, match="'customer:2'"):
-        session.execute(update(Order).where(Order.customer_id == 2).values(status="paid"))
-
-
-def test_pins_may_be_parameters(session: Session) -> None:
-    """With executemany, each execution's own value names its resource."""
-    bind(session, Lease("ticket:1", 3), Lease("ticket:2", 30))
-    statement = update(Ticket.__table__).where(Ticket.__table__.c.id == bindparam("which"))  # type: ignore[arg-type]
-    session.connection().execute(statement, [{"which": 1, "seat": "a"}, {"which": 2, "seat": "b"}])
-    session.commit()
-    assert session.scalars(select(Ticket.last_fencing_token).order_by(Ticket.id)).all() == [3, 30]
-
-
-def test_a_column_of_the_resource_must_not_change(session: Session) -> None:
-    """Moving a row to another resource is refused, by the unit of work and by statements."""
-    bind(session, Lease("customer:1", 4), Lease("customer:2", 5), Lease("ticket:1", 6))
-    session.get_one(Order, 1).customer_id = 2
-    with pytest.raises(UnfencedWriteError, match="customer_id of 'le_orders' must not change"):
-        session.commit()
-    session.rollback()
-    session.get_one(Ticket, 1).id = 9
-    with pytest.raises(UnfencedWriteError, match="must not change"):
-        session.commit()
-    session.rollback()
-    for assigned in ({"customer_id": 2}, {Order.customer_id: 2}):
-        with pytest.raises(UnfencedWriteError, match="must not change"):
-            session.execute(update(Order).where(Order.customer_id == 1).values(assigned))
-        session.rollback()
-
-
-def test_a_generated_key_begins_open(session: Session) -> None:
-    """Nobody can have locked a row before the database made its key: the fence is 0, some lease is held."""
-    session.add(Ticket())
-    with pytest.raises(UnfencedWriteError):
-        session.commit()
-    session.rollback()
-    bind(session, Lease("customer:1", 4))
-    ticket = Ticket()
-    session.add(ticket)
-    session.commit()
-    assert ticket.last_fencing_token == 0
-    bind(session, Lease(f"ticket:{ticket.id}", 1))
-    ticket.seat = "a"
-    session.commit()
-    assert ticket.last_fencing_token == 1
-
-
-def test_a_default_names_the_resource_of_a_new_row(session: Session) -> None:
-    """A plain default counts as the column's value; the wrong lease is refused."""
-    bind(session, Lease("tenant:main", 2))
-    setting = Setting()
-    session.add(setting)
-    session.commit()
-    assert (setting.tenant, setting.last_fencing_token) == ("main", 2)
-    session.add(Setting(tenant="other"))
-    with pytest.raises(UnfencedWriteError, match="'tenant:other'"):
-        session.commit()
-
-
-def test_an_unknown_resource_of_a_new_row_is_refused(session: Session) -> None:
-    """Where the database computes what names the resource, the INSERT cannot be checked."""
-    bind(session, Lease("customer:1", 4))
-    statement = insert(Order).values(
-        customer_id=select(Customer.id).where(Customer.id == 1).scalar_subquery()
-    )
-    with pytest.raises(UnfencedWriteError, match="give customer_id a plain value"):
-        session.execute(statement)
+def flush_after(write: Callable[[Session], object], session: Session) -> None:
+    """Write, and flush what is pending."""
+    write(session)
+    session.flush()
 
 
 def test_a_transaction_remembers_its_lease(session: Session) -> None:
@@ -401,15 +375,6 @@ def test_a_transaction_of_an_unknown_class_needs_its_lease_no_longer_than_it_liv
         while lease.needed and time.monotonic() < end:
             time.sleep(0.01)
         assert (was_needed, lease.needed) == (True, False)
-
-
-def test_bind_a_scoped_session(engine: Engine) -> None:
-    """The session behind the facade is what is bound."""
-    scoped = scoped_session(sessionmaker(engine))
-    bind(scoped, Lease("ticket:1", 3))
-    scoped.get_one(Ticket, 1).seat = "a"
-    scoped.commit()
-    scoped.remove()
 
 
 @pytest.mark.parametrize(("target", "lease"), [("session", "lease"), (object(), Lease("a", 1)), (None, 5)])
@@ -595,19 +560,6 @@ def test_a_forked_child_writes_nothing(engine: Engine) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-def test_a_reminted_token_is_used_at_once(session: Session) -> None:
-    """A lease that was reminted fences out its own older integer."""
-    lease = Lease("ticket:1", 3)
-    bind(session, lease)
-    ticket = session.get_one(Ticket, 1)
-    ticket.seat = "a"
-    session.commit()
-    lease.remint(8, lease.expires_at)
-    ticket.seat = "b"
-    session.commit()
-    assert ticket.last_fencing_token == 8
-
-
 def test_what_a_listener_writes_in_a_flush_is_written_under_what_is_held_then(session: Session) -> None:
     """A flush has settled its own tokens by then; those of other statements are asked for anew."""
     older, newer = Lease("stock", 5), Lease("stock", 6)
@@ -723,20 +675,6 @@ def test_tasks_keep_their_leases_apart(engine: Engine) -> None:
         return await asyncio.gather(work(1), work(2))
 
     assert tuple(asyncio.run(both())) == (10, 20)
-
-
-def test_the_largest_token_works(session: Session) -> None:
-    """The 63-bit limit fits the column and the comparison."""
-    bind(session, Lease("ticket:1", MAX_TOKEN))
-    ticket = session.get_one(Ticket, 1)
-    ticket.seat = "a"
-    session.commit()
-    assert ticket.last_fencing_token == MAX_TOKEN
-    bind(session, Lease("ticket:1", MAX_TOKEN - 1))
-    ticket.seat = "b"
-    with pytest.raises(StaleTokenError) as caught:
-        session.commit()
-    assert caught.value.current == MAX_TOKEN
 
 
 def test_sessions_that_share_a_connection_keep_their_leases_apart(engine: Engine) -> None:

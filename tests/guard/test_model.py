@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import gc
 import pickle
 import subprocess
@@ -17,6 +16,7 @@ from sqlalchemy import (
     Column,
     Engine,
     ForeignKey,
+    ForeignKeyConstraint,
     Integer,
     MetaData,
     String,
@@ -41,16 +41,8 @@ from sqlalchemy.orm import (
     relationship,
 )
 
-import fencelock.guard
 from fencelock.errors import StaleTokenError, UnfencedWriteError
-from fencelock.guard import (
-    FencedDataclassModel,
-    FencedModel,
-    bind,
-    claim,
-    fence_column,
-    write_id_column,
-)
+from fencelock.guard import FencedDataclassModel, FencedModel, bind, claim, fence_column, write_id_column
 from fencelock.guard.conditions import _forms
 from fencelock.guard.leases import Writing
 from fencelock.lease import Lease
@@ -142,22 +134,6 @@ def test_a_mapped_table_without_the_column_is_refused() -> None:
     table = Table("mo_boxes", MetaData(), Column("id", Integer, primary_key=True))
     with pytest.raises(ValueError, match=r"fence_column\(\).* migration"):
         registry().map_imperatively(Box, table)
-
-
-def test_a_reflected_table_with_the_column_is_fenced(in_memory: InMemory) -> None:
-    """A model on a reflected table needs no fence_column()."""
-    metadata = MetaData()
-    Table("mo_boxes", metadata, Column("id", Integer, primary_key=True), fence_column(), write_id_column())
-    engine = in_memory(metadata)
-
-    class Box(FencedModel, new_base()):  # type: ignore[misc]
-        __table__ = Table("mo_boxes", MetaData(), autoload_with=engine)
-        __fence_resource__ = "boxes"
-
-    with Session(engine) as session:
-        session.add(Box(id=1))
-        with pytest.raises(UnfencedWriteError):
-            session.flush()
 
 
 def test_two_resources_for_one_table_are_refused() -> None:
@@ -461,7 +437,7 @@ def test_executemany_is_kept(in_memory: InMemory) -> None:
 
 
 def test_the_compiled_cache_is_kept(in_memory: InMemory) -> None:
-    """Other tokens and other values compile nothing again."""
+    """Other tokens and other values compile nothing again, and each is sent."""
     engine = in_memory(Base.metadata)
     with Session(engine) as session:
         bind(session, Lease("rows", 1))
@@ -473,10 +449,13 @@ def test_the_compiled_cache_is_kept(in_memory: InMemory) -> None:
             session.get_one(Row, 1).value = token
             session.commit()
             session.execute(update(Row).where(Row.id == 1).values(value=-token))
-            claim(session, Row, 1)
+            assert claim(session, Row, 1).last_fencing_token == token
             session.commit()
             assert engine._compiled_cache is not None
             sizes.append(len(engine._compiled_cache) + len(Row.__mapper__._compiled_cache))
+        bind(session, Lease("rows", 9))
+        with pytest.raises(StaleTokenError):
+            session.execute(update(Row).where(Row.id == 1).values(value=0))
     assert len(set(sizes[1:])) == 1
 
 
@@ -508,25 +487,6 @@ except fencelock.errors.UnfencedWriteError:
         [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60
     )
     assert (done.stdout, done.stderr) == ("refused\n", "")
-
-
-def test_the_guard_knows_nothing_of_authorities() -> None:
-    """No module of the guard imports Redis, or the package of those who grant leases."""
-    folder = Path(str(fencelock.guard.__file__)).parent
-    imported = {
-        name
-        for source in folder.glob("*.py")
-        for node in ast.walk(ast.parse(source.read_text()))
-        for name in (
-            [alias.name for alias in node.names]
-            if isinstance(node, ast.Import)
-            else [node.module or ""]
-            if isinstance(node, ast.ImportFrom)
-            else []
-        )
-    }
-    assert "fencelock.lease" in imported
-    assert not [name for name in imported if name.startswith(("redis", "fencelock.authority"))]
 
 
 def test_what_the_guard_remembers_dies_with_its_owner(in_memory: InMemory) -> None:
@@ -652,3 +612,42 @@ def test_metadata_with_a_fenced_table_cannot_be_pickled() -> None:
         with pytest.raises(TypeError, match="import the models there"):
             pickle.dumps(metadata)
     assert pickle.loads(pickle.dumps(Row(id=1, value=7))).value == 7  # noqa: S301  our own
+
+
+@pytest.mark.parametrize("key", [["place", "listed"], ["text"]], ids=["in another order", "of its own"])
+def test_the_key_of_a_model_is_that_of_its_table(key: list[str]) -> None:
+    """By it the unit of work names a row, whose object is looked up."""
+    with pytest.raises(ValueError, match="primary key"):
+
+        class Line(FencedModel, new_base()):  # type: ignore[misc]
+            __tablename__ = "mo_lines"
+            __fence_resource__ = "lines"
+            listed: Mapped[int] = mapped_column(primary_key=True)
+            place: Mapped[int] = mapped_column(primary_key=True)
+            text: Mapped[str]
+            __mapper_args__ = {"primary_key": key}  # noqa: RUF012  SQLAlchemy's declaration
+
+
+def test_a_key_in_another_order_than_the_parent_s_is_refused() -> None:
+    """The rows (1, 2) and (2, 1) would be taken for each other."""
+    base = new_base()
+
+    class Document(base):  # type: ignore[misc, valid-type]
+        __tablename__ = "mo_documents"
+        a: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+        b: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+
+    def child(*columns: str) -> None:
+        table = Table(
+            "_".join(("mo", *columns)),
+            base.metadata,
+            *(Column(name, Integer, primary_key=True, autoincrement=False) for name in columns),
+            ForeignKeyConstraint(["in_a", "in_b"], ["mo_documents.a", "mo_documents.b"]),
+            fence_column(resource="rows"),
+            write_id_column(),
+        )
+        type(f"Invoice{''.join(columns)}", (Document,), {"__table__": table})
+
+    child("in_a", "in_b")
+    with pytest.raises(ValueError, match=r"\['a', 'b'\].* is \['in_b', 'in_a'\].*same order"):
+        child("in_b", "in_a")

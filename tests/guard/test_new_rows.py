@@ -19,6 +19,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, rela
 from fencelock.errors import UnfencedWriteError
 from fencelock.guard import FencedModel, bind, claim
 from fencelock.lease import Lease
+from tests.guard.rows import on_sqlite_alone
 
 CHECKOUT = Lease("checkout", 5)
 
@@ -62,12 +63,12 @@ class Parcel(FencedModel, Base):
 
 
 @pytest.fixture
-def engine(shared_engine: Engine, _tables: None) -> Engine:
+def engine(lasting_engine: Engine) -> Engine:
     """An engine on a database with these tables, which are empty."""
-    with shared_engine.execution_options(fencelock="bypass").begin() as connection:
+    with lasting_engine.execution_options(fencelock="bypass").begin() as connection:
         for model in (Item, Order):
             connection.execute(delete(model))
-    return shared_engine
+    return lasting_engine
 
 
 @pytest.fixture
@@ -122,6 +123,7 @@ def test_a_key_that_python_makes_beside_another_column(engine: Engine, session: 
     assert rows(engine, Parcel.id) == []
 
 
+@on_sqlite_alone
 def test_afterwards_the_lease_is_needed(engine: Engine, session: Session) -> None:
     """As soon as others see the row, they may lock what it is named after."""
     order = Order(items=[Item()])
@@ -142,6 +144,7 @@ def test_afterwards_the_lease_is_needed(engine: Engine, session: Session) -> Non
     assert rows(engine, Order.number, Order.last_fencing_token) == [("x", 1)]
 
 
+@on_sqlite_alone
 def test_a_rollback_to_a_savepoint_undoes_it(engine: Engine, session: Session) -> None:
     """One from before the savepoint goes on."""
     before = Order()
@@ -157,6 +160,7 @@ def test_a_rollback_to_a_savepoint_undoes_it(engine: Engine, session: Session) -
     assert rows(engine, Order.number) == [("x",)]
 
 
+@on_sqlite_alone
 def test_it_cannot_be_claimed(session: Session) -> None:
     """There is no token to claim it with, and nobody to claim it from."""
     order = Order()
@@ -166,6 +170,7 @@ def test_it_cannot_be_claimed(session: Session) -> None:
         claim(session, Order, order.id)
 
 
+@on_sqlite_alone
 def test_its_own_lease_counts_where_it_is_held(engine: Engine, session: Session) -> None:
     """Taken as soon as the key was known, say."""
     order = Order()
@@ -178,6 +183,7 @@ def test_its_own_lease_counts_where_it_is_held(engine: Engine, session: Session)
     assert rows(engine, Order.last_fencing_token) == [(3,)]
 
 
+@on_sqlite_alone
 def test_another_row_needs_its_lease(engine: Engine, session: Session) -> None:
     """Also one with the fence 0, and children that are moved to a new parent."""
     with engine.execution_options(fencelock="bypass").begin() as connection:
@@ -189,10 +195,9 @@ def test_another_row_needs_its_lease(engine: Engine, session: Session) -> None:
         session.execute(update(Order).where(Order.id == 1000).values(number="x"))
 
 
+@on_sqlite_alone
 def test_keys_that_the_program_reads_itself_are_not_known(session: Session) -> None:
     """With a RETURNING of its own, the guard does not see what comes back."""
-    if session.get_bind().dialect.name == "mysql":
-        pytest.skip("SQLAlchemy knows no RETURNING of MySQL")
     key = session.scalar(insert(Order).returning(Order.id))
     with pytest.raises(UnfencedWriteError, match=f"order:{key}"):
         session.execute(update(Order).where(Order.id == key).values(number="x"))

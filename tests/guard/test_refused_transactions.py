@@ -1,395 +1,517 @@
-"""What the fence has refused some of can only be rolled back: nobody commits half of his work."""
+"""What the guard has refused some of can only be rolled back, so that half of the work is never committed.
+
+A table of pairs: each way to be refused meets each way to go on, and each cause meets both.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from typing import Any
+from contextlib import contextmanager, suppress
+from itertools import cycle, product
+from typing import Any, TypeAlias
 
 import pytest
-from sqlalchemy import Connection, Engine, create_engine, delete, insert, select, update
-from sqlalchemy.exc import InvalidRequestError, PendingRollbackError
+from sqlalchemy import Connection, Engine, NullPool, create_engine, delete, insert, select, text, update
+from sqlalchemy.exc import DBAPIError, PendingRollbackError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
+from sqlalchemy.orm import (
+    DeclarativeBase,
+    Mapped,
+    Session,
+    make_transient_to_detached,
+    mapped_column,
+    sessionmaker,
+)
 
-from fencelock.errors import FenceError, StaleTokenError
-from fencelock.guard import FencedModel, bind, claim, execute_fenced, fenced_update, upsert
+from fencelock import (
+    CommitInDoubtError,
+    FencedModel,
+    FenceError,
+    FencelockError,
+    Lease,
+    LockLostError,
+    StaleReadError,
+    StaleTokenError,
+    UnfencedWriteError,
+    bind,
+    claim,
+    claim_all,
+    execute_fenced,
+    fence_table,
+    fenced_delete,
+    fenced_text,
+    fenced_update,
+    gate,
+    upsert,
+)
 from fencelock.guard.triggers import create, drop
-from fencelock.lease import Lease
+from tests.door import Door
 
-OLD = Lease("order:1", 1)
-OTHER = Lease("order:2", 7)
 FENCE = 5
-WHY = r"rollback\(\).*token 1 is stale"
+WHY = r"rollback\(\)"
 
 
 class Base(DeclarativeBase):
     """The models of this file."""
 
 
-class Order(FencedModel, Base):
-    """Guarded row by row; a newer holder has fenced the first."""
+class Row(FencedModel, Base):
+    """Guarded as a whole table."""
 
-    __tablename__ = "rt_orders"
-    __fence_resource__ = "order:{id}"
+    __tablename__ = "rt_rows"
+    __fence_resource__ = "rows"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     value: Mapped[int] = mapped_column(default=0)
 
 
-class Entry(Base):
+class Note(Base):
     """Not fenced: the other half of the work."""
 
-    __tablename__ = "rt_entries"
+    __tablename__ = "rt_notes"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
 
 
-@pytest.fixture
-def engine(shared_engine: Engine, _tables: None) -> Engine:
-    """An engine on two orders, the first of which a newer holder has fenced, and on no entries."""
-    with shared_engine.execution_options(fencelock="bypass").begin() as connection:
-        connection.execute(delete(Order))
-        connection.execute(delete(Entry))
-        fence = {"last_fencing_token": FENCE}
-        connection.execute(insert(Order), [{"id": 1, "value": 0} | fence, {"id": 2, "value": 0} | fence])
-    return shared_engine
+FENCES = fence_table(Base.metadata)
 
 
 @pytest.fixture
-def session(engine: Engine) -> Iterator[Session]:
-    """A session of the old holder, who has read the order before the newer one came."""
-    with Session(engine, expire_on_commit=False) as made:
-        made.get(Order, 1)
-        made.commit()
-        bind(made, OLD, OTHER)
-        yield made
+def engine(lasting_engine: Engine) -> Engine:
+    """An engine on one row that a holder has fenced, a gate that it has passed, and no notes."""
+    with lasting_engine.execution_options(fencelock="bypass").begin() as connection:
+        for table in (Row, Note, FENCES):
+            connection.execute(delete(table))
+        connection.execute(insert(Row), {"id": 1, "value": 0, "last_fencing_token": FENCE})
+        connection.execute(insert(FENCES), {"resource": "rows", "last_fencing_token": FENCE})
+    return lasting_engine
 
 
-def entries(engine: Engine) -> list[int]:
+def note(target: Any, number: int) -> None:
+    """Do some of the other half."""
+    target.execute(insert(Note), {"id": number})
+
+
+def notes(engine: Engine) -> list[int]:
     """Return what has been committed."""
     with engine.connect() as connection:
-        return list(connection.scalars(select(Entry.id).order_by(Entry.id)))
+        return list(connection.scalars(select(Note.id).order_by(Note.id)))
 
 
 def flush(session: Session) -> None:
-    """Write it by the unit of work."""
-    session.get_one(Order, 1).value = 5
+    """Write the row by the unit of work, without having read it."""
+    row = Row(id=1)
+    make_transient_to_detached(row)
+    session.add(row)
+    row.value = 7
     session.flush()
 
 
-def write(session: Session) -> None:
-    """Write it by a statement."""
-    session.execute(
-        update(Order).where(Order.id == 1).values(value=1).execution_options(synchronize_session=False)
-    )
-
-
-REFUSED: dict[str, Callable[[Session], object]] = {
-    "statement": write,
-    "criteria": lambda session: execute_fenced(session, fenced_update(Order).values(value=1), token=1),
-    "flush": flush,
-    "claim": lambda session: claim(session, Order, 1),
-    "upsert": lambda session: upsert(session, Order, [{"id": 1, "value": 3}]),
-}
-refused = pytest.mark.parametrize("refuse", REFUSED.values(), ids=REFUSED)
-#: A flush that fails is rolled back by SQLAlchemy itself, as far as its session has begun the transaction.
-refused_beside_flushes = pytest.mark.parametrize(
-    "refuse",
-    [each for each in REFUSED.values() if each is not flush],
-    ids=[each for each in REFUSED if each != "flush"],
+TEXT = fenced_text(
+    "UPDATE rt_rows SET value = 1, last_fencing_token = :fencing_token, last_write_id = :fencing_write_id "
+    "WHERE id = :id AND last_fencing_token <= :fencing_token",
+    Row,
+    resource="rows",
 )
+PLAIN = "UPDATE rt_rows SET value = 1"
 
-GOING_ON: dict[str, Callable[[Session], object]] = {
-    "commit": lambda session: session.commit(),
-    "add": lambda session: session.execute(insert(Entry), {"id": 2}),
-    "read": lambda session: session.scalars(select(Entry)).all(),
-    "write": lambda session: execute_fenced(session, fenced_update(Order).values(value=1), token=9),
-    "Core": lambda session: session.connection().execute(insert(Entry), {"id": 2}),
+
+def connection_of(target: Session | Connection) -> Connection:
+    """Return the connection."""
+    return target.connection() if isinstance(target, Session) else target
+
+
+Way: TypeAlias = Callable[[Any], object]
+CORE: dict[str, Way] = {
+    "by key": lambda target: target.execute(update(Row).where(Row.id == 1).values(value=1)),
+    "by criteria": lambda target: target.execute(update(Row).where(Row.value == 0).values(value=1)),
+    "DELETE": lambda target: target.execute(delete(Row).where(Row.id == 1)),
+    "fenced_update": lambda target: execute_fenced(target, fenced_update(Row).values(value=1)),
+    "fenced_text": lambda target: target.execute(TEXT, {"id": 1}),
+    "fenced_delete": lambda target: execute_fenced(target, fenced_delete(Row).where(Row.id == 1)),
+}
+ORM: dict[str, Way] = {
+    "flush": flush,
+    "claim": lambda session: claim(session, Row, 1),
+    "claim_all": lambda session: claim_all(session, select(Row)),
+    "gate": gate,
+    "upsert": lambda session: upsert(session, Row, [{"id": 1, "value": 3}]),
+}
+UNGUARDED: dict[str, Way] = {
+    "plain text": lambda target: target.execute(text(PLAIN)),
+    "driver": lambda target: connection_of(target).exec_driver_sql(PLAIN),
+}
+WAYS = CORE | ORM | UNGUARDED
+CAUSES: dict[type[FencelockError], Callable[[], tuple[Lease, ...]]] = {
+    StaleTokenError: lambda: (Lease("rows", 1),),
+    UnfencedWriteError: lambda: (),
+    LockLostError: lambda: (Lease("rows", 9, time.monotonic() - 1),),
 }
 
 
-@refused
-@pytest.mark.parametrize("go_on", GOING_ON.values(), ids=GOING_ON)
-def test_a_session_goes_on_only_after_a_rollback(
-    engine: Engine,
-    session: Session,
-    refuse: Callable[[Session], object],
-    go_on: Callable[[Session], object],
-) -> None:
-    """Statement, flush and claim: nothing is committed until somebody has rolled back; then all is well."""
-    session.add(Entry(id=1))
-    session.flush()
-    with pytest.raises(StaleTokenError):
-        refuse(session)
-    with pytest.raises(PendingRollbackError, match=WHY):
-        go_on(session)
-    with pytest.raises(InvalidRequestError):
-        go_on(session)
-    session.rollback()
-    assert entries(engine) == []
-    session.add(Entry(id=3))
-    session.commit()
-    assert entries(engine) == [3]
+class Holder:
+    """One that is refused for a cause, by a way."""
+
+    def __init__(self, engine: Engine, kind: type[FencelockError], way: str) -> None:
+        self.engine = engine
+        self.way = way
+        self.kind = UnfencedWriteError if way in UNGUARDED else kind
+        self.why = rf"{WHY}.*token 1 is stale" if self.kind is StaleTokenError else WHY
+        self._leases = CAUSES[kind]()
+
+    def bound(self, target: Any) -> Any:
+        """Return a session or connection that has the leases."""
+        if self._leases:
+            bind(target, *self._leases)
+        return target
+
+    def refused(self, target: Any) -> None:
+        """Be refused."""
+        with pytest.raises(self.kind) as caught:
+            WAYS[self.way](target)
+        assert type(caught.value) is self.kind
+        assert caught.value.written is False
+
+    @contextmanager
+    def hears_why(self) -> Iterator[None]:
+        """Expect that what is in the block cannot be done, or ended, before a rollback."""
+        with pytest.raises(PendingRollbackError, match=self.why):
+            yield
+
+    def stopped(self, *acts: Callable[[], object]) -> None:
+        """Check that none of these goes on."""
+        for act in acts:
+            with self.hears_why():
+                act()
 
 
-@refused_beside_flushes
-def test_a_block_that_catches_it_does_not_end_without_a_word(
-    engine: Engine, refuse: Callable[[Session], object]
-) -> None:
-    """SQLAlchemy commits at the end of `with`; what cannot be committed raises there."""
-    made = sessionmaker(engine)
-    with pytest.raises(PendingRollbackError, match=WHY), made.begin() as session:  # noqa: PT012
-        session.get(Order, 1)
-        bind(session, OLD, OTHER)
-        session.add(Entry(id=1))
-        session.flush()
-        with suppress(StaleTokenError):
-            refuse(session)
-    assert entries(engine) == []
+def goes_on(engine: Engine, target: Any, committed: list[int]) -> None:
+    """Check that what was rolled back is not committed, and that the next transaction is."""
+    target.rollback()
+    assert notes(engine) == committed
+    note(target, 9)
+    target.commit()
+    assert notes(engine) == [*committed, 9]
 
 
-@refused
-def test_a_savepoint_takes_only_itself_along(
-    engine: Engine, session: Session, refuse: Callable[[Session], object]
-) -> None:
-    """What was refused inside it is rolled back with it, and the outer transaction goes on."""
-    session.add(Entry(id=1))
-    session.flush()
-    with pytest.raises(StaleTokenError), session.begin_nested():  # noqa: PT012
-        session.add(Entry(id=2))
-        session.flush()
-        refuse(session)
-    session.add(Entry(id=3))
-    session.commit()
-    assert entries(engine) == [1, 3]
-
-
-@refused_beside_flushes
-def test_a_savepoint_that_catches_it_is_not_released(
-    engine: Engine, session: Session, refuse: Callable[[Session], object]
-) -> None:
-    """The end of its block says why; so does all that is executed in it."""
-    session.add(Entry(id=1))
-    session.flush()
-    with pytest.raises(PendingRollbackError, match=WHY), session.begin_nested():  # noqa: PT012
-        session.add(Entry(id=2))
-        session.flush()
-        with suppress(StaleTokenError):
-            refuse(session)
-        with pytest.raises(PendingRollbackError, match=WHY):
-            session.execute(insert(Entry), {"id": 4})
-    session.add(Entry(id=3))
-    session.commit()
-    assert entries(engine) == [1, 3]
-
-
-def stale(connection: Connection) -> None:
-    """Be refused, and do not mind."""
-    with pytest.raises(StaleTokenError):
-        execute_fenced(connection, fenced_update(Order).where(Order.id == 1).values(value=1), token=1)
-
-
-def test_a_connection_goes_on_only_after_a_rollback(engine: Engine) -> None:
-    """A transaction that began by itself, and one that was begun."""
-    for begin in (False, True):
-        with engine.connect() as connection:
-            if begin:
-                connection.begin()
-            connection.execute(insert(Entry), {"id": 1})
-            stale(connection)
-            for go_on in (
-                lambda: connection.execute(insert(Entry), {"id": 2}),
-                connection.begin_nested,
-                connection.commit,
-            ):
-                with pytest.raises(PendingRollbackError, match=WHY):
-                    go_on()
-            with pytest.raises(InvalidRequestError):
-                connection.execute(insert(Entry), {"id": 2})
-            connection.rollback()
-            assert entries(engine) == []
-            connection.execute(select(Entry.id))
-            connection.commit()
-
-
-def test_a_block_of_a_connection_does_not_end_without_a_word(engine: Engine) -> None:
-    """`engine.begin()` commits at its end, where it may; the error that ends a block stays what it was."""
-    with pytest.raises(PendingRollbackError, match=WHY), engine.begin() as connection:  # noqa: PT012
-        connection.execute(insert(Entry), {"id": 1})
-        stale(connection)
-    with pytest.raises(ZeroDivisionError), engine.begin() as connection:  # noqa: PT012
-        stale(connection)
-        raise ZeroDivisionError
-    with engine.connect() as connection:
-        stale(connection)  # who closes it wants nothing committed
-    assert entries(engine) == []
-
-
-def test_a_savepoint_of_a_connection_takes_only_itself_along(engine: Engine) -> None:
-    """Also the outer savepoint goes on, and only the innermost one is lost."""
-    with engine.begin() as connection:
-        connection.execute(insert(Entry), {"id": 1})
-        outer = connection.begin_nested()
-        connection.execute(insert(Entry), {"id": 2})
-        inner = connection.begin_nested()
-        connection.execute(insert(Entry), {"id": 3})
-        stale(connection)
-        with pytest.raises(PendingRollbackError, match=WHY):
-            connection.execute(insert(Entry), {"id": 4})
-        with pytest.raises(PendingRollbackError, match=f"savepoint.*{WHY}"):
-            inner.commit()
-        inner.rollback()
-        outer.commit()
-    assert entries(engine) == [1, 2]
-
-
-def test_a_rollback_of_all_ends_a_refused_savepoint(engine: Engine) -> None:
-    """Nothing of it is left on the connection."""
-    with engine.connect() as connection:
-        connection.execute(insert(Entry), {"id": 1})
-        connection.begin_nested()
-        stale(connection)
-        connection.rollback()
-        connection.execute(insert(Entry), {"id": 2})
-        connection.commit()
-    assert entries(engine) == [2]
-
-
-@pytest.mark.parametrize("mode", ["conditional_savepoint", "rollback_only", "control_fully"])
-@refused_beside_flushes
-def test_a_transaction_that_a_session_has_joined_is_not_committed_either(
-    engine: Engine, refuse: Callable[[Session], object], mode: Any
-) -> None:
-    """Whoever has begun it hears why; or the session's own rollback ends it, as without a fence."""
-    for rolls_back in (False, True):
-        with engine.connect() as connection, Session(connection, join_transaction_mode=mode) as session:
-            connection.execute(insert(Entry), {"id": 1})
-            session.get(Order, 1)
-            bind(session, OLD, OTHER)
-            with pytest.raises(StaleTokenError):
-                refuse(session)
+def after_it(holder: Holder) -> None:
+    """Nothing is executed or committed until a rollback: neither once nor again, not even a read."""
+    with Session(holder.engine) as session:
+        holder.bound(session)
+        acts: list[Callable[[], object]] = [
+            session.commit,
+            lambda: note(session, 2),
+            lambda: session.scalars(select(Note)).all(),
+            lambda: execute_fenced(session, fenced_update(Row).values(value=1), token=9),
+            lambda: note(session.connection(), 2),
+        ]
+        for act in acts:
+            note(session, 1)
+            holder.refused(session)
+            holder.stopped(act)
             with pytest.raises(PendingRollbackError, match=WHY):
-                session.scalars(select(Entry)).all()
-            if rolls_back or mode == "control_fully":
-                session.rollback()
-            else:
-                with pytest.raises(PendingRollbackError, match=WHY):
-                    connection.execute(insert(Entry), {"id": 2})
-                with pytest.raises(PendingRollbackError, match=WHY):
-                    connection.commit()
-                session.rollback()
+                act()
+            session.rollback()
+            session.expunge_all()
+        note(session, 1)
+        holder.refused(session)
+        holder.stopped(session.commit)
+        goes_on(holder.engine, session, [])
+
+
+def in_a_block(holder: Holder) -> None:
+    """SQLAlchemy commits at the end of `with`, and what cannot be committed raises there."""
+    with holder.hears_why(), sessionmaker(holder.engine).begin() as session:
+        note(holder.bound(session), 1)
+        holder.refused(session)
+    assert notes(holder.engine) == []
+
+
+def in_a_savepoint(holder: Holder) -> None:
+    """The error ends the savepoint, and what was refused is rolled back with it. The rest goes on."""
+    with Session(holder.engine) as session:
+        note(holder.bound(session), 1)
+        with suppress(ZeroDivisionError), session.begin_nested():
+            note(session, 2)
+            holder.refused(session)
+            raise ZeroDivisionError
+        note(session, 3)
+        session.commit()
+    assert notes(holder.engine) == [1, 3]
+
+
+def in_a_savepoint_that_catches_it(holder: Holder) -> None:
+    """The savepoint is not released: its end says why, and so does all that is executed in it."""
+    with Session(holder.engine) as session:
+        note(holder.bound(session), 1)
+        with holder.hears_why(), session.begin_nested():
+            note(session, 2)
+            holder.refused(session)
+            holder.stopped(lambda: note(session, 4))
+        note(session, 3)
+        session.commit()
+    assert notes(holder.engine) == [1, 3]
+
+
+def by_a_session_that_has_joined(holder: Holder) -> None:
+    """The transaction's owner hears why; or the session's own rollback ends it, as without a fence."""
+    modes: tuple[Any, ...] = ("conditional_savepoint", "rollback_only", "control_fully")
+    for mode, rolls_back in product(modes, (False, True)):
+        with (
+            holder.engine.connect() as connection,
+            Session(connection, join_transaction_mode=mode) as session,
+        ):
+            note(connection, 1)
+            holder.refused(holder.bound(session))
+            holder.stopped(lambda: session.scalars(select(Note)).all())
+            if not rolls_back and mode != "control_fully":
+                holder.stopped(lambda: note(connection, 2), connection.commit)
+            session.rollback()
+            if not rolls_back:
                 connection.rollback()
-            session.add(Entry(id=3))
+            note(session, 3)
             session.commit()
             connection.rollback()
-        with engine.begin() as connection:
-            connection.execute(delete(Entry).where(Entry.id == 3))
-        assert entries(engine) == []
+        with holder.engine.begin() as connection:
+            connection.execute(delete(Note).where(Note.id == 3))
+        assert notes(holder.engine) == []
 
 
-@refused
-def test_a_session_that_joins_by_a_savepoint_takes_only_that_along(
-    engine: Engine, refuse: Callable[[Session], object]
-) -> None:
+def by_a_session_that_has_joined_by_a_savepoint(holder: Holder) -> None:
     """The transaction that it has joined goes on, and may be committed."""
     with (
-        engine.begin() as connection,
+        holder.engine.begin() as connection,
         Session(connection, join_transaction_mode="create_savepoint") as session,
     ):
-        connection.execute(insert(Entry), {"id": 1})
-        session.get(Order, 1)
-        bind(session, OLD, OTHER)
-        session.add(Entry(id=2))
-        session.flush()
-        with pytest.raises(StaleTokenError):
-            refuse(session)
-        with pytest.raises(PendingRollbackError, match=WHY):
-            session.commit()
+        note(connection, 1)
+        note(holder.bound(session), 2)
+        holder.refused(session)
+        holder.stopped(session.commit)
         session.rollback()
-        session.add(Entry(id=3))
+        note(session, 3)
         session.commit()
-    assert entries(engine) == [1, 3]
+    assert notes(holder.engine) == [1, 3]
 
 
-@refused_beside_flushes
-def test_each_session_of_a_connection_hears_of_it(
-    engine: Engine, refuse: Callable[[Session], object]
-) -> None:
+def beside_another_session(holder: Holder) -> None:
     """It is one transaction: what the one was refused, the other cannot commit."""
-    with engine.connect() as connection:
-        connection.execute(insert(Entry), {"id": 1})
-        one, other = Session(connection), Session(connection)
-        one.get(Order, 1)
-        for each in (one, other):
-            bind(each, OLD, OTHER)
-        other.add(Entry(id=2))
-        other.flush()
-        with pytest.raises(StaleTokenError):
-            refuse(one)
-        with pytest.raises(PendingRollbackError, match=WHY):
-            other.execute(insert(Entry), {"id": 4})
-        with pytest.raises(PendingRollbackError, match=WHY):
-            connection.commit()
+    with holder.engine.connect() as connection:
+        one, other = (holder.bound(Session(connection)) for _ in range(2))
+        note(connection, 1)
+        note(other, 2)
+        holder.refused(one)
+        holder.stopped(lambda: note(other, 4), connection.commit)
         connection.rollback()
         one.close()
         other.close()
-    assert entries(engine) == []
+    assert notes(holder.engine) == []
 
 
+GOING_ON: dict[str, Callable[[Holder], None]] = {
+    "after it": after_it,
+    "savepoint": in_a_savepoint,
+    "joined by a savepoint": by_a_session_that_has_joined_by_a_savepoint,
+}
+#: A flush that fails is rolled back by SQLAlchemy itself, as far as its session has begun the transaction.
+BESIDE_FLUSHES: dict[str, Callable[[Holder], None]] = {
+    "block": in_a_block,
+    "savepoint that catches it": in_a_savepoint_that_catches_it,
+    "joined": by_a_session_that_has_joined,
+    "two sessions": beside_another_session,
+}
+
+
+def after_a_connection_s(holder: Holder) -> None:
+    """A transaction that began by itself, or was begun, ends with a rollback."""
+    for begin in (False, True):
+        with holder.engine.connect() as connection:
+            if begin:
+                connection.begin()
+            note(holder.bound(connection), 1)
+            holder.refused(connection)
+            holder.stopped(lambda: note(connection, 2), connection.begin_nested, connection.commit)
+            for act in (connection.commit, lambda: note(connection, 2)):
+                with pytest.raises(PendingRollbackError, match=WHY):
+                    act()
+            connection.rollback()
+            assert notes(holder.engine) == []
+            connection.execute(select(Note.id))
+            connection.commit()
+
+
+def in_a_block_of_a_connection(holder: Holder) -> None:
+    """`engine.begin()` raises at its end, and the error that ends a block stays what it was."""
+    with holder.hears_why(), holder.engine.begin() as connection:
+        note(holder.bound(connection), 1)
+        holder.refused(connection)
+    with suppress(ZeroDivisionError), holder.engine.begin() as connection:
+        holder.refused(holder.bound(connection))
+        raise ZeroDivisionError
+    with holder.engine.connect() as connection:
+        holder.refused(holder.bound(connection))  # to close it is to want nothing committed
+    assert notes(holder.engine) == []
+
+
+def in_the_inner_savepoint_of_a_connection(holder: Holder) -> None:
+    """Only the innermost savepoint is lost."""
+    with holder.engine.begin() as connection:
+        note(holder.bound(connection), 1)
+        outer = connection.begin_nested()
+        note(connection, 2)
+        inner = connection.begin_nested()
+        note(connection, 3)
+        holder.refused(connection)
+        holder.stopped(lambda: note(connection, 4))
+        with pytest.raises(PendingRollbackError, match=f"savepoint.*{holder.why}"):
+            inner.commit()
+        inner.rollback()
+        outer.commit()
+    assert notes(holder.engine) == [1, 2]
+
+
+def in_a_savepoint_that_ends_with_all(holder: Holder) -> None:
+    """Nothing of the refusal is left on the connection."""
+    with holder.engine.connect() as connection:
+        note(holder.bound(connection), 1)
+        connection.begin_nested()
+        holder.refused(connection)
+        goes_on(holder.engine, connection, [])
+
+
+OF_CONNECTIONS: dict[str, Callable[[Holder], None]] = {
+    "connection": after_a_connection_s,
+    "block of a connection": in_a_block_of_a_connection,
+    "inner savepoint": in_the_inner_savepoint_of_a_connection,
+    "outer transaction": in_a_savepoint_that_ends_with_all,
+}
+ENDS = GOING_ON | BESIDE_FLUSHES | OF_CONNECTIONS
+
+
+def are_possible(way: str, end: str) -> bool:
+    """Tell whether a refusal by this way can meet this end."""
+    return not ((way in ORM and end in OF_CONNECTIONS) or (way == "flush" and end in BESIDE_FLUSHES))
+
+
+PAIRS = [pair for pair in product(WAYS, ENDS) if are_possible(*pair)]
+TRIPLES = [
+    *(("sqlite", cause, *pair) for pair, cause in zip(PAIRS, cycle(CAUSES), strict=False)),
+    *(
+        (database, StaleTokenError, way, end)
+        for database in ("postgresql", "mariadb")
+        for way, end in zip(cycle(CORE), ENDS, strict=False)
+    ),
+]
+
+
+@pytest.mark.parametrize(("shared_url", "kind", "way", "end"), TRIPLES, indirect=["shared_url"])
+def test_what_is_refused_can_only_be_rolled_back(
+    engine: Engine, kind: type[FencelockError], way: str, end: str
+) -> None:
+    """SQLite hears every pair of way and end, with the causes in turn; the other databases every end."""
+    ENDS[end](Holder(engine, kind, way))
+
+
+def test_every_cause_meets_every_way_and_every_end() -> None:
+    """So that the table has all pairs, of which it is made."""
+    of_sqlite = [triple[1:] for triple in TRIPLES if triple[0] == "sqlite"]
+    assert {(kind, way) for kind, way, _ in of_sqlite} == set(product(CAUSES, WAYS))
+    assert {(kind, end) for kind, _, end in of_sqlite} == set(product(CAUSES, ENDS))
+
+
+@pytest.mark.parametrize("gone", [False, True], ids=["written", "deleted"])
+def test_a_row_that_has_changed_since_it_was_read(engine: Engine, *, gone: bool) -> None:
+    """The cause that only objects have."""
+    with Session(engine, expire_on_commit=False) as session:
+        bind(session, Lease("rows", 9))
+        row = session.get_one(Row, 1)
+        session.commit()
+        with Session(engine) as other:
+            bind(other, Lease("rows", 7))
+            other.execute(delete(Row) if gone else update(Row).values(value=4))
+            other.commit()
+        note(session, 1)
+        row.value = 5
+        with pytest.raises(StaleReadError):
+            session.flush()
+        with pytest.raises(PendingRollbackError, match=WHY):
+            session.commit()
+        goes_on(engine, session, [])
+
+
+@pytest.fixture
+def door(engine: Engine) -> Iterator[Door]:
+    """A door before the database, which loses the answer to the first COMMIT."""
+    made = Door(engine)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("shared_url", "way"),
+    [*(("postgresql", way) for way in CORE | ORM), ("mariadb", "by key")],
+    indirect=["shared_url"],
+)
+def test_a_lease_in_doubt(engine: Engine, door: Door, way: str) -> None:
+    """`CommitInDoubtError`, the only refusal that leaves open whether anything is written."""
+    lease = Lease("rows", 9)
+    with Session(door.engine) as lost:
+        bind(lost, lease)
+        claim(lost, Row, 1)
+        with pytest.raises(DBAPIError):
+            lost.commit()
+    door.let_through()
+    with Session(create_engine(engine.url, poolclass=NullPool)) as session:
+        bind(session, lease)
+        note(session, 1)
+        with pytest.raises(CommitInDoubtError) as caught:
+            WAYS[way](session)
+        assert caught.value.written is None
+        with pytest.raises(PendingRollbackError, match=WHY):
+            session.commit()
+        goes_on(engine, session, [])
+
+
+@pytest.mark.parametrize("shared_url", ["sqlite"], indirect=True)
 def test_a_session_with_several_databases_commits_none_of_them(engine: Engine, tmp_path: Any) -> None:
     """A refusal in one of them is one in its transaction."""
     second = create_engine(f"sqlite:///{tmp_path}/second.sqlite")
     Base.metadata.create_all(second)
-    with Session(binds={Order: engine, Entry: second}) as session:
-        session.get(Order, 1)
-        bind(session, OLD)
-        session.add(Entry(id=1))
-        session.flush()
-        with pytest.raises(StaleTokenError):
-            write(session)
-        with pytest.raises(PendingRollbackError, match=WHY):
-            session.commit()
-    assert entries(second) == []
+    holder = Holder(engine, StaleTokenError, "by key")
+    with Session(binds={Row: engine, Note: second}) as session:
+        note(holder.bound(session), 1)
+        holder.refused(session)
+        holder.stopped(lambda: note(session, 2), session.commit)
+    assert notes(second) == []
     second.dispose()
 
 
-def test_a_first_phase_is_not_sent_either(postgres: Any) -> None:
+@pytest.mark.parametrize("shared_url", ["postgresql"], indirect=True)
+def test_a_first_phase_is_not_sent_either(engine: Engine) -> None:
     """Neither PREPARE nor COMMIT, of a session and of a connection."""
-    url = postgres.create_database()
-    engine = create_engine(url)
-    Base.metadata.create_all(engine)
-    with engine.execution_options(fencelock="bypass").begin() as connection:
-        connection.execute(insert(Order), {"id": 1, "value": 0, "last_fencing_token": FENCE})
+    holder = Holder(engine, StaleTokenError, "by key")
     with engine.connect() as connection:
         transaction = connection.begin_twophase()
-        connection.execute(insert(Entry), {"id": 1})
-        stale(connection)
-        with pytest.raises(PendingRollbackError, match=WHY):
-            transaction.prepare()
-        with pytest.raises(PendingRollbackError, match=WHY):
-            transaction.commit()
+        note(holder.bound(connection), 1)
+        holder.refused(connection)
+        holder.stopped(transaction.prepare, transaction.commit)
         transaction.rollback()
     with Session(engine, twophase=True) as session:
-        session.add(Entry(id=1))
-        session.flush()
-        stale(session.connection())
-        with pytest.raises(PendingRollbackError, match=WHY):
-            session.commit()
+        note(holder.bound(session), 1)
+        holder.refused(session.connection())
+        holder.stopped(session.commit)
         session.rollback()
-    assert entries(engine) == []
-    engine.dispose()
-    postgres.drop_database(url)
+    assert notes(engine) == []
 
 
 def test_a_trigger_refuses_no_less(engine: Engine) -> None:
     """What only the trigger sees is refused like all else."""
     with engine.begin() as connection:
-        for made in create(Order, engine.dialect.name):
+        for made in create(Row, engine.dialect.name):
             connection.execute(made)
     try:
         with engine.connect() as connection:
-            connection.execute(insert(Entry), {"id": 1})
-            lower = update(Order).where(Order.id == 1).values(last_fencing_token=1)
+            note(connection, 1)
+            lower = update(Row).where(Row.id == 1).values(last_fencing_token=1)
             with pytest.raises(FenceError):
                 connection.execute(lower, execution_options={"fencelock": "bypass"})
             with pytest.raises(PendingRollbackError, match=r"is stale.*refused by the table's trigger"):
@@ -397,39 +519,32 @@ def test_a_trigger_refuses_no_less(engine: Engine) -> None:
             connection.rollback()
     finally:
         with engine.begin() as connection:
-            for dropped in drop(Order, engine.dialect.name):
+            for dropped in drop(Row, engine.dialect.name):
                 connection.execute(dropped)
-    assert entries(engine) == []
+    assert notes(engine) == []
 
 
-@refused_beside_flushes
-def test_coroutines_roll_back_as_well(
-    engine: Engine, for_asyncio: Callable[[Engine], AsyncEngine], refuse: Callable[[Session], object]
-) -> None:
+def test_coroutines_roll_back_as_well(engine: Engine, for_asyncio: Callable[[Engine], AsyncEngine]) -> None:
     """Sessions and connections, savepoints too."""
 
-    async def main(target: AsyncEngine) -> None:
+    async def main(target: AsyncEngine, holder: Holder) -> None:
         async with AsyncSession(target) as session:
-            await session.get(Order, 1)
-            bind(session, OLD, OTHER)
-            session.add(Entry(id=1))
-            await session.flush()
-            with pytest.raises(PendingRollbackError, match=WHY):  # noqa: PT012
+            await session.run_sync(note, 1)
+            with holder.hears_why():
                 async with session.begin_nested():
-                    with suppress(StaleTokenError):
-                        await session.run_sync(refuse)
-            session.add(Entry(id=3))
-            await session.flush()
-            with pytest.raises(StaleTokenError):
-                await session.run_sync(refuse)
-            with pytest.raises(PendingRollbackError, match=WHY):
+                    await session.run_sync(lambda each: holder.refused(holder.bound(each)))
+            await session.run_sync(note, 3)
+            await session.run_sync(holder.refused)
+            with holder.hears_why():
                 await session.commit()
             await session.rollback()
-        with pytest.raises(PendingRollbackError, match=WHY):  # noqa: PT012
-            async with target.begin() as connection:
-                await connection.execute(insert(Entry), {"id": 1})
-                await connection.run_sync(stale)
+        if holder.way in CORE:
+            with holder.hears_why():
+                async with target.begin() as connection:
+                    await connection.run_sync(note, 1)
+                    await connection.run_sync(lambda each: holder.refused(holder.bound(each)))
         await target.dispose()
 
-    asyncio.run(main(for_asyncio(engine)))
-    assert entries(engine) == []
+    for way in ("by key", "fenced_update", "claim", "upsert"):
+        asyncio.run(main(for_asyncio(engine), Holder(engine, StaleTokenError, way)))
+    assert notes(engine) == []

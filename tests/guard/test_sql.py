@@ -86,9 +86,9 @@ plain = Table(
 
 
 @pytest.fixture
-def engine(shared_engine: Engine, _tables: None) -> Engine:
+def engine(lasting_engine: Engine) -> Engine:
     """An engine on a database with two orders whose fences are 5."""
-    with shared_engine.execution_options(fencelock="bypass").begin() as connection:
+    with lasting_engine.execution_options(fencelock="bypass").begin() as connection:
         for table in Base.metadata.sorted_tables:
             connection.execute(delete(table))
         connection.execute(
@@ -96,7 +96,7 @@ def engine(shared_engine: Engine, _tables: None) -> Engine:
         )
         connection.execute(insert(odd), {"select": 1, "Mixed Case %": 0})
         connection.execute(insert(plain), {"id": 1, "note": "new"})
-    return shared_engine
+    return lasting_engine
 
 
 def order(engine: Engine, identity: int = 1) -> tuple[str, int]:
@@ -122,6 +122,7 @@ THROUGH: dict[str, Callable[[scoped_session[Session]], Session | Connection | sc
 }
 
 
+@on_sqlite_alone
 @pytest.mark.parametrize("through", THROUGH)
 def test_an_explicit_token_needs_no_lease(engine: Engine, through: str) -> None:
     """execute_fenced writes with the token that it is given, and counts the rows."""
@@ -134,6 +135,8 @@ def test_an_explicit_token_needs_no_lease(engine: Engine, through: str) -> None:
     assert order(engine) == ("paid", 6)
 
 
+@on_sqlite_alone
+@pytest.mark.parametrize("for_asyncio", [0], indirect=True)
 def test_coroutines_are_told_to_use_run_sync(
     engine: Engine, for_asyncio: Callable[[Engine], AsyncEngine]
 ) -> None:
@@ -168,6 +171,7 @@ def test_coroutines_are_told_to_use_run_sync(
     assert order(engine) == ("paid", 8)
 
 
+@on_sqlite_alone
 def test_what_is_no_session_is_told_as_well(engine: Engine) -> None:
     """An engine, for instance."""
     with pytest.raises(TypeError, match=r"execute_fenced takes a Session or a Connection, not Engine$"):
@@ -186,6 +190,7 @@ def test_an_explicit_token_below_the_fence_is_stale(engine: Engine) -> None:
     assert order(engine, 2) == ("new", 5)
 
 
+@on_sqlite_alone
 def test_a_missing_row_gives_rowcount_0(engine: Engine) -> None:
     """A row that is not there is no error."""
     gone = fenced_delete(Order).where(Order.id == 9)
@@ -194,6 +199,7 @@ def test_a_missing_row_gives_rowcount_0(engine: Engine) -> None:
         assert execute_fenced(connection, fenced_delete(Order).where(Order.id == 1), token=6).rowcount == 1
 
 
+@on_sqlite_alone
 def test_the_held_lease_is_used_without_a_token(engine: Engine) -> None:
     """Without an explicit token the ordinary rules apply."""
     with Session(engine) as session:
@@ -219,6 +225,7 @@ def test_parameters_execute_for_each(engine: Engine) -> None:
     assert caught.value.identity == (1,)
 
 
+@on_sqlite_alone
 def test_an_ordinary_statement_is_guarded_as_well(engine: Engine) -> None:
     """execute_fenced takes any UPDATE, DELETE or INSERT of a fenced table."""
     with engine.begin() as connection:
@@ -233,6 +240,7 @@ def test_a_core_table_says_what_guards_it() -> None:
         fenced_update(plain)
 
 
+@on_sqlite_alone
 def test_a_statement_whose_token_is_missing_cannot_run(engine: Engine) -> None:
     """Past the guard, which does not fill it in, the construct lacks it, and that is said."""
     with engine.connect() as connection, pytest.raises(UnfencedWriteError, match="bypass"):
@@ -256,6 +264,7 @@ def test_a_token_of_another_type_is_refused(token: Any) -> None:
         conditional_delete("orders", {"id": 1}, token)
 
 
+@on_sqlite_alone
 def test_what_has_no_fence_is_refused(engine: Engine) -> None:
     """A table without the column, and what is no write at all, are mistakes of the caller."""
     free = Table("sq_free", MetaData(), Column("id", Integer))
@@ -334,12 +343,7 @@ def test_names_are_quoted_for_a_dialect(engine: Engine, cursor: tuple[Any, list[
     bare, styles = cursor
     for number, style in enumerate(styles, 1):
         statement = conditional_update(
-            odd,
-            {"Mixed Case %": number},
-            {"select": 1},
-            number,
-            style,
-            dialect=engine.dialect.name,
+            odd, {"Mixed Case %": number}, {"select": 1}, number, style, dialect=engine.dialect.name
         )
         bare.execute(*statement)
         assert bare.rowcount == 1
@@ -407,6 +411,7 @@ def test_hostile_names_stay_names(tmp_path: Any) -> None:
     connection.close()
 
 
+@on_sqlite_alone
 def test_text_in_values_is_data(engine: Engine, cursor: tuple[Any, list[str]]) -> None:
     """Values travel as parameters only."""
     bare, styles = cursor

@@ -7,7 +7,6 @@ The column without a trigger is the control: what is refused with one is written
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -101,9 +100,11 @@ def copy_and_update(_: Connection, cursor: Any) -> None:
 NEW_ROW = "INTO tt_orders (id, status) VALUES (2, 'x')"
 SAME_ROW = "INTO tt_orders (id, status) VALUES (1, 'x')"
 CASCADE = "DELETE FROM tt_customers"
+KEEPS = sql("UPDATE, sets the fence that is there", f"UPDATE tt_orders SET {SAME}, last_fencing_token = 5")
 RAISES = sql("UPDATE, raises the fence", "UPDATE tt_orders SET status = 'x', last_fencing_token = 6")
 EVERYWHERE = [
     *updates("UPDATE", "UPDATE tt_orders SET {} WHERE id = 1"),
+    KEEPS,
     RAISES,
     sql("UPDATE, moves the write id", "UPDATE tt_orders SET status = 'x', last_write_id = last_write_id + 1"),
     sql("DELETE", "DELETE FROM tt_orders"),
@@ -246,7 +247,7 @@ def outcome(engine: Engine, metadata: MetaData, way: Way) -> str:
             bare.commit()
         except driver.Error as error:
             bare.rollback()
-            said = kind_of(str(error))
+            said = kind_of(str(error), knows=engine.dialect.name != "sqlite")
         else:
             said = "written"
     if contents(engine, orders) == before:
@@ -261,15 +262,15 @@ def contents(engine: Engine, orders: Table) -> list[tuple[Any, ...]]:
         return [tuple(row) for row in connection.execute(select(orders).order_by(orders.c.id))]
 
 
-def kind_of(message: str) -> str:
-    """Tell a trigger's errors apart.
+def kind_of(message: str, *, knows: bool) -> str:
+    """Tell a trigger's errors apart. Those of SQLite know no numbers.
 
     Raises:
         AssertionError: if it is none of a trigger's.
     """
-    if re.search(r"fencelock: (token 4 < 5|a token below the fence) in tt_orders", message):
+    if f"fencelock: {'token 4 < 5' if knows else 'a token below the fence'} in tt_orders" in message:
         return "stale"
-    assert re.search(r"fencelock: UPDATE without a token in tt_orders", message), message
+    assert "fencelock: UPDATE without a token in tt_orders" in message
     return "refused"
 
 

@@ -1,0 +1,238 @@
+"""Models that the tests of claims and gates share, and their rows. The fences are 0."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sqlalchemy import Engine, ForeignKey, String, event, insert, select
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, column_property, mapped_column, relationship
+
+from fencelock.guard import FencedModel, begin_immediate, bind, fence_table
+from fencelock.lease import Lease
+from tests.guard.rows import empty
+
+OLD, NEW = 1, 2
+"""The tokens of the older and the newer holder."""
+
+
+class Base(DeclarativeBase):
+    """The models of this file."""
+
+
+class Account(FencedModel, Base):
+    """The row that everybody wants: plain columns, and what is loaded later."""
+
+    __tablename__ = "cl_accounts"
+    __fence_resource__ = "account:{id}"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    balance: Mapped[int] = mapped_column(default=100)
+    status: Mapped[str] = mapped_column(String(20), default="new")
+    remark: Mapped[str] = mapped_column(String(20), default="none", deferred=True)
+    changed: Mapped[int] = mapped_column(default=0, onupdate=1)
+    notes: Mapped[list[Note]] = relationship()
+
+
+class Note(Base):
+    """Not fenced; hangs on an account."""
+
+    __tablename__ = "cl_notes"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    account_id: Mapped[int] = mapped_column(ForeignKey("cl_accounts.id"))
+    text: Mapped[str] = mapped_column(String(20), default="more")
+
+
+class Triggered(FencedModel, Base):
+    """The table has a trigger."""
+
+    __tablename__ = "cl_triggered"
+    __fence_resource__ = "account:1"
+    __fence_trigger__ = True
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    balance: Mapped[int] = mapped_column(default=100)
+
+
+class Strict(FencedModel, Base):
+    """The table has a strict trigger."""
+
+    __tablename__ = "cl_strict"
+    __fence_resource__ = "account:1"
+    __fence_trigger__ = "strict"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    balance: Mapped[int] = mapped_column(default=100)
+
+
+class Task(FencedModel, Base):
+    """Guarded by a resource that the key does not tell."""
+
+    __tablename__ = "cl_tasks"
+    __fence_resource__ = "queue:{queue}"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    queue: Mapped[str] = mapped_column(String(20))
+    balance: Mapped[int] = mapped_column(default=100)
+
+
+class Seat(FencedModel, Base):
+    """Guarded as a whole table, with a composite key."""
+
+    __tablename__ = "cl_seats"
+    __fence_resource__ = "room"
+    row: Mapped[int] = mapped_column(primary_key=True)
+    letter: Mapped[str] = mapped_column(String(1), primary_key=True)
+    guest: Mapped[str | None] = mapped_column(String(20))
+
+
+class Named(FencedModel, Base):
+    """Guarded by a name, which a database may compare more loosely than Python does."""
+
+    __tablename__ = "cl_named"
+    __fence_resource__ = "named:{name}"
+    name: Mapped[str] = mapped_column(String(20), primary_key=True)
+
+
+class Eager(FencedModel, Base):
+    """The statement that loads an object loads related rows."""
+
+    __tablename__ = "cl_eager"
+    __fence_resource__ = "account:1"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    balance: Mapped[int] = mapped_column(default=100)
+    parts: Mapped[list[Part]] = relationship(lazy="joined")
+
+
+class Part(Base):
+    """Hangs on one that is loaded eagerly."""
+
+    __tablename__ = "cl_parts"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    eager_id: Mapped[int] = mapped_column(ForeignKey("cl_eager.id"))
+
+
+class Computed(FencedModel, Base):
+    """An attribute is asked from another table."""
+
+    __tablename__ = "cl_computed"
+    __fence_resource__ = "account:1"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    balance: Mapped[int] = mapped_column(default=100)
+    known: Mapped[int | None] = column_property(select(Note.id).where(Note.id == 1).scalar_subquery())
+
+
+class Animal(FencedModel, Base):
+    """Rows of several classes."""
+
+    __tablename__ = "cl_animals"
+    __fence_resource__ = "account:1"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    kind: Mapped[str] = mapped_column(String(20))
+    balance: Mapped[int] = mapped_column(default=100)
+    __mapper_args__ = {"polymorphic_on": "kind", "polymorphic_identity": "animal"}  # noqa: RUF012
+
+
+class Cat(Animal):
+    """Rows in two tables."""
+
+    __tablename__ = "cl_cats"
+    id: Mapped[int] = mapped_column(ForeignKey("cl_animals.id"), primary_key=True)
+    lives: Mapped[int] = mapped_column(default=9)
+    __mapper_args__ = {"polymorphic_identity": "cat"}  # noqa: RUF012
+
+
+fences = fence_table(Base.metadata)
+MODELS: list[type[Any]] = [Account, Triggered, Strict, Task, Eager, Computed, Cat]
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "cl_accounts": [{"id": 1}],
+    "cl_notes": [{"id": 1, "account_id": 1, "text": "first"}],
+    "cl_triggered": [{"id": 1}],
+    "cl_strict": [{"id": 1}],
+    "cl_tasks": [{"id": 1, "queue": "a"}, {"id": 2, "queue": "b"}, {"id": 3, "queue": "a"}],
+    "cl_seats": [{"row": 1, "letter": "a"}, {"row": 1, "letter": "b"}],
+    "cl_eager": [{"id": 1}],
+    "cl_computed": [{"id": 1}],
+    "cl_animals": [{"id": 1, "kind": "cat"}],
+    "cl_cats": [{"id": 1}],
+}
+
+
+def fill(engine: Engine) -> Engine:
+    """Have a database contain ROWS and nothing else."""
+    with engine.begin() as connection:
+        empty(connection, Base.metadata)
+    with engine.execution_options(fencelock="bypass").begin() as connection:
+        for name, rows in ROWS.items():
+            table = Base.metadata.tables[name]
+            connection.execute(insert(table), [row | _write_id(table) for row in rows])
+    return engine
+
+
+def _write_id(table: Any) -> dict[str, int]:
+    return {"last_write_id": 7} if "last_write_id" in table.c else {}
+
+
+def leases(token: int) -> tuple[Lease, ...]:
+    """Return the leases of one of the holders."""
+    return tuple(Lease(resource, token) for resource in ("account:1", "queue:a", "room"))
+
+
+def holder(engine: Engine, token: int = NEW, **options: Any) -> Session:
+    """Return a session of one of the holders."""
+    session = Session(engine, **options)
+    bind(session, *leases(token))
+    return session
+
+
+def balance(engine: Engine) -> int:
+    """Read the account's balance on another connection."""
+    with engine.connect() as connection:
+        return connection.scalars(select(Account.balance)).one()
+
+
+def fence(engine: Engine) -> int:
+    """Read the account's fence on another connection."""
+    with engine.connect() as connection:
+        return connection.scalars(select(Account.last_fencing_token)).one()
+
+
+def in_thread(work: Callable[[], object]) -> Callable[[], Any]:
+    """Start work in a thread; return what waits for its result or raises its error."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(work())
+        except Exception as error:  # noqa: BLE001  handed over to the caller
+            outcome.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+
+    def wait() -> Any:
+        thread.join(30)
+        assert not thread.is_alive()
+        if isinstance(outcome[0], Exception):
+            raise outcome[0]
+        return outcome[0]
+
+    return wait
+
+
+@contextmanager
+def statements(engine: Engine) -> Iterator[list[str]]:
+    """Give the first word of each statement that is sent in the block."""
+    sent: list[str] = []
+
+    def note(_connection: object, _cursor: object, sql: str, *_: object) -> None:
+        sent.append(sql.split(maxsplit=1)[0])
+
+    event.listen(engine, "before_cursor_execute", note)
+    yield sent
+    event.remove(engine, "before_cursor_execute", note)
+
+
+def let_wait(engine: Engine) -> None:
+    """Have SQLite's transactions wait for each other, as row locks have those of the others wait."""
+    if engine.dialect.name == "sqlite":
+        begin_immediate(engine)
+        engine.dispose()

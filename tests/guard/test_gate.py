@@ -1,0 +1,229 @@
+"""Gates: the fence of a resource that has no row, or whose row may be gone."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, MetaData, delete, func, select
+from sqlalchemy.orm import Session
+from sqlalchemy.schema import CreateSchema, DropSchema
+
+from fencelock.errors import StaleTokenError, UnfencedWriteError
+from fencelock.guard import bind, claim, fence_table, gate
+from fencelock.guard.gate import _at_gate_here, note_gate
+from fencelock.lease import Lease
+from tests.guard.claims import (
+    NEW,
+    OLD,
+    Account,
+    Base,  # noqa: F401  the fixture `_tables` makes its tables
+    balance,
+    fence,
+    fences,
+    fill,
+    holder,
+    in_thread,
+    let_wait,
+    statements,
+)
+from tests.guard.rows import on_sqlite_alone
+
+
+@pytest.fixture
+def engine(shared_engine: Engine, _tables: None) -> Engine:
+    """An engine on an account of balance 100 with a note, three tasks and two seats."""
+    return fill(shared_engine)
+
+
+@pytest.fixture
+def old(engine: Engine) -> Iterator[Session]:
+    """The session of the older holder of the account."""
+    with holder(engine, OLD) as session:
+        yield session
+
+
+@pytest.fixture
+def new(engine: Engine) -> Iterator[Session]:
+    """The session of the newer holder of the account."""
+    with holder(engine, NEW) as session:
+        yield session
+
+
+@pytest.mark.parametrize("shared_url", ["postgresql"], indirect=True)
+def test_gate_in_the_schema_that_the_models_are_in(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the program names one schema for the fence table; or where the connection translates that."""
+    monkeypatch.setattr("fencelock.guard.fences._schemas", set())
+    table = fence_table(MetaData(schema="cl_app"))
+    elsewhere = engine.execution_options(schema_translate_map={None: "cl_other"})
+    with engine.begin() as connection:
+        for schema in ("cl_app", "cl_other"):
+            connection.execute(DropSchema(schema, cascade=True, if_exists=True))
+            connection.execute(CreateSchema(schema))
+            table.to_metadata(MetaData(), schema=schema).create(connection)
+
+    def found(schema: str) -> list[str]:
+        with engine.connect() as connection:
+            return list(connection.scalars(select(table.to_metadata(MetaData(), schema=schema).c.resource)))
+
+    with Session(engine) as session:
+        bind(session, Lease("account:1", NEW))
+        gate(session)
+        session.commit()
+    assert (found("cl_app"), found("cl_other")) == (["account:1"], [])
+    with Session(elsewhere) as session:
+        bind(session, Lease("account:1", NEW))
+        gate(session)
+        session.commit()
+    assert found("cl_other") == ["account:1"]
+
+
+def replace_account(session: Session) -> None:
+    """Make the account anew, as one who has read that there is none."""
+    session.add(Account(id=1, balance=100))
+    session.commit()
+
+
+@on_sqlite_alone
+def test_without_a_gate_a_deleted_row_is_resurrected(engine: Engine, old: Session, new: Session) -> None:
+    """What it is about: where no row is, no fence is, and the older holder's INSERT is accepted."""
+    new.delete(claim(new, Account, 1).notes[0])
+    new.delete(claim(new, Account, 1))
+    new.commit()
+    replace_account(old)
+    assert (balance(engine), fence(engine)) == (100, 1), "what the newer holder has deleted is back"
+
+
+def test_with_a_gate_a_deleted_row_stays_deleted(engine: Engine, old: Session, new: Session) -> None:
+    """The same schedule with gates: the resource's own row is still there when the account is not."""
+    gate(old, "account:1")
+    old.commit()
+    gate(new, "account:1")
+    new.delete(claim(new, Account, 1).notes[0])
+    new.delete(claim(new, Account, 1))
+    new.commit()
+    with pytest.raises(StaleTokenError) as caught:
+        gate(old, "account:1")
+    assert (caught.value.token, caught.value.current) == (1, 2)
+    with engine.connect() as connection:
+        assert connection.scalar(select(func.count()).select_from(Account)) == 0
+
+
+@on_sqlite_alone
+def test_a_gate_wants_one_lease(new: Session) -> None:
+    """Without a resource the one lease held is meant; none or several are refused."""
+    bind(new)
+    with pytest.raises(UnfencedWriteError):
+        gate(new)
+    new.rollback()
+    with pytest.raises(UnfencedWriteError):
+        gate(new, "account:1")
+    new.rollback()
+    bind(new, Lease("account:1", OLD), Lease("room", 1))
+    with pytest.raises(UnfencedWriteError, match="are held"):
+        gate(new)
+    new.rollback()
+    gate(new, "room")
+    new.commit()
+    assert new.scalars(select(fences.c.resource)).all() == ["room"]
+
+
+def test_gates_compare_resources_exactly(new: Session) -> None:
+    """Case, accents and emoji tell resources apart on every database."""
+    names = ["room", "Room", "röom", "room🚪", "roöm"]
+    for token, name in enumerate(names, 1):
+        bind(new, Lease(name, token))
+        gate(new)
+        new.commit()
+    assert new.scalar(select(func.count()).select_from(fences)) == len(names)
+
+
+def test_a_gate_is_passed_while_another_thread_asks_for_one() -> None:
+    """Whoever looks through the open gates is not bothered by one that is passed meanwhile."""
+
+    class Open:
+        """A connection, and its transaction."""
+
+        is_active = True
+
+        def get_transaction(self) -> Open:
+            return self
+
+    def pass_gates() -> None:
+        while not done.is_set():
+            connections: list[Any] = [Open() for _ in range(300)]
+            for connection in connections:
+                note_gate(connection, "account:1")
+
+    done = threading.Event()
+    interval = sys.getswitchinterval()
+    thread = threading.Thread(target=pass_gates)
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end:
+            assert not list(_at_gate_here("account:2"))
+    finally:
+        done.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+
+
+def test_two_first_comers_pass_a_gate_one_after_the_other(engine: Engine) -> None:
+    """The first use of a resource by two holders at once makes its row once, and deadlocks nobody."""
+    let_wait(engine)
+    barrier = threading.Barrier(2)
+
+    def pass_gate(token: int) -> str:
+        with Session(engine) as session:
+            bind(session, Lease("first", token))
+            barrier.wait()
+            try:
+                gate(session)
+            except StaleTokenError:
+                return "stale"
+            session.commit()
+            return "passed"
+
+    for _ in range(10):
+        waits = [in_thread(lambda token=token: pass_gate(token)) for token in (1, 2)]  # type: ignore[misc]
+        outcomes = [wait() for wait in waits]
+        assert outcomes[1] == "passed"
+        with engine.execution_options(fencelock="bypass").begin() as connection:
+            assert connection.execute(select(fences)).all() == [("first", 2)]
+            connection.execute(delete(fences))
+
+
+def test_gate_sends_one_statement(engine: Engine, new: Session) -> None:
+    """When it makes the row, when it raises its fence, when it is passed again, and when it is shut."""
+    with Session(engine) as old:
+        for gates, token in ((new, OLD), (new, NEW), (new, NEW), (old, OLD)):
+            bind(gates, Lease("account:1", token))
+            with statements(engine) as sent:
+                if gates is old:
+                    with pytest.raises(StaleTokenError) as caught:
+                        gate(old)
+                    assert (caught.value.table, caught.value.identity) == ("fencelock_fences", ("account:1",))
+                    assert (caught.value.token, caught.value.current) == (OLD, NEW)
+                else:
+                    gate(gates)
+                    gates.commit()
+            assert sent == ["INSERT"]
+
+
+def test_gate_of_a_database_without_returning_sends_two_statements(engine: Engine, new: Session) -> None:
+    """MySQL has no RETURNING, and SQLite since 3.35."""
+    new.connection()
+    engine.dialect.insert_returning = False
+    with statements(engine) as sent:
+        gate(new, "account:1")
+    assert sent == ["INSERT", "SELECT"]
+    new.commit()
+    bind(new, Lease("account:1", OLD))
+    with pytest.raises(StaleTokenError):
+        gate(new)

@@ -1,0 +1,428 @@
+"""Write ids of one holder's own writes, of many objects in one flush, and of statements without objects."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from sqlalchemy import Connection, Engine, bindparam, delete, insert, inspect, select, update
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
+from sqlalchemy.orm import Session, make_transient_to_detached
+
+from fencelock.errors import StaleReadError, StaleTokenError
+from fencelock.guard import bind, claim, execute_fenced, fenced_delete, fenced_text, fenced_update, upsert
+from fencelock.lease import Lease
+from tests.guard.listening import listening
+from tests.guard.rows import on_sqlite_alone
+from tests.guard.write_ids import (
+    FENCE,
+    MINE,
+    OTHER,
+    Base,  # noqa: F401  the fixture `_tables` makes its tables
+    Numbered,
+    Row,
+    Twin,
+    change,
+    fill,
+    holder,
+    refused,
+    statements,
+    stored,
+)
+
+
+@pytest.fixture
+def engine(lasting_engine: Engine) -> Engine:
+    """An engine on a database with the rows."""
+    return fill(lasting_engine)
+
+
+def fill_many(engine: Engine, number: int) -> None:
+    """Add rows from 10, of several fences."""
+    with engine.execution_options(fencelock="bypass").begin() as connection:
+        fences = [{"id": 10 + n, "last_fencing_token": n % 6} for n in range(number)]
+        connection.execute(insert(Row), fences)
+
+
+@on_sqlite_alone
+@pytest.mark.parametrize("locked_first", [False, True])
+@pytest.mark.parametrize("token", [OTHER, MINE], ids=["another holder", "the same holder"])
+def test_whoever_has_written_and_whenever_the_lock_was_taken(
+    engine: Engine, token: int, *, locked_first: bool
+) -> None:
+    """An older holder may write late; the same holder may write in another session. The error says who."""
+    with Session(engine, expire_on_commit=False) as session:
+        if locked_first:
+            bind(session, Lease("rows", MINE))
+        row = session.get_one(Row, 1)
+        loaded = row.last_write_id
+        session.commit()
+        change(engine, token=token)
+        bind(session, Lease("rows", MINE))
+        row.balance -= 30
+        with refused(engine, current=token) as caught:
+            session.commit()
+    error = caught.value
+    assert (error.table, error.identity, error.loaded) == ("wi_rows", (1,), loaded)
+    again = pickle.loads(pickle.dumps(error))  # noqa: S301  made here
+    assert (str(again), again.loaded) == (str(error), error.loaded)
+
+
+@on_sqlite_alone
+def test_a_claim_of_another_holder_changes_nothing(engine: Engine) -> None:
+    """It shuts older holders out, and what was read is as true as before."""
+    with Session(engine, expire_on_commit=False) as session:
+        row = session.get_one(Row, 1)
+        session.commit()
+        change(engine, do=lambda row: claim(inspect(row).session, Row, 1))
+        bind(session, Lease("rows", MINE))
+        row.balance -= 30
+        session.commit()
+        assert row.last_fencing_token == MINE
+    assert stored(engine) == 70
+
+
+@on_sqlite_alone
+def test_a_row_above_the_token_is_a_stale_token(engine: Engine) -> None:
+    """The lease is too old, whatever was read."""
+    change(engine, token=MINE + 1)
+    with holder(engine) as session:
+        session.get_one(Row, 1).balance -= 30
+        with pytest.raises(StaleTokenError) as caught:
+            session.commit()
+    assert type(caught.value) is StaleTokenError
+    assert (caught.value.token, caught.value.current, caught.value.identity) == (MINE, MINE + 1, (1,))
+
+
+@on_sqlite_alone
+def test_a_loop_that_begins_again_on_a_stale_token_is_right(engine: Engine) -> None:
+    """A stale read is one, and a rollback has the session load the row again."""
+    with holder(engine) as session:
+        row = session.get_one(Row, 1)
+        session.commit()
+        change(engine)
+        for attempt in range(2):
+            try:
+                row.balance -= 30
+                session.commit()
+            except StaleTokenError:
+                assert attempt == 0
+                session.rollback()
+    assert stored(engine) == 50
+
+
+def by_hand(session: Session, _row: object = None) -> Row:
+    """Make an object without a SELECT."""
+    row = Row(id=1)
+    make_transient_to_detached(row)
+    session.add(row)
+    return row
+
+
+def expired(session: Session, row: Row) -> Row:
+    """Return an object that was loaded, and expired before another holder came."""
+    session.add(row)
+    return row
+
+
+@pytest.mark.parametrize("make", [by_hand, expired, lambda session, _row: session.merge(Row(id=1))])
+def test_values_that_are_computed_from_nothing_are_written(
+    engine: Engine, make: Callable[[Session, Row], Row]
+) -> None:
+    """An unknown write id is never taken for 0, and at most one SELECT is sent beside the UPDATE."""
+    with holder(engine) as session:
+        row = session.get_one(Row, 1)
+        session.commit()
+        session.expire(row)
+        session.expunge(row)
+        change(engine)
+        with statements(engine) as sent:
+            make(session, row).balance = 1
+            session.commit()
+        assert [each.split()[0] for each in sent[-2:]] in (["SELECT", "UPDATE"], ["UPDATE"])
+    with Session(engine) as session:
+        row = session.get_one(Row, 1)
+        assert (row.balance, row.last_fencing_token) == (1, MINE)
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_objects_of_known_and_unknown_ids_are_one_statement(engine: Engine, *, written: bool) -> None:
+    """The unknown one passes, the known one is compared."""
+    with holder(engine) as session:
+        known, unknown = session.get_one(Row, 2), by_hand(session)
+        session.commit()
+        if written:
+            change(engine, key=2)
+        known.balance, unknown.balance = 1, 2
+        if written:
+            with refused(engine):
+                session.commit()
+            return
+        with statements(engine) as sent:
+            session.commit()
+        assert len(sent) == 1
+    assert (stored(engine, key=1), stored(engine, key=2)) == (2, 1)
+
+
+@pytest.mark.parametrize("do", ["UPDATE", "DELETE"])
+@pytest.mark.parametrize("written", [True, False])
+def test_many_objects_are_one_statement(engine: Engine, do: str, *, written: bool) -> None:
+    """One old object among them is found."""
+    fill_many(engine, 300)
+    with holder(engine) as session:
+        rows = session.scalars(select(Row).where(Row.id >= 10).order_by(Row.id)).all()
+        session.commit()
+        if written:
+            change(engine, key=210)
+        for row in rows:
+            if do == "DELETE":
+                session.delete(row)
+            else:
+                row.balance = 1
+        if written:
+            with refused(engine) as caught:
+                session.commit()
+            assert caught.value.identity == (210,)
+        else:
+            with statements(engine) as sent:
+                session.commit()
+            assert len([each for each in sent if "wi_rows" in each]) == 1
+
+
+def test_asyncio(engine: Engine, for_asyncio: Callable[[Engine], AsyncEngine]) -> None:
+    """One object and many, on each driver; a flush of many sends few statements, however it counts."""
+    fill_many(engine, 99)
+
+    async def play() -> None:
+        made = for_asyncio(engine)
+        for written in (True, False):
+            async with AsyncSession(made, expire_on_commit=False) as session:
+                bind(session, Lease("rows", MINE))
+                one = await session.get_one(Row, 1)
+                many = (await session.scalars(select(Row).where(Row.id >= 10))).all()
+                await session.commit()
+                if written:
+                    change(engine)
+                    one.balance -= 30
+                    with refused(engine):
+                        await session.commit()
+                    continue
+                for row in many:
+                    row.balance = 1
+                with statements(made.sync_engine) as sent:
+                    await session.commit()
+                # The UPDATE; with asyncpg, which rows have turned it away, and which are there.
+                assert len(sent) <= 3
+        await made.dispose()
+
+    asyncio.run(play())
+
+
+@on_sqlite_alone
+def test_two_objects_of_one_row_are_not_both_written(engine: Engine) -> None:
+    """As sharded sessions may have them by mistake; whichever is written first."""
+    with Session(engine, expire_on_commit=False, autoflush=False) as session:
+        older = session.get_one(Row, 1)
+        session.commit()
+        change(engine)
+        newer = session.get_one(Row, 1, identity_token="another")
+        assert newer is not older
+        bind(session, Lease("rows", MINE))
+        older.balance -= 30
+        newer.status = "newer"
+        with pytest.raises(StaleReadError):
+            session.commit()
+    assert stored(engine) == 80
+
+
+@on_sqlite_alone
+@pytest.mark.parametrize("name", ["before_update", "after_update"])
+def test_a_session_in_a_listener_flushes_between(engine: Engine, name: str) -> None:
+    """The objects of the flush around it are compared afterwards."""
+
+    def note(_mapper: Any, connection: Connection, _row: Row) -> None:
+        with Session(connection, join_transaction_mode="rollback_only") as inner:
+            bind(inner, Lease("rows", MINE))
+            inner.add(Numbered())
+            inner.commit()
+
+    with holder(engine) as session, listening(Row, name, note):
+        first, second = session.scalars(select(Row).order_by(Row.id))
+        session.commit()
+        change(engine, key=2 if name == "after_update" else 1)
+        first.balance -= 30
+        if name == "after_update":
+            session.delete(second)
+        else:
+            second.balance -= 30
+        with refused(engine):
+            session.commit()
+
+
+@on_sqlite_alone
+def test_a_listener_of_the_class_undoes_or_makes_a_change(engine: Engine) -> None:
+    """What it has undone is not written; what it alone has changed is, and the holder goes on."""
+    with holder(engine) as session:
+        row: Any = session.get_one(Twin, 1)
+        row.status = "NEW"
+        session.commit()
+        assert row.last_fencing_token == FENCE
+        row.status = "new+"
+        session.commit()
+        assert (row.status, row.balance, row.last_fencing_token) == ("new", 101, MINE)
+        row.status = "newer"
+        session.commit()
+    assert stored(engine) == 101
+
+
+class TestTheSameHolder:
+    """It goes on, and is never refused."""
+
+    def test_in_several_transactions_and_leases(self, engine: Engine) -> None:
+        """Each write leaves the id that the next one finds: of an object, and of one that it has inserted."""
+        hold = Lease("rows", 6)
+        with Session(engine, expire_on_commit=False) as session:
+            bind(session, hold)
+            row, new = session.get_one(Row, 1), Row(id=9)
+            session.add(new)
+            session.commit()
+            for token in (6, 7, 8):
+                if token > 6:
+                    hold.remint(token, hold.expires_at)
+                row.balance -= 10
+                new.balance -= 10
+                session.commit()
+                assert (row.last_fencing_token, new.last_fencing_token) == (token, token)
+            bind(session, Lease("rows", MINE))
+            row.balance -= 10
+            session.commit()
+        assert (stored(engine), stored(engine, key=9)) == (60, 70)
+
+    def test_with_other_statements_in_between(self, engine: Engine) -> None:
+        """Of Core, text, bulk and upsert the session knows nothing: the object is loaded again."""
+        with Session(engine) as session:
+            bind(session, Lease("rows", MINE))
+            row = session.get_one(Row, 1)
+            table: Any = Row.__table__
+            session.connection().execute(update(table).where(Row.id == 1).values(status="core"))
+            session.bulk_update_mappings(inspect(Row), [{"id": 1, "status": "bulk"}])
+            session.execute(update(Row), [{"id": 1, "status": "bulk"}])
+            session.execute(
+                fenced_text(
+                    "UPDATE wi_rows SET status = 'text', last_fencing_token = :fencing_token,"
+                    " last_write_id = :fencing_write_id "
+                    "WHERE id = 1 AND last_fencing_token <= :fencing_token",
+                    Row,
+                )
+            )
+            upsert(session, Row, [{"id": 1, "status": "upsert"}])
+            session.commit()
+            row.balance -= 10
+            session.commit()
+        assert stored(engine) == 90
+
+    @pytest.mark.parametrize("synchronize", ["auto", "evaluate", "fetch"])
+    def test_with_statements_that_the_session_follows(self, engine: Engine, synchronize: str) -> None:
+        """SQLAlchemy applies them to the objects, whose ids move as the rows' do."""
+        options = {"synchronize_session": synchronize}
+        with holder(engine) as session:
+            row = session.get_one(Row, 1)
+            for status in ("one", "two"):
+                statement = update(Row).where(Row.id == 1).values(status=status)
+                session.execute(statement, execution_options=options)
+                row.balance -= 10
+                session.flush()
+            session.commit()
+        assert stored(engine) == 80
+
+
+@on_sqlite_alone
+@pytest.mark.parametrize("token", [OTHER, MINE])
+def test_an_object_of_another_version_does_not_become_new_by_a_statement(engine: Engine, token: int) -> None:
+    """The statement writes the row as it is, and the object was computed from another one."""
+    with holder(engine) as session:
+        row = session.get_one(Row, 1)
+        session.commit()
+        change(engine, token=token)
+        session.execute(update(Row).where(Row.id == 1).values(status="x"))
+        row.balance -= 10
+        with refused(engine, current=MINE):
+            session.commit()
+
+
+@on_sqlite_alone
+def test_a_bypassed_update_does_not_move_objects_by_an_earlier_step(engine: Engine) -> None:
+    """What a guarded UPDATE has moved is not moved again."""
+    with holder(engine) as session:
+        row = session.get_one(Row, 1)
+        added = update(Row).where(Row.id == 1).values(balance=Row.balance + 100)
+        session.execute(added, execution_options={"synchronize_session": False})
+        ordered = update(Row).where(Row.id == 1).ordered_values((Row.status, "x"))
+        session.execute(ordered, execution_options={"fencelock": "bypass"})
+        row.balance += 1
+        with refused(engine, current=MINE):
+            session.commit()
+
+
+def test_bulk_and_core_have_no_object(engine: Engine) -> None:
+    """They are compared with the token alone, whatever objects the session has of their rows."""
+    with holder(engine) as session:
+        row = session.get_one(Row, 1)
+        session.commit()
+        change(engine)
+        session.execute(update(Row), [{"id": 1, "balance": 1}])
+        session.bulk_update_mappings(inspect(Row), [{"id": 1, "balance": 2}])
+        session.execute(update(Row).where(Row.id == row.id).values(balance=3))
+        session.commit()
+    assert stored(engine) == 3
+
+
+class TestStatementsThatSayIt:
+    """`fenced_update(…, loaded=…)`, for those who know what they have read."""
+
+    @pytest.mark.parametrize("named", [True, False], ids=["by key", "by criteria"])
+    @pytest.mark.parametrize("make", ["update", "delete"])
+    def test_refuses_what_came_since(self, engine: Engine, make: str, *, named: bool) -> None:
+        """And writes what has this id."""
+        which = Row.id == 1 if named else Row.status == "new"
+
+        def statement(loaded: int) -> Any:
+            if make == "update":
+                return fenced_update(Row, loaded=loaded).where(which).values(balance=1)
+            return fenced_delete(Row, loaded=loaded).where(which)
+
+        with engine.execution_options(fencelock="bypass").begin() as connection:
+            connection.execute(delete(Row).where(Row.id == 2))
+        with engine.connect() as connection:
+            read = connection.scalars(select(Row.last_write_id)).one()
+            connection.rollback()
+            change(engine)
+            with refused(engine) as caught:
+                execute_fenced(connection, statement(read), token=MINE)
+            assert caught.value.loaded == read
+            assert caught.value.identity == ((1,) if named else None)
+            connection.rollback()
+            now = connection.scalars(select(Row.last_write_id)).one()
+            assert execute_fenced(connection, statement(now), token=MINE).rowcount == 1
+            connection.commit()
+
+    def test_takes_one_for_each_row(self, engine: Engine) -> None:
+        """As a parameter of its own."""
+        statement = fenced_update(Row, loaded=bindparam("seen")).where(Row.id == bindparam("key"))
+        with engine.connect() as connection:
+            read = connection.execute(select(Row.id.label("key"), Row.last_write_id.label("seen")))
+            rows = [dict(row) for row in read.mappings()]
+            execute_fenced(connection, statement.values(balance=1), rows, token=MINE)
+            connection.commit()
+            with refused(engine, current=MINE):
+                execute_fenced(connection, statement.values(balance=2), rows[:1], token=MINE)
+        assert (stored(engine), stored(engine, key=2)) == (1, 1)
+
+    @pytest.mark.parametrize("loaded", [-1, 2**53, "5", 1.5])
+    def test_refuses_what_is_no_id(self, loaded: Any) -> None:
+        """Before there is a statement."""
+        with pytest.raises((ValueError, TypeError), match="write id"):
+            fenced_update(Row, loaded=loaded)

@@ -1,0 +1,232 @@
+"""Objects that outlive a transaction which was undone: no row has the id of a write that never was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, create_engine, inspect, select
+from sqlalchemy.orm import Session
+
+from fencelock.guard import bind, claim, claim_all
+from fencelock.lease import Lease
+from tests.guard.rows import on_sqlite_alone
+from tests.guard.write_ids import (
+    MINE,
+    OTHER,
+    Account,
+    Base,  # noqa: F401  the fixture `_tables` makes its tables
+    Row,
+    Step,
+    change,
+    fill,
+    holder,
+    refused,
+    stored,
+)
+
+
+@pytest.fixture
+def engine(lasting_engine: Engine) -> Engine:
+    """An engine on a database with the rows."""
+    return fill(lasting_engine)
+
+
+def assert_refused(engine: Engine, row: Any, current: int = OTHER) -> None:
+    """Write an object whose row another holder has written meanwhile, over a connection of another engine."""
+    elsewhere = create_engine(engine.url)
+    with holder(elsewhere) as session:
+        session.add(row)
+        row.balance -= 10
+        with refused(engine, current=current):
+            session.commit()
+    elsewhere.dispose()
+
+
+def expunged(session: Session, row: Any) -> None:
+    """Keep the object, and give up the rest."""
+    session.expunge(row)
+    session.rollback()
+
+
+UNDOING: dict[str, Callable[[Session, Any], object]] = {
+    "closed": lambda session, _row: session.close(),
+    "expunged": expunged,
+    "reset": lambda session, _row: session.reset(),
+}
+
+
+def written(session: Session) -> Row:
+    """Write a row."""
+    row = session.get_one(Row, 1)
+    row.balance -= 30
+    session.flush()
+    return row
+
+
+BEFORE: dict[str, Callable[[Session], Row]] = {
+    "written": written,
+    "claimed": lambda session: claim(session, Row, 1),
+    "claimed and written": lambda session: (claim(session, Row, 1), written(session))[1],
+}
+
+
+@on_sqlite_alone
+@pytest.mark.parametrize("undo", UNDOING.values(), ids=UNDOING)
+@pytest.mark.parametrize("begin", BEFORE.values(), ids=BEFORE)
+def test_an_undone_write_is_not_what_was_loaded(
+    engine: Engine, begin: Callable[[Session], Row], undo: Callable[[Session, Any], object]
+) -> None:
+    """The holder fails, begins again and commits; the object of the first time is older."""
+    with holder(engine, OTHER) as session:
+        row = begin(session)
+        undo(session, row)
+    change(engine)
+    assert_refused(engine, row)
+
+
+def read_again(session: Session, _row: Any) -> Any:
+    """Have the session make another object of the row."""
+    session.expunge_all()
+    return session.get_one(Row, 1)
+
+
+def read_by_another(session: Session, _row: Any) -> Any:
+    """Have another session in the same transaction read it."""
+    with Session(session.connection()) as other:
+        return other.get_one(Row, 1)
+
+
+def merge_elsewhere(session: Session, row: Any) -> Any:
+    """Have a session of another transaction take the object over."""
+    with Session(session.bind) as other:
+        return other.merge(row, load=False)
+
+
+@on_sqlite_alone
+@pytest.mark.parametrize("copy", [read_again, read_by_another, merge_elsewhere])
+@pytest.mark.parametrize("begin", BEFORE.values(), ids=BEFORE)
+def test_a_copy_of_an_undone_write_is_not_what_was_loaded(
+    engine: Engine, begin: Callable[[Session], Row], copy: Step
+) -> None:
+    """Another object of the row has seen the id that was undone."""
+    with holder(engine, OTHER) as session:
+        seen = copy(session, begin(session))
+        if seen in session:
+            session.expunge(seen)
+        session.rollback()
+    change(engine)
+    assert_refused(engine, seen)
+
+
+@on_sqlite_alone
+def test_an_undone_write_is_loaded_again_before_the_next(engine: Engine) -> None:
+    """Also where nothing came in between, and after several flushes."""
+    with Session(engine) as session:
+        bind(session, Lease("rows", OTHER))
+        row = written(session)
+        written(session)
+    with holder(engine) as session:
+        session.add(row)
+        row.balance -= 10
+        with refused(engine, current=5):
+            session.commit()
+        session.rollback()
+        row.balance -= 10
+        session.commit()
+    assert stored(engine) == 90
+
+
+@pytest.mark.parametrize("shared_url", ["postgresql", "mariadb"], indirect=True)
+def test_a_write_in_a_transaction_of_another_that_is_undone(engine: Engine) -> None:
+    """The session that joined it has not heard of the rollback."""
+    with engine.connect() as connection:
+        outer = connection.begin()
+        session = Session(connection, expire_on_commit=False, join_transaction_mode="create_savepoint")
+        bind(session, Lease("rows", OTHER))
+        row = written(session)
+        session.commit()
+        outer.rollback()
+        session.close()
+    change(engine)
+    assert_refused(engine, row)
+
+
+@on_sqlite_alone
+def test_an_insert_that_was_undone(engine: Engine) -> None:
+    """A second INSERT makes another row."""
+    with holder(engine, OTHER) as session:
+        row = Row(id=9)
+        session.add(row)
+        session.flush()
+    with holder(engine, OTHER) as session:
+        session.add(Row(id=9))
+        session.commit()
+    assert_refused(engine, row)
+
+
+@on_sqlite_alone
+@pytest.mark.parametrize("nested", [False, True], ids=["transaction", "savepoint"])
+def test_an_insert_that_was_undone_is_made_again(engine: Engine, *, nested: bool) -> None:
+    """Its object has neither fence nor id, because there is no row."""
+    with holder(engine) as session:
+        row = Row(id=9)
+        inner = session.begin_nested() if nested else session.begin()
+        session.add(row)
+        session.flush()
+        assert row.last_fencing_token == MINE
+        inner.rollback()
+        assert not {"last_fencing_token", "last_write_id"} & set(inspect(row).dict)
+        session.add(row)
+        session.commit()
+        row.balance -= 10
+        session.commit()
+    assert stored(engine, Row, 9) == 90
+
+
+SAVED: dict[str, Callable[[Session], object]] = {
+    "written": written,
+    "claimed": lambda session: claim(session, Row, 1),
+    "all claimed": lambda session: claim_all(session, select(Row)),
+}
+
+
+@pytest.mark.parametrize("do", SAVED.values(), ids=SAVED)
+def test_after_a_savepoint_is_undone_the_row_is_as_it_was_loaded(
+    engine: Engine, do: Callable[[Session], object]
+) -> None:
+    """Whatever has raised its fence in the savepoint."""
+    with holder(engine) as session:
+        row = session.get_one(Row, 1)
+        with session.begin_nested() as savepoint:
+            do(session)
+            assert row.last_fencing_token == MINE
+            savepoint.rollback()
+        row.balance -= 10
+        session.commit()
+    assert stored(engine) == 90
+
+
+def test_a_savepoint_takes_along_what_was_written_in_it_alone(engine: Engine) -> None:
+    """An object written before it, and one that was only read in it, are as they were."""
+    change(engine, Account, 3)
+    with holder(engine, OTHER) as session:
+        before, row = session.get_one(Account, 2), session.get_one(Row, 1)
+        before.balance -= 1
+        session.flush()
+        savepoint = session.begin_nested()
+        row.balance -= 30
+        session.flush()
+        session.expunge(row)
+        read = session.get_one(Account, 3)
+        savepoint.rollback()
+        session.commit()
+        bind(session, Lease("rows", MINE))
+        for each in (before, read):
+            assert each.last_fencing_token == OTHER
+            each.balance -= 1
+        session.commit()
+    assert (stored(engine, Account, 2), stored(engine, Account, 3)) == (98, 79)
+    change(engine)
+    assert_refused(engine, row)
