@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import random
-import threading
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Coroutine
@@ -140,43 +137,6 @@ def test_tasks_take_turns(authority: Redlock, run: Run) -> None:
     assert tokens == sorted(set(tokens))
 
 
-def test_cancelled_tasks_leave_nothing(authority: Redlock, nodes: Nodes, run: Run) -> None:
-    """Each at a random moment: waiting, acquiring, inside, renewing, leaving."""
-    chance = random.Random(5)
-    tokens: dict[str, list[int]] = {f"r{number}": [] for number in range(5)}
-
-    async def work() -> None:
-        resource = chance.choice(list(tokens))
-        async with authority.lock(resource, ttl=0.5, timeout=5, if_lost="warn") as token:
-            tokens[resource].append(token)
-            await asyncio.sleep(chance.choice([0, 0.001, 0.01, 0.2]))
-
-    async def main() -> None:
-        tasks: set[asyncio.Task[None]] = set()
-        end = time.monotonic() + 4
-        while time.monotonic() < end:
-            while len(tasks) < 60:
-                tasks.add(asyncio.ensure_future(work()))
-            await asyncio.sleep(chance.choice([0, 0, 0.001, 0.005]))
-            for task in chance.sample(sorted(tasks, key=id), 5):
-                task.cancel()
-            tasks = {task for task in tasks if not task.done()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert held_leases() == ()
-        async with asyncio.timeout(5):
-            for resource, drawn in tokens.items():
-                async with authority.lock(resource, timeout=2) as token:
-                    drawn.append(token)
-
-    run(main)
-    for drawn in tokens.values():
-        assert drawn == sorted(set(drawn))
-        assert drawn
-    assert eventually(lambda: locks_on(nodes) == [])
-
-
 def test_body_that_is_cancelled_releases(authority: Redlock, nodes: Nodes, run: Run) -> None:
     """A timeout around the block, a sibling that fails in a task group."""
 
@@ -251,7 +211,7 @@ def test_all_that_a_block_held_last_is_released_though_it_is_cancelled(
 
 
 def test_loops_come_and_go(authority: Redlock, run: Run) -> None:
-    """As with reloads and in tests: each has its own connections and renewal."""
+    """Each has connections and renewal of its own, also with blocking code between them."""
     tokens = []
 
     async def main() -> None:
@@ -261,31 +221,8 @@ def test_loops_come_and_go(authority: Redlock, run: Run) -> None:
 
     for _ in range(3):
         run(main)
-    assert tokens == sorted(set(tokens))
-
-
-def test_loops_in_threads_take_turns(authority: Redlock) -> None:
-    """One Redlock, four loops at once, beside a thread without one."""
-    tokens: list[int] = []
-
-    async def main() -> None:
-        for _ in range(10):
-            async with authority.lock("r", timeout=30) as token:
-                tokens.append(token)
-        await authority.aio.close()
-
-    def plain() -> None:
-        for _ in range(10):
-            with authority.lock("r", timeout=30) as token:
-                tokens.append(token)
-
-    threads = [threading.Thread(target=asyncio.run, args=(main(),)) for _ in range(4)]
-    threads.append(threading.Thread(target=plain))
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert len(tokens) == 50
+        with authority.lock("r", timeout=0) as token:
+            tokens.append(token)
     assert tokens == sorted(set(tokens))
 
 

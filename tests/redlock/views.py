@@ -143,6 +143,6 @@ def waiting_on(node_url: str, resource: str = "r") -> int:
         return int(str(client.zcard(f"{NODE_KEY}:q:{resource}")))
 
 
-def all_wait(nodes: Nodes, count: int) -> bool:
+def all_wait(nodes: Nodes, count: int, resource: str = "r") -> bool:
     """Return whether so many stand in the queue of every node; a majority that lags passes them over."""
-    return all(waiting_on(node.url) == count for node in nodes)
+    return all(waiting_on(node.url, resource) == count for node in nodes)
