@@ -26,13 +26,25 @@ def patience() -> dict[str, Any]:
 
 
 @pytest.fixture(params=["blocking", "asyncio", "uvloop"])
-def clients(request: pytest.FixtureRequest, nodes: Nodes, patience: dict[str, Any]) -> Iterator[Stage]:
-    """Clients of the five `nodes`, which are initialised with counters from 0: in threads, or in a loop."""
-    with Redlock(nodes.urls, **patience) as first:
-        first.init(base=0)
+def world(request: pytest.FixtureRequest) -> str:
+    """Where clients live; a file or a test may have fewer worlds."""
+    return str(request.param)
+
+
+@pytest.fixture
+def blank(world: str, nodes: Nodes, patience: dict[str, Any]) -> Iterator[Stage]:
+    """Clients in threads or in a loop: of the five blank `nodes`, or of those that a test names."""
     kind = Kind("five nodes", lambda: Redlock(nodes.urls, **patience), ",".join(nodes.urls))
-    with Stage(kind, request.param) as made:
+    with Stage(kind, world) as made:
         yield made
+
+
+@pytest.fixture
+def clients(blank: Stage) -> Stage:
+    """Clients of the five `nodes`, which are initialised with counters from 0."""
+    with Redlock(blank.kind.url.split(",")) as first:
+        first.init(base=0)
+    return blank
 
 
 @pytest.fixture

@@ -30,7 +30,17 @@ from proof.servers import Nodes
 from tests.authorities.storm import Storm
 from tests.polling import eventually
 from tests.redlock.stage import SlowDoor
-from tests.redlock.views import Run, all_wait, becomes_free, connected, connections_to, locks_on, soon, take
+from tests.redlock.views import (
+    Run,
+    all_wait,
+    becomes_free,
+    connected,
+    connections_to,
+    is_held_everywhere,
+    locks_on,
+    soon,
+    take,
+)
 
 pytestmark = pytest.mark.usefixtures("no_noise")
 
@@ -99,6 +109,8 @@ def test_loop_that_is_closed_without_farewell_leaves_no_socket_behind(
         loop = asyncio.new_event_loop()
         loop.run_until_complete(take(authority, "other"))
         with authority.lock(resource):
+            # Else the task may be granted the lock of a node that the holder was not connected to yet.
+            assert is_held_everywhere(nodes.urls, resource)
             task = loop.create_task(wait(resource))
             assert loop.run_until_complete(soon(hears_all))
             loop.run_until_complete(asyncio.sleep(0.2))

@@ -29,8 +29,8 @@ from tests.redlock.views import all_wait, connections_of, connections_to, hold, 
 
 pytestmark = pytest.mark.usefixtures("no_noise")
 #: For what only a loop can do, or what is the same in threads and in tasks.
-ONLY_TASKS = pytest.mark.parametrize("clients", ["asyncio", "uvloop"], indirect=True)
-ONLY_THREADS = pytest.mark.parametrize("clients", ["blocking"], indirect=True)
+ONLY_TASKS = pytest.mark.parametrize("world", ["asyncio", "uvloop"])
+ONLY_THREADS = pytest.mark.parametrize("world", ["blocking"])
 
 
 @pytest.fixture
