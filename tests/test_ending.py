@@ -161,24 +161,6 @@ def test_end_is_not_delayed_by_nodes_that_hang(urls: list[str], nodes: Nodes) ->
     assert process.returncode == 0
 
 
-def test_forked_child_that_exits_releases_nothing_of_its_parent(urls: list[str]) -> None:
-    """It holds nothing."""
-    program = """
-        lock = quorum.lock("r", ttl=60)
-        lock.acquire()
-        if not os.fork():
-            sys.exit(0)
-        os.wait()
-        print("held", flush=True)
-        sys.stdin.read(1)
-        os._exit(0)
-    """
-    process = start(urls, program.replace("sys.stdin.read(1)", "time.sleep(1)"))
-    assert locked(urls) >= 3
-    assert end(process) == (0, "")
-    assert locked(urls) >= 3
-
-
 def test_handler_of_the_program_is_respected() -> None:
     """It is not replaced; the error says what the handler has to do."""
     before = signal.signal(signal.SIGUSR1, lambda *_: None)

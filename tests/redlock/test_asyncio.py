@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import random
-import signal
 import threading
 import time
 import weakref
@@ -25,7 +23,7 @@ from fencelock.authority.base import Grant
 from fencelock.authority.redlock.protocol.messages import Answer, Said
 from fencelock.authority.redlock.wire import nodes as wire_nodes
 from fencelock.authority.redlock.wire.nodes import NodeConnections
-from fencelock.errors import LockTimeoutError, NodesNotInitialisedError, QuorumError
+from fencelock.errors import NodesNotInitialisedError, QuorumError
 from proof.servers import Nodes
 from tests.authorities.storm import Storm
 from tests.polling import eventually
@@ -145,40 +143,6 @@ def test_loop_that_is_closed_while_a_task_waits_for_answers_can_go(authority: Re
         for node in nodes:
             node.resume()
     assert eventually(lambda: no_connection_is_left(nodes))
-
-
-def test_forked_child_uses_connections_of_its_own(authority: Redlock, nodes: Nodes, run: Run) -> None:
-    """It is forked in the middle of the parent's loop, and both go on."""
-
-    async def main() -> None:
-        mine = await authority.aio.acquire(("mine",), ttl=30, timeout=0)
-        child = os.fork()
-        if child == 0:
-            os._exit(_exit_code_of_child(authority))
-        tokens = [await take(authority, "parent") for _ in range(30)]
-        assert tokens == sorted(set(tokens))
-        _, status = await asyncio.to_thread(os.waitpid, child, 0)
-        assert os.waitstatus_to_exitcode(status) == 0
-        assert await authority.aio.release(mine) is True
-
-    run(main())
-    assert eventually(lambda: locks_on(nodes) == [])
-
-
-def _exit_code_of_child(authority: Redlock) -> int:
-    signal.alarm(20)
-
-    async def main() -> int:
-        tokens = [await take(authority, "child") for _ in range(30)]
-        with pytest.raises(LockTimeoutError):
-            await authority.aio.acquire(("mine",), ttl=5, timeout=0)
-        return 0 if tokens == sorted(set(tokens)) else 1
-
-    with suppress(BaseException):
-        asyncio._set_running_loop(None)
-        with ThreadPoolExecutor(1) as threads:  # a loop in a thread that never had one
-            return threads.submit(asyncio.run, main()).result()
-    return 2
 
 
 @pytest.mark.parametrize("hang", [False, True], ids=["all answer", "some hang"])
