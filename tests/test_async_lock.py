@@ -83,6 +83,9 @@ def test_methods_have_their_twins(authority: Redlock, run: Run) -> None:
     run(main)
 
 
+@pytest.mark.complaint(
+    "aioredis-py#1040", "all tasks of a loop share the thread, and so the lock's thread-local token"
+)
 def test_task_enters_again_and_other_tasks_wait(authority: Redlock, run: Run) -> None:
     """The same token inside; a child task is somebody else, though it sees its parent's leases."""
 
@@ -286,6 +289,7 @@ class Account(FencedModel, Base):
     balance: Mapped[int]
 
 
+@pytest.mark.complaint("sqlalchemy#9339, #12921, #5900", "bulk statements know nothing of version_id_col")
 def test_sessions_of_coroutines_write_under_the_lease_of_the_task(authority: Redlock, tmp_path: Any) -> None:
     """The lease reaches the flush through SQLAlchemy's greenlet; an older one is refused by the database."""
 

@@ -96,6 +96,21 @@ def test_lease_of_a_task_that_was_never_left_is_released_when_the_interpreter_ex
     assert eventually(lambda: locked(urls) == 0)  # who exits waits for a majority of the nodes only
 
 
+@pytest.mark.complaint("pottery#274", "a lock that is never released crashes in `__del__` at shutdown")
+def test_lease_of_a_lock_in_a_cycle_is_released_when_the_interpreter_exits(urls: list[str]) -> None:
+    """Without a word, though half of the interpreter is gone when the cycle is."""
+    program = """
+        class Keeper:
+            pass
+        keeper = Keeper()
+        keeper.itself, keeper.lock = keeper, quorum.lock("r", ttl=60)
+        keeper.lock.acquire()
+        print("held", flush=True)
+    """
+    assert end(start(urls, program)) == (0, "")
+    assert eventually(lambda: locked(urls) == 0)
+
+
 def test_sigterm_kills_by_default(urls: list[str]) -> None:
     """The control: no Python code is run, and the lock stays until its ttl."""
     process = start(urls, 'with quorum.lock("r", ttl=60):\n    print("held", flush=True)\n    time.sleep(30)')

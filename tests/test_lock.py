@@ -21,10 +21,26 @@ import redis
 
 import fencelock
 from fencelock import FencedLock, Redlock, _configure, errors, fenced, fenced_lock
-from fencelock.errors import AuthorityError, LockLostError, LockTimeoutError, NotHeldError
+from fencelock.errors import (
+    AuthorityError,
+    LockLostError,
+    LockTimeoutError,
+    MembershipError,
+    NodesNotInitialisedError,
+    NotHeldError,
+    QuorumError,
+)
 from fencelock.lease import Lease, held_leases
 from fencelock.lock.options import AllLockSettings, LockSettings
 from proof.servers import Nodes
+from tests.polling import IMPATIENT, eventually
+from tests.redlock.views import locks_on
+
+
+@pytest.fixture
+def patience() -> dict[str, Any]:
+    """Little: some nodes are down."""
+    return IMPATIENT
 
 
 def forget(nodes: Nodes, resource: str) -> None:
@@ -213,6 +229,8 @@ def test_lock_may_be_used_again(authority: Redlock) -> None:
         lock.release()
 
 
+@pytest.mark.complaint("redis-py#4279", "to acquire again with timeout=0 deletes the lock")
+@pytest.mark.complaint("Redisson's RFencedLock", "each re-entry has a new token")
 def test_holder_enters_again_with_the_same_token(authority: Redlock, rival: Redlock) -> None:
     """With the same object or another; it is given back when the outermost block is left."""
     lock = authority.lock("r")
@@ -259,13 +277,15 @@ def test_another_task_waits_like_anybody_else(authority: Redlock) -> None:
     asyncio.run(parent())
 
 
+@pytest.mark.complaint("Redisson's getToken()", "a stale holder is shown the token of the newer one")
 def test_lost_lease_is_acquired_anew(authority: Redlock) -> None:
     """Its token may have been exceeded: whoever enters gets one of his own, and the block around it hears."""
     outer = authority.lock("r", ttl=0.05, renew=False)
     stale = outer.acquire()
     time.sleep(0.06)
+    before = stale.fencing_token
     with authority.lock("r", timeout=1) as token, authority.lock("r", timeout=0) as again:
-        assert token == again > stale.fencing_token
+        assert token == again > before == stale.fencing_token
         assert held_leases()[-1].fencing_token == token
     with pytest.raises(LockLostError, match="ended before"):
         outer.release()
@@ -414,24 +434,59 @@ def test_extension_moves_the_end_and_keeps_the_token(authority: Redlock) -> None
         pass
 
 
-def test_lease_whose_time_ran_out_is_not_extended(authority: Redlock) -> None:
+@pytest.mark.complaint(
+    "aioredlock, redlock-rb#36", "an extension sets the key, whether or not it was still there"
+)
+def test_lease_whose_time_ran_out_is_not_extended(authority: Redlock, nodes: Nodes) -> None:
     """Once it was seen to be over, it stays over."""
     lock = authority.lock("r", ttl=0.05, renew=False)
     lock.acquire()
     time.sleep(0.06)
     with pytest.raises(LockLostError):
         lock.extend(10)
+    assert eventually(lambda: locks_on(nodes) == [], 1)
     with pytest.raises(LockLostError):
         lock.release()
 
 
-def test_failed_acquisition_never_runs_the_body(authority: Redlock, rival: Redlock) -> None:
-    """Nor does it leave anything in the context."""
-    ran = False
+@pytest.mark.complaint("redlock-ng", "the body runs although nothing was acquired")
+def test_failed_acquisition_never_runs_the_body(authority: Redlock, rival: Redlock, nodes: Nodes) -> None:
+    """Nor does it leave anything in the context: where another holds the lock, and where nodes are down."""
+    ran = []
     with authority.lock("r"), pytest.raises(LockTimeoutError), rival.lock("r", timeout=0):
-        ran = True
-    assert not ran
+        ran.append("held by another")
+    for node in nodes[:3]:
+        node.kill()
+    with pytest.raises(QuorumError), rival.lock("other", timeout=0):
+        ran.append("no quorum")
+    assert ran == []
     assert held_leases() == ()
+
+
+@pytest.mark.complaint(
+    "redsync#107, #144, #158, #168, node-redlock#288", "one error stands for everything that can go wrong"
+)
+def test_held_unreachable_and_refused_are_three_errors(
+    authority: Redlock, rival: Redlock, nodes: Nodes
+) -> None:
+    """Each says what to do, and none is a kind of another."""
+    with authority.lock("r"), pytest.raises(LockTimeoutError) as held:
+        rival.lock("r", timeout=0).acquire()
+    assert held.value.holder_ttl is not None
+    with Redlock(nodes.urls[:3]) as fewer, pytest.raises(MembershipError, match="initialised as 5"):
+        fewer.lock("r", timeout=0).acquire()
+    with (
+        Redlock(nodes.urls, namespace="new") as blank,
+        pytest.raises(NodesNotInitialisedError, match="fencelock init"),
+    ):
+        blank.lock("r", timeout=0).acquire()
+    for node in nodes[:3]:
+        node.kill()
+    with pytest.raises(QuorumError) as unreachable:
+        rival.lock("r", timeout=0).acquire()
+    assert sum("unreachable" in said for said in unreachable.value.nodes.values()) == 3
+    kinds = (LockTimeoutError, QuorumError, MembershipError, NodesNotInitialisedError)
+    assert not any(issubclass(one, other) for one in kinds for other in kinds if one is not other)
 
 
 def test_held_leases_are_those_of_the_context(authority: Redlock) -> None:

@@ -30,7 +30,7 @@ from proof.servers import Node as Server
 from proof.servers import Nodes
 from tests.authorities.faces import Face, take
 from tests.authorities.stage import Stage
-from tests.polling import eventually
+from tests.polling import IMPATIENT, eventually
 from tests.redlock.stage import NODE_KEY, SlowDoor
 from tests.redlock.views import connections_of, hold, locks_on, lose_connection, redlock
 
@@ -54,14 +54,26 @@ def forget(nodes: Sequence[Server]) -> None:
             client.delete(f"{NODE_KEY}:l:r")
 
 
-def test_minority_may_be_killed_while_clients_hold_connections(mine: Face, nodes: Nodes) -> None:
-    """Two of five nodes die: the next acquisitions go on at once, and tokens grow."""
+@pytest.mark.complaint("redlock-py#27", "one node is down: the client raises, and leaves its keys behind")
+@pytest.mark.complaint("redlock-hyperf", "a quorum that is computed in floating point needs three of three")
+@pytest.mark.parametrize(("count", "down"), [(3, 1), (4, 1), (5, 2)])
+def test_minority_may_be_killed_while_clients_hold_connections(
+    blank: Stage, nodes: Nodes, count: int, down: int
+) -> None:
+    """The next acquisitions go on at once, tokens grow, and no key stays. One more node makes a majority."""
+    authority = Redlock(nodes.urls[:count], **IMPATIENT)
+    authority.init(base=0)
+    mine = blank.new(authority)
     first = take(mine)
-    nodes[0].kill()
-    nodes[3].kill()
+    for node in nodes[:down]:
+        node.kill()
     began = time.monotonic()
     assert [take(mine) for _ in range(10)] == [first + 1 + number for number in range(10)]
     assert time.monotonic() - began < 10 * 0.3 / 2  # nobody's silence is waited for
+    assert eventually(lambda: locks_on(nodes) == [])
+    nodes[down].kill()
+    with pytest.raises(QuorumError):
+        mine.acquire("r", timeout=0)
 
 
 def test_hung_minority_costs_nothing(mine: Face, nodes: Nodes) -> None:
