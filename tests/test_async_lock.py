@@ -63,6 +63,7 @@ def test_block_yields_the_token_and_releases(authority: Redlock, run: Run) -> No
     run(main)
 
 
+@pytest.mark.timed
 def test_methods_have_their_twins(authority: Redlock, run: Run) -> None:
     """acquire, try_acquire, extend, release; sync and async see the same lock."""
 
@@ -105,6 +106,7 @@ def test_task_enters_again_and_other_tasks_wait(authority: Redlock, run: Run) ->
     run(main)
 
 
+@pytest.mark.timed
 def test_tasks_whose_parent_holds_the_lock_hear_so_in_their_errors(
     authority: Redlock, run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -140,6 +142,7 @@ def test_tasks_take_turns(authority: Redlock, run: Run) -> None:
     assert tokens == sorted(set(tokens))
 
 
+@pytest.mark.timed
 def test_body_that_is_cancelled_releases(authority: Redlock, nodes: Nodes, run: Run) -> None:
     """A timeout around the block, a sibling that fails in a task group."""
 
@@ -213,6 +216,7 @@ def test_all_that_a_block_held_last_is_released_though_it_is_cancelled(
     run(main)
 
 
+@pytest.mark.timed
 def test_loops_come_and_go(authority: Redlock, run: Run) -> None:
     """Each has connections and renewal of its own, also with blocking code between them."""
     tokens = []
@@ -229,6 +233,7 @@ def test_loops_come_and_go(authority: Redlock, run: Run) -> None:
     assert tokens == sorted(set(tokens))
 
 
+@pytest.mark.timed
 def test_loop_that_ends_inside_the_block_makes_no_noise(authority: Redlock, nodes: Nodes) -> None:
     """The tasks are cancelled, their blocks left, and no task is destroyed while pending."""
 
@@ -313,6 +318,7 @@ def test_sessions_of_coroutines_write_under_the_lease_of_the_task(authority: Red
     asyncio.run(main())
 
 
+@pytest.mark.timed
 def test_a_blocking_lock_that_keeps_the_loop_waiting_says_so_once(
     authority: Redlock, rival: Redlock, run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:

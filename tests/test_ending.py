@@ -17,6 +17,8 @@ from proof.servers import Nodes
 from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY
 
+pytestmark = pytest.mark.timed
+
 
 @pytest.fixture
 def urls(nodes: Nodes) -> list[str]:

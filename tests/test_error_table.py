@@ -618,6 +618,7 @@ def test_no_connection_can_be_made(stage: Stage) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.timed
 def test_asyncpg_has_the_same(stage: Stage) -> None:
     """Under other classes: the attributes tell."""
     if stage.engine.dialect.name != "postgresql":

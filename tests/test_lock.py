@@ -170,6 +170,7 @@ def test_leases_of_several_resources_come_in_the_order_of_their_names(authority:
         assert both.lease is both.leases[0]
 
 
+@pytest.mark.timed
 def test_waiting_ends_with_the_timeout(authority: Redlock, rival: Redlock) -> None:
     """Neither before nor much later; what the lock was made with, or what acquire says."""
     with authority.lock("r"):
@@ -183,6 +184,7 @@ def test_waiting_ends_with_the_timeout(authority: Redlock, rival: Redlock) -> No
             assert 0.29 < time.monotonic() - began < 2.0
 
 
+@pytest.mark.timed
 def test_lock_held_by_a_foreign_value_says_so(authority: Redlock, nodes: Nodes) -> None:
     """A key without an end, written by something else: the message names it."""
     for node in nodes:
@@ -193,6 +195,7 @@ def test_lock_held_by_a_foreign_value_says_so(authority: Redlock, nodes: Nodes) 
     assert failure.value.holder_ttl == math.inf
 
 
+@pytest.mark.timed
 def test_lease_tells_what_is_held_and_for_how_long(authority: Redlock) -> None:
     """Validity is a little less than the ttl: clocks drift, and the answers took time."""
     lock = authority.lock("r", ttl=10)
@@ -277,6 +280,7 @@ def test_another_task_waits_like_anybody_else(authority: Redlock) -> None:
     asyncio.run(parent())
 
 
+@pytest.mark.timed
 @pytest.mark.complaint("Redisson's getToken()", "a stale holder is shown the token of the newer one")
 def test_lost_lease_is_acquired_anew(authority: Redlock) -> None:
     """Its token may have been exceeded: whoever enters gets one of his own, and the block around it hears."""
@@ -291,6 +295,7 @@ def test_lost_lease_is_acquired_anew(authority: Redlock) -> None:
         outer.release()
 
 
+@pytest.mark.timed
 def test_lock_object_that_was_thrown_away_is_not_entered_again(authority: Redlock) -> None:
     """Nobody could leave its block any more: one waits until its lease ends."""
     authority.lock("r", ttl=0.3).acquire()  # not renewed either, though nobody said so
@@ -354,6 +359,7 @@ def test_blocks_that_are_left_in_another_order(authority: Redlock, rival: Redloc
         pass
 
 
+@pytest.mark.timed
 def test_what_ended_while_others_were_waited_for_is_not_entered(authority: Redlock, rival: Redlock) -> None:
     """The body would run under a token that another holder may have exceeded; nothing is left behind."""
     outer = authority.lock("a", ttl=0.3, renew=False)
@@ -368,6 +374,7 @@ def test_what_ended_while_others_were_waited_for_is_not_entered(authority: Redlo
         pass
 
 
+@pytest.mark.timed
 def test_what_is_left_while_others_are_waited_for_stays_held(authority: Redlock, rival: Redlock) -> None:
     """The block that waits for "b" is inside "a" already, so the outer one's end does not release it."""
     outer = authority.lock("a")
@@ -384,6 +391,7 @@ def test_what_is_left_while_others_are_waited_for_stays_held(authority: Redlock,
         pass
 
 
+@pytest.mark.timed
 def test_lease_that_ended_before_the_work_raises_on_leaving(authority: Redlock, nodes: Nodes) -> None:
     """By time, and where the nodes no longer know it."""
     with (
@@ -397,6 +405,7 @@ def test_lease_that_ended_before_the_work_raises_on_leaving(authority: Redlock, 
         assert token == 3
 
 
+@pytest.mark.timed
 def test_lost_lease_does_not_hide_the_bodys_own_exception(authority: Redlock) -> None:
     """It is told as a note on it."""
 
@@ -434,6 +443,7 @@ def test_extension_moves_the_end_and_keeps_the_token(authority: Redlock) -> None
         pass
 
 
+@pytest.mark.timed
 @pytest.mark.complaint(
     "aioredlock, redlock-rb#36", "an extension sets the key, whether or not it was still there"
 )

@@ -27,6 +27,8 @@ from proof.servers import Nodes
 from tests.polling import IMPATIENT, eventually
 from tests.redlock.stage import NODE_KEY
 
+pytestmark = pytest.mark.timed
+
 TTL = 0.5
 
 

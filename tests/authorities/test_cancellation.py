@@ -20,7 +20,7 @@ from tests.authorities.kinds import ASYNCIO
 from tests.authorities.stage import Stage, in_one_loop
 from tests.authorities.storm import Storm
 
-pytestmark = pytest.mark.parametrize("stage", ASYNCIO, indirect=True)
+pytestmark = [pytest.mark.timed, pytest.mark.parametrize("stage", ASYNCIO, indirect=True)]
 
 #: More often than that, no operation is suspended.
 _MOST: Final = 300

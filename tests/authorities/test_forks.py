@@ -8,6 +8,8 @@ from tests.authorities.children import run
 from tests.authorities.kinds import EACH_SERVER
 from tests.authorities.stage import Stage
 
+pytestmark = pytest.mark.timed
+
 
 @pytest.mark.parametrize("stage", [*EACH_SERVER, "postgresql, asyncio"], indirect=True)
 def test_a_fork_shares_the_leases_and_no_connection(stage: Stage) -> None:

@@ -16,6 +16,8 @@ from tests.authorities.faces import Face, acquire_briefly, is_free_soon, is_held
 from tests.authorities.kinds import EVERYWHERE
 from tests.authorities.stage import Stage, together
 
+pytestmark = pytest.mark.timed
+
 #: Names that some database, collation, driver or key format takes for one another, or for something else.
 NAMES: Final = (
     *("a", "A", "á", "Á", "ä", "ae", "æ", "ß", "ss", "ẞ", "\u0131", "i", "I", "İ", "\u212a", "k", "K"),

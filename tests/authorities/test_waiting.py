@@ -13,6 +13,8 @@ from tests.authorities.faces import Face, acquire_briefly, is_free_soon, is_held
 from tests.authorities.kinds import ASYNCIO, EVERYWHERE
 from tests.authorities.stage import Stage, in_one_loop, together
 
+pytestmark = pytest.mark.timed
+
 
 @pytest.mark.parametrize("stage", EVERYWHERE, indirect=True)
 def test_one_try_is_refused_at_once(stage: Stage) -> None:

@@ -25,6 +25,8 @@ from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY
 from tests.test_cli import fencelock, program
 
+pytestmark = pytest.mark.timed
+
 
 class Base(DeclarativeBase):
     """The models of this file."""

@@ -40,7 +40,7 @@ from tests.redlock.views import (
     take,
 )
 
-pytestmark = pytest.mark.usefixtures("no_noise")
+pytestmark = [pytest.mark.timed, pytest.mark.usefixtures("no_noise")]
 
 
 def no_connection_is_left(nodes: Nodes) -> bool:

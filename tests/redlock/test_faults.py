@@ -34,6 +34,8 @@ from tests.polling import IMPATIENT, eventually
 from tests.redlock.stage import NODE_KEY, SlowDoor
 from tests.redlock.views import connections_of, hold, locks_on, lose_connection, redlock
 
+pytestmark = pytest.mark.timed
+
 
 @pytest.fixture(params=["blocking", "asyncio"])
 def world(request: pytest.FixtureRequest) -> str:

@@ -20,6 +20,8 @@ from tests.polling import eventually
 from tests.redlock.strikes import interrupt_at
 from tests.redlock.views import is_held_everywhere, locks_on
 
+pytestmark = pytest.mark.timed
+
 #: Takes a lock and its authority; returns what is to be interrupted.
 Prepare = Callable[[FencedLock[int], Redlock], Callable[[], object]]
 

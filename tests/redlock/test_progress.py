@@ -15,6 +15,8 @@ from fencelock.authority.redlock.protocol.queue import WaitQueue
 from proof.servers import Nodes
 from tests.redlock.stage import Bidder, node_set_of
 
+pytestmark = pytest.mark.timed
+
 
 @pytest.mark.complaint(
     "node-redlock#168", "two clients with a vote each, or four with two and two, retry for ever"

@@ -27,7 +27,7 @@ from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY, OF_THE_NODE, keys_of
 from tests.redlock.views import all_wait, connections_of, connections_to, hold, locks_on, redlock, soon
 
-pytestmark = pytest.mark.usefixtures("no_noise")
+pytestmark = [pytest.mark.timed, pytest.mark.usefixtures("no_noise")]
 #: For what only a loop can do, or what is the same in threads and in tasks.
 ONLY_TASKS = pytest.mark.parametrize("world", ["asyncio", "uvloop"])
 ONLY_THREADS = pytest.mark.parametrize("world", ["blocking"])
