@@ -9,10 +9,11 @@ from itertools import chain
 from xml.etree import ElementTree as ET
 
 
-def main(report: str) -> None:
-    """Print a line for each file in a report of `pytest --junitxml`."""
+def main(*reports: str) -> None:
+    """Print a line for each file in the reports of `pytest --junitxml`."""
     seconds: defaultdict[str, list[float]] = defaultdict(list)
-    for case in ET.parse(report).iter("testcase"):  # noqa: S314 - our own pytest wrote it
+    cases = chain.from_iterable(ET.parse(report).iter("testcase") for report in reports)  # noqa: S314 - our own
+    for case in cases:
         seconds[re.sub(r"\.[A-Z]\w*", "", case.attrib["classname"])].append(float(case.attrib["time"]))
     seconds["all files"] = list(chain(*seconds.values()))
     for file, spent in sorted(seconds.items(), key=lambda each: -sum(each[1])):
@@ -20,4 +21,4 @@ def main(report: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

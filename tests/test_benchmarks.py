@@ -22,6 +22,8 @@ from benchmarks.worker import Play, Worker, WorkerError
 from fencelock import Database
 from proof.servers import Nodes
 
+pytestmark = pytest.mark.timed
+
 
 @pytest.fixture(scope="module")
 def arena() -> Iterator[NodesArena]:

@@ -84,6 +84,7 @@ def test_method_may_name_its_object(authority: Redlock) -> None:
     assert Cart.drop(9) == ["cart:9"]
 
 
+@pytest.mark.timed
 def test_coroutine_function_waits_without_blocking(authority: Redlock) -> None:
     """Two calls for one order run one after the other; the loop goes on meanwhile."""
     inside = most = 0

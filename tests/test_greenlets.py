@@ -26,6 +26,8 @@ from fencelock.errors import LockTimeoutError
 from proof.servers import Nodes, Postgres
 from tests.polling import eventually
 
+pytestmark = pytest.mark.timed
+
 GEVENT = {
     "all": "from gevent import monkey; monkey.patch_all()",
     "threads unpatched": "from gevent import monkey; monkey.patch_all(thread=False)",

@@ -22,6 +22,8 @@ from proof.servers import Nodes
 from tests.pages.blocks import blocks, read
 from tests.polling import eventually
 
+pytestmark = pytest.mark.timed
+
 PAGE = "docs/open-transactions.md"
 WORKER = """
 import os, signal, sys

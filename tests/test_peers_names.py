@@ -30,6 +30,8 @@ from tests.authorities.kinds import MAKERS, Kind
 from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY
 
+pytestmark = pytest.mark.timed
+
 
 class Base(DeclarativeBase):
     """The models of this file."""

@@ -305,6 +305,7 @@ def test_new_transactions_do_not_begin_under_it(authority: Redlock, rival: Redlo
         assert is_free(rival)
 
 
+@pytest.mark.timed
 def test_it_is_renewed_until_then(authority: Redlock, rival: Redlock, accounts: Engine) -> None:
     """For longer than its ttl."""
     with Session(accounts) as session:
@@ -317,6 +318,7 @@ def test_it_is_renewed_until_then(authority: Redlock, rival: Redlock, accounts: 
         assert is_free(rival)
 
 
+@pytest.mark.timed
 def test_it_ends_with_max_hold(authority: Redlock, rival: Redlock, accounts: Engine) -> None:
     """A transaction that nobody ends must not hold the lock for ever; it is refused before SQL is sent."""
     lock = authority.lock("account:1", ttl=0.5, max_hold=1.0)
@@ -419,6 +421,7 @@ def test_a_blocking_lock_in_a_loop_does_not_stop_it(
     asyncio.run(main())
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("pause", [0.0, 0.02])
 def test_a_task_locks_again_right_after_its_commit(
     authority: Redlock,

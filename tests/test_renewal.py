@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import math
 import os
 import random
 import signal
@@ -13,7 +12,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -21,17 +19,17 @@ import pytest
 import redis
 
 from fencelock import FencedLock, Lease, Redlock
-from fencelock._steps import block
 from fencelock.authority.base import Grant
-from fencelock.errors import LockLostError, QuorumError
+from fencelock.errors import LockLostError
 from fencelock.lock.hold import Hold
-from fencelock.renewal.schedule import Renewable, Renewer
-from fencelock.renewal.thread import ThreadRenewer, for_thread
+from fencelock.renewal.thread import for_thread
 from proof.servers import Nodes
 from tests.polling import IMPATIENT, eventually
 from tests.redlock.stage import NODE_KEY
 
-TTL = 0.6
+pytestmark = pytest.mark.timed
+
+TTL = 0.5
 
 
 @pytest.fixture
@@ -62,10 +60,10 @@ def forget(nodes: Nodes, *which: int, resource: str = "r") -> None:
 
 
 def test_held_lease_outlives_its_ttl(authority: Redlock, rival: Redlock) -> None:
-    """Three times over, with the same token, while a rival waits in vain."""
+    """With the same token, while a rival waits in vain."""
     with authority.lock("r", ttl=TTL) as token:
         assert rival.lock("r").try_acquire() is None
-        time.sleep(3 * TTL)
+        time.sleep(1.5 * TTL)
         assert rival.lock("r").try_acquire() is None
         with authority.lock("r", timeout=0) as again:
             assert again == token
@@ -77,7 +75,7 @@ def test_lease_of_a_task_outlives_its_ttl(authority: Redlock, rival: Redlock) ->
     async def main() -> None:
         lock = authority.lock("r", ttl=TTL)
         async with lock as token:
-            await asyncio.sleep(2.5 * TTL)
+            await asyncio.sleep(1.5 * TTL)
             assert await rival.lock("r").aio.try_acquire() is None
             assert lock.lease.fencing_token == token
             assert lock.lease.remaining > 0
@@ -110,10 +108,11 @@ def test_nothing_is_renewed_unless_it_is_asked_for(authority: Redlock, rival: Re
         lock.release()
 
 
+@pytest.mark.complaint("redisson#7272", "the watchdog extends, or makes again, a lock that was unlocked")
 def test_nothing_is_renewed_after_the_release(authority: Redlock, nodes: Nodes) -> None:
     """Release at random moments of renewal: no key comes back (Redisson's watchdog outlived unlock)."""
     chance = random.Random(3)
-    for _ in range(60):
+    for _ in range(30):
         with authority.lock("r", ttl=0.1, if_lost="warn"):
             time.sleep(chance.uniform(0.0, 0.05))
         assert eventually(lambda: locks(nodes) == [None] * 5)
@@ -121,6 +120,7 @@ def test_nothing_is_renewed_after_the_release(authority: Redlock, nodes: Nodes) 
     assert locks(nodes) == [None] * 5
 
 
+@pytest.mark.complaint("redsync#186", "a node that was away during the acquisition never learns of the lock")
 def test_node_that_missed_the_lock_gets_it_back(authority: Redlock, nodes: Nodes) -> None:
     """A lock that a minority has lost is made again there, and the token stays (redsync#186)."""
     with authority.lock("r", ttl=TTL) as token:
@@ -132,6 +132,8 @@ def test_node_that_missed_the_lock_gets_it_back(authority: Redlock, nodes: Nodes
     assert eventually(lambda: locks(nodes) == [None] * 5)
 
 
+@pytest.mark.complaint("RedLock.net#48", "renewal goes on after a conflict")
+@pytest.mark.complaint("aioredlock", "a renewal that fails is swallowed")
 def test_lock_that_a_majority_has_lost_is_lost(authority: Redlock, rival: Redlock, nodes: Nodes) -> None:
     """Renewal does not bring it back (aioredlock), says so once, and leaves nothing behind."""
     told: list[Lease] = []
@@ -146,8 +148,13 @@ def test_lock_that_a_majority_has_lost_is_lost(authority: Redlock, rival: Redloc
     with pytest.raises(LockLostError, match="the lease has ended"):
         lease.check()
     assert eventually(lambda: locks(nodes) == [None] * 5)
-    with rival.lock("r", timeout=1), pytest.raises(LockLostError):
-        lock.release()
+    with rival.lock("r", timeout=1, renew=False):
+        assert eventually(lambda: None not in locks(nodes))  # late votes are on their way
+        theirs = locks(nodes)
+        time.sleep(TTL)
+        assert locks(nodes) == theirs
+        with pytest.raises(LockLostError):
+            lock.release()
     assert told == [lease]
 
 
@@ -167,72 +174,21 @@ def test_lost_lease_of_a_task_is_told_in_the_loop(authority: Redlock, nodes: Nod
         asyncio.run(work())
 
 
-def test_short_outage_of_the_majority_is_survived(authority: Redlock, nodes: Nodes) -> None:
-    """Failed renewals are tried again for as long as the lease is valid (redisson#5698)."""
-    lock = authority.lock("r", ttl=2.0)
-    lock.on_lost(lambda lease: pytest.fail(f"{lease} was lost"))
-    with lock:
-        for node in nodes[:3]:
-            node.pause()
-        time.sleep(1.2)
-        for node in nodes[:3]:
-            node.resume()
-        time.sleep(1.5)
-        assert not lock.lease.lost
-        assert lock.lease.remaining > 0.3
-
-
-def test_lease_that_cannot_be_renewed_in_time_is_lost_when_its_time_is_over(
-    authority: Redlock, nodes: Nodes
-) -> None:
-    """Not before, and not much later; the reason names what the nodes said."""
-    when: list[float] = []
-    lock = authority.lock("r", ttl=1.0)
-    lock.on_lost(lambda _: when.append(time.monotonic()))
-    lease = lock.acquire()
-    for node in nodes[:3]:
-        node.pause()
-    assert eventually(lambda: bool(when))
-    assert lease.expires_at <= when[0] < lease.expires_at + 0.7
-    with pytest.raises(LockLostError, match=r"could not be extended in time: .*no answer in time"):
-        lease.check()
-    for node in nodes[:3]:
-        node.resume()
-    with pytest.raises(LockLostError):
-        lock.release()
-
-
+@pytest.mark.complaint("python-redis-lock#114, RedLock.net#68", "a worker that hangs holds its lock for ever")
 def test_hold_ends_with_max_hold(authority: Redlock, rival: Redlock) -> None:
     """A worker that hangs beside a healthy renewer does not hold for ever."""
     told: list[Lease] = []
-    lock = authority.lock("r", ttl=0.3, max_hold=1.0)
+    lock = authority.lock("r", ttl=0.2, max_hold=0.5)
     lock.on_lost(told.append)
     began = time.monotonic()
     lock.acquire()
     with rival.lock("r", timeout=5):
-        assert 0.7 < time.monotonic() - began < 5
+        assert 0.35 < time.monotonic() - began < 5
     assert eventually(lambda: bool(told))
     with pytest.raises(LockLostError, match="max_hold"):
         told[0].check()
     with pytest.raises(LockLostError):
         lock.release()
-
-
-def test_near_the_end_of_max_hold_nobody_spins(authority: Redlock) -> None:
-    """What can gain nothing any more is not asked for again and again."""
-    asked = 0
-    extend_many = authority.extend_many
-
-    def count(wishes: list[tuple[Grant, float]]) -> object:
-        nonlocal asked
-        asked += 1
-        return extend_many(wishes)
-
-    authority.extend_many = count  # type: ignore[assignment,method-assign]
-    lock = authority.lock("r", ttl=0.5, max_hold=1.2, if_lost="warn")
-    with lock:
-        time.sleep(1.5)
-    assert 3 <= asked <= 12
 
 
 def test_leaving_a_lost_block_can_be_a_warning(
@@ -246,26 +202,8 @@ def test_leaving_a_lost_block_can_be_a_warning(
         authority.lock("r", if_lost="shout")  # type: ignore[call-overload]
 
 
-def test_callback_that_fails_harms_nobody(
-    authority: Redlock, nodes: Nodes, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The others are called, and other leases renewed."""
-    told: list[Lease] = []
-    lock, other = authority.lock("r", ttl=3 * TTL), authority.lock("other", ttl=3 * TTL)
-    lock.on_lost(lambda _: 1 // 0)
-    lock.on_lost(told.append)
-    with other:
-        lock.acquire()
-        forget(nodes, 0, 1, 2)
-        assert eventually(lambda: bool(told))
-        time.sleep(4 * TTL)
-    assert "on_lost callback failed" in caplog.text
-    with pytest.raises(LockLostError):
-        lock.release()
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_callback_that_takes_its_time_or_ends_its_thread_harms_nobody(
+def test_callback_that_fails_takes_its_time_or_ends_its_thread_harms_nobody(
     authority: Redlock, nodes: Nodes, rival: Redlock
 ) -> None:
     """Other leases are renewed meanwhile, and afterwards."""
@@ -278,15 +216,16 @@ def test_callback_that_takes_its_time_or_ends_its_thread_harms_nobody(
         sys.exit("nobody is to go down with it")
 
     lock, other = authority.lock("r", ttl=TTL), authority.lock("other", ttl=TTL)
+    lock.on_lost(lambda _: 1 // 0)
     lock.on_lost(take_time)
     with other:
         lock.acquire()
         forget(nodes, 0, 1, 2)
         assert eventually(lambda: bool(told))
-        time.sleep(1.5 * TTL)
+        time.sleep(1.2 * TTL)
         assert not other.lease.lost
         over.set()
-        time.sleep(1.5 * TTL)
+        time.sleep(1.2 * TTL)
         assert not other.lease.lost
         assert rival.lock("other").try_acquire() is None
     with pytest.raises(LockLostError):
@@ -435,7 +374,7 @@ def test_lease_of_a_task_is_renewed_after_a_thread_has_extended_it(
             for node in nodes:
                 node.resume()
             await changing
-            await asyncio.sleep(3 * TTL)
+            await asyncio.sleep(1.5 * TTL)
             assert not lock.lease.lost
             assert await rival.lock("r").aio.try_acquire() is None
 
@@ -446,7 +385,7 @@ def test_lease_of_one_loop_is_released_in_another_while_it_is_extended(
     authority: Redlock, nodes: Nodes
 ) -> None:
     """Neither loop waits for the other, and no lock is made again behind the release."""
-    lock = authority.lock("r", ttl=5 * TTL)
+    lock = authority.lock("r", ttl=3 * TTL)
     acquired, released = threading.Event(), threading.Event()
 
     async def hold_it() -> None:
@@ -481,7 +420,7 @@ def test_task_releases_what_a_thread_extends_and_lets_other_tasks_run(
     authority: Redlock, nodes: Nodes
 ) -> None:
     """The extension has ended before the release is sent, so no lock is made again behind it."""
-    lock = authority.lock("r", ttl=5 * TTL)
+    lock = authority.lock("r", ttl=3 * TTL)
     lock.acquire()
     (hold,) = lock._entered[0].holds
     for node in nodes:
@@ -528,7 +467,7 @@ def test_extension_that_arrives_behind_the_release_leaves_nothing(
     authority.release = release_slowly  # type: ignore[assignment,method-assign]
 
     async def main() -> None:
-        lock = authority.lock("r", ttl=5 * TTL)
+        lock = authority.lock("r", ttl=3 * TTL)
         await lock.aio.acquire()
         (hold,) = lock._entered[0].holds
         await asyncio.to_thread(extended.wait, 20)
@@ -562,32 +501,11 @@ def test_loop_renews_though_every_task_was_cancelled(
                 node.resume()
             others = asyncio.all_tasks() - {asyncio.current_task()}
             assert [task.cancel() for task in others] == [True]
-            await asyncio.sleep(3 * TTL)
+            await asyncio.sleep(1.5 * TTL)
             assert not lock.lease.lost
             assert await rival.lock("r").aio.try_acquire() is None
 
     asyncio.run(main())
-
-
-def test_many_leases_are_renewed_in_few_round_trips(authority: Redlock) -> None:
-    """A thousand in batches of five hundred; none is lost."""
-    sizes: list[int] = []
-    extend_many = authority.extend_many
-
-    def note(wishes: list[tuple[Grant, float]]) -> object:
-        sizes.append(len(wishes))
-        return extend_many(wishes)
-
-    authority.extend_many = note  # type: ignore[assignment,method-assign]
-    began = time.monotonic()
-    with ExitStack() as stack:
-        many = [authority.lock(f"r{number}", ttl=6.0) for number in range(1000)]
-        for lock in many:
-            stack.enter_context(lock)
-        assert eventually(lambda: sum(sizes) >= 2000, 60)
-        assert not any(lock.lease.lost for lock in many)
-        assert max(sizes) <= 500
-        assert len(sizes) < 20 + (time.monotonic() - began) * 16 / 2.0  # sixteen in each third of the ttl
 
 
 def test_renewing_thread_ends_when_it_is_idle_and_comes_back(
@@ -614,7 +532,7 @@ def test_forked_child_renews_nothing_of_its_parent_and_can_hold_its_own(
             code = 1
             try:
                 with Redlock(nodes.urls).lock("own", ttl=0.3) as own:
-                    time.sleep(0.6)
+                    time.sleep(0.4)
                     code = 0 if own else 2
             finally:
                 os._exit(code)
@@ -624,133 +542,7 @@ def test_forked_child_renews_nothing_of_its_parent_and_can_hold_its_own(
             assert again == token
 
 
-class Schedule(ThreadRenewer):
-    """What a renewer means to do, without a thread that does it."""
-
-    def watch(self, hold: Renewable) -> None:
-        """Plan only."""
-        self.plan(hold, time.monotonic())
-
-
-class Clockwork:
-    """`tend` without nodes: a hold, a clock, and what was planned."""
-
-    def __init__(self, *, ttl: float, max_hold: float | None = None) -> None:
-        self.now = time.monotonic()
-        grant = Grant(("r",), (1,), self.now + ttl, None)
-        deadline = math.inf if max_hold is None else self.now + max_hold
-        self.hold = Hold(object(), grant, None, ttl, deadline)  # type: ignore[arg-type]
-        self.schedule = Schedule()
-
-    def tend(self, answer: Callable[[Grant, float], object]) -> list[Callable[[], object]]:
-        """Let the hold be looked at; `answer` is the authority."""
-
-        def do(step: object) -> object:
-            return [answer(*wish) for wish in step] if isinstance(step, list) else True
-
-        calls: list[Callable[[], object]] = []
-        block(self.schedule.tend([self.hold], lambda: self.now, calls.extend), do)
-        return calls
-
-    def planned(self) -> float:
-        """Return for how many seconds from now the hold is left alone; with the steps it is rounded up to."""
-        return self.hold.planned - self.now
-
-
-def test_extension_is_planned_for_a_third_of_the_ttl() -> None:
-    """And sooner where an acquisition has taken long, or an extension failed; rounded up by a sixteenth."""
-    work = Clockwork(ttl=9.0)
-    work.schedule.plan(work.hold, work.now)
-    assert 3.0 - 1e-6 <= work.planned() < 3.0 * 17 / 16
-    work.hold.prolong(Grant(("r",), (1,), work.now + 1.0, None))
-    work.schedule.plan(work.hold, work.now)
-    assert 0.5 - 1e-6 <= work.planned() < 0.5 + 3.0 / 16
-    work.tend(lambda _grant, _seconds: QuorumError("nobody"))
-    assert 0.45 - 1e-6 <= work.planned() < 0.45 * 17 / 16
-    assert work.hold.trouble == "nobody"
-
-
-@pytest.mark.parametrize("error", [QuorumError("no answer"), ZeroDivisionError("a mistake")])
-def test_error_of_the_authority_is_the_trouble_of_each_hold(
-    error: Exception, caplog: pytest.LogCaptureFixture
-) -> None:
-    """They are looked at again soon; what no authority should raise is logged."""
-    work = Clockwork(ttl=9.0)
-
-    def fail(_grant: Grant, _seconds: float) -> object:
-        raise error
-
-    assert work.tend(fail) == []
-    assert str(error) in work.hold.trouble
-    assert not work.hold.over
-    assert work.planned() < 0.5
-    assert ("a mistake" in caplog.text) == isinstance(error, ZeroDivisionError)
-
-
-def test_extension_never_goes_beyond_max_hold() -> None:
-    """It asks for what is left, and then only waits for the end."""
-    work = Clockwork(ttl=9.0, max_hold=12.0)
-    work.now += 6.0
-    asked: list[float] = []
-
-    def extend(grant: Grant, seconds: float) -> Grant:
-        asked.append(seconds)
-        return Grant(grant.resources, grant.tokens, work.now + seconds - 0.1, None)
-
-    work.tend(extend)
-    assert asked == [pytest.approx(6.0, abs=0.01)]
-    assert 5.88 <= work.planned() < 5.92 + 3.0 / 16
-    work.tend(extend)  # too early: it gains nothing
-    assert len(asked) == 1
-    assert not work.hold.over
-    work.now += 5.95
-    work.tend(extend)
-    assert len(asked) == 1
-    assert work.hold.over
-
-
-def test_schedule_looks_at_nothing_early_and_forgets_what_is_struck() -> None:
-    """Steps round up, by less than a sixteenth of the interval; a hold that is gone is passed over."""
-    schedule: Renewer = Schedule()
-    chance = random.Random(1)
-    works = [Clockwork(ttl=chance.uniform(1.0, 9.0)) for _ in range(200)]
-    wanted: dict[Renewable, float] = {}
-    for work in works:
-        now = chance.uniform(0.0, 10.0)
-        wanted[work.hold] = at = now + work.hold.ttl / 3
-        work.hold.prolong(Grant(("r",), (1,), now + work.hold.ttl, None))
-        schedule.plan(work.hold, now)
-        assert at - 1e-6 <= work.hold.planned <= at + work.hold.ttl / 3 / 16 + 1e-6
-    struck = works[0]
-    assert schedule.strike(struck.hold)
-    gone = works.pop()
-    del wanted[gone.hold], gone, work
-    gc.collect()
-    now, seen, looks = 0.0, set[Renewable](), 0
-    while schedule.next_at < float("inf"):
-        now = schedule.next_at
-        looks += 1
-        for hold in schedule.take(now):
-            assert wanted[hold] <= now + 1e-6
-            seen.add(hold)
-    assert seen == set(wanted) - {struck.hold}
-    assert looks < 150
-
-
-def test_schedule_looks_at_many_together_and_forgets_the_released() -> None:
-    """What is entered within a sixteenth of the interval is looked at in one batch."""
-    schedule: Renewer = Schedule()
-    works = [Clockwork(ttl=30.0) for _ in range(4)]
-    now = works[-1].now
-    for work in works:
-        schedule.plan(work.hold, now)
-    schedule.strike(works[0].hold)
-    assert 10.0 - 1e-6 <= schedule.next_at - now < 10.0 + 10.0 / 16
-    assert set(schedule.take(now + 11.0)) == {work.hold for work in works[1:]}
-    assert schedule.next_at == float("inf")
-    assert not schedule.strike(works[1].hold)  # it is being looked at
-
-
+@pytest.mark.complaint("python-redis-lock#85", "NotAcquired is raised for a lock that was held all the time")
 def test_threads_release_while_others_hold(authority: Redlock) -> None:
     """Eight threads, short leases, renewal under way all the time: every release is of a lease that lives."""
     errors: list[BaseException] = []
@@ -758,9 +550,9 @@ def test_threads_release_while_others_hold(authority: Redlock) -> None:
     def work(number: int) -> None:
         chance = random.Random(number)
         try:
-            for _ in range(10):
-                with authority.lock(f"r{number}", ttl=1.2):
-                    time.sleep(chance.uniform(0.0, 0.6))
+            for _ in range(6):
+                with authority.lock(f"r{number}", ttl=0.9):
+                    time.sleep(chance.uniform(0.0, 0.45))
         except BaseException as error:  # noqa: BLE001 - shown by the test
             errors.append(error)
 

@@ -95,6 +95,7 @@ def test_a_flush_after_the_block_of_a_task(authority: Redlock, sqlite: Engine) -
     asyncio.run(main())
 
 
+@pytest.mark.timed
 def test_a_task_waits_for_its_own_parent(authority: Redlock, caplog: pytest.LogCaptureFixture) -> None:
     """It is refused at the timeout, and gets the lock when the parent leaves. Nothing is logged."""
 
@@ -119,6 +120,7 @@ def test_a_task_waits_for_its_own_parent(authority: Redlock, caplog: pytest.LogC
     asyncio.run(main())
 
 
+@pytest.mark.timed
 def test_a_thread_waits_for_the_task_that_awaits_it(authority: Redlock) -> None:
     """A synchronous endpoint under an asynchronous dependency, for instance."""
 
@@ -135,6 +137,7 @@ def test_a_thread_waits_for_the_task_that_awaits_it(authority: Redlock) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.timed
 def test_another_client_is_no_parent(authority: Redlock, rival: Redlock) -> None:
     """A lock of the same name by another authority is another lock."""
     with (
@@ -158,6 +161,7 @@ def test_the_fence_table_is_missing(authority: Redlock, orders: Engine) -> None:
         session.commit()
 
 
+@pytest.mark.timed
 def test_max_hold_is_named(authority: Redlock) -> None:
     """A lease that was not renewed any more has not run out by chance."""
     lock = authority.lock("order:1", ttl=0.3, max_hold=0.5)

@@ -243,6 +243,7 @@ def test_port_taken_in_between(make_nodes: Callable[..., Nodes], monkeypatch: py
     assert (second.port == first.port, run_id(second) == run_id(first)) == (False, False)
 
 
+@pytest.mark.timed
 def test_programs_that_do_not_start(tmp_path: Path) -> None:
     """The reason is in the error, in the server's own words if it has any; no process stays behind."""
     with pytest.raises(ServerError, match="no program 'no-such-server'"):
@@ -344,6 +345,7 @@ def test_program_leaves_nothing(run_program: RunProgram, ending: str, status: in
     assert_nothing_left(report)
 
 
+@pytest.mark.timed
 def test_program_leaves_nothing_after_sigkill(run_program: RunProgram) -> None:
     """Neither busy servers, nor one that the reaper was not told of. A forked worker lives on."""
     program = run_program("""
@@ -381,6 +383,7 @@ def test_program_leaves_nothing_after_sigkill(run_program: RunProgram) -> None:
                 process.kill()
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("leave", ["sys.exit()", "os._exit(0)"])
 def test_forked_child_ends_nothing(run_program: RunProgram, leave: str) -> None:
     """A child may use the servers and leave as it likes; it is refused what would act on them.
@@ -428,6 +431,7 @@ def test_forked_child_ends_nothing(run_program: RunProgram, leave: str) -> None:
     assert_nothing_left(report)
 
 
+@pytest.mark.timed
 def test_ctrl_c_reaches_the_program_only(run_program: RunProgram) -> None:
     """Servers are in other sessions, and no signal handler is installed. The environment changes nothing."""
     program = run_program(

@@ -21,6 +21,8 @@ from fencelock.authority.redlock.protocol.messages import SYNC, Command
 from fencelock.authority.redlock.wire.codec import pack
 from proof.servers import Nodes
 
+pytestmark = pytest.mark.timed
+
 _INTERRUPTED = """
 import json, random, signal, sys, threading, time
 

@@ -159,6 +159,7 @@ def test_what_cannot_be_is_refused(accounts: Engine) -> None:
         pass
 
 
+@pytest.mark.timed
 def test_threads_that_share_it_leave_their_own_block(authority: Redlock, accounts: Engine) -> None:
     """One that has outlived its lease does not commit what the next one has half done."""
     if accounts.dialect.name == "sqlite":
@@ -188,6 +189,7 @@ def test_threads_that_share_it_leave_their_own_block(authority: Redlock, account
     assert balance(accounts) == 100
 
 
+@pytest.mark.timed
 def test_tasks_that_share_it_leave_their_own_block(
     authority: Redlock, accounts: Engine, for_asyncio: Callable[[Engine], AsyncEngine]
 ) -> None:
@@ -223,6 +225,7 @@ def test_tasks_that_share_it_leave_their_own_block(
     assert balance(accounts) == 100
 
 
+@pytest.mark.timed
 def test_a_block_may_be_left_by_another_thread(authority: Redlock, accounts: Engine) -> None:
     """The only one that is open; where there are more, it is refused to guess."""
     if accounts.dialect.name == "sqlite":
@@ -321,6 +324,7 @@ def test_who_ends_it_in_the_body_may_leave(authority: Redlock, rival: Redlock, a
     assert is_free(rival)
 
 
+@pytest.mark.timed
 def test_a_stale_insert_does_not_follow_a_rollback(
     authority: Redlock, rival: Redlock, accounts: Engine
 ) -> None:

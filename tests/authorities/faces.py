@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
@@ -107,8 +107,8 @@ class BlockingFace:
 class Loop:
     """An event loop in a thread of its own, which ends with the process at the latest."""
 
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
+    def __init__(self, new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop) -> None:
+        self._loop = new_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="loop of a test", daemon=True)
         self._thread.start()
 
@@ -138,7 +138,7 @@ class AsyncFace:
 
     def __init__(self, client: Client, loop: Loop) -> None:
         self.client = client
-        self._loop = loop
+        self.loop = loop
 
     def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Run a coroutine as a task of the loop."""
@@ -152,28 +152,28 @@ class AsyncFace:
         fair: bool = False,
     ) -> Grant:
         """See `Authority.acquire`."""
-        return self._loop.run(self.client.aio.acquire(resources, ttl=ttl, timeout=timeout, fair=fair))
+        return self.loop.run(self.client.aio.acquire(resources, ttl=ttl, timeout=timeout, fair=fair))
 
     def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
         """See `Authority.extend_many`."""
-        return self._loop.run(self.client.aio.extend_many(wishes))
+        return self.loop.run(self.client.aio.extend_many(wishes))
 
     def remint(self, grant: Grant, ttl: float = 30.0) -> Grant:
         """See `Authority.remint`."""
-        return self._loop.run(self.client.aio.remint(grant, ttl))
+        return self.loop.run(self.client.aio.remint(grant, ttl))
 
     def release(self, grant: Grant) -> bool | None:
         """See `Authority.release`."""
-        return self._loop.run(self.client.aio.release(grant))
+        return self.loop.run(self.client.aio.release(grant))
 
     def holder_ttl(self, *resources: str) -> float | None:
         """See `Authority`."""
         client: Any = self.client
-        return self._loop.run(client.aio.holder_ttl(resources))  # type: ignore[no-any-return]
+        return self.loop.run(client.aio.holder_ttl(resources))  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """Close the connections of the loop, then whatever else the client has."""
-        self._loop.run(self.client.aio.close())
+        self.loop.run(self.client.aio.close())
         self.client.close()
 
 
@@ -183,6 +183,13 @@ def acquire_briefly(face: Face, *resources: str) -> Grant:
         with suppress(AuthorityError):
             return face.acquire(*resources, ttl=ttl)
     return face.acquire(*resources, ttl=2.0)
+
+
+def take(face: Face, *resources: str, **terms: Any) -> int:
+    """Acquire and release once; return the first token."""
+    grant = face.acquire(*(resources or ("r",)), **{"timeout": 10.0, **terms})
+    assert face.release(grant) is True
+    return grant.tokens[0]
 
 
 def is_held(face: Face, *resources: str) -> bool:

@@ -15,16 +15,21 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import fencelock
+from fencelock import Redlock
 from fencelock.authority.base import Grant
-from fencelock.errors import FencelockError
+from fencelock.errors import FencelockError, LockLostError
+from fencelock.holder import Holder
+from fencelock.lease import Lease, held_leases
 from tests.authorities.faces import AsyncFace, BlockingFace, Client, Face, Loop, is_free_soon, is_held
+from tests.redlock.views import connections_of
 
 #: Seconds after which a program that hangs says where; a forked child, which cannot, ends without a word.
 _HUNG: Final = 25
-_HUNG_CHILD: Final = 5
+_HUNG_CHILD: Final = 15
 
 
 class SoftTimeLimitError(Exception):
@@ -168,25 +173,34 @@ def fork_asyncio(url: str) -> dict[str, Any]:
 
 
 def _fork(look_at: Callable[[Client], Face], url: str) -> dict[str, Any]:
-    """Use one authority in a parent and two children at once: one exits at once, one as Python does."""
+    """Use one authority in a parent and two children at once: one exits at once, one as Python does.
+
+    The parent holds a lock and waits for another one when it forks, and the children wait for that too.
+    """
     faulthandler.cancel_dump_traceback_later()  # a child would wait for its thread at its end
     signal.alarm(_HUNG)
-    authority = fencelock.configure(url)
-    mine = look_at(authority)
-    other = look_at(fencelock.configure(url))
-    held = mine.acquire("parent", ttl=30.0)
-    is_free_soon(other, "warm")
-    children = {}
-    for number in range(2):
-        reader, writer = os.pipe()
-        if not (child := os.fork()):
-            _be_a_child(look_at(authority), number, writer)
-            if number:
-                sys.exit(0)  # closes what it thinks is its own
-            os._exit(0)
-        os.close(writer)
-        children[child] = reader
-    parent = _use(mine, "ours")
+    authority: Any = fencelock.configure(url)
+    mine, other = look_at(authority), look_at(fencelock.configure(url))
+    held, contended = mine.acquire("parent", ttl=30.0), other.acquire("contended", ttl=30.0)
+    lock = authority.lock("block")
+    lease = mine.loop.run(lock.aio.acquire()) if isinstance(mine, AsyncFace) else lock.acquire()
+    with ThreadPoolExecutor(1) as threads:
+        waits = threads.submit(_wait, mine)
+        time.sleep(0.3)
+        children = {}
+        for number in range(2):
+            reader, writer = os.pipe()
+            if not (child := os.fork()):
+                _be_a_child(look_at(authority), lock, lease, writer)
+                if number:
+                    sys.exit(0)  # closes what it thinks is its own
+                os._exit(0)
+            os.close(writer)
+            children[child] = reader
+        parent = _use(mine, "ours")
+        time.sleep(0.5)
+        other.release(contended)
+        waited = waits.result()
     told = []
     for child, reader in children.items():
         with os.fdopen(reader) as lines:
@@ -195,27 +209,63 @@ def _fork(look_at: Callable[[Client], Face], url: str) -> dict[str, Any]:
     (said,) = mine.extend_many([(held, 30.0)])
     return {
         "parent": parent,
+        "waited": waited,
         "children": told,
         "extended": isinstance(said, Grant),
-        "stays held": is_held(other, "parent"),
+        "stays held": is_held(other, "parent") and is_held(other, "block") and not lease.lost,
         "goes on": _use(mine, "ours"),
         "released": mine.release(held),
         "free": is_free_soon(other, "parent"),
     }
 
 
-def _be_a_child(face: Face, number: int, writer: int) -> None:
+def _wait(face: Face) -> bool:
+    """Wait for what is held; tell whether it was granted and could be given back."""
+    return face.release(face.acquire("contended", ttl=20.0, timeout=15.0)) is True
+
+
+def _be_a_child(face: Face, lock: Any, lease: Lease, writer: int) -> None:
     """Tell through a pipe what a forked child gets."""
     signal.alarm(_HUNG_CHILD)
     try:
-        told: Any = {"refused": is_held(face, "parent"), "used": _use(face, f"child{number}")}
+        own = face.acquire(f"of {os.getpid()}", ttl=20.0)
+        told: Any = {
+            "refused": is_held(face, "parent"),
+            "lost": lease.lost and all(each.lost for each in held_leases()),
+            "keeps out of it": isinstance(face, AsyncFace)
+            or (_is_lost(lock.extend) and _is_lost(lock.release)),
+            "named": _holder(face, own.resources[0]).pid == os.getpid(),
+            "used": _use(face, f"child{os.getpid()}"),
+            "waited": _wait(face),
+            "is called": not isinstance(face.client, Redlock) or connections_of(face).queue.hears,
+        }
+        face.release(own)
     except BaseException:  # noqa: BLE001 - the parent tells
         told = traceback.format_exc()
     os.write(writer, json.dumps(told).encode())
     os.close(writer)
 
 
-def _use(face: Face, name: str, rounds: int = 30) -> bool:
+def _is_lost(action: Callable[[], object]) -> bool:
+    try:
+        action()
+    except LockLostError:
+        return True
+    return False
+
+
+def _holder(face: Face, resource: str) -> Holder:
+    client: Any = face.client
+    info = (
+        face.loop.run(client.aio.inspect(resource))
+        if isinstance(face, AsyncFace)
+        else client.inspect(resource)
+    )
+    holder: Holder = info.holder
+    return holder
+
+
+def _use(face: Face, name: str, rounds: int = 15) -> bool:
     """Acquire and release some times; tell whether each answer was the one to that question."""
     tokens = []
     for number in range(rounds):

@@ -7,12 +7,17 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
+
+import uvloop
 
 from tests.authorities.faces import PATIENCE, AsyncFace, BlockingFace, Client, Face, Loop
 from tests.authorities.kinds import Kind
 
 _T = TypeVar("_T")
+
+#: What makes the loop of each world that has one.
+_LOOPS: Final = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 
 class Stage:
@@ -20,13 +25,13 @@ class Stage:
 
     Args:
         kind: the authority and its server.
-        world: "blocking" or "asyncio".
+        world: "blocking", "asyncio" or "uvloop".
     """
 
     def __init__(self, kind: Kind, world: str) -> None:
         self.kind = kind
         self.world = world
-        self._loop = Loop() if world == "asyncio" else None
+        self._loop = Loop(_LOOPS[world]) if world in _LOOPS else None
         self._faces: list[Face] = []
 
     def __enter__(self) -> Self:
@@ -40,9 +45,9 @@ class Stage:
         if self._loop is not None:
             self._loop.close()
 
-    def new(self) -> Face:
-        """Return a new client: an object and connections of its own."""
-        client = self.kind.make()
+    def new(self, client: Client | None = None) -> Face:
+        """Return a new client: an object and connections of its own, or the given one's."""
+        client = client or self.kind.make()
         face: Face = BlockingFace(client) if self._loop is None else AsyncFace(client, self._loop)
         self._faces.append(face)
         return face

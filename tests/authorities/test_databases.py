@@ -79,6 +79,7 @@ def test_file_of_sqlite_needs_nothing(tmp_path: Path) -> None:
         assert authority.release(grant) is True
 
 
+@pytest.mark.timed
 def test_used_up_pool_keeps_no_lease_from_being_renewed(engine: Engine) -> None:
     """The authority has connections of its own."""
     small = create_engine(engine.url, pool_size=1, max_overflow=0, pool_timeout=0.1)

@@ -8,14 +8,21 @@ from tests.authorities.children import run
 from tests.authorities.kinds import EACH_SERVER
 from tests.authorities.stage import Stage
 
+pytestmark = pytest.mark.timed
+
 
 @pytest.mark.parametrize("stage", [*EACH_SERVER, "postgresql, asyncio"], indirect=True)
 def test_a_fork_shares_the_leases_and_no_connection(stage: Stage) -> None:
-    """The child is refused what the parent holds, both go on at once, and the child's end ends nothing."""
+    """The child holds nothing, is refused what the parent holds, and waits with ears of its own.
+
+    Both go on at once, and the child's end ends nothing of the parent's.
+    """
     said = run(f"fork_{stage.world}", stage.kind.url)
+    child = {"refused", "lost", "keeps out of it", "named", "used", "waited", "is called"}
     assert said == {
         "parent": True,
-        "children": [{"refused": True, "used": True}] * 2,
+        "waited": True,
+        "children": [dict.fromkeys(child, True)] * 2,
         "extended": True,
         "stays held": True,
         "goes on": True,

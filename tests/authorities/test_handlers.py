@@ -8,6 +8,8 @@ from tests.authorities.children import run
 from tests.authorities.kinds import EACH_SORT
 from tests.authorities.stage import Stage
 
+pytestmark = pytest.mark.timed
+
 
 @pytest.mark.parametrize("stage", EACH_SORT, indirect=True)
 def test_nothing_is_left_of_what_a_handler_interrupts(stage: Stage) -> None:

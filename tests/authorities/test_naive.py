@@ -14,6 +14,8 @@ from tests.authorities.kinds import Kind
 from tests.authorities.naive import Forgetful, Naive
 from tests.authorities.stage import Stage
 
+pytestmark = pytest.mark.timed
+
 #: What `pytest.raises` raises where nothing was raised.
 _DID_NOT_RAISE = pytest.fail.Exception
 

@@ -20,6 +20,8 @@ from tests.authorities.stage import Stage
 from tests.conftest import ReusedDatabase
 from tests.polling import eventually
 
+pytestmark = pytest.mark.timed
+
 #: Debian keeps it where only root looks.
 _PROGRAM = shutil.which("pgbouncer") or shutil.which("pgbouncer", path="/usr/sbin")
 

@@ -13,6 +13,8 @@ from fencelock import Database, LockTimeoutError, QuorumError
 from proof.servers import Postgres
 from tests.polling import eventually
 
+pytestmark = pytest.mark.timed
+
 
 class Standby(Postgres):
     """A server that copies another one, and follows it until it is promoted."""

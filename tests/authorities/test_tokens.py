@@ -19,6 +19,8 @@ from tests.authorities.race import (
 )
 from tests.authorities.stage import Stage, in_one_loop
 
+pytestmark = pytest.mark.timed
+
 
 @pytest.mark.parametrize("stage", EVERYWHERE, indirect=True)
 def test_tokens_are_unique_and_leases_exclusive(stage: Stage) -> None:

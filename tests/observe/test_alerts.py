@@ -24,6 +24,8 @@ from tests.observe.shop import Order
 from tests.observe.stage import RULES, Server, heard, needs_prometheus, tell
 from tests.polling import IMPATIENT, eventually
 
+pytestmark = pytest.mark.timed
+
 DASHBOARD: Final = ROOT / "docs" / "monitoring" / "dashboard.json"
 
 

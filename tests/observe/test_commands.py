@@ -25,6 +25,8 @@ from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY
 from tests.test_cli import fencelock, program
 
+pytestmark = pytest.mark.timed
+
 
 class Base(DeclarativeBase):
     """The models of this file."""
@@ -196,11 +198,11 @@ def test_release_by_force_beside_an_open_transaction(
         with Session(engine) as session:
             gate(session)
             session.flush()
-            blocked = program(*force)
+            blocked = fencelock(*force)
             assert blocked.returncode == 1
             assert "SHOW PROCESSLIST" in blocked.stderr
             session.rollback()
-        assert program(*force).returncode == 3
+        assert fencelock(*force).returncode == 3
         with Session(engine) as session, pytest.raises(StaleTokenError):
             gate(session, "order:1")
 

@@ -29,6 +29,8 @@ from fencelock.observe import (
 from proof.servers import Nodes
 from tests.polling import IMPATIENT, eventually
 
+pytestmark = pytest.mark.timed
+
 
 def kinds_of(events: list[Event]) -> list[str]:
     """Return the names of what was told about locks."""

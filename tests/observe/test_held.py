@@ -18,6 +18,8 @@ from fencelock import LockLostError, LockTimeoutError, NotHeldError, Redlock, as
 from proof.servers import Nodes
 from tests.polling import IMPATIENT
 
+pytestmark = pytest.mark.timed
+
 
 @pytest.mark.parametrize("timeout", [0, 0.2])
 def test_timeout_says_by_whom(mine: Any, other: Any, timeout: float) -> None:

@@ -106,28 +106,6 @@ def test_another_process(kind: Kind, other: Any, tmp_path: Path) -> None:
     assert info.holder.host == name_of_process(os.getpid()).split()[0]
 
 
-def test_forked_child_is_another_process(mine: Any, other: Any) -> None:
-    """It was the same client before."""
-    with mine.lock("order:0"):
-        pass
-    ours, theirs = os.pipe()
-    if (child := os.fork()) == 0:
-        try:
-            lock = mine.lock("order:1")
-            lock.acquire()
-            os.write(theirs, b"held")
-            time.sleep(30)
-        finally:
-            os._exit(0)
-    assert os.read(ours, 4) == b"held"
-    try:
-        info = other.inspect("order:1")
-    finally:
-        os.kill(child, 9)
-        os.waitpid(child, 0)
-    assert info.holder.pid == child
-
-
 def test_name_that_is_no_resource_is_refused(mine: Any) -> None:
     """Before anything is asked."""
     with pytest.raises(ValueError, match="empty"):

@@ -22,6 +22,8 @@ from opentelemetry.trace import SpanKind, StatusCode
 from fencelock import LockTimeoutError, Redlock
 from fencelock.observe.otel import FencelockInstrumentor
 
+pytestmark = pytest.mark.timed
+
 
 @dataclass
 class Telemetry:

@@ -107,6 +107,7 @@ def wait_in_vain_for(lock: Any) -> None:
         lock.acquire(timeout=0.3)
 
 
+@pytest.mark.timed
 def test_lease_that_is_extended_and_lost(authority: Redlock, value: Value) -> None:
     """Each extension with how late it was; the loss with its reason."""
     with authority.lock("order:1", ttl=0.3, max_hold=0.8, if_lost="warn"):

@@ -9,7 +9,12 @@ from typing import Any
 
 import pytest
 
+from fencelock import Redlock
 from fencelock.authority.redlock.protocol import acquire, attempts
+from proof.servers import Nodes
+from tests.authorities.faces import Face
+from tests.authorities.kinds import Kind
+from tests.authorities.stage import Stage
 from tests.polling import IMPATIENT
 from tests.redlock.views import Run
 
@@ -18,6 +23,40 @@ from tests.redlock.views import Run
 def patience() -> dict[str, Any]:
     """Little: nodes hang in many of these tests."""
     return IMPATIENT
+
+
+@pytest.fixture(params=["blocking", "asyncio", "uvloop"])
+def world(request: pytest.FixtureRequest) -> str:
+    """Where clients live; a file or a test may have fewer worlds."""
+    return str(request.param)
+
+
+@pytest.fixture
+def blank(world: str, nodes: Nodes, patience: dict[str, Any]) -> Iterator[Stage]:
+    """Clients in threads or in a loop: of the five blank `nodes`, or of those that a test names."""
+    kind = Kind("five nodes", lambda: Redlock(nodes.urls, **patience), ",".join(nodes.urls))
+    with Stage(kind, world) as made:
+        yield made
+
+
+@pytest.fixture
+def clients(blank: Stage) -> Stage:
+    """Clients of the five `nodes`, which are initialised with counters from 0."""
+    with Redlock(blank.kind.url.split(",")) as first:
+        first.init(base=0)
+    return blank
+
+
+@pytest.fixture
+def mine(clients: Stage) -> Face:
+    """A client of the five nodes."""
+    return clients.new()
+
+
+@pytest.fixture
+def other(clients: Stage) -> Face:
+    """Another client of them."""
+    return clients.new()
 
 
 @pytest.fixture(params=["asyncio", "uvloop"])

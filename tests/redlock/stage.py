@@ -380,10 +380,11 @@ class SlowDoor:
 
     def __init__(self, port: int) -> None:
         self._target = port
+        self._generation = 0
         self.open = threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
-        self._threads = ThreadPoolExecutor(8)
+        self._threads = ThreadPoolExecutor(32)
         self._threads.submit(self._serve)
 
     def _serve(self) -> None:
@@ -392,18 +393,22 @@ class SlowDoor:
             self.open.wait()
             outside = socket.create_connection(("127.0.0.1", self._target))
             for pair in ((inside, outside), (outside, inside)):
-                self._threads.submit(self._pump, *pair)
+                self._threads.submit(self._pump, *pair, self._generation)
 
     def lead_to(self, port: int) -> None:
         """Pass new connections on to another port."""
         self._target = port
 
-    @staticmethod
-    def _pump(source: socket.socket, sink: socket.socket) -> None:
+    def forget(self) -> None:
+        """Pass nothing on for the connections that there are, and tell nobody; new ones work."""
+        self._generation += 1
+
+    def _pump(self, source: socket.socket, sink: socket.socket, generation: int) -> None:
         with source, contextlib.suppress(OSError):
             try:
                 while data := source.recv(65536):
-                    sink.sendall(data)
+                    if generation == self._generation:
+                        sink.sendall(data)
             finally:  # also where who closed it had not read everything
                 sink.shutdown(socket.SHUT_WR)
 

@@ -125,6 +125,7 @@ def test_rule_is_enough(any_server: Node, admin: redis.Redis) -> None:
     assert refused(admin) == []
 
 
+@pytest.mark.timed
 def test_rule_has_no_word_too_many(any_server: Node, admin: redis.Redis) -> None:
     """Of all commands that it allows, each is used."""
     words = rule_of(admin)

@@ -15,6 +15,8 @@ from fencelock.tokens import epoch_above
 from proof.servers import Nodes
 from tests.redlock.stage import NODE_KEY, Actor, RealNode, operator
 
+pytestmark = pytest.mark.timed
+
 #: The highest fence of the database.
 HIGH = 5 << 44 | 100
 MAX_TTL = 1.0

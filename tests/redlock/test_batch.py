@@ -112,6 +112,7 @@ def node(nodes: Nodes) -> Any:
     its.close()
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("seed", range(6))
 def test_commands_do_together_what_they_do_alone(nodes: Nodes, seed: int) -> None:
     """Random histories: two nodes execute the same commands in the same order, one of them in batches."""
@@ -410,6 +411,7 @@ def test_release_that_a_busy_node_refuses_is_sent_again(authority: Redlock, node
 _STRUCK_ROOMS = ("/redlock/wire/", "/transport/aio")
 
 
+@pytest.mark.timed
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.parametrize("count", [1, 3])

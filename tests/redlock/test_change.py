@@ -15,6 +15,8 @@ from proof.servers import Nodes
 from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY, RealNode, operator
 
+pytestmark = pytest.mark.timed
+
 MAX_TTL = 2.0
 
 

@@ -29,6 +29,8 @@ from tests.redlock.groups import MAX_TTL, PATIENT, Cluster, ask, fact, is_refuse
 from tests.redlock.stage import NODE_KEY, OF_THE_NODE
 from tests.redlock.views import Run
 
+pytestmark = pytest.mark.timed
+
 
 @pytest.fixture(scope="module")
 def calm() -> Iterator[Cluster]:

@@ -14,6 +14,8 @@ from fencelock.authority.redlock import admin
 from fencelock.authority.redlock.transport.connector import eviction_of
 from fencelock.errors import AuthorityError
 from proof.servers import Nodes
+from tests.polling import eventually
+from tests.redlock.stage import NODE_KEY, OF_THE_NODE, keys_of
 from tests.test_cli import fencelock
 
 POLICIES = ["allkeys-lru", "allkeys-lfu", "allkeys-random", "volatile-lru", "volatile-ttl", "volatile-random"]
@@ -120,3 +122,15 @@ def test_init_says_where_it_cannot_tell(
     with Redlock(nodes.urls[0]) as authority:
         assert authority.init()
     assert f"{nodes.urls[0]}: its INFO does not tell" in caplog.text
+
+
+@pytest.mark.complaint("redisson#6510", "25 million token keys fill the memory, none with a ttl")
+def test_tokens_need_no_key_for_each_resource(authority: Redlock, nodes: Nodes) -> None:
+    """Two thousand resources share the fields of one hash."""
+    for number in range(2000):
+        with authority.lock(f"r{number}"):
+            pass
+    for node in nodes:
+        with redis.Redis.from_url(node.url) as client:
+            assert eventually(lambda client=client: keys_of(client) == OF_THE_NODE, 10)  # type: ignore[misc]
+            assert client.hlen(NODE_KEY) <= 1024 + 20

@@ -28,6 +28,8 @@ from tests.polling import IMPATIENT, eventually
 from tests.redlock.groups import ask, follow, promote
 from tests.redlock.stage import NODE_KEY
 
+pytestmark = pytest.mark.timed
+
 MAX_TTL = 1.0
 
 Connect = Callable[..., Redlock]

@@ -46,6 +46,8 @@ from proof.servers import Nodes
 from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY, SlowDoor
 
+pytestmark = pytest.mark.timed
+
 
 def free_port() -> int:
     """Return a port on which nobody listens."""

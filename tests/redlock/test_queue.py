@@ -187,6 +187,7 @@ def test_free_lock_goes_to_who_has_waited_longest(scripts: Scripts, calls: Calls
     assert scripts.queue("n1'", "r", position=later(FIRST)).said is Said.GRANTED
 
 
+@pytest.mark.timed
 def test_fair_newcomer_leaves_a_free_lock_to_those_who_wait(scripts: Scripts, calls: Calls) -> None:
     """Also one who is not going to wait; any other newcomer takes it."""
     scripts.queue("n1", "r", position=FIRST)

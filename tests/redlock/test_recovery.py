@@ -24,6 +24,8 @@ from proof.servers import Node, Nodes
 from tests.polling import IMPATIENT, eventually
 from tests.redlock.stage import NODE_KEY
 
+pytestmark = pytest.mark.timed
+
 MAX_TTL = 0.6
 
 MakeRedlock = Callable[..., Redlock]

@@ -22,6 +22,8 @@ from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY, Stage
 from tests.redlock.test_scripts import Scripts
 
+pytestmark = pytest.mark.timed
+
 RESOURCE = "r"
 
 

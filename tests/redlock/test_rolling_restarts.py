@@ -23,6 +23,8 @@ from fencelock.lease import Lease
 from proof.servers import Node, Nodes
 from tests.polling import IMPATIENT, eventually
 
+pytestmark = pytest.mark.timed
+
 MAX_TTL = 1.2
 
 Connect = Callable[..., Redlock]

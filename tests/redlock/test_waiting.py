@@ -1,26 +1,36 @@
-"""Waiting for another holder: woken by the nodes' calls, in order, whatever of that fails."""
+"""Waiting for another holder, by threads and tasks: woken by the nodes' calls, in order, whatever fails."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import multiprocessing
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import redis
 
 from fencelock import Redlock
 from fencelock.authority.redlock.protocol.queue import HESITATION, Waiter, WaitQueue
+from fencelock.authority.redlock.transport.aio import LoopConnections
 from fencelock.errors import LockTimeoutError
 from proof.servers import Nodes
+from tests.authorities.faces import AsyncFace, BlockingFace, Face, Loop
+from tests.authorities.stage import Stage, in_one_loop, together
 from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY, OF_THE_NODE, keys_of
-from tests.redlock.views import all_wait, is_held_everywhere
+from tests.redlock.views import all_wait, connections_of, connections_to, hold, locks_on, redlock, soon
+
+pytestmark = [pytest.mark.timed, pytest.mark.usefixtures("no_noise")]
+#: For what only a loop can do, or what is the same in threads and in tasks.
+ONLY_TASKS = pytest.mark.parametrize("world", ["asyncio", "uvloop"])
+ONLY_THREADS = pytest.mark.parametrize("world", ["blocking"])
 
 
 @pytest.fixture
@@ -110,78 +120,88 @@ class TestLine:
 
 
 @pytest.fixture
-def waiter(authority: Redlock, rival: Redlock) -> Redlock:
-    """Another client, whose listener is connected already."""
-    start_listening(rival, authority)
-    return rival
+def waiter(mine: Face, other: Face) -> Face:
+    """Another client than `mine`, which hears all nodes already."""
+    start_listening(other, mine)
+    return other
 
 
-def start_listening(waiter: Redlock, holder: Redlock, nodes: int = 5) -> None:
-    """Have a client wait for something once, until it hears so many nodes."""
-    with holder.lock("warm-up"):
-        for _ in range(20):
-            with pytest.raises(LockTimeoutError):
-                waiter.lock("warm-up", timeout=0.2).acquire()
-            if heard_by(waiter) == nodes:
-                return
-    pytest.fail(f"hears {heard_by(waiter)} nodes only")
+def start_listening(waiter: Face, holder: Face, nodes: int = 5) -> None:
+    """Have a client wait for something, until it hears so many nodes."""
+    resource = f"warm-up-{threading.get_ident()}"
+    grant = hold(holder, resource)
+    for _ in range(20):
+        with pytest.raises(LockTimeoutError):
+            waiter.acquire(resource, timeout=0.2)
+        if heard_by(waiter) == nodes:
+            break
+    holder.release(grant)
+    assert heard_by(waiter) == nodes
 
 
-def heard_by(client: Redlock) -> int:
+def heard_by(client: Face) -> int:
     """Return how many nodes a client listens to."""
-    return len(client._connections.queue._listening)
+    return len(connections_of(client).queue._listening)
 
 
-def seconds_until_handed_over(holder: Redlock, waiter: Redlock, timeout: float = 3.0) -> float:
+def is_in_line(client: Face) -> bool:
+    """Tell whether a client stands in the queues of nodes."""
+    return bool(connections_of(client)._in_line)
+
+
+def take_and_tell(client: Face, *resources: str, timeout: float = 30.0, fair: bool = False) -> float:
+    """Acquire and release; return when it was acquired, infinity for never."""
+    try:
+        grant = client.acquire(*(resources or ("r",)), timeout=timeout, fair=fair)
+    except LockTimeoutError:
+        return math.inf
+    acquired = time.monotonic()
+    client.release(grant)
+    return acquired
+
+
+def seconds_until_handed_over(holder: Face, waiter: Face, timeout: float = 3.0) -> float:
     """Let one wait for the other; return how long after the release it has the lock, infinity for never."""
-    acquired = math.inf
-
-    def wait() -> None:
-        nonlocal acquired
-        try:
-            with waiter.lock("r", timeout=timeout):
-                acquired = time.monotonic()
-        except LockTimeoutError:
-            pass
-
-    thread = threading.Thread(target=wait)
-    with holder.lock("r", ttl=30):
-        thread.start()
-        assert eventually(lambda: bool(waiter._connections._in_line) or not thread.is_alive())
+    grant = hold(holder)
+    with ThreadPoolExecutor(1) as pool:
+        acquired = pool.submit(take_and_tell, waiter, timeout=timeout)
+        assert not connections_of(waiter).queue.hears or eventually(lambda: is_in_line(waiter))
         time.sleep(0.2)
-    released = time.monotonic()
-    thread.join()
-    return acquired - released
+        holder.release(grant)
+        released = time.monotonic()
+        return acquired.result(30) - released
 
 
 @pytest.mark.usefixtures("never_look")
-def test_waiter_is_woken_by_the_release(authority: Redlock, waiter: Redlock) -> None:
-    """The holder's lease would last for 30 s, and looking alone would take 20."""
-    assert seconds_until_handed_over(authority, waiter) < 1.0
+def test_waiter_is_woken_by_the_release(mine: Face, waiter: Face) -> None:
+    """The holder's lease would last for a minute, and looking alone would take 20 s."""
+    assert seconds_until_handed_over(mine, waiter) < 1.0
 
 
 @pytest.mark.usefixtures("never_look")
 def test_waiter_that_hears_nothing_is_not_woken(
-    authority: Redlock, waiter: Redlock, monkeypatch: pytest.MonkeyPatch
+    mine: Face, waiter: Face, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control of the tests around it: it has the lock only when it looks for a last time."""
     monkeypatch.setattr(WaitQueue, "note", lambda *_: "")
-    assert seconds_until_handed_over(authority, waiter, timeout=3.0) > 2.0
+    assert seconds_until_handed_over(mine, waiter, timeout=2.0) > 1.0
 
 
 @pytest.mark.usefixtures("never_look")
-def test_waiter_is_woken_though_a_minority_of_nodes_is_dead(
-    authority: Redlock, waiter: Redlock, nodes: Nodes
-) -> None:
-    """Three of five calls are enough."""
-    nodes[0].kill()
+def test_waiter_is_woken_though_a_minority_of_nodes_is_dead(mine: Face, waiter: Face, nodes: Nodes) -> None:
+    """Three of five calls are enough. A node that is back is heard again."""
+    nodes[1].kill()
     nodes[3].kill()
-    assert seconds_until_handed_over(authority, waiter) < 1.0
+    assert seconds_until_handed_over(mine, waiter) < 1.0
+    assert heard_by(waiter) == 3
+    nodes[1].restart(keep_data=False)
+    start_listening(waiter, mine, nodes=4)
+    assert seconds_until_handed_over(mine, waiter) < 1.0
 
 
 @pytest.mark.usefixtures("never_look")
 def test_waiter_is_woken_though_calls_of_a_minority_are_lost(
-    authority: Redlock, waiter: Redlock, monkeypatch: pytest.MonkeyPatch
+    mine: Face, waiter: Face, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two of five calls never arrive."""
     note = WaitQueue.note
@@ -190,46 +210,56 @@ def test_waiter_is_woken_though_calls_of_a_minority_are_lost(
         return note(line, node, message, now) if node > 1 else ""
 
     monkeypatch.setattr(WaitQueue, "note", lossy)
-    assert seconds_until_handed_over(authority, waiter) < 1.0
+    assert seconds_until_handed_over(mine, waiter) < 1.0
 
 
 def test_waiter_whose_calls_are_all_lost_looks_by_itself(
-    authority: Redlock, waiter: Redlock, monkeypatch: pytest.MonkeyPatch
+    mine: Face, waiter: Face, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After somewhat more than a second at the latest: a claim that nobody takes, and a look."""
     monkeypatch.setattr(WaitQueue, "note", lambda *_: "")
-    assert seconds_until_handed_over(authority, waiter, timeout=10.0) < 2.0
+    assert seconds_until_handed_over(mine, waiter, timeout=10.0) < 2.0
 
 
-def test_listener_connects_again(authority: Redlock, waiter: Redlock, nodes: Nodes) -> None:
-    """A node that was killed and is back calls again; until then the others do."""
-    nodes[1].kill()
-    assert seconds_until_handed_over(authority, waiter) < 2.0
-    assert heard_by(waiter) == 4
-    nodes[1].restart(keep_data=False)
-    start_listening(waiter, authority)
-    assert seconds_until_handed_over(authority, waiter) < 2.0
-
-
-def test_user_who_may_not_listen_waits_by_looking(authority: Redlock, nodes: Nodes) -> None:
+@pytest.mark.parametrize("deaf", [3, 5])
+def test_user_who_may_not_listen_waits_by_looking(
+    mine: Face, clients: Stage, nodes: Nodes, deaf: int
+) -> None:
     """It gets the lock all the same, and stands in no queue where it would be called in vain."""
-    for node in nodes:
-        with redis.Redis.from_url(node.url) as client:
-            client.acl_setuser("deaf", enabled=True, nopass=True, keys=["*"], commands=["+@all"], reset=True)
+    for node in nodes[:deaf]:
+        with redis.Redis.from_url(node.url) as admin:
+            admin.acl_setuser("deaf", enabled=True, nopass=True, keys=["*"], commands=["+@all"], reset=True)
+    deaf_urls = [url.replace("redis://", "redis://deaf:any@") for url in nodes.urls[:deaf]]
     try:
-        urls = [url.replace("redis://", "redis://deaf:any@") for url in nodes.urls]
-        with Redlock(urls) as deaf:
-            assert seconds_until_handed_over(authority, deaf, timeout=5.0) < 2.0
-            assert heard_by(deaf) == 0
-            assert not deaf._connections.queue.hears
-            with authority.lock("r"), pytest.raises(LockTimeoutError):
-                deaf.lock("r", timeout=0.3).acquire()
-        with redis.Redis.from_url(nodes[0].url) as client:
-            assert client.keys(f"{NODE_KEY}:q:*") == []
+        user = clients.new(Redlock([*deaf_urls, *nodes.urls[deaf:]]))
+        assert seconds_until_handed_over(mine, user, timeout=5.0) < 2.0
+        assert eventually(lambda: heard_by(user) == 5 - deaf)
+        assert not connections_of(user).queue.hears
+        assert seconds_until_handed_over(mine, user, timeout=5.0) < 2.0
+        mine.acquire("r")
+        assert take_and_tell(user, timeout=0.3) == math.inf
+        with redis.Redis.from_url(nodes[4].url) as admin:
+            assert admin.keys(f"{NODE_KEY}:q:*") == []
     finally:
-        for node in nodes:
-            with redis.Redis.from_url(node.url) as client:
-                client.acl_deluser("deaf")
+        for node in nodes[:deaf]:
+            with redis.Redis.from_url(node.url) as admin:
+                admin.acl_deluser("deaf")
+
+
+@contextmanager
+def waiting_processes(nodes: Nodes, count: int) -> Any:
+    """Processes that wait for the lock; they are killed in the end."""
+    context = multiprocessing.get_context("spawn")
+    made = [context.Process(target=wait_and_hold, args=(nodes.urls,), daemon=True) for _ in range(count)]
+    for process in made:
+        process.start()
+    try:
+        assert eventually(lambda: all_wait(nodes, count), 60.0)  # a process takes its time to start
+        yield made
+    finally:
+        for process in made:
+            process.kill()
+            process.join(10)
 
 
 def wait_and_hold(urls: list[str]) -> None:
@@ -238,158 +268,108 @@ def wait_and_hold(urls: list[str]) -> None:
         pass
 
 
+@ONLY_THREADS
 @pytest.mark.parametrize("fair", [False, True])
 def test_hung_process_at_the_head_costs_a_second(
-    authority: Redlock, waiter: Redlock, nodes: Nodes, *, fair: bool
+    mine: Face, waiter: Face, nodes: Nodes, *, fair: bool
 ) -> None:
     """It is called first and does not come; the next one looks by itself, after the claim of 0.1 s."""
-    head = multiprocessing.get_context("spawn").Process(target=wait_and_hold, args=(nodes.urls,), daemon=True)
-    head.start()
-    lock = authority.lock("r")
-    lock.acquire()
-    assert is_held_everywhere(nodes.urls)
-    assert eventually(lambda: all_wait(nodes, 1), 60.0)  # a process takes its time to start
-    assert head.pid is not None
-    os.kill(head.pid, signal.SIGSTOP)
-    with ThreadPoolExecutor(1) as pool:
-        second = pool.submit(acquire_and_release, waiter, "r", fair=fair)
+    grant = hold(mine)
+    with waiting_processes(nodes, 1) as (head,), ThreadPoolExecutor(1) as pool:
+        os.kill(head.pid, signal.SIGSTOP)
+        second = pool.submit(take_and_tell, waiter, fair=fair)
         assert eventually(lambda: all_wait(nodes, 2))
         time.sleep(0.2)
         released = time.monotonic()
-        lock.release()
+        mine.release(grant)
         assert 0.05 < second.result(10) - released < 2.0
-    os.kill(head.pid, signal.SIGKILL)
-    head.join(10)
 
 
-def acquire_and_release(authority: Redlock, *resources: str, fair: bool = False) -> float:
-    """Return when it was acquired."""
-    grant = authority.acquire(tuple(resources), ttl=30.0, timeout=30.0, fair=fair)
-    acquired = time.monotonic()
-    authority.release(grant)
-    return acquired
-
-
-def test_killed_processes_at_the_head_cost_nothing(authority: Redlock, waiter: Redlock, nodes: Nodes) -> None:
+@ONLY_THREADS
+def test_killed_processes_at_the_head_cost_nothing(mine: Face, waiter: Face, nodes: Nodes) -> None:
     """Nobody hears them any more, so they are passed over, however many they were: no claim is waited for."""
-    tries = (seconds_behind_killed_processes(authority, waiter, nodes) for _ in range(3))
+    tries = (seconds_behind_killed_processes(mine, waiter, nodes) for _ in range(3))
     assert any(seconds < 0.09 for seconds in tries)  # where they cost a claim, they always do
 
 
-def seconds_behind_killed_processes(authority: Redlock, waiter: Redlock, nodes: Nodes) -> float:
+def seconds_behind_killed_processes(holder: Face, waiter: Face, nodes: Nodes) -> float:
     """Kill two processes that wait before `waiter`; return how long after the release that has the lock."""
-    context = multiprocessing.get_context("spawn")
-    heads = [context.Process(target=wait_and_hold, args=(nodes.urls,), daemon=True) for _ in range(2)]
-    lock = authority.lock("r")
-    lock.acquire()
-    assert is_held_everywhere(nodes.urls)
-    for head in heads:
-        head.start()
-    assert eventually(lambda: all_wait(nodes, 2), 60.0)
-    for head in heads:
-        head.kill()
-        head.join(10)
+    grant = hold(holder)
+    with waiting_processes(nodes, 2):
+        pass
     with ThreadPoolExecutor(1) as pool:
-        second = pool.submit(acquire_and_release, waiter, "r")
+        second = pool.submit(take_and_tell, waiter)
         assert eventually(lambda: all_wait(nodes, 3))
-        lock.release()
+        holder.release(grant)
         released = time.monotonic()
         return second.result(10) - released
 
 
 @pytest.mark.usefixtures("never_look")
 def test_connections_that_break_under_one_who_waits_are_opened_again(
-    authority: Redlock, waiter: Redlock, nodes: Nodes
+    mine: Face, waiter: Face, nodes: Nodes
 ) -> None:
-    """All of them at once, however long it takes to begin to open each."""
-    lock = authority.lock("r")
-    lock.acquire()
-    assert is_held_everywhere(nodes.urls)
+    """All of them at once: it stands in line still, and is called over the new ones before it would look."""
+    grant = hold(mine)
     with ThreadPoolExecutor(1) as pool:
-        second = pool.submit(acquire_and_release, waiter, "r")
+        second = pool.submit(take_and_tell, waiter)
         assert eventually(lambda: all_wait(nodes, 1))
-        connections = waiter._connections._nodes
+        connections = connections_of(waiter)._nodes
         before = set(map(connections.connection, range(5)))
         for node in reversed(nodes):
             with redis.Redis.from_url(node.url) as admin:
                 admin.client_kill_filter(_type="pubsub")
         assert eventually(lambda: not before & set(map(connections.connection, range(5))))
         assert eventually(lambda: heard_by(waiter) == 5)
-        lock.release()
+        mine.release(grant)
         released = time.monotonic()
         assert second.result(30) - released < 1.0
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["one client", "a client each"])
 def test_eight_who_wait_come_in_order(
-    authority: Redlock, nodes: Nodes, make_clients: Callable[[int], list[Redlock]], *, shared: bool
+    mine: Face, waiter: Face, clients: Stage, nodes: Nodes, *, shared: bool
 ) -> None:
-    """With `fair`, they get the lock in the order in which they asked for it."""
-    clients = make_clients(1) * 8 if shared else make_clients(8)
+    """With `fair`, they get the lock in the order in which they asked for it, and the queue is gone then."""
+    waiters = [waiter] * 8
+    if not shared:
+        waiters[1:] = [clients.new() for _ in range(7)]
+        for each in waiters[1:]:
+            start_listening(each, mine)
     order: list[int] = []
 
     def wait(number: int) -> None:
-        grant = clients[number].acquire(("r",), ttl=30.0, timeout=30.0, fair=True)
+        grant = waiters[number].acquire("r", timeout=30.0, fair=True)
         order.append(number)
-        clients[number].release(grant)
+        waiters[number].release(grant)
 
-    lock = authority.lock("r")
-    lock.acquire()
-    assert is_held_everywhere(nodes.urls)
+    grant = hold(mine)
     with ThreadPoolExecutor(8) as pool:
         futures = []
         for number in range(8):
             futures.append(pool.submit(wait, number))
             assert eventually(lambda number=number: all_wait(nodes, number + 1))  # type: ignore[misc]
             time.sleep(0.02)
-        lock.release()
+        mine.release(grant)
         for future in futures:
             future.result(30)
     assert order == list(range(8))
-
-
-@pytest.fixture
-def make_clients(authority: Redlock, nodes: Nodes) -> Iterator[Callable[[int], list[Redlock]]]:
-    """A factory of clients that are listening already."""
-    made: list[Redlock] = []
-
-    def make(count: int) -> list[Redlock]:
-        for _ in range(count):
-            made.append(Redlock(nodes.urls))
-            start_listening(made[-1], authority)
-        return made[-count:]
-
-    yield make
-    for client in made:
-        client.close()
-
-
-def test_waiting_for_several_resources_never_deadlocks(nodes: Nodes, authority: Redlock) -> None:
-    """Twelve threads want two of three resources each, in all combinations, some of them fairly."""
-    names = ("a", "b", "c")
-
-    def work(number: int) -> int:
-        mine = tuple(name for name in names if name != names[number % 3])
-        for _ in range(5):
-            acquire_and_release(authority, *mine, fair=number % 2 == 0)
-        acquire_and_release(authority, *names)
-        return number
-
-    began = time.monotonic()
-    with ThreadPoolExecutor(12) as pool:
-        assert sorted(pool.map(work, range(12))) == list(range(12))
-    assert time.monotonic() - began < 20
     with redis.Redis.from_url(nodes[0].url) as client:
         assert eventually(lambda: keys_of(client) == OF_THE_NODE, 10)
 
 
-def test_uncontended_acquisition_leaves_no_thread_and_no_key(authority: Redlock, nodes: Nodes) -> None:
+@ONLY_THREADS
+def test_uncontended_acquisition_leaves_no_thread_and_no_key(
+    mine: Face, clients: Stage, nodes: Nodes
+) -> None:
     """Nothing is left behind on a node for a client that never waits."""
     before = _threads()
-    with authority.lock("r"):
+    with redlock(mine).lock("r"):
         pass
-    with authority.lock("r"), Redlock(nodes.urls) as other, pytest.raises(LockTimeoutError):
-        other.lock("r", timeout=0).acquire()
+    other = clients.new()
+    with redlock(mine).lock("r"), pytest.raises(LockTimeoutError):
+        other.acquire("r", timeout=0)
+    other.close()
     assert eventually(lambda: _threads() <= before)
     with redis.Redis.from_url(nodes[0].url) as client:
         assert eventually(lambda: keys_of(client) == OF_THE_NODE)
@@ -400,40 +380,147 @@ def _threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name != "fencelock-renewal"}
 
 
-def test_one_who_gives_up_is_gone_from_the_queues(authority: Redlock, waiter: Redlock, nodes: Nodes) -> None:
+def test_one_who_gives_up_is_gone_from_the_queues(mine: Face, waiter: Face, nodes: Nodes) -> None:
     """Its timeout is over: nobody keeps anything for it."""
-    with authority.lock("r"):
-        with pytest.raises(LockTimeoutError):
-            waiter.lock("r", timeout=0.3).acquire()
-        assert eventually(lambda: all_wait(nodes, 0), 3.0)  # it ends after 5
+    mine.acquire("r")
+    assert take_and_tell(waiter, timeout=0.3) == math.inf
+    assert eventually(lambda: all_wait(nodes, 0), 3.0)  # it ends after 5
+    assert not is_in_line(waiter)
+    assert not connections_of(waiter).queue._places
 
 
-def test_forked_child_waits_with_ears_of_its_own(authority: Redlock, waiter: Redlock) -> None:
-    """It reads none of its parent's calls, and is woken by its own."""
-    with authority.lock("r", ttl=30):
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                acquire_and_release(waiter, "r")
-                status = 0
-            finally:
-                os._exit(status)
-        time.sleep(1.0)
-    assert seconds_until_handed_over(authority, waiter) < 2.0
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+@ONLY_TASKS
+def test_cancelled_task_leaves_its_place(mine: Face, waiter: Face, clients: Stage, nodes: Nodes) -> None:
+    """It is gone from every queue, no node would keep the lock for it, and nothing of it is left here."""
+    grant = hold(mine)
+
+    async def main() -> None:
+        tasks = [
+            asyncio.ensure_future(waiter.client.aio.acquire(("r",), ttl=30.0, timeout=30.0)) for _ in range(5)
+        ]
+        assert await soon(lambda: all_wait(nodes, 5))
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+    clients.run(main())
+    assert eventually(lambda: all_wait(nodes, 0), 3.0)  # they end after 5
+    assert not is_in_line(waiter)
+    assert not connections_of(waiter).queue._places
+    mine.release(grant)
+    assert eventually(lambda: not locks_on(nodes))
 
 
-def test_closing_lets_those_who_wait_go_on(authority: Redlock, waiter: Redlock) -> None:
+def test_closing_lets_those_who_wait_go_on(mine: Face, waiter: Face, nodes: Nodes) -> None:
     """They look by themselves from then on, without an error."""
-    lock = authority.lock("r")
-    lock.acquire()
+    grant = hold(mine)
     with ThreadPoolExecutor(1) as pool:
-        second = pool.submit(acquire_and_release, waiter, "r")
-        time.sleep(0.3)
+        second = pool.submit(take_and_tell, waiter)
+        assert eventually(lambda: is_in_line(waiter))
         waiter.close()
         time.sleep(0.1)
-        lock.release()
+        mine.release(grant)
         released = time.monotonic()
         assert second.result(10) - released < 3.0
     waiter.close()
+    mine.close()
+    assert eventually(lambda: connections_to(nodes) == 0)
+
+
+@ONLY_TASKS
+@pytest.mark.usefixtures("never_look")
+def test_call_that_comes_before_the_wait_begins_is_not_missed(
+    mine: Face, waiter: Face, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The release falls between the answers to the attempt and the wait."""
+    wait, grants = LoopConnections.wait, [hold(mine)]
+
+    async def late(listener: LoopConnections, place: str, seconds: float) -> None:
+        if place:
+            await mine.client.aio.release(grants.pop())
+            assert await soon(lambda: listener.queue.due(place) < time.monotonic())
+        await wait(listener, place, seconds)
+
+    monkeypatch.setattr(LoopConnections, "wait", late)
+    began = time.monotonic()
+    assert take_and_tell(waiter, timeout=3.0) - began < 1.0
+
+
+def scripts_run_on(nodes: Nodes) -> int:
+    """Return how many scripts the first node has executed."""
+    with redis.Redis.from_url(nodes[0].url) as client:
+        facts: Any = client.info("commandstats")
+        return sum(facts.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("eval", "evalsha"))
+
+
+@ONLY_TASKS
+@pytest.mark.usefixtures("never_look")
+@pytest.mark.parametrize("hears", [True, False], ids=["called", "looking"])
+def test_fifty_tasks_take_turns_without_a_herd(
+    mine: Face, other: Face, clients: Stage, nodes: Nodes, monkeypatch: pytest.MonkeyPatch, *, hears: bool
+) -> None:
+    """Whoever is called attempts, the others are quiet; those who look (the control) ask far more often."""
+    if not hears:
+        monkeypatch.setattr(WaitQueue, "listen", lambda *_: None)
+    start_listening(other, mine, nodes=5 if hears else 0)
+    client = other.client.aio
+
+    async def work() -> int:
+        grant = await client.acquire(("r",), ttl=30.0, timeout=60.0)
+        await asyncio.sleep(0.02)
+        await client.release(grant)
+        return grant.tokens[0]
+
+    async def main() -> None:
+        assert len(set(await in_one_loop(*(work() for _ in range(50)), seconds=60.0))) == 50
+
+    before = scripts_run_on(nodes)
+    clients.run(main(), 60.0)
+    scripts = (scripts_run_on(nodes) - before) / 50
+    assert (scripts < 8) == hears, scripts
+
+
+@ONLY_TASKS
+@pytest.mark.usefixtures("never_look")
+def test_two_loops_and_two_threads_hand_the_lock_to_each_other(mine: Face, other: Face, nodes: Nodes) -> None:
+    """Of one client, each called over connections of its own; nobody looks."""
+    client, second = redlock(other), Loop()
+    faces = [other, AsyncFace(client, second), *(BlockingFace(client),) * 2]
+    start_listening(BlockingFace(client), mine)
+    start_listening(other, mine)
+    start_listening(faces[1], mine)
+    tokens: list[int] = []
+
+    def work(face: Face) -> None:
+        for _ in range(8):
+            grant = face.acquire("r", timeout=60.0)
+            tokens.append(grant.tokens[0])
+            face.release(grant)
+
+    began = time.monotonic()
+    together(*(lambda face=face: work(face) for face in faces))
+    faces[1].close()
+    second.close()
+    assert time.monotonic() - began < 30.0
+    assert len(tokens) == 32
+    assert tokens == sorted(set(tokens))
+    assert eventually(lambda: locks_on(nodes) == [])
+
+
+@ONLY_TASKS
+def test_one_connection_to_each_node_is_all(mine: Face, other: Face, clients: Stage, nodes: Nodes) -> None:
+    """Also where tasks wait; no thread, timer or task is left in the loop."""
+    mine.release(hold(mine))
+    before = connections_to(nodes)
+    other.release(hold(other))
+    assert eventually(lambda: connections_to(nodes) == before + 1)
+    start_listening(other, mine)
+    assert connections_to(nodes) == before + 1
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("fencelock-connect")]
+
+    async def look() -> None:
+        timers = getattr(asyncio.get_running_loop(), "_scheduled", [])  # of asyncio's own loop
+        assert not [timer for timer in timers if "resume" in repr(timer) and not timer.cancelled()]
+        assert len(asyncio.all_tasks()) == 1
+
+    clients.run(look())

@@ -8,10 +8,16 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
+import pytest
 import redis
 
 from fencelock import Redlock
+from fencelock.authority.base import Grant
+from fencelock.authority.redlock.protocol.messages import Answer, Said
+from fencelock.authority.redlock.transport.aio import LoopConnections
+from fencelock.authority.redlock.transport.blocking import SharedConnections
 from proof.servers import Node, Nodes
+from tests.authorities.faces import AsyncFace, Face
 from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY
 
@@ -60,6 +66,49 @@ def _has_lock_or_no_vote(url: str, resource: str) -> bool:
     return True
 
 
+def hold(holder: Face, resource: str = "r", **terms: Any) -> Grant:
+    """Return a grant that every node has made: the first question may go out before all are connected."""
+    for _ in range(10):
+        grant = holder.acquire(resource, **{"ttl": 60.0, "timeout": 5.0, **terms})
+        if is_held_everywhere(redlock(holder).nodes, resource, 2.0):
+            return grant
+        holder.release(grant)
+    pytest.fail(f"some node does not grant {resource!r}")
+
+
+def redlock(face: Face) -> Redlock:
+    """Return the Redlock behind a face."""
+    assert isinstance(face.client, Redlock)
+    return face.client
+
+
+def connections_of(face: Face) -> SharedConnections | LoopConnections:
+    """Return the connections of a Redlock's threads, or those of its loop."""
+    client = redlock(face)
+    if not isinstance(face, AsyncFace):
+        return client._connections
+
+    async def look() -> LoopConnections:
+        return client.aio.here()
+
+    return face.loop.run(look())
+
+
+def lose_connection(face: Face, node: int) -> None:
+    """Break the connection to a node, where its driver may do so."""
+    known, broken = connections_of(face), Answer(Said.UNREACHABLE, detail="broken by the test")
+    if isinstance(known, SharedConnections):
+        with known._mutex:
+            known._nodes.broken(node, broken)
+        return
+
+    async def lose() -> None:
+        known._nodes.broken(node, broken)
+
+    assert isinstance(face, AsyncFace)
+    face.loop.run(lose())
+
+
 async def soon(condition: Callable[[], bool], seconds: float = 15.0) -> bool:
     """Return whether a condition comes to hold, while the loop goes on."""
     deadline = time.monotonic() + seconds
@@ -94,6 +143,6 @@ def waiting_on(node_url: str, resource: str = "r") -> int:
         return int(str(client.zcard(f"{NODE_KEY}:q:{resource}")))
 
 
-def all_wait(nodes: Nodes, count: int) -> bool:
+def all_wait(nodes: Nodes, count: int, resource: str = "r") -> bool:
     """Return whether so many stand in the queue of every node; a majority that lags passes them over."""
-    return all(waiting_on(node.url) == count for node in nodes)
+    return all(waiting_on(node.url, resource) == count for node in nodes)

@@ -20,6 +20,8 @@ from proof.torture.lease_connections import LeaseConnections
 from proof.torture.run import run
 from proof.torture.settings import DATABASE, Settings, default_faults
 
+pytestmark = pytest.mark.timed
+
 
 @pytest.mark.parametrize("database_url", ["sqlite", "mariadb"], indirect=True)
 def test_no_table_is_left(database_url: str, tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from proof.torture.faults import copy_of
 from proof.torture.table import Base, PlainCounter, create_tables
 from tests.polling import eventually
 
+pytestmark = pytest.mark.timed
+
 
 def test_the_wall_clock_of_a_node_is_stepped_and_its_keys_expire_by_it(tmp_path: Path) -> None:
     """Forwards and back again, on one node only."""

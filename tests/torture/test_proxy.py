@@ -17,6 +17,8 @@ from proof.servers import Nodes
 from proof.torture.proxy import FAIR, Proxies, Weather
 from tests.polling import eventually
 
+pytestmark = pytest.mark.timed
+
 COUNT = "return redis.call('INCR', 'count')"
 
 

@@ -20,6 +20,8 @@ from proof.torture.history import Acquisition, Fault, Outcome, Record, Release, 
 from proof.torture.picture import report
 from tests.torture.facts import RUN, acquisition, release, save, write
 
+pytestmark = pytest.mark.timed
+
 RUNS = (
     *("--database", "sqlite", "--duration", "4", "--ttl", "0.3", "--pause", "1", "--every", "0.2"),
     *("--fault", "worker-pause", "--fault", "worker-kill", "--fault", "node-pause", "--fault", "node-flush"),

@@ -24,6 +24,8 @@ from proof.servers import Nodes
 from proof.torture.__main__ import app
 from tests.polling import eventually
 
+pytestmark = pytest.mark.timed
+
 
 def command(*arguments: str | Path) -> list[str]:
     """Return the command line of a run."""
