@@ -140,10 +140,6 @@ class AsyncFace:
         self.client = client
         self.loop = loop
 
-    def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """Run a coroutine as a task of the loop."""
-        return self._loop.run(coroutine)
-
     def acquire(
         self,
         *resources: str,

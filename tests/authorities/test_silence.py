@@ -103,7 +103,7 @@ def run_lock() -> RunLock:
                 returned.append(body())
 
         with pytest.raises(LockLostError):
-            face.run(main()) if isinstance(face, AsyncFace) else block()
+            face.loop.run(main()) if isinstance(face, AsyncFace) else block()
         return returned[0]
 
     return run
