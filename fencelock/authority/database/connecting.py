@@ -70,6 +70,7 @@ class RefusedError(Exception):
 
 
 _OURS: Final = (SQLAlchemyError, FencelockError, RefusedError)
+_EXPECTED: Final[tuple[type[Exception], ...]] = (*_OURS, OSError)
 
 
 class Connecting(WithLoops):
@@ -211,7 +212,7 @@ class Connecting(WithLoops):
         event.listen(engine.pool, "connect", self._set_up)
         if self._dialect == "sqlite":
             watch_file(engine)
-        return Connections(engine)
+        return Connections(engine, _EXPECTED)
 
     def _check_process(self) -> None:
         """Leave the connections to the parent, in a forked child."""

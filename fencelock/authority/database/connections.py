@@ -134,15 +134,30 @@ def _in_time(opens: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Connections:
-    """A pool that lends a connection for one piece of work, which has to end in time."""
+    """A pool that lends a connection for one piece of work, which has to end in time.
 
-    def __init__(self, engine: Engine) -> None:
+    What the work may raise is `expected`; all else has interrupted it.
+    """
+
+    def __init__(self, engine: Engine, expected: tuple[type[Exception], ...]) -> None:
         self._engine = engine
+        self._expected = expected
         self._hang_up = _HANG_UP.get(engine.dialect.driver)
         self._watch = _watch_in_loop if engine.dialect.is_async else Watch().begin
 
     def run(self, work: Callable[[Connection], _T], seconds: float, until: float) -> _T:
         """Return what work returns that takes so many seconds at most, on a connection opened until then."""
+        try:
+            return self._run(work, seconds, until)
+        except self._expected:
+            raise
+        except BaseException:
+            # A signal handler may have raised in the midst of the pool, which counts one too many then.
+            if not self._engine.dialect.is_async:
+                self._engine.dispose()
+            raise
+
+    def _run(self, work: Callable[[Connection], _T], seconds: float, until: float) -> _T:
         _until.set(until)
         connection = self._engine.connect()
         lent = connection.connection

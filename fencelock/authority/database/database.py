@@ -154,7 +154,7 @@ class Database(Connecting):
         except (FencelockError, GeneratorExit):
             raise
         except BaseException:
-            yield Abandon(functools.partial(self._giving_back, resources, nonce))
+            yield Abandon(functools.partial(self._abandoning, resources, nonce, time.monotonic() + ttl))
             raise
 
     def _attempts(
@@ -328,7 +328,8 @@ class Database(Connecting):
         except (AuthorityError, GeneratorExit):
             raise
         except BaseException:
-            yield Abandon(functools.partial(self._giving_back, grant.resources, grant.proof))
+            ends = grant.expires_at
+            yield Abandon(functools.partial(self._abandoning, grant.resources, grant.proof, ends))
             raise
 
     def _owe(self, nonce: str, owed: _Owed) -> Steps[None]:
@@ -337,6 +338,13 @@ class Database(Connecting):
         if not self._settles:
             self._settles = True
             yield Later(self._settling)
+
+    def _abandoning(self, resources: tuple[str, ...], nonce: str, until: float) -> Steps[None]:
+        """Release what an interrupted operation may have left; later, where that is not possible now."""
+        try:
+            yield from self._giving_back(resources, nonce)
+        except QuorumError:
+            yield from self._owe(nonce, _Owed(resources, until, in_doubt=True))
 
     def _settling(self) -> Steps[None]:
         """Send the releases that are owed, until each is done or its lease has ended."""

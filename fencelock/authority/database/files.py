@@ -6,6 +6,7 @@ import atexit
 import os
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -62,7 +63,13 @@ def watch_file(engine: Engine) -> None:
         if record.info.get(_NUMBER) != _number_of(path):  # which stays in use as long as a connection has it
             raise DisconnectionError
 
+    def roll_back(connection: Any, _record: object) -> None:
+        with suppress(Exception):
+            connection.rollback()  # a cursor that is left would keep the file locked
+
     event.listen(engine.pool, "connect", note)
+    if not engine.dialect.is_async:
+        event.listen(engine.pool, "close", roll_back)
     event.listen(engine.pool, "checkout", check)
 
 
