@@ -147,8 +147,19 @@ class Connections:
 
     def run(self, work: Callable[[Connection], _T], seconds: float, until: float) -> _T:
         """Return what work returns that takes so many seconds at most, on a connection opened until then."""
+        _until.set(until)
         try:
-            return self._run(work, seconds, until)
+            connection = self._engine.connect()
+            lent = connection.connection
+            driver, hang_up = lent.driver_connection, self._hang_up
+            over = time.monotonic() + seconds
+            end = self._watch(over, lambda: hang_up(driver)) if hang_up is not None else _nothing
+            try:
+                return work(connection)
+            finally:
+                end()
+                if not connection.invalidated:
+                    lent.close()  # and not the other, which rolls back: the driver commits each statement
         except self._expected:
             raise
         except BaseException:
@@ -156,20 +167,6 @@ class Connections:
             if not self._engine.dialect.is_async:
                 self._engine.dispose()
             raise
-
-    def _run(self, work: Callable[[Connection], _T], seconds: float, until: float) -> _T:
-        _until.set(until)
-        connection = self._engine.connect()
-        lent = connection.connection
-        driver, hang_up = lent.driver_connection, self._hang_up
-        over = time.monotonic() + seconds
-        end = self._watch(over, lambda: hang_up(driver)) if hang_up is not None else _nothing
-        try:
-            return work(connection)
-        finally:
-            end()
-            if not connection.invalidated:
-                lent.close()  # and not the other, which rolls back: the driver commits each statement
 
     async def run_in_loop(self, work: Callable[[Connection], _T], seconds: float, until: float) -> _T:
         """Return what work on a connection of a driver for coroutines returns."""
