@@ -17,6 +17,8 @@ from tests.authorities.kinds import Kind
 from tests.authorities.race import Habits, assert_exclusive, assert_in_order, assert_unique, race
 from tests.authorities.stage import Stage, together
 
+pytestmark = pytest.mark.timed
+
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Galera]:

@@ -20,6 +20,8 @@ from tests.conftest import ReusedDatabase, mariadb_database
 from tests.polling import eventually
 from tests.silence import Proxy
 
+pytestmark = pytest.mark.timed
+
 #: A driver, and the world that uses it.
 DRIVERS: Final = (
     "postgresql+psycopg, blocking",
