@@ -165,6 +165,29 @@ def test_release_that_meets_a_silence_comes_when_it_ends(face: Face, proxy: Prox
     assert eventually(lambda: not is_held(beside, "r"))
 
 
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+def test_what_a_loop_left_owed_is_released_by_the_next(proxy: Proxy, beside: Face) -> None:
+    """A loop that ends waits for no server. What is owed is sent again as soon as another release is owed."""
+    with made_of(proxy, "postgresql+asyncpg", "URL") as authority:
+
+        async def release_in_vain(resource: str) -> None:
+            grant = await authority.aio.acquire((resource,), ttl=60, timeout=2)
+            proxy.silence()
+            with pytest.raises(QuorumError, match="released when the database answers"):
+                await authority.aio.release(grant)
+
+        async def release_twice() -> None:
+            await release_in_vain("second")
+            proxy.speak()
+            while is_held(beside, "first") or is_held(beside, "second"):  # noqa: ASYNC110 - of another client
+                await asyncio.sleep(0.1)
+
+        asyncio.run(release_in_vain("first"))
+        proxy.speak()
+        assert is_held(beside, "first")
+        asyncio.run(asyncio.wait_for(release_twice(), 20))
+
+
 @_each_driver
 def test_lost_lease_is_told_by_the_clock(face: Face, proxy: Proxy, run_lock: RunLock) -> None:
     """The renewal has no answer. The callback hears of the end in time, and the block is left in time."""

@@ -337,7 +337,10 @@ class Database(Connecting):
         self._owed[nonce] = owed
         if not self._settles:
             self._settles = True
-            yield Later(self._settling)
+            try:
+                yield Later(self._settling)
+            except RuntimeError:  # no thread can be started, as when the interpreter ends
+                self._settles = False
 
     def _abandoning(self, resources: tuple[str, ...], nonce: str, until: float) -> Steps[None]:
         """Release what an interrupted operation may have left; later, where that is not possible now."""
@@ -348,24 +351,28 @@ class Database(Connecting):
 
     def _settling(self) -> Steps[None]:
         """Send the releases that are owed, until each is done or its lease has ended."""
-        for pause in pauses(0.1, 1.0):
-            yield Wait(time.monotonic() + pause, "")
-            for nonce, owed in list(self._owed.items()):
-                is_over = time.monotonic() >= owed.until
-                if not is_over:
-                    try:
-                        found = yield from self._giving_back(owed.resources, nonce)
-                    except QuorumError:
-                        break
-                    except AuthorityError as error:
-                        name = named(owed.resources)
-                        logger.warning("%s could not be released and ends by itself: %s", name, error)
-                        found = True
-                if is_over or found or not owed.in_doubt:
-                    self._owed.pop(nonce, None)
-            self._settles = bool(self._owed)
-            if not self._settles:
-                return
+        looks = pauses(0.1, 1.0)
+        try:
+            while self._owed:
+                yield Wait(time.monotonic() + next(looks), "")
+                yield from self._settling_once()
+        finally:  # also where its event loop ends: the next one that is owed begins again
+            self._settles = False
+
+    def _settling_once(self) -> Steps[None]:
+        for nonce, owed in list(self._owed.items()):
+            if time.monotonic() < owed.until:
+                try:
+                    found = yield from self._giving_back(owed.resources, nonce)
+                except QuorumError:
+                    return
+                except AuthorityError as error:
+                    name = named(owed.resources)
+                    logger.warning("%s could not be released and ends by itself: %s", name, error)
+                else:
+                    if owed.in_doubt and not found:
+                        continue
+            self._owed.pop(nonce, None)
 
     def _giving_back(
         self, resources: tuple[str, ...], nonce: str, ends: float = math.inf
