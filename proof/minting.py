@@ -118,14 +118,12 @@ class History:
         events: dict[Callable[[], None], float] = {
             self._grants: 60,
             self._receive: 20,
-            self._fail_over: 10,
             lambda: self._restart(self._primary): 3,
-            self._upgrade: 2,
-            self._restore: 2,
-            self._raise_base: 1,
             self._prune: 0.5,
             self._step_clock: 1.5,
         }
+        if self._replaced is None:
+            events |= {self._fail_over: 10, self._upgrade: 2, self._restore: 2, self._raise_base: 1}
         (event,) = self._random.choices(list(events), list(events.values()))
         event()
 
@@ -173,8 +171,6 @@ class History:
         self._restart(server)
 
     def _fail_over(self) -> None:
-        if self._replaced is not None:
-            return
         standby, was = self._random.choice(self._standbys()), self._primary
         kind = self._random.choice(["planned", "crash", "crash", "split brain"])
         if kind == "planned":  # nothing is lost, so it may be quick
@@ -196,14 +192,10 @@ class History:
 
     def _upgrade(self) -> None:
         """Move the data to a new cluster, as dump and restore or `pg_upgrade` do."""
-        if self._replaced is not None:
-            return
         self._promotions, self._primary.timeline = 0, 1
         self._restart(self._primary)
 
     def _restore(self) -> None:
-        if self._replaced is not None:
-            return
         self._real += self._random.randint(OUTAGE, 3 * OUTAGE)
         del self._primary.log[self._random.randint(self._backed_up, len(self._primary.log)) :]
         self._restart(self._primary)
@@ -221,8 +213,6 @@ class History:
 
         All servers have that before programs go on, and so has the oldest backup: docs ask for it.
         """
-        if self._replaced is not None:
-            return
         highest = (self._real + self._random.randint(-OUTAGE, 10 * OUTAGE)) << 10
         now, noted = self._now(self._primary), self._primary.row(None).token >> 10
         if (highest >> 10) >= noted + now:

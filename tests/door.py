@@ -7,8 +7,22 @@ import re
 import socket
 import threading
 import time
+from typing import Final
 
-from sqlalchemy import Engine, NullPool, create_engine
+from sqlalchemy import URL, Engine, NullPool, create_engine
+
+_PORTS: Final = {"postgresql": 5432, "mysql": 3306, "mariadb": 3306}
+
+
+def connect_to(url: URL) -> socket.socket:
+    """Return a socket to the server of a database."""
+    host = str(url.query.get("host") or url.host)
+    port = int(str(url.query.get("port") or url.port or _PORTS[url.get_backend_name()]))
+    if host.startswith("/"):
+        server = socket.socket(socket.AF_UNIX)
+        server.connect(f"{host}/.s.PGSQL.{port}")
+        return server
+    return socket.create_connection((host, port))
 
 
 class Door:
@@ -57,23 +71,11 @@ class Door:
         for thread in self._threads:
             thread.join()
 
-    def _server(self) -> socket.socket:
-        query = self._engine.url.query
-        folder = query.get("host") or self._engine.url.host
-        port = int(str(query.get("port") or self._engine.url.port or 0)) or {"postgresql": 5432}.get(
-            self._engine.dialect.name, 3306
-        )
-        if isinstance(folder, str) and folder.startswith("/"):
-            server = socket.socket(socket.AF_UNIX)
-            server.connect(f"{folder}/.s.PGSQL.{port}")
-            return server
-        return socket.create_connection((str(folder), port))
-
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
-                server = self._server()
+                server = connect_to(self._engine.url)
                 self._sockets += [client, server]
                 for run in (self._pass_on, self._pass_back):
                     thread = threading.Thread(target=run, args=(client, server))

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from typing import Final
 
 from sqlalchemy import URL
 
-_PORTS: Final = {"postgresql": 5432, "mysql": 3306, "mariadb": 3306}
+from tests.door import connect_to
 
 
 class Proxy:
@@ -52,21 +51,11 @@ class Proxy:
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
 
-    def _server(self) -> socket.socket:
-        folder = str(self._named.query.get("host") or self._named.host)
-        default = _PORTS[self._named.get_backend_name()]
-        port = int(str(self._named.query.get("port") or self._named.port or default))
-        if folder.startswith("/"):
-            server = socket.socket(socket.AF_UNIX)
-            server.connect(f"{folder}/.s.PGSQL.{port}")
-            return server
-        return socket.create_connection((folder, port))
-
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
-                server = self._server()
+                server = connect_to(self._named)
                 self._clients.add(client)
                 self._sockets += [client, server]
                 for ends in ((client, server, client), (server, client, client)):

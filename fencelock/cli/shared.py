@@ -17,6 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from fencelock._configure import factory_of
 from fencelock._engines import blocking_engine, for_blocking
 from fencelock.authority.database.database import Database
+from fencelock.authority.database.files import file_of
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
 from fencelock.errors import FencelockError
 
@@ -65,7 +66,9 @@ def without_password(urls: str) -> str:
 def check_file(url: str) -> None:
     """Refuse a file of SQLite that is not there. SQLite would make an empty one."""
     file = make_url(url).database if url.startswith("sqlite") else None
-    if file not in {None, "", ":memory:"} and not any(map(os.path.exists, (file, f"{file}-leases"))):
+    if file in {None, "", ":memory:"}:
+        return
+    if not any(map(os.path.exists, (str(file), str(file_of(make_url(url), None).database)))):
         fail(f"there is no file {file}; for a new one: fencelock init {url}")
 
 

@@ -136,14 +136,14 @@ def test_all_idle_connections_are_given_up_together(on_server: Engine, end_all: 
         authority.init()
         meet = threading.Barrier(8)
         with authority.lock("held") as _, ThreadPoolExecutor(8) as threads:
-            list(threads.map(lambda number: _wait_in_vain(authority, meet, number), range(8)))
+            list(threads.map(lambda number: _lock_together(authority, meet, number), range(8)))
         end_all()
         assert authority.release(authority.acquire(("r",), ttl=5, timeout=0)) is True
         end_all()
         authority.close()  # says nothing of connections that are gone
 
 
-def _wait_in_vain(authority: Database, meet: threading.Barrier, number: int) -> None:
+def _lock_together(authority: Database, meet: threading.Barrier, number: int) -> None:
     meet.wait(10)
     authority.release(authority.acquire((f"r{number}",), ttl=5, timeout=0))
 
@@ -157,7 +157,7 @@ def test_many_threads_use_few_connections(on_server: Engine) -> None:
         authority.init()
         meet = threading.Barrier(60)
         with ThreadPoolExecutor(60) as threads:
-            list(threads.map(lambda number: _wait_in_vain(authority, meet, number), range(60)))
+            list(threads.map(lambda number: _lock_together(authority, meet, number), range(60)))
         assert 1 < len(opened) <= 30  # 10 at a time; what is more than 5 is closed in between
     listened.dispose()
 

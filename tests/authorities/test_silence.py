@@ -16,7 +16,6 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from fencelock import Database, FencedLock, LockLostError, QuorumError
 from tests.authorities.faces import AsyncFace, BlockingFace, Face, Loop, is_held
-from tests.conftest import ReusedDatabase, mariadb_database
 from tests.polling import eventually
 from tests.silence import Proxy
 
@@ -32,17 +31,6 @@ DRIVERS: Final = (
     "mysql+aiomysql, asyncio",
     "mysql+asyncmy, asyncio",
 )
-
-
-@pytest.fixture(params=["postgresql", "mysql"])
-def database_url(request: pytest.FixtureRequest) -> Iterator[str]:
-    """An empty database, by a driver for blocking code."""
-    if request.param == "postgresql":
-        database: ReusedDatabase = request.getfixturevalue("postgres_database")
-        yield database.url
-        database.empty()
-    else:
-        yield from mariadb_database(make_url(request.getfixturevalue("mariadb_url")))
 
 
 @pytest.fixture
@@ -86,6 +74,9 @@ def face(request: pytest.FixtureRequest, proxy: Proxy) -> Iterator[Face]:
             loop.close()
 
 
+#: Where each of them is tried.
+_DATABASES: Final = {"postgresql": "postgresql", "mysql": "mariadb"}
+
 RunLock = Callable[[Face, FencedLock[int], Callable[[], float]], float]
 
 
@@ -115,7 +106,7 @@ def _each_driver(function: Callable[..., None]) -> Callable[..., None]:
     """Take a test with each driver by its URL, and with one of each world by an engine."""
     pairs = [(*name.split(", "), "URL") for name in DRIVERS]
     pairs += [("postgresql+psycopg", "blocking", "engine"), ("postgresql+asyncpg", "asyncio", "engine")]
-    cases = [pytest.param(pair[0].partition("+")[0], pair, id=" ".join(pair)) for pair in pairs]
+    cases = [pytest.param(_DATABASES[pair[0].partition("+")[0]], pair, id=" ".join(pair)) for pair in pairs]
     parametrized: Callable[..., None]
     parametrized = pytest.mark.parametrize(("database_url", "face"), cases, indirect=True)(function)
     return parametrized
@@ -206,7 +197,7 @@ def test_lost_lease_is_told_by_the_clock(face: Face, proxy: Proxy, run_lock: Run
     assert time.monotonic() - leaving < 2.7
 
 
-@pytest.mark.parametrize("database_url", ["postgresql", "mysql"], indirect=True)
+@pytest.mark.parametrize("database_url", ["postgresql", "mariadb"], indirect=True)
 def test_process_ends_beside_a_silent_server(proxy: Proxy) -> None:
     """Though it holds a lock, and has threads that renew it."""
     program = """

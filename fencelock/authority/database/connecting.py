@@ -29,7 +29,7 @@ from fencelock._engines import for_blocking, is_async_engine, shown, url_of
 from fencelock._events import ConnectionFailed, ConnectionOpened
 from fencelock._steps import Steps
 from fencelock.authority.base import in_use
-from fencelock.authority.database.connections import Connections, pooled_engine
+from fencelock.authority.database.connections import Connections, engine_of, with_own_pool
 from fencelock.authority.database.files import file_of, watch_file
 from fencelock.authority.database.loops import LoopEnd, WithLoops
 from fencelock.authority.database.statements import SET_UP, Statements
@@ -93,9 +93,9 @@ class Connecting(WithLoops):
         engine = source.sync_engine if is_async_engine(source) else source
         leases = file_of(self.url, engine) if name == "sqlite" else None
         self._shown = shown(leases or self.url)
-        self._source = leases or (engine if isinstance(engine, Engine) else self.url)
+        self._engine = engine_of(leases or (engine if isinstance(engine, Engine) else self.url))
         self._pool = pool_size, max_overflow
-        dialect = self._sa_dialect = pooled_engine(self._source, *self._pool).dialect
+        dialect = self._engine.dialect
         self._dialect = "mysql" if dialect.name == "mariadb" else dialect.name
         self._schema = _schema_of(engine, schema)
         self._table = dialect.identifier_preparer.format_table(lease_table(MetaData(), schema=self._schema))
@@ -182,7 +182,7 @@ class Connecting(WithLoops):
 
     def work(self, step: Work) -> Any:
         self._check_process()
-        if self._sa_dialect.is_async:
+        if self._engine.dialect.is_async:
             raise AuthorityError(
                 f"the driver of {self._shown} is for coroutines, where `async with` uses it; for blocking "
                 f"code, write {for_blocking(self.url)}"
@@ -202,13 +202,13 @@ class Connecting(WithLoops):
     def open_in_loop(self) -> LoopEnd:
         """Return the end of the running event loop, with its pool where the driver is for coroutines."""
         self._check_process()
-        if not self._sa_dialect.is_async:
+        if not self._engine.dialect.is_async:
             return LoopEnd()
         connections = self._connect()
         return LoopEnd(connections, connections.close_in_loop)
 
     def _connect(self) -> Connections:
-        engine = pooled_engine(self._source, *self._pool)
+        engine = with_own_pool(self._engine, *self._pool)
         event.listen(engine.pool, "connect", self._set_up)
         if self._dialect == "sqlite":
             watch_file(engine)
@@ -248,7 +248,7 @@ class Connecting(WithLoops):
         """Prepare a new connection of the driver."""
         if _events.listeners:
             _events.tell(ConnectionOpened("Database", self._shown))
-        self._sa_dialect.set_isolation_level(connection, "AUTOCOMMIT")
+        self._engine.dialect.set_isolation_level(connection, "AUTOCOMMIT")
         with contextlib.closing(connection.cursor()) as cursor:
             for statement in SET_UP.get(self._dialect, ()):
                 cursor.execute(statement)

@@ -20,7 +20,6 @@ from typing import Any, Final, TypeVar
 
 from sqlalchemy import URL, Connection, Engine, NullPool, QueuePool, create_engine
 from sqlalchemy import util as sa_util
-from sqlalchemy.engine.interfaces import Dialect
 from sqlalchemy.pool import AsyncAdaptedQueuePool, SingletonThreadPool, StaticPool
 
 from fencelock import _threads
@@ -34,7 +33,7 @@ _LONGEST: Final = 5.0
 #: Seconds for a driver for coroutines to end what was hung up.
 _GRACE: Final = 0.2
 #: Seconds for which the watch stays when nothing is under way.
-_IDLE: Final = 10.0
+_IDLE: Final = 60.0
 #: What a driver is told unless the URL says otherwise. No statement is prepared, because PgBouncer may give
 #: each transaction another connection.
 _OPTIONS: Final[dict[str, dict[str, Any]]] = {
@@ -52,20 +51,35 @@ _OPTIONS: Final[dict[str, dict[str, Any]]] = {
 _until: ContextVar[float] = ContextVar("fencelock_connect_until")
 
 
-def pooled_engine(source: URL | Engine, size: int, overflow: int) -> Engine:
-    """Return an engine like another one, or of a URL, with a pool of its own.
+def engine_of(source: URL | Engine) -> Engine:
+    """Return the engine of the program, or one of a URL.
 
     Raises:
-        ValueError: the driver is not supported, or the pool of the other engine shares one connection.
+        ValueError: the driver is not supported, or the pool of the engine shares one connection.
         ImportError: the driver is not installed.
     """
-    if isinstance(source, URL):
-        source = _engine_of(source)
+    dialect = source.dialect if isinstance(source, Engine) else source.get_dialect()
+    if dialect.driver not in _OPTIONS:
+        known = ", ".join(sorted(_OPTIONS))
+        raise ValueError(f"the driver {dialect.driver} cannot be used for leases; use one of {known}")
+    if isinstance(source, Engine):
+        if isinstance(source.pool, StaticPool | SingletonThreadPool):
+            shares = type(source.pool).__name__
+            raise ValueError(f"several connections are needed, and {shares} shares one: take another pool")  # noqa: TRY004 - it is the engine's setting, not its type
+        return source
+    try:
+        source.get_dialect().import_dbapi()
+    except ImportError as error:
+        raise ImportError(
+            f"{error}: install the driver of {source.drivername}, such as pip install 'fencelock[postgres]'"
+        ) from None
+    told = {name: value for name, value in _OPTIONS[dialect.driver].items() if name not in source.query}
+    return create_engine(source, connect_args=told, poolclass=NullPool)
+
+
+def with_own_pool(source: Engine, size: int, overflow: int) -> Engine:
+    """Return an engine with the connect arguments and listeners of another, and a pool of its own."""
     dialect = source.dialect
-    _check_driver(dialect)
-    if isinstance(source.pool, StaticPool | SingletonThreadPool):
-        shares = type(source.pool).__name__
-        raise ValueError(f"several connections are needed, and {shares} shares one: take another pool")  # noqa: TRY004 - it is the engine's setting, not its type
     # What opens connections, and the listeners, are nowhere public: `recreate` copies both.
     twin: Any = source.pool.recreate()
     opens: Callable[..., Any] = twin._creator  # noqa: SLF001
@@ -82,25 +96,6 @@ def pooled_engine(source: URL | Engine, size: int, overflow: int) -> Engine:
     engine = Engine(pool, dialect, source.url)
     engine.dispatch = engine.dispatch._join(source.dispatch)  # noqa: SLF001
     return engine
-
-
-def _check_driver(dialect: Dialect) -> None:
-    if dialect.driver not in _OPTIONS:
-        known = ", ".join(sorted(_OPTIONS))
-        raise ValueError(f"the driver {dialect.driver} cannot be used for leases; use one of {known}")
-
-
-def _engine_of(url: URL) -> Engine:
-    dialect = url.get_dialect()
-    _check_driver(dialect())
-    try:
-        dialect.import_dbapi()
-    except ImportError as error:
-        raise ImportError(
-            f"{error}: install the driver of {url.drivername}, such as pip install 'fencelock[postgres]'"
-        ) from None
-    told = {name: value for name, value in _OPTIONS[dialect.driver].items() if name not in url.query}
-    return create_engine(url, connect_args=told, poolclass=NullPool)
 
 
 def _in_time(opens: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,7 +117,10 @@ def _in_time(opens: Callable[..., Any]) -> Callable[..., Any]:
             elif connection is not None:
                 connection.close()
 
-        _threads.start(threading.Thread(target=work, name="fencelock-connect", daemon=True))
+        try:
+            _threads.start(threading.Thread(target=work, name="fencelock-connect", daemon=True))
+        except RuntimeError:  # too many threads, or the interpreter is on its way out
+            return opens(*record)
         try:
             return opened.result(min(_LONGEST, max(0.0, _until.get() - time.monotonic())))
         except FutureTimeoutError:
@@ -206,7 +204,8 @@ class Watch:
             self._under_way[key] = until, hang_up
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._look, name="fencelock-watch", daemon=True)
-                _threads.start(self._thread)
+                with suppress(RuntimeError):  # too many threads, or the interpreter is on its way out
+                    _threads.start(self._thread)
 
         def end() -> None:
             with self._mutex:  # no other socket may get its number while that is shut down

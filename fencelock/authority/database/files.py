@@ -18,7 +18,6 @@ from sqlalchemy.exc import DisconnectionError
 _folder: dict[int, Path] = {}
 _of_engines: WeakKeyDictionary[Engine, str] = WeakKeyDictionary()
 _NUMBER: Final = "fencelock.file"
-_IN_MEMORY: Final = frozenset({"", ":memory:"})
 
 
 def file_of(url: URL, engine: object) -> URL:
@@ -28,7 +27,7 @@ def file_of(url: URL, engine: object) -> URL:
         ValueError: the database is named by a URI of SQLite.
     """
     path = url.database or ""
-    if path in _IN_MEMORY or ":memory:" in path or url.query.get("mode") == "memory":
+    if not path or ":memory:" in path or url.query.get("mode") == "memory":
         return url.set(database=_temporary(engine), query={})
     if path.startswith("file:"):
         raise ValueError(f"leases need a plain path, as in sqlite:///app.db, and not {url}")
