@@ -405,4 +405,6 @@ def test_configure_goes_by_the_scheme(tmp_path: Path, monkeypatch: pytest.Monkey
     assert isinstance(fencelock.configure("redis://h"), Redlock)
     with pytest.raises(ValueError, match=r"sqlite:///app\.db"):
         fencelock.configure("mongodb://h")
-    assert not inspect(create_engine(url)).get_table_names()
+    plain = create_engine(url)
+    assert not inspect(plain).get_table_names()
+    plain.dispose()
