@@ -31,7 +31,9 @@ from fencelock._steps import Steps
 from fencelock.authority.base import in_use
 from fencelock.authority.database.connections import Connections, engine_of, with_own_pool
 from fencelock.authority.database.files import file_of, watch_file
+from fencelock.authority.database.listening import Ear
 from fencelock.authority.database.loops import LoopEnd, WithLoops
+from fencelock.authority.database.queues import Queues, ThreadBell
 from fencelock.authority.database.statements import SET_UP, Statements
 from fencelock.authority.database.table import LEASE_TABLE, lease_table
 from fencelock.errors import AuthorityError, FencelockError, LeaseTableMissingError, QuorumError
@@ -109,6 +111,7 @@ class Connecting(WithLoops):
         self._connections: Connections | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._loop_ends = {}
+        self._queues = Queues(ThreadBell, in_threads=True)
 
     def __repr__(self) -> str:
         return f"<Database {self._shown}>"
@@ -119,6 +122,8 @@ class Connecting(WithLoops):
         super().close()
         connections, self._connections = self._connections, None
         threads, self._threads = self._threads, None
+        if (ear := self._queues.ear) is not None:
+            ear.close()
         if connections is not None:
             connections.close()
         if threads is not None:
@@ -180,7 +185,7 @@ class Connecting(WithLoops):
             return QuorumError(f"{self._shown} did not answer: {said}", nodes={self._shown: said})
         return AuthorityError(f"{self._shown} refuses: {said}")
 
-    def work(self, step: Work) -> Any:
+    def work(self, step: Work | Ear) -> Any:
         self._check_process()
         if self._engine.dialect.is_async:
             raise AuthorityError(
@@ -189,12 +194,18 @@ class Connecting(WithLoops):
             )
         if (connections := self._connections) is None:
             connections = self._connections = self._connect()
+        if isinstance(step, Ear):
+            return step.hear(connections, self.run)
         return connections.run(functools.partial(self._work, step=step), step.seconds, step.until)
 
-    async def work_soon(self, step: Work) -> Any:
-        if (connections := self.loop_end().kept) is not None:
+    async def work_soon(self, step: Work | Ear) -> Any:
+        if (connections := (end := self.loop_end()).kept) is not None:
+            if isinstance(step, Ear):
+                return await step.hear_in_loop(connections, lambda steps: end.begin(self.aio.wait_for(steps)))
             work = functools.partial(self._work, step=step)
             return await connections.run_in_loop(work, step.seconds, step.until)
+        if isinstance(step, Ear):
+            return None  # a driver that blocks would keep a thread
         if (threads := self._threads) is None:
             threads = self._threads = ThreadPoolExecutor(8, "fencelock-database")
         return await asyncio.get_running_loop().run_in_executor(threads, self.work, step)
@@ -217,7 +228,7 @@ class Connecting(WithLoops):
     def _check_process(self) -> None:
         """Leave the connections to the parent, in a forked child."""
         if self._pid != os.getpid():
-            _of_parents.append((self._connections, self._threads, self._loop_ends))
+            _of_parents.append((self._connections, self._threads, self._loop_ends, self._queues))
             self._start_over()
 
     def _work(self, connection: Connection, step: Work) -> Any:

@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import suppress
+from contextlib import closing, suppress
 from contextvars import ContextVar
 from typing import Any, Final, TypeVar
 
 from sqlalchemy import URL, Connection, Engine, NullPool, QueuePool, create_engine
 from sqlalchemy import util as sa_util
-from sqlalchemy.pool import AsyncAdaptedQueuePool, SingletonThreadPool, StaticPool
+from sqlalchemy.pool import AsyncAdaptedQueuePool, PoolProxiedConnection, SingletonThreadPool, StaticPool
 
 from fencelock import _threads
 
@@ -171,6 +171,21 @@ class Connections:
         longest = max(seconds, min(_LONGEST, until - time.monotonic()))
         async with asyncio.timeout(longest + _GRACE):  # for what opens a connection
             return await sa_util.greenlet_spawn(self.run, work, seconds, until)
+
+    def detached(self, prepare: Callable[[Any], object]) -> tuple[PoolProxiedConnection, Any]:
+        """Return a connection that the pool forgets, and the driver's, when a cursor of it was prepared."""
+        _until.set(time.monotonic() + _LONGEST)
+        lent = self._engine.raw_connection()
+        driver = lent.driver_connection
+        lent.detach()
+        with closing(lent.cursor()) as cursor:
+            prepare(cursor)
+        return lent, driver
+
+    def hang_up(self, driver: Any) -> None:
+        """End a connection of the driver without waiting."""
+        if self._hang_up is not None:
+            self._hang_up(driver)
 
     def close(self) -> None:
         self._engine.dispose()

@@ -9,6 +9,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -26,7 +27,9 @@ from fencelock.authority.database.connecting import (
     Work,
     is_in_doubt,
 )
+from fencelock.authority.database.listening import Ear
 from fencelock.authority.database.loops import Abandon, AsyncWithLoops, Later, Wait, pauses
+from fencelock.authority.database.queues import QUEUES, Place, Queues
 from fencelock.authority.database.statements import SERVER_BITS
 from fencelock.authority.database.table import LEASE_TABLE, lease_table
 from fencelock.errors import AuthorityError, FencelockError, LockLostError, QuorumError
@@ -145,9 +148,17 @@ class Database(Connecting):
         fair: bool = False,  # noqa: ARG002 - was refused
     ) -> Steps[Grant]:
         nonce = secrets.token_hex(16)
+        queues: Queues = yield QUEUES
+        place = queues.new_place()
         try:
-            return (yield from self._attempts(resources, nonce, ttl, timeout))
+            if len(resources) == 1 and timeout != 0:
+                queues.join(resources[0], place)
+            end = math.inf if timeout is None else time.monotonic() + timeout
+            waiting = _Waiting(resources, end, queues, place, self._looks())
+            return (yield from self._attempts(waiting, nonce, ttl))
         except QuorumError as error:
+            if error.__cause__ is not None:
+                queues.fail(place, error)
             if is_in_doubt(error.__cause__):
                 yield from self._owe(nonce, _Owed(resources, time.monotonic() + ttl, in_doubt=True))
             raise
@@ -156,44 +167,48 @@ class Database(Connecting):
         except BaseException:
             yield Abandon(functools.partial(self._abandoning, resources, nonce, time.monotonic() + ttl))
             raise
+        finally:
+            queues.leave(resources[0], place)
 
-    def _attempts(
-        self, resources: tuple[str, ...], nonce: str, ttl: float, timeout: float | None
-    ) -> Steps[Grant]:
-        began = 0.0
+    def _attempts(self, waiting: _Waiting, nonce: str, ttl: float) -> Steps[Grant]:
+        resources, end, queues, place, _ = waiting
+        began = time.monotonic()
 
         def attempt(connection: Connection) -> Grant:
-            tokens = self._mint(connection, resources, nonce, ttl)
+            tokens = self._mint(connection, resources, nonce, ttl, queues.name)
             return Grant(resources, tuple(tokens), validity(began, ttl), nonce)
 
-        end = math.inf if timeout is None else time.monotonic() + timeout
-        looks = self._looks()
         work = Work(attempt, atomic=len(resources) > 1, statements=len(resources))
-        if len(resources) > 1:  # an attempt on one that is held would lock the rows of the others meanwhile
-            yield from self._waiting(resources, end, looks)
-        waits_since: float | None = None
+        waits_since = None if place.is_first else began
+        yield from self._standing(waiting)
+        # An attempt on several, one of which is held, would lock the rows of the others meanwhile.
+        if len(resources) > 1 or (queues.waited and queues.hears and end > began and not place.is_due):
+            yield from self._waiting(waiting)
         while True:
+            place.is_due = False
             began = time.monotonic()
             try:
                 grant: Grant = yield from self.asking(work, until=max(end, began + ANSWER[0]), patient=False)
             except RefusedError:
                 waits_since = began if waits_since is None else waits_since
                 if time.monotonic() >= end:
-                    yield from self._refusing(resources, end)
-                yield from self._waiting(resources, end, looks)
+                    yield from self._refusing(waiting)
+                yield from self._waiting(waiting)
                 continue
             if time.monotonic() < grant.expires_at:
+                queues.waited = waits_since is not None
                 if waits_since is not None:
                     self._waits += (time.monotonic() - waits_since - self._waits) / 8
+                place.queue.note_grant()
                 return grant
             yield from self._giving_back(resources, nonce)
             raise too_slow(self._shown, ttl, resources)
 
     def _mint(
-        self, connection: Connection, resources: tuple[str, ...], nonce: str, ttl: float
+        self, connection: Connection, resources: tuple[str, ...], nonce: str, ttl: float, world: str
     ) -> Iterator[int]:
         """Acquire the resources for this nonce; return a token for each."""
-        asked = {"nonce": nonce, "ttl": ttl, "holder": _holder()}
+        asked = {"nonce": nonce, "ttl": ttl, "holder": _holder(), "world": world}
         tokens = {}
         for resource in sorted(resources):
             token = self._token(connection, self._says.acquire, {**asked, "resource": resource})
@@ -210,36 +225,95 @@ class Database(Connecting):
         token = made.scalar() if made.returns_rows else connection.scalar(self._says.token, asked)
         return None if token is None else int(token)
 
-    def _waiting(self, resources: tuple[str, ...], end: float, looks: Iterator[float]) -> Steps[None]:
+    def _standing(self, waiting: _Waiting) -> Steps[None]:
+        """Wait until the callers before this one have the resource, or have given up."""
+        place, was_first = waiting.place, waiting.place.is_first
+        while not place.is_first and place.error is None:
+            if time.monotonic() >= waiting.end:
+                raise held_by_another(waiting.resources, place.queue.held_for)
+            yield Wait(waiting.end, named(waiting.resources), place.bell)
+        if place.error is not None:
+            raise QuorumError(str(place.error), nodes=place.error.nodes)
+        if not was_first:
+            yield from self._pausing(waiting, next(waiting.looks))
+            yield from self._waiting(waiting)
+
+    def _waiting(self, waiting: _Waiting) -> Steps[None]:
         """Wait until all of the resources look free."""
-        while held := (yield from self._held(resources, end)):
-            now = time.monotonic()
-            if now >= end:
-                raise held_by_another(held, max(held.values()))
-            pause = min(next(looks), max(held.values()), end - now)
-            yield Wait(now + pause, named(resources))
+        if self._says.can_call and waiting.queues.has_to_listen:
+            with suppress(RuntimeError):  # no thread can be started
+                yield Later(functools.partial(self._listening, waiting.queues))
+        while not waiting.place.is_due and (held := (yield from self._held(waiting))):
+            longest, now = max(held.values()), time.monotonic()
+            if now >= waiting.end:
+                raise held_by_another(held, longest)
+            yield from self._pausing(waiting, min(next(waiting.looks), longest))
+
+    def _pausing(self, waiting: _Waiting, seconds: float) -> Steps[None]:
+        """Wait for so long, or until this place is called."""
+        place, until = waiting.place, min(waiting.end, time.monotonic() + seconds)
+        while time.monotonic() < until and not place.is_due and not place.looks:
+            yield Wait(until, named(waiting.resources), place.bell)
+        place.looks = False
 
     def _looks(self) -> Iterator[float]:
         """Yield the pauses between looks: short ones where waits were short so far."""
         shortest, longest = _PAUSES[self._dialect]
         return pauses(shortest, min(longest, max(2 * shortest, self._waits / 4)))
 
-    def _refusing(self, resources: tuple[str, ...], end: float) -> Steps[None]:
-        held = yield from self._held(resources, end)
-        raise held_by_another(held or resources, max(held.values(), default=None))
+    def _refusing(self, waiting: _Waiting) -> Steps[None]:
+        held = yield from self._held(waiting, calls=False)
+        raise held_by_another(held or waiting.resources, max(held.values(), default=None))
 
-    def _held(self, resources: tuple[str, ...], end: float) -> Steps[dict[str, float]]:
-        """Return those of the resources that are held, with the seconds for which they are."""
-        found: list[LockInfo] = yield from self._looking(resources, max(end, time.monotonic() + ANSWER[0]))
-        return {info.resource: info.remaining for info in found}
+    def _listening(self, queues: Queues) -> Steps[None]:
+        """Hear the calls for a world, until nobody has waited for a while."""
+
+        def calling(channel: str) -> Steps[Any]:
+            return self.asking(
+                Work(lambda connection: connection.execute(self._says.call, {"channel": channel}))
+            )
+
+        def passing_on(resource: str) -> Steps[Any]:
+            asked = {"resources": (resource,), "nonce": queues.name, "world": queues.name, "stays": False}
+            return self.asking(Work(lambda connection: connection.execute(self._says.release, asked)))
+
+        queues.ear = Ear(queues, calling, passing_on)
+        try:
+            yield queues.ear
+        finally:
+            queues.ear.close()
+
+    def _held(self, waiting: _Waiting, *, calls: bool = True) -> Steps[dict[str, float]]:
+        """Return those of the resources that are held, with the seconds for which they are.
+
+        Where the database calls, one that is held is queued up for.
+        """
+        resources, queues, queue = waiting.resources, waiting.queues, waiting.place.queue
+
+        def queue_up(connection: Connection) -> list[Any]:
+            asked = {"resource": resources[0], "world": queues.name}
+            left = connection.scalar(self._says.queue_up, asked)
+            return [] if left is None else [(resources[0], left, "")]
+
+        def look(connection: Connection) -> list[Any]:
+            return [
+                row
+                for part in _parts(resources)
+                for row in connection.execute(self._says.occupied, {"resources": part})
+            ]
+
+        work = Work(queue_up if calls and queues.hears and len(resources) == 1 else look, durable=False)
+        rows = yield from self.asking(work, until=max(waiting.end, time.monotonic() + ANSWER[0]))
+        held = {name: float(left) for name, left, _ in rows}
+        if held:
+            queue.held_until = time.monotonic() + max(held.values())
+        if any(holder not in ("", _holder()) for *_, holder in rows):
+            queue.note_rival()
+        return held
 
     def inspecting(self, resources: tuple[str, ...]) -> Steps[list[LockInfo]]:
         """Return the locks that are held; refuse a standby, which may not have heard of the last ones."""
-        return self._looking(resources, None, is_live=True)
 
-    def _looking(
-        self, resources: tuple[str, ...], until: float | None, *, is_live: bool = False
-    ) -> Steps[list[LockInfo]]:
         def rows(connection: Connection) -> Iterator[Any]:
             if not resources:
                 yield from connection.execute(self._says.holders)
@@ -247,14 +321,14 @@ class Database(Connecting):
                 yield from connection.execute(self._says.holders_of, {"resources": part})
 
         def look(connection: Connection) -> list[LockInfo]:
-            if is_live and connection.scalar(self._says.is_standby):
+            if connection.scalar(self._says.is_standby):
                 raise QuorumError(f"{self._shown} does not know of all locks{STANDBY}")
             return [
                 LockInfo(name, int(minted), Holder.of(holder, float(since)), float(left), None)
                 for name, minted, holder, since, left in rows(connection)
             ]
 
-        return self.asking(Work(look), until=until)
+        return self.asking(Work(look))
 
     def forcing(self, resource: str) -> Steps[LockInfo | None]:
         found = yield from self.inspecting((resource,))
@@ -377,18 +451,26 @@ class Database(Connecting):
     def _giving_back(
         self, resources: tuple[str, ...], nonce: str, ends: float = math.inf
     ) -> Steps[bool | None]:
-        """Release; with little patience where the lease ends at a time that is over."""
+        """Release, and wake who is next; with little patience where the lease ends at a time that is over."""
+        queues: Queues = yield QUEUES
+        kept: dict[str, str] = {}
+        asked = {"nonce": nonce, "world": queues.name, "stays": queues.stays(resources)}
 
         def release(connection: Connection) -> int:
-            return sum(
-                connection.execute(self._says.release, {"resources": part, "nonce": nonce}).rowcount
-                for part in _parts(resources)
-            )
+            count = 0
+            for part in _parts(resources):
+                done = connection.execute(self._says.release, {**asked, "resources": part})
+                if done.returns_rows:
+                    kept.update({row[0]: row[1] for row in done})
+                count += done.rowcount
+            return count
 
         again: list[object] = []
         now = time.monotonic()
         until = min(ends, now + ANSWER[0]) if ends > now else now + ANSWER[1]
         count: int = yield from self.asking(Work(release, durable=False), until=until, again=again)
+        for resource in resources:
+            queues.released(resource, kept.get(resource))
         # What is sent again finds nothing where the first one has arrived.
         return True if count == len(resources) else None if again else False
 
@@ -421,6 +503,16 @@ class Database(Connecting):
         made: bool = yield from self.asking(Work(create))
         yield from self.asking(Work(raise_base, atomic=True))
         return made
+
+
+class _Waiting(NamedTuple):
+    """What an acquisition waits for, until when, and where it stands."""
+
+    resources: tuple[str, ...]
+    end: float
+    queues: Queues
+    place: Place
+    looks: Iterator[float]
 
 
 class AsyncDatabase(AsyncWithLoops):

@@ -34,7 +34,8 @@ FROM (SELECT {durable} AS settings) AS its WHERE settings IS NOT NULL
 ON CONFLICT (resource) DO UPDATE SET
     token = CASE WHEN l.nonce = excluded.nonce THEN l.token ELSE {later}({next}, excluded.token) END,
     nonce = excluded.nonce, expires_at = excluded.expires_at, holder = excluded.holder, since = excluded.since
-WHERE l.nonce IS NULL OR l.expires_at <= {now} OR l.nonce = excluded.nonce
+    {leaving}
+WHERE l.nonce IS NULL OR l.expires_at <= {now} OR l.nonce = excluded.nonce{or_kept}
 """
 # `LAST_INSERT_ID(x)` keeps x for the answer and for the assignments behind it: the token, or 0 where another
 # holds the resource. No assignment reads a column that an earlier one has changed.
@@ -57,7 +58,21 @@ _WORDS: Final[dict[str, dict[str, str]]] = {
     "postgresql": {
         "acquire": _UPSERT + "RETURNING token",
         "remint": _REMINT + " AND {durable} IS NOT NULL RETURNING token",
-        "release": "UPDATE {table} SET nonce = NULL WHERE {ours} AND {lazy} IS NOT NULL",
+        "leaving": ", queue = replace(l.queue, :world, '')",
+        "or_kept": " OR l.nonce = CAST(:world AS VARCHAR)",
+        "granted": "length(nonce) = 32 AND expires_at > {now}",
+        # What is released is kept for the first of the queue, or for the world that has released it.
+        "release": "UPDATE {table} SET nonce = {next_world}, queue = CASE WHEN {stays} THEN queue "
+        "ELSE substr(queue, 9) END, expires_at = CASE WHEN {next_world} IS NULL THEN expires_at "
+        "ELSE {now} + INTERVAL '0.1 second' END WHERE {ours} AND {lazy} IS NOT NULL AND ({stays} OR "
+        "COALESCE(queue, '') = '' OR pg_notify('fencelock_' || left(queue, 7), resource) IS NOT NULL) "
+        "RETURNING resource, nonce",
+        "next_world": "CASE WHEN {stays} THEN CAST(:world AS VARCHAR) ELSE NULLIF(left(queue, 8), '') END",
+        "stays": "CAST(:stays AS BOOLEAN)",
+        "queue_up": "UPDATE {table} SET queue = CASE WHEN strpos(COALESCE(queue, ''), :world) > 0 "
+        "OR length(queue) > 240 THEN queue ELSE COALESCE(queue, '') || CAST(:world AS VARCHAR) END "
+        "WHERE resource = :resource AND expires_at > {now} AND nonce <> :world AND {lazy} IS NOT NULL "
+        "RETURNING {left}",
         "begin": "BEGIN ISOLATION LEVEL READ COMMITTED",
         "standby": "pg_is_in_recovery()",
         # What is granted must outlive a crash and a failover, whatever the server does by default.
@@ -128,6 +143,10 @@ class Statements:
             "later": "GREATEST",
             "own": "l.token",
             "standby": "0",
+            "queue_up": "",
+            "leaving": "",
+            "or_kept": "",
+            "granted": "nonce IS NOT NULL AND expires_at > {now}",
             "noted": "COALESCE((SELECT m.token FROM {table} AS m WHERE m.resource = ''), 0)",
             **_WORDS[dialect],
             "table": table,
@@ -147,21 +166,29 @@ class Statements:
             return text(template).bindparams(*(bindparam(name, expanding=True) for name in lists))
 
         self.begin = words["begin"]
+        #: Whether a release calls who waits.
+        self.can_call = dialect == "postgresql"
         #: May return a row with the token if the resource is ours, or tell the token as `lastrowid`.
         self.acquire = said(words["acquire"])
         #: Of the locks that are held: resource, token, holder, since when in Unix time, and how many seconds.
-        holders = (
-            "SELECT resource, token, holder, {since}, {left} FROM {table} "
-            "WHERE nonce IS NOT NULL AND expires_at > {now}"
-        )
+        holders = "SELECT resource, token, holder, {since}, {left} FROM {table} WHERE {granted}"
         self.holders_of = said(holders + " AND resource IN :resources ORDER BY resource", "resources")
         self.holders = said(holders + " ORDER BY resource")
+        #: Of the resources that cannot be had: resource, for how many seconds, and holder.
+        self.occupied = said(
+            "SELECT resource, {left}, holder FROM {table} "
+            "WHERE nonce IS NOT NULL AND expires_at > {now} AND resource IN :resources",
+            "resources",
+        )
         self.extend = said(
             "UPDATE {table} SET expires_at = {later}(expires_at, {until}) WHERE {of_grants}",
             "resources",
             "nonces",
         )
         self.ours = said("SELECT resource, nonce FROM {table} WHERE {of_grants}", "resources", "nonces")
+        #: Joins the queue of what is held, on PostgreSQL; returns the seconds for which it is.
+        self.queue_up = said(words["queue_up"])
+        self.call = text("SELECT pg_notify(:channel, '')")
         self.is_standby = said("SELECT {standby}")
         #: Tells the token as `acquire` does.
         self.remint = said(words["remint"])
