@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import Engine, StaticPool, create_engine, event, inspect, text
+from sqlalchemy.dialects import mysql
 from sqlalchemy.orm import DeclarativeBase
 
 import fencelock
@@ -335,7 +336,7 @@ def test_leases_depend_on_no_mode_of_sql(on_server: Engine, mode: str) -> None:
 
 def test_words_for_mysql_are_those_that_mysql_documents() -> None:
     """MariaDB's own are no part of them, be it in leases or in triggers."""
-    said = [str(each) for each in vars(Statements("mysql", "fencelock_leases")).values()]
+    said = [str(each) for each in vars(Statements("mysql", "fencelock_leases", mysql.dialect())).values()]
     said += [*SET_UP["mysql"], *trigger_sql.CREATE["mysql"].values(), trigger_sql.DROP["mysql"]]
     words = r"\bRETURNING\b|\bSET STATEMENT\b|:=|\bOR REPLACE\b|\bIF NOT EXISTS\b|\bSYSDATE\b"
     assert [each for each in said if re.search(words, each, re.IGNORECASE)] == []

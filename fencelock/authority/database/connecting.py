@@ -12,8 +12,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from sqlalchemy import URL, Connection, Engine, MetaData, event
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError, StatementError
+from sqlalchemy import URL, Engine, MetaData, event
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from fencelock import _events
 from fencelock._databases import (
@@ -29,7 +29,7 @@ from fencelock._engines import for_blocking, is_async_engine, shown, url_of
 from fencelock._events import ConnectionFailed, ConnectionOpened
 from fencelock._steps import Steps
 from fencelock.authority.base import in_use
-from fencelock.authority.database.connections import Connections, engine_of, with_own_pool
+from fencelock.authority.database.connections import Connections, Lent, engine_of, with_own_pool
 from fencelock.authority.database.files import file_of, watch_file
 from fencelock.authority.database.listening import Ear
 from fencelock.authority.database.loops import LoopEnd, WithLoops
@@ -54,7 +54,7 @@ _of_parents: list[object] = []
 class Work(NamedTuple):
     """A step: work on a connection."""
 
-    body: Callable[[Connection], Any]
+    body: Callable[[Lent], Any]
     #: In one transaction; else each statement commits.
     atomic: bool = False
     #: The changes must outlive a crash of the machine.
@@ -101,7 +101,7 @@ class Connecting(WithLoops):
         self._dialect = "mysql" if dialect.name == "mariadb" else dialect.name
         self._schema = _schema_of(engine, schema)
         self._table = dialect.identifier_preparer.format_table(lease_table(MetaData(), schema=self._schema))
-        self._says = Statements(self._dialect, self._table)
+        self._says = Statements(self._dialect, self._table, dialect)
         self._start_over()
         in_use.add(self)
 
@@ -151,8 +151,6 @@ class Connecting(WithLoops):
             try:
                 return (yield work._replace(seconds=seconds, until=end))
             except (SQLAlchemyError, OSError) as error:
-                if isinstance(error, StatementError) and not isinstance(error, DBAPIError):
-                    raise (error.orig or error) from None  # SQLAlchemy's wrapping of a signal handler's error
                 if is_busy(error) and not patient:
                     raise RefusedError from None
                 may_pass = is_lost(error) or is_busy(error) or is_elsewhere(error)
@@ -231,22 +229,21 @@ class Connecting(WithLoops):
             _of_parents.append((self._connections, self._threads, self._loop_ends, self._queues))
             self._start_over()
 
-    def _work(self, connection: Connection, step: Work) -> Any:
+    def _work(self, connection: Lent, step: Work) -> Any:
         try:
             if self._dialect == "sqlite":
-                with contextlib.closing(connection.connection.cursor()) as cursor:
-                    cursor.execute(f"PRAGMA synchronous = {'FULL' if step.durable else 'NORMAL'}")
+                connection.execute(f"PRAGMA synchronous = {'FULL' if step.durable else 'NORMAL'}")
             if step.atomic:
-                connection.exec_driver_sql(self._says.begin)
+                connection.execute(self._says.begin)
             done = step.body(connection)
             if step.atomic:
-                connection.exec_driver_sql("COMMIT")
+                connection.execute("COMMIT")
         except _OURS as error:  # the connection can still be used
             if is_elsewhere(error):
                 connection.invalidate()
             elif step.atomic:
                 with contextlib.suppress(SQLAlchemyError):
-                    connection.exec_driver_sql("ROLLBACK")
+                    connection.execute("ROLLBACK")
             raise
         except BaseException as error:  # of a signal handler, in the midst of an exchange
             traceback.clear_frames(error.__traceback__)  # of cursors

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from sqlalchemy import URL, Connection, Engine, MetaData, TextClause, inspect
+from sqlalchemy import URL, Connection, Engine, MetaData, inspect
 from sqlalchemy.exc import DBAPIError
 
 from fencelock._owners import name_of_process
@@ -27,10 +27,11 @@ from fencelock.authority.database.connecting import (
     Work,
     is_in_doubt,
 )
+from fencelock.authority.database.connections import Lent
 from fencelock.authority.database.listening import Ear
 from fencelock.authority.database.loops import Abandon, AsyncWithLoops, Later, Wait, pauses
 from fencelock.authority.database.queues import QUEUES, Place, Queues
-from fencelock.authority.database.statements import SERVER_BITS
+from fencelock.authority.database.statements import SERVER_BITS, Statement
 from fencelock.authority.database.table import LEASE_TABLE, lease_table
 from fencelock.errors import AuthorityError, FencelockError, LockLostError, QuorumError
 from fencelock.holder import Holder, LockInfo
@@ -41,7 +42,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fencelock.authority")
 
-#: Seconds between two looks at what another holds. They grow from the first, at most to the second.
+#: Seconds between two looks at what another holds: where the database calls; or they grow from the first, at
+#: most to the second.
+_HEARING: Final = 0.25
 _PAUSES: Final = {"postgresql": (0.002, 0.1), "mysql": (0.005, 0.1), "sqlite": (0.001, 0.05)}
 #: Resources that one statement extends or releases.
 _BATCH: Final = 500
@@ -136,7 +139,7 @@ class Database(Connecting):
         if not _HOUR <= older_than * 1000 < math.inf:
             raise ValueError(f"rows are pruned after an hour at least, 3600, not after {older_than!r} s")
         age = {"age": int(older_than * 1000)}
-        work = Work(lambda connection: connection.execute(self._says.prune, age).rowcount, seconds=60.0)
+        work = Work(lambda connection: connection.execute(self._says.prune, age).changed, seconds=60.0)
         return self.asking(work)
 
     def acquiring(
@@ -174,38 +177,38 @@ class Database(Connecting):
         resources, end, queues, place, _ = waiting
         began = time.monotonic()
 
-        def attempt(connection: Connection) -> Grant:
+        def attempt(connection: Lent) -> Grant:
             tokens = self._mint(connection, resources, nonce, ttl, queues.name)
             return Grant(resources, tuple(tokens), validity(began, ttl), nonce)
 
         work = Work(attempt, atomic=len(resources) > 1, statements=len(resources))
-        waits_since = None if place.is_first else began
-        yield from self._standing(waiting)
+        waited = yield from self._standing(waiting)
         # An attempt on several, one of which is held, would lock the rows of the others meanwhile.
-        if len(resources) > 1 or (queues.waited and queues.hears and end > began and not place.is_due):
-            yield from self._waiting(waiting)
+        if len(resources) > 1 or (queues.waited and waiting.is_called and end > began and not place.is_due):
+            waited = (yield from self._waiting(waiting)) or waited
+        first = began
         while True:
             place.is_due = False
             began = time.monotonic()
             try:
                 grant: Grant = yield from self.asking(work, until=max(end, began + ANSWER[0]), patient=False)
             except RefusedError:
-                waits_since = began if waits_since is None else waits_since
+                waited = True
                 if time.monotonic() >= end:
                     yield from self._refusing(waiting)
                 yield from self._waiting(waiting)
                 continue
             if time.monotonic() < grant.expires_at:
-                queues.waited = waits_since is not None
-                if waits_since is not None:
-                    self._waits += (time.monotonic() - waits_since - self._waits) / 8
+                queues.waited = waited
+                if waited:
+                    self._waits += (time.monotonic() - first - self._waits) / 8
                 place.queue.note_grant()
                 return grant
             yield from self._giving_back(resources, nonce)
             raise too_slow(self._shown, ttl, resources)
 
     def _mint(
-        self, connection: Connection, resources: tuple[str, ...], nonce: str, ttl: float, world: str
+        self, connection: Lent, resources: tuple[str, ...], nonce: str, ttl: float, world: str
     ) -> Iterator[int]:
         """Acquire the resources for this nonce; return a token for each."""
         asked = {"nonce": nonce, "ttl": ttl, "holder": _holder(), "world": world}
@@ -217,16 +220,18 @@ class Database(Connecting):
             tokens[resource] = token
         return map(tokens.__getitem__, resources)
 
-    def _token(self, connection: Connection, statement: TextClause, asked: dict[str, Any]) -> int | None:
+    def _token(self, connection: Lent, statement: Statement, asked: dict[str, Any]) -> int | None:
         """Execute a statement that mints; return the token, or None where the resource is not ours."""
         made = connection.execute(statement, asked)
         if self._dialect == "mysql":
             return made.lastrowid or None
-        token = made.scalar() if made.returns_rows else connection.scalar(self._says.token, asked)
-        return None if token is None else int(token)
+        if self._dialect == "sqlite":
+            token = connection.scalar(self._says.token, asked)
+            return None if token is None else int(token)
+        return made.rows[0][0] if made.rows else None
 
-    def _standing(self, waiting: _Waiting) -> Steps[None]:
-        """Wait until the callers before this one have the resource, or have given up."""
+    def _standing(self, waiting: _Waiting) -> Steps[bool]:
+        """Wait until the callers before this one have the resource, or have given up; tell if any were."""
         place, was_first = waiting.place, waiting.place.is_first
         while not place.is_first and place.error is None:
             if time.monotonic() >= waiting.end:
@@ -237,9 +242,11 @@ class Database(Connecting):
         if not was_first:
             yield from self._pausing(waiting, next(waiting.looks))
             yield from self._waiting(waiting)
+        return not was_first
 
-    def _waiting(self, waiting: _Waiting) -> Steps[None]:
-        """Wait until all of the resources look free."""
+    def _waiting(self, waiting: _Waiting) -> Steps[bool]:
+        """Wait until all of the resources look free; tell if it took any time."""
+        waited = False
         if self._says.can_call and waiting.queues.has_to_listen:
             with suppress(RuntimeError):  # no thread can be started
                 yield Later(functools.partial(self._listening, waiting.queues))
@@ -247,7 +254,10 @@ class Database(Connecting):
             longest, now = max(held.values()), time.monotonic()
             if now >= waiting.end:
                 raise held_by_another(held, longest)
-            yield from self._pausing(waiting, min(next(waiting.looks), longest))
+            waited = True
+            pause = _HEARING if waiting.is_called else next(waiting.looks)
+            yield from self._pausing(waiting, min(pause, longest))
+        return waited
 
     def _pausing(self, waiting: _Waiting, seconds: float) -> Steps[None]:
         """Wait for so long, or until this place is called."""
@@ -290,19 +300,19 @@ class Database(Connecting):
         """
         resources, queues, queue = waiting.resources, waiting.queues, waiting.place.queue
 
-        def queue_up(connection: Connection) -> list[Any]:
+        def queue_up(connection: Lent) -> list[Any]:
             asked = {"resource": resources[0], "world": queues.name}
             left = connection.scalar(self._says.queue_up, asked)
             return [] if left is None else [(resources[0], left, "")]
 
-        def look(connection: Connection) -> list[Any]:
+        def look(connection: Lent) -> list[Any]:
             return [
                 row
                 for part in _parts(resources)
-                for row in connection.execute(self._says.occupied, {"resources": part})
+                for row in connection.execute(self._says.occupied, {"resources": part}).rows
             ]
 
-        work = Work(queue_up if calls and queues.hears and len(resources) == 1 else look, durable=False)
+        work = Work(queue_up if calls and waiting.is_called else look, durable=False)
         rows = yield from self.asking(work, until=max(waiting.end, time.monotonic() + ANSWER[0]))
         held = {name: float(left) for name, left, _ in rows}
         if held:
@@ -314,13 +324,13 @@ class Database(Connecting):
     def inspecting(self, resources: tuple[str, ...]) -> Steps[list[LockInfo]]:
         """Return the locks that are held; refuse a standby, which may not have heard of the last ones."""
 
-        def rows(connection: Connection) -> Iterator[Any]:
+        def rows(connection: Lent) -> Iterator[Any]:
             if not resources:
-                yield from connection.execute(self._says.holders)
+                yield from connection.execute(self._says.holders).rows
             for part in _parts(resources):
-                yield from connection.execute(self._says.holders_of, {"resources": part})
+                yield from connection.execute(self._says.holders_of, {"resources": part}).rows
 
-        def look(connection: Connection) -> list[LockInfo]:
+        def look(connection: Lent) -> list[LockInfo]:
             if connection.scalar(self._says.is_standby):
                 raise QuorumError(f"{self._shown} does not know of all locks{STANDBY}")
             return [
@@ -355,9 +365,9 @@ class Database(Connecting):
             "nonces": [grant.proof for grant in grants],
         }
 
-        def extend(connection: Connection) -> set[tuple[str, str]]:
+        def extend(connection: Lent) -> set[tuple[str, str]]:
             connection.execute(self._says.extend, {**asked, "ttl": ttl})
-            return {(row[0], row[1]) for row in connection.execute(self._says.ours, asked)}
+            return {(row[0], row[1]) for row in connection.execute(self._says.ours, asked).rows}
 
         began = time.monotonic()
         try:
@@ -375,7 +385,7 @@ class Database(Connecting):
         }
 
     def reminting(self, grant: Grant, ttl: float) -> Steps[Grant]:
-        def remint(connection: Connection) -> dict[str, int]:
+        def remint(connection: Lent) -> dict[str, int]:
             tokens = {}
             for resource in sorted(grant.resources):
                 row = {"resource": resource, "nonce": grant.proof, "ttl": ttl}
@@ -456,13 +466,12 @@ class Database(Connecting):
         kept: dict[str, str] = {}
         asked = {"nonce": nonce, "world": queues.name, "stays": queues.stays(resources)}
 
-        def release(connection: Connection) -> int:
+        def release(connection: Lent) -> int:
             count = 0
             for part in _parts(resources):
                 done = connection.execute(self._says.release, {**asked, "resources": part})
-                if done.returns_rows:
-                    kept.update({row[0]: row[1] for row in done})
-                count += done.rowcount
+                kept.update(done.rows)
+                count += done.changed
             return count
 
         again: list[object] = []
@@ -477,22 +486,8 @@ class Database(Connecting):
     def initialising(self, above: int | None) -> Steps[bool]:
         highest = 0 if not above else check(above) >> SERVER_BITS
 
-        def create(connection: Connection) -> bool:
-            def is_there() -> bool:
-                return inspect(connection).has_table(LEASE_TABLE, schema=self._schema)
-
-            if is_there():
-                return False
-            try:
-                lease_table(MetaData(), schema=self._schema).create(connection)
-            except DBAPIError:
-                if not is_there():  # as it is where another one was quicker
-                    raise
-                return False
-            return True
-
-        def raise_base(connection: Connection) -> None:
-            noted, own, now = map(int, connection.execute(self._says.floor).one())
+        def raise_base(connection: Lent) -> None:
+            noted, own, now = map(int, connection.execute(self._says.floor).rows[0])
             if (own >> SERVER_BITS) < now + _HOUR:  # or else they were minted in another way
                 own = 0
             if (ahead := max(highest, own >> SERVER_BITS) - now) >= 0:
@@ -500,9 +495,31 @@ class Database(Connecting):
                 connection.execute(self._says.forget)
                 connection.execute(self._says.note, {"token": base << SERVER_BITS})
 
-        made: bool = yield from self.asking(Work(create))
+        made: bool = yield from self.asking(Work(self._create))
         yield from self.asking(Work(raise_base, atomic=True))
         return made
+
+    def _create(self, lent: Lent) -> bool:
+        """Make the table, or give it what an earlier version has not; return False where it was there."""
+
+        def is_there() -> bool:
+            return inspect(connection).has_table(LEASE_TABLE, schema=self._schema)
+
+        connection = Connection(lent.engine, lent.lent)
+        if self._dialect == "sqlite":
+            return False
+        if not is_there():
+            try:
+                lease_table(MetaData(), schema=self._schema).create(connection)
+            except DBAPIError:
+                if not is_there():  # as it is where another one was quicker
+                    raise
+            else:
+                return True
+        columns = inspect(connection).get_columns(LEASE_TABLE, schema=self._schema)
+        if all(column["name"] != "queue" for column in columns):
+            lent.execute(f"ALTER TABLE {self._table} ADD COLUMN queue VARCHAR(255)")
+        return False
 
 
 class _Waiting(NamedTuple):
@@ -513,6 +530,11 @@ class _Waiting(NamedTuple):
     queues: Queues
     place: Place
     looks: Iterator[float]
+
+    @property
+    def is_called(self) -> bool:
+        """Whether the database calls when it is the turn of this world."""
+        return self.queues.hears and len(self.resources) == 1
 
 
 class AsyncDatabase(AsyncWithLoops):

@@ -16,9 +16,10 @@ was rolled back. So the token comes back in the answer's `lastrowid`, which the 
 
 from __future__ import annotations
 
-from typing import Final
+import functools
+from typing import Any, Final
 
-from sqlalchemy import TextClause, bindparam, text
+from sqlalchemy import Dialect, text
 
 from fencelock.authority.database.table import LEASE_TABLE
 
@@ -133,10 +134,38 @@ SET_UP: Final[dict[str, tuple[str, ...]]] = {
 }
 
 
+class Statement:
+    """A statement for a driver. `:name` is the place of a value, `:name…` in brackets that of a list."""
+
+    def __init__(self, template: str, dialect: Dialect) -> None:
+        self._template = template
+        self._dialect = dialect
+        self._lists = tuple(name for name in ("resources", "nonces") if f"(:{name}…)" in template)
+        self._compiled = functools.lru_cache(32)(self._compile)
+
+    def __str__(self) -> str:
+        return self._template
+
+    def of(self, values: dict[str, Any]) -> tuple[str, Any]:
+        """Return what the driver is told: the statement, and values by name or in order."""
+        sql, order = self._compiled(tuple(len(values[name]) for name in self._lists))
+        if self._lists:
+            listed = {f"{name}_{at}": each for name in self._lists for at, each in enumerate(values[name])}
+            values = {**values, **listed}
+        return sql, values if order is None else tuple(values[name] for name in order)
+
+    def _compile(self, lengths: tuple[int, ...]) -> tuple[str, list[str] | None]:
+        sql = self._template
+        for name, length in zip(self._lists, lengths, strict=True):
+            sql = sql.replace(f":{name}…", ", ".join(f":{name}_{at}" for at in range(length)))
+        compiled: Any = text(sql).compile(dialect=self._dialect)
+        return str(compiled), compiled.positiontup
+
+
 class Statements:
     """What is said to a database of this dialect, about its table of leases (quoted where that has to be)."""
 
-    def __init__(self, dialect: str, table: str) -> None:
+    def __init__(self, dialect: str, table: str, driver: Dialect) -> None:
         words = {
             "remint": _REMINT,
             "release": "UPDATE {table} SET nonce = NULL WHERE {ours}",
@@ -151,8 +180,8 @@ class Statements:
             **_WORDS[dialect],
             "table": table,
             "held": "resource = :resource AND nonce = :nonce",
-            "ours": "resource IN :resources AND nonce = :nonce",
-            "of_grants": "resource IN :resources AND nonce IN :nonces",
+            "ours": "resource IN (:resources…) AND nonce = :nonce",
+            "of_grants": "resource IN (:resources…) AND nonce IN (:nonces…)",
             "time": "({noted} >> {bits}) + {milliseconds}",
             "first": "((({time}) << {bits}) | {server})",
             "next": "(((({own} >> {bits}) + 1) << {bits}) | {server})",
@@ -160,10 +189,10 @@ class Statements:
             "bits": str(SERVER_BITS),
         }
 
-        def said(template: str, *lists: str) -> TextClause:
+        def said(template: str) -> Statement:
             while "{" in template:
                 template = template.format(**words)
-            return text(template).bindparams(*(bindparam(name, expanding=True) for name in lists))
+            return Statement(template, driver)
 
         self.begin = words["begin"]
         #: Whether a release calls who waits.
@@ -172,28 +201,23 @@ class Statements:
         self.acquire = said(words["acquire"])
         #: Of the locks that are held: resource, token, holder, since when in Unix time, and how many seconds.
         holders = "SELECT resource, token, holder, {since}, {left} FROM {table} WHERE {granted}"
-        self.holders_of = said(holders + " AND resource IN :resources ORDER BY resource", "resources")
+        self.holders_of = said(holders + " AND resource IN (:resources…) ORDER BY resource")
         self.holders = said(holders + " ORDER BY resource")
         #: Of the resources that cannot be had: resource, for how many seconds, and holder.
         self.occupied = said(
             "SELECT resource, {left}, holder FROM {table} "
-            "WHERE nonce IS NOT NULL AND expires_at > {now} AND resource IN :resources",
-            "resources",
+            "WHERE nonce IS NOT NULL AND expires_at > {now} AND resource IN (:resources…)"
         )
-        self.extend = said(
-            "UPDATE {table} SET expires_at = {later}(expires_at, {until}) WHERE {of_grants}",
-            "resources",
-            "nonces",
-        )
-        self.ours = said("SELECT resource, nonce FROM {table} WHERE {of_grants}", "resources", "nonces")
+        self.extend = said("UPDATE {table} SET expires_at = {later}(expires_at, {until}) WHERE {of_grants}")
+        self.ours = said("SELECT resource, nonce FROM {table} WHERE {of_grants}")
         #: Joins the queue of what is held, on PostgreSQL; returns the seconds for which it is.
         self.queue_up = said(words["queue_up"])
-        self.call = text("SELECT pg_notify(:channel, '')")
+        self.call = said("SELECT pg_notify(:channel, '')")
         self.is_standby = said("SELECT {standby}")
         #: Tells the token as `acquire` does.
         self.remint = said(words["remint"])
         self.token = said("SELECT token FROM {table} WHERE {held}")
-        self.release = said(words["release"], "resources")
+        self.release = said(words["release"])
         self.force = said("UPDATE {table} SET nonce = NULL WHERE resource = :resource")
         #: What the row of no resource notes, the largest token, and the time of a token that is minted now.
         self.floor = said("SELECT {noted}, COALESCE((SELECT MAX(token) FROM {table}), 0), {time}")
