@@ -23,6 +23,7 @@ from fencelock._databases import (
     is_elsewhere,
     is_lost,
     is_unavailable,
+    lacks_column,
     lacks_table,
 )
 from fencelock._engines import for_blocking, is_async_engine, shown, url_of
@@ -173,6 +174,11 @@ class Connecting(WithLoops):
             return LeaseTableMissingError(
                 f"{self._shown} has no table {self._table}: call lease_table(metadata) before create_all, or "
                 f"op.create_lease_table() in a migration, or type once: fencelock init URL"
+            )
+        if lacks_column(error):
+            return AuthorityError(
+                f"the table {self._table} of {self._shown} is of an earlier version and has no column queue: "
+                f"type once: fencelock init URL, or add it in a migration, a VARCHAR(255)"
             )
         said = (str(original).strip() or type(original).__name__).splitlines()[0]
         if is_elsewhere(error) and self._dialect == "postgresql":

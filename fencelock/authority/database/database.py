@@ -152,16 +152,11 @@ class Database(Connecting):
     ) -> Steps[Grant]:
         nonce = secrets.token_hex(16)
         queues: Queues = yield QUEUES
-        place = queues.new_place()
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        waiting = _Waiting(resources, end, queues, queues.new_place(), self._looks())
         try:
-            if len(resources) == 1 and timeout != 0:
-                queues.join(resources[0], place)
-            end = math.inf if timeout is None else time.monotonic() + timeout
-            waiting = _Waiting(resources, end, queues, place, self._looks())
-            return (yield from self._attempts(waiting, nonce, ttl))
+            return (yield from self._in_queue(waiting, self._attempts(waiting, nonce, ttl)))
         except QuorumError as error:
-            if error.__cause__ is not None:
-                queues.fail(place, error)
             if is_in_doubt(error.__cause__):
                 yield from self._owe(nonce, _Owed(resources, time.monotonic() + ttl, in_doubt=True))
             raise
@@ -169,6 +164,18 @@ class Database(Connecting):
             raise
         except BaseException:
             yield Abandon(functools.partial(self._abandoning, resources, nonce, time.monotonic() + ttl))
+            raise
+
+    def _in_queue(self, waiting: _Waiting, steps: Steps[Grant]) -> Steps[Grant]:
+        """Take these steps behind the callers of this world that wait for the same resource."""
+        resources, end, queues, place, _ = waiting
+        try:
+            if len(resources) == 1 and end > time.monotonic():
+                queues.join(resources[0], place)
+            return (yield from steps)
+        except QuorumError as error:
+            if error.__cause__ is not None:
+                queues.fail(place, error)
             raise
         finally:
             queues.leave(resources[0], place)

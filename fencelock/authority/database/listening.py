@@ -103,7 +103,9 @@ class Ear:
             self._queues.go_deaf()
             if libpq is not None:
                 loop.remove_reader(libpq)
-            connections.hang_up(driver)
+                await driver.close()
+            else:
+                driver.terminate()
 
     def _listen(self, cursor: Any) -> None:
         cursor.execute(f'LISTEN "{self._channel}"')
