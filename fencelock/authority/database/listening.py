@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import selectors
+import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
@@ -52,15 +53,21 @@ class Ear:
         self._channel = f"fencelock_{queues.name.rstrip(',')}"
         self._hang_up: Callable[[], object] = _nothing
         self._is_over = False
+        self._thread: threading.Thread | None = None
 
     def close(self) -> None:
-        """Have it end."""
+        """Have it end; wait for a thread, which could open connections again."""
         self._is_over = True
         self._bell.ring()
         self._hang_up()
+        if self._thread not in (None, threading.current_thread()):
+            self._thread.join(_LOOK)
 
     def hear(self, connections: Connections, run: Callable[[Steps[Any]], object]) -> None:
         """Hear in a thread of its own, by a driver of libpq."""
+        self._thread = threading.current_thread()
+        if self._is_over:
+            return
         lent, driver = connections.detached(self._listen)
         self._hang_up = lambda: connections.hang_up(driver)
         try:
