@@ -181,7 +181,7 @@ def test_a_server_has_to_allow_ten_connections_for_each_process(postgres_databas
             seen.append(looking.execute(ask).fetchone()[0])  # type: ignore[index]
             time.sleep(0.01)
     assert all(each.result() > 30 for each in running)
-    assert 10 < max(seen) <= 20
+    assert 10 < max(seen) <= 20 + 2  # a server process that ends is seen for a moment
     postgres_database.empty()
 
 
