@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from sqlalchemy import Engine, ForeignKey, String, insert, select, text, update
@@ -40,7 +40,7 @@ class Document(FencedModel, Base):
 
     __tablename__ = "by_documents"
     __fence_resource__ = "document:{id}"
-    __mapper_args__: ClassVar[Any] = {"polymorphic_on": "kind", "polymorphic_identity": "document"}
+    __mapper_args__ = {"polymorphic_on": "kind", "polymorphic_identity": "document"}  # noqa: RUF012
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     kind: Mapped[str] = mapped_column(String(20))
     title: Mapped[str] = mapped_column(String(20), default="new")
@@ -50,7 +50,7 @@ class Report(Document):
     """Such a kind."""
 
     __tablename__ = "by_reports"
-    __mapper_args__: ClassVar[Any] = {"polymorphic_identity": "report"}
+    __mapper_args__ = {"polymorphic_identity": "report"}  # noqa: RUF012
     id: Mapped[int] = mapped_column(ForeignKey("by_documents.id"), primary_key=True, autoincrement=False)
     pages: Mapped[int] = mapped_column(default=0)
 
