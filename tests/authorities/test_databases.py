@@ -357,10 +357,13 @@ def test_leases_depend_on_no_mode_of_sql(on_server: Engine, mode: str) -> None:
 
 
 def test_words_for_mysql_are_those_that_mysql_documents() -> None:
-    """MariaDB's own are no part of them, be it in leases or in triggers."""
+    """MariaDB's own are no part of them, be it in leases or in triggers.
+
+    Nor is the function VALUES: MySQL 8.0.20 warns of it, which aiomysql and asyncmy ask for and tell.
+    """
     said = [str(each) for each in vars(Statements("mysql", "fencelock_leases")).values()]
     said += [*SET_UP["mysql"], *trigger_sql.CREATE["mysql"].values(), trigger_sql.DROP["mysql"]]
-    words = r"\bRETURNING\b|\bSET STATEMENT\b|:=|\bOR REPLACE\b|\bIF NOT EXISTS\b|\bSYSDATE\b"
+    words = r"\bRETURNING\b|\bSET STATEMENT\b|:=|\bOR REPLACE\b|\bIF NOT EXISTS\b|\bSYSDATE\b|\bVALUES\("
     assert [each for each in said if re.search(words, each, re.IGNORECASE)] == []
     assert sum("LAST_INSERT_ID" in each for each in said) == 2
 
