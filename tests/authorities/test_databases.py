@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psycopg
 import pytest
 from sqlalchemy import Engine, StaticPool, create_engine, event, inspect, text
 from sqlalchemy.dialects import mysql
@@ -28,6 +29,8 @@ from fencelock import (
 )
 from fencelock.authority.database.statements import SET_UP, Statements
 from fencelock.guard import trigger_sql
+from tests.authorities.children import run
+from tests.conftest import ReusedDatabase
 
 
 @pytest.fixture
@@ -161,6 +164,26 @@ def test_many_threads_use_few_connections(on_server: Engine) -> None:
             list(threads.map(lambda number: _lock_together(authority, meet, number), range(60)))
         assert 1 < len(opened) <= 30  # 10 at a time; what is more than 5 is closed in between
     listened.dispose()
+
+
+@pytest.mark.timed
+def test_a_server_has_to_allow_ten_connections_for_each_process(postgres_database: ReusedDatabase) -> None:
+    """Of any number of threads: docs/authorities.md tells whoever sets `max_connections`."""
+    url, seen = postgres_database.url, list[int]()
+    ask = (
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+    )
+    with Database(url) as authority:
+        authority.init()
+    looking = psycopg.connect(url.replace("+psycopg", ""), autocommit=True)
+    with looking, ThreadPoolExecutor(2) as threads:
+        running = [threads.submit(run, "lock_in_many_threads", url) for _ in range(2)]
+        while not all(each.done() for each in running):
+            seen.append(looking.execute(ask).fetchone()[0])  # type: ignore[index]
+            time.sleep(0.01)
+    assert all(each.result() > 30 for each in running)
+    assert 10 < max(seen) <= 20 + 2  # a server process that ends is seen for a moment
+    postgres_database.empty()
 
 
 def test_an_engine_is_taken_whole(on_server: Engine) -> None:
@@ -335,10 +358,13 @@ def test_leases_depend_on_no_mode_of_sql(on_server: Engine, mode: str) -> None:
 
 
 def test_words_for_mysql_are_those_that_mysql_documents() -> None:
-    """MariaDB's own are no part of them, be it in leases or in triggers."""
+    """MariaDB's own are no part of them, be it in leases or in triggers.
+
+    Nor is the function VALUES: MySQL 8.0.20 warns of it, which aiomysql and asyncmy ask for and tell.
+    """
     said = [str(each) for each in vars(Statements("mysql", "fencelock_leases", mysql.dialect())).values()]
     said += [*SET_UP["mysql"], *trigger_sql.CREATE["mysql"].values(), trigger_sql.DROP["mysql"]]
-    words = r"\bRETURNING\b|\bSET STATEMENT\b|:=|\bOR REPLACE\b|\bIF NOT EXISTS\b|\bSYSDATE\b"
+    words = r"\bRETURNING\b|\bSET STATEMENT\b|:=|\bOR REPLACE\b|\bIF NOT EXISTS\b|\bSYSDATE\b|\bVALUES\("
     assert [each for each in said if re.search(words, each, re.IGNORECASE)] == []
     assert sum("LAST_INSERT_ID" in each for each in said) == 2
 

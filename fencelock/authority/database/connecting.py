@@ -171,9 +171,11 @@ class Connecting(WithLoops):
     def _explained(self, error: Exception) -> AuthorityError:
         original = error.orig if isinstance(error, DBAPIError) else error
         if lacks_table(error, LEASE_TABLE):
+            # PostgreSQL passes over a schema that the role may not use.
+            unseen = " (or the role has no USAGE on its schema)" if self._dialect == "postgresql" else ""
             return LeaseTableMissingError(
-                f"{self._shown} has no table {self._table}: call lease_table(metadata) before create_all, or "
-                f"op.create_lease_table() in a migration, or type once: fencelock init URL"
+                f"{self._shown} has no table {self._table}{unseen}: call lease_table(metadata) before "
+                f"create_all, or op.create_lease_table() in a migration, or type once: fencelock init URL"
             )
         if lacks_column(error):
             return AuthorityError(

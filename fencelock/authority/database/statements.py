@@ -38,19 +38,20 @@ ON CONFLICT (resource) DO UPDATE SET
     {leaving}
 WHERE l.nonce IS NULL OR l.expires_at <= {now} OR l.nonce = excluded.nonce{or_kept}
 """
-# `LAST_INSERT_ID(x)` keeps x for the answer and for the assignments behind it: the token, or 0 where another
-# holds the resource. No assignment reads a column that an earlier one has changed.
+# `LAST_INSERT_ID(x)` keeps x for the answer and for the expressions behind it: the token, or 0 where another
+# holds the resource. Until an assignment keeps another one, it is the token of a row that would be new. No
+# assignment reads a column that an earlier one has changed. MySQL deprecates the function VALUES.
 _ON_DUPLICATE_KEY: Final = """
 INSERT INTO {table} (resource, token, nonce, expires_at, holder, since)
 VALUES (:resource, LAST_INSERT_ID({first}), :nonce, {until}, :holder, {now})
 ON DUPLICATE KEY UPDATE
-    token = IF(nonce = VALUES(nonce), LAST_INSERT_ID(token),
-               IF(nonce IS NULL OR expires_at <= {now}, LAST_INSERT_ID(GREATEST({next}, VALUES(token))),
+    token = IF(nonce = :nonce, LAST_INSERT_ID(token),
+               IF(nonce IS NULL OR expires_at <= {now}, LAST_INSERT_ID(GREATEST({next}, LAST_INSERT_ID())),
                   token + LAST_INSERT_ID(0))),
-    nonce = IF(LAST_INSERT_ID() > 0, VALUES(nonce), nonce),
-    expires_at = IF(LAST_INSERT_ID() > 0, VALUES(expires_at), expires_at),
-    holder = IF(LAST_INSERT_ID() > 0, VALUES(holder), holder),
-    since = IF(LAST_INSERT_ID() > 0, VALUES(since), since)
+    nonce = IF(LAST_INSERT_ID() > 0, :nonce, nonce),
+    expires_at = IF(LAST_INSERT_ID() > 0, {until}, expires_at),
+    holder = IF(LAST_INSERT_ID() > 0, :holder, holder),
+    since = IF(LAST_INSERT_ID() > 0, {now}, since)
 """
 _REMINT: Final = (
     "UPDATE {table} AS l SET token = {minted}, expires_at = {later}(expires_at, {until}) WHERE {held}"
