@@ -30,7 +30,13 @@ from fencelock._engines import for_blocking, is_async_engine, shown, url_of
 from fencelock._events import ConnectionFailed, ConnectionOpened
 from fencelock._steps import Steps
 from fencelock.authority.base import in_use
-from fencelock.authority.database.connections import Connections, Lent, engine_of, with_own_pool
+from fencelock.authority.database.connections import (
+    Connections,
+    Lent,
+    engine_of,
+    prepare_if_direct,
+    with_own_pool,
+)
 from fencelock.authority.database.files import file_of, watch_file
 from fencelock.authority.database.listening import Ear
 from fencelock.authority.database.loops import LoopEnd, WithLoops
@@ -260,7 +266,7 @@ class Connecting(WithLoops):
             raise
         return done
 
-    def _set_up(self, connection: Any, _record: object) -> None:
+    def _set_up(self, connection: Any, record: Any) -> None:
         """Prepare a new connection of the driver."""
         if _events.listeners:
             _events.tell(ConnectionOpened("Database", self._shown))
@@ -268,6 +274,7 @@ class Connecting(WithLoops):
         with contextlib.closing(connection.cursor()) as cursor:
             for statement in SET_UP.get(self._dialect, ()):
                 cursor.execute(statement)
+            prepare_if_direct(record.driver_connection, cursor)
 
 
 def is_in_doubt(error: BaseException | None) -> bool:

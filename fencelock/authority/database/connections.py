@@ -36,11 +36,10 @@ _LONGEST: Final = 5.0
 _GRACE: Final = 0.2
 #: Seconds for which the watch stays when nothing is under way.
 _IDLE: Final = 60.0
-#: What a driver is told unless the URL says otherwise. No statement is prepared, because PgBouncer may give
-#: each transaction another connection.
+#: What a driver is told unless the URL says otherwise.
 _OPTIONS: Final[dict[str, dict[str, Any]]] = {
-    "psycopg": {"connect_timeout": 2, "prepare_threshold": None},
-    "psycopg_async": {"connect_timeout": 2, "prepare_threshold": None},
+    "psycopg": {"connect_timeout": 2},
+    "psycopg_async": {"connect_timeout": 2},
     "psycopg2": {"connect_timeout": 2},
     "asyncpg": {"timeout": 2, "statement_cache_size": 0},
     "pymysql": {"connect_timeout": 2, "read_timeout": 10, "write_timeout": 10},
@@ -303,6 +302,17 @@ class Watch:
 
 def _watch_in_loop(until: float, hang_up: Callable[[], None]) -> Callable[[], None]:
     return asyncio.get_running_loop().call_later(max(0.0, until - time.monotonic()), hang_up).cancel
+
+
+def prepare_if_direct(driver: Any, cursor: Any) -> None:
+    """Have psycopg prepare no statement where PgBouncer may give each transaction another connection.
+
+    It tells another process id than that of the server.
+    """
+    if hasattr(driver, "prepare_threshold"):
+        cursor.execute("SELECT pg_backend_pid()")
+        if cursor.fetchone()[0] != driver.info.backend_pid:
+            driver.prepare_threshold = None
 
 
 def _nothing() -> None:
