@@ -86,7 +86,7 @@ def face(request: pytest.FixtureRequest, silence: Silence) -> Iterator[Face]:
 
 
 def test_connections_that_went_silent_are_replaced(face: Face, silence: Silence) -> None:
-    """A firewall has forgotten them; the nodes live. Who asks hears in time, and a later try connects anew."""
+    """A firewall has forgotten them; the nodes live. Who asks hears so, and a later try connects anew."""
 
     def is_granted() -> bool:
         began = time.monotonic()

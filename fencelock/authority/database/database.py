@@ -153,17 +153,18 @@ class Database(Connecting):
         nonce = secrets.token_hex(16)
         queues: Queues = yield QUEUES
         end = math.inf if timeout is None else time.monotonic() + timeout
-        waiting = _Waiting(resources, end, queues, queues.new_place(), self._looks())
+        waiting = _Waiting(resources, end, queues, queues.new_place(nonce, ttl), self._looks())
         try:
             return (yield from self._in_queue(waiting, self._attempts(waiting, nonce, ttl)))
         except QuorumError as error:
-            if is_in_doubt(error.__cause__):
+            if is_in_doubt(error.__cause__) or waiting.place.is_offered:
                 yield from self._owe(nonce, _Owed(resources, time.monotonic() + ttl, in_doubt=True))
             raise
-        except (FencelockError, GeneratorExit):
+        except GeneratorExit:
             raise
-        except BaseException:
-            yield Abandon(functools.partial(self._abandoning, resources, nonce, time.monotonic() + ttl))
+        except BaseException as error:
+            if not isinstance(error, FencelockError) or waiting.place.is_offered:
+                yield Abandon(functools.partial(self._abandoning, resources, nonce, time.monotonic() + ttl))
             raise
 
     def _in_queue(self, waiting: _Waiting, steps: Steps[Grant]) -> Steps[Grant]:
@@ -198,7 +199,9 @@ class Database(Connecting):
             place.is_due = False
             began = time.monotonic()
             try:
-                grant: Grant = yield from self.asking(work, until=max(end, began + ANSWER[0]), patient=False)
+                grant: Grant = place.grant or (
+                    yield from self.asking(work, until=max(end, began + ANSWER[0]), patient=False)
+                )
             except RefusedError:
                 waited = True
                 if time.monotonic() >= end:
@@ -257,6 +260,9 @@ class Database(Connecting):
         if self._says.can_call and waiting.queues.has_to_listen:
             with suppress(RuntimeError):  # no thread can be started
                 yield Later(functools.partial(self._listening, waiting.queues))
+        if waiting.place.is_offered:  # the database may say that it is held by this very acquisition
+            yield from self._pausing(waiting, next(waiting.looks))
+            return True
         while not waiting.place.is_due and (held := (yield from self._held(waiting))):
             longest, now = max(held.values()), time.monotonic()
             if now >= waiting.end:
@@ -291,7 +297,7 @@ class Database(Connecting):
             )
 
         def passing_on(resource: str) -> Steps[Any]:
-            asked = {"resources": (resource,), "nonce": queues.name, "world": queues.name, "stays": False}
+            asked = {"resources": (resource,), "nonce": queues.name, "world": queues.name}
             return self.asking(Work(lambda connection: connection.execute(self._says.release, asked)))
 
         queues.ear = Ear(queues, calling, passing_on)
@@ -409,7 +415,10 @@ class Database(Connecting):
         return replace(grant, tokens=tuple(map(tokens.__getitem__, grant.resources)), expires_at=expires_at)
 
     def releasing(self, grant: Grant) -> Steps[bool | None]:
+        queues: Queues = yield QUEUES
         try:
+            if (place := queues.offer(grant.resources)) is not None:
+                return (yield from self._transferring(grant, queues, place))
             return (yield from self._giving_back(grant.resources, grant.proof, grant.expires_at))
         except QuorumError as error:
             yield from self._owe(grant.proof, _Owed(grant.resources, grant.expires_at, in_doubt=False))
@@ -422,6 +431,35 @@ class Database(Connecting):
             ends = grant.expires_at
             yield Abandon(functools.partial(self._abandoning, grant.resources, grant.proof, ends))
             raise
+
+    def _transferring(self, grant: Grant, queues: Queues, place: Place) -> Steps[bool | None]:
+        """Release a lease and acquire it for the next caller of this world, by one statement."""
+        (resource,) = grant.resources
+        asked = {"resource": resource, "nonce": grant.proof, "next_nonce": place.nonce, "ttl": place.ttl}
+        asked |= {"holder": _holder(), "world": queues.name}
+
+        def transfer(connection: Lent) -> int | None:
+            return self._token(connection, self._says.transfer, asked)
+
+        began = time.monotonic()
+        until = min(grant.expires_at, began + ANSWER[0]) if grant.expires_at > began else began + ANSWER[1]
+        again: list[object] = []
+        is_delivered = False
+        try:
+            token: int | None = yield from self.asking(Work(transfer), until=until, again=again)
+            if token is None:
+                # What is sent again finds nothing where the first one has arrived.
+                place.is_offered = bool(again)
+                return None if again else False
+            place.is_offered = False
+            transferred = Grant(grant.resources, (token,), validity(began, place.ttl), place.nonce)
+            is_delivered = queues.deliver(place, transferred)
+            if not is_delivered:
+                yield from self._giving_back(grant.resources, place.nonce)
+            return True
+        finally:
+            if not is_delivered:
+                queues.released(resource, queues.name)  # the next caller asks what has become of it
 
     def _owe(self, nonce: str, owed: _Owed) -> Steps[None]:
         """Have something released while the caller goes on."""
@@ -471,7 +509,7 @@ class Database(Connecting):
         """Release, and wake who is next; with little patience where the lease ends at a time that is over."""
         queues: Queues = yield QUEUES
         kept: dict[str, str] = {}
-        asked = {"nonce": nonce, "world": queues.name, "stays": queues.stays(resources)}
+        asked = {"nonce": nonce}
 
         def release(connection: Lent) -> int:
             count = 0

@@ -25,6 +25,7 @@ from weakref import ref
 
 from fencelock._owners import current_stack
 from fencelock._threads import sleep_until_rung
+from fencelock.authority.base import Grant
 from fencelock.errors import QuorumError
 
 #: A step: return the `Queues` of the caller's world.
@@ -87,9 +88,16 @@ class Place:
         is_due: the resource has been released, or the database keeps it for this world.
         looks: the database keeps it for another world.
         error: why the first of the queue could not ask.
+        grant: what the holder before has transferred to this caller.
+        is_offered: a transfer may be on its way to the database.
+        nonce, ttl: of the acquisition.
     """
 
-    def __init__(self, bell: Bell) -> None:
+    def __init__(self, bell: Bell, nonce: str, ttl: float) -> None:
+        self.nonce = nonce
+        self.ttl = ttl
+        self.grant: Grant | None = None
+        self.is_offered = False
         self.bell = bell
         self.is_due = False
         self.looks = False
@@ -144,9 +152,14 @@ class Queue:
         """Whether the next holder is to be of this world, too."""
         return self._turn_began is not None and time.monotonic() < self._turn_began + _TURN
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other process is believed to want the resource."""
+        return time.monotonic() > self._rivals_until
+
     def pass_on(self) -> None:
         """Wake the first, behind a release, unless another process comes first."""
-        if self.stays or time.monotonic() > self._rivals_until:
+        if self.stays or self.is_alone:
             self.wake()
         else:
             self._turn_began = None
@@ -180,8 +193,8 @@ class Queues:
         self._listens_again = 0.0
         self._last_wait = 0.0
 
-    def new_place(self) -> Place:
-        return Place(self.new_bell())
+    def new_place(self, nonce: str, ttl: float) -> Place:
+        return Place(self.new_bell(), nonce, ttl)
 
     def join(self, resource: str, place: Place) -> None:
         """Make it the last in the queue; not that of a signal handler that has interrupted one who waits."""
@@ -214,10 +227,24 @@ class Queues:
                     other.error = error
                     other.bell.ring()
 
-    def stays(self, resources: tuple[str, ...]) -> bool:
-        """Return whether the next holder of a resource is to be of this world."""
-        queue = self._queues.get(resources[0]) if len(resources) == 1 else None
-        return queue is not None and queue.stays
+    def offer(self, resources: tuple[str, ...]) -> Place | None:
+        """Return the caller of this world to whom a holder may transfer its lease, if there is one."""
+        with self._mutex:
+            queue = self._queues.get(resources[0]) if len(resources) == 1 else None
+            if queue is None or not (queue.stays or (queue.is_alone and not self.hears)):
+                return None
+            if (place := queue.first) is not None:
+                place.is_offered = True
+            return place
+
+    def deliver(self, place: Place, grant: Grant) -> bool:
+        """Give a place what was transferred to it; return False where its caller has given up."""
+        with self._mutex:
+            if place.queue.first is not place:
+                return False
+            place.grant = grant
+            place.queue.wake()
+            return True
 
     def released(self, resource: str, kept_for: str | None = None) -> None:
         """Wake who is to be next, behind a release that has kept the resource for this world or another."""

@@ -35,7 +35,7 @@ FROM (SELECT {durable} AS settings) AS its WHERE settings IS NOT NULL
 ON CONFLICT (resource) DO UPDATE SET
     token = CASE WHEN l.nonce = excluded.nonce THEN l.token ELSE {later}({next}, excluded.token) END,
     nonce = excluded.nonce, expires_at = excluded.expires_at, holder = excluded.holder, since = excluded.since
-    {leaving}
+{leaving}
 WHERE l.nonce IS NULL OR l.expires_at <= {now} OR l.nonce = excluded.nonce{or_kept}
 """
 # `LAST_INSERT_ID(x)` keeps x for the answer and for the expressions behind it: the token, or 0 where another
@@ -56,21 +56,25 @@ ON DUPLICATE KEY UPDATE
 _REMINT: Final = (
     "UPDATE {table} AS l SET token = {minted}, expires_at = {later}(expires_at, {until}) WHERE {held}"
 )
+_TRANSFER: Final = """
+UPDATE {table} AS l SET token = {minted}, nonce = :next_nonce, expires_at = {until}, holder = :holder,
+    since = {now}{leaving} WHERE {held}{durably}"""
 _WORDS: Final[dict[str, dict[str, str]]] = {
     "postgresql": {
         "acquire": _UPSERT + "RETURNING token",
-        "remint": _REMINT + " AND {durable} IS NOT NULL RETURNING token",
+        "remint": _REMINT + "{durably} RETURNING token",
+        "transfer": _TRANSFER + " RETURNING token",
+        "durably": " AND {durable} IS NOT NULL",
         "leaving": ", queue = replace(l.queue, :world, '')",
         "or_kept": " OR l.nonce = CAST(:world AS VARCHAR)",
         "granted": "length(nonce) = 32 AND expires_at > {now}",
-        # What is released is kept for the first of the queue, or for the world that has released it.
-        "release": "UPDATE {table} SET nonce = {next_world}, queue = CASE WHEN {stays} THEN queue "
-        "ELSE substr(queue, 9) END, expires_at = CASE WHEN {next_world} IS NULL THEN expires_at "
-        "ELSE {now} + INTERVAL '0.1 second' END WHERE {ours} AND {lazy} IS NOT NULL AND ({stays} OR "
+        # What is released is kept for the first of the queue, for a moment.
+        "release": "UPDATE {table} SET nonce = {next_world}, queue = substr(queue, 9), "
+        "expires_at = CASE WHEN {next_world} IS NULL THEN expires_at "
+        "ELSE {now} + INTERVAL '0.1 second' END WHERE {ours} AND {lazy} IS NOT NULL AND ("
         "COALESCE(queue, '') = '' OR pg_notify('fencelock_' || left(queue, 7), resource) IS NOT NULL) "
         "RETURNING resource, nonce",
-        "next_world": "CASE WHEN {stays} THEN CAST(:world AS VARCHAR) ELSE NULLIF(left(queue, 8), '') END",
-        "stays": "CAST(:stays AS BOOLEAN)",
+        "next_world": "NULLIF(left(queue, 8), '')",
         "queue_up": "UPDATE {table} SET queue = CASE WHEN strpos(COALESCE(queue, ''), :world) > 0 "
         "OR length(queue) > 240 THEN queue ELSE COALESCE(queue, '') || CAST(:world AS VARCHAR) END "
         "WHERE resource = :resource AND expires_at > {now} AND nonce <> :world AND {lazy} IS NOT NULL "
@@ -94,6 +98,8 @@ _WORDS: Final[dict[str, dict[str, str]]] = {
         "own": "token",
         "remint": "UPDATE {table} SET token = LAST_INSERT_ID({minted}), "
         "expires_at = {later}(expires_at, {until}) WHERE {held}",
+        "transfer": "UPDATE {table} SET token = LAST_INSERT_ID({minted}), nonce = :next_nonce, "
+        "expires_at = {until}, holder = :holder, since = {now} WHERE {held}",
         "begin": "START TRANSACTION",
         "now": "UTC_TIMESTAMP(6)",
         "until": "UTC_TIMESTAMP(6) + INTERVAL :ttl SECOND",
@@ -169,6 +175,8 @@ class Statements:
     def __init__(self, dialect: str, table: str, driver: Dialect) -> None:
         words = {
             "remint": _REMINT,
+            "transfer": _TRANSFER,
+            "durably": "",
             "release": "UPDATE {table} SET nonce = NULL WHERE {ours}",
             "later": "GREATEST",
             "own": "l.token",
@@ -215,6 +223,8 @@ class Statements:
         self.queue_up = said(words["queue_up"])
         self.call = said("SELECT pg_notify(:channel, '')")
         self.is_standby = said("SELECT {standby}")
+        #: Releases, and acquires for the next nonce; tells the token as `acquire` does.
+        self.transfer = said(words["transfer"])
         #: Tells the token as `acquire` does.
         self.remint = said(words["remint"])
         self.token = said("SELECT token FROM {table} WHERE {held}")
