@@ -37,7 +37,7 @@ from fencelock.authority.database.connections import (
     prepare_if_direct,
     with_own_pool,
 )
-from fencelock.authority.database.files import file_of, watch_file
+from fencelock.authority.database.files import add_queue, file_of, watch_file
 from fencelock.authority.database.listening import Ear
 from fencelock.authority.database.loops import LoopEnd, WithLoops
 from fencelock.authority.database.queues import Queues, ThreadBell
@@ -274,6 +274,8 @@ class Connecting(WithLoops):
         with contextlib.closing(connection.cursor()) as cursor:
             for statement in SET_UP.get(self._dialect, ()):
                 cursor.execute(statement)
+            if self._dialect == "sqlite":
+                add_queue(cursor)
             prepare_if_direct(record.driver_connection, cursor)
 
 

@@ -45,7 +45,9 @@ logger = logging.getLogger("fencelock.authority")
 #: Seconds between two looks at what another holds: where the database calls; or they grow from the first, at
 #: most to the second.
 _HEARING: Final = 0.25
-_PAUSES: Final = {"postgresql": (0.002, 0.1), "mysql": (0.005, 0.1), "sqlite": (0.001, 0.05)}
+_PAUSES: Final = {"postgresql": (0.002, 0.1), "mysql": (0.005, 0.05), "sqlite": (0.001, 0.05)}
+#: Some world, for which a resource may be kept.
+_ANOTHER: Final = "another"
 #: Resources that one statement extends or releases.
 _BATCH: Final = 500
 #: Milliseconds by which new tokens are above those of another authority, and by which own ones may be ahead.
@@ -297,7 +299,7 @@ class Database(Connecting):
             )
 
         def passing_on(resource: str) -> Steps[Any]:
-            asked = {"resources": (resource,), "nonce": queues.name, "world": queues.name}
+            asked = {"resources": (resource,), "nonce": queues.name}
             return self.asking(Work(lambda connection: connection.execute(self._says.release, asked)))
 
         queues.ear = Ear(queues, calling, passing_on)
@@ -309,29 +311,30 @@ class Database(Connecting):
     def _held(self, waiting: _Waiting, *, calls: bool = True) -> Steps[dict[str, float]]:
         """Return those of the resources that are held, with the seconds for which they are.
 
-        Where the database calls, one that is held is queued up for.
+        The world takes a place in the queue for one that is held.
         """
-        resources, queues, queue = waiting.resources, waiting.queues, waiting.place.queue
-
-        def queue_up(connection: Lent) -> list[Any]:
-            asked = {"resource": resources[0], "world": queues.name}
-            left = connection.scalar(self._says.queue_up, asked)
-            return [] if left is None else [(resources[0], left, "")]
+        resources, queue, world = waiting.resources, waiting.place.queue, waiting.queues.name
+        queues_up = calls and len(resources) == 1 and queue.has_to_queue
 
         def look(connection: Lent) -> list[Any]:
+            if queues_up:
+                asked = {"resource": resources[0], "world": world}
+                queued = connection.execute(self._says.queue_up, asked)
+                if self._says.can_call:
+                    return [(resources[0], *row) for row in queued.rows]
             return [
                 row
                 for part in _parts(resources)
-                for row in connection.execute(self._says.occupied, {"resources": part}).rows
+                for row in connection.execute(self._says.occupied, {"resources": part, "world": world}).rows
             ]
 
-        work = Work(queue_up if calls and waiting.is_called else look, durable=False)
-        rows = yield from self.asking(work, until=max(waiting.end, time.monotonic() + ANSWER[0]))
-        held = {name: float(left) for name, left, _ in rows}
+        until = max(waiting.end, time.monotonic() + ANSWER[0])
+        held = {
+            name: float(left)
+            for name, left in (yield from self.asking(Work(look, durable=False), until=until))
+        }
         if held:
             queue.held_until = time.monotonic() + max(held.values())
-        if any(holder not in ("", _holder()) for *_, holder in rows):
-            queue.note_rival()
         return held
 
     def inspecting(self, resources: tuple[str, ...]) -> Steps[list[LockInfo]]:
@@ -524,7 +527,7 @@ class Database(Connecting):
         until = min(ends, now + ANSWER[0]) if ends > now else now + ANSWER[1]
         count: int = yield from self.asking(Work(release, durable=False), until=until, again=again)
         for resource in resources:
-            queues.released(resource, kept.get(resource))
+            queues.released(resource, kept.get(resource, _ANOTHER))
         # What is sent again finds nothing where the first one has arrived.
         return True if count == len(resources) else None if again else False
 

@@ -1,12 +1,11 @@
 """Who waits for a resource: the callers of one world stand in a queue, and only the first asks the database.
 
 A world is the blocking code of a process, or an event loop. So a thousand callers cost the database as
-little as one. Where a caller releases what others of its world wait for, it wakes the first of them. It does
-so for a short turn; then another process goes first, if one waits.
+little as one. A caller transfers what it has to the next one of its world, for a short turn.
 
-On PostgreSQL the worlds have a queue, too: the column `queue` has the names of those that wait. A release
-keeps the resource for the first of them for a moment, and calls it by NOTIFY. All of this is hints. What is
-lost, late or made up costs time, never a token.
+The worlds have a queue, too: the column `queue` has the names of those that wait. What is released behind a
+turn is kept for the first of them for a moment, and PostgreSQL calls it by NOTIFY. All of this is hints. What
+is lost, late or made up costs time, never a token.
 """
 
 from __future__ import annotations
@@ -32,8 +31,10 @@ from fencelock.errors import QuorumError
 QUEUES: Final = object()
 #: For how many seconds a lock goes from one caller of a world to the next while other processes wait.
 _TURN: Final = 0.01
-#: Seconds for which a process that was seen to hold the resource is believed to want it again.
-_MEMORY: Final = 1.0
+#: The same where a world that waits is not called, but looks.
+_LONG_TURN: Final = 0.05
+#: Seconds after which a world takes its place in the queue of worlds again.
+_KEPT: Final = 0.25
 #: Seconds until a world that could not be called tries to listen again.
 _DEAF: Final = 30.0
 #: Characters of a name in the column `queue`.
@@ -121,8 +122,8 @@ class Queue:
     #: Weak, because a signal handler may keep a caller from leaving.
     places: deque[ref[Place]]
     held_until: float | None = None
-    _turn_began: float | None = None
-    _rivals_until: float = -math.inf
+    turn_began: float | None = None
+    _queued_at: float = -math.inf
 
     @property
     def first(self) -> Place | None:
@@ -139,30 +140,22 @@ class Queue:
 
     def note_grant(self) -> None:
         """Note that a caller of this world has the resource."""
-        if self._turn_began is None:
-            self._turn_began = time.monotonic()
+        if self.turn_began is None:
+            self.turn_began = time.monotonic()
+        self._queued_at = -math.inf
 
-    def note_rival(self) -> None:
-        """Note that another process has, or is going to have, the resource."""
-        self._rivals_until = time.monotonic() + _MEMORY
-        self._turn_began = None
-
-    @property
-    def stays(self) -> bool:
-        """Whether the next holder is to be of this world, too."""
-        return self._turn_began is not None and time.monotonic() < self._turn_began + _TURN
+    def end_turn(self) -> None:
+        """Note that another world may have the resource next."""
+        self.turn_began = None
+        self._queued_at = -math.inf
 
     @property
-    def is_alone(self) -> bool:
-        """Whether no other process is believed to want the resource."""
-        return time.monotonic() > self._rivals_until
-
-    def pass_on(self) -> None:
-        """Wake the first, behind a release, unless another process comes first."""
-        if self.stays or self.is_alone:
-            self.wake()
-        else:
-            self._turn_began = None
+    def has_to_queue(self) -> bool:
+        """Whether the world is to take a place in the queue of worlds now; then not again for a while."""
+        if (now := time.monotonic()) < self._queued_at + _KEPT:
+            return False
+        self._queued_at = now
+        return True
 
     def wake(self) -> None:
         """Have the first attempt it now."""
@@ -231,7 +224,8 @@ class Queues:
         """Return the caller of this world to whom a holder may transfer its lease, if there is one."""
         with self._mutex:
             queue = self._queues.get(resources[0]) if len(resources) == 1 else None
-            if queue is None or not (queue.stays or (queue.is_alone and not self.hears)):
+            turn = _TURN if self.hears else _LONG_TURN
+            if queue is None or queue.turn_began is None or time.monotonic() > queue.turn_began + turn:
                 return None
             if (place := queue.first) is not None:
                 place.is_offered = True
@@ -246,20 +240,17 @@ class Queues:
             place.queue.wake()
             return True
 
-    def released(self, resource: str, kept_for: str | None = None) -> None:
-        """Wake who is to be next, behind a release that has kept the resource for this world or another."""
+    def released(self, resource: str, kept_for: str | None) -> None:
+        """Wake the first, behind a release that has kept the resource for a world; None for nobody."""
         with self._mutex:
             if (queue := self._queues.get(resource)) is None:
                 return
-            if kept_for == self.name:
+            queue.end_turn()
+            if kept_for in (None, self.name):
                 queue.wake()
-            elif kept_for is None:
-                queue.pass_on()
-            else:
-                queue.note_rival()
-                if (place := queue.first) is not None:
-                    place.looks = True
-                    place.bell.ring()
+            elif (place := queue.first) is not None:
+                place.looks = True
+                place.bell.ring()
 
     def call(self, resource: str) -> bool:
         """Wake who waits for a resource that is kept for this world; return False where nobody does."""

@@ -34,9 +34,9 @@ SELECT CAST(:resource AS VARCHAR), {first}, CAST(:nonce AS VARCHAR),
 FROM (SELECT {durable} AS settings) AS its WHERE settings IS NOT NULL
 ON CONFLICT (resource) DO UPDATE SET
     token = CASE WHEN l.nonce = excluded.nonce THEN l.token ELSE {later}({next}, excluded.token) END,
-    nonce = excluded.nonce, expires_at = excluded.expires_at, holder = excluded.holder, since = excluded.since
-{leaving}
-WHERE l.nonce IS NULL OR l.expires_at <= {now} OR l.nonce = excluded.nonce{or_kept}
+    nonce = excluded.nonce, expires_at = excluded.expires_at, holder = excluded.holder,
+    since = excluded.since, queue = replace(l.queue, CAST(:world AS VARCHAR), '')
+WHERE l.nonce IS NULL OR l.expires_at <= {now} OR l.nonce IN (excluded.nonce, CAST(:world AS VARCHAR))
 """
 # `LAST_INSERT_ID(x)` keeps x for the answer and for the expressions behind it: the token, or 0 where another
 # holds the resource. Until an assignment keeps another one, it is the token of a row that would be new. No
@@ -46,8 +46,9 @@ INSERT INTO {table} (resource, token, nonce, expires_at, holder, since)
 VALUES (:resource, LAST_INSERT_ID({first}), :nonce, {until}, :holder, {now})
 ON DUPLICATE KEY UPDATE
     token = IF(nonce = :nonce, LAST_INSERT_ID(token),
-               IF(nonce IS NULL OR expires_at <= {now}, LAST_INSERT_ID(GREATEST({next}, LAST_INSERT_ID())),
-                  token + LAST_INSERT_ID(0))),
+               IF(nonce IS NULL OR nonce = :world OR expires_at <= {now},
+                  LAST_INSERT_ID(GREATEST({next}, LAST_INSERT_ID())), token + LAST_INSERT_ID(0))),
+    queue = IF(LAST_INSERT_ID() > 0, REPLACE(queue, :world, ''), queue),
     nonce = IF(LAST_INSERT_ID() > 0, :nonce, nonce),
     expires_at = IF(LAST_INSERT_ID() > 0, {until}, expires_at),
     holder = IF(LAST_INSERT_ID() > 0, :holder, holder),
@@ -58,27 +59,26 @@ _REMINT: Final = (
 )
 _TRANSFER: Final = """
 UPDATE {table} AS l SET token = {minted}, nonce = :next_nonce, expires_at = {until}, holder = :holder,
-    since = {now}{leaving} WHERE {held}{durably}"""
+    since = {now} WHERE {held}{durably}"""
+# What is released is kept for the first of the queue, for a moment. No assignment reads a column that an
+# earlier one has changed.
+_RELEASE: Final = """
+UPDATE {table} SET expires_at = CASE WHEN COALESCE(queue, '') = '' THEN expires_at ELSE {moment} END,
+    nonce = NULLIF(SUBSTR(queue, 1, 8), ''), queue = SUBSTR(queue, 9) WHERE {ours}"""
+_QUEUE_UP: Final = """
+UPDATE {table} SET queue = CASE WHEN {joined} > 0 OR LENGTH(queue) > 240 THEN queue ELSE {longer} END
+WHERE resource = :resource AND expires_at > {now} AND nonce <> :world"""
 _WORDS: Final[dict[str, dict[str, str]]] = {
     "postgresql": {
         "acquire": _UPSERT + "RETURNING token",
         "remint": _REMINT + "{durably} RETURNING token",
         "transfer": _TRANSFER + " RETURNING token",
         "durably": " AND {durable} IS NOT NULL",
-        "leaving": ", queue = replace(l.queue, :world, '')",
-        "or_kept": " OR l.nonce = CAST(:world AS VARCHAR)",
-        "granted": "length(nonce) = 32 AND expires_at > {now}",
-        # What is released is kept for the first of the queue, for a moment.
-        "release": "UPDATE {table} SET nonce = {next_world}, queue = substr(queue, 9), "
-        "expires_at = CASE WHEN {next_world} IS NULL THEN expires_at "
-        "ELSE {now} + INTERVAL '0.1 second' END WHERE {ours} AND {lazy} IS NOT NULL AND ("
-        "COALESCE(queue, '') = '' OR pg_notify('fencelock_' || left(queue, 7), resource) IS NOT NULL) "
-        "RETURNING resource, nonce",
-        "next_world": "NULLIF(left(queue, 8), '')",
-        "queue_up": "UPDATE {table} SET queue = CASE WHEN strpos(COALESCE(queue, ''), :world) > 0 "
-        "OR length(queue) > 240 THEN queue ELSE COALESCE(queue, '') || CAST(:world AS VARCHAR) END "
-        "WHERE resource = :resource AND expires_at > {now} AND nonce <> :world AND {lazy} IS NOT NULL "
-        "RETURNING {left}",
+        "release": _RELEASE + " AND {lazy} IS NOT NULL AND (COALESCE(queue, '') = '' "
+        "OR pg_notify('fencelock_' || left(queue, 7), resource) IS NOT NULL) RETURNING resource, nonce",
+        "moment": "{now} + INTERVAL '0.1 second'",
+        "queue_up": _QUEUE_UP + " AND {lazy} IS NOT NULL RETURNING {left}",
+        "joined": "strpos(COALESCE(queue, ''), CAST(:world AS VARCHAR))",
         "begin": "BEGIN ISOLATION LEVEL READ COMMITTED",
         "standby": "pg_is_in_recovery()",
         # What is granted must outlive a crash and a failover, whatever the server does by default.
@@ -103,6 +103,9 @@ _WORDS: Final[dict[str, dict[str, str]]] = {
         "begin": "START TRANSACTION",
         "now": "UTC_TIMESTAMP(6)",
         "until": "UTC_TIMESTAMP(6) + INTERVAL :ttl SECOND",
+        "moment": "UTC_TIMESTAMP(6) + INTERVAL 100000 MICROSECOND",
+        "joined": "LOCATE(:world, COALESCE(queue, ''))",
+        "longer": "CONCAT(COALESCE(queue, ''), :world)",
         "left": "TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), expires_at) / 1e6",
         "since": "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', since) / 1e6",
         "milliseconds": "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)) DIV 1000",
@@ -117,6 +120,8 @@ _WORDS: Final[dict[str, dict[str, str]]] = {
         "durable": "1",
         "now": "strftime('%Y-%m-%d %H:%M:%f', 'now')",
         "until": "strftime('%Y-%m-%d %H:%M:%f', 'now', '+' || :ttl || ' seconds')",
+        "moment": "strftime('%Y-%m-%d %H:%M:%f', 'now', '+0.1 seconds')",
+        "joined": "instr(COALESCE(queue, ''), :world)",
         "left": "(julianday(expires_at) - julianday('now')) * 86400.0",
         "since": "(julianday(since) - 2440587.5) * 86400.0",
         "later": "MAX",
@@ -136,7 +141,8 @@ SET_UP: Final[dict[str, tuple[str, ...]]] = {
         "PRAGMA journal_mode = WAL",
         "PRAGMA synchronous = FULL",
         f"CREATE TABLE IF NOT EXISTS {LEASE_TABLE} (resource TEXT PRIMARY KEY, token INTEGER NOT NULL, "  # noqa: ISC004
-        "nonce TEXT, expires_at TEXT, holder TEXT, since TEXT, CHECK (typeof(token) = 'integer'))",
+        "nonce TEXT, expires_at TEXT, holder TEXT, since TEXT, queue TEXT, "
+        "CHECK (typeof(token) = 'integer'))",
     ),
 }
 
@@ -177,14 +183,12 @@ class Statements:
             "remint": _REMINT,
             "transfer": _TRANSFER,
             "durably": "",
-            "release": "UPDATE {table} SET nonce = NULL WHERE {ours}",
+            "release": _RELEASE,
+            "queue_up": _QUEUE_UP,
+            "longer": "COALESCE(queue, '') || CAST(:world AS VARCHAR)",
             "later": "GREATEST",
             "own": "l.token",
             "standby": "0",
-            "queue_up": "",
-            "leaving": "",
-            "or_kept": "",
-            "granted": "nonce IS NOT NULL AND expires_at > {now}",
             "noted": "COALESCE((SELECT m.token FROM {table} AS m WHERE m.resource = ''), 0)",
             **_WORDS[dialect],
             "table": table,
@@ -209,17 +213,20 @@ class Statements:
         #: May return a row with the token if the resource is ours, or tell the token as `lastrowid`.
         self.acquire = said(words["acquire"])
         #: Of the locks that are held: resource, token, holder, since when in Unix time, and how many seconds.
-        holders = "SELECT resource, token, holder, {since}, {left} FROM {table} WHERE {granted}"
+        holders = (
+            "SELECT resource, token, holder, {since}, {left} FROM {table} "
+            "WHERE LENGTH(nonce) = 32 AND expires_at > {now}"
+        )
         self.holders_of = said(holders + " AND resource IN (:resources…) ORDER BY resource")
         self.holders = said(holders + " ORDER BY resource")
-        #: Of the resources that cannot be had: resource, for how many seconds, and holder.
+        #: Of the resources that this world cannot have: resource, and for how many seconds.
         self.occupied = said(
-            "SELECT resource, {left}, holder FROM {table} "
-            "WHERE nonce IS NOT NULL AND expires_at > {now} AND resource IN (:resources…)"
+            "SELECT resource, {left} FROM {table} "
+            "WHERE nonce IS NOT NULL AND nonce <> :world AND expires_at > {now} AND resource IN (:resources…)"
         )
         self.extend = said("UPDATE {table} SET expires_at = {later}(expires_at, {until}) WHERE {of_grants}")
         self.ours = said("SELECT resource, nonce FROM {table} WHERE {of_grants}")
-        #: Joins the queue of what is held, on PostgreSQL; returns the seconds for which it is.
+        #: Joins the queue of what is held; PostgreSQL tells the seconds for which it is.
         self.queue_up = said(words["queue_up"])
         self.call = said("SELECT pg_notify(:channel, '')")
         self.is_standby = said("SELECT {standby}")
