@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import psycopg
 import pytest
-from sqlalchemy import Engine, StaticPool, create_engine, event, inspect, text
+from sqlalchemy import Connection, Engine, StaticPool, create_engine, event, inspect, text
 from sqlalchemy.dialects import mysql
+from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.orm import DeclarativeBase
+from sqlalchemy.util import await_only
 
 import fencelock
 from fencelock import (
@@ -167,7 +171,7 @@ def test_many_threads_use_few_connections(on_server: Engine) -> None:
 
 
 @pytest.mark.timed
-def test_a_server_has_to_allow_ten_connections_for_each_process(postgres_database: ReusedDatabase) -> None:
+def test_a_server_has_to_allow_eleven_connections_for_each_process(postgres_database: ReusedDatabase) -> None:
     """Of any number of threads: docs/authorities.md tells whoever sets `max_connections`."""
     url, seen = postgres_database.url, list[int]()
     ask = (
@@ -182,8 +186,61 @@ def test_a_server_has_to_allow_ten_connections_for_each_process(postgres_databas
             seen.append(looking.execute(ask).fetchone()[0])  # type: ignore[index]
             time.sleep(0.01)
     assert all(each.result() > 30 for each in running)
-    assert 10 < max(seen) <= 20 + 2  # a server process that ends is seen for a moment
+    assert 10 < max(seen) <= 22 + 2  # a server process that ends is seen for a moment
     postgres_database.empty()
+
+
+def test_an_engine_knows_its_server_whoever_connects_first(
+    on_server: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first connection asks what the server is, once for the program's pool and the authority's."""
+    engine, begun = create_engine(on_server.url), threading.Event()
+    initialize = engine.dialect.initialize
+
+    def slowly(connection: Connection) -> None:
+        begun.set()
+        time.sleep(0.2)
+        initialize(connection)
+
+    monkeypatch.setattr(engine.dialect, "initialize", slowly)
+    with Database(on_server) as first:
+        first.init()
+    with Database(engine) as authority, ThreadPoolExecutor(1) as threads:
+        granted = threads.submit(authority.acquire, ("r",), ttl=5, timeout=0)
+        assert begun.wait(5)
+        with engine.connect():
+            assert engine.dialect.default_schema_name is not None
+        authority.release(granted.result())
+    engine.dispose()
+
+
+def test_an_engine_for_coroutines_knows_its_server_whoever_connects_first(
+    on_server: Engine, for_asyncio: Callable[[Engine], AsyncEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same in one loop."""
+    engine, begun = for_asyncio(on_server), asyncio.Event()
+    initialize = engine.dialect.initialize
+
+    def slowly(connection: Connection) -> None:
+        begun.set()
+        await_only(asyncio.sleep(0.2))
+        initialize(connection)
+
+    monkeypatch.setattr(engine.dialect, "initialize", slowly)
+    with Database(on_server) as first:
+        first.init()
+
+    async def main() -> None:
+        with closing(Database(engine)) as authority:
+            granting = asyncio.create_task(authority.aio.acquire(("r",), ttl=5, timeout=0))
+            await begun.wait()
+            async with engine.connect():
+                assert engine.dialect.default_schema_name is not None
+            await authority.aio.release(await granting)
+            await authority.aio.close()
+        await engine.dispose()
+
+    asyncio.run(main())
 
 
 def test_an_engine_is_taken_whole(on_server: Engine) -> None:

@@ -17,11 +17,18 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import closing, suppress
 from contextvars import ContextVar
 from typing import Any, Final, NamedTuple, TypeVar
+from weakref import WeakSet
 
 from sqlalchemy import URL, Engine, NullPool, QueuePool, create_engine
 from sqlalchemy import util as sa_util
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.pool import AsyncAdaptedQueuePool, PoolProxiedConnection, SingletonThreadPool, StaticPool
+from sqlalchemy.pool import (
+    AsyncAdaptedQueuePool,
+    Pool,
+    PoolProxiedConnection,
+    SingletonThreadPool,
+    StaticPool,
+)
 
 from fencelock import _threads
 from fencelock.authority.database.statements import Statement
@@ -94,9 +101,31 @@ def with_own_pool(source: Engine, size: int, overflow: int) -> Engine:
         dialect=dialect,
         _dispatch=twin.dispatch,
     )
+    _begin_in_turn(source.pool, pool)
     engine = Engine(pool, dialect, source.url)
     engine.dispatch = engine.dispatch._join(source.dispatch)  # noqa: SLF001
     return engine
+
+
+#: Pools of programs that begin in turn with one of ours. For coroutines there is no second one, because a
+#: lock of theirs belongs to one loop.
+_in_turn: Final[WeakSet[Pool]] = WeakSet()
+
+
+def _begin_in_turn(theirs: Pool, own: Pool) -> None:
+    """Have the first connections of two pools wait for each other.
+
+    The first of all asks what the server is, and tells the dialect, which both have. A pool lets its own
+    connections wait until that is done; those of the other would go on with a dialect that knows nothing.
+    """
+    is_async = isinstance(own, AsyncAdaptedQueuePool)
+    if is_async and theirs in _in_turn:
+        return
+    _in_turn.add(theirs)
+    its: Any = theirs.dispatch.connect.for_modify(theirs.dispatch)
+    ours: Any = own.dispatch.connect.for_modify(own.dispatch)
+    make = getattr(its, "_get_exec_once_mutex", None)  # older versions make it when it is read
+    ours._exec_once_mutex = its._exec_once_mutex if make is None else make()  # noqa: SLF001
 
 
 def _in_time(opens: Callable[..., Any]) -> Callable[..., Any]:
